@@ -133,10 +133,70 @@ def test_what_is_no_http(server):
         assert client.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("arguments", ['{"a": ' + "[" * 500 + "]" * 500 + "}", "{", "[1]", "3"])
-def test_arguments_that_no_template_can_write(http, arguments):
-    function = {"name": "look", "arguments": arguments}
+NESTED = '{"a": ' + "[" * 500 + "]" * 500 + "}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        (NESTED, {}),
+        ("{", {}),
+        ("[1]", {}),
+        (3, {}),
+        (None, {}),
+        ("null", {}),
+        ("look", {}),
+        ('{"city": "Be', {"city": "Be"}),
+        ('{"city": "Bern", "days": ', {"city": "Bern"}),
+        ('{"code": "a\n\tb"}', {"code": "a\n\tb"}),
+        ('"{\\"city\\": \\"Bern\\"}"', {"city": "Bern"}),
+        ('{"a": "' + "\\" * 999, {"a": "\\" * 499}),
+    ],
+)
+def test_a_malformed_call_is_read_as_far_as_it_goes(http, arguments, read):
+    """In every endpoint, as if the client had sent what can be read of it; and it is told."""
+
+    def told(path, body, given):
+        response = http.post(path, json=body(given))
+        assert response.status_code == 200, response.text
+        return response.json(), response.headers.get("x-milepost-ignored")
+
+    for path, body, field in CALLED:
+        was, said = told(path, body, arguments)
+        expected, silent = told(path, body, read)
+        assert said == field
+        assert silent is None
+        for answer in (was, expected):
+            answer.pop("request_id", None)
+        assert was == expected
+
+
+def as_text(value):
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
+def called_in_chat(arguments):
+    function = {"name": "look", "arguments": as_text(arguments)}
     said = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}, said]}
-    status, found = error(http, json.dumps(body), "/v1/chat/completions")
-    assert (status, "JSON object" in found["message"]) == (400, True)
+    return {"messages": [{"role": "user", "content": "a"}, said]}
+
+
+def called_in_responses(arguments):
+    call = {"type": "function_call", "call_id": "1", "name": "look"}
+    return {"input": [{"role": "user", "content": "a"}, {**call, "arguments": as_text(arguments)}]}
+
+
+def called_in_messages(arguments):
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": arguments or {}}
+    call["input"] = arguments if arguments is not None else "null"
+    said = {"role": "assistant", "content": [call]}
+    return {"messages": [{"role": "user", "content": "a"}, said]}
+
+
+CALLED = [
+    ("/tokenize", called_in_chat, "messages[].tool_calls[].function.arguments"),
+    ("/v1/chat/completions/render", called_in_chat, "messages[].tool_calls[].function.arguments"),
+    ("/v1/responses/render", called_in_responses, "input[].arguments"),
+    ("/v1/responses/input_tokens", called_in_responses, "input[].arguments"),
+    ("/v1/messages/count_tokens", called_in_messages, "messages[].content[].input"),
+]

@@ -11,6 +11,7 @@ from milepost.server import conversation
 from milepost.server.config import ServerConfig
 from milepost.server.protocol import ChatRequest
 from milepost.server.responses.protocol import ResponsesRequest
+from milepost.server.responses.tools import Names
 from milepost.server.responses.writer import Writer
 from milepost.server.service import Service
 from milepost.server.submission import Submission
@@ -58,7 +59,7 @@ def counted(monkeypatch, pieces, joins):
         try:
             turn = await conversation.begin(own, chat, http, field="input")
             request = ResponsesRequest(input="a")
-            return await Writer(request, turn, "tiny", None, lambda _: None).whole()
+            return await Writer(request, turn, "tiny", None, Names(()), lambda _: None).whole()
         finally:
             await own.close()
 

@@ -4,7 +4,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from milepost.server.responses.protocol import InputItem
+from milepost.server.responses.items import MessageItem
 from milepost.server.responses.store import ResponseStore, StoredResponse
 
 GREEDY = {"model": "tiny", "temperature": 0, "max_output_tokens": 12}
@@ -168,9 +168,11 @@ def test_logprobs_are_included(client):
     [
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
@@ -185,7 +187,7 @@ def test_refusals_name_the_field(client, changes, param):
 
 
 def stored(num_bytes):
-    said = (InputItem(role="user", content="a"),)
+    said = (MessageItem(role="user", content="a"),)
     return StoredResponse(body={}, input_items=(), conversation=said, num_bytes=num_bytes)
 
 

@@ -61,6 +61,11 @@ class Blocks:
         self.all: list[AnswerBlock] = []
         self._open: AnswerBlock | None = None
 
+    @property
+    def open(self) -> AnswerBlock | None:
+        """The block that is still being written."""
+        return self._open
+
     def feed(self, events: Iterable[Event]) -> Iterator[Step]:
         for found in events:
             if isinstance(found, CallStart):

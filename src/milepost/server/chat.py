@@ -132,6 +132,7 @@ class _ChatWriter:
         self._octets = octets
         self._prompt = turn.prompt
         self._generation = turn.generation
+        self._usage = turn.usage
         self._answers = [_Answer(events) for events in turn.answers]
         self.id = id_
         self._created = int(time.time())
@@ -162,7 +163,7 @@ class _ChatWriter:
                 answer.logprobs += self._logprobs(delta)
         body = self._head("chat.completion")
         body["choices"] = [self._choice(index) for index in range(len(self._answers))]
-        body["usage"] = self._generation.usage()
+        body["usage"] = self._usage()
         body |= self._generation.transfer()
         if self._request.prompt_logprobs is not None:
             scores = await scores_of(self._service, self._generation, 0)
@@ -188,11 +189,10 @@ class _ChatWriter:
     # --- streamed ---------------------------------------------------------------------------------
 
     async def events(self) -> AsyncIterator[bytes]:
-        usage = self._generation.usage
         chunks = ChunkWriter(
             self._head("chat.completion.chunk"),
             self._request.stream_options,
-            usage,
+            self._usage,
             forces_usage=self._service.config.enable_force_include_usage,
         )
         begun: set[int] = set()

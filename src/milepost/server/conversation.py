@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +37,13 @@ class ChatTurn:
     """Where the request's own `cache_control`s stand in the prompt."""
     generation: Generation
     answers: list[AnswerEvents]
-    end_of_reasoning: int | None
-    """The token that closes it, if it is one."""
+
+    def usage(self) -> dict[str, Any]:
+        """So far, with how much of it was reasoning."""
+        usage = self.generation.usage()
+        details = usage.get("completion_tokens_details", {})
+        count = sum(answer.num_reasoning_tokens for answer in self.answers)
+        return {**usage, "completion_tokens_details": {**details, "reasoning_tokens": count}}
 
 
 async def begin(
@@ -89,6 +95,7 @@ async def _begin(
             has_reasoning=request.include_reasoning is not False,
             has_one_call=has_one_call,
             customs=tools.customs,
+            end_of_reasoning=service.end_of_reasoning,
         )
         for _ in range(params.n)
     ]
@@ -106,7 +113,6 @@ async def _begin(
         breakpoints=rendered.breakpoints,
         generation=generation,
         answers=answers,
-        end_of_reasoning=service.end_of_reasoning,
     )
 
 
@@ -207,8 +213,10 @@ class AnswerEvents:
         has_reasoning: bool,
         has_one_call: bool,
         customs: frozenset[str] = frozenset(),
+        end_of_reasoning: int | None = None,
     ) -> None:
         self._parser = parser
+        self._reasoning = ReasoningCount(end_of_reasoning)
         self._has_reasoning = has_reasoning
         self._has_one_call = has_one_call
         self.customs = customs
@@ -221,6 +229,10 @@ class AnswerEvents:
         return self._num_calls
 
     @property
+    def num_reasoning_tokens(self) -> int:
+        return self._reasoning.count
+
+    @property
     def is_enough(self) -> bool:
         """Whether all that is wanted of the answer is there, although it goes on."""
         return self._has_one_call and self._parser.has_ended_call
@@ -230,6 +242,7 @@ class AnswerEvents:
         events = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
             events += self._parser.finish(is_cut=_is_cut(delta))
+        self._reasoning.feed(delta.token_ids, events)
         if len(events) == 1 and type(events[0]) is Content and self._input is None:  # most deltas
             return events
         wanted = [found for found in events if self._is_wanted(found)]
@@ -262,7 +275,41 @@ class AnswerEvents:
         over, self._input = self._input, None
         return [] if over is None else [CallArguments(over.finish())]
 
+
 def _is_cut(delta: Delta) -> bool:
     """Whether an answer ended where the model had not ended it: at its greatest length, or at a
     string of the request's `stop`."""
     return delta.finish_reason != "stop" or isinstance(delta.stop_reason, str)
+
+
+class ReasoningCount:
+    """How many tokens of an answer were reasoning: those up to the token that closes it, wherever
+    deltas were joined. Where no such token came, those up to the last delta without anything else.
+    """
+
+    def __init__(self, end: int | None) -> None:
+        self._end = end
+        """The token that closes reasoning, if it is one."""
+        self._num_tokens = self._num_before_others = 0
+        self._closed_at: int | None = None
+        self._has_reasoning: bool | None = None
+        self._is_last = False
+
+    @property
+    def count(self) -> int:
+        if not self._has_reasoning:
+            return 0
+        return self._num_before_others if self._closed_at is None else self._closed_at
+
+    def feed(self, token_ids: Sequence[int], events: Sequence[Event]) -> None:
+        if self._closed_at is not None and self._has_reasoning is not None:
+            return
+        if self._closed_at is None and self._end in token_ids:
+            self._closed_at = self._num_tokens + token_ids.index(self._end) + 1
+        self._num_tokens += len(token_ids)
+        if events:
+            if self._has_reasoning is None:
+                self._has_reasoning = isinstance(events[0], Reasoning)
+            self._is_last = isinstance(events[-1], Reasoning)
+        if self._is_last:
+            self._num_before_others = self._num_tokens

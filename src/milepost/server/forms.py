@@ -213,9 +213,7 @@ def _tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
     return tag if len(ids) == 1 else lark.text(tag)
 
 
-def _end_of_reasoning(
-    format_: AnswerFormat, tokenizer: PreTrainedTokenizerBase, field: str
-) -> int:
+def _end_of_reasoning(format_: AnswerFormat, tokenizer: PreTrainedTokenizerBase, field: str) -> int:
     assert format_.thinking is not None, "what is open has a format"
     ids = tokenizer.encode(format_.thinking.close, add_special_tokens=False)
     if len(ids) != 1:

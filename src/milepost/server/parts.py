@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from milepost.server.fields import MAX_PARTS, Body, Many, only, unread
 from milepost.server.tools import ToolCall
 
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     """End the stream with a chunk that has `usage`."""

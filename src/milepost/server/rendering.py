@@ -65,7 +65,8 @@ def add(app: FastAPI, service: Service, store: ResponseStore) -> None:
     async def render_response(body: ResponsesRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         model = service.check_model(body.model)
-        _, _, chat = responses.chat_of(store, body, request)
+        _, _, converted = responses.chat_of(store, body, request)
+        chat = converted.chat
         return await rendered(chat, model, request, field="input", fits_max_tokens=True)
 
 

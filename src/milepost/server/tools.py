@@ -14,6 +14,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from milepost.server import arguments
 from milepost.server.fields import Body, Many
 
+
 class FunctionCall(Body):
     name: str
     arguments: Any = None

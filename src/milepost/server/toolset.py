@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.server.messages import tools_for_template
+from milepost.server.parsing import lark
 from milepost.server.protocol import ChatRequest
 from milepost.server.tools import NamedToolChoice
 
@@ -32,11 +33,7 @@ class Toolset:
         strict function match its schema, and tools beside the allowed ones are not called."""
         tools = self.callable or ()
         is_partial = len(tools) < len(self.shown or ())
-        return bool(tools) and (is_partial or any(is_strict(tool) for tool in tools))
-
-
-def is_strict(tool: Mapping[str, Any]) -> bool:
-    return tool["function"].get("strict") is True
+        return bool(tools) and (is_partial or any(map(lark.is_strict, tools)))
 
 
 def toolset_of(request: ChatRequest) -> Toolset:

@@ -53,16 +53,19 @@ class UnknownFields:
             raise HttpError(400, f"the body has more than {MAX_UNKNOWN} fields that nobody knows")
         if self._strict and refusable:
             raise HttpError(400, f"{refusable[0]}: no such field here", param=refusable[0])
-        self.tell((path for path, _ in found), scope)
+        self.tell(refusable, scope, hint="; --strict refuses such fields")
+        self.tell((path for path, is_refusable in found if not is_refusable), scope)
 
-    def tell(self, paths: Iterable[str], scope: Any) -> None:
+    def tell(self, paths: Iterable[str], scope: Any, *, hint: str = "") -> None:
         """Name fields that were ignored in the log and in the response."""
         names = dict.fromkeys(_INDEX.sub("[]", path) for path in paths)
+        if not names:
+            return
         plain = [name for name in names if _PLAIN.fullmatch(name)]
         for name in plain:
             if name not in self._told and len(self._told) < MAX_KNOWN:
                 self._told.add(name)
-                logger.warning("%s: ignored", name)
+                logger.warning("%s: ignored%s", name, hint)
         record = scope["milepost.record"]
         before = record.get("ignored", [])
         record["ignored"] = [*dict.fromkeys([*before, *plain])][:MAX_NAMED]

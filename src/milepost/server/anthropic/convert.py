@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from milepost.server import parts as openai
+from milepost.server import tools
+from milepost.server.anthropic import blocks
+from milepost.server.anthropic.blocks import Block, TextBlock
 from milepost.server.anthropic.protocol import (
     AnthropicMessage,
-    ContentBlock,
     CountTokensRequest,
     MessagesRequest,
 )
 from milepost.server.protocol import ChatRequest
+
+Result = blocks.ResultBlock | blocks.ServerResultBlock
 
 _BILLING = "x-anthropic-billing-header:"
 """A line that coding agents put before the system prompt. It differs with each request, so nothing
@@ -69,7 +74,7 @@ def _system(request: CountTokensRequest) -> list[openai.Message]:
     if not given:
         return []
     if isinstance(given, str):
-        return [openai.Message(role="system", content=given)]
+        given = [TextBlock(type="text", text=given)]
     parts = [
         openai.TextPart(type="text", text=block.text, cache_control=block.cache_control)
         for block in given
@@ -83,43 +88,60 @@ def _messages(message: AnthropicMessage) -> list[openai.Message]:
     if isinstance(message.content, str):
         return [openai.Message(role=message.role, content=message.content)]
     if message.role == "assistant":
-        return [_assistant(message.content)]
-    results = [_result(block) for block in message.content if block.type == "tool_result"]
-    parts = [_text(block) for block in message.content if block.type == "text"]
+        return _assistant(message.content)
+    results = [_result(block) for block in message.content if isinstance(block, Result)]
+    parts = _texts(message.content)
     rest = [openai.Message(role=message.role, content=parts)] if parts else []
     return [*results, *rest] or [openai.Message(role=message.role, content="")]
 
 
-def _assistant(blocks: list[ContentBlock]) -> openai.Message:
+def _assistant(content: Sequence[Block]) -> list[openai.Message]:
+    """Results of tools that another server ran part what the assistant said."""
+    messages: list[openai.Message] = []
+    said: list[Block] = []
+    for block in content:
+        if isinstance(block, Result):
+            messages += [_said(said), _result(block)] if said else [_result(block)]
+            said = []
+        else:
+            said.append(block)
+    return [*messages, _said(said)] if said or not messages else messages
+
+
+def _said(content: Sequence[Block]) -> openai.Message:
     calls = [
-        openai.ToolCall(
-            id=block.id,
-            function=openai.FunctionCall(
-                name=block.name or "", arguments=json.dumps(block.input or {})
-            ),
+        tools.ToolCall(
+            id=block.id, function=tools.FunctionCall(name=block.name, arguments=block.arguments)
         )
-        for block in blocks
-        if block.type == "tool_use"
+        for block in content
+        if isinstance(block, blocks.CallBlock)
     ]
-    thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
-    marks = [block.cache_control for block in blocks if block.cache_control]
+    thoughts = [block.thinking for block in content if isinstance(block, blocks.ThinkingBlock)]
+    marks = [block.cache_control for block in content if block.cache_control]
     return openai.Message(
         role="assistant",
-        content=[_text(block) for block in blocks if block.type == "text"] or None,
+        content=_texts(content) or None,
         reasoning_content="\n".join(thoughts) or None,
         tool_calls=calls or None,
         cache_control=marks[-1] if marks and calls else None,
     )
 
 
-def _text(block: ContentBlock) -> openai.TextPart:
-    return openai.TextPart(type="text", text=block.text, cache_control=block.cache_control)
+def _texts(content: Sequence[Any]) -> list[openai.TextPart]:
+    """How they are joined, the chat template decides."""
+    return [
+        openai.TextPart(type="text", text=block.plain, cache_control=block.cache_control)
+        for block in content
+        if hasattr(block, "plain")
+    ]
 
 
-def _result(block: ContentBlock) -> openai.Message:
-    content = block.content or ""
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
+def _result(block: Result) -> openai.Message:
+    content: Any = block.content or ""
+    if isinstance(block, blocks.ServerResultBlock):
+        content = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    elif not isinstance(content, str):
+        content = _texts(content)
     return openai.Message(
         role="tool",
         tool_call_id=block.tool_use_id,
@@ -128,15 +150,19 @@ def _result(block: ContentBlock) -> openai.Message:
     )
 
 
-def _tools(request: CountTokensRequest) -> list[openai.Tool] | None:
+def _tools(request: CountTokensRequest) -> list[tools.Tool] | None:
     return [
-        openai.Tool(
+        tools.Tool(
             type="function",
-            function=openai.FunctionDefinition(
-                name=tool.name, description=tool.description, parameters=tool.input_schema
+            function=tools.FunctionDefinition(
+                name=tool.name or "",
+                description=tool.description,
+                parameters=tool.input_schema,
+                strict=tool.strict,
             ),
         )
         for tool in request.tools or ()
+        if tool.is_custom
     ] or None
 
 
@@ -146,8 +172,8 @@ def _tool_choice(request: CountTokensRequest) -> dict[str, Any]:
         return {}
     kind: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
     if kind is None:
-        name = openai.FunctionName(name=choice.name or "")
-        kind = openai.NamedToolChoice(type="function", function=name)
+        name = tools.FunctionName(name=choice.name or "")
+        kind = tools.NamedToolChoice(type="function", function=name)
     return {
         "tool_choice": kind,
         "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
@@ -162,6 +188,8 @@ def _output(request: CountTokensRequest) -> dict[str, Any]:
         found["reasoning_effort"] = "none"
     elif config is not None and config.effort is not None:
         found["reasoning_effort"] = config.effort
+    if request.thinking is not None and request.thinking.display == "omitted":
+        found["include_reasoning"] = False
     if config is not None and config.format is not None:
         schema = openai.JsonSchema(schema=config.format.schema_)
         found["response_format"] = openai.ResponseFormat(type="json_schema", json_schema=schema)

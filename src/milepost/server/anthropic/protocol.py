@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from milepost.server.anthropic.blocks import Block, TextBlock
 from milepost.server.fields import (
     MAX_INT,
     MAX_PARTS,
@@ -14,72 +16,49 @@ from milepost.server.fields import (
     Int64,
     Many,
     StopText,
-    only,
+    Unread,
     unread,
 )
 from milepost.server.parts import CacheControl
 from milepost.server.protocol import MAX_MESSAGES, MAX_STOPS
 
 
-class TextBlock(Body):
-    """A block of a tool's result or of the system prompt."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: CacheControl | None = None
-    citations: Any = None
-
-
-_NEEDS = {
-    "text": "text",
-    "thinking": "thinking",
-    "tool_use": "name",
-    "tool_result": "tool_use_id",
-}
-
-
-class ContentBlock(Body):
-    """A block of a message; which of its fields count, its type says."""
-
-    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
-    text: str | None = None
-    thinking: str | None = None
-    signature: str | None = None
-    data: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    caller: Any = None
-    tool_use_id: str | None = None
-    content: str | Annotated[Many[TextBlock], Field(max_length=MAX_PARTS)] | None = None
-    is_error: bool | None = None
-    citations: Any = None
-    cache_control: CacheControl | None = None
-
-    @model_validator(mode="after")
-    def _has_its_own(self) -> ContentBlock:
-        needed = _NEEDS.get(self.type)
-        if needed is not None and getattr(self, needed) is None:
-            raise ValueError(f"a block of type {self.type!r} needs a {needed}")
-        return self
-
-
 class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[Many[ContentBlock], Field(max_length=MAX_PARTS)]
+    content: str | Annotated[Many[Block], Field(max_length=MAX_PARTS)]
 
 
-class CustomTool(Body):
-    """A tool that the client runs."""
+class Tool(Body):
+    """A tool that the client runs, with a schema. Those of other types are run by a server, or
+    known to some models only, and left out."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    type: Literal["custom"] | None = None
+    name: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    type: Annotated[str | None, Field(max_length=64)] = None
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
     eager_input_streaming: Any = None
-    input_examples: Any = None
+    """Arguments are always streamed as they come."""
+    input_examples: unread(Any) = None
+    defer_loading: unread(bool, False) = None
+    allowed_callers: unread(Any) = None
+
+    @property
+    def is_custom(self) -> bool:
+        return self.type in (None, "custom")
+
+    @model_validator(mode="after")
+    def _has_its_own(self) -> Tool:
+        if self.is_custom and (self.name is None or self.input_schema is None):
+            raise ValueError("a tool needs name and input_schema")
+        if not self.is_custom:
+            self.__pydantic_extra__ = {}
+        return self
+
+    def left_out(self) -> Iterator[str]:
+        if not self.is_custom:
+            yield str(self.type)
 
 
 class ToolChoice(Body):
@@ -91,7 +70,8 @@ class ToolChoice(Body):
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
-    display: Any = None
+    display: Annotated[Literal["summarized", "omitted"] | None, Unread(("omitted",))] = None
+    """`omitted` leaves the thinking out of the response."""
 
 
 class OutputFormat(Body):
@@ -110,12 +90,12 @@ class CountTokensRequest(Body):
     model: str | None = None
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Annotated[Many[TextBlock], Field(max_length=MAX_PARTS)] | None = None
-    tools: Many[CustomTool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    mcp_servers: only([]) = None
+    mcp_servers: unread(Any) = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -128,6 +108,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = None
     top_k: Int64 | None = None
     metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
+    """Its `user_id` goes to the access log."""
+    service_tier: unread(str, "auto", "standard_only") = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Requests share cached prefixes only with those of the same salt."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from milepost.server import parts as openai
+from milepost.server import tools as chat_tools
 from milepost.server.protocol import ChatRequest
-from milepost.server.responses.protocol import ContentPart, InputItem, ResponsesRequest
+from milepost.server.responses import items as kinds
+from milepost.server.responses.items import ContentPart, Item
+from milepost.server.responses.protocol import LOGPROBS, ResponsesRequest
+from milepost.server.responses.tools import Names, Tool, choice_for_chat, for_chat
 
 _SAME = (
     "model",
@@ -29,7 +35,15 @@ _SAME = (
 """Fields that a chat request has under the same name."""
 
 
-def to_chat(request: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """A request as one of a chat."""
+
+    chat: ChatRequest
+    names: Names
+
+
+def to_chat(request: ResponsesRequest, items: Sequence[Item]) -> Converted:
     """The conversation that `items` are, with the rest of the request.
 
     Raises ValueError (pydantic's own) for what no chat request can say.
@@ -38,98 +52,152 @@ def to_chat(request: ResponsesRequest, items: Sequence[InputItem]) -> ChatReques
     if has_logprobs(request):
         own |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     effort = request.reasoning.effort if request.reasoning is not None else None
-    return ChatRequest(
-        messages=messages_of(request.instructions, items),
+    tools: list[Tool] = list(request.tools or ())
+    for item in items:
+        tools += item.tools if isinstance(item, kinds.MoreToolsItem) else ()
+    names = Names(tools)
+    chat = ChatRequest(
+        messages=messages_of(request.instructions, items, names),
         max_tokens=request.max_output_tokens,
-        tools=_tools(request),
-        tool_choice=_tool_choice(request),
+        tools=for_chat(tools) or None,
+        tool_choice=choice_for_chat(request.tool_choice, names),
         response_format=_form(request),
         reasoning_effort=effort,
         kv_transfer_params=request.kv_transfer_params,
         **own,
     )
+    return Converted(chat=chat, names=names)
 
 
 def has_logprobs(request: ResponsesRequest) -> bool:
-    return "message.output_text.logprobs" in (request.include or ())
+    return LOGPROBS in (request.include or ())
 
 
-def items_of(given: str | Sequence[InputItem]) -> list[InputItem]:
+def items_of(given: str | Sequence[Item]) -> list[Item]:
     """A text is what a user says."""
-    return [InputItem(role="user", content=given)] if isinstance(given, str) else list(given)
+    if isinstance(given, str):
+        return [kinds.MessageItem(role="user", content=given)]
+    return list(given)
 
 
-def messages_of(instructions: str | None, items: Sequence[InputItem]) -> list[openai.Message]:
+def messages_of(
+    instructions: str | None, items: Sequence[Item], names: Names
+) -> list[openai.Message]:
     """Reasoning, text and calls of one turn make one message of the assistant."""
     messages: list[openai.Message] = []
     if instructions:
         messages.append(openai.Message(role="system", content=instructions))
-    turn: dict[str, Any] | None = None
+    turn = _Turn(names)
     for item in items:
-        if item.type == "function_call_output" or item.role not in (None, "assistant"):
-            messages += _closed(turn)
-            turn = None
-            messages.append(_plain(item))
-        else:
-            if turn is not None and item.type != "function_call" and "tool_calls" in turn:
-                messages += _closed(turn)
-                turn = None
-            turn = turn or {}
-            _extend(turn, item)
-    return [*messages, *_closed(turn)]
+        if isinstance(item, kinds.OtherItem | kinds.MoreToolsItem):
+            continue
+        if not turn.takes(item):
+            messages += turn.close()
+        if not turn.add(item):
+            messages += [*turn.close(), _plain(item)]
+    return [*messages, *turn.close()]
 
 
-def _closed(turn: dict[str, Any] | None) -> list[openai.Message]:
-    return [] if turn is None else [openai.Message(role="assistant", **turn)]
+class _Turn:
+    """The assistant's message, item by item."""
 
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._is_open = False
+        self._clear()
 
-def _plain(item: InputItem) -> openai.Message:
-    if item.type == "function_call_output":
-        return openai.Message(role="tool", tool_call_id=item.call_id, content=_text(item.output))
-    assert item.role is not None, "an item of type message has a role"
-    return openai.Message(role=item.role, content=_text(item.content))
+    def _clear(self) -> None:
+        self._is_open = False
+        self._thoughts: list[str] = []
+        self._parts: list[openai.TextPart] = []
+        self._calls: list[chat_tools.ToolCall] = []
 
-
-def _extend(turn: dict[str, Any], item: InputItem) -> None:
-    """Add an item of the assistant's to its message."""
-    if item.type == "reasoning":
-        thoughts = _text(item.content or item.summary)
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + thoughts
-    elif item.type == "function_call":
-        function = openai.FunctionCall(name=item.name or "", arguments=item.arguments)
-        turn.setdefault("tool_calls", []).append(
-            openai.ToolCall(id=item.call_id, function=function)
+    def takes(self, item: Item) -> bool:
+        """Whether an item goes on with the message: nothing follows a call but calls."""
+        if isinstance(item, kinds.CallItem | kinds.CustomCallItem | kinds.BuiltInCallItem):
+            return True
+        return not self._calls and (
+            isinstance(item, kinds.ReasoningItem)
+            or (isinstance(item, kinds.MessageItem) and item.role == "assistant")
         )
-    else:
-        turn["content"] = turn.get("content", "") + _text(item.content)
 
+    def add(self, item: Item) -> bool:
+        """Whether the item is the assistant's, and part of the message now."""
+        match item:
+            case kinds.ReasoningItem():
+                parts = item.content or item.summary or ()
+                self._thoughts.append("\n".join(_text(part) for part in parts))
+            case kinds.MessageItem(role="assistant"):
+                self._parts += _parts(item.content)
+            case kinds.CallItem():
+                name = self._names.of_client(item.name, item.namespace)
+                self._call(item.call_id, name, item.arguments)
+            case kinds.CustomCallItem():
+                name = self._names.of_client(item.name, item.namespace)
+                custom = chat_tools.CustomCall(name=name, input=item.input)
+                call = chat_tools.ToolCall(id=item.call_id, type="custom", custom=custom)
+                self._calls.append(call)
+            case kinds.BuiltInCallItem():
+                self._call(item.call_id or item.id, item.name, item.given)
+            case kinds.McpCallItem():
+                self._call(item.id, item.name, item.arguments)
+                self._is_open = True
+                return False  # with its result
+            case _:
+                return False
+        self._is_open = True
+        return True
 
-def _text(content: str | Sequence[ContentPart] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part.text if part.text is not None else part.refusal or "" for part in content)
+    def _call(self, id_: str | None, name: str, arguments: Any) -> None:
+        function = chat_tools.FunctionCall(name=name, arguments=arguments)
+        self._calls.append(chat_tools.ToolCall(id=id_, function=function))
 
-
-def _tools(request: ResponsesRequest) -> list[openai.Tool] | None:
-    return [
-        openai.Tool(
-            type="function",
-            function=openai.FunctionDefinition(
-                name=tool.name,
-                description=tool.description,
-                parameters=tool.parameters,
-                strict=tool.strict,
-            ),
+    def close(self) -> list[openai.Message]:
+        if not self._is_open:
+            return []
+        message = openai.Message(
+            role="assistant",
+            content=_content(self._parts) if self._parts else None,
+            reasoning_content="".join(self._thoughts) or None,
+            tool_calls=self._calls or None,
         )
-        for tool in request.tools or ()
-    ] or None
+        self._clear()
+        return [message]
 
 
-def _tool_choice(request: ResponsesRequest) -> Any:
-    choice = request.tool_choice
-    if choice is None or isinstance(choice, str):
-        return choice
-    return openai.NamedToolChoice(type="function", function=openai.FunctionName(name=choice.name))
+def _plain(item: Item) -> openai.Message:
+    """What the assistant did not say."""
+    if isinstance(item, kinds.MessageItem):
+        return openai.Message(role=item.role, content=_content(_parts(item.content)))
+    id_ = getattr(item, "call_id", None) or item.id
+    return openai.Message(role="tool", tool_call_id=id_, content=_output(item))
+
+
+def _output(item: Item) -> str | list[openai.TextPart]:
+    match item:
+        case kinds.OutputItem():
+            return _content(_parts(item.output))
+        case kinds.ShellOutputItem():
+            return json.dumps(item.output, ensure_ascii=False)
+        case kinds.ToolSearchOutputItem():
+            return json.dumps(item.tools, ensure_ascii=False)
+        case kinds.McpCallItem():
+            return item.output or (json.dumps(item.error) if item.error is not None else "")
+    raise AssertionError(f"an item of type {item.type} has no output")
+
+
+def _parts(content: str | Sequence[ContentPart] | None) -> list[openai.TextPart]:
+    texts = [content or ""] if content is None or isinstance(content, str) else map(_text, content)
+    return [openai.TextPart(type="text", text=text) for text in texts]
+
+
+def _content(parts: list[openai.TextPart]) -> str | list[openai.TextPart]:
+    """Several parts stay apart: how they are joined, the chat template decides."""
+    return parts if len(parts) > 1 else "".join(part.text or "" for part in parts)
+
+
+def _text(part: ContentPart) -> str:
+    return part.text if part.text is not None else part.refusal or ""
 
 
 def _form(request: ResponsesRequest) -> openai.ResponseFormat | None:

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from milepost.server import conversation, transfer
 from milepost.server.callers import Caller
 from milepost.server.errors import HttpError, json_response
-from milepost.server.protocol import ChatRequest
-from milepost.server.responses.convert import items_of, to_chat
-from milepost.server.responses.protocol import InputItem, ResponsesRequest
+from milepost.server.responses.convert import Converted, items_of, to_chat
+from milepost.server.responses.items import ITEM, Item
+from milepost.server.responses.protocol import ResponsesRequest
 from milepost.server.responses.store import ResponseStore, StoredResponse
 from milepost.server.responses.writer import Writer
 from milepost.server.service import Service
@@ -27,11 +27,9 @@ async def respond(
 ) -> Response:
     """Make a response."""
     model = service.check_model(request.model)
-    if request.text is not None and request.text.verbosity is not None:
-        service.unknown.tell(["text.verbosity"], http.scope)
     owner = owner_of(http)
-    own, items, chat = chat_of(store, request, http)
-    chat = transfer.as_served(service, chat)
+    own, items, converted = chat_of(store, request, http)
+    chat = transfer.as_served(service, converted.chat)
     octets = await service.encoder.token_bytes() if chat.logprobs else None
     turn = await conversation.begin(service, chat, http, field="input", fits_max_tokens=True)
 
@@ -39,7 +37,7 @@ async def respond(
         if request.store is not False:
             store.put(owner, body["id"], _stored(body, own, items))
 
-    writer = Writer(request, turn, model, octets, keep)
+    writer = Writer(request, turn, model, octets, converted.names, keep)
     http.scope["milepost.record"]["id"] = writer.id
     close = turn.generation.close
     if request.stream:
@@ -53,15 +51,15 @@ async def count_tokens(
 ) -> dict[str, Any]:
     """How long the prompt is."""
     service.check_model(request.model)
-    _, _, chat = chat_of(store, request, http)
-    work = conversation.render(service, chat, http, is_counted=True)
+    _, _, converted = chat_of(store, request, http)
+    work = conversation.render(service, converted.chat, http, is_counted=True)
     rendered = await unless_disconnected(http, work)
     return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
 
 
 def chat_of(
     store: ResponseStore, request: ResponsesRequest, http: Request
-) -> tuple[Sequence[InputItem], Sequence[InputItem], ChatRequest]:
+) -> tuple[Sequence[Item], Sequence[Item], Converted]:
     """The items of a request, those of the conversation with it, and the chat they make."""
     before = _conversation_before(store, owner_of(http), request.previous_response_id)
     own = items_of(request.input)
@@ -70,6 +68,8 @@ def chat_of(
         return own, items, to_chat(request, items)
     except ValidationError as error:
         raise HttpError(400, error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+    except ValueError as error:
+        raise HttpError(400, str(error), param="tools") from error
 
 
 def find(store: ResponseStore, http: Request, id_: str) -> StoredResponse:
@@ -93,7 +93,7 @@ def owner_of(http: Request) -> str:
     return caller.owner
 
 
-def _conversation_before(store: ResponseStore, owner: str, id_: str | None) -> Sequence[InputItem]:
+def _conversation_before(store: ResponseStore, owner: str, id_: str | None) -> Sequence[Item]:
     if id_ is None:
         return ()
     stored = store.get(owner, id_)
@@ -111,10 +111,8 @@ def _no_such(id_: str, field: str) -> HttpError:
     )
 
 
-def _stored(
-    body: dict[str, Any], own: Sequence[InputItem], items: Sequence[InputItem]
-) -> StoredResponse:
-    said = [InputItem.model_validate(item) for item in body["output"]]
+def _stored(body: dict[str, Any], own: Sequence[Item], items: Sequence[Item]) -> StoredResponse:
+    said = [ITEM.validate_python(item) for item in body["output"]]
     conversation_ = (*items, *said)
     plain = [item.model_dump(exclude_none=True) for item in conversation_]
     num_bytes = len(msgspec.json.encode(plain)) + len(msgspec.json.encode(body))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from milepost.server.responses.protocol import InputItem
+from milepost.server.responses.items import Item
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 2**26
@@ -22,7 +22,7 @@ class StoredResponse:
 
     body: dict[str, Any]
     input_items: Sequence[dict[str, Any]]
-    conversation: Sequence[InputItem]
+    conversation: Sequence[Item]
     num_bytes: int
     """Of the whole conversation as JSON, so that long chains count for all that they keep alive."""
 

@@ -7,12 +7,15 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+from pydantic_core import from_json
+
 from milepost.engine.wire import Delta
 from milepost.server import errors, logprobs
 from milepost.server.blocks import AnswerBlock, Blocks, Closed, Gained, Opened, Step
 from milepost.server.conversation import ChatTurn
 from milepost.server.logprobs import TokenBytes, TokensOfTexts
 from milepost.server.responses.protocol import ResponsesRequest
+from milepost.server.responses.tools import Names
 from milepost.server.stream import named_event
 
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
@@ -28,20 +31,21 @@ class Writer:
         turn: ChatTurn,
         model: str,
         octets: TokenBytes | None,
+        names: Names,
         on_end: Callable[[dict[str, Any]], None],
     ) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self._request = request
         self._turn = turn
         self._octets = octets
+        self._names = names
         self._on_end = on_end
         self._blocks = Blocks()
         self._tokens = TokensOfTexts()
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
         """By block, of those that are text."""
-        self._token_ids: list[int] = []
-        self._num_before_others = 0
-        """Tokens with which the last block was one of reasoning."""
+        self._cut: AnswerBlock | None = None
+        """What was being written when the answer was cut off."""
         self._end: Delta | None = None
         self._num_events = 0
         self._created = int(time.time())
@@ -72,6 +76,7 @@ class Writer:
     def failed(self, error: Exception) -> bytes:
         """The last event of a response that did not come to its end."""
         found = errors.body_of(error)["error"]
+        self._cut = self._blocks.open
         body = self.body("failed")
         body["error"] = {"code": "server_error", "message": found["message"]}
         return self._event("response.failed", response=body)
@@ -82,11 +87,9 @@ class Writer:
             self._tokens.add(logprobs.chat_content(delta, num_top, self._octets))
         for step in self._blocks.feed(self._turn.answers[0].feed(delta)):
             yield self._scored(step)
-        self._token_ids += delta.token_ids
-        if self._blocks.all and self._blocks.all[-1].kind == "reasoning":
-            self._num_before_others = len(self._token_ids)
         if delta.finish_reason is not None:
             self._end = delta
+            self._cut = self._blocks.open if delta.finish_reason == "length" else None
             for step in self._blocks.end():
                 yield self._scored(step)
 
@@ -128,31 +131,48 @@ class Writer:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
+            "output_tokens_details": {
+                "reasoning_tokens": self._turn.answers[0].num_reasoning_tokens
+            },
             "total_tokens": usage["total_tokens"],
         }
 
-    def _num_reasoning_tokens(self) -> int:
-        """Up to the token that closes the reasoning, wherever deltas were joined. Where no such
-        token came, up to the last delta without anything else."""
-        if not self._blocks.all or self._blocks.all[0].kind != "reasoning":
-            return 0
-        end = self._turn.end_of_reasoning
-        if end in self._token_ids:
-            return self._token_ids.index(end) + 1
-        return self._num_before_others
-
     def _item(self, block: AnswerBlock, *, is_done: bool) -> dict[str, Any]:
-        status = "completed" if is_done else "in_progress"
-        item: dict[str, Any] = {"id": _id(block), "status": status}
+        status = "in_progress"
+        if is_done:
+            status = "incomplete" if self._is_cut(block) else "completed"
+        item: dict[str, Any] = {"id": self._id(block), "status": status}
         if block.kind == "call":
-            arguments = block.text if is_done else ""
-            call = {"call_id": block.call_id("call"), "name": block.name, "arguments": arguments}
-            return {**item, "type": "function_call", **call}
+            text = block.text if is_done else ""
+            tool = self._names.of_call(block.name)
+            call = {"call_id": block.call_id("call"), **tool.fields()}
+            if tool.is_custom:
+                return {**item, "type": "custom_tool_call", **call, "input": text}
+            return {**item, "type": "function_call", **call, "arguments": text}
         content = [self._part(block)] if is_done else []
         if block.kind == "reasoning":
             return {**item, "type": "reasoning", "summary": [], "content": content}
         return {**item, "type": "message", "role": "assistant", "content": content}
+
+    def _is_cut(self, block: AnswerBlock) -> bool:
+        """A call whose arguments are all there is whole, although its end was not written."""
+        if block is not self._cut:
+            return False
+        is_function = block.kind == "call" and not self._is_custom(block)
+        return not (is_function and _is_json(block.text))
+
+    def _is_custom(self, block: AnswerBlock) -> bool:
+        return block.kind == "call" and self._names.of_call(block.name).is_custom
+
+    def _id(self, block: AnswerBlock) -> str:
+        prefix = "ctc" if self._is_custom(block) else _PREFIXES[block.kind]
+        return f"{prefix}_{block.id}"
+
+    def _place(self, block: AnswerBlock) -> dict[str, Any]:
+        return {**self._output_place(block), "content_index": 0}
+
+    def _output_place(self, block: AnswerBlock) -> dict[str, Any]:
+        return {"item_id": self._id(block), "output_index": block.index}
 
     def _part(self, block: AnswerBlock, text: str | None = None) -> dict[str, Any]:
         text = block.text if text is None else text
@@ -177,28 +197,36 @@ class Writer:
         yield self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind != "call":
             part = self._part(block, "")
-            yield self._event("response.content_part.added", **_place(block), part=part)
+            yield self._event("response.content_part.added", **self._place(block), part=part)
 
     def _gained(self, block: AnswerBlock, text: str) -> bytes:
         if block.kind == "call":
-            place = {"item_id": _id(block), "output_index": block.index}
-            return self._event("response.function_call_arguments.delta", **place, delta=text)
+            name = f"response.{self._written(block)[0]}.delta"
+            return self._event(name, **self._output_place(block), delta=text)
         own = {"logprobs": []} if block.kind == "text" else {}
-        return self._event(f"{_TEXTS[block.kind]}.delta", **_place(block), delta=text, **own)
+        return self._event(f"{_TEXTS[block.kind]}.delta", **self._place(block), delta=text, **own)
 
     def _closed(self, block: AnswerBlock) -> Iterator[bytes]:
         if block.kind == "call":
-            place = {"item_id": _id(block), "output_index": block.index, "name": block.name}
-            name = "response.function_call_arguments.done"
-            yield self._event(name, **place, arguments=block.text)
+            kind, key = self._written(block)
+            own: dict[str, Any] = {key: block.text}
+            if not self._is_custom(block):
+                own["name"] = self._names.of_call(block.name).name
+            yield self._event(f"response.{kind}.done", **self._output_place(block), **own)
         else:
             own = {"logprobs": self._logprobs.get(block.index, [])} if block.kind == "text" else {}
             name = f"{_TEXTS[block.kind]}.done"
-            yield self._event(name, **_place(block), text=block.text, **own)
+            yield self._event(name, **self._place(block), text=block.text, **own)
             part = self._part(block)
-            yield self._event("response.content_part.done", **_place(block), part=part)
+            yield self._event("response.content_part.done", **self._place(block), part=part)
         item = self._item(block, is_done=True)
         yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _written(self, block: AnswerBlock) -> tuple[str, str]:
+        """What the events of a call are about."""
+        if self._is_custom(block):
+            return "custom_tool_call_input", "input"
+        return "function_call_arguments", "arguments"
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         body = {"type": name, "sequence_number": self._num_events, **fields}
@@ -206,12 +234,12 @@ class Writer:
         return named_event(name, body)
 
 
-def _id(block: AnswerBlock) -> str:
-    return f"{_PREFIXES[block.kind]}_{block.id}"
-
-
-def _place(block: AnswerBlock) -> dict[str, Any]:
-    return {"item_id": _id(block), "output_index": block.index, "content_index": 0}
+def _is_json(text: str) -> bool:
+    try:
+        from_json(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _echo(request: ResponsesRequest, model: str) -> dict[str, Any]:
