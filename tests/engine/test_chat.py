@@ -133,11 +133,13 @@ def test_conversations_with_one_system_prompt_share_its_tokens(with_template):
     assert one.token_ids[: one.marks[0]] == two.token_ids[: one.marks[0]]
 
 
-def test_a_template_without_system_role_serves_the_others(with_template):
+def test_a_template_without_system_role_has_the_user_say_it(with_template):
     tokenizer = with_template(NO_SYSTEM)
     assert texts(tokenizer, render(tokenizer, [USER]))[1][-1] == USER_TEXT
-    with pytest.raises(InvalidRequestError, match="no system role here"):
-        render(tokenizer, [SYSTEM, USER])
+    whole, before = texts(tokenizer, render(tokenizer, [SYSTEM, USER]))
+    said = "you are a helpful assistant\n\nthe quick brown fox"
+    assert whole == f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    assert before[-1] == f"<|im_start|>user\n{said}<|im_end|>\n"
 
 
 def test_without_a_generation_prompt_the_end_is_no_mark(with_template):

@@ -79,6 +79,23 @@ def test_a_line_that_is_no_request_fails_alone(wrong, custom_id, words):
     assert found["response"]["body"]["error"] == found["error"]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line():
+    _, counts, results, _ = answered(b"\xef\xbb\xbf" + line("a"), line("b"))
+    assert (counts.answered, counts.failed) == (2, 0)
+    assert [result["custom_id"] for result in results] == ["a", "b"]
+    _, counts, (found,), _ = answered(b"\xef\xbb\xbf\n", line("b"))
+    assert (counts.answered, found["custom_id"]) == (1, "b")
+
+
+def test_a_custom_id_stands_for_one_line():
+    lines = [line("a", turns=9), line("b"), line("a", status=404), b"nothing", b"nothing"]
+    _, counts, results, _ = answered(*lines)
+    assert (counts.answered, counts.statuses) == (2, {400: 3})
+    (said,) = [r["error"]["message"] for r in results if r["custom_id"] == "a" and r["error"]]
+    assert "line 1 has it already" in said
+    assert "line 3" in said
+
+
 def test_what_the_application_refuses_is_told_with_its_status():
     _, counts, (found,), _ = answered(line("a", status=404))
     assert (counts.failed, counts.statuses) == (1, {404: 1})

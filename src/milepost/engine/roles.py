@@ -15,6 +15,7 @@ Shown = Callable[[Sequence[Message]], str | None]
 """Renders a conversation; None if the template refuses it."""
 
 SYSTEM = ("system", "developer")
+_NOTHING: Message = {"role": "user", "content": ""}
 _MARK = "\ue0b4"
 """A text that no template has."""
 
@@ -34,14 +35,18 @@ def placed(messages: Sequence[Message], shown: Shown, joint: str) -> list[Messag
 
 def mends(messages: Sequence[Message], joint: str) -> Iterator[list[Message]]:
     """Conversations that say the same, to try one after the other where a template refuses this
-    one: with something that the user says, without a system message, and in turns."""
+    one: with something that the user says, without a system message, beginning with the user, and
+    in turns."""
     found = list(messages)
     if all(_role(message) != "user" for message in found):
         found = _with_user(found)
         yield found
-    if found and _role(found[0]) in SYSTEM and len(found) > 1 and _role(found[1]) == "user":
-        said = _joined(found[:2], joint)
-        found = [{**said, "role": "user"}, *found[2:]]
+    if _role(found[0]) in SYSTEM:
+        said = found[:2] if len(found) > 1 and _role(found[1]) == "user" else found[:1]
+        found = [_as_user(_joined(said, joint)), *found[len(said) :]]
+        yield found
+    if _role(found[0]) == "assistant":
+        found = [_NOTHING, *found]
         yield found
     taken = _in_turns(found, joint)
     if len(taken) < len(found):
@@ -74,7 +79,7 @@ def _with_user(messages: list[Message]) -> list[Message]:
     user says nothing."""
     if messages and _role(messages[0]) in SYSTEM:
         return [_as_user(messages[0]), *messages[1:]]
-    return [{"role": "user", "content": ""}, *messages]
+    return [_NOTHING, *messages]
 
 
 def _in_turns(messages: list[Message], joint: str) -> list[Message]:

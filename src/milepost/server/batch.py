@@ -2,12 +2,15 @@
 
 The lines go through the same application as a server's requests, without a socket between. Enough
 of them are under way to fill the engine's steps, and the file is read no further ahead. Each result
-is written when it is done. A line that cannot be answered fails alone.
+is written when it is done. A line that cannot be answered fails alone; so does one whose custom_id
+an earlier line has, since nobody could tell their results apart.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
+import hashlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -112,11 +115,11 @@ async def answer_all(
 ) -> Tally:
     """Ask the application for every line that is not empty, `num_ahead` at a time; in `target` they
     stand in the order in which they end. Raises OSError if that cannot be written."""
-    counts, places = Tally(), asyncio.Semaphore(num_ahead)
+    counts, places, names = Tally(), asyncio.Semaphore(num_ahead), Names()
 
-    async def answer_one(line: bytes) -> None:
+    async def answer_one(line: bytes, number: int) -> None:
         try:
-            result, status = await answer(application, line)
+            result, status = await answer(application, line, number, names)
         finally:
             places.release()
         target.write(msgspec.json.encode(result) + b"\n")
@@ -130,20 +133,43 @@ async def answer_all(
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            for line in source:
-                if line.strip():
+            for number, line in enumerate(source, start=1):
+                own = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if own.strip():
                     await places.acquire()
-                    tasks.create_task(answer_one(line))
+                    tasks.create_task(answer_one(own, number))
     except ExceptionGroup as errors:  # of a full disk, say: each says the same
         raise errors.exceptions[0] from None
     return counts
 
 
-async def answer(application: Any, line: bytes) -> tuple[dict[str, Any], int]:
+class Names:
+    """The `custom_id`s of the lines so far, as digests: a file may have millions."""
+
+    def __init__(self) -> None:
+        self._lines: dict[bytes, int] = {}
+
+    def add(self, name: str | None, number: int) -> None:
+        """Raises LineError for a name that an earlier line has."""
+        if name is None:
+            return
+        digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        first = self._lines.setdefault(digest, number)
+        if first != number:
+            raise LineError(
+                f"custom_id={name[:100]!r}: line {first} has it already, use another in line "
+                f"{number}"
+            )
+
+
+async def answer(
+    application: Any, line: bytes, number: int, names: Names
+) -> tuple[dict[str, Any], int]:
     """What the output says of a line, and its status."""
     custom_id = None
     try:
         custom_id = _name(line)
+        names.add(custom_id, number)
         request = _request(line)
         status, body = await ask(application, request.url, bytes(request.body))
     except LineError as error:
