@@ -32,6 +32,8 @@ TEMPLATE = """\
 {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- endif %}
 {%- for message in messages %}
+{%- if message.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}{% endif %}
 {%- if message.role in ('user', 'tool', 'assistant') %}
 {%- set content = message.content or '' %}
 {%- if message.role == 'assistant' %}
