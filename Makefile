@@ -49,10 +49,13 @@ compile-matrix-tritons: $(STAMP)
 
 # Clients of others against our server. Their libraries need a virtual environment of their own.
 CLIENTS_VENV ?= .venv-clients
+CLIENTS_NPM ?= @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197
 test-clients: $(STAMP)
 	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/clients/requirements.txt
-	CLIENTS_PYTHON=$(abspath $(CLIENTS_VENV))/bin/python $(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
+	command -v npm > /dev/null && npm install --silent --no-audit --no-fund --prefix $(CLIENTS_VENV)/node $(CLIENTS_NPM) || true
+	CLIENTS_PYTHON=$(abspath $(CLIENTS_VENV))/bin/python CLIENTS_NODE=$(abspath $(CLIENTS_VENV))/node \
+		$(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
 
 # Nightly: what users meet, with the lowest versions that pyproject.toml allows. Old libraries warn of
 # what new ones have changed, so warnings are no errors here; and some of transformers' own models

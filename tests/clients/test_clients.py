@@ -20,6 +20,7 @@ from random import Random
 import httpx
 import pytest
 
+from tests.clients.nudging import nudging
 from tests.kv_events.router import Following
 from tests.server.conftest import folder, server, serving  # noqa: F401 - fixtures
 
@@ -53,6 +54,61 @@ def test_libraries(server, script):  # noqa: F811
 @pytest.mark.parametrize("script", ["lm_eval", "guidellm"])
 def test_tools(server, folder, script):  # noqa: F811
     run(script, server.url, folder)
+
+
+AGENTS = os.environ.get("CLIENTS_NODE", "")
+"""Where `npm` put the agents that are written for Node."""
+LONG = ["--hf-overrides", '{"max_position_embeddings": 131072}', "--max-model-len", "131072"]
+LONG += ["--cpu-cache-gib", "1", "--default-chat-template-kwargs", '{"enable_thinking": false}']
+AGENT_TIMEOUT_S = 280
+
+
+def agent(tmp_path, command, **environment):
+    """The output of an agent in an empty folder with a home of its own."""
+    program = Path(AGENTS) / "node_modules" / ".bin" / command[0]
+    if not AGENTS or not program.exists():
+        pytest.skip(f"npm has put no {command[0]} into CLIENTS_NODE")
+    for name in ("home", "work"):
+        (tmp_path / name).mkdir()
+    own = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home"), **environment}
+    done = subprocess.run(
+        [str(program), *command[1:]],
+        cwd=tmp_path / "work",
+        env=own,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=AGENT_TIMEOUT_S,
+    )
+    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
+    return done.stdout
+
+
+def test_codex_calls_a_tool_and_goes_on(folder, tmp_path):  # noqa: F811
+    with serving(folder, *LONG) as server, nudging(server.url, "get_goal") as proxy:  # noqa: F811
+        own = f'{{name="own",base_url="{proxy.url}/v1",wire_api="responses",env_key="KEY"}}'
+        command = ["codex", "exec", "--skip-git-repo-check", "--sandbox", "read-only"]
+        command += ["-m", "tiny", "-c", "model_provider=own", "-c", f"model_providers.own={own}"]
+        said = agent(tmp_path, [*command, "say hello"], KEY="none")
+    assert set(proxy.statuses) == {200}, proxy.refusals
+    items = [item.get("type") for item in proxy.asked[-1][1]["input"]]
+    assert "function_call_output" in items
+    assert "done" in said
+    assert {"tools[].web_search", "include[reasoning.encrypted_content]"} <= proxy.ignored
+
+
+def test_claude_code_calls_a_tool_and_goes_on(folder, tmp_path):  # noqa: F811
+    with serving(folder, *LONG) as server, nudging(server.url, "TaskList") as proxy:  # noqa: F811
+        own = {"ANTHROPIC_BASE_URL": proxy.url, "ANTHROPIC_AUTH_TOKEN": "none"}
+        own |= {"ANTHROPIC_MODEL": "tiny", "ANTHROPIC_SMALL_FAST_MODEL": "tiny"}
+        own |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"}
+        said = agent(tmp_path, ["claude", "-p", "say hello"], **own)
+    assert set(proxy.statuses) == {200}, proxy.refusals
+    last = proxy.asked[-1][1]["messages"]
+    blocks = [block for message in last for block in message["content"]]
+    assert "tool_result" in [block["type"] for block in blocks if isinstance(block, dict)]
+    assert "system" in [message["role"] for message in last], "one in the middle"
+    assert "done" in said
 
 
 class Router:
