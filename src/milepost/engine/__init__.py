@@ -4,7 +4,7 @@ Its modules:
     Python API                  llm, prompts, outputs, vllm_names
     a step                      core, intake, requests, flights, pace, fate
     answers and their text      answers, detokenizer, token_texts
-    conversations and tokens    chat, special, tokenizer, lengths, generation_config
+    conversations and tokens    chat, roles, special, tokenizer, lengths, generation_config
     what an answer keeps to     guide, guidance, restrictions, grammars, compiling
     what an engine is made of   setup, auto, rank, sizing, drafting, tiering, exchange, facts
     several ranks               team, rank_process

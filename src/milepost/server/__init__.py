@@ -6,8 +6,8 @@ modules are:
     paths                    app, operation, rendering
     OpenAI endpoints         completions, chat, conversation
     before the application   connections, incoming, cors, gate, callers
-    a body, read             bodies, protocol, parts, unknown, messages, templates, forms,
-                             parameters
+    a body, read             bodies, fields, protocol, parts, tools, arguments, unknown
+    what it asks for         messages, custom, toolset, templates, forms, parameters
     its way to the engine    service, encoder, tokenizing, submission, generation
     its answer               stream, blocks, echo, logprobs, errors, transfer
     figures                  metrics, vllm_metrics, tallies

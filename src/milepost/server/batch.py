@@ -115,11 +115,11 @@ async def answer_all(
 ) -> Tally:
     """Ask the application for every line that is not empty, `num_ahead` at a time; in `target` they
     stand in the order in which they end. Raises OSError if that cannot be written."""
-    counts, places, names = Tally(), asyncio.Semaphore(num_ahead), Names()
+    counts, places, custom_ids = Tally(), asyncio.Semaphore(num_ahead), CustomIds()
 
     async def answer_one(line: bytes, number: int) -> None:
         try:
-            result, status = await answer(application, line, number, names)
+            result, status = await answer(application, line, number, custom_ids)
         finally:
             places.release()
         target.write(msgspec.json.encode(result) + b"\n")
@@ -143,7 +143,7 @@ async def answer_all(
     return counts
 
 
-class Names:
+class CustomIds:
     """The `custom_id`s of the lines so far, as digests: a file may have millions."""
 
     def __init__(self) -> None:
@@ -163,13 +163,13 @@ class Names:
 
 
 async def answer(
-    application: Any, line: bytes, number: int, names: Names
+    application: Any, line: bytes, number: int, custom_ids: CustomIds
 ) -> tuple[dict[str, Any], int]:
     """What the output says of a line, and its status."""
     custom_id = None
     try:
         custom_id = _name(line)
-        names.add(custom_id, number)
+        custom_ids.add(custom_id, number)
         request = _request(line)
         status, body = await ask(application, request.url, bytes(request.body))
     except LineError as error:

@@ -12,12 +12,12 @@ from milepost.server.fields import MAX_PARTS, Body, Many, unread
 from milepost.server.parts import CacheControl
 
 
-class _Any(Body):
+class _MarkedBlock(Body):
     cache_control: CacheControl | None = None
     citations: unread(Any) = None
 
 
-class TextBlock(_Any):
+class TextBlock(_MarkedBlock):
     type: Literal["text"]
     text: str
 
@@ -27,7 +27,7 @@ class TextBlock(_Any):
         return self.text
 
 
-class SearchResultBlock(_Any):
+class SearchResultBlock(_MarkedBlock):
     """What a client's own search found."""
 
     type: Literal["search_result"]
@@ -40,7 +40,7 @@ class SearchResultBlock(_Any):
         return "\n".join([self.title, self.source, *(block.text for block in self.content)])
 
 
-class DocumentBlock(_Any):
+class DocumentBlock(_MarkedBlock):
     """A document that is text."""
 
     type: Literal["document"]
@@ -60,7 +60,7 @@ class DocumentBlock(_Any):
         return "\n".join(text for text in texts if text)
 
 
-class ToolReferenceBlock(_Any):
+class ToolReferenceBlock(_MarkedBlock):
     """Says that a tool, which stands in the request's list, can be called from now on."""
 
     type: Literal["tool_reference"]
@@ -71,14 +71,14 @@ class ToolReferenceBlock(_Any):
         return f"The tool {self.tool_name} can be called now."
 
 
-class ThinkingBlock(_Any):
+class ThinkingBlock(_MarkedBlock):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
     """Proves to whoever made the block that it was not changed; anything passes."""
 
 
-class RedactedBlock(_Any):
+class RedactedBlock(_MarkedBlock):
     """Thinking that only the server that made it can read: left out."""
 
     type: Literal["redacted_thinking"]
@@ -88,7 +88,7 @@ class RedactedBlock(_Any):
         yield self.type
 
 
-class CallBlock(_Any):
+class CallBlock(_MarkedBlock):
     """A call of a tool that the client runs, or that another server has run."""
 
     type: Literal["tool_use", "server_tool_use", "mcp_tool_use"]
@@ -112,7 +112,7 @@ TextLike = Annotated[
 ]
 
 
-class ResultBlock(_Any):
+class ResultBlock(_MarkedBlock):
     """What a tool of the client's returned."""
 
     type: Literal["tool_result"]
@@ -122,7 +122,7 @@ class ResultBlock(_Any):
     """What went wrong, the content says."""
 
 
-class ServerResultBlock(_Any):
+class ServerResultBlock(_MarkedBlock):
     """What a tool returned that another server has run; each kind has a type of its own."""
 
     type: Annotated[str, Field(max_length=64)]
@@ -132,7 +132,7 @@ class ServerResultBlock(_Any):
     caller: Any = None
 
 
-class OtherBlock(_Any):
+class OtherBlock(_MarkedBlock):
     type: str
 
     @field_validator("type")

@@ -28,7 +28,7 @@ class AnthropicMessage(Body):
     content: str | Annotated[Many[Block], Field(max_length=MAX_PARTS)]
 
 
-class Tool(Body):
+class ClientTool(Body):
     """A tool that the client runs, with a schema. Those of other types are run by a server, or
     known to some models only, and left out."""
 
@@ -49,7 +49,7 @@ class Tool(Body):
         return self.type in (None, "custom")
 
     @model_validator(mode="after")
-    def _has_its_own(self) -> Tool:
+    def _has_its_own(self) -> ClientTool:
         if self.is_custom and (self.name is None or self.input_schema is None):
             raise ValueError("a tool needs name and input_schema")
         if not self.is_custom:
@@ -90,7 +90,7 @@ class CountTokensRequest(Body):
     model: str | None = None
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Annotated[Many[TextBlock], Field(max_length=MAX_PARTS)] | None = None
-    tools: Many[Tool] | None = None
+    tools: Many[ClientTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -36,19 +36,19 @@ class ContentPart(Body):
 Parts = Annotated[Many[ContentPart], Field(max_length=MAX_PARTS)]
 
 
-class _Any(Body):
+class _AnyItem(Body):
     id: str | None = None
     status: Any = None
 
 
-class MessageItem(_Any):
+class MessageItem(_AnyItem):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Parts
     phase: unread(str) = None
 
 
-class ReasoningItem(_Any):
+class ReasoningItem(_AnyItem):
     type: Literal["reasoning"]
     content: Parts | None = None
     summary: Parts | None = None
@@ -56,7 +56,7 @@ class ReasoningItem(_Any):
     encrypted_content: unread(str) = None
 
 
-class CallItem(_Any):
+class CallItem(_AnyItem):
     """A call of a function."""
 
     type: Literal["function_call"]
@@ -71,7 +71,7 @@ class CallItem(_Any):
             yield "arguments"
 
 
-class CustomCallItem(_Any):
+class CustomCallItem(_AnyItem):
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
@@ -80,7 +80,7 @@ class CustomCallItem(_Any):
     caller: Any = None
 
 
-class BuiltInCallItem(_Any):
+class BuiltInCallItem(_AnyItem):
     """A call of a tool that the client ran and that only some models know."""
 
     type: Literal["local_shell_call", "shell_call", "apply_patch_call", "tool_search_call"]
@@ -102,7 +102,7 @@ class BuiltInCallItem(_Any):
         return self.action or self.operation or arguments.read(self.arguments)[0]
 
 
-class OutputItem(_Any):
+class OutputItem(_AnyItem):
     """What a tool returned."""
 
     type: Literal[
@@ -119,7 +119,7 @@ class OutputItem(_Any):
     caller: Any = None
 
 
-class ShellOutputItem(_Any):
+class ShellOutputItem(_AnyItem):
     type: Literal["shell_call_output"]
     call_id: str
     output: Many[dict[str, Any]]
@@ -127,14 +127,14 @@ class ShellOutputItem(_Any):
     caller: Any = None
 
 
-class ToolSearchOutputItem(_Any):
+class ToolSearchOutputItem(_AnyItem):
     type: Literal["tool_search_output"]
     call_id: str | None = None
     tools: Many[dict[str, Any]]
     execution: Any = None
 
 
-class McpCallItem(_Any):
+class McpCallItem(_AnyItem):
     """A call that another server made, with what came of it."""
 
     type: Literal["mcp_call"]
@@ -146,13 +146,13 @@ class McpCallItem(_Any):
     approval_request_id: Any = None
 
 
-class MoreToolsItem(_Any):
+class MoreToolsItem(_AnyItem):
     type: Literal["additional_tools"]
     role: Any = None
     tools: Many[Tool]
 
 
-class OtherItem(_Any):
+class OtherItem(_AnyItem):
     """Left out."""
 
     type: Annotated[str, Field(max_length=64)]
@@ -175,7 +175,7 @@ class OtherItem(_Any):
         yield self.type
 
 
-_CLASSES: dict[str, type[_Any]] = {
+_CLASSES: dict[str, type[_AnyItem]] = {
     "message": MessageItem,
     "reasoning": ReasoningItem,
     "function_call": CallItem,

@@ -10,7 +10,7 @@ from pydantic import Field
 from milepost.server.fields import MAX_INT, Body, Int64, Many, only, unread
 from milepost.server.protocol import MAX_MESSAGES
 from milepost.server.responses.items import Item
-from milepost.server.responses.tools import Tool, ToolChoice
+from milepost.server.responses.tools import Tool, ChosenTool
 
 
 class TextFormat(Body):
@@ -57,7 +57,7 @@ class ResponsesRequest(Body):
     top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Many[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

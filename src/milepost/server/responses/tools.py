@@ -129,7 +129,7 @@ class NamedTool(Body):
         return self
 
 
-class ToolChoice(Body):
+class ChosenTool(Body):
     """The one tool that must be called, or with `allowed_tools` those that may be."""
 
     type: Annotated[str, Field(max_length=64)]
@@ -139,7 +139,7 @@ class ToolChoice(Body):
     tools: Many[NamedTool] | None = None
 
     @model_validator(mode="after")
-    def _has_its_own(self) -> ToolChoice:
+    def _has_its_own(self) -> ChosenTool:
         if self.type == "allowed_tools":
             if self.mode is None or not self.tools:
                 raise ValueError("a tool choice of type 'allowed_tools' needs mode and tools")
@@ -238,7 +238,7 @@ def _for_chat(
     return chat.Tool(type="function", function=function)
 
 
-def choice_for_chat(choice: str | ToolChoice | None, names: Names) -> Any:
+def choice_for_chat(choice: str | ChosenTool | None, names: Names) -> Any:
     """The tool choice of a chat."""
     if choice is None or isinstance(choice, str):
         return choice
@@ -250,7 +250,7 @@ def choice_for_chat(choice: str | ToolChoice | None, names: Names) -> Any:
     return chat.NamedToolChoice(type="allowed_tools", allowed_tools=wanted)
 
 
-def _named(tool: NamedTool | ToolChoice, names: Names) -> dict[str, Any]:
+def _named(tool: NamedTool | ChosenTool, names: Names) -> dict[str, Any]:
     own: dict[str, Any] = {"type": tool.type}
     if tool.type in ("function", "custom") and tool.name is not None:
         own[tool.type] = chat.FunctionName(name=names.of_client(tool.name, tool.namespace))
