@@ -10,7 +10,7 @@ from pydantic import Field
 from milepost.server.fields import MAX_INT, Body, Int64, Many, only, unread
 from milepost.server.protocol import MAX_MESSAGES
 from milepost.server.responses.items import Item
-from milepost.server.responses.tools import Tool, ChosenTool
+from milepost.server.responses.tools import ChosenTool, Tool
 
 
 class TextFormat(Body):
