@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -82,14 +83,13 @@ def ignored(body: Body) -> Iterator[tuple[str, bool]]:
         place = todo.pop()
         own = place[0]
         extras = own.__pydantic_extra__
-        unknown = [*(extras or ()), *own.left_out()]
-        known = [*_unread(own), *own.changed()]
-        if unknown or known:
-            where = _path(place)
-            yield from ((where + name, True) for name in unknown)
-            yield from ((where + name, False) for name in known)
         if extras:
+            where = _path(place)
+            yield from ((where + name, True) for name in extras)
             extras.clear()
+        watch = _watch(type(own))
+        if watch is not None:
+            yield from watch.ignored(place)
         inside: list[_Place] = []
         for name, value in own.__dict__.items():
             if type(value) in _LEAVES:  # to ask pydantic whether it is a body takes much longer
@@ -101,20 +101,39 @@ def ignored(body: Body) -> Iterator[tuple[str, bool]]:
         todo += reversed(inside)
 
 
-def _unread(body: Body) -> list[str]:
-    marked = _marked(type(body))
-    return [name for name, mark in marked.items() if mark.is_asked(getattr(body, name))]
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """What to look at in bodies of one class."""
+
+    marks: tuple[tuple[str, Unread], ...]
+    """The fields that change nothing."""
+    leaves_out: bool
+    changes: bool
+
+    def ignored(self, place: _Place) -> Iterator[tuple[str, bool]]:
+        body = place[0]
+        for name, mark in self.marks:
+            value = body.__dict__[name]
+            if value is not None and mark.is_asked(value):
+                yield _path(place) + name, False
+        for name in body.left_out() if self.leaves_out else ():
+            yield _path(place) + name, True
+        for name in body.changed() if self.changes else ():
+            yield _path(place) + name, False
 
 
 @cache
-def _marked(kind: type[Body]) -> Mapping[str, Unread]:
-    """The fields that change nothing."""
-    return {
-        name: mark
+def _watch(kind: type[Body]) -> _Watch | None:
+    """None for a class of which only unknown fields can be ignored."""
+    marks = tuple(
+        (name, mark)
         for name, field in kind.model_fields.items()
         for mark in field.metadata
         if isinstance(mark, Unread)
-    }
+    )
+    leaves_out = kind.left_out is not Body.left_out
+    changes = kind.changed is not Body.changed
+    return _Watch(marks, leaves_out, changes) if marks or leaves_out or changes else None
 
 
 _Place = tuple[Body, Any, str, int | None]
