@@ -9,7 +9,7 @@ modules are:
     a body, read             bodies, fields, protocol, parts, tools, arguments, unknown
     what it asks for         messages, custom, toolset, templates, forms, parameters
     its way to the engine    service, encoder, tokenizing, submission, generation
-    its answer               stream, blocks, echo, logprobs, errors, transfer
+    its answer               answers, stream, blocks, echo, logprobs, errors, transfer
     figures                  metrics, vllm_metrics, tallies
     files of requests        batch
 """

@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from milepost.engine.wire import Delta
 from milepost.server import logprobs, transfer
-from milepost.server.conversation import AnswerEvents, ChatTurn, begin, response_id
+from milepost.server.answers import AnswerEvents
+from milepost.server.conversation import ChatTurn, begin, response_id
 from milepost.server.echo import scores_of
 from milepost.server.errors import json_response
 from milepost.server.logprobs import TokenBytes

@@ -1,0 +1,123 @@
+"""An answer on its way to the client: its events, and how much of it was reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from milepost.engine.wire import Delta
+from milepost.server.custom import CustomInput
+from milepost.server.parsing.answer import AnswerParser
+from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
+
+
+class AnswerEvents:
+    """One answer's text, taken apart; what the request does not want of it is left out. The
+    arguments of a call of a custom tool are its input."""
+
+    def __init__(
+        self,
+        parser: AnswerParser,
+        *,
+        has_reasoning: bool,
+        has_one_call: bool,
+        customs: frozenset[str] = frozenset(),
+        end_of_reasoning: int | None = None,
+    ) -> None:
+        self._parser = parser
+        self._reasoning = ReasoningCount(end_of_reasoning)
+        self._has_reasoning = has_reasoning
+        self._has_one_call = has_one_call
+        self.customs = customs
+        self._input: CustomInput | None = None
+        """Of the call under way, if it is a custom tool's."""
+        self._num_calls = 0
+
+    @property
+    def num_calls(self) -> int:
+        return self._num_calls
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._reasoning.count
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether all that is wanted of the answer is there, although it goes on."""
+        return self._has_one_call and self._parser.has_ended_call
+
+    def feed(self, delta: Delta) -> list[Event]:
+        """What a delta adds."""
+        events = self._parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            events += self._parser.finish(is_cut=_is_cut(delta))
+        self._reasoning.feed(delta.token_ids, events)
+        if len(events) == 1 and type(events[0]) is Content and self._input is None:  # most deltas
+            return events
+        wanted = [found for found in events if self._is_wanted(found)]
+        return self._with_inputs(wanted, is_over=delta.finish_reason is not None)
+
+    def _is_wanted(self, found: Event) -> bool:
+        if isinstance(found, Reasoning):
+            return self._has_reasoning
+        self._num_calls += isinstance(found, CallStart)
+        is_call = isinstance(found, CallStart | CallArguments)
+        return not (is_call and self._has_one_call and self._num_calls > 1)
+
+    def _with_inputs(self, events: list[Event], *, is_over: bool) -> list[Event]:
+        if not self.customs:
+            return events
+        found: list[Event] = []
+        for event in events:
+            if self._input is not None and isinstance(event, CallArguments):
+                found.append(CallArguments(self._input.feed(event.text)))
+                continue
+            found += self._rest_of_input()
+            if isinstance(event, CallStart) and event.name in self.customs:
+                self._input = CustomInput()
+            found.append(event)
+        if is_over:
+            found += self._rest_of_input()
+        return [each for each in found if not isinstance(each, CallArguments) or each.text]
+
+    def _rest_of_input(self) -> list[Event]:
+        over, self._input = self._input, None
+        return [] if over is None else [CallArguments(over.finish())]
+
+
+def _is_cut(delta: Delta) -> bool:
+    """Whether an answer ended where the model had not ended it: at its greatest length, or at a
+    string of the request's `stop`."""
+    return delta.finish_reason != "stop" or isinstance(delta.stop_reason, str)
+
+
+class ReasoningCount:
+    """How many tokens of an answer were reasoning: those up to the token that closes it, wherever
+    deltas were joined. Where no such token came, those up to the last delta without anything else.
+    """
+
+    def __init__(self, end: int | None) -> None:
+        self._end = end
+        """The token that closes reasoning, if it is one."""
+        self._num_tokens = self._num_before_others = 0
+        self._closed_at: int | None = None
+        self._has_reasoning: bool | None = None
+        self._is_last = False
+
+    @property
+    def count(self) -> int:
+        if not self._has_reasoning:
+            return 0
+        return self._num_before_others if self._closed_at is None else self._closed_at
+
+    def feed(self, token_ids: Sequence[int], events: Sequence[Event]) -> None:
+        if self._closed_at is not None and self._has_reasoning is not None:
+            return
+        if self._closed_at is None and self._end in token_ids:
+            self._closed_at = self._num_tokens + token_ids.index(self._end) + 1
+        self._num_tokens += len(token_ids)
+        if events:
+            if self._has_reasoning is None:
+                self._has_reasoning = isinstance(events[0], Reasoning)
+            self._is_last = isinstance(events[-1], Reasoning)
+        if self._is_last:
+            self._num_before_others = self._num_tokens
