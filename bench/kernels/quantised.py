@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.kernels.timing import Row, parse, report, time_us
 
 from milepost.kernels import linear, moe, quantised
-from milepost.kernels.device import allow_hopper_kernels
+from milepost.kernels.device import hopper_kernels
 from milepost.kernels.quantised import BLOCK, FP8, Fp4, Fp8, Int4, Quantised
 
 TOKENS = (1, 16, 64, 512, 8192)
@@ -131,9 +131,8 @@ def bench_experts(form: str, num_chosen: int, up: Quantised, down: Quantised) ->
         ]
         num_rows = num_tokens * (num_chosen + 1)
         weight_bytes = (bytes_of(up) + bytes_of(down)) * touched / num_experts
-        allow_hopper_kernels(False)
-        any_chip_us = time_us(calls)
-        allow_hopper_kernels(True)
+        with hopper_kernels(False):
+            any_chip_us = time_us(calls)
         yield {
             "op": "experts",
             "form": form,

@@ -28,7 +28,7 @@ from tests.kernels import kimi, mixers, ssd
 from tests.kernels.mixers import make_pools, make_projected
 
 from milepost.kernels.batch import Capacity
-from milepost.kernels.device import allow_hopper_kernels, probe
+from milepost.kernels.device import hopper_kernels, probe
 from milepost.runner.staging import on_device
 
 DEVICE = torch.device("cuda")
@@ -44,8 +44,11 @@ LAUNCHES, REPLAYS = 20, 15
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hopper", action="store_true", help="allow Hopper's kernels")
-    allow_hopper_kernels(parser.parse_args().hopper)
-    gpu = torch.cuda.get_device_name()
+    with hopper_kernels(parser.parse_args().hopper):
+        measure(torch.cuda.get_device_name())
+
+
+def measure(gpu: str) -> None:
     for name in SHAPES:
         for num_sequences in (1, 4, 16, 64):
             for num_drafts in (0, 3):

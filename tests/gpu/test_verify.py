@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from milepost.kernels.device import allow_hopper_kernels, probe
+from milepost.kernels.device import hopper_kernels, probe
 from milepost.models.folder import EMBEDDED_MODEL
 from milepost.models.loading import LoadOptions, load_model
 from milepost.runner.device import DeviceExecutor
@@ -33,9 +33,8 @@ pytestmark = [
 @pytest.fixture(params=[True, False], ids=["hopper", "any chip"])
 def chip(request: pytest.FixtureRequest) -> Iterator[str]:
     """Its kernels run."""
-    allow_hopper_kernels(request.param)
-    yield "hopper" if request.param else "any chip"
-    allow_hopper_kernels(True)
+    with hopper_kernels(request.param):
+        yield "hopper" if request.param else "any chip"
 
 
 ROUNDING = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}

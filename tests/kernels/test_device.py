@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -33,7 +34,6 @@ def chip(monkeypatch) -> Iterator[object]:
     yield become
     device.probe.cache_clear()
     device.triton_version.cache_clear()
-    device.allow_hopper_kernels(True)
 
 
 def test_the_probe_says_what_the_driver_says(chip):
@@ -59,13 +59,32 @@ def test_kernels_for_hopper_run_with_every_triton_of_a_torch_we_allow(chip, trit
     assert "; those for Hopper; overlapping" in device.describe(GPU, torch.bfloat16)
 
 
+def test_two_engines_may_differ_in_their_kernels(chip):
+    """What one says holds around its own code, and in no other thread."""
+    chip(9, 0)
+    reasons = []
+
+    def ask():
+        reasons.append(device.why_no_gluon(device.probe(GPU)))
+
+    with device.hopper_kernels(False):
+        ask()
+        with device.hopper_kernels(True):
+            ask()
+        other = threading.Thread(target=ask)
+        other.start()
+        other.join()
+    ask()
+    assert reasons == ["hopper_kernels is off", "", "", ""]
+
+
 def test_what_does_not_run_is_said_with_its_reason(chip):
     chip(9, 0, triton="3.10.0")
     assert "not those for Hopper (they are tested with Triton 3.6 to 3.9)" in said()
     chip(9, 0)
     device.triton_version.cache_clear()
-    device.allow_hopper_kernels(False)
-    assert "not those for Hopper (hopper_kernels is off)" in said()
+    with device.hopper_kernels(False):
+        assert "not those for Hopper (hopper_kernels is off)" in said()
     device.probe.cache_clear()
     chip(8, 0)
     assert "fused for sm_80 (58 SMs, 99 KiB shared memory)" in said()

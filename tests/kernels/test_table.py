@@ -163,12 +163,13 @@ def test_every_product_has_a_kernel(weight, num_rows, epilogue, has_bias, alignm
     assert all(reason for _, reason in table.refusals(product, chip))
 
 
-def test_hopper_kernels_may_be_turned_off(monkeypatch):
+def test_hopper_kernels_may_be_turned_off():
     """What was chosen before does not stay."""
     product = Product(weight=fp8(12288, 2048), num_rows=2)
     assert choose(product, H200).kernel.is_hopper
-    monkeypatch.setattr(device._Choice, "allows_hopper", False)
-    assert choose(product, H200).kernel.name == "gemm"
+    with device.hopper_kernels(False):
+        assert choose(product, H200).kernel.name == "gemm"
+    assert choose(product, H200).kernel.is_hopper
 
 
 def test_every_row_names_a_module():

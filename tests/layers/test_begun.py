@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import norm
-from milepost.kernels.emit import Emit
+from milepost.kernels.emit import Activations, Emit, Projected, values_of
 from milepost.layers.linear import Linear, Sections
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
@@ -92,3 +92,13 @@ def test_a_block_has_its_norm_multiply(
         torch.testing.assert_close(tensor, wanted)
     assert found == ([made] if made else [])
     assert isinstance(part.first.weights[0], RawWeight)
+
+
+def test_a_product_is_read_by_its_own_projection_alone() -> None:
+    """Others that read the same row multiply it, and a copy of the row has no product."""
+    first, other = Projecting([("a", 5)]).first, Projecting([("b", 5)]).first
+    row, output = torch.randn(1, 6), torch.full((1, 5), 7.0)
+    rows = Activations(values=row, projected=Projected(owner=first, output=output))
+    assert first(rows) is output
+    assert torch.equal(other(rows), other(row))
+    assert torch.equal(first(values_of(rows).clone()), first(row))

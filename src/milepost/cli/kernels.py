@@ -28,15 +28,15 @@ def kernels_command(screen: Screen) -> Callable[..., None]:
         not serve.
         """
         # Imported where it is used: torch and the models take seconds.
-        from milepost.kernels.device import allow_hopper_kernels
+        from milepost.kernels.device import hopper_kernels as allowed
         from milepost.models.kernel_list import COLUMNS, list_kernels
 
-        allow_hopper_kernels(hopper_kernels)
         table = Table(title=f"{model} on {chip or 'this machine'}", box=None)
         for column in COLUMNS:
             table.add_column(column)
-        for cells in list_kernels(model, chip, quantization):
-            table.add_row(*cells)
+        with allowed(hopper_kernels):
+            for cells in list_kernels(model, chip, quantization):
+                table.add_row(*cells)
         screen.reports.print(table)
 
     return kernels

@@ -19,7 +19,7 @@ from milepost.engine.team import Team
 from milepost.engine.tiering import Hands, hands_of
 from milepost.errors import KernelError
 from milepost.kernels.batch import Capacity
-from milepost.kernels.device import allow_hopper_kernels, describe, probe, why_reference
+from milepost.kernels.device import describe, hopper_kernels, probe, why_reference
 from milepost.kernels.float8 import FP8
 from milepost.models.decoder import Decoder
 from milepost.models.identity import identify
@@ -68,6 +68,11 @@ def build_rank(
     team: Team | None = None,
 ) -> RankParts:
     """What one rank runs with; `log` and `team` are told what its runner is told."""
+    with hopper_kernels(config.hopper_kernels):  # an executor keeps to what it was made with
+        return _build(config, ranks, log, team)
+
+
+def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team | None) -> RankParts:
     folder = folder_of(config)
     device = device_of(config.device, ranks.rank)
     if device.type == "cuda" and not ranks.is_alone:
@@ -145,7 +150,7 @@ def _fused(
     """Compile the fused kernels and run the largest step once; None where the reference kernels
     are to run.
     """
-    if not _announce_kernels(config, device, model):
+    if not _announce_kernels(device, model):
         return None
     limits = {
         "max_num_seqs": config.max_num_seqs,
@@ -225,9 +230,8 @@ def _identity(config: EngineConfig, folder: Path, shape: PoolShape, num_position
     return identify(folder, has_weights=has_weights, facts=facts)
 
 
-def _announce_kernels(config: EngineConfig, device: torch.device, model: Decoder) -> bool:
+def _announce_kernels(device: torch.device, model: Decoder) -> bool:
     """Say which kernels run and why not others; whether those for a GPU do."""
-    allow_hopper_kernels(config.hopper_kernels)
     reason = why_reference(device, model.dtype, model.operations)
     is_unexpected = reason and device.type == "cuda"
     log = logger.warning if is_unexpected else logger.info

@@ -5,7 +5,9 @@ This can be imported without triton, which Gluon's kernels and the fused ones ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -93,15 +95,23 @@ def probe(device: torch.device) -> Chip:
     )
 
 
-class _Choice:
-    """What the configuration says."""
-
-    allows_hopper = True
+_ALLOWS_HOPPER: ContextVar[bool] = ContextVar("allows_hopper", default=True)
 
 
-def allow_hopper_kernels(allowed: bool) -> None:
-    """Whether kernels for Hopper alone run where they can; those for every chip take over."""
-    _Choice.allows_hopper = allowed
+@contextmanager
+def hopper_kernels(allowed: bool) -> Iterator[None]:
+    """Inside, kernels for Hopper alone run where they can, or those for every chip take over. Holds
+    for this thread, so that two engines may differ."""
+    token = _ALLOWS_HOPPER.set(allowed)
+    try:
+        yield
+    finally:
+        _ALLOWS_HOPPER.reset(token)
+
+
+def allows_hopper_kernels() -> bool:
+    """What was said last around this code."""
+    return _ALLOWS_HOPPER.get()
 
 
 def runs_triton(tensor: Tensor) -> bool:
@@ -129,7 +139,7 @@ def why_no_gluon(chip: Chip) -> str:
     """Why the kernels for Hopper don't run on the chip; empty if they do."""
     if chip.capability != (9, 0):
         return "they need sm_90"
-    if not _Choice.allows_hopper:
+    if not _ALLOWS_HOPPER.get():
         return "hopper_kernels is off"
     oldest, newest = _GLUON_TRITONS
     if not oldest <= triton_version() <= newest:

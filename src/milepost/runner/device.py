@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import wraps
 from operator import attrgetter
 from time import perf_counter
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from milepost.kernels.batch import Operation
-from milepost.kernels.device import probe
+from milepost.kernels.device import allows_hopper_kernels, hopper_kernels, probe
 from milepost.kernels.rows import take
 from milepost.kernels.sampling import argmax
 from milepost.layers.context import Context, StepArrays
@@ -44,6 +45,17 @@ from milepost.scheduler.plans import StepPlan
 _NOTHING = StepPlan(sequences=())
 
 
+def _as_made(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Inside, kernels are allowed as where the executor was made, whichever thread calls it."""
+
+    @wraps(method)
+    def run(executor: DeviceExecutor, *given: Any, **how: Any) -> Any:
+        with hopper_kernels(executor._allows_hopper):
+            return method(executor, *given, **how)
+
+    return run
+
+
 class DeviceExecutor:
     """Runs `model` over `pools` on their GPU; `max_model_len` bounds any sequence, `largest` any
     step."""
@@ -60,6 +72,7 @@ class DeviceExecutor:
         largest: Capacity,
     ) -> None:
         self.model = model
+        self._allows_hopper = allows_hopper_kernels()
         self._pools = pools
         max_pages = -(-max_model_len // pools.page_size)
         self._tables = PageTables(num_requests, max_pages, pools.page_size, pools.device)
@@ -99,6 +112,7 @@ class DeviceExecutor:
         self._sampler = Sampler(largest.num_sequences, model.vocab_size, pools.device)
 
     @torch.inference_mode()
+    @_as_made
     def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
         """Queue one forward pass."""
         new_pages = self._tables.host.update(plan)
@@ -174,6 +188,7 @@ class DeviceExecutor:
         return outcome, score_prompts(plan, hidden, self.model.compute_logits)
 
     @torch.inference_mode()
+    @_as_made
     def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:
         """Queue the sampling of a flight's tokens."""
         assert flight.logits is not None
@@ -206,6 +221,7 @@ class DeviceExecutor:
             token_ids[place] = self._sampler.choose(*own, [rows[index] for index in rest])
         return token_ids
 
+    @_as_made
     def draft(self, flight: Flight, rows: Sequence[SamplingRow], num_drafts: int) -> None:
         """Queue the head's passes."""
         assert self._drafting is not None, "only a model with a head drafts"
@@ -218,6 +234,7 @@ class DeviceExecutor:
         """Of the device's memory, kept for sampling."""
         return self._sampler.num_bytes
 
+    @_as_made
     def compile(self, capacities: Sequence[Capacity]) -> None:
         """Compile the kernels of such steps; shows progress. Raises KernelError."""
         # Imported where it is used: machines without a GPU need not have triton.
@@ -229,6 +246,7 @@ class DeviceExecutor:
                 self._run(capacity, self._padding(capacity), layers=layers)
             self._sampler.rehearse(self.model.dtype)
 
+    @_as_made
     def capture(self, capacities: Sequence[Capacity]) -> None:
         """Record graphs of such steps; shows progress."""
         for capacity in tqdm(capacities, desc="capturing CUDA graphs", dynamic_ncols=True):
@@ -242,6 +260,7 @@ class DeviceExecutor:
             counts = {each.num_sequences for each in capacities if each.decodes}
             self._drafting.capture(sorted(counts, reverse=True))
 
+    @_as_made
     def measure(self, capacity: Capacity) -> int:
         """Bytes that a step takes at most: of padding, which takes as much as any that fits."""
         device = self._pools.device
