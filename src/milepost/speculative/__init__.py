@@ -1,10 +1,10 @@
-"""Drafts what may follow the tokens of running requests, and decides how much of it to verify.
+"""Proposes draft tokens for running requests, and decides how many of them to verify.
 
-Callers import from here. Host only; needs no torch. Drafts of the model's own head, which runs
-behind a step (`runner.drafting`), come in through `HeadDrafter`.
+Callers import from here. The package runs on the host only and needs no torch. Drafts of the
+model's own head, which runs after a step (`runner.drafting`), come in through `HeadDrafter`.
 
-Whatever is drafted, answers are the same: a draft is accepted if it is the very token that would
-have been sampled (`runner.acceptance`).
+Drafts never change an answer: a draft is accepted only if it is the very token that would have been
+sampled (`runner.acceptance`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def drafter_of(config: SpeculativeConfig, head: HeadDrafter | None = None) -> Drafter:
-    """The drafter of a configuration; `head` is the model's own, where it has one."""
+    """Builds the drafter of a configuration; `head` is the model's own, if it has one."""
     drafters: list[Drafter] = []
     for method in config.methods:
         if method == "suffix":
@@ -56,5 +56,5 @@ def drafter_of(config: SpeculativeConfig, head: HeadDrafter | None = None) -> Dr
 
 
 def policy_of(config: SpeculativeConfig) -> Policy:
-    """How many drafts each request is given."""
+    """Builds the policy that decides how many drafts each request gets."""
     return Adaptive(config.num_tokens) if config.adaptive else Always(config.num_tokens)

@@ -1,8 +1,8 @@
-"""How likely drafts are to be accepted, from what was accepted before.
+"""Estimates how likely drafts are to be accepted, from the drafts accepted so far.
 
-One estimate for each position behind the sampled token, given that the drafts before it were
-accepted: the request's own, which counts most once it has data, and otherwise that of all requests
-whose texts are about as long. Older observations count less and less.
+There is one estimate for each position after the sampled token, given that the drafts before it
+were accepted. The request's own history counts most once there is enough of it; until then, that of
+all requests of about the same length. Older observations count less and less.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 _OWN_DECAY = 0.9
 _ALL_DECAY = 0.98
 _ALL_WEIGHT = 4.0
-"""Drafts of its own that outweigh what is known of all."""
+"""Weight of the estimate over all requests, in drafts of the request's own."""
 _FIRST_GUESS = 0.6
 _FIRST_WEIGHT = 2.0
 _LENGTHS = (4096, 16384, 65536)
-"""Texts are about as long where they lie between the same two: drafts get worse with length."""
+"""Bounds of the length classes. Lengths are classed because drafts get worse in longer texts."""
 
 
 class AcceptanceRates:
@@ -30,29 +30,29 @@ class AcceptanceRates:
         self._decay = decay
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
-        """Of these drafts so many were accepted: the next was verified and is none, those behind it
-        say nothing."""
+        """Record that `num_accepted` of `num_drafts` drafts were accepted. The draft after them was
+        rejected; later ones were not judged."""
         decay = self._decay
         for place in range(min(num_accepted + 1, num_drafts)):
             self._verified[place] = decay * self._verified[place] + 1
             self._accepted[place] = decay * self._accepted[place] + (place < num_accepted)
 
     def rate(self, place: int, guess: float, weight: float) -> float:
-        """With a guess that counts like so many drafts."""
+        """Returns the acceptance rate at a position; `guess` counts like `weight` drafts."""
         return (self._accepted[place] + weight * guess) / (self._verified[place] + weight)
 
 
 class Acceptance:
-    """Of up to `num_drafts` drafts a step."""
+    """Acceptance rates of requests that get up to `num_drafts` drafts a step."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
         self._own: dict[int, AcceptanceRates] = {}
-        """By request number."""
+        """Maps a request's number to its own rates."""
         self._all = [AcceptanceRates(num_drafts, _ALL_DECAY) for _ in range(len(_LENGTHS) + 1)]
 
     def note(self, number: int, length: int, num_drafts: int, num_accepted: int) -> None:
-        """What became of a request's drafts."""
+        """Record how many of a request's drafts were accepted."""
         own = self._own.get(number)
         if own is None:
             own = self._own[number] = AcceptanceRates(self._num_drafts, _OWN_DECAY)
@@ -60,7 +60,7 @@ class Acceptance:
         self._all[_class(length)].note(num_drafts, num_accepted)
 
     def chances(self, number: int, length: int) -> Sequence[float]:
-        """Of each draft in turn, that it and all before it are accepted."""
+        """Returns for each draft the chance that it and all drafts before it are accepted."""
         own, every = self._own.get(number), self._all[_class(length)]
         chances, chance = [], 1.0
         for place in range(self._num_drafts):

@@ -1,4 +1,4 @@
-"""What every drafter is asked, whatever it drafts from."""
+"""The interface of all drafters."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from milepost.scheduler.request import Request
 
 
 class DraftWish(msgspec.Struct, frozen=True):
-    """For one running request, all of whose tokens are known: how many drafts at most."""
+    """Asks for drafts for one running request, all of whose tokens are known."""
 
     request: Request
     most: int
 
 
 class Drafter(Protocol):
-    """Tells what may follow the tokens of requests. What it says changes no answer, only how fast
-    it comes.
-    """
+    """Predicts the next tokens of requests. A prediction never changes an answer, only how fast it
+    comes."""
 
     method: str
-    """Its name in `--speculative-config`."""
+    """The drafter's name in `--speculative-config`."""
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
-        """For each wish the likeliest tokens behind the request's last, up to `most`; none where it
-        has no idea. Called between two steps, with requests that no step in flight computes for.
-        """
+        """Returns for each wish the likeliest tokens after the request's last, up to `most`, or
+        none if the drafter has no idea. It is called between two steps, with requests that no step
+        in flight computes for."""
         ...
 
     def is_ready(self, request: Request) -> bool:
-        """Whether there will be drafts behind the token that a step in flight samples, as far as
-        can be told without it."""
+        """Whether there will be drafts after the token that a step in flight samples, as far as
+        that can be told without the token."""
         ...
 
     def forget(self, request: Request) -> None:
-        """A request is over: its answer is whole. Also for those that nothing was drafted for."""
+        """Called when a request is over and its answer is whole, even if nothing was drafted for
+        it."""
         ...

@@ -1,4 +1,4 @@
-"""Passes on the drafts of the model's own head, which runs behind the sampling of a step."""
+"""Passes on the drafts of the model's own head, which runs after a step's sampling."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from milepost.speculative.drafter import DraftWish
 
 
 class HeadDrafter:
-    """Knows what was drafted behind the last step."""
+    """Holds the drafts made after the last step."""
 
     method = "mtp"
 
     def __init__(self) -> None:
         self._drafts: Mapping[int, Sequence[int]] = {}
-        """Request number -> what may follow its tokens."""
+        """Maps a request's number to the drafts that may follow its tokens."""
 
     def learn(self, drafts: Mapping[int, Sequence[int]]) -> None:
-        """What a step has drafted; what was drafted before stands no more."""
+        """Replace all earlier drafts by those of the latest step."""
         self._drafts = drafts
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
         return [self._drafts.get(wish.request.number, ())[: wish.most] for wish in wishes]
 
     def is_ready(self, _request: Request) -> bool:
-        """It drafts behind any token."""
+        """Always true: the head drafts after any token."""
         return True
 
     def forget(self, _request: Request) -> None:
-        """Nothing is kept."""
+        """Does nothing: the head keeps nothing per request."""

@@ -1,4 +1,4 @@
-"""Several drafters in one: for each request the first that has drafts."""
+"""Combines several drafters: each request uses the first that has drafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from milepost.speculative.drafter import Drafter, DraftWish
 
 
 class FirstOf:
-    """Asks `drafters` in turn, each for those requests that had nothing by then."""
+    """Asks `drafters` in turn, each only for the requests that earlier ones had no drafts for."""
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         assert drafters, "somebody drafts"

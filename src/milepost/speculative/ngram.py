@@ -1,6 +1,5 @@
-"""Drafts what followed the last tokens where they occurred before in the same request: vLLM's
-prompt lookup.
-"""
+"""Drafts the tokens that followed an earlier occurrence of the last tokens in the same request,
+like vLLM's prompt lookup."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ from milepost.speculative.drafter import DraftWish
 from milepost.speculative.occurrences import Occurrences, continuation
 
 MAX_TEXT = 1 << 16
-"""Tokens of a prompt that are looked through, the last: some 20 ms of a long one's first step."""
+"""Number of tokens at the end of a prompt that are searched. Indexing them takes about 20 ms of a
+long prompt's first step."""
 
 
 class NgramDrafter:
@@ -22,7 +22,7 @@ class NgramDrafter:
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
         self._texts: dict[int, Occurrences] = {}
-        """By request number."""
+        """Maps a request's number to its text."""
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
         return [self._propose(wish.request, wish.most) for wish in wishes]
@@ -34,7 +34,7 @@ class NgramDrafter:
         return continuation(places, most).tokens if places else ()
 
     def is_ready(self, request: Request) -> bool:
-        """Whether its text goes on as one before, by now."""
+        """Whether the text so far ends like an earlier part of it."""
         return bool(self._propose(request, 1))
 
     def forget(self, request: Request) -> None:
@@ -42,7 +42,7 @@ class NgramDrafter:
 
 
 def follow(texts: dict[int, Occurrences], request: Request, width: int) -> Occurrences:
-    """A request's own text, with what it has got since it was last asked for."""
+    """Returns a request's own text, extended by the tokens that are new since the last call."""
     text = texts.get(request.number)
     if text is None:
         text = Occurrences(width, max(request.num_tokens - MAX_TEXT, 0))

@@ -1,8 +1,8 @@
 """Finds where the last tokens of a text have occurred before.
 
-A table keyed by the last `width` tokens leads to the latest place where they occurred, and each
-place to the one before, as in the window of an LZ77 compressor. So a token costs one entry, and a
-search looks at MOST_PLACES places at most, whatever the length of the text.
+A table keyed by the last `width` tokens leads to their latest place, and each place to the one
+before, as in the window of an LZ77 compressor. So a token costs one entry, and a search looks at
+MOST_PLACES places at most, however long the text is.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST_PLACES = 16
-"""That one search looks at, the latest."""
+"""Number of places that one search looks at, the latest first."""
 BREAK = 2**32 - 1
-"""Stands between texts: no token has this id, and nothing goes on behind it."""
+"""Separates texts: no token has this id, and no draft continues past it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a text's last `length` tokens stand, which is the most that stands anywhere."""
+    """The places of a text's last `length` tokens. No longer suffix occurs anywhere."""
 
     text: array[int]
     ends: Sequence[int]
-    """Indices behind them, the latest first."""
+    """Indices just after each place, the latest first."""
     length: int
 
 
 class Occurrences:
-    """A text that grows, and where each run of `width` tokens stands in it."""
+    """A growing text, and the places of each run of `width` tokens in it."""
 
     __slots__ = ("_latest", "_previous", "num_looked_at", "num_skipped", "text", "width")
 
@@ -36,20 +36,20 @@ class Occurrences:
         self.width = width
         self.text = array("I")
         self.num_skipped = num_skipped
-        """Tokens before the text, that nobody looks for."""
+        """Number of tokens before the text that are not searched."""
         self.num_looked_at = 0
-        """Places, by all searches so far."""
+        """Number of places that all searches so far have looked at."""
         self._latest: dict[int, int] = {}
-        """Hash of a run -> the index behind its latest place."""
+        """Maps the hash of a run to the index just after its latest place."""
         self._previous = array("i")
-        """For each index the one behind the same run's place before, or a hash's like it; else -1.
-        """
+        """For each index, the index just after the previous place of the run (or of one with the
+        same hash); -1 if there is none."""
 
     def __len__(self) -> int:
         return len(self.text)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens; costs one entry each."""
+        """Append tokens, at the cost of one entry each."""
         first = max(len(self.text) - self.width + 1, 0)
         self.text.extend(tokens)
         self._previous.extend([-1] * (min(self.width - 1, len(self.text)) - len(self._previous)))
@@ -60,9 +60,8 @@ class Occurrences:
             latest[key] = end
 
     def find(self, tail: array[int], *, depth: int, before: int | None = None) -> Places | None:
-        """Where the longest end of `tail`, of `width` to `depth` tokens, stands; `before` bounds
-        the indices behind it. None if nowhere.
-        """
+        """Finds the longest suffix of `tail`, of `width` to `depth` tokens, that occurs in the
+        text; `before` bounds the indices just after its places. Returns None if none occurs."""
         if len(tail) < self.width:
             return None
         tail = tail[-depth:]
@@ -85,7 +84,7 @@ class Occurrences:
 
 
 def _common_end(text: array[int], end: int, tail: array[int]) -> int:
-    """How many of the tokens before `end` are the tail's last."""
+    """Counts how many of the tokens before `end` equal the last tokens of the tail."""
     most = min(len(tail), end)
     if text[end - most : end] == tail[-most:]:
         return most
@@ -97,16 +96,16 @@ def _common_end(text: array[int], end: int, tail: array[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What may follow, and how many of its tokens are likely to, by what followed before."""
+    """Tokens that may follow. `score` is how many of them are likely to, judging by earlier
+    continuations."""
 
     tokens: list[int]
     score: float
 
 
 def continuation(places: Places, most: int, min_prob: float = 0.0) -> Continuation:
-    """The likeliest tokens behind these places, up to one that is less likely than `min_prob`; of
-    equally likely ones the latest.
-    """
+    """Returns the likeliest tokens after these places, up to the first whose probability is below
+    `min_prob`. Among equally likely tokens the latest wins."""
     text, alive = places.text, list(places.ends)
     tokens: list[int] = []
     prob, score = 1.0, 0.0

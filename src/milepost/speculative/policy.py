@@ -1,13 +1,13 @@
-"""How many drafts each decoding request is worth in the next step.
+"""Decides how many drafts each decoding request gets in the next step.
 
-Tokens a second decide: drafts are added, most likely first, while the tokens that a step is
-expected to yield grow faster than the time it takes, by what was accepted and measured so far. So a
-request whose drafts fail gets none, many requests share fewer than one each, and nobody gets any
-where a step with drafts takes longer than they are worth.
+The policy maximises tokens per second. It adds drafts, most likely first, while the expected tokens
+of a step grow faster than its duration, estimated from past acceptance and measured times. So a
+request whose drafts fail gets none, many requests share fewer than one each, and no request gets
+any where a step with drafts takes longer than they are worth.
 
-Exploring costs time: a probe, one draft of one request, comes more rarely each time that it fails.
-Drafts get more as they pay. Time lost by drafts is booked against time gained, and while the loss
-exceeds a two hundredth of the time, nobody drafts. So decoding is never slower than plain decoding
+Exploring costs time. A probe, one draft for one request, becomes rarer each time it fails, and
+requests get more drafts as drafts pay. Time lost to drafts is booked against time gained; while the
+loss exceeds 1/200 of the time, nothing is drafted. So decoding is never slower than plain decoding
 by more than that and an allowance at the start.
 """
 
@@ -22,28 +22,29 @@ from milepost.speculative.acceptance import Acceptance
 from milepost.speculative.times import StepTimes
 
 LOSS = 0.005
-"""Share of the time that may be lost in finding out."""
+"""Share of the time that may be lost to exploring."""
 _FIRST_CREDIT = 1.0
 _MOST_CREDIT = 8.0
-"""In plain steps."""
+"""The first and the largest credit, in plain steps."""
 _PROBE_EVERY = 32
 _MOST_PROBE_EVERY = 512
-"""Steps without drafts before a probe: at first, and after several in vain."""
+"""Number of steps without drafts before a probe: at first, and after several failed probes."""
 _LEAST_CHANCE = 0.02
 _STANDS = 16
-"""Steps for which a decision stands, while no draft is verified and the same requests decode."""
+"""Number of steps that a decision lasts, while no draft is verified and the same requests decode.
+"""
 
 
 class Standing(msgspec.Struct, frozen=True, gc=False):
-    """A request that decodes."""
+    """A decoding request."""
 
     number: int
     length: int
-    """Of its text, in tokens."""
+    """Length of the request's text, in tokens."""
 
 
 class Verified(msgspec.Struct, frozen=True, gc=False):
-    """What became of a request's drafts in a step."""
+    """How many of a request's drafts a step has accepted."""
 
     number: int
     length: int
@@ -52,25 +53,24 @@ class Verified(msgspec.Struct, frozen=True, gc=False):
 
 
 class Policy(Protocol):
-    """Decides, and hears of every step."""
+    """Decides the number of drafts, and is told about every step."""
 
     def allot(self, standings: Sequence[Standing]) -> list[int]:
-        """Most drafts for each request in the next step."""
+        """Returns the largest number of drafts for each request in the next step."""
         ...
 
     def note(self, num_sequences: int, verified: Sequence[Verified], seconds: float | None) -> None:
-        """What a step was: how many sequences decoded, whose drafts were verified, and how long it
-        took if it did nothing else.
-        """
+        """Record a step: how many sequences decoded, whose drafts were verified, and how long the
+        step took if it did nothing else."""
         ...
 
     def forget(self, number: int) -> None:
-        """A request is over."""
+        """Called when a request is over."""
         ...
 
 
 class Always:
-    """As many drafts as there are."""
+    """Always allows `num_drafts` drafts for each request."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -79,34 +79,36 @@ class Always:
         return [self._num_drafts] * len(standings)
 
     def note(self, num_sequences: int, verified: Sequence[Verified], seconds: float | None) -> None:
-        """Nothing is learned."""
+        """Does nothing: this policy learns nothing."""
 
     def forget(self, number: int) -> None:
-        """Nothing is known."""
+        """Does nothing: this policy keeps nothing per request."""
 
 
 class Adaptive:
-    """As many as pay, up to `num_drafts` each."""
+    """Allows each request as many drafts as pay, up to `num_drafts`."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
         self._acceptance = Acceptance(num_drafts)
         self._times = StepTimes()
         self._credit: float | None = None
-        """Seconds that may be lost."""
+        """Seconds that drafts may still lose."""
         self._reach = 1
-        """Most drafts that a request has now: twice as many each time that as many have paid."""
+        """Largest number of drafts for a request now. It doubles each time that this many have
+        paid."""
         self._num_plain = 0
-        """Steps without drafts since the last one with."""
+        """Number of steps without drafts since the last step with drafts."""
         self._probe_every = _PROBE_EVERY
         self._num_verified = 0
-        """Requests whose drafts the last step has verified."""
+        """Number of requests whose drafts the last step verified."""
         self._probed: dict[int, int] = {}
-        """Request number -> probes so far."""
+        """Maps a request's number to its probes so far."""
         self._decided: tuple[list[int], list[int] | None] | None = None
-        """The requests of the last decision, and how many drafts each has; None where none pay."""
+        """The requests of the last decision and the number of drafts for each, or None if no draft
+        pays."""
         self._num_left = 0
-        """Steps for which it stands yet."""
+        """Number of steps that the decision still lasts."""
 
     def allot(self, standings: Sequence[Standing]) -> list[int]:
         plain = self._times.plain(len(standings)) if standings else None
@@ -121,7 +123,7 @@ class Adaptive:
         return self._probe(standings, plain) if allotted is None else allotted
 
     def _decide(self, standings: Sequence[Standing], plain: float) -> list[int] | None:
-        """How many drafts each is worth; None if no draft pays."""
+        """Returns how many drafts each request is worth, or None if no draft pays."""
         chances = [self._acceptance.chances(each.number, each.length) for each in standings]
         least = self._threshold(chances, plain)
         if least is None:
@@ -129,7 +131,7 @@ class Adaptive:
         return [sum(c >= least for c in each[: self._reach]) for each in chances]
 
     def _threshold(self, chances: Sequence[Sequence[float]], plain: float) -> float | None:
-        """The least chance of a draft that pays; None if none does."""
+        """Returns the lowest acceptance chance at which a draft pays, or None if no draft does."""
         by_chance: dict[float, list[float]] = {}
         for each in chances:
             for chance in each[: self._reach]:
@@ -146,8 +148,8 @@ class Adaptive:
         return least
 
     def _probe(self, standings: Sequence[Standing], plain: float) -> list[int]:
-        """A draft for one request alone, the one that was probed least, if it is time and there is
-        credit for it."""
+        """Returns one draft for the request that was probed least, if a probe is due and the credit
+        covers it; otherwise none."""
         assert self._credit is not None
         cost = self._times.estimate(len(standings), 1) - plain
         if self._num_plain < self._probe_every or cost > self._credit:
@@ -177,7 +179,7 @@ class Adaptive:
             num_accepted = sum(each.num_accepted for each in verified)
             won = plain * (1 + num_accepted / num_sequences) - seconds
             self._note_won(won, verified)
-        elif is_behind:  # nothing could be launched ahead of it
+        elif is_behind:  # a step after one with drafts could not be launched ahead
             won = max(min(plain - seconds, LOSS * seconds), -plain)
         else:
             won = LOSS * seconds
@@ -186,7 +188,8 @@ class Adaptive:
             self._reach = 1
 
     def _note_won(self, won: float, verified: Sequence[Verified]) -> None:
-        """Have more drafts or fewer probes from now on, by what a step's drafts have won."""
+        """Adapt the number of drafts and the rate of probes to the time that a step's drafts have
+        saved."""
         if won <= 0:
             self._probe_every = min(2 * self._probe_every, _MOST_PROBE_EVERY)
             return

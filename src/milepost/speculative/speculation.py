@@ -1,7 +1,7 @@
-"""Between two steps: notes which drafts were accepted, and proposes new ones.
+"""Runs between two steps: records which drafts were accepted, and proposes new ones.
 
-Connects a drafter and a policy to the scheduler. Knows nothing of forms and sampling: the caller
-may cut what is drafted.
+Connects a drafter and a policy to the scheduler. It knows nothing of output constraints or
+sampling: the caller may cut drafts.
 
 A step that is planned ahead has no drafts. So a request that will get some is left out of such
 steps (`Request.awaits_drafts`); the others run ahead as usual.
@@ -19,12 +19,12 @@ from milepost.speculative.head import HeadDrafter
 from milepost.speculative.policy import Policy, Standing, Verified
 
 Cut = Callable[[Request, Sequence[int]], Sequence[int]]
-"""What of a request's drafts may come at all."""
+"""Returns the part of a request's drafts that its output constraint allows."""
 
 
 class Speculation:
-    """Drafts for the requests that `scheduler` runs; `head` is among the drafter's methods, if the
-    model's own is."""
+    """Drafts for the requests that `scheduler` runs. `head` is given if the model's own head is
+    among the drafter's methods."""
 
     def __init__(
         self,
@@ -38,24 +38,23 @@ class Speculation:
         self._scheduler = scheduler
         self._head = head
         self._allotted: dict[int, int] = {}
-        """Request number -> drafts that it was last worth."""
+        """Maps a request's number to the drafts that it was worth at the last decision."""
 
     def num_behind(self, plan: StepPlan) -> int:
-        """Tokens for the model's head to draft behind a step's."""
+        """Returns how many tokens the model's head drafts after a step's tokens."""
         if self._head is None:
             return 0
         known = [s.number for s in plan.sequences if s.samples and not s.is_ahead]
         return max((self._allotted.get(number, 0) for number in known), default=0)
 
     def learn(self, drafts: Mapping[int, Sequence[int]]) -> None:
-        """What the model's head has drafted behind a step."""
+        """Take over the drafts that the model's head made after a step."""
         if self._head is not None:
             self._head.learn(drafts)
 
     def note(self, plan: StepPlan, num_tokens: dict[int, int], seconds: float | None) -> None:
-        """Take note of a step: `num_tokens` that it has sampled for each request, and how long it
-        took, if that is known.
-        """
+        """Record a step. `num_tokens` maps each request to the tokens sampled for it; `seconds` is
+        the step's duration, if known."""
         verified = [
             Verified(
                 number=sequence.number,
@@ -72,10 +71,10 @@ class Speculation:
         self.policy.note(len(decodes), verified, seconds if is_pure else None)
 
     def propose(self, cut: Cut) -> None:
-        """Hand in drafts for the next step that is planned."""
+        """Hand drafts to the scheduler for the next step to be planned."""
         requests = [r for r in self._scheduler.running if r.num_output_tokens and r.may_go_on]
         wanted = self.policy.allot([Standing(r.number, r.num_tokens) for r in requests])
-        if not any(wanted):  # mostly, where drafts don't pay
+        if not any(wanted):  # usual where drafts do not pay
             self._allotted = {}
             for request in requests:
                 request.awaits_drafts = False
@@ -98,6 +97,6 @@ class Speculation:
                 self._scheduler.propose(wish.request, drafts)
 
     def forget(self, request: Request) -> None:
-        """A request is over."""
+        """Called when a request is over."""
         self.drafter.forget(request)
         self.policy.forget(request.number)

@@ -1,13 +1,14 @@
-"""Drafts what followed the longest suffix of the text that occurred before: in the request itself,
-or in an earlier answer under the same prefix.
+"""Drafts the tokens that followed the longest suffix of the text that occurred before, in the
+request itself or in an earlier answer under the same prefix.
 
-After Oliaro et al., SuffixDecoding (arXiv 2411.04975): the longer the match, the more is drafted,
-and a token is as likely as it followed there before. Their tree keeps counts for every run up to
-its depth; here the latest places of a run are looked up and compared, which costs one table entry
+After Oliaro et al., SuffixDecoding (arXiv 2411.04975): a longer match means more drafts, and a
+token is as likely as it was to follow there before. Their tree keeps counts for every run up to its
+depth. Here the latest places of a run are looked up and compared, at the cost of one table entry
 per token instead of `depth` nodes.
 
-Earlier answers are kept by prefix: the first page of the prompt with its salt. So no tenant's
-answers are drafted, and timed, for another, and agents with one system prompt share theirs.
+Earlier answers are kept by prefix: the first page of the prompt with its salt. So one tenant's
+answers never serve as drafts for another, where their timing could be observed, and agents with one
+system prompt share theirs.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from milepost.speculative.ngram import follow
 from milepost.speculative.occurrences import BREAK, Continuation, Occurrences, continuation
 
 WIDTH = 3
-"""Fewest tokens that count as found."""
+"""Shortest match, in tokens."""
 MAX_EARLIER = 1 << 16
-"""Tokens of earlier answers under one prefix: then the older half is dropped."""
+"""Largest number of tokens of earlier answers under one prefix. Beyond it the older half is
+dropped."""
 
 
 class SuffixDrafter:
-    """Compares up to `depth` tokens and drafts `factor` for each that was found; keeps
-    `max_answers` earlier answers, under the prefixes that were used last.
-    """
+    """Compares up to `depth` tokens and drafts `factor` tokens per matched token. Keeps
+    `max_answers` earlier answers, under the most recently used prefixes."""
 
     method = "suffix"
 
@@ -47,9 +48,9 @@ class SuffixDrafter:
         self._max_answers = max_answers
         self._width = min(WIDTH, depth)
         self._own: dict[int, Occurrences] = {}
-        """By request number."""
+        """Maps a request's number to its text."""
         self._earlier: OrderedDict[bytes, Occurrences] = OrderedDict()
-        """By prefix, the one used last at the end."""
+        """Maps a prefix to its earlier answers, the most recently used last."""
         self._num_answers: dict[bytes, int] = {}
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
@@ -74,11 +75,11 @@ class SuffixDrafter:
         return best.tokens
 
     def is_ready(self, request: Request) -> bool:
-        """Whether its text goes on as one before, by now."""
+        """Whether the text so far ends like an earlier text."""
         return bool(self._propose(request, 1))
 
     def forget(self, request: Request) -> None:
-        """Keep the answer, with what it follows."""
+        """Keep the finished answer, with the prompt tokens just before it."""
         self._own.pop(request.number, None)
         answer = request.chain.tokens[max(request.num_prompt_tokens - self._depth, 0) :]
         if not self._max_answers or request.num_output_tokens < self._width:
@@ -97,7 +98,8 @@ class SuffixDrafter:
 
 
 def _prefix(request: Request) -> bytes:
-    """What answers are shared under: the first page, or the salt where the prompt has none."""
+    """Returns the key for sharing answers: the prompt's first page, or the salt if it is shorter
+    than a page."""
     chain = request.chain
     has_page = request.num_prompt_tokens >= chain.page_size
     return chain.digests(1)[0] if has_page else chain.root

@@ -1,32 +1,32 @@
-"""How long steps take, by the number of sequences that decode and of drafts that are verified.
+"""Estimates step times from the number of decoding sequences and of verified drafts.
 
-Measured where the engine runs, so that nothing here knows any chip.
+Times are measured where the engine runs, so nothing here depends on a chip.
 """
 
 from __future__ import annotations
 
 _NEW = 0.2
-"""Weight of the newest of many measurements."""
+"""Weight of the newest measurement, once there are many."""
 NUM_FIRST = 3
-"""Of these the shortest counts: the first may have compiled something."""
+"""Number of first measurements of which the shortest counts: the first may include compiling."""
 
 
 class _Cell:
-    """Steps of about as many sequences and drafts."""
+    """Times of steps with about the same number of sequences and drafts."""
 
     __slots__ = ("drafts", "num", "seconds")
 
     def __init__(self) -> None:
         self.num = 0
         self.drafts = 0.0
-        """For each sequence, on average."""
+        """Average number of drafts per sequence."""
         self.seconds = 0.0
 
     def note(self, drafts: float, seconds: float) -> None:
         self.num += 1
         if self.num <= NUM_FIRST:
             self.seconds = seconds if self.num == 1 else min(self.seconds, seconds)
-        else:  # one that was held up counts no more than twice
+        else:  # an outlier counts as twice the average at most
             self.seconds += _NEW * (min(seconds, 2 * self.seconds) - self.seconds)
         self.drafts += (drafts - self.drafts) * max(_NEW, 1 / self.num)
 
@@ -36,11 +36,12 @@ class _Cell:
 
 
 class StepTimes:
-    """Of steps in which every sequence decodes."""
+    """Times of steps in which every sequence decodes."""
 
     def __init__(self) -> None:
         self._cells: dict[int, dict[int, _Cell]] = {}
-        """By class of the number of sequences, then of drafts; those of none are 0."""
+        """Maps the class of the number of sequences to cells by level of drafts; level 0 is no
+        drafts."""
 
     def note(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         row = self._cells.setdefault(_class(num_sequences), {})
@@ -48,14 +49,14 @@ class StepTimes:
         row.setdefault(_level(drafts), _Cell()).note(drafts, seconds)
 
     def plain(self, num_sequences: int) -> float | None:
-        """Seconds of a step without drafts; None where that isn't known yet."""
+        """Returns the seconds of a step without drafts, or None if not yet known."""
         cell = self._cells.get(_class(num_sequences), {}).get(0)
         return cell.seconds if cell is not None and cell.is_known else None
 
     def estimate(self, num_sequences: int, num_drafts: int) -> float:
-        """Seconds of such a step, where `plain` is known: between what was measured with fewer
-        drafts and with more. What was not tried is taken for cheap, so that it is tried.
-        """
+        """Returns the seconds of a step with drafts, interpolated between measurements with fewer
+        and with more drafts; `plain` must be known. An untried number counts as cheap, so that it
+        is tried."""
         row = self._cells[_class(num_sequences)]
         drafts, plain = num_drafts / num_sequences, row[0].seconds
         below, above = (0.0, plain), None
@@ -76,7 +77,8 @@ class StepTimes:
 
 
 def _class(num: int) -> int:
-    """Two for each doubling: 1, 2, 3, 4, 6, 8, 12, 16 ..., by the next that is no lower."""
+    """Returns the size class of a number, rounded up: two per doubling (1, 2, 3, 4, 6, 8, 12, 16,
+    ...)."""
     size = max(num, 1).bit_length()
     if num <= 1 << size - 1:
         return 2 * size
@@ -84,7 +86,7 @@ def _class(num: int) -> int:
 
 
 def _level(drafts: float) -> int:
-    """0 for none, then one for each doubling."""
+    """Returns 0 for no drafts, then one level per doubling."""
     level = int(drafts > 0)
     while drafts > 1 / 64:
         drafts /= 2
