@@ -1,4 +1,4 @@
-"""One model on several devices: what each rank keeps of a tensor, and how results are summed."""
+"""Tensor parallelism: the part of a tensor that each rank keeps, and how results are summed."""
 
 from milepost.parallel.cut import Axes, Cut
 from milepost.parallel.ranks import ALONE, Link, Ranks

@@ -1,4 +1,4 @@
-"""What a rank keeps of a dimension of a checkpoint's tensor. Pure arithmetic.
+"""Describes the part of a checkpoint tensor's dimension that a rank keeps. Pure arithmetic.
 
 tensor    |--- q ---|--- k ---|------ v ------|        three segments, two ranks
 rank 0    |----|    |----|    |-------|
@@ -14,34 +14,36 @@ from milepost.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Of `full` entries those in `spans` (first, count), one behind the other."""
+    """The entries of a dimension that a rank keeps: those in `spans` (first, count), one after the
+    other, out of `full`."""
 
     full: int
     spans: tuple[tuple[int, int], ...]
 
     @classmethod
     def all_of(cls, full: int) -> Cut:
-        """All of so many."""
+        """Keeps all `full` entries."""
         return cls(full, ((0, full),))
 
     @property
     def is_whole(self) -> bool:
-        """Whether all is kept."""
+        """Whether all entries are kept."""
         return self.size == self.full
 
     @property
     def size(self) -> int:
-        """Entries that are kept."""
+        """Number of entries that are kept."""
         return sum(count for _, count in self.spans)
 
     def times(self, unit: int) -> Cut:
-        """Of entries that are so many each: heads, say, of `unit` rows."""
+        """Scales a cut of units to a cut of entries, with `unit` entries each: heads of `unit`
+        rows, say."""
         spans = tuple((first * unit, count * unit) for first, count in self.spans)
         return Cut(self.full * unit, spans)
 
     def within(self, unit: int, what: str) -> Cut:
-        """Of blocks of `unit` entries, of which the last may be smaller. Raises ConfigError, naming
-        the tensor, if the ranks' parts are not whole blocks."""
+        """Returns this cut in blocks of `unit` entries, of which the last may be smaller. Raises
+        ConfigError, naming the tensor, if a rank's part is not whole blocks."""
         ends = {end for first, count in self.spans for end in (first, first + count)}
         if any(end % unit for end in ends - {self.full}):
             raise ConfigError(
@@ -53,7 +55,7 @@ class Cut:
 
 
 def join(*cuts: Cut) -> Cut:
-    """Of segments that stand one behind the other."""
+    """Joins cuts of consecutive segments into one."""
     spans: list[tuple[int, int]] = []
     full = 0
     for each in cuts:
@@ -64,14 +66,14 @@ def join(*cuts: Cut) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Where a projection's outputs and inputs lie in one of its tensors: (dimension, how many of
-    them an entry stands for); None where the tensor says nothing of each."""
+    """Dimensions of a projection's outputs and inputs in one of its tensors, as (dimension, outputs
+    or inputs per entry). None if the tensor has no such dimension."""
 
     outputs: tuple[int, int] | None = (0, 1)
     inputs: tuple[int, int] | None = (1, 1)
 
     def behind(self, num_dims: int) -> Axes:
-        """In a stack of such tensors, with so many dimensions before theirs."""
+        """Returns the axes in a stack of such tensors, with `num_dims` dimensions before theirs."""
         outputs, inputs = (
             axis and (axis[0] + num_dims, axis[1]) for axis in (self.outputs, self.inputs)
         )

@@ -1,7 +1,7 @@
-"""Ranks on CPUs, connected by gloo; on GPUs the hosts' side of them.
+"""Connects ranks on CPUs, and the hosts of ranks on GPUs, through gloo.
 
-Every rank adds up all ranks' values in the order of the ranks, so all hold the same bits. On a CPU
-the extra traffic does not matter.
+Every rank adds up all ranks' values in rank order, so all hold the same bits. On a CPU the extra
+traffic does not matter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ HOST = "127.0.0.1"
 
 
 def open_store(port: int, size: int, timeout_s: float, *, is_first: bool) -> dist.TCPStore:
-    """Where ranks find each other; the first one keeps it, at a free port if `port` is 0."""
+    """Opens the store through which ranks find each other. The first rank hosts it, at a free port
+    if `port` is 0."""
     return dist.TCPStore(
         HOST,
         port,
@@ -32,8 +33,8 @@ def open_store(port: int, size: int, timeout_s: float, *, is_first: bool) -> dis
 
 
 class GlooLink:
-    """A `Link`. `why_lost` says in words what has become of a rank that does not answer; a call
-    that misses one for `timeout_s` raises EngineDeadError with them."""
+    """A `Link` over gloo. A call that misses a rank for `timeout_s` raises EngineDeadError with the
+    text of `why_lost`, which says what happened to the rank."""
 
     def __init__(
         self,
@@ -76,11 +77,11 @@ class GlooLink:
         return [each[:size].numpy().tobytes() for each, size in pairs]
 
     def wait_up_to(self, timeout_s: float) -> None:
-        """From now on wait no longer than this for a rank."""
+        """Set the longest wait for a rank in later calls."""
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 
     def _exchange(self, values: Tensor) -> list[Tensor]:
-        """All ranks' values, in their order."""
+        """Returns all ranks' values, in rank order."""
         own = values.contiguous()
         found = [torch.empty_like(own) for _ in range(self.size)]
         try:

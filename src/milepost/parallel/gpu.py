@@ -1,8 +1,8 @@
-"""Ranks on GPUs of one machine. An all-reduce goes through memory that all of them reach, in one
-launch with the norm that reads it; one that no norm reads, if it has many rows, goes through NCCL.
-Both can be captured in graphs.
+"""Connects ranks on GPUs of one machine. An all-reduce goes through memory that all ranks reach, in
+one launch with the norm that reads it. One that no norm reads goes through NCCL if it has many
+rows. Both can be captured in graphs.
 
-NCCL returns the same bits on all ranks, too: it adds up each piece on one of them.
+NCCL returns the same bits on all ranks too: it adds up each piece on one of them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _TIMEOUT_S = 1800.0
 
 
 class GpuLink:
-    """A `Link` of this process's `device`, beside that of the `hosts`.
+    """A `Link` of this process's `device`, next to the link of the `hosts`.
 
-    torch has one group of ranks a process, and this is it. Raises ConfigError if there is one.
+    torch allows one default process group per process, and this link takes it. Raises ConfigError
+    if there is one already.
     """
 
     def __init__(self, hosts: GlooLink, device: torch.device) -> None:
@@ -50,7 +51,7 @@ class GpuLink:
         self._boxes: dict[tuple[int, torch.dtype], Boxes | None] = {}
         self._kept: list[Tensor] = []
         self._waits: list[tuple[Tensor, Tensor]] = []
-        """Signals that launches here wait for, and the turns that they have come to."""
+        """Signals that launches on this rank wait for, each with the turns it has reached."""
         self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def all_reduce(self, values: Tensor) -> Tensor:
@@ -88,23 +89,23 @@ class GpuLink:
         return self._hosts.gather(body)
 
     def release(self) -> None:
-        """A rank is lost: what waits for it on the device goes on, with whatever is there. Called
-        from another thread than that which waits."""
+        """Unblock device work that waits for a lost rank; it continues with the data at hand.
+        Called from another thread than the one that waits."""
         torch.cuda.set_device(self._device)
-        # Beside the steps, and by copies alone: what waits may leave no room for a kernel.
+        # Copies on a stream of their own: the waiting work may leave no room for a kernel.
         with torch.cuda.stream(self._aside):
             for signals, turns in self._waits:
                 signals.copy_(torch.full_like(signals, far_behind(turns.cpu()), device="cpu"))
         self.close()
 
     def close(self) -> None:
-        """Let go of the group, whatever the other ranks are doing."""
+        """Abort the process group, whatever the other ranks are doing."""
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
     def _mail(self, hidden_size: int, dtype: torch.dtype) -> Mail | None:
-        """For rows of this size, made when the first of them come; None where no rank reaches the
-        others' memory."""
+        """Returns the one-shot buffers for rows of this size, made at first use, or None if some
+        rank cannot reach the others' memory."""
         key = hidden_size, dtype
         if key not in self._mails:
             is_aligned = hidden_size * dtype.itemsize % 16 == 0
@@ -122,7 +123,8 @@ class GpuLink:
         return self._mails[key]
 
     def _boxes_for(self, hidden: Tensor) -> Boxes | None:
-        """The same for many rows, of which the first to come are the most."""
+        """Returns the two-shot buffers for many rows, or None like `_mail`. The first call must
+        have the most rows."""
         (count, hidden_size), dtype, size = hidden.shape, hidden.dtype, self._hosts.size
         key = hidden_size, dtype
         if key not in self._boxes:
@@ -143,8 +145,9 @@ class GpuLink:
     def _share(
         self, value_bytes: int, signal_bytes: int, num_turns: int
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Memory that all ranks reach: the addresses [R] of every rank's values and signals, and
-        so many turns, all zero at first. None if one of the ranks could not have it."""
+        """Allocates memory that all ranks reach. Returns the addresses [R] of every rank's values
+        and signals, and `num_turns` turns, all zero at first; None if any rank could not allocate
+        it."""
         found = None
         try:
             found = self._rendezvous(value_bytes + signal_bytes)
@@ -152,7 +155,7 @@ class GpuLink:
             logger.warning("GPUs do not reach each other's memory, so NCCL does all: %s", error)
         turns = torch.zeros(num_turns, dtype=torch.int32, device=self._device)
         torch.cuda.synchronize(self._device)
-        # All ranks' signals are zero before the first of them is set.
+        # All ranks' signals are zero before any of them is set.
         if not self._hosts.least(int(found is not None)) or found is None:
             return None
         self._waits.append((self._kept[-1][value_bytes:].view(torch.int32), turns))
@@ -171,5 +174,6 @@ class GpuLink:
 
 
 def far_behind(turns: Tensor) -> int:
-    """A signal behind which none of these turns waits, and none that follows for a while."""
+    """Returns a signal value that satisfies every wait for these turns, and for turns to come for a
+    while."""
     return (int(turns.max()) + 2**29 + 2**31) % 2**32 - 2**31

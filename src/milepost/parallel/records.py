@@ -1,5 +1,5 @@
-"""Messages between ranks over a socket: frames of bytes, each after its length (four bytes,
-big-endian)."""
+"""Exchanges messages between ranks over a socket. A frame is a length (four bytes, big-endian) and
+that many bytes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _LENGTH = struct.Struct(">I")
 
 
 def send(sock: socket.socket, body: bytes) -> None:
-    """One frame. Raises OSError if nobody takes it."""
+    """Send one frame. Raises OSError if nobody receives it."""
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
 
 def received(sock: socket.socket) -> Iterator[bytes]:
-    """Frames, to the connection's end."""
+    """Yields frames until the connection ends."""
     with sock.makefile("rb") as file:
         while (body := _next(file.read)) is not None:
             yield body
 
 
 def receive(sock: socket.socket) -> bytes | None:
-    """The next frame, and nothing of those behind it; None at the connection's end."""
+    """Returns the next frame, without reading past it; None at the connection's end."""
 
     def read(num: int) -> bytes:
         found = b""

@@ -1,4 +1,4 @@
-"""Questions of the first rank that not all others have answered."""
+"""Tracks the first rank's questions until all other ranks have answered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Open:
 
 
 class Tickets:
-    """Of so many ranks; may be answered from another thread than the one that asks."""
+    """Open questions to `num_ranks` ranks. Another thread than the one that asks may answer."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -25,7 +25,7 @@ class Tickets:
         self._error: BaseException | None = None
 
     def take(self) -> tuple[int, Future[bool]]:
-        """A new one: all ranks are to answer it, and then whether all said yes is known."""
+        """Opens a question. The future tells whether all ranks said yes, once all have answered."""
         with self._lock:
             ticket, self._next = self._next, self._next + 1
             one = _Open(self._num_ranks)
@@ -36,7 +36,7 @@ class Tickets:
         return ticket, one.future
 
     def answer(self, ticket: int, is_well: bool) -> None:
-        """A rank's."""
+        """Record one rank's answer."""
         with self._lock:
             one = self._open.get(ticket)
             if one is None:
@@ -49,7 +49,7 @@ class Tickets:
         one.future.set_result(one.is_well)
 
     def fail(self, error: BaseException) -> None:
-        """Nobody answers any more."""
+        """Fail all open and later questions: no rank answers any more."""
         with self._lock:
             self._error = error
             unanswered, self._open = list(self._open.values()), {}
