@@ -1,1 +1,1 @@
-"""A load generator for any server that speaks OpenAI's API. Knows nothing of the engine."""
+"""A load generator for any server with OpenAI's API. It knows nothing of the engine."""

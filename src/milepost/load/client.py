@@ -1,4 +1,4 @@
-"""Sends one chat request and takes its stream apart, with the time at which each piece came."""
+"""Sends a chat request and parses its stream, noting when each piece arrived."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import aiohttp
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """What came of one request. Times are seconds of the given clock."""
+    """The outcome of one request. Times are seconds of the given clock."""
 
     start: float
     first: float | None = None
@@ -29,7 +29,7 @@ class Result:
 
 
 class Endpoint:
-    """One server; `options` go into every request."""
+    """One server; `options` are sent with every request."""
 
     def __init__(
         self,
@@ -49,7 +49,8 @@ class Endpoint:
         self._clock = clock
 
     async def ask(self, messages: list[Mapping[str, Any]], max_tokens: int) -> Result:
-        """Never raises for what a server or a network does: the result says what it was."""
+        """Send a request. The result carries any error of the server or network; nothing is raised
+        for it."""
         result = Result(start=self._clock())
         body = {
             "model": self._model,
@@ -74,7 +75,7 @@ class Endpoint:
         return result
 
     async def _read(self, response: aiohttp.ClientResponse, result: Result) -> None:
-        """Lines of server-sent events; what is no data (comments, names, ids) says nothing."""
+        """Read server-sent events; lines without data (comments, names, ids) are skipped."""
         buffer = bytearray()
         async for piece in response.content.iter_any():
             buffer += piece
@@ -111,7 +112,7 @@ class Endpoint:
 
 
 def reason_of(error: Exception) -> str:
-    """What became of a request, and what to do about it where that is known."""
+    """Says why a request failed, and what to do about it if that is known."""
     match error:
         case aiohttp.ClientConnectorError(os_error=ConnectionRefusedError()):
             return (
@@ -124,14 +125,15 @@ def reason_of(error: Exception) -> str:
 
 
 def root_of(base_url: str) -> str:
-    """The server's address, with or without the /v1 that other clients want."""
+    """Returns the server's address without a trailing /v1, which other clients want."""
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 async def find_model(http: aiohttp.ClientSession, base_url: str, api_key: str | None) -> str:
-    """The first model that the server names.
+    """Returns the first model that the server lists.
 
-    Raises aiohttp.ClientError, and ValueError, LookupError or TypeError for what is no such list.
+    Raises aiohttp.ClientError, or ValueError, LookupError or TypeError if the response is no list
+    of models.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     async with http.get(f"{root_of(base_url)}/v1/models", headers=headers) as response:

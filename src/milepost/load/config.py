@@ -1,4 +1,4 @@
-"""How load is put on a server. The flags of `milepost bench` are made from this."""
+"""Configures how a server is loaded. The flags of `milepost bench` are made from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from milepost.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriveConfig:
-    """How the load is put on; raises ConfigError."""
+    """How the load is sent. Raises ConfigError."""
 
     base_url: str = "http://127.0.0.1:8000"
     """The server, with or without /v1."""
@@ -19,15 +19,15 @@ class DriveConfig:
     served_model: str | None = None
     """Name of the model; by default the first that the server lists."""
     concurrency: int = 16
-    """Sessions at once (closed loop), if there is no request rate."""
+    """Number of sessions at once (closed loop), if there is no request rate."""
     request_rate: float | None = None
-    """Sessions a second, with exponential gaps (open loop); inf sends all at once."""
+    """Sessions per second, with exponential gaps (open loop); inf sends all at once."""
     num_warmups: int = 4
-    """Requests before the measurement, of text of their own."""
+    """Number of requests before the measurement, with texts of their own."""
     temperature: float = 0.0
     """Sent with every request."""
     ignore_eos: bool = False
-    """Ask for answers of full length; servers that know no such field refuse it."""
+    """Ask for answers of full length; servers without this field refuse it."""
     timeout_s: float = 600.0
     """Longest time for one request."""
 

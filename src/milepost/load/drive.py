@@ -21,7 +21,7 @@ Progress = Callable[[Result], None]
 async def drive(
     config: DriveConfig, load: Sequence[Session], *, seed: int, progress: Progress
 ) -> tuple[list[Result], float]:
-    """Play all sessions; the results in order of their end, and the seconds that it took.
+    """Run all sessions. Returns the results in order of completion, and the duration in seconds.
 
     Raises ConfigError if the server does not answer.
     """
@@ -81,7 +81,7 @@ async def _warm_up(endpoint: Endpoint, config: DriveConfig) -> None:
 
 
 async def _play(endpoint: Endpoint, session: Session, note: Progress) -> None:
-    """One conversation; it ends early with the first turn that fails."""
+    """Run one conversation; it ends at the first turn that fails."""
     messages: list[Mapping[str, Any]] = []
     for turn in session.turns:
         messages += turn.messages

@@ -12,9 +12,9 @@ PERCENTILES = (50, 90, 99)
 
 
 def summarize(results: Sequence[Result], seconds: float) -> dict[str, Any]:
-    """One JSON row: counts, rates, latencies in milliseconds, and what came from the cache.
+    """Returns one JSON row: counts, rates, latencies in milliseconds, and the cache's hit rate.
 
-    None stands for what the server does not tell.
+    None stands for a number that the server does not report.
     """
     good = [result for result in results if result.is_complete]
     prompt = _total(result.usage.get("prompt_tokens") for result in good)
@@ -39,7 +39,7 @@ def summarize(results: Sequence[Result], seconds: float) -> dict[str, Any]:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """p50, p90, p99 (nearest rank) and the mean, in milliseconds; None of nothing."""
+    """Returns p50, p90, p99 (nearest rank) and the mean in milliseconds; None for no values."""
     if not seconds:
         return None
     ordered = sorted(seconds)
@@ -59,7 +59,7 @@ def _cached(result: Result) -> int | None:
 
 
 def _per_token(result: Result) -> float | None:
-    """Mean time of an answer's tokens but the first."""
+    """Returns an answer's mean time per token, without the first token."""
     num_tokens = result.usage.get("completion_tokens")
     if not isinstance(num_tokens, int) or num_tokens < 2 or result.first is None:
         return None

@@ -1,7 +1,7 @@
-"""What the load consists of: sessions, each a conversation of one turn or more.
+"""Defines the load: sessions, each a conversation of one turn or more.
 
-Pure and seeded: the same arguments return the same sessions. Text is made of words, about one or
-two tokens each; the server's usage has the exact number.
+Pure and seeded: the same arguments return the same sessions. Texts are made of words of one or two
+tokens each; the server's usage has the exact number.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from milepost.errors import ConfigError
 Kind = Literal["shared-prefix", "multi-turn", "agent", "trace"]
 
 MAX_LENGTH = 10_000_000
-"""Of what a trace says: words beyond that take long to make up, and no model takes them."""
+"""Largest length that a trace may give. More words take long to make up, and no model accepts them.
+"""
 
 _SYLLABLES = tuple(a + b for a in "bdfglmnprs" for b in "aeiou")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One request: the messages that are new in it. Answers join the conversation by themselves."""
+    """One request, with the messages that are new in it. Answers join the conversation
+    automatically."""
 
     messages: tuple[Mapping[str, Any], ...]
     max_tokens: int
@@ -37,7 +39,7 @@ class Turn:
 class Session:
     turns: tuple[Turn, ...]
     arrival_s: float | None = None
-    """When a trace says that it comes."""
+    """Arrival time, if a trace gives one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +50,17 @@ class WorkloadConfig:
     """`shared-prefix`: groups of single requests with a common system prompt; `multi-turn`: chats;
     `agent`: long growing conversations with short answers; `trace`: a file of hash ids."""
     num_sessions: int = 64
-    """Conversations, or single requests."""
+    """Number of conversations, or of single requests."""
     num_groups: int = 4
-    """Different system prompts."""
+    """Number of different system prompts."""
     num_turns: int = 4
-    """Turns of a conversation (`multi-turn` and `agent`)."""
+    """Number of turns in a conversation (`multi-turn` and `agent`)."""
     shared_words: int = 400
-    """Words of a system prompt."""
+    """Number of words in a system prompt."""
     own_words: int = 100
-    """Words of each message."""
+    """Number of words in each message."""
     output_tokens: int = 64
-    """Most tokens of an answer."""
+    """Most tokens in an answer."""
     trace: str | None = None
     """JSON lines (.gz too) with input_length, output_length, hash_ids and timestamp_ms (or
     timestamp)."""
@@ -83,7 +85,7 @@ class WorkloadConfig:
 
 
 def sessions(config: WorkloadConfig) -> list[Session]:
-    """The load, in order of arrival."""
+    """Returns the load, in order of arrival."""
     if config.workload == "trace":
         return list(_trace(config))
     make = _SHAPES[config.workload]
@@ -95,7 +97,7 @@ def sessions(config: WorkloadConfig) -> list[Session]:
 
 
 def words(rng: random.Random, count: int) -> str:
-    """That many made-up words."""
+    """Returns `count` made-up words."""
     return " ".join("".join(rng.choices(_SYLLABLES, k=2)) for _ in range(count))
 
 
@@ -112,7 +114,7 @@ def _chat(config: WorkloadConfig, system: Mapping[str, Any], rng: random.Random)
 
 
 def _agent(config: WorkloadConfig, system: Mapping[str, Any], rng: random.Random) -> Session:
-    """What tools return is long, what the model says to it short."""
+    """Makes long messages, like the output of tools, and short answers."""
     return _conversation(
         system, rng, config.num_turns, 4 * config.own_words, -(-config.output_tokens // 4)
     )
@@ -141,8 +143,8 @@ _SHAPES: Mapping[str, Callable[..., Session]] = {
 
 
 def _trace(config: WorkloadConfig) -> Iterator[Session]:
-    """Each line is a session of its own: equal hash ids become equal words. Times count from the
-    first."""
+    """Reads a trace. Each line is a session of its own; equal hash ids become equal words. Times
+    count from the first line."""
     path, num, start_s, last_s = Path(config.trace or ""), 0, 0.0, -inf
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
@@ -164,7 +166,7 @@ def _trace(config: WorkloadConfig) -> Iterator[Session]:
 
 
 def _traced(config: WorkloadConfig, row: Mapping[str, Any]) -> tuple[Session, float]:
-    """The session, and when it comes: seconds from any start."""
+    """Returns a line's session and its arrival, in seconds from any start."""
     num_words = _length(row, "input_length", config.trace_scale)
     ids: Sequence[int] = row["hash_ids"] or [0]
     share = -(-num_words // len(ids))
@@ -179,7 +181,7 @@ def _traced(config: WorkloadConfig, row: Mapping[str, Any]) -> tuple[Session, fl
 
 
 def _length(row: Mapping[str, Any], name: str, scale: float) -> int:
-    """A length of a trace's line; 0 is read as 1."""
+    """Returns a length from a trace's line; 0 is read as 1."""
     if not 0 <= row[name] * scale <= MAX_LENGTH:
         raise ValueError(f"{name}={row[name]}: use 0 to {MAX_LENGTH / scale:g}")
     return max(1, round(row[name] * scale))
