@@ -1,9 +1,10 @@
-"""Which drafts of a step are accepted: those that are what would have been sampled.
+"""Decides which drafts of a step are accepted: those equal to the token that would have been
+sampled.
 
-Behind each draft the model's own token is sampled with the noise of its position, as if the drafts
-before it had been sampled one by one. So a run is what plain decoding would have returned, sampled
-or greedy, whatever the drafts (Daliri, Musco and Suresh, Coupling without Communication, arXiv
-2408.07978); they only decide how long it is.
+After each draft, the model's own token is sampled with the noise of its position, as if the drafts
+before it had been sampled one by one. So a run equals what plain decoding would have returned,
+sampled or greedy, for any drafts (Daliri, Musco and Suresh, Coupling without Communication, arXiv
+2408.07978); drafts only decide how long the run is.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from milepost.scheduler.plans import SequencePlan, StepPlan
 Run = list[SampledToken]
 _BITS = 2**64 - 1
 Accept = Callable[[SequencePlan, Sequence[int], Sequence[SampledToken]], Run]
-"""The run of a sequence, of its drafts and what is sampled before each and behind the last."""
+"""Returns the run of a sequence, given its drafts and the tokens sampled before each draft and
+after the last."""
 
 
 def accept_equal(
     _sequence: SequencePlan, drafts: Sequence[int], sampled: Sequence[SampledToken]
 ) -> Run:
-    """Up to the first token that is no draft."""
+    """Accepts the sampled tokens up to the first that differs from its draft."""
     num = 0
     while num < len(drafts) and sampled[num].token_id == drafts[num]:
         num += 1
@@ -30,9 +32,8 @@ def accept_equal(
 
 
 def accept_at(rates: Sequence[float]) -> Accept:
-    """Accepts the first drafts, up to each, so often, whatever they are. For benchmarks alone:
-    answers are wrong.
-    """
+    """Accepts drafts at given rates, whatever they are: `rates[i]` is how often the first i + 1
+    drafts are accepted together. For benchmarks only: answers are wrong."""
 
     def accept(
         sequence: SequencePlan, drafts: Sequence[int], sampled: Sequence[SampledToken]
@@ -46,8 +47,8 @@ def accept_at(rates: Sequence[float]) -> Accept:
 
 
 def _uniform(number: int) -> float:
-    """From 0 to 1, by a mixing of bits (Steele, Lea and Flood, SplitMix): a generator of Python's
-    would take as long as the rest of a run."""
+    """Returns a uniform number from 0 to 1 by mixing bits (Steele, Lea and Flood, SplitMix).
+    Python's own generator would take as long as the rest of a run."""
     mixed = (number * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _BITS
     mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _BITS
     mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & _BITS
@@ -55,8 +56,8 @@ def _uniform(number: int) -> float:
 
 
 def runs_of(plan: StepPlan, sampled: Run, accept: Accept) -> dict[int, Run]:
-    """The run of each request that samples, of all tokens that a step has sampled, request by
-    request."""
+    """Returns the run of each request that samples. `sampled` holds all tokens that a step sampled,
+    request by request."""
     runs, first = {}, 0
     for sequence in plan.sequences:
         if sequence.samples:

@@ -1,9 +1,9 @@
 """Builds a step's arrays on the host.
 
-Everything a GPU needs to know of a step goes there in one copy (see `staging`). With a capacity,
-arrays are as long as any step's that fits, so that a captured graph can read them.
+All that a GPU needs to know about a step goes there in one copy (see `staging`). Arrays are padded
+to the capacity, so that a captured graph can read those of any step that fits.
 
-Legend: T tokens, S sequences, R tokens behind which is sampled, each with its capacity.
+Legend: T tokens, S sequences, R sampled positions, each with its capacity.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from milepost.runner.tables import HostTables
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
 _NUM_REMEMBERED = 64
-"""Steps of sequences of so many tokens each."""
+"""Number of step shapes (the sequences' lengths) whose spread is cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """What of a model, its pools and its device a step's arrays depend on."""
+    """The properties of a model, its pools and its device that shape a step's arrays."""
 
     operations: tuple[Operation, ...]
     page_size: int
     page_rows: int
-    """Rows of KV from one page to the next."""
+    """Number of KV rows from one page to the next."""
     device: torch.device
     chip: Chip | None
-    """None where the reference kernels run."""
+    """The GPU's properties, or None if the reference kernels run."""
     has_float8_kv: bool = False
 
 
@@ -52,16 +52,15 @@ def build(
     sources: Sequence[int] = (),
     records: RecordRows | None = None,
 ) -> StepArrays:
-    """The arrays of a plan that `tables` have followed, and `records` if anything is drafted; an
-    empty plan is all padding. `sources` [T] are the rows of the step before in which a plan's
-    tokens are sampled.
-    """
+    """Builds the arrays of a plan that `tables` have followed, and `records` if anything is
+    drafted. An empty plan is all padding. `sources` [T] are the rows of the previous step that
+    sample this plan's tokens."""
     step, batch = begin(plan, tables, geometry, capacity, sources, records)
     return replace(step, layouts=lay_out(batch, geometry.operations))
 
 
 def lay_out(batch: Batch, operations: Iterable[Operation]) -> dict[Operation, Any]:
-    """What each operation needs to know."""
+    """Lays out each operation's own arrays."""
     return {operation: operation.lay_out(batch) for operation in operations}
 
 
@@ -73,7 +72,7 @@ def begin(
     sources: Sequence[int] = (),
     records: RecordRows | None = None,
 ) -> tuple[StepArrays, Batch]:
-    """As `build`, but nothing is laid out yet; and what is laid out by."""
+    """Like `build`, but returns arrays without layouts, and the batch to lay them out from."""
     columns = Columns.of(plan.sequences)
     num_sampled = columns.samples * (1 + columns.num_drafts)
     spread = _spread(columns.lengths.tobytes(), num_sampled.tobytes())
@@ -97,20 +96,20 @@ def begin(
 
 
 class _Spread(NamedTuple):
-    """How tokens fall to sequences."""
+    """Maps a step's tokens to its sequences."""
 
     owners: Ints
-    """[T], the sequence of each."""
+    """[T], the sequence of each token."""
     ordinals: Ints
-    """[T], its place among that one's."""
+    """[T], the place of each token in its sequence."""
     sampled: Ints
-    """Tokens behind which is sampled."""
+    """Tokens to sample after."""
 
 
 @lru_cache(maxsize=_NUM_REMEMBERED)
 def _spread(lengths: bytes, num_sampled: bytes) -> _Spread:
-    """Of sequences of so many tokens, behind the last of which is sampled: mostly those of the step
-    before."""
+    """Spreads tokens over sequences of the given lengths that sample after their last `num_sampled`
+    tokens. Cached: most steps have the shape of the previous one."""
     own, last = np.frombuffer(lengths, np.int64), np.frombuffer(num_sampled, np.int64)
     sampled = (own.cumsum() - last).repeat(last) + ordinals_of(last)
     return _Spread(np.arange(len(own)).repeat(own), ordinals_of(own), sampled)
@@ -122,7 +121,7 @@ _read_columns = attrgetter(
 
 
 class Columns(NamedTuple):
-    """What sequences say of themselves, [S] int64 each."""
+    """Fields of a step's sequences as columns, [S] int64 each."""
 
     starts: Ints
     lengths: Ints
@@ -135,7 +134,8 @@ class Columns(NamedTuple):
 
     @staticmethod
     def of(sequences: Sequence[SequencePlan]) -> Columns:
-        """Read at once: sequences may be hundreds, and a device wait for their step."""
+        """Reads all fields in one pass: there may be hundreds of sequences, with a device waiting
+        for their step."""
         width = len(Columns._fields)
         rows = chain.from_iterable(map(_read_columns, sequences))
         numbers = np.fromiter(rows, np.int64, width * len(sequences))
@@ -152,7 +152,8 @@ def _batch(
     geometry: Geometry,
     capacity: Capacity,
 ) -> Batch:
-    """What operations lay out, of tokens at `positions` [T] that sequences `owners` [T] have."""
+    """Collects the data that operations lay out, for tokens at `positions` [T] of sequences
+    `owners` [T]."""
     sequences = plan.sequences
     rows = np.array(tables.places(sequences), np.int64)
     ordinals = positions // geometry.page_size
@@ -188,7 +189,7 @@ def _batch(
 
 
 def token_ids(sequences: Sequence[SequencePlan]) -> np.ndarray:
-    """Of a whole step, uint32; 0 for those that are not known yet."""
+    """Returns the token ids of a whole step, uint32; 0 for tokens that are not known yet."""
     known = b"".join(s.tokens or bytes(TOKEN_BYTES * s.num_tokens) for s in sequences)
     return np.frombuffer(known, np.dtype("<u4"))
 

@@ -1,7 +1,7 @@
-"""What a step chose: its tokens, on the device until they are read, and how likely they were.
+"""The tokens that a step chose, on the device until they are read, and their log-probabilities.
 
-Log-probabilities are the model's own: of the logits as they are, before anything that a request's
-parameters do to them.
+Log-probabilities are the model's own: they come from the raw logits, before any sampling parameter
+changes them.
 
 Legend: R rows, V vocabulary.
 """
@@ -19,30 +19,31 @@ from milepost.sampling_params import SamplingParams
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
-    """The chosen token; with `SamplingParams.logprobs`, also how likely it and others were."""
+    """A chosen token. With `SamplingParams.logprobs`, it carries its log-probability and those of
+    the likeliest tokens."""
 
     token_id: int
     logprob: float | None = None
     top_logprobs: dict[int, float] | None = None
-    """The likeliest tokens, best first; it need not hold the chosen one."""
+    """The likeliest tokens, best first; they need not include the chosen one."""
     rank: int | None = None
-    """1 for the likeliest token; ties share the better rank."""
+    """Rank of the chosen token, 1 for the likeliest; ties share the better rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen tokens of a step."""
+    """The tokens that a step chose."""
 
     token_ids: Tensor
     """[R] int64."""
     likelihoods: Likelihoods | None
-    """On the host, once `is_copied` has come."""
+    """On the host, once `is_copied` has passed."""
     copied: Tensor
-    """`token_ids` on the host, once `is_copied` has come; on a CPU it is `token_ids` itself."""
+    """`token_ids` on the host, once `is_copied` has passed; on a CPU, `token_ids` itself."""
     is_copied: torch.cuda.Event | None
 
     def read(self) -> list[SampledToken]:
-        """Wait for the tokens, one per row; not for what was launched behind them."""
+        """Wait for the tokens, one per row, but not for later launches."""
         if self.is_copied is not None:
             self.is_copied.synchronize()
         tokens = list(map(SampledToken, self.copied.tolist()))
@@ -53,17 +54,17 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What may follow the tokens of requests."""
+    """Draft tokens that may follow the tokens of requests."""
 
     numbers: Sequence[int]
-    """Of the requests."""
+    """Numbers of the requests."""
     copied: Tensor
-    """[S, drafts] on the host, once `is_copied` has come."""
+    """[S, drafts] on the host, once `is_copied` has passed."""
     is_copied: torch.cuda.Event | None
 
     @staticmethod
     def of(numbers: Sequence[int], token_ids: Tensor) -> Drafts:
-        """Drafts [S, drafts], on their way to the host."""
+        """Starts copying drafts [S, drafts] to the host."""
         if not token_ids.is_cuda:
             return Drafts(numbers, token_ids, None)
         copied, event = _to_host(token_ids), torch.cuda.Event()
@@ -71,14 +72,14 @@ class Drafts:
         return Drafts(numbers, copied, event)
 
     def read(self) -> dict[int, list[int]]:
-        """Wait for them; by request number."""
+        """Wait for the drafts; returns them by request number."""
         if self.is_copied is not None:
             self.is_copied.synchronize()
         return dict(zip(self.numbers, self.copied.tolist(), strict=True))
 
 
 def choice_of(token_ids: Tensor, logits: Tensor, params: Sequence[SamplingParams]) -> Choice:
-    """The choice of these tokens [R], on its way to the host; `params` of each row of `logits`
+    """Starts copying the chosen tokens [R] to the host. `params` has one entry per row of `logits`
     [R, V]."""
     likelihoods = _measure(token_ids, logits, params)
     if not token_ids.is_cuda:
@@ -92,44 +93,44 @@ def choice_of(token_ids: Tensor, logits: Tensor, params: Sequence[SamplingParams
 
 
 def full(logits: Tensor) -> Tensor:
-    """In float32 at least."""
+    """Returns the logits in float32, or float64 if they are float64."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def tensor_beside(values: Sequence[float], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """A tensor beside `like`; the host doesn't wait for what is queued there."""
+    """Makes a tensor on the device of `like`, without waiting for work that is queued there."""
     tensor = torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda)
     return tensor.to(like.device, non_blocking=True)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """A copy that is there once the device has come so far."""
+    """Copies a tensor to the host; the copy is valid once the device has reached it."""
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copied.copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihoods:
-    """How likely the tokens of some rows were."""
+    """Log-probabilities of the tokens of some rows."""
 
     rows: Sequence[int]
     counts: Sequence[int]
-    """How many of the likeliest tokens each of these rows asks for."""
+    """For each of these rows, the number of likeliest tokens that it asks for."""
     own: Tensor
     """[rows] log-probability of the chosen token."""
     ranks: Tensor
-    """[rows] of the chosen token."""
+    """[rows] rank of the chosen token."""
     best: Tensor
-    """[rows, most asked for] log-probabilities of the likeliest tokens, best first."""
+    """[rows, largest count] log-probabilities of the likeliest tokens, best first."""
     best_ids: Tensor
 
     def to_host(self) -> Likelihoods:
-        """The same in copies that are there once the device has come so far."""
+        """Copies all tensors to the host; the copies are valid once the device has reached them."""
         parts = ("own", "ranks", "best", "best_ids")
         return replace(self, **{part: _to_host(getattr(self, part)) for part in parts})
 
     def add_to(self, tokens: list[SampledToken]) -> None:
-        """Replace the tokens of these rows by ones that carry log-probabilities."""
+        """Replace the tokens of these rows by tokens with log-probabilities."""
         read = (self.own, self.ranks, self.best, self.best_ids)
         columns = zip(self.rows, self.counts, *(part.tolist() for part in read), strict=True)
         for r, count, own, rank, values, ids in columns:

@@ -1,6 +1,7 @@
-"""Compiles the kernels of many steps side by side, before the first of them runs.
+"""Compiles the kernels of many steps in parallel, before the first of them runs.
 
-Met one after the other, kernels that Triton's cache does not hold yet take half a minute.
+Compiled one after the other as steps meet them, kernels that Triton's cache does not hold yet take
+half a minute.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from milepost.kernels.device import Chip
 
 @contextmanager
 def compiling_only(chip: Chip) -> Iterator[None]:
-    """Inside, launches of Triton's kernels have them compiled, on other threads, and run nothing:
-    what they would have written holds anything. All are compiled at the end; shows progress.
+    """Inside, launching a Triton kernel compiles it on another thread and runs nothing; its outputs
+    are undefined. All are compiled when the context ends, with a progress bar.
 
-    Raises KernelError at the end if one of them does not run on the chip.
+    Raises KernelError at the end if a kernel does not run on the chip.
     """
     launch = JITFunction.run
 
@@ -50,7 +51,7 @@ def compiling_only(chip: Chip) -> Iterator[None]:
 
 
 def _complain(future: Future[Any], chip: Chip) -> str:
-    """Why a kernel does not run on the chip; empty if it does."""
+    """Says why a kernel does not run on the chip; empty if it does."""
     error = future.exception()
     if error is not None:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"

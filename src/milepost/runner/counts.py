@@ -1,9 +1,9 @@
-"""How often each running answer has each token, on the device: what penalties read.
+"""Counts how often each running answer contains each token, on the device, for penalties.
 
-A row belongs to one request, and is filled from its tokens when the request is new or returns; from
-then on sampling adds what it chooses, so that the host need not know it. A row whose number of
-tokens differs from the request's (because a step was rolled back, say) is filled again. Rows are
-never freed: when none is left, a row is taken whose request is not in the step.
+A row belongs to one request. It is filled from the request's tokens when the request is new or
+returns; from then on sampling adds each chosen token, so the host need not know it. A row whose
+number of tokens differs from the request's (after a rollback, say) is filled again. Rows are never
+freed: when none is left, the row of a request outside the step is taken.
 
 Legend: V vocabulary.
 """
@@ -22,10 +22,10 @@ from milepost.runner.sampling import SamplingRow
 from milepost.runner.staging import Staging
 
 IN_PROMPT = -(2**15)
-"""Added where the prompt has the token too, if a penalty reads that."""
+"""Added to a token's count if the prompt contains the token and a penalty depends on that."""
 MAX_COUNT = 2**15 - 1
 _AT_ONCE = 1 << 16
-"""Entries that one copy brings."""
+"""Number of entries in one copy."""
 _ENTRY_BYTES = 8 + 2
 
 
@@ -36,7 +36,7 @@ class _Entries:
 
 
 class Counts:
-    """Rows for as many requests as may sample in one step."""
+    """Token counts, with rows for as many requests as may sample in one step."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.table: Tensor = torch.zeros(num_rows, vocab_size, dtype=torch.int16, device=device)
@@ -44,10 +44,10 @@ class Counts:
         self._staging = Staging(device, _ENTRY_BYTES * _AT_ONCE + 64)
         self._free = list(range(num_rows))
         self._held: dict[int, tuple[int, int]] = {}
-        """Request number -> its row, and the number of tokens counted there."""
+        """Maps a request's number to its row and the number of tokens counted there."""
 
     def places(self, numbers: Sequence[int], rows: Sequence[SamplingRow]) -> list[int]:
-        """Row of the table for each request that has penalties, -1 for the others. They count all
+        """Returns the row of each request that has penalties, -1 for the others. Rows count all
         tokens before the one to be sampled, and will count that one."""
         places, entries = [], []
         both = zip(numbers, rows, strict=True)
@@ -68,7 +68,7 @@ class Counts:
         return places
 
     def _take(self, wanted: set[int]) -> int:
-        """A free row, or one whose request is not in this step."""
+        """Takes a free row, or the row of a request outside this step."""
         if self._free:
             return self._free.pop()
         other = next(number for number in self._held if number not in wanted)

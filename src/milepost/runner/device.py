@@ -1,7 +1,8 @@
-"""Runs a step on a GPU: fused kernels, CUDA graphs where a step fits one, nothing that waits.
+"""Runs a step on a GPU with fused kernels, and as a CUDA graph if a captured one fits. Nothing
+waits for the device.
 
-The host builds a step's arrays, sends them in one copy, and launches; tokens come back by
-themselves. Two steps may be under way at a time.
+The host builds a step's arrays, sends them in one copy, and launches; the tokens are copied back on
+their own. Two steps may be in flight at a time.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _as_made(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class DeviceExecutor:
-    """Runs `model` over `pools` on their GPU; `max_model_len` bounds any sequence, `largest` any
+    """Runs `model` over `pools` on their GPU. `max_model_len` bounds any sequence, `largest` any
     step."""
 
     keeps_counts = True
@@ -92,7 +93,7 @@ class DeviceExecutor:
         self._pieces = Pieces(model)
         seconds = [{each: step.layouts[each] for each in self._pieces.second} for step in most]
         self._second_staging = Staging(pools.device, max(map(num_staged_bytes, seconds)))
-        """Of what second pieces alone read."""
+        """Sends the arrays that only the second piece of a step reads."""
         self._graphs = Graphs()
         self._records = RecordRows(pools.num_record_rows)
         self._num_drafts = largest.num_drafts
@@ -106,7 +107,7 @@ class DeviceExecutor:
                 num_requests=largest.num_sequences,
                 num_verified=largest.num_drafts,
             )
-        # Imported where it is used: machines without a GPU need not have triton.
+        # Imported here because triton need not be installed on machines without a GPU.
         from milepost.runner.sampler import Sampler
 
         self._sampler = Sampler(largest.num_sequences, model.vocab_size, pools.device)
@@ -121,7 +122,7 @@ class DeviceExecutor:
         captured = None if wants_scores(plan) else self._graphs.find(exact)
         capacity = captured or exact
         if not capacity.num_tokens:
-            capacity = replace(capacity, num_tokens=1)  # nothing is launched for none
+            capacity = replace(capacity, num_tokens=1)  # a kernel needs at least one token
         is_cut = self._pieces.cut(capacity)
         if not is_cut:
             self._tables.send(*new_pages)
@@ -146,7 +147,7 @@ class DeviceExecutor:
             num = len(sources)
             torch.index_select(before.token_ids, 0, views.sources[:num], out=views.token_ids[:num])
         outcome = self._graphs.replay(captured, send_rest) if captured is not None else None
-        numbers = plan.sampled_numbers  # where there is a graph, the device is at work by now
+        numbers = plan.sampled_numbers  # a captured graph is running by now
         scores: list[PromptScores] = []
         if outcome is None:
             assert views is not None
@@ -173,8 +174,8 @@ class DeviceExecutor:
         capacity: Capacity,
         send_rest: Callable[[], dict[Operation, Any]] | None,
     ) -> tuple[Outcome, list[PromptScores]]:
-        """Kernel by kernel; `send_rest` sends what the second piece reads, once the first one's
-        are launched."""
+        """Launches kernel by kernel. `send_rest` sends the arrays of the second piece, once the
+        kernels of the first are launched."""
         layouts = dict(views.layouts)
 
         def cut() -> None:
@@ -201,8 +202,8 @@ class DeviceExecutor:
     def _choose(
         self, numbers: Sequence[int], logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]
     ) -> Tensor:
-        """By the kernels; but by the definition where penalties read drafts, of which the counts
-        on the device know nothing."""
+        """Samples with the kernels, or with the reference if penalties apply to drafts: the token
+        counts on the device do not include drafts."""
         times = Counter(numbers)
         apart = [
             index
@@ -223,7 +224,7 @@ class DeviceExecutor:
 
     @_as_made
     def draft(self, flight: Flight, rows: Sequence[SamplingRow], num_drafts: int) -> None:
-        """Queue the head's passes."""
+        """Queue the head's drafting passes."""
         assert self._drafting is not None, "only a model with a head drafts"
         numbers = list(dict.fromkeys(flight.numbers))
         drafts = self._drafting.draft(flight, rows, _forced(flight), num_drafts)
@@ -231,13 +232,13 @@ class DeviceExecutor:
 
     @property
     def num_sampling_bytes(self) -> int:
-        """Of the device's memory, kept for sampling."""
+        """Number of bytes of device memory kept for sampling."""
         return self._sampler.num_bytes
 
     @_as_made
     def compile(self, capacities: Sequence[Capacity]) -> None:
-        """Compile the kernels of such steps; shows progress. Raises KernelError."""
-        # Imported where it is used: machines without a GPU need not have triton.
+        """Compile the kernels of these steps, with a progress bar. Raises KernelError."""
+        # Imported here because triton need not be installed on machines without a GPU.
         from milepost.runner.compiling import compiling_only
 
         layers = self.model.one_of_each_kind()
@@ -248,7 +249,7 @@ class DeviceExecutor:
 
     @_as_made
     def capture(self, capacities: Sequence[Capacity]) -> None:
-        """Record graphs of such steps; shows progress."""
+        """Record graphs of these steps, with a progress bar."""
         for capacity in tqdm(capacities, desc="capturing CUDA graphs", dynamic_ncols=True):
             views, is_cut = self._padding(capacity), self._pieces.cut(capacity)
 
@@ -262,7 +263,8 @@ class DeviceExecutor:
 
     @_as_made
     def measure(self, capacity: Capacity) -> int:
-        """Bytes that a step takes at most: of padding, which takes as much as any that fits."""
+        """Returns the most bytes that such a step takes, measured with padding, which takes as much
+        as any step that fits."""
         device = self._pools.device
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -304,7 +306,8 @@ class DeviceExecutor:
         *,
         only_ends: bool,
     ) -> Tensor:
-        """Hidden states [T, features] of the step's tokens, or of those behind which is sampled."""
+        """Returns hidden states [T, features] of the step's tokens, or of the sampled positions
+        only."""
         context = Context(
             step=step,
             tables=self._tables.on_device,
@@ -331,8 +334,8 @@ class DeviceExecutor:
 
 
 def _forced(flight: Flight) -> list[int]:
-    """How many drafts of each request that samples are accepted, whatever is sampled; -1 where that
-    decides."""
+    """Returns how many drafts of each sampling request are accepted whatever is sampled, or -1 if
+    the sampled tokens decide."""
     sampling = [sequence for sequence in flight.plan.sequences if sequence.samples]
     if flight.accept is accept_equal:
         return [-1] * len(sampling)
@@ -350,9 +353,9 @@ def measure_activations(
     captured: Sequence[Capacity],
     max_model_len: int,
 ) -> int:
-    """Bytes that steps take besides weights and pools: the `largest`, with a sequence of
-    `max_model_len`, and the graphs of those that are `captured` later, which have memory of their
-    own. Compiles their kernels, and those of steps between, which may have others; raises
+    """Measures the bytes that steps take besides weights and pools: the `largest` step, with a
+    sequence of `max_model_len`, and the graphs of `captured` steps, which have memory of their own.
+    Compiles the kernels of all these steps and of the sizes between, which may use others. Raises
     KernelError if one does not run."""
     device = model.embedding.device
     pools = allocate(shape, num_pages=1, num_slots=1, device=device)
@@ -367,11 +370,11 @@ def measure_activations(
 
 
 def _uncaptured(largest: Capacity, captured: Sequence[Capacity]) -> Iterator[Capacity]:
-    """Steps that no graph holds, by whose sizes kernels are chosen; the last has one sequence, and
-    no drafts, which other kernels judge."""
+    """Yields steps that no graph covers, one for each choice of kernels by size. The last has one
+    sequence and no drafts, since other kernels verify drafts."""
     num_tokens = max((each.num_tokens for each in captured), default=largest.num_sequences)
     while 3 * num_tokens // 2 < largest.num_tokens:
-        # Experts change theirs within a factor of two.
+        # Kernels for experts change within a factor of two.
         yield replace(largest, num_tokens=3 * num_tokens // 2)
         num_tokens *= 2
         if num_tokens < largest.num_tokens:

@@ -1,11 +1,11 @@
-"""Drafts on a GPU, behind a step's sampling: nothing waits for the host, and a pass is a graph
-where the number of requests is that of one.
+"""Drafts on a GPU after a step's sampling, without waiting for the host. A pass is a graph if one
+was captured for enough requests.
 
-How many drafts of the previous step were accepted is only known on the device. So the host lays out
-the passes as if all were, and the device moves them back: positions, rows of KV, and the ends of
-attention's items. Passes work as in `drafting`, with three differences: of a request's sampling
-parameters only the temperature counts, a pass beyond the page table writes no KV, and the first row
-is attended to like any other.
+Only the device knows how many drafts of the previous step were accepted. So the host lays out the
+passes as if all were, and the device moves back the positions, KV rows and ends of attention items.
+Passes work as in `drafting`, with three differences: of a request's sampling parameters only the
+temperature counts, a pass beyond the page table writes no KV, and attention reads the first row
+like any other.
 
 Legend: S requests, R sampled rows, C hidden size, K drafts verified in the step, N items.
 """
@@ -40,34 +40,35 @@ _NOBODY = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftArrays:
-    """What the host knows of a step's drafting passes: int arrays in numpy, tensors once sent."""
+    """The host's inputs to a step's drafting passes: int arrays in numpy, tensors once sent."""
 
     first_rows: Any
     """[S] int64, each request's first sampled row."""
     positions: Any
-    """[S] int64, of the token behind the certain one: where drafts begin if none was accepted."""
+    """[S] int64, the position after the certain token: drafts begin there if none was accepted."""
     verified: Any
-    """[S, K] int64, the step's drafts; -1 behind the last."""
+    """[S, K] int64, the step's drafts; -1 after the last."""
     forced: Any
-    """[S] int64, how many are accepted whatever was sampled; -1 where that decides."""
+    """[S] int64, how many drafts are accepted whatever was sampled; -1 if the sampled tokens
+    decide."""
     table_rows: Any
-    """[S] int64"""
+    """[S] int64, rows of the page table."""
     reach: Any
-    """[S] int64, tokens that the page table has room for."""
+    """[S] int64, the number of tokens that the page table has room for."""
     ints: Any
-    """[S, 8] int32, how each request's tokens are chosen: as `StepRows.ints`, with the index of the
-    first draft if none was accepted."""
+    """[S, 8] int32, how each request's tokens are chosen: like `StepRows.ints`, with the index of
+    the first draft if none was accepted."""
     temperatures: Any
-    """[S] float32"""
+    """[S] float32, temperatures."""
     num_real: Any
-    """[1] int32"""
+    """[1] int32, the number of requests without padding."""
     items: Any
-    """Of attention from one token a request, as far on as may be."""
+    """Items of attention from one token per request, at the furthest possible positions."""
 
 
 class DeviceDrafting:
-    """Drafts of `model` over `pools`, with the page `tables` of the steps before. A step
-    verifies up to `num_verified` drafts of each of up to `num_requests`."""
+    """Drafts with `model` over `pools`, and the page `tables` of the previous steps. A step
+    verifies up to `num_verified` drafts of each of up to `num_requests` requests."""
 
     def __init__(
         self,
@@ -95,13 +96,14 @@ class DeviceDrafting:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self._sampled, self._hidden = zeros(num_rows), zeros(num_rows, size, dtype=model.dtype)
-        # Between two passes: what the next begins with, and where; drafts, the last behind.
+        # Kept between passes: the next pass's hidden states, positions and indices; and the drafts,
+        # the last at the end.
         self._before = zeros(num_requests, size, dtype=model.dtype)
         self._positions = zeros(num_requests)
         self._indices = zeros(num_requests, dtype=torch.int32)
         self._drafts = zeros(num_requests, self._num_verified)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
-        """Number of requests -> the first pass, and each further one."""
+        """Maps a number of requests to the graphs of the first pass and of each further one."""
 
     @torch.inference_mode()
     def draft(
@@ -111,8 +113,9 @@ class DeviceDrafting:
         forced: Sequence[int] | np.ndarray,
         num_drafts: int,
     ) -> Tensor:
-        """[S, num_drafts] int64 behind the tokens of a flight's requests, in its order; `rows` are
-        those of its sampling, `forced` [S] as above. The tensor is overwritten by a later call."""
+        """Returns [S, num_drafts] int64 drafts after the tokens of a flight's requests, in the
+        flight's order. `rows` are its sampling rows; `forced` [S] is as in `DraftArrays`. A later
+        call overwrites the tensor."""
         assert flight.hidden is not None
         num_rows, num_requests = len(flight.hidden), len(forced)
         self._sampled[:num_rows] = flight.token_ids
@@ -127,13 +130,13 @@ class DeviceDrafting:
         return self._drafts[:num_requests, self._num_verified - num_drafts :]
 
     def capture(self, counts: Sequence[int]) -> None:
-        """Record graphs of the passes behind so many requests."""
+        """Record graphs of the passes for each of these numbers of requests."""
         pool = None
         for count in counts:
             arrays = self._send(StepPlan(sequences=()), (), _NOBODY, count)
             graphs = []
             for is_first in (True, False):
-                self._pass(arrays, is_first=is_first)  # compiles what is not compiled yet
+                self._pass(arrays, is_first=is_first)  # compiles kernels that are not compiled yet
                 torch.cuda.synchronize()
                 graphs.append(torch.cuda.CUDAGraph())
                 with torch.cuda.graph(graphs[-1], pool=pool, capture_error_mode="thread_local"):
@@ -154,7 +157,7 @@ class DeviceDrafting:
     def _arrays(
         self, plan: StepPlan, sampling: Sequence[SamplingRow], forced: np.ndarray, count: int
     ) -> DraftArrays:
-        """Padded to so many requests."""
+        """Builds the arrays, padded to `count` requests."""
         sequences = [sequence for sequence in plan.sequences if sequence.samples]
         num, tables = len(sequences), self._tables.host
         num_verified = np.array([s.num_drafts for s in sequences], np.int64)
@@ -190,13 +193,13 @@ class DeviceDrafting:
             ints=ints,
             temperatures=temperatures,
             num_real=np.array([num], np.int32),
-            # Pages that neighbours share are not read together.
+            # Pages that requests share are not read together.
             items=replace(items, wide=items.wide[:0]),
         )
 
     def _batch(self, starts: np.ndarray, rows: np.ndarray, count: int) -> Batch:
-        """One token of each request, in pages that it shares with nobody: how far each reads is
-        not known yet."""
+        """A batch of one token per request, in pages that it shares with no other: how far each
+        reads is not known yet."""
         num, geometry = len(starts), self._geometry
         none = np.zeros(num, np.int64)
         return Batch(
@@ -222,7 +225,7 @@ class DeviceDrafting:
     # --- the device's part ------------------------------------------------------------------------
 
     def _pass(self, arrays: DraftArrays, *, is_first: bool) -> None:
-        """One more draft of each request, behind the tokens that were sampled or the one before."""
+        """Adds one more draft to each request, after the sampled tokens or the previous draft."""
         num = len(arrays.first_rows)
         drafts, places = self._drafts[:num], (self._positions[:num], self._indices[:num])
         if is_first:
@@ -242,7 +245,8 @@ class DeviceDrafting:
             place.copy_(value)
 
     def _accepted(self, arrays: DraftArrays) -> tuple[Tensor, Tensor]:
-        """Of each request the row of its last token that was accepted, and how many drafts were."""
+        """Returns for each request the row of its last accepted token, and how many drafts were
+        accepted."""
         rows = arrays.first_rows[:, None] + torch.arange(
             self._num_verified, device=arrays.verified.device
         )
@@ -252,7 +256,7 @@ class DeviceDrafting:
         return arrays.first_rows + num_accepted, num_accepted
 
     def _context(self, arrays: DraftArrays, positions: Tensor) -> Context:
-        """Of one pass."""
+        """Builds the context of one pass."""
         tables, geometry = self._tables.on_device, self._geometry
         page = (positions // geometry.page_size).clamp(max=tables.shape[1] - 1)
         pages = tables.view(-1)[arrays.table_rows * tables.shape[1] + page].long()
@@ -278,7 +282,7 @@ class DeviceDrafting:
 
 
 def _choice_of(row: SamplingRow) -> tuple[np.ndarray, float]:
-    """A request's columns: how the token behind the one of this row will be chosen."""
+    """Returns a request's columns: how the token after this row's is chosen."""
     ints = np.zeros(layout.NUM_INTS, np.int64)
     ints[layout.KIND] = 0 if row.takes_the_best else layout.DRAWS
     ints[layout.INDEX] = row.index + 1
@@ -287,8 +291,8 @@ def _choice_of(row: SamplingRow) -> tuple[np.ndarray, float]:
 
 
 def _moved(items: AttentionItems, positions: Tensor, reach: Tensor) -> AttentionItems:
-    """The same items up to the tokens' own `positions` [S], which lie no further on. One that
-    begins behind them has nothing to do, and its partial result no weight."""
+    """Moves items back to the tokens' own `positions` [S], which lie no further on. An item that
+    begins after its token has nothing to do, and its partial result no weight."""
     narrow = items.narrow.clone()
     first = narrow[:, FIRST].long()
     narrow[:, POSITION] = positions[first].int()

@@ -1,9 +1,9 @@
-"""Drafts what may follow a step's tokens with the model's MTP head: one pass per draft, any device.
+"""Drafts the tokens after a step's with the model's MTP head, one pass per draft, on any device.
 
-A pass takes one token of each request: the first pass the token sampled last, with the model's
-hidden state before it; each further pass the draft before, with the head's own hidden state. The KV
-that the first pass writes is final. That of the others is a guess, as their tokens are, and is
-written again by the step that computes them.
+A pass takes one token per request. The first pass takes the token sampled last and the model's
+hidden state before it; each further pass takes the previous draft and the head's own hidden state.
+The first pass writes final KV. The KV of further passes is a guess, like their tokens, and the step
+that computes those tokens writes it again.
 
 A request drafts as far as its page table reaches.
 """
@@ -31,19 +31,20 @@ from milepost.scheduler.plans import SequencePlan, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Where one request's drafts begin."""
+    """The place where one request's drafts begin."""
 
     number: int
     row: int
-    """Of the step's sampled rows, that of the last token that was accepted."""
+    """The step's sampled row of the last accepted token."""
     token: int
-    """The sampled one."""
+    """The sampled token."""
     position: int
-    """Its own."""
+    """Position of the sampled token."""
 
 
 def beginnings(plan: StepPlan, runs: Sequence[Sequence[SampledToken]]) -> list[Beginning]:
-    """Of each request that samples; `runs` are their tokens, in the order of the plan."""
+    """Returns a beginning for each request that samples; `runs` are their tokens, in the order of
+    the plan."""
     found, first = [], 0
     sampling = [sequence for sequence in plan.sequences if sequence.samples]
     for sequence, run in zip(sampling, runs, strict=True):
@@ -61,7 +62,7 @@ def beginnings(plan: StepPlan, runs: Sequence[Sequence[SampledToken]]) -> list[B
 
 
 class Drafting:
-    """Drafts of `model` over `pools`, with the page tables of the steps before."""
+    """Drafts with `model` over `pools`, and the page tables of the previous steps."""
 
     def __init__(
         self, model: Decoder, pools: Pools, tables: HostTables, geometry: Geometry
@@ -79,10 +80,9 @@ class Drafting:
         rows: Sequence[SamplingRow],
         num_drafts: int,
     ) -> dict[int, list[int]]:
-        """Up to `num_drafts` for each request; `hidden` [R, C] and `rows` are those of all that the
-        step has sampled. A token is drawn with the noise of its place, as the model's own will be:
-        so both are the more often the same.
-        """
+        """Returns up to `num_drafts` drafts for each request; `hidden` [R, C] and `rows` belong to
+        all tokens that the step sampled. A draft is drawn with the noise of its position, like the
+        model's own token later, so the two are equal more often."""
         drafts: dict[int, list[int]] = {each.number: [] for each in begun}
         tokens, before = [each.token for each in begun], hidden[[each.row for each in begun]]
         for index in range(num_drafts):
@@ -120,7 +120,7 @@ class Drafting:
 
 
 def _one_token(number: int, position: int, token: int) -> SequencePlan:
-    """A pass's part of one request, which reads and writes no slot."""
+    """Plans one request's part of a pass, which reads and writes no slot."""
     return SequencePlan(
         number=number,
         start=position,
@@ -135,7 +135,8 @@ def _one_token(number: int, position: int, token: int) -> SequencePlan:
 
 
 def _ahead(row: SamplingRow, num_ahead: int) -> SamplingRow:
-    """The choice so many tokens further on, without what depends on the tokens between."""
+    """Returns the row for a token `num_ahead` further on, without penalties, mask or
+    log-probabilities, which depend on the tokens between."""
     params = row.params
     if params.has_penalties:
         params = replace(

@@ -1,4 +1,4 @@
-"""A step in flight: what was launched, and where its tokens will be."""
+"""A step in flight: the plan that was launched, and where its tokens will be."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ class Flight:
 
     plan: StepPlan
     numbers: Sequence[int]
-    """Of the requests that sample, in the order of the choice's rows: of one with drafts once more
-    for each of them."""
+    """Numbers of the sampling requests, one per row of the choice: a request with drafts appears
+    once more for each draft."""
     launched_s: float = field(default_factory=perf_counter)
-    """By the host's clock."""
+    """Host time of the launch."""
     begun: torch.cuda.Event | None = None
-    """Passes when the device begins it, if one does."""
+    """Passes when the device begins the step; None if no device runs it."""
     queued_s: float = field(default_factory=perf_counter)
-    """When the device had the first work of it, by the host's clock."""
+    """Host time at which the device had its first work of the step."""
     is_late: bool = False
-    """Whether the step before it was over by then, so that the device had nothing to do."""
+    """Whether the previous step had already ended by `queued_s`, so that the device was idle."""
     logits: Tensor | None = None
-    """[R, vocabulary], what their tokens are sampled from; None where nobody samples. Overwritten
-    by a later step."""
+    """[R, vocabulary], the logits to sample from; None if no request samples. A later step
+    overwrites them."""
     best: Tensor | None = None
-    """[R], the likeliest token of each, where the step finds it."""
+    """[R], the likeliest token of each row, if the step computes it."""
     hidden: Tensor | None = None
-    """[R, C], what their logits were made of; kept where a head drafts."""
+    """[R, C], the hidden states of the logits; kept if a head drafts."""
     choice: Choice | None = None
-    """None until the tokens are being sampled."""
+    """The chosen tokens; None until sampling is launched."""
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Request number -> what may follow its tokens, where that is known at once."""
+    """Maps a request's number to its drafts, if they are known at once."""
     drafting: Drafts | None = None
-    """Where it comes from the device."""
+    """The drafts, if they come from the device."""
     prompt_scores: Sequence[PromptScores] = ()
     accept: Accept = accept_equal
-    """Which drafts are accepted."""
+    """Decides which drafts are accepted."""
 
     @property
     def is_timed(self) -> bool:
-        """Whether a device runs it, and somebody waits for its end."""
+        """Whether the step runs on a device and its end will be waited for."""
         return self.begun is not None and self.choice is not None
 
     @property
     def device_s(self) -> float:
-        """What it took there, once it was read."""
+        """Seconds that the step took on the device, once it was read."""
         assert self.begun is not None
         assert self.choice is not None
         assert self.choice.is_copied is not None
@@ -63,13 +63,13 @@ class Flight:
 
     @property
     def is_done(self) -> bool:
-        """Whether its tokens are there."""
+        """Whether its tokens have arrived on the host."""
         event = self.choice.is_copied if self.choice is not None else None
         return event is not None and event.query()
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the sampling of its tokens has been launched, if anybody samples."""
+        """Whether the sampling of its tokens has been launched, or no request samples."""
         return self.choice is not None or not self.numbers
 
     @property
@@ -79,19 +79,18 @@ class Flight:
         return self.choice.token_ids
 
     def places(self, plan: StepPlan) -> list[int]:
-        """For each sequence that is ahead in the plan that follows, the row that its token is
-        sampled in. Those sequences stand first, one token each.
-        """
+        """Returns, for each sequence of the next plan that is ahead, the row in which its token is
+        sampled. Those sequences stand first, with one token each."""
         places = {number: place for place, number in enumerate(self.numbers)}
         return [places[s.number] for s in plan.sequences if s.is_ahead]
 
     def read_drafts(self) -> Mapping[int, Sequence[int]]:
-        """Wait for what may follow the tokens, by request number."""
+        """Wait for the drafts, by request number."""
         return self.drafts if self.drafting is None else self.drafting.read()
 
     def read(self) -> dict[int, list[SampledToken]]:
-        """Wait for the tokens; the run of each request by its number: of one with drafts, as far as
-        they are accepted."""
+        """Wait for the tokens. Returns the run of each request by its number; with drafts, the run
+        ends after the last accepted one."""
         assert self.is_sampled, "only what was sampled can be read"
         tokens = self.choice.read() if self.choice is not None else []
         assert len(tokens) == len(self.numbers), "a token for each that samples"

@@ -1,9 +1,9 @@
 """CUDA graphs of a model's step: decodes, and mixed batches of few tokens.
 
-A prompt that hits leaves a few dozen tokens to compute. Launched one by one, the kernels of such a
-step take longer to launch than to run; as a graph they are launched at once. A graph is captured
-for each capacity of a ladder, and runs any step that fits, padded. It may be in two pieces, of
-which the first runs while the host lays out what the second reads.
+A prompt that hits the cache leaves a few dozen tokens to compute. The kernels of such a step take
+longer to launch one by one than to run; a graph launches them at once. A graph is captured for each
+capacity of a ladder, and runs any step that fits, padded. A graph may be in two pieces: the first
+runs while the host lays out the arrays of the second.
 """
 
 from __future__ import annotations
@@ -22,36 +22,37 @@ from milepost.scheduler.plans import StepPlan
 
 _MIXED_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512)
 _LONG_TOKENS = (768, 1024, 1536, 2048, 3072)
-"""And of models that so many tokens keep no busier than they keep the host."""
+"""Also captured for models that are launch-bound at this many tokens."""
 _FEW_SEQUENCES = 4
-"""Most steps behind a hit have one: programs that return from the padding of many take longer to
-start than its kernels to run. In long steps they are a hundredth."""
+"""Most steps after a cache hit have one sequence. Padding to many sequences starts programs that
+only return, and starting them takes longer than the kernels run. In long steps they are a hundredth
+of the time."""
 _FINE_DECODES = (1, 2, 4, 8)
 _DECODE_STEP = 8
 _VERIFY_DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _VERIFY_LENGTHS = (2, 4, 8, 16)
-"""Tokens of a sequence, on average, besides as many as it may have. What is past a step's own is
-padding at its end, so sequences with and without drafts fit together."""
+"""Average tokens per sequence, captured besides the maximum. Excess tokens are padding at the end
+of the step, so sequences with and without drafts fit together."""
 _VERIFY_MIXED_TOKENS = (64, 128, 256, 512)
 _VERIFY_LONG_TOKENS = (1024, 2048)
 _MAX_FOUND = 4096
-"""Sizes of steps whose graph is remembered."""
+"""Number of step sizes whose graph is remembered."""
 
 
 Cut = Callable[[], None]
-"""Ends a graph where a step has got to, and begins another one behind it."""
+"""Ends the graph being recorded at the current point of a step, and begins the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step leaves on the device; a graph's is written again by its next run."""
+    """The results that a step leaves on the device; a graph's next run overwrites them."""
 
     logits: Tensor
-    """[R, vocabulary], of the requests that sample."""
+    """[R, vocabulary], logits of the requests that sample."""
     hidden: Tensor
-    """[R, C], what the logits are made of."""
+    """[R, C], the hidden states of the logits."""
     best: Tensor
-    """[R] int64, the likeliest token of each."""
+    """[R] int64, the likeliest token of each row."""
 
 
 def ladder(
@@ -61,10 +62,10 @@ def ladder(
     num_drafts: int = 0,
     most_launched: int = 0,
 ) -> list[Capacity]:
-    """Capacities to capture, the largest first, so that the others find their memory in its.
+    """Returns the capacities to capture, the largest first, so that the others fit in its memory.
 
-    With drafts, up to so many of each sequence, those of steps that verify come on top. Steps of up
-    to `most_launched` tokens take as long as their launches do, so that padding costs nothing.
+    With up to `num_drafts` drafts per sequence, capacities of verifying steps are added. Steps of
+    up to `most_launched` tokens take as long as their launches do, so padding costs them nothing.
     """
     most = min(most_launched, max_num_batched_tokens)
     mixed = [
@@ -96,7 +97,8 @@ def _within(short: Sequence[int], long: Sequence[int], most: int, most_long: int
 def _verifies(
     max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int, most_long: int
 ) -> list[Capacity]:
-    """Decodes of several lengths, and prefills beside as many of them as there may be."""
+    """Returns capacities for decodes of several lengths, and for prefills next to the most
+    decodes."""
     counts = {min(n, max_num_seqs) for n in _VERIFY_DECODES} | {max_num_seqs}
     lengths = {n for n in _VERIFY_LENGTHS if n <= num_drafts} | {1 + num_drafts}
     decodes = [
@@ -124,8 +126,9 @@ def _verifies(
 def largest_step(
     *, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int = 0
 ) -> Capacity:
-    """The step that takes the most memory: its whole budget, cut into as many sequences as may run,
-    each of which samples and leaves a state, and a state at each grid position."""
+    """Returns the step that takes the most memory: the whole token budget, cut into as many
+    sequences as may run. Each sequence samples, leaves a state, and exports a state at each grid
+    position."""
     num_sequences = min(max_num_seqs, max_num_batched_tokens)
     return Capacity(
         num_tokens=max_num_batched_tokens,
@@ -142,7 +145,7 @@ def _mixed_sequences(num_tokens: int, most: int) -> tuple[int, ...]:
 
 
 def _no_cut() -> None:
-    """Of a step that is not recorded."""
+    """Does nothing: a step that is not recorded is not cut."""
 
 
 class Graphs:
@@ -151,13 +154,13 @@ class Graphs:
     def __init__(self) -> None:
         self._graphs: dict[Capacity, tuple[list[torch.cuda.CUDAGraph], Outcome]] = {}
         self._found: dict[Capacity, Capacity | None] = {}
-        """By what a plan needs."""
+        """Maps the capacity that a plan needs to the captured one."""
         self._pool: tuple[int, int] | None = None
 
     def capture(self, capacity: Capacity, run: Callable[[Cut], Outcome]) -> None:
-        """Record what `run` launches; it must touch the same addresses each time. It may cut the
-        record in pieces, of which one runs while the host prepares the next."""
-        run(_no_cut)  # compiles what is not compiled yet
+        """Record the launches of `run`, which must use the same addresses each time. `run` may cut
+        the record in pieces; one piece runs while the host prepares the next."""
+        run(_no_cut)  # compiles kernels that are not compiled yet
         graphs: list[torch.cuda.CUDAGraph] = []
         with ExitStack() as recording:
 
@@ -166,7 +169,7 @@ class Graphs:
                 torch.cuda.synchronize()
                 pool = graphs[-1].pool() if graphs else self._pool
                 graphs.append(torch.cuda.CUDAGraph())
-                # Other threads of NCCL's look at events meanwhile.
+                # NCCL's threads query events during the capture.
                 recording.enter_context(
                     torch.cuda.graph(graphs[-1], pool=pool, capture_error_mode="thread_local")
                 )
@@ -176,10 +179,10 @@ class Graphs:
         self._pool = graphs[0].pool()
         self._graphs[capacity] = graphs, outcome
         self._found.clear()
-        self.replay(capacity)  # brings it to the device, which the first step need not wait for
+        self.replay(capacity)  # uploads it, so that the first step need not wait for that
 
     def find(self, exact: Capacity) -> Capacity | None:
-        """The smallest captured capacity that holds such a step."""
+        """Returns the smallest captured capacity that holds such a step."""
         if exact not in self._found:
             if len(self._found) == _MAX_FOUND:
                 self._found.clear()
@@ -198,7 +201,7 @@ class Graphs:
 
 
 def smallest(capacities: Sequence[Capacity], exact: Capacity) -> Capacity | None:
-    """The smallest of the capacities that holds a step of just this, if one does."""
+    """Returns the smallest capacity that holds a step of size `exact`, or None."""
     fitting = [
         c
         for c in capacities
@@ -213,7 +216,7 @@ def smallest(capacities: Sequence[Capacity], exact: Capacity) -> Capacity | None
 
 
 def exact_capacity(plan: StepPlan) -> Capacity:
-    """Just what the plan needs."""
+    """Returns the capacity that the plan needs, without padding."""
     num_drafts = plan.num_drafts
     return Capacity(
         num_tokens=plan.num_tokens,

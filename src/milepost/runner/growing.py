@@ -1,4 +1,4 @@
-"""A file that grows by whole pieces, so that it can be read whatever ends the process."""
+"""A file that grows by whole pieces, so that it stays readable however the process ends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class GrowingFile:
-    """Made anew, for the `option` that names it in messages; `close` it, or let go of it. Raises
-    ConfigError if it cannot be opened.
+    """A new file; messages name it by its `option`. Call `close`, or drop it. Raises ConfigError if
+    it cannot be opened.
 
-    One that takes no more, on a full disk, keeps its whole pieces, and the log says so: what was to
-    be written down goes on all the same.
+    If a write fails, as on a full disk, the file keeps its whole pieces, the log says so, and the
+    recorded work goes on.
     """
 
     def __init__(self, option: str, path: str, *, mode: int) -> None:
@@ -28,9 +28,9 @@ class GrowingFile:
         self._option = option
         self._file = file
         self._num_bytes = 0
-        """Of the whole pieces."""
+        """Length of the whole pieces."""
         self.is_full = False
-        """Whether it takes no more."""
+        """Whether a write has failed, so that nothing more is written."""
         self.close = weakref.finalize(self, os.close, file)
 
     def write(self, piece: bytes) -> None:

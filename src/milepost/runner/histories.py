@@ -1,6 +1,7 @@
-"""The token ids of those running requests whose sampling reads them.
+"""Keeps the token ids of running requests whose sampling depends on them.
 
-Kept from plans and samples alone: a request's tokens when it starts, then each chunk and each run.
+Plans and samples are the only source: a request's tokens when it starts, then each chunk and each
+run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from milepost.scheduler.plans import StepPlan
 
 
 class Histories:
-    """By request number."""
+    """Token ids by request number."""
 
     __slots__ = ("_tokens",)
 
@@ -20,7 +21,7 @@ class Histories:
         self._tokens: dict[int, array[int]] = {}
 
     def follow(self, plan: StepPlan) -> None:
-        """Take in what a plan tells, and drop what it ends."""
+        """Add the tokens of a plan, and drop the requests that it ends."""
         for number in plan.ended:
             self._tokens.pop(number, None)
         for sequence in plan.sequences:
@@ -30,7 +31,7 @@ class Histories:
                 self._put(sequence.number, sequence.start, array("I", sequence.tokens))
 
     def add(self, plan: StepPlan, runs: Mapping[int, Sequence[int]]) -> None:
-        """Take in what a step has sampled: a run stands where its drafts were."""
+        """Add the tokens that a step sampled; a run replaces the drafts of its request."""
         if not self._tokens:
             return
         for sequence in plan.sequences:
@@ -39,11 +40,11 @@ class Histories:
                 self._put(sequence.number, begin, array("I", runs[sequence.number]))
 
     def of(self, number: int) -> Sequence[int] | None:
-        """All that is known of a request's tokens; None where they are not kept."""
+        """Returns all known tokens of a request, or None if its tokens are not kept."""
         return self._tokens.get(number)
 
     def _put(self, number: int, position: int, tokens: array[int]) -> None:
-        """What stands at a position and behind it, from now on."""
+        """Replace the tokens from a position on."""
         known = self._tokens[number]
         assert len(known) >= position, "H1: a history has no gaps"
         known[position:] = tokens

@@ -1,7 +1,7 @@
-"""The largest step whose kernels run no longer than the host takes to launch them.
+"""Estimates the largest step whose kernels run no longer than the host takes to launch them.
 
 A rule of thumb instead of a measurement, so that it is the same on every machine with such a chip
-and on every rank: which steps are graphs decides how their sums are rounded.
+and on every rank: the choice of steps that are graphs decides how their sums are rounded.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from milepost.layers.parts import Layer
 from milepost.models.decoder import Decoder
 
 _LAUNCH_S = 0.7e-3
-"""A layer's launches: 0.4 to 1.5 ms on the hosts that were measured."""
+"""Time to launch a layer: 0.4 to 1.5 ms on the measured hosts."""
 _FLOPS = ((9, 0), 4e12), ((8, 0), 1.5e12), ((0, 0), 2e12)
-"""Of an SM in a second, in 16 bits, of a whole prefill: from which compute capability on. The last
-are AMD's. On an H200 it is 2.6e12 to 5e12."""
+"""FLOPS of one SM in a whole 16-bit prefill, by lowest compute capability. The last row is for AMD.
+An H200 reaches 2.6e12 to 5e12."""
 
 
 def most_launched_tokens(model: Decoder, chip: Chip) -> int:
-    """The number of tokens up to which launching is what a prefill takes."""
+    """Returns the number of tokens up to which a prefill is bound by its launches."""
     flops = next(own for capability, own in _FLOPS if chip.capability >= capability)
     layers: list[Layer] = list(model.layers)
     num_weights = sum(map(_num_weights, layers))
@@ -31,7 +31,8 @@ def most_launched_tokens(model: Decoder, chip: Chip) -> int:
 
 
 def _num_weights(layer: Layer) -> float:
-    """By which a token is multiplied; float8 by float8 takes half as long."""
+    """Counts the weights that a token is multiplied by; FP8 by FP8 counts half, as it takes half as
+    long."""
     return sum(_of_module(module) for block in layer.blocks for module in block.modules())
 
 

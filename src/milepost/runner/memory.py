@@ -1,8 +1,8 @@
-"""How much memory pages and slots get, and how it is laid out.
+"""Decides how much memory pages and slots get, and how it is laid out.
 
-With two pools it is split once: every request that may run gets a slot, a sixth of the rest goes to
-slots for checkpoints, and the remainder to pages. Or they share one memory whose boundary moves, if
-the model has layers of both kinds and there is room for enough units.
+With two pools, memory is split once: every request that may run gets a slot, a sixth of the rest
+goes to slots for checkpoints, and the remainder to pages. Pages and slots share one memory with a
+moving boundary if the model has layers of both kinds and there is room for enough units.
 """
 
 from __future__ import annotations
@@ -18,37 +18,39 @@ from milepost.runner.pools import Pools, allocate
 from milepost.runner.shared import allocate_shared, best_unit, why_apart
 
 CHECKPOINT_SHARE = 1 / 6
-"""Of recorded traffic, agents do best with a tenth and questions about documents with a fifth."""
+"""Share of memory for checkpoints. In recorded traffic, agents do best with a tenth and questions
+about documents with a fifth."""
 MIN_UNITS = 16
-"""Fewer would leave too little choice: a unit is a slot, or pages that a slot's place takes."""
+"""Fewest units that may be shared; fewer would leave too little choice. A unit is a slot, or the
+pages that fit in its place."""
 GIB, MIB = 2**30, 2**20
 _LAUNCHES_BYTES = GIB // 4
-"""What graphs take to be launched, and whatever else nobody counts."""
+"""Memory for launching graphs, and for anything else that is not counted."""
 
 _RAISED = "gpu_memory_utilization (cpu_cache_gib on a CPU) or, if it was set, kv_cache_memory_bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoPools:
-    """So many pages and so many slots, besides the zero slot."""
+    """Sizes of separate pools of pages and slots, not counting the zero slot."""
 
     num_pages: int
     num_slots: int
 
     def storage(self) -> Split:
-        """What the cache counts."""
+        """Returns the cache's view of the pools."""
         return Split(self.num_pages, self.num_slots)
 
     def allocate(self, shape: PoolShape, device: torch.device) -> Pools:
-        """The tensors."""
+        """Allocates the tensors."""
         return allocate(shape, num_pages=self.num_pages, num_slots=self.num_slots, device=device)
 
     def num_bytes(self, shape: PoolShape) -> int:
-        """Of all pages and slots, the zero slot among them."""
+        """Bytes of all pages and slots, including the zero slot."""
         return self.num_pages * shape.page_bytes + (self.num_slots + 1) * shape.slot_bytes
 
     def describe(self, shape: PoolShape) -> str:
-        """For the log."""
+        """Describes the pools for the log."""
         pages = f"{self.num_pages} pages of {shape.page_size} tokens"
         page_mib = self.num_pages * shape.page_bytes / MIB
         slot_mib = (self.num_slots + 1) * shape.slot_bytes / MIB
@@ -57,7 +59,8 @@ class TwoPools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneMemory:
-    """So many units besides the zero slot's, each one slot or `pages_each` pages."""
+    """Size of a shared memory: `num_units` units, not counting the zero slot's, each one slot or
+    `pages_each` pages."""
 
     num_units: int
     pages_each: int
@@ -65,25 +68,25 @@ class OneMemory:
 
     @property
     def num_slots(self) -> int:
-        """The most slots that there may be."""
+        """Largest possible number of slots."""
         return self.num_units
 
     def storage(self) -> UnifiedPool:
-        """What the cache counts."""
+        """Returns the cache's view of the memory."""
         return UnifiedPool(self.num_units, self.pages_each)
 
     def allocate(self, shape: PoolShape, device: torch.device) -> Pools:
-        """The tensors."""
+        """Allocates the tensors."""
         return allocate_shared(
             shape, num_units=self.num_units, pages_each=self.pages_each, device=device
         )
 
     def num_bytes(self, _: PoolShape) -> int:
-        """Of all units, the zero slot's among them."""
+        """Bytes of all units, including the zero slot's."""
         return (self.num_units + 1) * self.unit_bytes
 
     def describe(self, shape: PoolShape) -> str:
-        """For the log."""
+        """Describes the memory for the log."""
         pages = f"{self.pages_each} pages of {shape.page_size} tokens"
         total = self.num_bytes(shape) / MIB
         return f"{self.num_units} units, each a state slot or {pages} ({total:.1f} MiB)"
@@ -93,7 +96,7 @@ Sizes = TwoPools | OneMemory
 
 
 def share(budget: int, shape: PoolShape) -> OneMemory | None:
-    """Units that fit `budget` bytes; None where two pools serve better."""
+    """Returns the shared memory that fits `budget` bytes, or None if two pools serve better."""
     if why_not_shared(budget, shape):
         return None
     unit = best_unit(shape)
@@ -105,7 +108,8 @@ def share(budget: int, shape: PoolShape) -> OneMemory | None:
 
 
 def why_not_shared(budget: int, shape: PoolShape) -> str:
-    """Why two pools serve better, and what to do if it is for the `budget`; empty if they don't."""
+    """Says why two pools serve better, and what to do if the `budget` is the reason; empty if they
+    do not."""
     reason = why_apart(shape)
     if reason:
         return f"{reason}; use 'auto' or 'split'"
@@ -121,9 +125,8 @@ def why_not_shared(budget: int, shape: PoolShape) -> str:
 
 
 def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> TwoPools:
-    """Pages and slots that fit `budget` bytes. There are never more slots than pages, but for
-    those of running requests. Raises ConfigError if not even the least fits.
-    """
+    """Returns pages and slots that fit `budget` bytes. Slots never outnumber pages, except for
+    those of running requests. Raises ConfigError if not even the least fits."""
     page, slot = max(shape.page_bytes, 1), max(shape.slot_bytes, 1)
     least = page + 2 * slot
     if budget < least:
@@ -146,9 +149,9 @@ def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> TwoPools:
 def free_bytes(
     device: torch.device, *, utilization: float, activations: int, cpu_cache_gib: float
 ) -> int:
-    """Bytes that the pools may take, after the weights have been loaded.
+    """Returns the bytes that the pools may take, once the weights are loaded.
 
-    `activations` are what steps and their graphs take besides.
+    `activations` is the memory of steps and their graphs.
     """
     if device.type != "cuda":
         return int(cpu_cache_gib * GIB)

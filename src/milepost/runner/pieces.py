@@ -1,6 +1,6 @@
-"""Cuts a step that prefills in two, before the first layer that reads page tables.
+"""Cuts a prefill step in two, before the first layer that reads page tables.
 
-The layers before it run while the host sends new page ids and lays out attention.
+The layers before the cut run while the host sends new page ids and lays out attention.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from milepost.models.decoder import Decoder
 
 
 class Pieces:
-    """Of one model."""
+    """The two pieces of one model."""
 
     def __init__(self, model: Decoder) -> None:
         layers: list[Layer] = list(model.layers)
         own = [_attention(layer) for layer in layers]
         self.num_first = next((index for index, found in enumerate(own) if found), 0)
-        """Layers of the first piece; 0: there is one piece."""
+        """Number of layers in the first piece; 0 if there is only one piece."""
         late = {operation for found in own for operation in found}
         late.update(model.ending)
         self.first = tuple(each for each in model.operations if each not in late)
@@ -26,7 +26,8 @@ class Pieces:
         self.second = tuple(each for each in model.operations if each in late)
 
     def cut(self, capacity: Capacity) -> bool:
-        """Whether such a step has two; decodes are laid out while the step before them runs."""
+        """Whether such a step is cut. Decodes are not: they are laid out while the step before them
+        runs."""
         return self.num_first > 0 and not capacity.decodes
 
 

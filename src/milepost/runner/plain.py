@@ -1,4 +1,4 @@
-"""Runs a step on any device with the reference kernels: the definition of what a step does."""
+"""Runs a step on any device with the reference kernels, which define what a step computes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from milepost.scheduler.plans import StepPlan
 
 
 class PlainExecutor:
-    """Runs `model` over `pools`, launch by launch; `num_requests` bounds how many run at once,
-    `max_model_len` any sequence."""
+    """Runs `model` over `pools`, launch by launch. `num_requests` bounds the requests that run at
+    once, `max_model_len` any sequence."""
 
     keeps_counts = False
 
@@ -45,7 +45,7 @@ class PlainExecutor:
         self._drafting = Drafting(model, pools, self._tables, self._geometry) if has_head else None
 
     def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
-        """One forward pass."""
+        """Run one forward pass."""
         self._tables.update(plan)
         self._records.follow(plan)
         capacity = exact_capacity(plan)
@@ -56,7 +56,7 @@ class PlainExecutor:
             if places:
                 step.token_ids[: len(places)] = before.token_ids[places]
         numbers = plan.sampled_numbers
-        is_even = len(numbers) == capacity.num_sampled  # rows are as many as are laid out
+        is_even = len(numbers) == capacity.num_sampled  # each row is a sampled token
         only_ends = is_even and self.model.ends_early(capacity) and not wants_scores(plan)
         context = Context(
             step=step,
@@ -82,12 +82,12 @@ class PlainExecutor:
         )
 
     def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:
-        """By the definition."""
+        """Sample with the reference."""
         assert flight.logits is not None
         flight.choice = choose(flight.logits, rows)
 
     def draft(self, flight: Flight, rows: Sequence[SamplingRow], num_drafts: int) -> None:
-        """Pass by pass."""
+        """Draft pass by pass."""
         assert self._drafting is not None, "only a model with a head drafts"
         assert flight.hidden is not None
         begun = beginnings(flight.plan, list(flight.read().values()))

@@ -1,4 +1,4 @@
-"""What pages and slots hold: shapes and bytes, before there is any memory."""
+"""Shapes and bytes of pages and slots, before any memory is allocated."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from milepost.layers.context import AttentionSpec, LayerSpec, RecurrentSpec, Sho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolShape:
-    """What one page and one slot hold, over all layers; layers of a kind have one shape in every
-    model that there is."""
+    """The contents of one page and one slot, over all layers. Layers of a kind have one shape in
+    every existing model."""
 
     specs: tuple[LayerSpec, ...]
     page_size: int
     dtype: torch.dtype
     state_dtype: torch.dtype
     carried_size: int = 0
-    """Numbers of `dtype` that a slot carries for an MTP head."""
+    """Number of values of `dtype` that a slot carries for an MTP head."""
     num_record_rows: int = 0
-    """Requests whose drafts are recorded at a time, in every recurrent layer."""
+    """Number of requests whose drafts are recorded at a time, in every recurrent layer."""
     num_drafts: int = 0
-    """Of each, at most."""
+    """Largest number of recorded drafts per request."""
     kv_dtype: torch.dtype | None = None
-    """Of keys and values, where it is not `dtype`."""
+    """Type of keys and values, if it differs from `dtype`."""
 
     @property
     def attention(self) -> list[AttentionSpec]:
-        """Of every attention layer."""
+        """Specs of all attention layers."""
         specs = [spec for spec in self.specs if isinstance(spec, AttentionSpec)]
         assert len(set(specs)) <= 1, "attention layers have one shape"
         return specs
 
     @property
     def recurrent(self) -> list[RecurrentSpec]:
-        """Of every recurrent layer."""
+        """Specs of all recurrent layers."""
         specs = [spec for spec in self.specs if isinstance(spec, RecurrentSpec)]
         assert len(set(specs)) <= 1, "recurrent layers have one shape"
         return specs
 
     @property
     def convolutions(self) -> list[ShortConvSpec]:
-        """Of every layer whose state lies beside pages."""
+        """Specs of all layers whose state is stored with pages."""
         specs = [spec for spec in self.specs if isinstance(spec, ShortConvSpec)]
         assert len(set(specs)) <= 1, "short convolutions have one shape"
         return specs
 
     @property
     def uses_slots(self) -> bool:
-        """Whether requests need slots. Those of a model of attention alone hold nothing."""
+        """Whether requests need slots. Slots of a model with attention only are empty."""
         return bool(self.recurrent) or not self.convolutions
 
     @property
     def grid(self) -> int:
-        """At its multiples a prefill can keep states."""
+        """Prefill can save states at multiples of this many tokens."""
         return next((spec.grid for spec in self.recurrent), CHUNK)
 
     @property
@@ -75,12 +75,12 @@ class PoolShape:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page and of what lies beside it."""
+        """Bytes of one page, including the states stored with it."""
         return self.kv_bytes + self.conv_bytes
 
     @property
     def conv_bytes(self) -> int:
-        """Bytes beside one page, of all short convolutions."""
+        """Bytes of all short convolutions' states stored with one page."""
         return sum(prod(spec.conv_shape) for spec in self.convolutions) * self.dtype.itemsize
 
     @property
@@ -99,13 +99,13 @@ class PoolShape:
 
     @property
     def record_token_bytes(self) -> int:
-        """Bytes that one draft's record takes, in layers with states in slots and for a head."""
+        """Bytes of one draft's record, in layers with states in slots and for a head."""
         sizes = [spec.record_size or 0 for spec in self.recurrent]
         return (sum(sizes) + self.carried_size) * self.dtype.itemsize
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot: in all recurrent layers, and what it carries."""
+        """Bytes of one slot, in all recurrent layers and for a head."""
         return self.carried_size * self.dtype.itemsize + sum(
             prod(spec.conv_shape) * self.dtype.itemsize
             + prod(spec.recurrent_shape) * self.state_dtype.itemsize

@@ -1,8 +1,8 @@
-"""The memory behind pages and slots: KV and states of every layer as tensors.
+"""The memory of pages and slots: KV and states of every layer as tensors.
 
-KV lies page after page, each with all attention layers. States that are stored with pages have a
-tensor per layer, with a row of zeros and then a row for each page. So do slots, or they share one
-memory with the pages (see `shared`).
+KV is stored page after page, each with all attention layers. States that are stored with pages have
+a tensor per layer: a row of zeros, then a row for each page. States in slots have a tensor per
+layer too, or share one memory with the pages (see `shared`).
 
 Legend: pages and slots as in the cache; slot 0 is all zeros and is never written.
 """
@@ -31,27 +31,29 @@ class Pools:
     """Tensors by layer index; those of a kind are views of one tensor over all layers."""
 
     kv: dict[int, Tensor]
-    """[pages, rows_each, page_size, num_kv_heads, head_dim], contiguous but from page to page."""
+    """[pages, rows_each, page_size, num_kv_heads, head_dim], contiguous except from page to
+    page."""
     states: dict[int, RecurrentState]
     conv_states: dict[int, Tensor]
-    """[1 + pages, channels, kernel - 1]: zeros, then what lies beside each page."""
+    """[1 + pages, channels, kernel - 1]: zeros, then the state stored with each page."""
     page_size: int
     all_kv: Tensor | None
-    """[pages, attention layers, rows_each, page_size, num_kv_heads, head_dim], likewise."""
+    """[pages, attention layers, rows_each, page_size, num_kv_heads, head_dim], contiguous
+    likewise."""
     carried: Carried | None
-    """For an MTP head."""
+    """States that slots carry for an MTP head."""
     all_conv: Tensor | None
     """[short convolutions, 1 + pages, channels, kernel - 1]"""
     num_record_rows: int = 0
-    """Requests whose drafts are recorded at a time."""
+    """Number of requests whose drafts are recorded at a time."""
     conv_records: dict[int, Tensor] = field(default_factory=dict)
-    """Of drafts, for states beside pages: [rows, num_recorded, channels]."""
+    """Records of drafts for states stored with pages: [rows, num_recorded, channels]."""
     all_states: tuple[Tensor, Tensor] | None = None
-    """Convolutions' inputs and recurrent states, [recurrent layers, slots, ...]."""
+    """Convolution inputs and recurrent states, [recurrent layers, slots, ...]."""
 
     @property
     def page_parts(self) -> list[Tensor]:
-        """All that a page is made of: tensors [pages, ...]."""
+        """Everything that makes up a page: tensors [pages, ...]."""
         parts = [self.all_kv] if self.all_kv is not None else []
         if self.all_conv is not None:
             parts.append(self.all_conv[:, 1:].transpose(0, 1))
@@ -59,7 +61,7 @@ class Pools:
 
     @property
     def slot_parts(self) -> list[Tensor]:
-        """All that a slot holds for the request that goes on from it: tensors [slots, ...]."""
+        """Everything in a slot that a request needs to continue from it: tensors [slots, ...]."""
         parts = [part.transpose(0, 1) for part in self.all_states or ()]
         if self.carried is not None:
             parts.append(self.carried.states)
@@ -74,7 +76,7 @@ class Pools:
 
     @property
     def page_rows(self) -> int:
-        """Rows of KV from one page to the next (see `kernels.attention.pages`)."""
+        """Number of KV rows from one page to the next (see `kernels.attention.pages`)."""
         return rows_per_page(self.all_kv[:, 0]) if self.all_kv is not None else 0
 
     @property
@@ -82,9 +84,8 @@ class Pools:
         return self.all_kv is not None and self.all_kv.dtype == FP8
 
     def move_pages(self, moves: Sequence[PageMove]) -> None:
-        """Copy whole pages, in every layer, with what lies beside them, one after the other: a page
-        may be the target of one move and the source of a later one.
-        """
+        """Copy whole pages in every layer, with the states stored with them. Moves run in order: a
+        page may be the target of one move and the source of a later one."""
         for move in moves:
             if self.all_kv is not None:
                 self.all_kv[move.target].copy_(self.all_kv[move.source])
@@ -92,9 +93,9 @@ class Pools:
                 self.all_conv[:, move.target + 1] = self.all_conv[:, move.source + 1]
 
     def release(self) -> None:
-        """Return what the pools hold to the system: all of it reads as zeros then.
+        """Return the pools' memory to the system; all of it reads as zeros afterwards.
 
-        Only memory of the CPU. On a GPU it stays: captured graphs hold its addresses.
+        Only CPU memory is returned. GPU memory stays, because captured graphs hold its addresses.
         """
         if self.device.type != "cpu":
             return
@@ -102,7 +103,7 @@ class Pools:
             drop(storage.data_ptr(), storage.nbytes())
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """The memory that the tensors lie in, each piece once."""
+        """Returns the memory that holds the tensors, each piece once."""
         carried = (None, None)
         if self.carried is not None:
             carried = self.carried.states, self.carried.records
@@ -117,15 +118,14 @@ class Pools:
         return list(found.values())
 
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the KV of a page's first tokens to another page, in every layer. What lies beside it
-        is of another position, and stays.
-        """
+        """Copy the KV of a page's first tokens to another page, in every layer. The state stored
+        with the page belongs to another position and is not copied."""
         if self.all_kv is not None:
             self.all_kv[target, :, :, :num_tokens] = self.all_kv[source, :, :, :num_tokens]
 
 
 def allocate(shape: PoolShape, *, num_pages: int, num_slots: int, device: torch.device) -> Pools:
-    """Zeroed pools of fixed sizes; `num_slots` usable slots come on top of the zero slot."""
+    """Allocates zeroed pools of fixed sizes; `num_slots` does not count the zero slot."""
 
     def allocate_zeros(dtype: torch.dtype, *size: int) -> Tensor:
         return zeros(prod(size) * dtype.itemsize, device).view(dtype).view(size)
@@ -140,7 +140,7 @@ def allocate(shape: PoolShape, *, num_pages: int, num_slots: int, device: torch.
         carried = allocate_zeros(shape.dtype, num_slots + 1, shape.carried_size)
     layers = shape.recurrent
     if layers:
-        # A layer's slots lie side by side: on a CPU neighbours are changed where they are.
+        # The slots of a layer are adjacent: on a CPU neighbours are updated in place.
         spec, size = layers[0], (len(layers), num_slots + 1)
         conv = allocate_zeros(shape.dtype, *size, *spec.conv_shape)
         recurrent = allocate_zeros(shape.state_dtype, *size, *spec.recurrent_shape)
@@ -155,9 +155,9 @@ def by_layer(
     beside: Tensor | None = None,
     carried: Tensor | None = None,
 ) -> Pools:
-    """Pools of the tensors of all layers: `kv` [pages, attention layers, ...], `conv` and
+    """Builds pools from tensors over all layers: `kv` [pages, attention layers, ...], `conv` and
     `recurrent` [recurrent layers, slots, ...], `beside` [short convolutions, 1 + pages, ...], each
-    None where there is no such layer; and of what slots carry [slots, carried_size]."""
+    None if there is no such layer; and `carried` [slots, carried_size]."""
     kv_views = iter(kv.unbind(1) if kv is not None else ())
     state_views = iter(())
     if conv is not None and recurrent is not None:
@@ -190,7 +190,8 @@ def _as_state(conv: Tensor, recurrent: Tensor, records: Tensor | None) -> Recurr
 
 
 def _records(shape: PoolShape, device: torch.device) -> Iterator[Tensor | None]:
-    """Of each recurrent layer [rows, drafts, record_size]; None where nothing is drafted."""
+    """Returns records [rows, drafts, record_size] for each recurrent layer, or None each if nothing
+    is drafted."""
     layers = shape.recurrent
     size = layers[0].record_size
     if not shape.num_record_rows or size is None:
@@ -199,7 +200,7 @@ def _records(shape: PoolShape, device: torch.device) -> Iterator[Tensor | None]:
 
 
 def _conv_records(shape: PoolShape, beside: Tensor | None) -> dict[int, Tensor]:
-    """By layer; none where nothing is drafted."""
+    """Returns records of short convolutions by layer; empty if nothing is drafted."""
     places = [i for i, spec in enumerate(shape.specs) if isinstance(spec, ShortConvSpec)]
     if beside is None or not shape.num_record_rows:
         return {}
@@ -220,6 +221,6 @@ def _carried(shape: PoolShape, states: Tensor) -> Carried:
 def _zeroed_records(
     shape: PoolShape, device: torch.device, num: int, size: int, num_tokens: int
 ) -> Tensor:
-    """[num, rows, num_tokens, size]"""
+    """Allocates zeroed records [num, rows, num_tokens, size]."""
     whole = num, shape.num_record_rows, num_tokens, size
     return zeros(prod(whole) * shape.dtype.itemsize, device).view(shape.dtype).view(whole)

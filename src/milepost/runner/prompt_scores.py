@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, for requests that ask: chunk by chunk of its prefill.
+"""Computes log-probabilities of prompt tokens for requests that ask, chunk by chunk of the prefill.
 
 The logits of a chunk are computed a few rows at a time, so their memory does not grow with the
 chunk.
@@ -21,10 +21,10 @@ PIECE_ROWS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScores:
-    """Of a request's prompt tokens from position `start` on."""
+    """Scores of a request's prompt tokens from position `start` on."""
 
     number: int
-    """Of the request."""
+    """Number of the request."""
     start: int
     tokens: list[SampledToken]
 
@@ -38,8 +38,8 @@ def wants_scores(plan: StepPlan) -> bool:
 def score_prompts(
     plan: StepPlan, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
 ) -> list[PromptScores]:
-    """Of all sequences that ask for it; `hidden` [T, features] is the whole step's. Waits for the
-    device."""
+    """Scores the prompts of all sequences that ask for it; `hidden` [T, features] is the whole
+    step's. Waits for the device."""
     found, first = [], 0
     for sequence in plan.sequences:
         if sequence.scoring is not None:

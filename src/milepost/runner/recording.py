@@ -1,9 +1,9 @@
-"""Records what a runner is told and what it reports, in a file from which it can be run again.
+"""Records a runner's inputs and results in a file from which its steps can be run again.
 
-A record is a length (4 bytes, big-endian) and that many bytes of msgpack. First comes the
-configuration; then each plan before it is launched, how its tokens are sampled, and its result when
-that is read, or a rollback. Two steps may be in flight, so the plan of the second may precede the
-result of the first.
+A record is a length (4 bytes, big-endian) and that many bytes of msgpack. The configuration comes
+first. Each plan follows before it is launched, then how its tokens are sampled, then its result
+when that is read, or a rollback. Two steps may be in flight, so the second plan may precede the
+first result.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ _LENGTH = struct.Struct(">I")
 
 
 class Heading(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """What the records are of; without the token, since files are handed on."""
+    """The configuration that the records belong to, without the token, since files are handed
+    on."""
 
     config: EngineConfig
 
 
 class Rollback(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The steps in flight were taken back: they have no results."""
+    """The steps in flight were rolled back: they have no results."""
 
 
 class PoolRelease(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What the pools hold was forgotten: see `Pools.release`."""
+    """The contents of the pools were dropped: see `Pools.release`."""
 
 
 Record = Heading | StepPlan | StepSampling | StepResult | Rollback | PoolRelease
 
 
 class Log(Protocol):
-    """Whoever is told what a runner is told and what it reports."""
+    """Receives a runner's inputs and results."""
 
     def write(self, record: Record) -> None: ...
 
 
 class PlanLog:
-    """Writes whole records to a `GrowingFile`. Raises ConfigError if it cannot be opened."""
+    """Writes whole records to a `GrowingFile`. Raises ConfigError if the file cannot be opened."""
 
     def __init__(self, path: str, config: EngineConfig) -> None:
         self._file = GrowingFile("record_plans", path, mode=0o644)
@@ -61,7 +62,7 @@ class PlanLog:
 
 
 def read_records(path: str | Path) -> Iterator[Record]:
-    """The records of a file, up to one that was cut short."""
+    """Yields the records of a file, up to one that was cut short."""
     decoder = msgspec.msgpack.Decoder(Record)
     with Path(path).open("rb") as file:
         while len(head := file.read(_LENGTH.size)) == _LENGTH.size:

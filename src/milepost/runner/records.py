@@ -1,7 +1,7 @@
-"""The row of records of each request that has drafts.
+"""Assigns a row of records to each request that has drafts.
 
-A row holds what layers with states need to fold in the drafts of a request's last step. The request
-keeps it until its next step, which folds in those that were accepted.
+A row holds the data that layers with states need to fold in the drafts of a request's last step.
+The request keeps it until its next step, which folds in the accepted drafts.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ NO_ROW = -1
 
 
 class RecordRows:
-    """`num_rows` rows: as many as requests that may have drafts in one step."""
+    """Rows of records, one for each of the `num_rows` requests that may have drafts in one step."""
 
     __slots__ = ("_begins", "_free", "_recorded", "_rows", "_spent")
 
     def __init__(self, num_rows: int) -> None:
         self._free = list(range(num_rows - 1, -1, -1))
         self._rows: dict[int, int] = {}
-        """Request number -> its row."""
+        """Maps a request's number to its row."""
         self._spent: list[int] = []
         """Requests of the last plan that have no drafts any more."""
         self._begins: dict[int, int] = {}
-        """Request number -> position of the first draft of its last step, if that had any."""
+        """Maps a request's number to the position of the first draft in its last step, if it had
+        any."""
         self._recorded: dict[int, int] = {}
-        """Of the last plan: request number -> recorded drafts that are committed now."""
+        """Maps a request's number, in the last plan, to its recorded drafts that are committed
+        now."""
 
     def follow(self, plan: StepPlan) -> None:
-        """Hand out rows for a plan, and take back those of the plan before that hold nothing."""
+        """Assign rows for a plan, and free those of the previous plan that hold nothing."""
         for number in (*plan.ended, *self._spent):
             row = self._rows.pop(number, None)
             if row is not None:
@@ -54,10 +56,10 @@ class RecordRows:
                 self._spent.append(number)
 
     def rows(self, sequences: Sequence[SequencePlan]) -> list[int]:
-        """The row of each; their plan has been followed."""
+        """Returns the row of each sequence; `follow` has seen their plan."""
         return [self._rows.get(sequence.number, NO_ROW) for sequence in sequences]
 
     def recorded(self, sequences: Sequence[SequencePlan]) -> list[int]:
-        """How many drafts of its last step each has taken since, -1 where it had none; their plan
-        has been followed."""
+        """Returns how many drafts of its last step each sequence has taken since, -1 if it had
+        none; `follow` has seen their plan."""
         return [self._recorded.get(sequence.number, -1) for sequence in sequences]

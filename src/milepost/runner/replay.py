@@ -16,10 +16,10 @@ from milepost.scheduler.plans import StepPlan, StepResult, StepSampling
 
 
 def replay(records: Iterable[Record], runner: Runner) -> Iterator[tuple[StepResult, StepResult]]:
-    """Tell a fresh runner what the records say; the result of each step as it was and as it is now.
+    """Run the records on a fresh runner; yields each step's recorded result and its result now.
 
-    A step that was taken back runs to its end, where it may not have come before: what it leaves in
-    the pools is nobody's.
+    A step that was rolled back runs to its end here, though it may not have at the time: the state
+    that it leaves in the pools is never read.
     """
     under_way: deque[Flight] = deque()
     for record in records:
@@ -40,7 +40,7 @@ def replay(records: Iterable[Record], runner: Runner) -> Iterator[tuple[StepResu
 
 
 def digest(pools: Pools) -> str:
-    """Of all bytes that the pools hold."""
+    """Returns a digest of all bytes in the pools."""
     found = blake2b(digest_size=16)
     for storage in pools.storages():
         held = torch.empty(0, dtype=torch.uint8, device=pools.device).set_(storage)

@@ -1,8 +1,8 @@
 """Executes step plans on the model. The only part that knows both plans and tensors.
 
-Keeps, beside the pools, the position that each slot's contents have consumed, and refuses to read a
-slot that holds another one than the plan says. Everything it is told is data that could come from
-another process or a file.
+Besides the pools, it keeps the position up to which each slot's state has consumed tokens, and
+refuses to read a slot whose position differs from the plan's. All inputs are data that could come
+from another process or a file.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from milepost.scheduler.plans import Load, SamplingPlan, StepPlan, StepResult, S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOutput:
-    """A step's report for the scheduler, and the sampled tokens with what was asked about them."""
+    """A step's result for the scheduler, and the sampled tokens with their requested
+    log-probabilities."""
 
     result: StepResult
     sampled: Mapping[int, Sequence[SampledToken]]
-    """By request number."""
+    """Sampled tokens by request number."""
     read_drafts: Callable[[], Mapping[int, Sequence[int]]] = dict
-    """Waits for what may follow these tokens, by request number: the device is still at it."""
+    """Waits for the drafts after these tokens, by request number: the device is still computing
+    them."""
     prompt_scores: Sequence[PromptScores] = ()
 
 
@@ -45,46 +47,43 @@ class Executor(Protocol):
     """Computes a step; launches may return before the device is done."""
 
     keeps_counts: bool
-    """Whether it counts the tokens of answers itself, so that penalties wait for none."""
+    """Whether it counts the tokens of answers itself, so that penalties need not wait for the
+    host."""
 
     def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
-        """Queue a forward pass behind what is queued already.
+        """Queue a forward pass after the work that is queued already.
 
         A sequence that is ahead takes its token from the flight `before`.
         """
         ...
 
     def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:
-        """Queue the sampling of a flight's tokens, with a row for each of its requests, in their
-        order. Before the next forward pass, and once.
-        """
+        """Queue the sampling of a flight's tokens, with a row for each of its requests, in order.
+        Call once, before the next forward pass."""
         ...
 
     def draft(self, flight: Flight, rows: Sequence[SamplingRow], num_drafts: int) -> None:
-        """Queue drafts of the model's head behind a flight's tokens, up to so many for each of its
-        requests. Right behind `sample`, with its rows.
-        """
+        """Queue up to `num_drafts` drafts of the model's head for each request of a flight. Call
+        right after `sample`, with its rows."""
         ...
 
 
 class Carrier(Protocol):
-    """Copies between the pools and somewhere else; may return before anything is copied, in the
-    order of what is launched on the device.
-    """
+    """Copies between the pools and another place. Calls may return before anything is copied;
+    copies keep their order among the device's launches."""
 
     def store(self, stores: Sequence[Store]) -> None:
-        """Copy out what the pools hold there now."""
+        """Copy out what the pools hold at this point."""
         ...
 
     def load(self, load: Load) -> None:
-        """Fill what nothing that is launched from now on reads until it is said to be there."""
+        """Fill pages and slots. No later launch reads them until they are reported as loaded."""
         ...
 
 
 class Runner:
-    """Runs steps over `pools` with an executor; one step at a time, or one ahead. Others' copies
-    are made by the carriers, by the name of the source.
-    """
+    """Runs steps over `pools` with an executor, one at a time or one ahead. `carriers` make the
+    copies of other parts, by name of the source."""
 
     def __init__(
         self,
@@ -107,8 +106,7 @@ class Runner:
         self.carriers: dict[str, Carrier] = {}
 
     def launch(self, plan: StepPlan, before: Flight | None = None) -> Flight:
-        """Queue a step: page moves and copies, one forward pass. What it samples is sampled by
-        `sample`.
+        """Queue a step: page moves and copies, then one forward pass. `sample` queues its sampling.
 
         A plan made ahead takes tokens from the step `before`, which may still be running.
         """
@@ -123,18 +121,17 @@ class Runner:
                 self.pools.copy_page(copy.source, copy.target, copy.num_tokens)
         flight = self.executor.launch(plan, before)
         flight.accept = self._accept
-        flight.launched_s = launched_s  # an executor may return only once it is done
+        flight.launched_s = launched_s  # an executor may return only once the step is done
         return flight
 
     def copy(self, plan: StepPlan) -> None:
-        """Queue what a plan that computes nothing copies."""
+        """Queue the copies of a plan that computes nothing."""
         self._write_down(plan)
         self._copy(plan)
 
     def _copy(self, plan: StepPlan) -> None:
-        """Queue what a plan copies before anything is computed: moves, what leaves between them,
-        then what comes, unless somebody else brings it.
-        """
+        """Queue a plan's copies, which precede its computation: moves with the stores between them,
+        then the loads that a carrier of ours makes."""
         num_moved = 0
         for num_moves, stores in groupby(plan.stores, attrgetter("num_moves")):
             self.pools.move_pages(plan.moves[num_moved:num_moves])
@@ -146,7 +143,8 @@ class Runner:
                 self.carriers[load.source].load(load)
 
     def fence(self) -> Callable[[], bool]:
-        """Returns what tells, at any later time, whether all that is queued by now is done."""
+        """Returns a function that tells, at any later time, whether all work queued so far is
+        done."""
         if self.pools.device.type != "cuda":
             return lambda: True
         event = torch.cuda.Event()
@@ -154,13 +152,13 @@ class Runner:
         return event.query
 
     def filled(self, slot: int, position: int) -> None:
-        """Note that a slot holds so many tokens, which somebody else has computed."""
+        """Note that a slot holds the state after `position` tokens, computed elsewhere."""
         if slot != ZERO_SLOT:
             self._positions[slot] = position
 
     def sample(self, flight: Flight, sampling: StepSampling) -> None:
-        """Queue the sampling of a step's tokens: with a row for each request, and for one with
-        drafts one more behind each of them."""
+        """Queue the sampling of a step's tokens, with a row for each request and one more for each
+        of its drafts."""
         assert flight.numbers == [row.number for row in sampling.rows], "a row for who samples"
         if flight.numbers:
             self._write_down(sampling)
@@ -170,7 +168,7 @@ class Runner:
                 self.executor.draft(flight, rows, sampling.num_drafts)
 
     def collect(self, flight: Flight) -> RunnerOutput:
-        """Wait for a step's tokens; as `wait` does, if a device is to be waited for."""
+        """Wait for a step's tokens, through `wait` if a device has to be waited for."""
         if self._wait is not None and flight.choice is not None:
             event = flight.choice.is_copied
             if event is not None:
@@ -192,20 +190,22 @@ class Runner:
         )
 
     def _seconds_since(self, launched_s: float) -> float:
-        """Time that a step took, up to now, behind the one before it."""
+        """Returns a step's duration up to now, counted from its launch or the end of the previous
+        step."""
         began_s, self._collected_s = max(launched_s, self._collected_s), perf_counter()
         return self._collected_s - began_s
 
     def elapsed_s(self, flight: Flight) -> float:
-        """How long the device has been at a step, if it is the one behind the last collected."""
+        """Returns how long the device has been running a step that follows the last collected
+        one."""
         return perf_counter() - max(flight.queued_s, self._collected_s)
 
     def roll_back(self) -> None:
-        """Note that the steps in flight were taken back: nobody collects them."""
+        """Note that the steps in flight were rolled back: they will not be collected."""
         self._write_down(Rollback())
 
     def release(self) -> None:
-        """Return the pools' memory, as far as they can; nothing in them is used any more."""
+        """Return the pools' memory as far as possible; nothing in them is used any more."""
         self._write_down(PoolRelease())
         self.pools.release()
 
@@ -235,7 +235,7 @@ class Runner:
         """Refuses a plan that reads another state than it says."""
         for sequence in plan.sequences:
             if sequence.slot_out == ZERO_SLOT:
-                continue  # its states lie beside its pages
+                continue  # its states are stored with its pages
             held, begin = self._positions[sequence.slot_in], sequence.start - sequence.fold
             assert held == begin, (
                 f"S4: slot {sequence.slot_in} holds {held} tokens, the plan reads {begin}"
@@ -245,7 +245,7 @@ class Runner:
 
 
 def _writes(plan: StepPlan) -> dict[int, int]:
-    """Slot -> tokens that its contents have consumed once the plan has run."""
+    """Maps each slot to the tokens that its state has consumed once the plan has run."""
     written = {}
     for sequence in plan.sequences:
         if sequence.slot_out != ZERO_SLOT:

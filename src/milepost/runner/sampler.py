@@ -1,7 +1,7 @@
-"""Samples tokens on a GPU as `runner.sampling` defines it; waits for nothing.
+"""Samples tokens on a GPU as `runner.sampling` defines it, without waiting for the device.
 
-A step's sampling parameters go to the device in one copy; the counts of each answer's tokens are
-kept there (`runner.counts`).
+A step's sampling parameters go to the device in one copy; the token counts of each answer are kept
+there (`runner.counts`).
 
 Legend: R rows, V vocabulary, B blocks of it, E entries, W words of a mask.
 """
@@ -24,7 +24,7 @@ from milepost.runner.staging import Staging, num_staged_bytes
 from milepost.sampling_params import SamplingParams
 
 _ROWS_AT_ONCE = 64
-"""Rows that are sampled side by side; more take turns in the same memory."""
+"""Number of rows sampled in parallel; further rows take turns in the same memory."""
 _STAGED_BYTES = 1 << 16
 
 Entries = tuple[np.ndarray, np.ndarray]
@@ -33,7 +33,7 @@ _NONE: Known = (None, (), (np.empty(0, np.int32), np.empty(0, np.float32)))
 
 
 class Sampler:
-    """Samples up to `num_rows` rows a step."""
+    """Samples up to `num_rows` rows per step."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -44,17 +44,19 @@ class Sampler:
         self._device = device
         self._bounds = np.arange(num_blocks(vocab_size) + 1) * block_size(vocab_size)
         self._entries: dict[int, Known] = {}
-        """Request number -> its parameters, suppressed ids, and what they add to logits."""
+        """Maps a request's number to its parameters, its suppressed ids, and the entries they add
+        to logits."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the device's memory."""
+        """Bytes of device memory that the sampler holds."""
         return self._work.num_bytes + self._counts.table.nbytes
 
     def choose(
         self, numbers: Sequence[int], logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]
     ) -> Tensor:
-        """Token ids [R] of the requests' `logits` [R, V]; `best` [R] are the likeliest."""
+        """Returns token ids [R] sampled from the requests' `logits` [R, V]; `best` [R] are the
+        likeliest."""
         places = self._counts.places(numbers, rows)
         step = self._build(numbers, rows, places)
         num_bytes = num_staged_bytes(step)
@@ -80,7 +82,8 @@ class Sampler:
     def _build(
         self, numbers: Sequence[int], rows: Sequence[SamplingRow], places: Sequence[int]
     ) -> StepRows:
-        """A few numpy calls a step, and as little Python a row as can be: the device waits."""
+        """Builds a step's rows with a few numpy calls and as little Python per row as possible: the
+        device is waiting."""
         own = self._constants.places(numbers, rows)
         ints = self._constants.ints[own]
         ints[:, layout.INDEX] = [row.index for row in rows]
@@ -106,9 +109,8 @@ class Sampler:
     def _added(
         self, numbers: Sequence[int], rows: Sequence[SamplingRow]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What is added to single logits: where each row's entries begin in each block, and all
-        entries behind each other.
-        """
+        """Collects the values added to single logits: where each row's entries begin in each block,
+        and all entries in one sequence."""
         starts = np.zeros((len(rows), len(self._bounds)), np.int32)
         known, self._entries = self._entries, {}
         ids, values, end = [_NONE[2][0]], [_NONE[2][1]], 0
@@ -127,9 +129,8 @@ class Sampler:
 
 
 class _Constants:
-    """What of a request's sampling stays the same from token to token: the columns of `StepRows`,
-    a place for each of as many requests as may sample in one step.
-    """
+    """Sampling parameters that stay the same from token to token, as columns of `StepRows`, with a
+    place for each request that may sample in one step."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self.ints = np.zeros((num_rows, layout.NUM_INTS), np.int32)
@@ -138,7 +139,7 @@ class _Constants:
         self._vocab_size = vocab_size
         self._free = list(range(num_rows))
         self._known: dict[int, tuple[int, SamplingParams, int]] = {}
-        """Request number -> its place, and the parameters and seed that were written there."""
+        """Maps a request's number to its place, and the parameters and seed written there."""
 
     def places(self, numbers: Sequence[int], rows: Sequence[SamplingRow]) -> list[int]:
         places = []
@@ -153,7 +154,7 @@ class _Constants:
         return places
 
     def _take(self, numbers: Sequence[int]) -> int:
-        """A free place; if there is none, those of requests outside this step become free."""
+        """Takes a free place; if there is none, frees those of all requests outside this step."""
         if not self._free:
             wanted = set(numbers)
             for other in [number for number in self._known if number not in wanted]:
@@ -177,7 +178,7 @@ class _Constants:
 
 
 def _entries_of(row: SamplingRow) -> Entries:
-    """Sorted by token id; what may not be chosen gets minus infinity."""
+    """Returns a row's entries, sorted by token id; forbidden tokens get minus infinity."""
     values = dict(row.params.logit_bias or {}) | dict.fromkeys(row.suppressed_ids, -np.inf)
     token_ids = np.array(sorted(values), np.int32)
     return token_ids, np.array([values[t] for t in token_ids.tolist()], np.float32)
@@ -185,5 +186,5 @@ def _entries_of(row: SamplingRow) -> Entries:
 
 @lru_cache(maxsize=64)
 def _floor_bits(min_p: float) -> int:
-    """Of the distance at which min_p's floor lies, as float32."""
+    """Returns the bits of min_p's floor as float32, as a distance below the largest logit."""
     return int(np.float32(-log_of(min_p)).view(np.int32)) & 0x7FFFFFFF

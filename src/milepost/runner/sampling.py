@@ -1,10 +1,11 @@
-"""Chooses the next token of every sequence in a batch from its logits: the definition.
+"""Chooses the next token of every sequence from its logits: the reference.
 
 A row's token depends on its logits, its parameters, its tokens so far and (seed, number of tokens
-so far): nothing is carried from one step to the next and rows do not see each other, so preemption,
-batching and cache hits do not change a sampled answer. Order of operations, as in vLLM: suppressed
-ids, logit_bias, penalties, the answer's form, temperature, min_p, top_k, top_p; of the rest the
-token whose logit plus Gumbel noise is largest. `runner.sampler` does the same on a GPU.
+so far). Nothing is carried from one step to the next and rows do not affect each other, so
+preemption, batching and cache hits do not change a sampled answer. Operations follow vLLM's order:
+suppressed ids, logit_bias, penalties, the output constraint, temperature, min_p, top_k, top_p; of
+the remaining tokens the one with the largest logit plus Gumbel noise wins. `runner.sampler` does
+the same on a GPU.
 
 Legend: R rows, V vocabulary, W words of a mask.
 """
@@ -26,30 +27,30 @@ from milepost.sampling_params import SamplingParams
 
 @dataclass(slots=True, kw_only=True)
 class SamplingRow:
-    """What the choice of one sequence's next token depends on, besides its logits."""
+    """The inputs to the choice of one sequence's next token, besides its logits."""
 
     params: SamplingParams
     seed: int
-    """This sample's own seed (`SamplingParams.sample_seed`)."""
+    """The sample's own seed (`SamplingParams.sample_seed`)."""
     tokens: Sequence[int]
     """The prompt and the answer so far; without penalties only their number counts."""
     num_prompt_tokens: int
     suppressed_ids: Sequence[int] = ()
     """Ids that may not be chosen now: those that end an answer, while it is below min_tokens."""
     mask: np.ndarray | None = None
-    """[W] int32, tokens that an answer of this form may have now: bit i of word w is token
-    32 w + i."""
+    """[W] int32, the tokens that the output constraint allows now: bit i of word w is token 32 w +
+    i."""
     num_ahead: int = 0
-    """Tokens of the answer that are chosen but not known yet."""
+    """Number of answer tokens that are chosen but not known yet."""
 
     @property
     def index(self) -> int:
-        """Of the draw: the tokens before it."""
+        """Index of the draw: the number of answer tokens before it."""
         return len(self.tokens) - self.num_prompt_tokens + self.num_ahead
 
     @property
     def takes_the_best(self) -> bool:
-        """Whether there is no draw."""
+        """Whether the row takes the likeliest token, without a draw."""
         return self.params.is_greedy or self.params.top_k == 1
 
     @property
@@ -64,15 +65,15 @@ class SamplingRow:
 
 
 def are_plain(rows: Sequence[SamplingRow]) -> bool:
-    """Whether every row takes the best of its logits as they are."""
+    """Whether every row takes the best of its unchanged logits."""
     return all(row.takes_the_best and not row.is_adjusted for row in rows)
 
 
 @torch.inference_mode()
 def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Choice:
-    """Choose one token per row of `logits` [R, V] (any float type; left as it is).
+    """Choose one token per row of `logits` [R, V] (any float type; not modified).
 
-    Costs one argmax when every row is greedy and asks for nothing else.
+    Costs one argmax if every row is greedy and needs no adjustment.
     """
     assert logits.shape[0] == len(rows), "one row of logits per sampling row"
     adjusted = _adjusted(logits, rows)
@@ -85,17 +86,18 @@ def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Choice:
 
 
 def _best(logits: Tensor) -> Tensor:
-    """The likeliest token of each row, [R]; of equal ones the first."""
+    """Returns the likeliest token of each row, [R]; the first of equal ones."""
     if logits.is_cuda or logits.dtype not in (torch.float32, torch.float64):
         return logits.argmax(dim=-1)
-    return torch.from_numpy(logits.numpy().argmax(-1))  # a tenth of the time
+    return torch.from_numpy(logits.numpy().argmax(-1))  # takes a tenth of torch's time
 
 
 # --- before the temperature: what is added to single logits ---------------------------------------
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """`logits` itself, or a copy with suppressed ids, biases, penalties and masks applied."""
+    """Returns `logits` itself, or a copy with suppressed ids, biases, penalties and masks
+    applied."""
     touched = [r for r, row in enumerate(rows) if row.is_adjusted]
     if not touched:
         return logits
@@ -125,7 +127,7 @@ def _penalize(logits: Tensor, row: SamplingRow) -> None:
     params = row.params
     output = _ids(row.tokens[row.num_prompt_tokens :], logits)
     if params.repetition_penalty != 1:
-        # An id that comes twice is given the same value twice.
+        # An id that occurs twice gets the same value twice.
         seen = _ids(row.tokens, logits)
         values, penalty = logits[seen], params.repetition_penalty
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
@@ -142,11 +144,11 @@ def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Token ids [R] drawn from `logits` [R, V] by adding Gumbel noise and taking the largest."""
+    """Draws token ids [R] from `logits` [R, V] by adding Gumbel noise and taking the largest."""
     dtype, vocab_size = logits.dtype, logits.shape[1]
     temperature = _column(logits, rows, temperature_of, dtype)
     top = logits.amax(dim=-1, keepdim=True)
-    # Where nothing may be chosen, nothing is likelier than anything else.
+    # If no token is allowed, all count as equally likely.
     scaled = (logits - top.masked_fill(top == -math.inf, 0.0)) / temperature
     lowest = lowest_kept(
         scaled,
@@ -165,21 +167,21 @@ def _column(
     value: Callable[[SamplingRow], float],
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """[R, 1], beside `like`."""
+    """Makes a column [R, 1] on the device of `like`."""
     return tensor_beside([value(row) for row in rows], dtype, like).unsqueeze(1)
 
 
 def temperature_of(row: SamplingRow) -> float:
-    """Of a row that draws; so far above 0 that float32 holds it."""
+    """Returns the temperature of a row that draws, kept far enough above 0 for float32."""
     return max(row.params.temperature, 1e-30)
 
 
 def log_of(share: float) -> float:
-    """The lowest logit that min_p leaves, where the highest is 0."""
+    """Returns the lowest logit that min_p keeps, if the highest is 0."""
     return math.log(share) if share > 0 else -math.inf
 
 
 def top_k_of(row: SamplingRow, vocab_size: int) -> int:
-    """0 where it leaves every token."""
+    """Returns top_k, or 0 if it keeps every token."""
     top_k = row.params.top_k
     return top_k if 0 < top_k < vocab_size else 0

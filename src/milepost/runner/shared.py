@@ -1,8 +1,8 @@
 """One memory for pages and slots, without a fixed boundary between them.
 
-It is cut into equal *units*. A unit is one slot, of the same number, or `pages_each` pages: unit u
-is the pages u * pages_each ... (u + 1) * pages_each - 1. Only the cache knows which, and that may
-change: what was not written yet holds anything, also NaN.
+The memory is cut into equal *units*. A unit is one slot, of the same number, or `pages_each` pages:
+unit u is the pages u * pages_each ... (u + 1) * pages_each - 1. Only the cache knows which, and
+that may change: unwritten memory holds anything, even NaN.
 
     unit           0           1              2
     as pages       (zeros)     [ 2  ][ 3  ]   [ 4  ][ 5  ]      pages_each = 2
@@ -25,17 +25,17 @@ from milepost.runner.pools import Pools, by_layer
 from milepost.runner.zeroed import zeros
 
 _ALIGNMENT = 1024
-"""Bytes: a page and each layer's state begin at multiples of this. Wide loads and TMA
-want 16, and its rows of 128 float32 want 512 from slot to slot."""
+"""Alignment in bytes of pages and of each layer's states. Wide loads and TMA need 16; TMA rows of
+128 float32 need 512 from slot to slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """What a memory is cut into."""
+    """A unit of a shared memory: one slot, or `pages_each` pages."""
 
     pages_each: int
     page_stride: int
-    """Bytes from one page to the next."""
+    """Number of bytes from one page to the next."""
 
     @property
     def num_bytes(self) -> int:
@@ -43,7 +43,7 @@ class Unit:
 
 
 def why_apart(shape: PoolShape) -> str:
-    """Why pages and slots had better lie apart; empty where they may share a memory."""
+    """Says why pages and slots need separate memories; empty if they may share one."""
     if not shape.attention:
         return "the model has no attention layers, so nothing lies in pages"
     if shape.convolutions:
@@ -59,12 +59,12 @@ def why_apart(shape: PoolShape) -> str:
 
 
 def best_unit(shape: PoolShape) -> Unit:
-    """The unit that leaves the least unused; `shape` may share a memory (`why_apart`)."""
+    """Returns the unit that leaves the least unused; `shape` may share a memory (`why_apart`)."""
     return unit_of(shape, pages_in_place(shape.page_bytes, shape.slot_bytes))
 
 
 def unit_of(shape: PoolShape, pages_each: int) -> Unit:
-    """The smallest unit of so many pages that holds a slot too."""
+    """Returns the smallest unit of `pages_each` pages that also holds a slot."""
     num_layers = len(shape.recurrent)
     slot_bytes = num_layers * sum(_state_bytes(shape)) + _carried_bytes(shape)
     row_bytes = prod(shape.page_shape[-2:]) * shape.dtype_of_kv.itemsize
@@ -75,10 +75,10 @@ def unit_of(shape: PoolShape, pages_each: int) -> Unit:
 def allocate_shared(
     shape: PoolShape, *, num_units: int, pages_each: int, device: torch.device
 ) -> Pools:
-    """Zeroed pools in one memory, of `num_units` units besides unit 0.
+    """Allocates zeroed pools in one memory, of `num_units` units besides unit 0.
 
-    A slot holds the recurrent states of all layers, then the inputs of their convolutions, then
-    what it carries for a head.
+    A slot holds the recurrent states of all layers, then the inputs of their convolutions, then the
+    state it carries for a head.
     """
     unit, (recurrent_bytes, conv_bytes) = unit_of(shape, pages_each), _state_bytes(shape)
     spec, num_layers, num_slots = shape.recurrent[0], len(shape.recurrent), num_units + 1
@@ -101,7 +101,7 @@ def allocate_shared(
 
 
 def _state_bytes(shape: PoolShape) -> tuple[int, int]:
-    """Of one layer: what its recurrent state takes, and its convolution's inputs."""
+    """Returns one layer's bytes of recurrent state and of convolution inputs, each aligned."""
     spec = shape.recurrent[0]
     recurrent_bytes = prod(spec.recurrent_shape) * shape.state_dtype.itemsize
     conv_bytes = prod(spec.conv_shape) * shape.dtype.itemsize
@@ -113,7 +113,7 @@ def _carried_bytes(shape: PoolShape) -> int:
 
 
 def _carried(shape: PoolShape, memory: Tensor, unit: Unit) -> Tensor | None:
-    """[slots, carried_size], behind the states of each."""
+    """Returns the carried states [slots, carried_size], stored after each slot's other states."""
     if not shape.carried_size:
         return None
     first = len(shape.recurrent) * sum(_state_bytes(shape))
@@ -124,8 +124,8 @@ def _carried(shape: PoolShape, memory: Tensor, unit: Unit) -> Tensor | None:
 def _view(
     memory: Tensor, dtype: torch.dtype, size: tuple[int, ...], steps: tuple[int, ...]
 ) -> Tensor:
-    """`memory` [bytes] as a tensor whose first dimensions go by so many bytes; the others are
-    contiguous."""
+    """Returns `memory` [bytes] as a tensor; `steps` are the strides of its first dimensions in
+    bytes, and the others are contiguous."""
     inner = [prod(size[index + 1 :]) for index in range(len(steps), len(size))]
     strides = [step // dtype.itemsize for step in steps] + inner
     return memory.view(dtype).as_strided(size, strides)

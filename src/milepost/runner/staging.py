@@ -1,8 +1,8 @@
 """Sends a step's small arrays to the device in one copy.
 
-The kernels of a step read dozens of short index arrays. They are packed one behind the other into
+The kernels of a step read dozens of short index arrays. They are packed one after the other into
 pinned memory, copied at once, and handed out as views of one device buffer. Arrays of the same
-shapes have the same addresses every time, which a CUDA graph relies on.
+shapes always have the same addresses, as a CUDA graph requires.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import torch
 
 _ALIGNMENT = 16
 _NUM_BUFFERS = 4
-"""Steps under way, two at most, and then some: a buffer is not written while a copy reads it."""
+"""Number of host buffers: more than the two steps in flight, so that no buffer is written while a
+copy reads it."""
 _MAX_PACKINGS = 512
-"""Kinds of steps, by their arrays' shapes, whose places in the buffers are remembered."""
+"""Number of step kinds (by their arrays' shapes) whose places in the buffers are remembered."""
 
 T = TypeVar("T")
 
 
 class _Packing:
-    """Where arrays of some shapes lie in buffers, one behind the other. Prompts that are no graph
-    have shapes of their own, and the device waits until it is made."""
+    """Places of arrays of some shapes in the buffers, one after the other. Prompts that are not
+    graphs have shapes of their own, and the device waits while their packing is made."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self._kinds: list[tuple[int, np.dtype[Any], tuple[int, ...]]] = []
@@ -39,7 +40,8 @@ class _Packing:
             self.num_bytes += _aligned(array.nbytes)
 
     def places(self, turn: int, buffer: torch.Tensor) -> tuple[torch.Tensor, list[np.ndarray]]:
-        """The part of a host buffer, the one of this turn, that they fill, and each one's."""
+        """Returns the part of this turn's host buffer that the arrays fill, and the place of
+        each."""
         if turn not in self._places:
             memory = buffer.numpy()
             parts = [np.ndarray(shape, dtype, memory, begin) for begin, dtype, shape in self._kinds]
@@ -47,7 +49,7 @@ class _Packing:
         return self._places[turn]
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Each one's part of the device's buffer."""
+        """Returns each array's part of the device buffer."""
         if self._views is None:
             dtypes = dict.fromkeys(dtype for _, dtype, _ in self._kinds)
             typed = {dtype: buffer.view(_torch_dtype(dtype)) for dtype in dtypes}
@@ -60,7 +62,7 @@ class _Packing:
 
 
 class Staging:
-    """Buffers for up to `num_bytes` of arrays a step."""
+    """Buffers for up to `num_bytes` of arrays per step."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         assert num_bytes % _ALIGNMENT == 0, "a buffer can be viewed as any type"
@@ -75,21 +77,22 @@ class Staging:
         ]
         self._next = 0
         self._packings: dict[tuple[Any, ...], _Packing] = {}
-        """By the arrays' types and shapes."""
+        """Maps the arrays' types and shapes to their packing."""
 
     @property
     def num_bytes(self) -> int:
-        """The most that a step may send."""
+        """Number of bytes that a step may send."""
         return self._device_buffer.nbytes
 
     @property
     def num_pinned_bytes(self) -> int:
-        """Of the host's buffers together."""
+        """Bytes of all host buffers together."""
         return sum(buffer.nbytes for buffer in self._host_buffers)
 
     def send(self, batch: Any) -> torch.cuda.Event | None:
-        """Copy every array in `batch`, a dataclass that may hold further ones and mappings, to the
-        device; returns what passes once they are there, until some sends later."""
+        """Copy every array in `batch`, a dataclass that may hold more dataclasses and mappings, to
+        the device. Returns an event that passes once they are there; a later send records it again.
+        """
         turn, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
         event, arrays = self._copied[turn], _arrays(batch)
         packing = self._packing(arrays)
@@ -104,14 +107,13 @@ class Staging:
         return event
 
     def views(self, batch: T) -> T:
-        """The same dataclass with tensors on the device in place of the arrays: what `send` wrote
-        last, and what it will write for arrays of the same shapes.
-        """
+        """Returns the dataclass with device tensors in place of arrays: the data that `send` wrote
+        last, and will write for arrays of the same shapes."""
         views = iter(self._packing(_arrays(batch)).views(self._device_buffer))
         return _replaced(batch, lambda _: next(views))
 
     def _packing(self, arrays: Sequence[np.ndarray]) -> _Packing:
-        """Of arrays of these shapes: most steps have those of one before."""
+        """Returns the packing of arrays of these shapes; most steps repeat earlier shapes."""
         shapes = tuple([(array.dtype.char, array.shape) for array in arrays])
         packing = self._packings.get(shapes)
         if packing is None:
@@ -124,12 +126,13 @@ class Staging:
 
 
 def on_device(batch: T, device: torch.device) -> T:
-    """The same dataclass with tensors on the device, each copied by itself; on a CPU none is."""
+    """Returns the dataclass with device tensors in place of arrays, each copied separately; on a
+    CPU none is copied."""
     return _replaced(batch, lambda array: torch.from_numpy(array).to(device))
 
 
 def num_staged_bytes(batch: Any) -> int:
-    """What the arrays in `batch` take of a buffer."""
+    """Returns the bytes that the arrays in `batch` take in a buffer."""
     return sum(_aligned(array.nbytes) for array in _arrays(batch))
 
 
@@ -143,7 +146,8 @@ def _aligned(offset: int) -> int:
 
 
 def _arrays(batch: Any) -> list[np.ndarray]:
-    """In the order of the fields. Looked for in every step, while the device may wait."""
+    """Returns the arrays in the order of the fields. This runs in every step, while the device may
+    wait."""
     found: list[np.ndarray] = []
     _gather(batch, found)
     return found
@@ -173,5 +177,5 @@ def _replaced(batch: Any, view: Any) -> Any:
 
 @cache
 def _field_names(kind: type) -> tuple[str, ...]:
-    """Of a dataclass; none of anything else."""
+    """Returns the field names of a dataclass; none for any other type."""
     return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()

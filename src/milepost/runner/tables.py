@@ -1,7 +1,7 @@
 """The page tables of running requests, on the host and on the device.
 
-A plan names the pages by which a request's table has grown, and the requests whose tables end. So a
-step sends only what is new.
+A plan names the pages added to each request's table, and the requests whose tables end. So a step
+sends only new entries.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from milepost.runner.staging import Staging
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
 PAGES_AT_ONCE = 1 << 16
-"""Entries that one copy brings: more than most steps have, whatever the number of requests."""
+"""Number of entries in one copy: more than most steps have, however many requests run."""
 _ENTRY_BYTES = 8 + 4
 _NOTHING_NEW = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
 class HostTables:
-    """The host's copy: a row for each running request, `max_pages` long; row 0 is nobody's.
+    """The host's copy: a row of `max_pages` for each running request. Row 0 belongs to no request.
 
-    Rows are never cleared: what lies behind the end of a request's table is stale.
+    Rows are never cleared: entries after the end of a request's table are stale.
     """
 
     __slots__ = ("_free", "_lengths", "_page_size", "_places", "rows")
@@ -38,10 +38,10 @@ class HostTables:
         self._lengths = [0] * (num_requests + 1)
         self._free = list(range(num_requests, 0, -1))
         self._places: dict[int, int] = {}
-        """Request number -> its row."""
+        """Maps a request's number to its row."""
 
     def update(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Follow a plan; returns flat indices and values of the entries that are new."""
+        """Follow a plan; returns flat indices and values of the new entries."""
         for number in plan.ended:
             place = self._places.pop(number, None)
             if place is not None:
@@ -60,7 +60,7 @@ class HostTables:
                 begins.append(place * self.rows.shape[1] + first)
                 counts.append(len(pages))
                 values += pages
-        if not values:  # most often
+        if not values:  # the usual case
             return _NOTHING_NEW
         own = np.array(counts, np.int64)
         indices = np.array(begins, np.int64).repeat(own) + ordinals_of(own)
@@ -69,11 +69,11 @@ class HostTables:
         return indices, entries
 
     def places(self, sequences: Sequence[SequencePlan]) -> list[int]:
-        """The row of each; their plan has been followed."""
+        """Returns the row of each sequence; `update` has seen their plan."""
         return [self._places[sequence.number] for sequence in sequences]
 
     def num_covered(self, number: int) -> int:
-        """Tokens that a request's page table has room for."""
+        """Returns the number of tokens that a request's page table has room for."""
         return self._lengths[self._places[number]] * self._page_size
 
     def _place(self, sequence: SequencePlan) -> int:
@@ -86,14 +86,14 @@ class HostTables:
 
 @dataclass(frozen=True, slots=True)
 class _NewPages:
-    """Entries that the device doesn't have yet."""
+    """Entries that the device does not have yet."""
 
     indices: Any
     pages: Any
 
 
 class PageTables:
-    """The same rows in both places."""
+    """The page tables on the host, and their copy on the device."""
 
     def __init__(
         self, num_requests: int, max_pages: int, page_size: int, device: torch.device
@@ -104,11 +104,11 @@ class PageTables:
 
     @property
     def num_pinned_bytes(self) -> int:
-        """Of the host's memory that cannot be paged out; the same for any number of requests."""
+        """Bytes of pinned host memory; they do not depend on the number of requests."""
         return self._staging.num_pinned_bytes
 
     def send(self, indices: np.ndarray, pages: np.ndarray) -> None:
-        """Bring the device what `host.update` returned; waits for nothing."""
+        """Send the device the entries that `host.update` returned, without waiting."""
         for first in range(0, len(indices), PAGES_AT_ONCE):
             part = slice(first, first + PAGES_AT_ONCE)
             new = _NewPages(indices[part], pages[part])

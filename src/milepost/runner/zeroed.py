@@ -1,4 +1,5 @@
-"""Memory that reads as zeros and takes no room until it is written, on a CPU; and its release."""
+"""Allocates CPU memory that reads as zeros and takes no room until it is written, and releases
+it."""
 
 from __future__ import annotations
 
@@ -10,21 +11,21 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 64
-"""Bytes: torch's on a CPU."""
+"""Alignment in bytes of torch's tensors on a CPU."""
 
 
 def zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """[num_bytes] uint8; on a CPU they take no room until they are written."""
+    """Returns zeros [num_bytes] uint8; on a CPU they take no room until they are written."""
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    # torch would write them all at once.
+    # torch.zeros would write all of them at once.
     memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT
     return torch.from_numpy(memory[first : first + num_bytes])
 
 
 def drop(address: int, num_bytes: int) -> None:
-    """Zero a range of memory by giving its whole pages back to the system."""
+    """Zero a range of memory by returning its whole pages to the system."""
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end <= start:
