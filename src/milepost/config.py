@@ -1,5 +1,5 @@
-"""What a user may set. The command line is generated from these dataclasses, so each default stands
-here alone.
+"""Settings of the engine. The command line is generated from these dataclasses, so each default is
+in one place.
 
 Names are vLLM's where the meaning is the same. Nothing here reads files, the environment or torch.
 """
@@ -25,7 +25,7 @@ DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 _DISK_GIB = 64.0
 _MOST_GIB = 2.0**40
-"""So that bytes can be counted with floats, too."""
+"""Upper limit of sizes in GiB; below it, floats can count bytes too."""
 GenerationConfig = Literal["auto", "none", "vllm"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 CacheMemory = Literal["auto", "shared", "split"]
@@ -33,42 +33,41 @@ CacheMemory = Literal["auto", "shared", "split"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Configuration of one engine; raises ConfigError for values that no model could use."""
+    """Configuration of one engine. Raises ConfigError for values that no model could use."""
 
     model: str | None = None
-    """Local folder or hub id of a checkpoint in Hugging Face format; without it the embedded model.
-    """
+    """Local folder or hub id of a checkpoint in Hugging Face format; by default the embedded
+    model."""
     tokenizer: str | None = None
     """Local folder or hub id of the tokenizer, if it isn't the model's own."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     download_dir: str | None = None
-    """Where checkpoints from the hub are kept; by default in the hub's own cache (`HF_HUB_CACHE`).
-    """
+    """Where checkpoints from the hub are kept; by default the hub's own cache (`HF_HUB_CACHE`)."""
     hf_token: str | None = field(default=None, repr=False)
-    """Token for checkpoints of the hub that are not open to all. A command line is visible to other
-    users: the environment variable `HF_TOKEN` is not."""
+    """Token for restricted checkpoints of the hub. Other users can see a command line, but not the
+    environment variable `HF_TOKEN`."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, and outputs have no text."""
     load_format: LoadFormat = "auto"
     """`auto` and `safetensors` read safetensors files; `dummy` fills the weights from the seed."""
     dtype: DType = "auto"
-    """Type of weights and activations; `auto` takes the checkpoint's, but float32 rather than half
+    """Type of weights and activations; `auto` uses the checkpoint's, but float32 instead of half
     precision on a CPU."""
     quantization: str | None = None
-    """`fp8` rounds the weights of a raw checkpoint while they are loaded; a quantised checkpoint
-    needs nothing said."""
+    """`fp8` rounds the weights of an unquantised checkpoint while loading; a quantised checkpoint
+    needs no setting."""
     hf_overrides: str | None = None
-    """What stands in place of settings in the checkpoint's config.json: a JSON object such as
-    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0,
-    "original_max_position_embeddings": 262144}}, for longer prompts."""
+    """Replaces settings in the checkpoint's config.json: a JSON object such as {"rope_parameters":
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}}, for longer
+    prompts."""
     device: str = "auto"
-    """`auto` takes CUDA where there is one, else the CPU."""
+    """`auto` uses CUDA if available, else the CPU."""
     generation_config: GenerationConfig = "auto"
-    """`auto` takes sampling parameters that a request does not set from the checkpoint's
+    """`auto` reads sampling parameters that a request does not set from the checkpoint's
     generation_config.json; `none` (or `vllm`) ignores that file."""
     seed: int = 0
-    """Seeds dummy weights, and sampling where a request names no seed of its own."""
+    """Seeds dummy weights, and sampling if a request has no seed of its own."""
 
     enable_prefix_caching: bool = True
     """Reuse KV and recurrent states of earlier prompts and answers."""
@@ -80,38 +79,38 @@ class EngineConfig:
     mamba_ssm_cache_dtype: DType = "auto"
     """Type of the recurrent states; `auto` is float32, or float64 for a float64 model."""
     kv_cache_dtype: KVCacheDType = "auto"
-    """Type of keys and values in the cache: `auto` is the model's, or float8 where the checkpoint's
-    quantization_config says so; `fp8` is `fp8_e4m3`, with the checkpoint's scales if it has some:
+    """Type of keys and values in the cache: `auto` is the model's, or float8 if the checkpoint's
+    quantization_config says so; `fp8` is `fp8_e4m3`, with the checkpoint's scales if it has any:
     pages get half as large."""
     page_size: int = 64
     """Tokens in a KV page; a power of two from 16 to 1024."""
     num_pages: int | None = None
-    """Number of KV pages; by default as many as the measured memory has room for."""
+    """Number of KV pages; by default as many as fit the measured memory."""
     num_slots: int | None = None
-    """Number of slots for recurrent states; by default as many as the measured memory has room
-    for. A model whose states lie beside its pages has none, whatever is set."""
+    """Number of slots for recurrent states; by default as many as fit the measured memory. A model
+    whose states are stored with its pages has no slots, whatever is set."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory for weights, activations (measured at start), pages and slots."""
     kv_cache_memory_bytes: int | None = None
-    """Memory for pages and slots together on each device, in bytes, whatever the two settings
-    around this one say."""
+    """Memory for pages and slots together on each device, in bytes. Overrides
+    `gpu_memory_utilization` and `cpu_cache_gib`."""
     cpu_cache_gib: float = 1.0
     """Memory for pages and slots together on a device that isn't a GPU, in GiB."""
     cache_memory: CacheMemory = "auto"
-    """`shared`: pages and slots have one memory, whose boundary moves with the traffic; then
-    `num_pages` and `num_slots` are left out. `split`: they have a memory each. `auto` shares on a
-    GPU where the model and the options allow it."""
+    """`shared`: pages and slots have one memory, whose boundary moves with the traffic; leave out
+    `num_pages` and `num_slots` then. `split`: each has its own memory. `auto` shares on a GPU if
+    the model and the options allow it."""
 
     tensor_parallel_size: int = 1
-    """Number of devices of this machine that the model is split among, each with a process."""
+    """Number of devices of this machine to split the model over, with one process each."""
     enable_expert_parallel: bool = False
-    """Give each of these devices whole experts, rather than a part of every expert."""
+    """Give each of these devices whole experts, instead of a part of every expert."""
     cache_host_gib: float | None = None
-    """Host memory, in GiB, for what leaves the device's memory: it is loaded again when it is asked
-    for."""
+    """Host memory, in GiB, for pages and states evicted from the device; they are loaded again when
+    needed."""
     cache_dir: str | None = None
-    """Directory for what leaves the device's memory: it outlives the engine, and engines of the
-    same model may share it. What is there passes through host memory, by default 1 GiB."""
+    """Directory for pages and states evicted from the device. It outlives the engine, and engines
+    of the same model may share it. Its data passes through host memory, by default 1 GiB."""
     cache_disk_gib: float = _DISK_GIB
     """The most that this engine keeps in `cache_dir`, in GiB."""
 
@@ -122,14 +121,14 @@ class EngineConfig:
     max_num_batched_tokens: int = 8192
     """Token budget of one step; longer prompts are prefilled in chunks."""
     hopper_kernels: bool = True
-    """Run the kernels that are for Hopper alone where they can run; without them a Hopper chip
-    runs what every other one does."""
+    """Run the kernels made for Hopper where they can run. Without them, a Hopper chip runs the
+    portable kernels of all other chips."""
     enforce_eager: bool = False
-    """Launch kernels one by one: no CUDA graphs."""
+    """Launch kernels one by one, without CUDA graphs."""
     async_scheduling: bool | None = None
-    """Launch a decode step before the tokens of the one before are read; by default on a GPU."""
+    """Launch a decode step before the previous step's tokens are read; by default on a GPU."""
     speculative_config: SpeculativeConfig | None = None
-    """Draft tokens ahead and check several in one step: a JSON object such as {"method": "suffix",
+    """Draft tokens ahead and verify several in one step: a JSON object such as {"method": "suffix",
     "num_speculative_tokens": 4}. Answers stay the same. See docs/speculation.md."""
     max_cache_marks: int = 16
     """Maximum number of `cache_marks` in one prompt."""
@@ -143,11 +142,11 @@ class EngineConfig:
     record_plans: str | None = None
     """Write each step's plan and result to this file, from which the steps can be run again."""
     record_trace: str | None = None
-    """Write lengths, times and hashes of all requests to this file, for `milepost simulate`; not a
-    word or token."""
+    """Write lengths, times and hashes of all requests to this file, for `milepost simulate`; no
+    words or tokens."""
     disable_log_stats: bool = False
-    """Do not log the engine's counters: by a server at intervals, by `LLM` (where this is the
-    default) behind each call."""
+    """Do not log the engine's counters. A server logs them at intervals, `LLM` after each call;
+    `LLM` disables them by default."""
 
     def __post_init__(self) -> None:
         given = read_speculative_config(self.speculative_config)
@@ -170,7 +169,7 @@ class EngineConfig:
         return wanted if wanted is not None and wanted.peers else None
 
     def _check_values(self) -> None:
-        """Each by itself."""
+        """Check each value by itself."""
         _require(
             self.page_size in _PAGE_SIZES,
             f"page_size={self.page_size}: use a power of two from 16 to 1024",
@@ -235,14 +234,14 @@ class EngineConfig:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """`hf_overrides` as an object."""
+        """`hf_overrides` as a JSON object."""
         found: dict[str, Any] = json.loads(self.hf_overrides or "{}")
         decode_floats(found)
         return found
 
     @property
     def has_tiers(self) -> bool:
-        """Whether anything is kept outside the device's memory."""
+        """Whether anything is kept outside device memory."""
         return self.cache_host_gib is not None or self.cache_dir is not None
 
     @property
@@ -251,9 +250,8 @@ class EngineConfig:
 
 
 def check_budget(*, max_num_seqs: int, max_num_batched_tokens: int, grid: int) -> None:
-    """Raise ConfigError unless a step has tokens for a prefill chunk that ends on the grid, and one
-    for each sequence: with fewer some request could wait for ever.
-    """
+    """Raises ConfigError unless a step has enough tokens for a prefill chunk that ends on the grid,
+    and for one token of each sequence. With fewer, some request could wait forever."""
     _require(
         max_num_batched_tokens >= grid,
         f"max_num_batched_tokens={max_num_batched_tokens}: use {grid} or more, so that a "
@@ -267,7 +265,7 @@ def check_budget(*, max_num_seqs: int, max_num_batched_tokens: int, grid: int) -
 
 
 def _overrides(given: object) -> str | None:
-    """JSON text of an object or of such a text; None where it asks for nothing."""
+    """Returns the JSON text of an object or of its JSON text, or None if it sets nothing."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -285,7 +283,7 @@ def _overrides(given: object) -> str | None:
 
 
 _GRID = grid_of(HYBRID)
-"""Most models'. The scheduler checks again, with the model's own."""
+"""Grid of most models. The scheduler checks again, with the model's own grid."""
 _PAGE_SIZES = tuple(1 << k for k in range(4, 11))
 
 
@@ -295,7 +293,7 @@ def _types() -> dict[str, Any]:
 
 
 def _check_type(name: str, value: object) -> None:
-    """Raise ConfigError unless the value is of its field's type: no string is taken for a flag."""
+    """Raises ConfigError unless the value has its field's type: no string counts as a flag."""
     wanted = _types()[name]
     if get_origin(wanted) is Literal:
         choices = get_args(wanted)

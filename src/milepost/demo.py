@@ -1,7 +1,8 @@
-"""The main job on the embedded model, for someone who has just cloned the project: `make demo`.
+"""Shows prefix caching on the embedded model, for someone who has just cloned the project: `make
+demo`.
 
-One system prompt, three questions, and a follow-up turn of the last one. After each answer stands
-how many prompt tokens came from the cache, and why the others did not.
+The demo runs one system prompt, three questions, and a follow-up turn of the last one. Each answer
+is followed by the number of prompt tokens that came from the cache, and why the others did not.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FOLLOW_UP = "What arguments does it take?"
 
 
 def main() -> None:
-    """Ask the embedded model, and show after each answer what came from the cache."""
+    """Ask the embedded model questions, and show each answer's cache report."""
     screen = Screen(
         answers=sys.stdout,
         reports=Console(stderr=True, highlight=False),

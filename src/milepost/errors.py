@@ -21,11 +21,11 @@ from __future__ import annotations
 
 
 class MilepostError(Exception):
-    """Root of the tree; catch it to catch all of ours."""
+    """Root of the tree; catch it to catch all of Milepost's errors."""
 
 
 class InvalidRequestError(MilepostError, ValueError):
-    """A request cannot be served as it stands."""
+    """The request cannot be served as it stands."""
 
 
 class ConfigError(MilepostError, ValueError):
@@ -41,7 +41,7 @@ class WeightsError(MilepostError, ValueError):
 
 
 class KernelError(MilepostError, RuntimeError):
-    """A kernel does not compile for the GPU, or asks for more than it has."""
+    """A kernel does not compile for the GPU, or needs more than the GPU has."""
 
 
 class TraceError(MilepostError, ValueError):
@@ -53,11 +53,11 @@ class EngineDeadError(MilepostError, RuntimeError):
 
 
 class QueueFullError(MilepostError, RuntimeError):
-    """As many requests are queued as are accepted at once."""
+    """The maximum number of requests is already queued."""
 
 
 class RequestTimeoutError(MilepostError, TimeoutError):
-    """A request took longer than it may."""
+    """The request took longer than allowed."""
 
 
 class EngineAsleepError(MilepostError, RuntimeError):
@@ -65,14 +65,14 @@ class EngineAsleepError(MilepostError, RuntimeError):
 
 
 class ServerClosingError(MilepostError, RuntimeError):
-    """The server is about to end."""
+    """The server is shutting down."""
 
 
 def how_to_install(extra: str) -> str:
-    """What to type for an extra of ours: no package index has Milepost."""
+    """Returns the command that installs one of our extras; no package index has Milepost."""
     return f"install it with `pip install '.[{extra}]'` in a checkout"
 
 
 def missing(what: str, library: str | None, extra: str) -> ConfigError:
-    """For what needs a library that is not installed, and that an extra brings."""
+    """Makes the error for a feature whose library, brought by an extra, is not installed."""
     return ConfigError(f"{what} needs {library}: {how_to_install(extra)}")

@@ -1,4 +1,4 @@
-"""Settings that are JSON objects, given as a dataclass, a mapping or text.
+"""Reads settings that are JSON objects, given as a dataclass, a mapping or text.
 
 Nothing here reads files, the environment or torch.
 """
@@ -16,15 +16,16 @@ from milepost.errors import ConfigError
 T = TypeVar("T")
 
 MAX_DEPTH = 64
-"""Of objects and lists inside each other: published files have six."""
+"""Deepest nesting of objects and lists; published files have six levels."""
 
 _FLOAT = "__float__"
-"""How transformers writes numbers that JSON does not have."""
+"""Key that marks numbers that JSON does not have, as transformers writes them."""
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def read_json(name: str, kind: type[T], value: object) -> T | None:
-    """A configuration from itself, a mapping or its JSON. Raises ConfigError."""
+    """Reads a configuration of type `kind` from itself, a mapping or its JSON. Raises
+    ConfigError."""
     if isinstance(value, kind):
         return value
     given = read_mapping(name, value)
@@ -41,7 +42,7 @@ def read_json(name: str, kind: type[T], value: object) -> T | None:
 
 
 def read_mapping(name: str, value: object) -> Mapping[str, Any] | None:
-    """A mapping from itself or its JSON; None for nothing. Raises ConfigError."""
+    """Reads a mapping from itself or its JSON; None for None. Raises ConfigError."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -53,14 +54,14 @@ def read_mapping(name: str, value: object) -> Mapping[str, Any] | None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise ConfigError for a value that is none of these."""
+    """Raises ConfigError unless the value is one of the choices."""
     if value not in choices:
         raise ConfigError(f"{name}={value!r}: use one of {', '.join(choices)}")
 
 
 def decode_floats(content: dict[str, Any]) -> None:
-    """Put numbers in place of their names, in all of a JSON object; raises ValueError for one that
-    is nested too deeply."""
+    """Replace marked numbers by floats anywhere in a JSON object. Raises ValueError if it is nested
+    too deeply."""
     todo: list[tuple[Any, int]] = [(content, 1)]
     while todo:
         holder, depth = todo.pop()
@@ -74,7 +75,7 @@ def decode_floats(content: dict[str, Any]) -> None:
 
 
 def encode_floats(value: Any) -> Any:
-    """A copy of JSON values, in which infinity is what `decode_floats` reads."""
+    """Returns a copy of JSON values with infinities marked, as `decode_floats` reads them."""
     if isinstance(value, Mapping):
         return {key: encode_floats(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""How answers are drafted ahead, as a user says it: vLLM's `--speculative-config`.
+"""The configuration of speculative decoding: vLLM's `--speculative-config`.
 
 Names are vLLM's where the meaning is the same. Nothing here reads files, the environment or torch.
 """
@@ -17,40 +17,41 @@ _ALSO_MTP = ("qwen3_next_mtp", "qwen3_5_mtp", "nemotron_h_mtp")
 _OF_PEERS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "ngram_gpu", "dflash")
 _DEFAULT_TOKENS = {"auto": 3, "mtp": 3, "suffix": 8}
 MOST_TOKENS = 32
-"""Drafts of one step at most: what is recorded of each takes memory for each request."""
+"""Largest number of drafts per step: each draft's record takes memory for each request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Raises ConfigError for values that no model could use."""
+    """Settings of speculative decoding. Raises ConfigError for values that no model could use."""
 
     method: str | tuple[str, ...] = "auto"
-    """`mtp` (the checkpoint's own head), `suffix` (what the request and earlier answers under the
-    same prefix say), `ngram` (what the request says), or a list: the first that has drafts. `auto`
-    is `mtp` where the checkpoint has a head that can be used, else nothing."""
+    """`mtp` (the checkpoint's own head), `suffix` (the text of the request and of earlier answers
+    under the same prefix), `ngram` (the text of the request), or a list: the first with drafts is
+    used. `auto` is `mtp` if the checkpoint has a usable head, else nothing."""
     num_speculative_tokens: int | None = None
     """Most drafts of one step; by default 3 with `mtp` and `auto`, else 8. `ngram` alone has no
     default, as in vLLM."""
     prompt_lookup_max: int | None = None
-    """Of `ngram`: most tokens that are looked up; 5, or `prompt_lookup_min` if that is set."""
+    """Most tokens that `ngram` looks up; by default 5, or `prompt_lookup_min` if that is set."""
     prompt_lookup_min: int | None = None
-    """Of `ngram`: fewest tokens that are looked up; 5, or `prompt_lookup_max` if that is set."""
+    """Fewest tokens that `ngram` looks up; by default 5, or `prompt_lookup_max` if that is set."""
     suffix_decoding_max_tree_depth: int = 24
-    """Of `suffix`: most tokens that are compared."""
+    """Most tokens that `suffix` compares."""
     suffix_decoding_max_cached_requests: int = 10000
-    """Of `suffix`: earlier answers that are kept; 0 for none."""
+    """Number of earlier answers that `suffix` keeps; 0 for none."""
     suffix_decoding_max_spec_factor: float = 1.0
-    """Of `suffix`: drafts for each token that has been found again."""
+    """Number of drafts that `suffix` makes per matched token."""
     suffix_decoding_min_token_prob: float = 0.1
-    """Of `suffix`: a draft that is less likely, by what came there before, ends the run."""
+    """Lowest probability of a draft of `suffix`, judging by earlier texts: a less likely token ends
+    the drafts."""
     adaptive: bool = True
-    """Draft as many tokens as pay, by the times of steps and what is accepted; none where none
-    do. Without it always as many as there are."""
+    """Draft only as many tokens as pay, judging by step times and acceptance, or none. If false,
+    always draft as many as possible."""
     rejection_sample_method: Literal["standard", "synthetic"] = "standard"
     """`synthetic` accepts drafts at given rates, whatever they are: answers are then wrong. For
     benchmarks."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None
-    """How often the first drafts, up to each, are accepted together: one rate a draft, none above
+    """One rate per draft: how often it and all drafts before it are accepted. No rate may exceed
     the one before."""
 
     def __post_init__(self) -> None:
@@ -81,7 +82,7 @@ class SpeculativeConfig:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """In the order in which they are asked."""
+        """Names of the methods, in the order in which they are asked."""
         return (self.method,) if isinstance(self.method, str) else self.method
 
     @property
@@ -145,7 +146,8 @@ _LOWEST = {
     "suffix_decoding_min_token_prob": 0,
 }
 _IGNORED = {"model": None, "draft_tensor_parallel_size": 1, "draft_sample_method": "greedy"}
-"""What vLLM's own command lines may say, with the value that asks for nothing here."""
+"""Fields of vLLM's own command lines, with the only value that is accepted because it has no effect
+here."""
 _DROPPED = (
     "attention_backend",
     "disable_by_batch_size",
@@ -154,11 +156,12 @@ _DROPPED = (
     "moe_backend",
     "use_local_argmax_reduction",
 )
-"""The same where no value changes an answer: how drafts are made, and when they do not pay."""
+"""Fields of vLLM that are ignored with any value: they never change an answer, only how drafts are
+made and when they do not pay."""
 
 
 def read_speculative_config(value: object) -> SpeculativeConfig | None:
-    """From a configuration, a mapping or its JSON. Raises ConfigError."""
+    """Reads a configuration, a mapping or its JSON. Raises ConfigError."""
     if isinstance(value, SpeculativeConfig):
         return value
     given = read_mapping("speculative_config", value)
@@ -171,7 +174,7 @@ def read_speculative_config(value: object) -> SpeculativeConfig | None:
 
 
 def _known(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a mapping sets; refuses those that there are none of."""
+    """Returns the fields that a mapping sets. Raises ConfigError for unknown fields."""
     names = [field.name for field in fields(SpeculativeConfig)]
     for name, value in given.items():
         if name in _DROPPED:

@@ -1,4 +1,4 @@
-"""`milepost bench`: puts load on a server with OpenAI's API, and shows how it performs."""
+"""`milepost bench`: loads a server with OpenAI's API, and shows how it performs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOAD = Flags(config=WorkloadConfig, group=Group("Workload", sort_key=2), renamed
 
 
 def bench_command(reports: Console) -> Callable[..., int]:
-    """The command, bound to where its table goes."""
+    """Makes the command; it prints its table to `reports`."""
 
     def bench(
         *,
@@ -33,7 +33,7 @@ def bench_command(reports: Console) -> Callable[..., int]:
         ] = None,
         **settings: Any,
     ) -> int:
-        """Put load on a server, and show latencies, rates and what came from its cache.
+        """Load a server, and show latencies, rates and its cache's hit rate.
 
         Works with any server that streams /v1/chat/completions. The row goes to standard output as
         JSON, the table to standard error.
@@ -68,7 +68,7 @@ def bench_command(reports: Console) -> Callable[..., int]:
 
 
 def _driver() -> tuple[Callable[..., Any], Callable[..., dict[str, Any]]]:
-    """`drive` and `summarize`. Raises ConfigError if their library is not installed."""
+    """Returns `drive` and `summarize`. Raises ConfigError if their library is not installed."""
     try:
         from milepost.load.drive import drive
         from milepost.load.summary import summarize
@@ -78,7 +78,8 @@ def _driver() -> tuple[Callable[..., Any], Callable[..., dict[str, Any]]]:
 
 
 def _check_out(out: Path) -> None:
-    """Raises ConfigError for what cannot be appended to: asked before the load, not behind it."""
+    """Raises ConfigError if the file cannot be appended to; called before the load rather than
+    after."""
     try:
         out.open("a").close()
     except OSError as error:
@@ -97,7 +98,7 @@ def _bar(reports: Console) -> Progress:
 
 
 def _row_head(config: Any, workload: WorkloadConfig) -> dict[str, Any]:
-    """What the row measures; without the key."""
+    """Describes the measurement for the row, without the API key."""
     return {
         "base_url": config.base_url,
         "workload": workload.workload,
@@ -109,7 +110,7 @@ def _row_head(config: Any, workload: WorkloadConfig) -> dict[str, Any]:
 
 
 def _or_unknown(value: float | None) -> str:
-    """What the server did not tell is no zero."""
+    """Shows a number that the server did not report as unknown, not as 0."""
     return "unknown" if value is None else str(value)
 
 

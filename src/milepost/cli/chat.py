@@ -30,7 +30,7 @@ HELP = """/system TEXT   set the system prompt and begin anew; without a text, l
 def chat_command(
     open_engine: Callable[[EngineConfig], StreamingEngine], screen: Screen, stdin: TextIO
 ) -> Callable[..., None]:
-    """The command, bound to an engine factory and a terminal."""
+    """Makes the command, for an engine factory and a terminal."""
 
     def chat(
         checkpoint: Annotated[
@@ -46,9 +46,9 @@ def chat_command(
         ] = False,
         **settings: Any,
     ) -> None:
-        """Talk to a model, and see after each turn where its tokens came from.
+        """Talk to a model, and see after each turn which tokens came from the cache.
 
-        Type `/help` for what else can be typed. Lines also come from a pipe.
+        Type `/help` for the commands. Lines may also come from a pipe.
         """
         settings["model"] = one_model(checkpoint, settings.get("model"))
         SAMPLING.build(settings)
@@ -67,7 +67,7 @@ def chat_command(
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """What has been said so far, and where it goes on."""
+    """A conversation so far, with the engine and screen that continue it."""
 
     engine: StreamingEngine
     screen: Screen
@@ -77,7 +77,7 @@ class Conversation:
     _newest: RequestOutput | None = None
 
     def run(self, stdin: TextIO) -> None:
-        """Answer line after line until the end."""
+        """Answer line after line until the input ends."""
         for line in lines(stdin):
             command, _, rest = line.partition(" ")
             match command:
@@ -101,9 +101,8 @@ class Conversation:
                     self._answer(line)
 
     def _answer(self, text: str) -> None:
-        """One turn. What was answered before Ctrl-C stays in the conversation; a turn that brought
-        nothing is taken back.
-        """
+        """Run one turn. Text answered before Ctrl-C stays in the conversation; a turn without any
+        text is removed."""
         self._newest = None
         head = [{"role": "system", "content": self.system}] if self.system else []
         self.turns.append({"role": "user", "content": text})
@@ -128,7 +127,7 @@ class Conversation:
 
 
 def lines(stdin: TextIO) -> Iterator[str]:
-    """What is typed, line by line, with the terminal's own editing where there is one."""
+    """Yields the typed lines; a terminal's line editing is used if there is one."""
     if not stdin.isatty():
         yield from (line.strip() for line in stdin)
         return

@@ -1,11 +1,11 @@
-"""`--config FILE`: flags of a command line in a YAML file, as `vllm serve` has them.
+"""`--config FILE` reads a command line's flags from a YAML file, in the format of `vllm serve`.
 
     model: ./checkpoint
     max-model-len: 32768
     served-model-name: [a, b]
     speculative-config: {method: mtp, num_speculative_tokens: 2}
 
-The command line overrides the file. Values are taken as they are written: 1.10 stays 1.10.
+The command line overrides the file. Values are taken as written: 1.10 stays 1.10.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from milepost.errors import ConfigError
 
 _FLAG = "--config"
 _NAMED = re.compile(r"--([\w-]+)|^(\w+): |\b(\w+)=")
-"""How messages name a flag, or the field of a configuration that is one."""
+"""Finds the flag, or the configuration field, that a message is about."""
 
 ConfigFile = Annotated[
     Path | None,
     Parameter(help="YAML file with more of these flags; those given here come first."),
 ]
-"""The flag, for commands to list: its file is read before they are called."""
+"""The `--config` flag, for commands to list: its file is read before they are called."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A command line, with the flags of the file that it names behind its own."""
+    """A command line, followed by the flags of the file that it names."""
 
     words: list[str]
     path: str = ""
     lines: Mapping[str, int] = field(default_factory=dict)
-    """Of the flags that come from the file, by their names."""
+    """Maps each flag that comes from the file to its line."""
 
     def placed(self, message: str) -> str:
-        """A message about the command line; where it is about a flag of the file, with the line."""
+        """Adds the file and line to a message about a flag from the file; returns others
+        unchanged."""
         found = _NAMED.search(message)
         line = self.lines.get(_plain(found[found.lastindex or 0])) if found else None
         return message if line is None else f"{_FLAG} {self.path}, line {line}: {message}"
@@ -57,7 +58,7 @@ class _FileFlag:
 
 
 def with_file(arguments: Sequence[str]) -> Arguments:
-    """The arguments, and what is in the file that they name. Raises ConfigError."""
+    """Returns the arguments with the flags of the file that they name. Raises ConfigError."""
     own, path, todo = list[str](), None, list(reversed(arguments))
     while todo:
         token = todo.pop()
@@ -81,12 +82,12 @@ def with_file(arguments: Sequence[str]) -> Arguments:
 
 
 def _plain(token: str) -> str:
-    """A flag's name, whichever way it is written, and whether it is switched on or off."""
+    """Returns a flag's full name without dashes, for any spelling, switched on or off."""
     return full_name(token.partition("=")[0].partition(".")[0]).removeprefix("no-")
 
 
 def _read(path: str) -> Mapping[str, _FileFlag]:
-    """The flags of a file by their names."""
+    """Reads the flags of a file, by name."""
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
         root = loader.get_single_node()
@@ -133,8 +134,8 @@ def _problem(path: str, mark: yaml.Mark | None, what: str) -> ConfigError:
 
 
 def _words(loader: yaml.SafeLoader, name: str, value: yaml.Node) -> Iterator[str]:
-    """A flag as it stands on a command line; a list is the flag several times. Raises TypeError,
-    ValueError and YAMLError for what cannot be one."""
+    """Yields a flag's words as on a command line; a list repeats the flag. Raises TypeError,
+    ValueError or YAMLError for a value that no flag can have."""
     for node in value.value if isinstance(value, yaml.SequenceNode) else [value]:
         kind = node.tag.rpartition(":")[2]
         if kind == "bool":

@@ -1,7 +1,7 @@
 """Shows answers and cache reports to a person.
 
-Answers go to standard output as they come, and nothing else does, so that they can be piped;
-headings, reports and errors go to standard error. The clock is injected.
+Answers go to standard output as they come, and nothing else does, so that they can be piped.
+Headings, reports and errors go to standard error. The clock is injected.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from milepost.sampling_params import SamplingParams
 _BAR_WIDTH = 24
 _SNIPPET_LEN = 48
 _OTHER_COLUMNS_WIDTH = 54
-"""What the summary's columns besides the prompt take, with the space between them."""
+"""Width of the summary's columns besides the prompt, with the space between them."""
 _LEAST_PROMPT_WIDTH = 12
 _CONTROLS = {code: "\ufffd" for code in range(32) if chr(code) not in "\n\t"} | {127: "\ufffd"}
-"""Control characters, which would let an answer steer the terminal."""
+"""Control characters, replaced so that an answer cannot control the terminal."""
 
 
 def text_of(answer: CompletionOutput) -> str:
-    """What to show of an answer with text."""
+    """Returns the text to show for an answer with text."""
     return answer.text
 
 
 def ids_of(answer: CompletionOutput) -> str:
-    """What to show of an answer without text: its token ids."""
+    """Returns the token ids to show for an answer without text."""
     return "".join(f"{token_id} " for token_id in answer.token_ids)
 
 
@@ -50,7 +50,7 @@ class Shown:
 
 @dataclass(slots=True, kw_only=True)
 class Screen:
-    """Where answers and reports go."""
+    """Shows answers and reports."""
 
     answers: TextIO
     reports: Console
@@ -58,7 +58,8 @@ class Screen:
 
     @contextmanager
     def waiting(self, message: str) -> Iterator[Callable[[], None]]:
-        """A spinner while something runs, on a terminal only; call the result to end it early."""
+        """Shows a spinner while something runs, on a terminal only. Call the result to end it
+        early."""
         if not self.reports.is_terminal:
             yield lambda: None
             return
@@ -66,7 +67,7 @@ class Screen:
             yield status.stop
 
     def loading(self, model: str | None) -> None:
-        """Say on a terminal what is being loaded; bars of what takes long follow below."""
+        """Say on a terminal which model is being loaded; progress bars follow below."""
         if self.reports.is_terminal:
             self.note(f"loading {model or 'the embedded model'}")
 
@@ -85,7 +86,7 @@ class Screen:
     ) -> Shown:
         """Write the answers of one request as they come, then its report.
 
-        `visible` says what of an answer is shown; it only ever grows at its end.
+        `visible` returns the shown text of an answer; it may only grow at the end.
         """
         start = self.clock()
         first_token_s: float | None = None
@@ -106,7 +107,7 @@ class Screen:
         return shown
 
     def summary(self, requests: list[Shown]) -> None:
-        """A table of several requests, and what the cache gave in all."""
+        """Show a table of several requests, and the cache's total share."""
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title_justify="left")
         bar_width = _BAR_WIDTH // 2
         table.add_column("#", justify="right", min_width=2)
@@ -143,11 +144,11 @@ class Screen:
         self._line(Text(line))
 
     def note(self, message: str) -> None:
-        """Something that is no answer."""
+        """Show a message that is not part of an answer."""
         self._line(Text(message, style="dim"))
 
     def error(self, message: str) -> None:
-        """One line that says what went wrong."""
+        """Show an error in one line."""
         self._line(Text.assemble(("milepost: ", "bold"), ("error: ", "bold red"), message))
 
     def _report(self, shown: Shown, params: SamplingParams) -> None:
@@ -176,7 +177,7 @@ class Screen:
 
 
 class _AnswerWriter:
-    """Writes the cumulative answers of one request: one after the other, each as it grows."""
+    """Writes the cumulative answers of one request, one after the other, each as it grows."""
 
     def __init__(self, screen: Screen, visible: Callable[[CompletionOutput], str]) -> None:
         self._screen = screen
@@ -198,7 +199,7 @@ class _AnswerWriter:
             self._screen.reports.print(Text(f"answer {self._index + 1}", style="dim"))
 
     def end(self) -> None:
-        """Leave the cursor at the beginning of a line."""
+        """Move the cursor to the beginning of a line."""
         if self._last != "\n":
             self._out("\n")
 
@@ -214,20 +215,20 @@ class _AnswerWriter:
 
 
 def snippet(text: str) -> str:
-    """The beginning of a text, on one line."""
+    """Returns the beginning of a text, on one line."""
     line = " ".join(text[: 4 * _SNIPPET_LEN].split()).translate(_CONTROLS)
     return line if len(line) <= _SNIPPET_LEN else line[: _SNIPPET_LEN - 1] + "…"
 
 
 def seconds(duration: float) -> str:
-    """A duration with as many digits as mean something."""
+    """Formats a duration with as many digits as are meaningful."""
     if duration < 0.9995:
         return f"{duration * 1000:.0f} ms"
     return f"{duration:.1f} s" if duration < 100 else f"{duration:.0f} s"
 
 
 def ending(answer: CompletionOutput, params: SamplingParams) -> str:
-    """Why an answer ended, and which flag changes that."""
+    """Says why an answer ended, and which flag changes that."""
     if answer.finish_reason == "length":
         if params.max_tokens is not None and len(answer.token_ids) >= params.max_tokens:
             return f"cut off by --max-tokens {params.max_tokens}"
@@ -240,7 +241,7 @@ def ending(answer: CompletionOutput, params: SamplingParams) -> str:
 
 
 def _counts(shown: Shown) -> tuple[int, int]:
-    """Cached and all prompt tokens."""
+    """Returns the numbers of cached and of all prompt tokens."""
     return shown.output.num_cached_tokens, len(shown.output.prompt_token_ids)
 
 
@@ -254,7 +255,7 @@ def _cache_line(report: CacheReport) -> Text:
 
 
 def _bar(part: int, whole: int, width: int = _BAR_WIDTH) -> Text:
-    """A bar that is full only if all of it is there, and empty only if nothing is."""
+    """Draws a bar that is full only for the whole, and empty only for nothing."""
     num_full = max(1, width * part // whole) if part else 0
     return Text.assemble(("━" * num_full, "green"), ("─" * (width - num_full), "dim"))
 

@@ -1,7 +1,8 @@
-"""Command-line flags made from the configuration's dataclasses.
+"""Makes command-line flags from the configuration's dataclasses.
 
-One flag per field: its name with dashes, its type, its default, and the docstring under it as help.
-So a default and its description are in one place, and a new field is a new flag.
+There is one flag per field, with the field's name in dashes, its type, its default, and the
+docstring under it as help. So a default and its description are in one place, and a new field is a
+new flag.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from milepost.errors import ConfigError
 C = TypeVar("C")
 
 SHORT = {"tensor_parallel_size": "-tp"}
-"""Fields whose flags have a second name, as vLLM's have it."""
+"""Fields whose flags have a second name, as in vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags(Generic[C]):
     """The flags of one dataclass.
 
-    `renamed` maps a field to the flag's name where another dataclass has the same; `left_out` names
-    fields that only the Python API has; `defaults` are the command's own.
+    `renamed` maps a field to another flag name if two dataclasses share a field name; `left_out`
+    names fields that only the Python API has; `defaults` are the command's own.
     """
 
     config: type[C]
@@ -38,10 +39,10 @@ class Flags(Generic[C]):
     left_out: Collection[str] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     with_negative: Collection[str] = ()
-    """Fields that are off by default and have a flag that says so."""
+    """Fields that are off by default but also have a `--no-` flag."""
 
     def parameters(self) -> list[inspect.Parameter]:
-        """One keyword-only parameter per flag, annotated for cyclopts."""
+        """Returns one keyword-only parameter per flag, annotated for cyclopts."""
         hints = get_type_hints(self.config)
         docs = field_docs(self.config)
         return [
@@ -51,11 +52,12 @@ class Flags(Generic[C]):
         ]
 
     def build(self, values: Mapping[str, Any]) -> C:
-        """The dataclass from a call's values by parameter name; raises what it raises."""
+        """Builds the dataclass from a call's values by parameter name. Raises the dataclass's
+        errors."""
         return self.config(**self.given(values))
 
     def given(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The dataclass' fields that a call names or the command sets, with their values."""
+        """Returns the fields that a call or the command sets, with their values."""
         own = [field.name for field in fields(self.config) if field.name not in self.left_out]  # type: ignore[arg-type]
         names = {name: self._name(name) for name in own}
         named = {field: values[name] for field, name in names.items() if name in values}
@@ -85,8 +87,8 @@ class Flags(Generic[C]):
 
 
 def whole(hint: Any) -> Callable[[Any, Sequence[Token]], Any]:
-    """Converts to this type of whole numbers. Raises CoercionError for a fraction, which cyclopts
-    would round."""
+    """Makes a converter to whole numbers of this type. It raises CoercionError for a fraction,
+    which cyclopts would round."""
 
     def converted(_kind: Any, tokens: Sequence[Token]) -> Any:
         for token in tokens:
@@ -99,14 +101,14 @@ def whole(hint: Any) -> Callable[[Any, Sequence[Token]], Any]:
 
 Whole = Annotated[int, Parameter(converter=whole(int))]
 WholeOrNone = Annotated[int | None, Parameter(converter=whole(int | None))]
-"""For flags that are not made from a field."""
+"""Types for flags that are not made from a field."""
 
 
 def _has_fraction(text: str) -> bool:
     try:
         return not float(text).is_integer()
     except ValueError:
-        return False  # what it is instead is told by who converts it
+        return False  # the converter explains why it is not a number
 
 
 def _is_whole(hint: Any) -> bool:
@@ -114,7 +116,7 @@ def _is_whole(hint: Any) -> bool:
 
 
 def add_flags(command: Callable[..., C], flags: Sequence[Flags[Any]]) -> Callable[..., C]:
-    """Give a command that takes `**values` the flags in place of it; returns the command."""
+    """Give a command with `**values` these flags in place of `values`; returns the command."""
     own = [
         parameter
         for parameter in inspect.signature(command, eval_str=True).parameters.values()
@@ -127,7 +129,7 @@ def add_flags(command: Callable[..., C], flags: Sequence[Flags[Any]]) -> Callabl
 
 
 def one_model(behind_command: str | None, flag: str | None) -> str | None:
-    """The model of a command line. Raises ConfigError for two."""
+    """Returns the model of a command line. Raises ConfigError if it names two."""
     if behind_command is not None and flag not in (None, behind_command):
         raise ConfigError(f"{behind_command} --model {flag}: name one model")
     return flag if behind_command is None else behind_command
@@ -135,7 +137,7 @@ def one_model(behind_command: str | None, flag: str | None) -> str | None:
 
 @functools.cache
 def field_docs(config: type) -> Mapping[str, str]:
-    """The string under each field of a dataclass, as one paragraph."""
+    """Returns the docstring under each field of a dataclass, as one paragraph."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
     assert isinstance(body, ast.ClassDef)
     docs = {}
@@ -154,8 +156,8 @@ def _string(statement: ast.stmt) -> str | None:
 
 
 def _flag_type(hint: Any) -> Any:
-    """What a flag parses; for `Sequence[X] | X | None` a list that grows with each use, for a
-    dataclass of its own the JSON of one."""
+    """Returns the type that a flag parses: for `Sequence[X] | X | None` a list that grows with each
+    use, for a dataclass its JSON text."""
     for member in get_args(hint):
         if is_dataclass(member):
             return str | None

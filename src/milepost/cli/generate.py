@@ -31,27 +31,27 @@ Prompt = str | Mapping[str, Any]
 
 
 class StreamingEngine(Protocol):
-    """What this command needs of `milepost.LLM`; both streams give cumulative outputs."""
+    """The part of `milepost.LLM` that commands use. Both streams yield cumulative outputs."""
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer; None with skip_tokenizer_init."""
+        """Returns the tokenizer, or None with skip_tokenizer_init."""
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What holds for flags that are not given."""
+        """Returns the sampling parameters used for flags that are not given."""
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams) -> Iterator[RequestOutput]:
-        """Outputs of one prompt: a string, or {"prompt_token_ids": [...]}."""
+        """Yields outputs of one prompt: a string, or {"prompt_token_ids": [...]}."""
 
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams
     ) -> Iterator[RequestOutput]:
-        """Outputs of one conversation."""
+        """Yields outputs of one conversation."""
 
 
 def generate_command(
     open_engine: Callable[[EngineConfig], StreamingEngine], screen: Screen, stdin: TextIO
 ) -> Callable[..., None]:
-    """The command, bound to an engine factory and a terminal."""
+    """Makes the command, for an engine factory and a terminal."""
 
     def generate(
         *prompts: Annotated[str, Parameter(group=PROMPTS, help="What to answer.")],
@@ -84,12 +84,12 @@ def generate_command(
         ] = False,
         **settings: Any,
     ) -> None:
-        """Answer prompts, and show where their tokens came from.
+        """Answer prompts, and show which of their tokens came from the cache.
 
-        Prompts come as arguments, from files, or from standard input. Answers go to standard
-        output as they are made; reports go to standard error.
+        Prompts come as arguments, from files, or from standard input. Answers go to standard output
+        as they are made; reports go to standard error.
         """
-        SAMPLING.build(settings)  # a mistake shows before the weights are loaded
+        SAMPLING.build(settings)  # reports a mistake before the weights are loaded
         config = ENGINE.build(settings)
         _check(system, chat, repeat, config)
         texts = _read_prompts(prompts, prompt_file or [], stdin)
@@ -122,9 +122,9 @@ def _check(system: str | None, chat: bool | None, repeat: int, config: EngineCon
 
 
 def _read_prompts(prompts: Sequence[str], files: Sequence[Path], stdin: TextIO) -> list[str]:
-    """All prompts: arguments, then files; standard input if there is neither.
+    """Returns all prompts: arguments, then files; standard input if there is neither.
 
-    The newline that ends a file is no part of its prompt.
+    A newline at the end of a file is not part of its prompt.
     """
     if not prompts and not files:
         if stdin.isatty():
@@ -151,7 +151,7 @@ def _read_file(path: Path, stdin: TextIO) -> str:
 def _asking(
     engine: StreamingEngine, params: SamplingParams, system: str | None, chat: bool | None
 ) -> Callable[[str], Iterator[RequestOutput]]:
-    """How a prompt's text becomes a request."""
+    """Returns a function that sends a prompt's text as a request."""
     tokenizer = engine.get_tokenizer()
     if tokenizer is None:
         return lambda text: engine.stream({"prompt_token_ids": _token_ids(text)}, params)

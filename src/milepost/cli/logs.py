@@ -1,4 +1,4 @@
-"""Where the logs of a command go: to standard error, as plain lines."""
+"""Sends a command's logs to standard error, as plain lines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 
 _FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _ALWAYS_LOGGED = {"milepost.access": "%(message)s", "milepost.stats": _FORM}
-"""Logs that have switches of their own, and their form. Only servers write to them."""
+"""Logs with switches of their own, and their formats. Only servers write to them."""
 
 
 def log_to_stderr(is_detailed: bool) -> None:
-    """Warnings and errors, and with `is_detailed` what the engine does."""
+    """Log warnings and errors, and with `is_detailed` the engine's actions too."""
     logging.basicConfig(
         level=logging.INFO if is_detailed else logging.WARNING,
         format=_FORM,

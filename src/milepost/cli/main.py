@@ -1,7 +1,7 @@
-"""The command `milepost`: parses the command line, and turns every outcome into an exit status.
+"""The `milepost` command: parses the command line, and turns every outcome into an exit status.
 
-0 is success, 1 a server whose engine died or a full disk behind the output, 2 a mistake of the user
-(one line on standard error, no traceback), 130 Ctrl-C, 141 output whose reader went away.
+0 means success, 1 a server whose engine died or an output on a full disk, 2 a user's mistake (one
+line on standard error, no traceback), 130 Ctrl-C, 141 an output whose reader has closed it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def build_app(
     stdin: TextIO,
     serve: Serve,
 ) -> App:
-    """All commands."""
+    """Builds the application with all commands."""
     app = App(
         name="milepost",
         help="Runs hybrid language models with a prefix cache that hits, and says why.",
@@ -97,7 +97,7 @@ def build_app(
 
 
 def open_llm(config: EngineConfig) -> StreamingEngine:
-    """The real engine. Loads the weights; raises ConfigError and WeightsError."""
+    """Opens the real engine and loads its weights. Raises ConfigError and WeightsError."""
     return milepost.LLM(**asdict(config))
 
 

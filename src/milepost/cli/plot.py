@@ -1,4 +1,4 @@
-"""Plots of a simulation; needs matplotlib, the extra `plot`."""
+"""Plots a simulation with matplotlib, which the extra `plot` installs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from milepost.simulator.results import ResultRow
 
 
 def require(path: Path) -> None:
-    """Raises if nothing can be drawn there: asked before replays that may take hours."""
+    """Raises ConfigError if no plot can be drawn there; called before replays that may take
+    hours."""
     if importlib.util.find_spec("matplotlib") is None:
         raise missing("--plot", "matplotlib", "plot")
     if not path.parent.is_dir():
@@ -20,9 +21,8 @@ def require(path: Path) -> None:
 
 
 def draw(rows: Sequence[ResultRow], path: Path, bound: float) -> None:
-    """Hit rate with its bound, and p90 time to first token where there is time, over memory: a line
-    a policy.
-    """
+    """Draw the hit rate with its bound, and the p90 time to first token if there is time, over
+    memory. Each policy is a line."""
     from matplotlib.figure import Figure
 
     has_time = rows[0].ttft_p90_s is not None

@@ -36,7 +36,7 @@ _OF_REQUESTS = (
     "reasoning_parser",
     "special_tokens_in_content",
 )
-"""Fields of ServerConfig that mean something without a socket."""
+"""Fields of ServerConfig that have a meaning without a socket."""
 REQUESTS = Flags(
     config=ServerConfig,
     group=Group("Requests", sort_key=1),
@@ -48,7 +48,7 @@ REQUESTS = Flags(
 
 
 def run_batch_command(reports: Console) -> Callable[..., int]:
-    """The command, bound to where its summary goes."""
+    """Makes the command; it prints its summary to `reports`."""
 
     def run_batch(
         *,
@@ -66,10 +66,10 @@ def run_batch_command(reports: Console) -> Callable[..., int]:
         """Answer the requests of a file.
 
         Lines are those of OpenAI's batch files: {"custom_id": "1", "method": "POST", "url":
-        "/v1/chat/completions", "body": {...}}. One that cannot be answered gets an `error`, and the
-        exit status is 1. Command lines of `vllm run-batch` are taken as they are.
+        "/v1/chat/completions", "body": {...}}. A request that cannot be answered gets an `error`,
+        and the exit status is 1. Command lines of `vllm run-batch` are accepted.
         """
-        # Nobody reads the access log of a batch: errors stand in the output.
+        # A batch needs no access log: errors are in the output.
         values = {**REQUESTS.given(settings), "access_log": False, "ui": False}
         server, engine = ServerConfig(**values), ENGINE.build(settings)
         _check_files(input_file, output_file)
@@ -90,7 +90,7 @@ def run_batch_command(reports: Console) -> Callable[..., int]:
 
 
 def _check_files(source: Path, target: Path) -> None:
-    """Raise ConfigError for those that cannot be used, before the model is loaded."""
+    """Raises ConfigError for files that cannot be used, before the model is loaded."""
     if not source.is_file():
         raise ConfigError(f"input_file={str(source)!r}: there is no such file")
     if target.is_dir() or not target.parent.is_dir():
@@ -100,7 +100,7 @@ def _check_files(source: Path, target: Path) -> None:
 
 
 def _opened(target: Path) -> BinaryIO:
-    """Raises ConfigError if it cannot be written."""
+    """Opens the output file. Raises ConfigError if it cannot be written."""
     try:
         return target.open("wb")
     except OSError as error:
@@ -108,8 +108,9 @@ def _opened(target: Path) -> BinaryIO:
 
 
 def _runner() -> Callable[..., Any]:
-    """What answers. Raises ConfigError if its libraries are not installed."""
-    without_torch()  # the engine is in a process of its own
+    """Returns the function that answers a batch. Raises ConfigError if its libraries are not
+    installed."""
+    without_torch()  # the engine runs in its own process
     try:
         from milepost.server.batch import run_batch
     except ModuleNotFoundError as error:

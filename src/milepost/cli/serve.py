@@ -32,7 +32,7 @@ Serve = Callable[[ServerConfig, EngineConfig], int]
 
 
 def serve_command(serve: Serve) -> Callable[..., int]:
-    """The command, bound to what serves."""
+    """Makes the command; `serve` runs the server."""
 
     def serve_(
         checkpoint: Annotated[
@@ -46,10 +46,10 @@ def serve_command(serve: Serve) -> Callable[..., int]:
         config: Annotated[ConfigFile, Parameter(group=SERVER.group)] = None,  # noqa: ARG001
         **settings: Any,
     ) -> int:
-        """Serve a model over HTTP, in the shape of OpenAI's API.
+        """Serve a model over HTTP, with OpenAI's API.
 
-        The address goes to standard output once requests are taken; logs go to standard error.
-        Command lines of `vllm serve` are taken as they are; what cannot be served is named.
+        The address goes to standard output once requests are accepted; logs go to standard error.
+        Command lines of `vllm serve` are accepted; flags that cannot be served are named.
         """
         settings["model"] = one_model(checkpoint, settings.get("model"))
         if settings.get("api_key") is None and settings.get("key_file") is None:
@@ -67,8 +67,8 @@ def serve_command(serve: Serve) -> Callable[..., int]:
 
 
 def _keys_of(environment: Mapping[str, str]) -> list[str] | None:
-    """The key that stands there. Under vLLM's name too: a server that is started as before must
-    not answer without it."""
+    """Returns the API key from the environment. vLLM's name counts too: a server that is started as
+    before must not answer without its key."""
     found = environment.get("MILEPOST_API_KEY") or environment.get("VLLM_API_KEY")
     return [found] if found else None
 
@@ -79,8 +79,8 @@ def _admin_keys_of(environment: Mapping[str, str]) -> list[str] | None:
 
 
 def run_server(server: ServerConfig, engine: EngineConfig) -> int:
-    """The real server. Raises ConfigError if its libraries are not installed."""
-    without_torch()  # the engine is in a process of its own
+    """Runs the real server. Raises ConfigError if its libraries are not installed."""
+    without_torch()  # the engine runs in its own process
     try:
         from milepost.server.run import run
     except ModuleNotFoundError as error:
@@ -89,13 +89,13 @@ def run_server(server: ServerConfig, engine: EngineConfig) -> int:
 
 
 def _announce(address: str, subjects: Sequence[tuple[str, str]]) -> None:
-    """The address goes to standard output, for programs; what a person wants to know stands above
-    it, on standard error."""
+    """Print the address to standard output, for programs; facts for a person come first, on
+    standard error."""
     try:
         lines = (f"{name:>13}  {words}" for name, words in subjects)
         print("", *lines, "", sep="\n", file=sys.stderr)
         print(f"Milepost listens on {address}", flush=True)
-    except OSError as error:  # closed or full: nobody reads it, but requests are taken all the same
+    except OSError as error:  # closed or full: nobody reads the address, but the server runs
         logger.warning("the address, %s, cannot be written: %s", address, error.strerror)
         forget_stdout()
 

@@ -35,21 +35,21 @@ COMPARED = ["auto", "forks-cap2", "ends", "interval-cap3", "interval"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One replay."""
+    """One replay: a policy, a seed and a size of memory."""
 
     policy: CachePolicy | Pooled
     seed: int
     gib: float | None = None
     num_slots: int = 0
     kv_tokens: int | None = None
-    """Without this and GiB, slots alone are limited."""
+    """Tokens of KV. Without this and GiB, only slots are limited."""
 
     def __str__(self) -> str:
         size = f"{self.num_slots} slots" if self.gib is None else f"{self.gib:g} GiB"
         return f"{self.policy.name}, {size}"
 
     def sizes(self, cost: CostModel, page_size: int, max_num_seqs: int) -> tuple[int, int]:
-        """Pages and slots, as two pools have them."""
+        """Returns the numbers of pages and slots in two pools."""
         if self.gib is not None:
             return cost.split(int(self.gib * GIB), page_size, max_num_seqs)
         assert self.kv_tokens is not None
@@ -57,15 +57,15 @@ class Cell:
 
 
 def simulate_command(screen: Screen) -> Callable[..., None]:
-    """The command, bound to a terminal."""
+    """Makes the command, for a terminal."""
 
     def simulate(trace: Path, *, settings: Settings | None = None) -> None:
-        """Replay a request trace, and show what each policy reuses with each size of memory.
+        """Replay a request trace, and show what each policy reuses at each memory size.
 
         Parameters
         ----------
         trace
-            JSON lines, plain or gzip; docs/simulator.md says which fields.
+            JSON lines, plain or gzip; docs/simulator.md lists the fields.
         """
         settings = settings or Settings()
         policies = _policies(settings)
@@ -121,9 +121,8 @@ def _rows_of_search(
     policies: Sequence[CachePolicy | Pooled],
     run: Callable[[Cell], ResultRow],
 ) -> list[ResultRow]:
-    """Of each policy the rows of the smallest memory that reaches the target, or of the largest
-    that was tried.
-    """
+    """Returns for each policy the rows of the smallest memory that reaches the target, or of the
+    largest that was tried."""
     assert settings.target_hit_rate is not None
     found: list[ResultRow] = []
     for policy in policies:
@@ -208,7 +207,7 @@ def _is_closed(trace: Trace, settings: Settings) -> bool:
 
 @contextmanager
 def _progress(screen: Screen, label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Shows a bar on a terminal, nothing elsewhere."""
     if not screen.reports.is_terminal:
         yield lambda _done: None
         return
@@ -221,8 +220,8 @@ def _progress(screen: Screen, label: str, total: int) -> Iterator[Callable[[int]
 
 
 def _require(path: Path) -> None:
-    """Raises InvalidRequestError for what `_write` cannot: asked before replays that may take
-    hours."""
+    """Raises InvalidRequestError if `_write` cannot write there; called before replays that may
+    take hours."""
     if str(path) != "-" and (path.is_dir() or not path.parent.is_dir()):
         raise InvalidRequestError(f"--json {path}: name a file in a folder that is there")
 

@@ -1,4 +1,4 @@
-"""`milepost simulate --fleet`: a trace through many engines, once for each routing."""
+"""`milepost simulate --fleet`: replays a trace on many engines, once for each routing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_fleet(
     closed: bool,
     progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
 ) -> Iterable[FleetRow]:
-    """A row for each size, routing, policy and seed."""
+    """Yields a row for each size, routing, policy and seed."""
     cells = product(
         settings.fleet or (),
         settings.gib or (),
@@ -83,7 +83,7 @@ def _maker(
 
 
 def fleet_table(rows: Sequence[FleetRow]) -> Table:
-    """What is reused, how long the first token takes, and how evenly engines work."""
+    """Shows hit rates, times to first token, and how evenly the engines are loaded."""
     names = ["routing", "engines", "GiB", "hit %", "of bound", "ttft p50", "p90", "p99", "busiest"]
     has_pools = any(row.prefill_engines for row in rows)
     table = plain_table(names + (["moved"] if has_pools else []), ("routing",))

@@ -1,4 +1,4 @@
-"""The flags of `milepost simulate`, and which of them can be combined."""
+"""The flags of `milepost simulate`, and the checks of their combinations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from milepost.simulator.tiers import TierSizes
 
 GIB = 2**30
 MAX_GIB = 2**17
-"""Of a memory whose pages are counted one by one."""
+"""Largest simulated memory: its pages are counted one by one."""
 _List = Parameter(negative_iterable=(), consume_multiple=(1, None))
 _Wholes = Parameter(
     negative_iterable=(), consume_multiple=(1, None), converter=whole(list[int] | None)
@@ -27,60 +27,62 @@ _Wholes = Parameter(
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is replayed, and on what. One flag a field."""
+    """Settings of a simulation. Each field is a flag."""
 
     gib: Annotated[list[float] | None, _List] = None
-    """Sizes of the device's memory for KV and states together, in GiB. Where a policy has two
-    pools, a slot for each request that may run and a sixth of the rest are for states."""
+    """Sizes of device memory for KV and states together, in GiB. If a policy has two pools, states
+    get a slot for each request that may run and a sixth of the rest."""
     target_hit_rate: float | None = None
-    """Find the least memory with which each policy hits so many per cent of the prompt tokens."""
+    """Find the least memory with which each policy hits this percentage of the prompt tokens."""
     host_gib: float = 0.0
-    """Host memory, in GiB, for what leaves the device's."""
+    """Host memory, in GiB, for pages and states evicted from the device."""
     disk_gib: float = 0.0
-    """The same on a disk; what goes there goes through host memory."""
+    """Disk space, in GiB, for pages and states evicted from the device; they pass through host
+    memory."""
     host_gb_s: float = 20.0
-    """GB that cross the link to host memory in a second, each way."""
+    """Bandwidth of the link to host memory, in GB per second each way."""
     disk_gb_s: float = 2.0
-    """GB that are read from the disk in a second, or written to it."""
+    """Bandwidth of the disk, in GB per second for reads and for writes."""
     num_slots: Annotated[list[int] | None, _Wholes] = None
-    """Sizes of the slot pool (default 64 128 256 512), where no GiB are given."""
+    """Sizes of the slot pool (default 64 128 256 512), if no GiB are given."""
     kv_tokens: Annotated[list[int] | None, _Wholes] = None
     """Sizes of the page pool in tokens. Without these and GiB, KV is unlimited, time stands still,
     a running request's slot isn't counted, and answers leave no states."""
     policy: Annotated[list[str] | None, _List] = None
-    """Policies to compare, `all` for every one; by default auto, forks-cap2, ends, interval-cap3,
-    interval."""
+    """Policies to compare, or `all`; by default auto, forks-cap2, ends, interval-cap3, interval."""
     seeds: Whole = 1
-    """Replays of each size: the first as recorded, in the others sessions exchange their starts, or
-    the gaps between arrivals are shuffled. The table shows means."""
+    """Number of replays of each size. The first is as recorded; in the others sessions swap their
+    start times, or the gaps between arrivals are shuffled. The table shows means."""
     cost: str = "hybrid-35b-a3b-h200"
     """A shipped cost model or a file."""
     arrivals: Literal["auto", "recorded", "closed"] = "auto"
-    """As recorded, or closed: each session goes on its think time after its last answer. By default
-    closed where the trace has sessions."""
+    """`recorded` keeps the trace's arrivals; with `closed`, each session continues its think time
+    after its last answer. By default closed if the trace has sessions."""
     predict_answers: bool = True
-    """Take an answer to be what the next prompt of its conversation holds in that place."""
+    """Assume that an answer equals the part of the conversation's next prompt in its place."""
     limit: WholeOrNone = None
-    """Read this many requests."""
+    """Number of requests to read."""
     block_size: WholeOrNone = None
-    """Tokens in a block of the trace, where the lengths leave it open."""
+    """Tokens in a block of the trace, if the lengths leave it open."""
     max_num_seqs: Whole = 64
-    """Most requests that run at once."""
+    """Maximum number of requests that run at once."""
     max_num_batched_tokens: Whole = 8192
     """Token budget of one step."""
     fleet: Annotated[list[int] | None, _Wholes] = None
-    """Numbers of engines that the trace is routed to, each with the memory that is given."""
+    """Numbers of engines to route the trace to, each with the given memory."""
     prefill_engines: Whole = 0
-    """Of them, those that only prefill; the others go on with what those lend them."""
+    """Number of these engines that only prefill; the others decode with the KV and states they
+    lend."""
     routing: Annotated[list[str] | None, _List] = None
-    """Ways to route that are compared: round-robin, session (a conversation stays), events (as
-    vllm-router by what engines publish), prefix (as milepost.ray). By default the first three."""
+    """Ways to route to compare: round-robin, session (a conversation stays on its engine), events
+    (like vllm-router, by the engines' KV events), prefix (like milepost.ray). By default the first
+    three."""
     transfer_gb_s: float = 50.0
-    """GB that an engine reads from others in a second."""
+    """Bandwidth between engines, in GB that one engine reads per second."""
     json: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None
     """Write all rows to this file; `-` is standard output, in place of the table."""
     plot: Path | None = None
-    """Write a picture of the hit rate and the p90 time to first token over memory."""
+    """Plot the hit rate and the p90 time to first token over memory to this file."""
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -151,7 +153,7 @@ class Settings:
 
     @property
     def tiers(self) -> TierSizes | None:
-        """Beyond the device's memory."""
+        """Sizes of host and disk memory, or None without host memory."""
         if not self.host_gib:
             return None
         return TierSizes(
@@ -163,5 +165,5 @@ class Settings:
 
     @property
     def has_time(self) -> bool:
-        """Whether KV is limited, and so time passes."""
+        """Whether KV is limited, so that time passes."""
         return bool(self.gib or self.kv_tokens or self.target_hit_rate)

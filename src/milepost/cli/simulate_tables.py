@@ -10,11 +10,11 @@ from milepost.cli.display import seconds
 from milepost.simulator.results import ResultRow
 
 WIDTH = 80
-"""Where the output is no terminal."""
+"""Width of tables if the output is not a terminal."""
 
 
 def hits_table(rows: Sequence[ResultRow]) -> Table:
-    """What is reused, and how long the first token takes."""
+    """Shows hit rates and times to first token."""
     has_time = rows[0].num_pages is not None
     names = ["policy", _size_name(rows), "hit %", "of bound"]
     has_tiers = any(row.host_gib for row in rows)
@@ -34,7 +34,7 @@ def hits_table(rows: Sequence[ResultRow]) -> Table:
 
 
 def rest_table(rows: Sequence[ResultRow]) -> Table:
-    """What is computed and why, and what became of states."""
+    """Shows the computed tokens with their reasons, and the fate of the saved states."""
     table = _table(["policy", _size_name(rows), "computed", "made", "used", "unused", "lost to"])
     for row in rows:
         cells = [f"{row.prefill_tokens / 1e6:.2f} M", f"{row.checkpoints_made}"]
@@ -48,7 +48,7 @@ def _table(names: Sequence[str]) -> Table:
 
 
 def plain_table(names: Sequence[str], texts: Sequence[str]) -> Table:
-    """Without lines; columns but those of texts are numbers."""
+    """Makes a table without lines; all columns except `texts` are numbers."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for name in names:
         is_text = name in texts
@@ -65,6 +65,6 @@ def _size(row: ResultRow) -> str:
 
 
 def _losses(row: ResultRow) -> str:
-    """The two largest, in per cent of the prompt tokens."""
+    """Names the two largest losses, in per cent of the prompt tokens."""
     largest = sorted(row.lost.items(), key=lambda loss: -loss[1])[:2]
     return ", ".join(f"{name} {100 * count / row.queries:.1f}" for name, count in largest)

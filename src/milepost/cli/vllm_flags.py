@@ -1,6 +1,6 @@
 """Translates command lines of `vllm serve`, as people have them in scripts, to `milepost serve`.
 
-What vLLM's names mean here stands in `engine.vllm_names`; this reads a command line by it.
+The tables in `engine.vllm_names` map vLLM's names; this module applies them to a command line.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _LISTS = names(
     "served-model-name api-key cuda-graph-sizes cudagraph-capture-sizes ignore-patterns "
     "lora-modules disable-access-log-for-endpoints"
 )
-"""With any number of values."""
+"""Flags that take any number of values."""
 _SWITCHES = frozenset(
     field.name.replace("_", "-")
     for config in (ServerConfig, EngineConfig)
     for field in fields(config)
     if field.default is False
 )
-"""Flags of ours that are off by default, so that `--no-` before them asks for nothing."""
+"""Our flags that are off by default, so that their `--no-` form has no effect."""
 
 _SINGLE = {
     field.name.replace("_", "-"): 1 if str(field.type).startswith("bool") else 2
@@ -53,12 +53,12 @@ _SINGLE = {
     for field in fields(config)
     if not str(field.type).startswith("Sequence")
 }
-"""Flags of ours that mean one thing, and how many words they take."""
+"""Our flags that take one value, and the number of words they take."""
 
 
 def translated(arguments: Sequence[str]) -> list[str]:
-    """The same in our flags; of one that is there several times the last, as argparse has it.
-    Raises ConfigError for what is not supported."""
+    """Translates a command line to our flags. If a flag is repeated, the last one counts, as in
+    argparse. Raises ConfigError for flags that are not supported."""
     found: list[str] = []
     objects: dict[str, dict[str, str]] = {}
     todo = list(reversed(arguments))
@@ -104,7 +104,7 @@ def _last_of_each(tokens: Sequence[str]) -> list[str]:
 
 
 def _nested(name: str, parts: Mapping[str, str]) -> dict[str, Any]:
-    """The object that `a.b` and its like are keys of, as the flag `name` has them."""
+    """Builds the object that dotted keys such as `a.b` describe, for the flag `name`."""
     found: dict[str, Any] = {}
     for path, part in parts.items():
         *outer, key = path.split(".")
@@ -121,7 +121,8 @@ def _nested(name: str, parts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _split(token: str) -> tuple[str, str, str]:
-    """Name without dashes, `=` if there is one, and what is behind it; no name if it is no flag."""
+    """Splits a token into its name without dashes, `=` if there is one, and the value after it. The
+    name is empty if the token is not a flag."""
     if _LEVEL.fullmatch(token):
         return "optimization-level", "=", token[2:]
     name, sign, value = token.partition("=")
@@ -133,7 +134,7 @@ def _split(token: str) -> tuple[str, str, str]:
 
 
 def _one(name: str, todo: list[str], *, has_model: bool) -> list[str]:
-    """One flag in our words; what follows it is taken from `todo`, whose end comes next."""
+    """Translates one flag. Its values are taken from `todo`, whose end comes next."""
     positive = name.removeprefix("no-")
     if positive in DROPPED or (positive != name and positive in _SWITCHES):
         return []
@@ -153,7 +154,7 @@ def _one(name: str, todo: list[str], *, has_model: bool) -> list[str]:
     if name in ("served-model-name", "api-key") and has_model:
         return [part for value in _values(todo, name) for part in (f"--{name}", value)]
     if name == "hf-token" and (not todo or todo[-1].startswith("-")):
-        return []  # then the one that `hf auth login` has left
+        return []  # the token saved by `hf auth login` is used
     if name in VALUES or name in IN_THOUSANDS:
         own = VALUES.get(name, {})
         value = _value(todo, name)
@@ -169,7 +170,7 @@ def _value(todo: list[str], name: str) -> str:
 
 
 def _values(todo: list[str], name: str) -> list[str]:
-    """One value; of a list those up to the next flag."""
+    """Takes one value; for a flag with a list, all values up to the next flag."""
     found = [_value(todo, name)]
     while name in _LISTS and todo and not todo[-1].startswith("-"):
         found.append(todo.pop())
@@ -184,11 +185,11 @@ def _json(text: str) -> object:
 
 
 def full_name(flag: str) -> str:
-    """A flag's name in our words, without dashes before it."""
+    """Returns a flag's full name in our spelling, without leading dashes."""
     name = _SHORT.get(flag, flag).lstrip("-").replace("_", "-")
     return SAME.get(name, name)
 
 
 def known() -> Iterable[str]:
-    """All flags that are taken out, renamed or refused here."""
+    """Returns all flags that are dropped, renamed or refused here."""
     return (*SAME, *DROPPED, *DROPPED_WITH_VALUE, *ONLY, *REFUSED)
