@@ -163,8 +163,7 @@ class EngineConfig:
 
     @property
     def kv_exchange(self) -> KVTransferConfig | None:
-        """How KV is exchanged with other engines; None if it is not, as where no peers are
-        listed."""
+        """Settings of the KV exchange with other engines, or None if no peers are listed."""
         wanted = self.kv_transfer_config
         return wanted if wanted is not None and wanted.peers else None
 

@@ -19,7 +19,7 @@ MAX_DEPTH = 64
 """Deepest nesting of objects and lists; published files have six levels."""
 
 _FLOAT = "__float__"
-"""Key that marks numbers that JSON does not have, as transformers writes them."""
+"""Key for numbers missing from JSON, such as infinity, as transformers writes them."""
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 

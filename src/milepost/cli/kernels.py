@@ -12,7 +12,7 @@ from milepost.cli.display import Screen
 
 
 def kernels_command(screen: Screen) -> Callable[..., None]:
-    """The command, bound to a terminal."""
+    """Makes the command, for a terminal."""
 
     def kernels(
         model: Annotated[str, Parameter(help="A folder with config.json, or a name on the hub.")],
@@ -23,11 +23,11 @@ def kernels_command(screen: Screen) -> Callable[..., None]:
     ) -> None:
         """Show which kernels multiply the model's weights, by the number of tokens of a step.
 
-        Needs no GPU if a chip is named, and of the model its configuration alone. For each kernel
-        it says in which order it adds up, and why the one before it in the table of kernels does
-        not serve.
+        A GPU is needed only if no chip is named; of the model, only its configuration is read. Each
+        kernel is listed with its order of summation, and with the reason why the kernel before it
+        in the table does not serve.
         """
-        # Imported where it is used: torch and the models take seconds.
+        # Imported here because torch and the models take seconds to import.
         from milepost.kernels.device import hopper_kernels as allowed
         from milepost.models.kernel_list import COLUMNS, list_kernels
 

@@ -121,8 +121,8 @@ def _rows_of_search(
     policies: Sequence[CachePolicy | Pooled],
     run: Callable[[Cell], ResultRow],
 ) -> list[ResultRow]:
-    """Returns for each policy the rows of the smallest memory that reaches the target, or of the
-    largest that was tried."""
+    """Returns each policy's rows for the smallest memory that reaches the target, or for the
+    largest one tried."""
     assert settings.target_hit_rate is not None
     found: list[ResultRow] = []
     for policy in policies:

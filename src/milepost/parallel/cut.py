@@ -42,7 +42,7 @@ class Cut:
         return Cut(self.full * unit, spans)
 
     def within(self, unit: int, what: str) -> Cut:
-        """Returns this cut in blocks of `unit` entries, of which the last may be smaller. Raises
+        """Returns this cut in blocks of `unit` entries; the last block may be smaller. Raises
         ConfigError, naming the tensor, if a rank's part is not whole blocks."""
         ends = {end for first, count in self.spans for end in (first, first + count)}
         if any(end % unit for end in ends - {self.full}):

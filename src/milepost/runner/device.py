@@ -263,8 +263,8 @@ class DeviceExecutor:
 
     @_as_made
     def measure(self, capacity: Capacity) -> int:
-        """Returns the most bytes that such a step takes, measured with padding, which takes as much
-        as any step that fits."""
+        """Returns the most bytes that such a step takes. Padding is measured, which takes as much
+        as any step of that size."""
         device = self._pools.device
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

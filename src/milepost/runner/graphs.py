@@ -24,9 +24,9 @@ _MIXED_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512)
 _LONG_TOKENS = (768, 1024, 1536, 2048, 3072)
 """Also captured for models that are launch-bound at this many tokens."""
 _FEW_SEQUENCES = 4
-"""Most steps after a cache hit have one sequence. Padding to many sequences starts programs that
-only return, and starting them takes longer than the kernels run. In long steps they are a hundredth
-of the time."""
+"""Number of sequences in the smaller graph of a short mixed step: most steps after a cache hit have
+one. Padding to many sequences starts programs that only return, and starting them takes longer than
+the kernels run. In long steps they are a hundredth of the time."""
 _FINE_DECODES = (1, 2, 4, 8)
 _DECODE_STEP = 8
 _VERIFY_DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)

@@ -47,8 +47,8 @@ class Executor(Protocol):
     """Computes a step; launches may return before the device is done."""
 
     keeps_counts: bool
-    """Whether it counts the tokens of answers itself, so that penalties need not wait for the
-    host."""
+    """Whether it counts the tokens of answers itself, so that penalties need not wait for tokens to
+    be read."""
 
     def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
         """Queue a forward pass after the work that is queued already.
@@ -130,8 +130,8 @@ class Runner:
         self._copy(plan)
 
     def _copy(self, plan: StepPlan) -> None:
-        """Queue a plan's copies, which precede its computation: moves with the stores between them,
-        then the loads that a carrier of ours makes."""
+        """Queue the copies that precede a plan's computation: moves with the stores between them,
+        then the loads, except those that another part makes."""
         num_moved = 0
         for num_moves, stores in groupby(plan.stores, attrgetter("num_moves")):
             self.pools.move_pages(plan.moves[num_moved:num_moves])

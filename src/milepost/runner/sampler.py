@@ -129,8 +129,8 @@ class Sampler:
 
 
 class _Constants:
-    """Sampling parameters that stay the same from token to token, as columns of `StepRows`, with a
-    place for each request that may sample in one step."""
+    """Constant sampling parameters of requests, as columns of `StepRows`, with a place for each
+    request that may sample in one step."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self.ints = np.zeros((num_rows, layout.NUM_INTS), np.int32)

@@ -31,8 +31,8 @@ class Drafter(Protocol):
         ...
 
     def is_ready(self, request: Request) -> bool:
-        """Whether there will be drafts after the token that a step in flight samples, as far as
-        that can be told without the token."""
+        """Whether there will be drafts after a token that is still being sampled by a step in
+        flight, judged without knowing it."""
         ...
 
     def forget(self, request: Request) -> None:

@@ -1,5 +1,5 @@
-"""Drafts the tokens that followed the longest suffix of the text that occurred before, in the
-request itself or in an earlier answer under the same prefix.
+"""Drafts the tokens that followed an earlier occurrence of the text's longest possible suffix, in
+the request itself or in an earlier answer under the same prefix.
 
 After Oliaro et al., SuffixDecoding (arXiv 2411.04975): a longer match means more drafts, and a
 token is as likely as it was to follow there before. Their tree keeps counts for every run up to its

@@ -8,7 +8,7 @@ from __future__ import annotations
 _NEW = 0.2
 """Weight of the newest measurement, once there are many."""
 NUM_FIRST = 3
-"""Number of first measurements of which the shortest counts: the first may include compiling."""
+"""Number of first measurements. The shortest of them counts, as the first may include compiling."""
 
 
 class _Cell:
