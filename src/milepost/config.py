@@ -292,7 +292,8 @@ def _types() -> dict[str, Any]:
 
 
 def _check_type(name: str, value: object) -> None:
-    """Raises ConfigError unless the value has its field's type: no string counts as a flag."""
+    """Raises ConfigError unless the value has its field's type; a string is never taken for a
+    boolean."""
     wanted = _types()[name]
     if get_origin(wanted) is Literal:
         choices = get_args(wanted)

@@ -12,9 +12,10 @@ PERCENTILES = (50, 90, 99)
 
 
 def summarize(results: Sequence[Result], seconds: float) -> dict[str, Any]:
-    """Returns one JSON row: counts, rates, latencies in milliseconds, and the cache's hit rate.
+    """Returns one JSON row: counts, rates, latencies in milliseconds, and the tokens that came from
+    the cache.
 
-    None stands for a number that the server does not report.
+    None stands for a number missing from the server's report.
     """
     good = [result for result in results if result.is_complete]
     prompt = _total(result.usage.get("prompt_tokens") for result in good)
