@@ -88,7 +88,7 @@ class SamplingParams:
     """Parameters of one request; raises InvalidRequestError for values that contradict each other.
 
     `stop`, `stop_token_ids`, `allowed_token_ids` and `bad_words` are stored as tuples, whatever
-    they were given as.
+    they were given as, and `logit_bias` as a copy.
     """
 
     temperature: float = 1.0
@@ -151,6 +151,8 @@ class SamplingParams:
         self._check_penalties()
         self._check_counts()
         self._check_seed()
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         object.__setattr__(self, "stop", self._checked_stop())
         object.__setattr__(self, "stop_token_ids", self._checked_stop_token_ids())
         object.__setattr__(self, "allowed_token_ids", self._checked_allowed_token_ids())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -20,6 +21,7 @@ from milepost.engine.metrics import Metric
 from milepost.engine.outputs import RequestOutput
 from milepost.engine.prompts import Prompt, PromptLike, read_prompt
 from milepost.engine.requests import Job
+from milepost.engine.thread import EngineThread
 from milepost.engine.vllm_names import own_options
 from milepost.errors import ConfigError, InvalidRequestError
 from milepost.sampling_params import SamplingParams, check_unicode
@@ -34,6 +36,9 @@ class LLM:
     `milepost generate --help` lists too; the arguments of vLLM's `LLM` are taken as they are
     (`engine.vllm_names`), or refused with what to do instead.
 
+    Several threads may use one: their requests are served together. What ends one caller, such as
+    Ctrl-C, ends no other's requests.
+
     Without a model the embedded one is used. Raises ConfigError, UnsupportedModelError,
     WeightsError.
     """
@@ -44,6 +49,8 @@ class LLM:
         model = str(model) if isinstance(model, PathLike) else model
         options.setdefault("disable_log_stats", True)
         self.llm_engine = Engine(EngineConfig(model=model, **options))
+        self._thread = EngineThread(self.llm_engine)
+        self._tokenizing = threading.Lock()
 
     def generate(
         self,
@@ -111,7 +118,7 @@ class LLM:
 
         Closing the iterator early ends the request.
         """
-        return self._stream(read_prompt(prompt, self.get_tokenizer()), sampling_params)
+        return self._stream(self._prompt(prompt), sampling_params)
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
@@ -130,15 +137,20 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages and states; False while requests are running."""
-        return self.llm_engine.reset_prefix_cache()
+        return self._thread.run(self.llm_engine.reset_prefix_cache)
 
     def get_metrics(self) -> list[Metric]:
         """All counters and gauges of this moment."""
-        return self.llm_engine.get_metrics()
+        return self._thread.run(self.llm_engine.get_metrics)
+
+    def _prompt(self, prompt: PromptLike) -> Prompt:
+        """With token ids; not every tokenizer serves two threads at once."""
+        with self._tokenizing:
+            return read_prompt(prompt, self.get_tokenizer())
 
     def _read(self, index: int, prompt: PromptLike) -> Prompt:
         try:
-            return read_prompt(prompt, self.get_tokenizer())
+            return self._prompt(prompt)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"prompt {index}: {error}") from error
 
@@ -159,13 +171,15 @@ class LLM:
         template_kwargs = dict(chat_template_kwargs or {})
         if chat_template is not None:
             template_kwargs["chat_template"] = chat_template
-        rendered = chat.render(
+        composed = chat.compose(
             tokenizer,
             messages,
             chat_template_kwargs=template_kwargs,
             check=check_unicode,
             **options,
         )
+        with self._tokenizing:
+            rendered = chat.tokenized(tokenizer, composed)
         marks = rendered.marks[: self.llm_engine.config.max_cache_marks]
         salt = {"cache_salt": cache_salt} if cache_salt is not None else {}
         return read_prompt(
@@ -185,56 +199,76 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = self._params_for(sampling_params, len(prompts))
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                self.llm_engine.check(prompt, own)
-            except InvalidRequestError as error:
-                raise InvalidRequestError(f"prompt {index}: {error}") from error
+        wanted = list(zip(prompts, params, strict=True))
+        self._thread.run(self._check, wanted)
         jobs: list[Job] = []
         try:
-            for prompt, own in zip(prompts, params, strict=True):
-                jobs.append(self.llm_engine.queue(prompt, own))
+            self._thread.run(self._queue, wanted, jobs)
             self._finish(jobs, use_tqdm)
         finally:  # an interruption leaves nothing queued
-            for job in jobs:
-                if not job.is_finished:
-                    self.llm_engine.abort(job)
-            self.llm_engine.flush()
+            self._thread.tidy(self._give_up, jobs)
         if not self.llm_engine.config.disable_log_stats:
             self._log_stats()
         return [job.output() for job in jobs]
 
     def _finish(self, jobs: list[Job], use_tqdm: bool) -> None:
-        """Step until all jobs are over."""
+        """Have steps run until all jobs are over."""
+        left = jobs
         with _bar(len(jobs), is_shown=use_tqdm) as advance:
-            while not all(job.is_finished for job in jobs):
-                done = [job for job in self.llm_engine.step() if job.is_finished]
-                advance(len(done))
+            while left:
+                self._thread.steps(lambda left=left: all(job.is_finished for job in left), bool)
+                num_before = len(left)
+                left = [job for job in left if not job.is_finished]
+                advance(num_before - len(left))
 
     def _stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None
     ) -> Iterator[RequestOutput]:
         (params,) = self._params_for(sampling_params, 1)
-        self.llm_engine.check(prompt, params)
+        self._thread.run(self.llm_engine.check, prompt, params)
         return self._outputs(prompt, params)
 
     def _outputs(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
         """Queues the prompt when the first output is asked for: an iterator that is never begun
         leaves nothing behind.
         """
-        job = self.llm_engine.add(prompt, params)
+        jobs: list[Job] = []
         num_shown = 0
         try:
-            while num_shown < job.num_output_tokens or not job.is_finished:
-                if num_shown == job.num_output_tokens:
-                    self.llm_engine.step()
-                    continue
-                num_shown = job.num_output_tokens
-                yield job.output()
+            self._thread.run(self._queue, [(prompt, params)], jobs)
+            (job,) = jobs
+            while not job.is_finished or num_shown < job.num_output_tokens:
+                found = self._thread.steps(
+                    lambda num=num_shown: num < job.num_output_tokens or job.is_finished,
+                    lambda: (job.num_output_tokens, job.output()),
+                )
+                if found is not None and found[0] > num_shown:
+                    num_shown, output = found
+                    yield output
         finally:
+            self._thread.tidy(self._give_up, jobs)
+
+    # --- on the engine's thread -------------------------------------------------------------------
+
+    def _check(self, wanted: Sequence[tuple[Prompt, SamplingParams]]) -> None:
+        for index, (prompt, params) in enumerate(wanted):
+            try:
+                self.llm_engine.check(prompt, params)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {index}: {error}") from error
+
+    def _queue(self, wanted: Sequence[tuple[Prompt, SamplingParams]], jobs: list[Job]) -> None:
+        """Queue prompts that have passed `_check`. `jobs` has those that are queued, also for a
+        caller that no longer waits."""
+        for prompt, params in wanted:
+            jobs.append(self.llm_engine.queue(prompt, params))
+
+    def _give_up(self, jobs: Sequence[Job]) -> None:
+        """Leave nothing of these jobs running."""
+        for job in jobs:
             if not job.is_finished:
                 self.llm_engine.abort(job)
-            self.llm_engine.flush()
+        self.llm_engine.flush()
 
     def _log_stats(self) -> None:
         stats = self.llm_engine.scheduler.cache.stats
