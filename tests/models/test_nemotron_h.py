@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from milepost.errors import UnsupportedModelError
+from milepost import LLM
+from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.models import LoadOptions, load_model
 from tests.checkpoints import save
-from tests.engines import VOCAB_SIZE, open_llm, tokens
+from tests.engines import VOCAB_SIZE, ask, open_llm, tokens
 from tests.models.resuming import Resuming
 
 CONFIGURATIONS = {
@@ -47,6 +48,7 @@ CONFIGURATIONS = {
         "num_key_value_heads": 5,
         "ssm_state_size": 7,
     },
+    "nothing_in_pages": {"hybrid_override_pattern": "M-M-"},
     "shared_expert_of_another_size": {
         "hybrid_override_pattern": "M*E",
         "moe_shared_expert_intermediate_size": 30,
@@ -129,3 +131,19 @@ def test_what_would_be_ignored_is_refused(changes, tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError):
         load_model(tmp_path, LoadOptions(load_format="dummy"))
+
+
+def test_pages_that_hold_nothing_have_a_bound(tmp_path):
+    """Also on the way to host memory and disk; else the host would count a page for each byte."""
+    save("nemotron_h", tmp_path, vocab_size=VOCAB_SIZE, hybrid_override_pattern="M-M-")
+    options = {"skip_tokenizer_init": True, "cpu_cache_gib": 0.1}
+    llm = LLM(str(tmp_path), cache_dir=str(tmp_path / "cache"), cache_disk_gib=0.5, **options)
+    assert llm.llm_engine.scheduler.cache.pages.capacity < 2**17
+    tiers = llm.llm_engine._tiering.tiers
+    assert tiers.host.budgets["pages"].capacity < 2**17
+    assert tiers.disk.budgets["pages"].capacity < 2**17
+    for number, seen in ((0, 0), (1, 0), (0, 192)):
+        (output,) = ask(llm, tokens(200, number))
+        assert output.num_cached_tokens == seen
+    with pytest.raises(ConfigError, match=r"num_pages=1000000000: use at most"):
+        LLM(str(tmp_path), num_pages=10**9, num_slots=4, **options)

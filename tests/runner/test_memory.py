@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from milepost.errors import ConfigError
-from milepost.layers.context import AttentionSpec, ShortConvSpec
-from milepost.runner.memory import GIB, free_bytes, split
+from milepost.layers.context import AttentionSpec, RecurrentSpec, ShortConvSpec
+from milepost.runner.memory import GIB, MAX_PAGES, OneMemory, free_bytes, share, split
 from milepost.runner.pool_shape import PoolShape
 
 CUDA = torch.device("cuda")
@@ -64,3 +64,41 @@ def test_a_cache_without_room_says_how_much_is_missing():
     )
     with pytest.raises(ConfigError, match=r"^0\.000 GiB are left .*: 2\.000 GiB are missing"):
         split(-2 * 2**30, shape, max_num_seqs=4)
+
+
+def shape_of(*specs) -> PoolShape:
+    return PoolShape(specs=specs, page_size=16, dtype=torch.bfloat16, state_dtype=torch.float32)
+
+
+NOTHING_IN_PAGES = shape_of(
+    RecurrentSpec(conv_shape=(256, 3), recurrent_shape=(64, 64, 128), grid=64)
+)
+LITTLE_IN_PAGES = shape_of(AttentionSpec(num_kv_heads=1, head_dim=1))
+LITTLE_IN_BOTH = shape_of(
+    AttentionSpec(num_kv_heads=1, head_dim=1),
+    RecurrentSpec(conv_shape=(4, 3), recurrent_shape=(1, 8, 16), grid=64),
+)
+
+
+@pytest.mark.parametrize("gib", [1, 4, 100])
+@pytest.mark.parametrize("shape", [NOTHING_IN_PAGES, LITTLE_IN_PAGES, LITTLE_IN_BOTH])
+def test_the_host_counts_no_more_pages_and_slots_than_it_can(shape, gib):
+    """However little they hold: on a CPU what it remembers of them is within the budget."""
+    sizes = split(gib * GIB, shape, max_num_seqs=64)
+    assert sizes.num_pages <= min(MAX_PAGES, gib * 2**20)
+    assert sizes.num_slots <= sizes.num_pages + 64
+    assert sizes.num_bytes(shape) <= gib * GIB + shape.slot_bytes
+    one = share(gib * GIB, shape)
+    assert one is None or one.num_units * one.pages_each <= MAX_PAGES
+
+
+def test_states_get_the_memory_where_pages_hold_nothing():
+    sizes = split(100 * GIB, NOTHING_IN_PAGES, max_num_seqs=64)
+    assert sizes.num_slots * NOTHING_IN_PAGES.slot_bytes > 80 * GIB
+    assert sizes.num_pages == MAX_PAGES
+
+
+def test_a_shared_memory_of_small_units_has_as_many_as_can_be_counted():
+    sizes = share(100 * GIB, LITTLE_IN_BOTH)
+    assert isinstance(sizes, OneMemory)
+    assert sizes.num_units * sizes.pages_each <= MAX_PAGES

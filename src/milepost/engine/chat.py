@@ -26,8 +26,18 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError)
-"""What a template that does not take a conversation raises."""
+_REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,
+)
+"""What a template that does not take a conversation raises: it is a program."""
+_MAX_REFUSAL = 1000
+"""Characters that are shown of what it says; it may quote all that it was given."""
 
 _PROBES = ("A", "B")
 """Two user messages that share no first character."""
@@ -158,7 +168,8 @@ def _taken(
             return put, checked, conversation.text(checked, ending)
         except _REFUSALS as error:
             refusal = refusal or error
-    raise InvalidRequestError(f"the chat template refuses the messages: {refusal}") from refusal
+    why = str(refusal)[:_MAX_REFUSAL]
+    raise InvalidRequestError(f"the chat template refuses the messages: {why}") from refusal
 
 
 def _check_role(message: Message) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import struct
 import sys
 from collections.abc import Iterator
@@ -46,7 +47,8 @@ class Child:
         One at a time. Whoever gives up waiting has to `kill` the process.
         """
         process = self._process
-        assert process is not None, "a process is asked once it is started"
+        if process is None:  # killed while its caller did something else
+            return None
         assert process.stdin is not None, "it is a pipe"
         assert process.stdout is not None, "it is a pipe"
         try:
@@ -96,3 +98,14 @@ def answer(message: bytes) -> None:
     sys.stdout.buffer.write(_LENGTH.pack(len(message)))
     sys.stdout.buffer.write(message)
     sys.stdout.buffer.flush()
+
+
+def bound_memory(num_bytes: int) -> None:
+    """Ask the system for so much more at most: what does not fit fails, and not the machine."""
+    with open("/proc/self/statm") as file:
+        own = int(file.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = own + num_bytes
+    resource.setrlimit(
+        resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
+    )

@@ -14,14 +14,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import resource
 import signal
 import time
 from collections import OrderedDict
 from dataclasses import asdict, fields
 from typing import Any
 
-from milepost.engine.child import Child, answer, messages
+from milepost.engine.child import Child, answer, bound_memory, messages
 from milepost.engine.grammars import Compiler, Vocabulary, grammar_of, problem_of
 from milepost.errors import ConfigError, InvalidRequestError
 from milepost.sampling_params import StructuredOutputs
@@ -185,7 +184,7 @@ def main() -> None:
     except ConfigError as error:
         _say(str(error))
         return
-    _bound_memory()
+    bound_memory(MAX_BYTES)
     _say("")
     for form in forms:
         # Both end the process; the second one where nobody is left to do so.
@@ -198,17 +197,6 @@ def main() -> None:
 
 def _say(text: str) -> None:
     answer(json.dumps(text).encode())
-
-
-def _bound_memory() -> None:
-    """What does not fit then ends the process, and not the machine."""
-    with open("/proc/self/statm") as file:
-        own = int(file.read().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = own + MAX_BYTES
-    resource.setrlimit(
-        resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
-    )
 
 
 def _problem(compiler: Compiler, wanted: StructuredOutputs) -> str:

@@ -14,7 +14,16 @@ from milepost.models.configuration import resolve_dtype
 from milepost.models.decoder import Decoder
 from milepost.models.room import available_bytes
 from milepost.parallel import Ranks
-from milepost.runner.memory import GIB, Sizes, TwoPools, free_bytes, share, split, why_not_shared
+from milepost.runner.memory import (
+    GIB,
+    MAX_PAGES,
+    Sizes,
+    TwoPools,
+    free_bytes,
+    share,
+    split,
+    why_not_shared,
+)
 from milepost.runner.pool_shape import PoolShape
 
 
@@ -23,6 +32,10 @@ def sizes_of(
 ) -> Sizes:
     """What was asked for, and else what the memory of every rank has room for. Raises ConfigError
     for more than there is."""
+    for name in ("num_pages", "num_slots"):
+        number = getattr(config, name)
+        if number is not None and number > MAX_PAGES:
+            raise ConfigError(f"{name}={number}: use at most {MAX_PAGES}, or leave it out")
     sizes = _sizes_of(config, shape, device, activations, ranks)
     asked = (config.num_pages, config.num_slots, config.kv_cache_memory_bytes)
     if device.type != "cuda" or any(number is not None for number in asked):

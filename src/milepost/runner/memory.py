@@ -3,6 +3,9 @@
 With two pools, memory is split once: every request that may run gets a slot, a sixth of the rest
 goes to slots for checkpoints, and the remainder to pages. Pages and slots share one memory with a
 moving boundary if the model has layers of both kinds and there is room for enough units.
+
+The host counts pages one by one, so both their number and what one is charged have a bound, however
+little it holds: nothing, in a model without attention, where pages only lead to states.
 """
 
 from __future__ import annotations
@@ -20,6 +23,11 @@ from milepost.runner.shared import allocate_shared, best_unit, why_apart
 CHECKPOINT_SHARE = 1 / 6
 """Share of memory for checkpoints. In recorded traffic, agents do best with a tenth and questions
 about documents with a fifth."""
+MAX_PAGES = 2**21
+"""More than a memory of today has room for, but for pages that hold next to nothing. Counting so
+many takes the host 120 MB before they are used, and some 2 GB when all of them cache something."""
+PAGE_HOST_BYTES = 1024
+"""Charged for a page that holds less: what the host remembers of a cached one."""
 MIN_UNITS = 16
 """Fewest units that may be shared; fewer would leave too little choice. A unit is a slot, or the
 pages that fit in its place."""
@@ -101,7 +109,7 @@ def share(budget: int, shape: PoolShape) -> OneMemory | None:
         return None
     unit = best_unit(shape)
     return OneMemory(
-        num_units=budget // unit.num_bytes - 1,
+        num_units=min(budget // unit.num_bytes - 1, MAX_PAGES // unit.pages_each),
         pages_each=unit.pages_each,
         unit_bytes=unit.num_bytes,
     )
@@ -127,7 +135,7 @@ def why_not_shared(budget: int, shape: PoolShape) -> str:
 def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> TwoPools:
     """Returns pages and slots that fit `budget` bytes. Slots never outnumber pages, except for
     those of running requests. Raises ConfigError if not even the least fits."""
-    page, slot = max(shape.page_bytes, 1), max(shape.slot_bytes, 1)
+    page, slot = max(shape.page_bytes, PAGE_HOST_BYTES), max(shape.slot_bytes, 1)
     least = page + 2 * slot
     if budget < least:
         raise ConfigError(
@@ -137,11 +145,13 @@ def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> TwoPools:
             "or use quantised weights or more GPUs"
         )
     if not shape.uses_slots:
-        return TwoPools(num_pages=budget // page, num_slots=0)
+        return TwoPools(num_pages=min(budget // page, MAX_PAGES), num_slots=0)
     running = min(max_num_seqs * slot, budget // 2)
     rest = budget - running
-    num_slots = int(running + rest * CHECKPOINT_SHARE) // slot
-    num_pages = max(int(rest * (1 - CHECKPOINT_SHARE)) // page, 1)
+    # Where pages hold nothing, states are all that there is to keep.
+    share = CHECKPOINT_SHARE if shape.page_bytes else 1 - CHECKPOINT_SHARE
+    num_slots = int(running + rest * share) // slot
+    num_pages = min(max(int(rest * (1 - share)) // page, 1), MAX_PAGES)
     num_slots = max(2, min(num_slots, num_pages + max_num_seqs))
     return TwoPools(num_pages=num_pages, num_slots=num_slots)
 

@@ -67,6 +67,8 @@ class ServerConfig:
     """`fcfs`: in order of arrival; `priority`: requests may say how urgent they are."""
     grammar_timeout_s: float = 5.0
     """Limit on the processor time for compiling a schema, regular expression or grammar."""
+    template_timeout_s: float = 10.0
+    """Limit on the processor time for rendering a conversation with the chat template."""
     max_request_bytes: int = 16 * 2**20
     """Largest request body."""
     strict: bool = False
@@ -151,6 +153,7 @@ _POSITIVE = (
     "keep_alive_timeout_s",
     "body_timeout_s",
     "grammar_timeout_s",
+    "template_timeout_s",
     "max_request_bytes",
 )
 

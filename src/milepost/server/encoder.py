@@ -1,17 +1,20 @@
 """Tokenizes texts and conversations, and does whatever else needs a tokenizer.
 
-Work runs in threads, and for long texts in a process (`tokenizing`). A text that is certainly too
-long for the model is refused before it is tokenized.
+Work runs in threads, and for conversations and long texts in processes (`tokenizing`). A text that
+is certainly too long for the model is refused before it is tokenized.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from milepost.engine import chat, heap
+from milepost.engine.conversations import Conversation, content_of
 from milepost.engine.lengths import FewestTokens
 from milepost.engine.text_process import Encoded, Text, Texts
 from milepost.errors import InvalidRequestError
@@ -27,18 +30,30 @@ T = TypeVar("T")
 TOO_LONG = "context_length_exceeded"
 GIVE_BACK_S = 1.0
 """After a long text, until free memory goes back to the system."""
+MAX_GROWTH, MAX_ADDED = 4, 2**24
+"""Characters that a chat template makes of each of a conversation's, and besides: at most."""
 
 
 class Encoder:
     """A model's tokenizer, if it has one, for all requests."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        max_model_len: int,
+        *,
+        special: re.Pattern[str] | None = None,
+        template_timeout_s: float = 10.0,
+    ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._lanes = Lanes(tokenizer)
+        self._special = special
+        self._template_timeout_s = template_timeout_s
+        self._lanes = Lanes(tokenizer, None if special is None else special.pattern)
         self._fewest_tokens: FewestTokens | None = None
         self._token_bytes: TokenBytes | None = None
         self._giving_back: asyncio.TimerHandle | None = None
+        self._starting: asyncio.Future[None] | None = None
 
     async def with_tokenizer(
         self, work: Callable[[PreTrainedTokenizerBase], T], size: int = 0
@@ -86,29 +101,71 @@ class Encoder:
         )
         return [one.token_ids for one in encoded]
 
+    def start(self) -> None:
+        """Begin to start the process that renders conversations: else the first one waits a second
+        for it."""
+        if self._tokenizer is not None and self._lanes.can_render:
+            self._starting = asyncio.ensure_future(self._render_one())
+
+    async def _render_one(self) -> None:
+        with contextlib.suppress(InvalidRequestError):
+            await self.encode_chat([{"role": "user", "content": ""}], 0, {}, is_cut=True)
+
     async def encode_chat(
         self,
-        compose: Callable[[PreTrainedTokenizerBase], chat.Composed],
+        messages: Sequence[Mapping[str, Any]],
         size: int,
+        options: Mapping[str, Any],
         *,
         is_cut: bool,
     ) -> chat.ChatPrompt:
-        """Token ids and marks of the conversation that `compose` renders, whose texts have `size`
-        characters; `is_cut` as in `encode`."""
-        is_stopped = self._lanes.can_be_stopped
+        """Token ids and marks of a conversation, whose texts have `size` characters. `options` are
+        those of `chat.compose`; `is_cut` as in `encode`. Raises InvalidRequestError."""
+        if self._tokenizer is None or not self._lanes.can_render:
+            return await self._encode_chat_here(messages, size, options, is_cut=is_cut)
+        asked = Conversation(
+            content=await _beside(size, lambda: content_of(messages, **options)),
+            max_chars=MAX_GROWTH * size + MAX_ADDED,
+            max_tokenized=MAX_SHORT,
+            limit_s=self._template_timeout_s,
+        )
+        rendered, prompt = await self._lanes.render(asked, size)
+        if rendered.refusal:
+            raise InvalidRequestError(rendered.refusal)
+        if prompt is not None:
+            return prompt
+        return await self._encode_composed(rendered.composed, is_cut=is_cut)
 
-        def work(tokenizer: PreTrainedTokenizerBase) -> chat.Composed | chat.ChatPrompt:
-            composed = compose(tokenizer)
-            if is_stopped and composed.length > MAX_SHORT:
-                return composed
-            return chat.tokenized(tokenizer, composed)
+    async def _encode_chat_here(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        size: int,
+        options: Mapping[str, Any],
+        *,
+        is_cut: bool,
+    ) -> chat.ChatPrompt:
+        """By a tokenizer that does not render as all others do."""
+        check = None if is_cut else self.check
 
-        found = await self.with_tokenizer(work, size)
-        if isinstance(found, chat.ChatPrompt):
-            return found
-        texts = map(Text, found.pieces, found.places())
+        def work(tokenizer: PreTrainedTokenizerBase) -> chat.Composed:
+            return chat.compose(tokenizer, messages, special=self._special, check=check, **options)
+
+        return await self._encode_composed(await self.with_tokenizer(work, size), is_cut=is_cut)
+
+    async def _encode_composed(self, composed: chat.Composed, *, is_cut: bool) -> chat.ChatPrompt:
+        is_apart = composed.length > MAX_SHORT and self._lanes.can_be_stopped
+
+        def work(tokenizer: PreTrainedTokenizerBase) -> chat.ChatPrompt | None:
+            if not is_cut:
+                self.check("".join(composed.pieces))
+            return None if is_apart else chat.tokenized(tokenizer, composed)
+
+        prompt = await self.with_tokenizer(work, composed.length)
+        if prompt is not None:
+            return prompt
+        texts = map(Text, composed.pieces, composed.places())
         encoded = await self._encode_apart(list(texts), is_cut=is_cut, add_special_tokens=False)
-        return found.prompt([(one.token_ids, one.counts) for one in encoded])
+        return composed.prompt([(one.token_ids, one.counts) for one in encoded])
 
     async def _encode_apart(
         self, texts: Sequence[Text], *, is_cut: bool, add_special_tokens: bool
@@ -165,6 +222,8 @@ class Encoder:
         threading.Thread(target=heap.give_back, daemon=True).start()
 
     async def close(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
         await self._lanes.close()
         if self._giving_back is not None:
             self._giving_back.cancel()
@@ -172,3 +231,8 @@ class Encoder:
 
 def _no_unicode(error: UnicodeError) -> InvalidRequestError:
     return InvalidRequestError(f"the text is not valid Unicode: {error}")
+
+
+async def _beside(size: int, work: Callable[[], T]) -> T:
+    """The result of `work`, in a thread if its size would hold up the loop."""
+    return work() if size <= MAX_SHORT else await asyncio.to_thread(work)

@@ -129,7 +129,9 @@ async def load(config: ServerConfig, engine_config: EngineConfig, client: Engine
         tokenizer.chat_template = template
     checks = await asyncio.to_thread(_form_checks, config, tokenizer, client.info.vocab_size)
     await checks.start()
-    return Service(config, client, tokenizer, _names(config, engine_config), checks)
+    service = Service(config, client, tokenizer, _names(config, engine_config), checks)
+    service.encoder.start()
+    return service
 
 
 def _form_checks(

@@ -72,9 +72,6 @@ class Service:
             "default_chat_template_kwargs", config.default_chat_template_kwargs
         )
         self._check_template_defaults()
-        self._special = None
-        if tokenizer is not None and not config.special_tokens_in_content:
-            self._special = special_texts(tokenizer)
         self.format = find_format(
             template,
             calls=config.tool_call_parser,
@@ -88,7 +85,15 @@ class Service:
         """Whether the engine can count the tokens of this model's reasoning."""
         self.is_closing = False
         self.is_asleep = False
-        self.encoder = Encoder(tokenizer, client.info.max_model_len)
+        special = None
+        if tokenizer is not None and not config.special_tokens_in_content:
+            special = special_texts(tokenizer)
+        self.encoder = Encoder(
+            tokenizer,
+            client.info.max_model_len,
+            special=special,
+            template_timeout_s=min(config.template_timeout_s, config.request_timeout_s),
+        )
 
     @property
     def end_of_reasoning(self) -> int | None:
@@ -162,20 +167,14 @@ class Service:
         if documents:
             template_kwargs["documents"] = documents
 
-        def compose(tokenizer: PreTrainedTokenizerBase) -> chat.Composed:
-            return chat.compose(
-                tokenizer,
-                messages,
-                tools=tools,
-                chat_template_kwargs=template_kwargs,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                special=self._special,
-                check=None if is_cut else self.encoder.check,
-            )
-
+        options = {
+            "tools": tools,
+            "chat_template_kwargs": template_kwargs,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         size = _length(messages) + _length(tools) + _length(documents)
-        return await self.encoder.encode_chat(compose, size, is_cut=is_cut)
+        return await self.encoder.encode_chat(messages, size, options, is_cut=is_cut)
 
     async def checked(self, params: SamplingParams, field: str) -> SamplingParams:
         """With a form that can be kept to, if there is one; `field` is what errors about it name.

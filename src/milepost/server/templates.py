@@ -8,9 +8,10 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.compiler import Frame
 from jinja2.ext import Extension
-from jinja2.meta import find_undeclared_variables
+from jinja2.meta import TrackingCodeGenerator
 from jinja2.parser import Parser
 
 from milepost.server.errors import HttpError
@@ -26,6 +27,23 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Names(TrackingCodeGenerator):
+    """Finds names as Jinja does, but computes nothing: what a template writes may be constant and
+    take for ever, and this is not where it could be ended."""
+
+    def visit_Output(self, node: nodes.Output, frame: Frame) -> None:  # noqa: N802
+        self._visit_children(node, frame)
+
+    def visit_EvalContextModifier(self, node: nodes.Node, frame: Frame) -> None:  # noqa: N802
+        self._visit_children(node, frame)
+
+    visit_ScopedEvalContextModifier = visit_EvalContextModifier  # noqa: N815
+
+    def _visit_children(self, node: nodes.Node, frame: Frame) -> None:
+        for child in node.iter_child_nodes():
+            self.visit(child, frame)
+
+
 def variables_of(template: object) -> frozenset[str] | None:
     """The names that a template may read from outside; None if that cannot be told.
 
@@ -35,10 +53,13 @@ def variables_of(template: object) -> frozenset[str] | None:
     if not isinstance(template, str):
         return None
     environment = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+    names = _Names(environment)
+    names.optimizer = None
     try:
-        return frozenset(find_undeclared_variables(environment.parse(template)))
-    except TemplateSyntaxError:
+        names.visit(environment.parse(template))
+    except (TemplateError, RecursionError):
         return None
+    return frozenset(names.undeclared_identifiers)
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any], variables: Collection[str] | None) -> None:

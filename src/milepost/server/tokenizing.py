@@ -2,9 +2,11 @@
 
 Tokenizing releases the interpreter lock, but takes a second or more for a megabyte, and a tokenizer
 must not be used from two threads at once. So short texts have a thread of their own, which long
-ones never delay, and long ones a process, which is killed when their client leaves. Among those
-that wait, the first is the one with the least work ahead of it on arrival, its own included: a text
-is overtaken by no more than its own length of others. A cancelled caller loses its place.
+ones never delay, and long ones a process, which is killed when their client leaves. Conversations
+are rendered in processes alone: the short ones, each for a short time, in one of their own, and
+what takes longer in that of long texts. Among those that wait, the first is the one with the least
+work ahead of it on arrival, its own included: a text is overtaken by no more than its own length of
+others. A cancelled caller loses its place.
 """
 
 from __future__ import annotations
@@ -12,18 +14,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import heapq
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from milepost.engine.text_process import Encoded, TextProcess, Texts
+from msgspec import structs
+
+from milepost.engine.chat import ChatPrompt
+from milepost.engine.conversations import Conversation, Rendered, Template
+from milepost.engine.text_process import Encoded, Start, TextProcess, Texts
 
 T = TypeVar("T")
 
 MAX_SHORT = 2**16
 """Characters that count as short."""
+SHORT_S = 1.0
+"""Processor time that a short conversation has before it counts as long; most take milliseconds."""
 
 
 @dataclass(order=True, slots=True)
@@ -99,16 +108,31 @@ class Lane:
 
 
 class Lanes:
-    """A thread for short texts, and for long ones another and a process."""
+    """A thread for short texts, and for long ones another and a process; a process for short
+    conversations. What matches `special` in messages is read as text."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, special: str | None = None) -> None:
         self._tokenizer = tokenizer
+        self._special = special
         self._long_tokenizer: Any = None
         self._short, self._long = Lane("tokenizer"), Lane("long-tokenizer")
-        self._process: TextProcess | None = None
-        if getattr(tokenizer, "is_fast", False):
-            self._process = TextProcess(tokenizer.backend_tokenizer.to_str)
-        self._turns = Turns()
+        self._is_fast = getattr(tokenizer, "is_fast", False)
+        self._process, self._turns = TextProcess(self._start), Turns()
+        self._chats, self._chat_turns = TextProcess(self._start), Turns()
+        self._begun: asyncio.Future[tuple[Rendered, ChatPrompt | None]] | None = None
+
+    def _start(self) -> Start:
+        """What both processes work with."""
+        tokenizer, template = self._tokenizer, None
+        if self.can_render:
+            known = tokenizer.special_tokens_map.items()
+            template = Template(
+                chat_template=tokenizer.chat_template,
+                special_tokens={name: _plain(token) for name, token in known},
+                special=self._special,
+            )
+        plain = tokenizer.backend_tokenizer.to_str() if self._is_fast else None
+        return Start(tokenizer_json=plain, template=template)
 
     async def run(self, work: Callable[[Any], T], size: int) -> T:
         """The result of `work` with a tokenizer, in a thread; `size` is the length of its text."""
@@ -119,11 +143,39 @@ class Lanes:
     @property
     def can_be_stopped(self) -> bool:
         """Whether `encode` can be used: not with tokenizers that are written in Python."""
-        return self._process is not None
+        return self._is_fast
+
+    @property
+    def can_render(self) -> bool:
+        """Whether `render` can be used: not with tokenizers that have no template, or render
+        without one, by code of their own."""
+        return bool(getattr(self._tokenizer, "chat_template", None)) and _renders_as_all_do(
+            type(self._tokenizer)
+        )
+
+    async def render(self, asked: Conversation, size: int) -> tuple[Rendered, ChatPrompt | None]:
+        """A conversation of `size` characters as text, and as a prompt if the text is short."""
+        if size <= MAX_SHORT:
+            short = structs.replace(asked, limit_s=min(SHORT_S, asked.limit_s))
+            async with self._chat_turns.turn(size):
+                rendered, prompt = await self._render_to_its_end(short)
+            if not rendered.is_slow or asked.limit_s <= SHORT_S:
+                return rendered, prompt
+        async with self._turns.turn(size):
+            return await self._process.render(asked)
+
+    async def _render_to_its_end(self, asked: Conversation) -> tuple[Rendered, ChatPrompt | None]:
+        """Also if its caller is cancelled meanwhile: the next one waits for less than for another
+        process."""
+        if self._begun is not None:
+            await asyncio.wait([self._begun])
+        self._begun = asyncio.ensure_future(self._chats.render(asked))
+        self._begun.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(self._begun)
 
     async def encode(self, texts: Texts) -> list[Encoded]:
         """Tokens of long texts; the work ends when its caller is cancelled."""
-        assert self._process is not None, "only a fast tokenizer runs in a process of its own"
+        assert self._is_fast, "only a fast tokenizer runs in a process of its own"
         async with self._turns.turn(sum(len(text.text) for text in texts.texts)):
             return await self._process.encode(texts)
 
@@ -135,5 +187,17 @@ class Lanes:
     async def close(self) -> None:
         self._short.close()
         self._long.close()
-        if self._process is not None:
-            await self._process.close()
+        for process in (self._process, self._chats):
+            await process.close()
+
+
+def _plain(token: Any) -> Any:
+    return [str(each) for each in token] if isinstance(token, list | tuple) else str(token)
+
+
+@functools.cache
+def _renders_as_all_do(kind: type) -> bool:
+    from transformers import PreTrainedTokenizerBase  # takes a second; the server has it by now
+
+    names = ("apply_chat_template", "get_chat_template")
+    return all(getattr(kind, n, None) is getattr(PreTrainedTokenizerBase, n) for n in names)

@@ -31,12 +31,21 @@ STATES_SHARE = 1 / 3
 """Of a tier's bytes, for states, in models that have them."""
 
 
+LEAST_BYTES = 2**14
+"""Charged for an item that has fewer, such as the pages of a model without attention: each is
+counted and remembered, whatever it holds."""
+MAX_ITEMS = 2**25
+"""Of a kind, in a tier."""
+
+
 def split(num_bytes: int, page_bytes: int, state_bytes: int) -> tuple[int, int]:
     """Pages and states that fit."""
-    if not state_bytes:
-        return num_bytes // max(page_bytes, 1), 0
-    num_states = int(num_bytes * STATES_SHARE) // state_bytes
-    return (num_bytes - num_states * state_bytes) // max(page_bytes, 1), num_states
+    num_states = 0
+    if state_bytes:
+        state_bytes = max(state_bytes, LEAST_BYTES)
+        num_states = min(int(num_bytes * STATES_SHARE) // state_bytes, MAX_ITEMS)
+    rest = num_bytes - num_states * state_bytes
+    return min(rest // max(page_bytes, LEAST_BYTES), MAX_ITEMS), num_states
 
 
 @dataclass(slots=True, kw_only=True)
