@@ -11,12 +11,16 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import inf
 from typing import Any, NoReturn, TypeVar
 
 from milepost.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that `logprobs` may ask for."""
+
+EXCLUDING_BIAS = -100
+"""A token with this bias may not come at all, as with OpenAI."""
 
 MAX_N = 16384
 """Most answers that one prompt may have: all of them are made before the first begins."""
@@ -128,7 +132,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Above 1, makes tokens of the prompt and the answer less likely."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of single token ids; from -100 to 100."""
+    """Added to the logits of single token ids; from -100, which excludes a token, to 100."""
     allowed_token_ids: Sequence[int] | None = None
     """The only token ids that may come."""
     bad_words: Sequence[str] | None = None
@@ -171,6 +175,18 @@ class SamplingParams:
             or self.frequency_penalty != 0
             or self.repetition_penalty != 1
         )
+
+    @property
+    def excluded_ids(self) -> tuple[int, ...]:
+        """Token ids that `logit_bias` excludes."""
+        biases = self.logit_bias or {}
+        return tuple(sorted(id_ for id_, bias in biases.items() if bias <= EXCLUDING_BIAS))
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """What is added to single logits."""
+        biases = self.logit_bias or {}
+        return {id_: -inf if bias <= EXCLUDING_BIAS else bias for id_, bias in biases.items()}
 
     @property
     def takes_preparing(self) -> bool:

@@ -103,7 +103,7 @@ def test_answers_are_those_of_a_plain_engine(llm, folder):
 @pytest.mark.parametrize("budget", [0, 1, 7])
 def test_reasoning_is_closed_behind_its_budget(llm, budget):
     closes = llm.get_tokenizer().convert_tokens_to_ids("</think>")
-    never = {closes: -100.0}
+    never = {closes: -99.0}
     params = [
         SamplingParams(
             max_tokens=20,
@@ -132,7 +132,7 @@ def test_a_form_begins_where_the_budget_ends(llm):
         seed=2,
         structured_outputs=wanted,
         thinking_token_budget=5,
-        logit_bias={closes: -100.0},
+        logit_bias={closes: -99.0},
     )
     thinking = {"enable_thinking": True}
     (output,) = llm.chat(CHAT, params, use_tqdm=False, chat_template_kwargs=thinking)
@@ -232,13 +232,34 @@ def test_drafts_are_verified_along_the_rules(book):
     assert along[-1] is not None
 
 
-def test_a_form_and_rules_that_leave_nothing_follow_the_form(folder):
-    llm = LLM(str(folder), cpu_cache_gib=0.02, max_num_seqs=4)
-    params = SamplingParams(
-        structured_outputs=StructuredOutputs(choice=["yes"]), bad_words=["yes", "y", "ye"], seed=1
-    )
+def test_a_form_that_comes_to_what_is_excluded_ends_the_answer(llm):
+    """Its text is none of the form's, so it says so; nothing of what is excluded comes."""
+    tokenizer = llm.get_tokenizer()
+    sevens = {i: -100 for i in range(chatmodel.VOCAB_SIZE) if "7" in tokenizer.decode([i])}
+    wanted = StructuredOutputs(regex="ye7", field="response_format")
+    params = SamplingParams(structured_outputs=wanted, logit_bias=sevens, seed=1, max_tokens=9)
+    output = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
+    assert (output.text, output.finish_reason) == ("ye", "error")
+    assert output.stop_reason == "response_format: nothing is left of it beside logit_bias"
+
+
+def test_an_answer_whose_end_is_excluded_ends_without_it(llm):
+    ends = dict.fromkeys(llm.llm_engine._intake._end_token_ids, -100)
+    wanted = StructuredOutputs(choice=["yes"])
+    params = SamplingParams(structured_outputs=wanted, logit_bias=ends, seed=1, max_tokens=9)
     output = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
     assert (output.text, output.finish_reason) == ("yes", "stop")
+    assert not ends.keys() & set(output.token_ids)
+
+
+def test_an_answer_that_may_have_nothing_more_is_over(llm):
+    """Here a run of the one token that is allowed is a bad word."""
+    tokenizer = llm.get_tokenizer()
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
+    params = SamplingParams(allowed_token_ids=[a], bad_words=["aaa"], max_tokens=9)
+    assert len(tokenizer.encode("aaa", add_special_tokens=False)) == 3
+    output = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
+    assert (output.token_ids, output.finish_reason) == ([a, a], "stop")
 
 
 def test_words_are_spelled_before_a_request_is_added(folder, monkeypatch):
@@ -274,8 +295,28 @@ def test_what_depends_on_the_model_is_checked(book):
     with pytest.raises(InvalidRequestError, match="allowed_token_ids=448: use token ids below"):
         SamplingParams(allowed_token_ids=[448]).check_vocab(448)
     fox = book._tokenizer.encode("a", add_special_tokens=False)
-    with pytest.raises(InvalidRequestError, match="bad_words: they leave no token"):
-        book.rules_of(SamplingParams(bad_words=["a"], allowed_token_ids=fox))
+    for wishes, message in (
+        ({"bad_words": ["a"], "allowed_token_ids": fox}, "allowed_token_ids and bad_words: they"),
+        ({"logit_bias": dict.fromkeys(range(448), -100)}, "logit_bias: they leave no token"),
+        (
+            {"allowed_token_ids": fox, "stop_token_ids": fox, "min_tokens": 1},
+            "min_tokens: allowed_token_ids leave only tokens that end the answer",
+        ),
+        (
+            {"allowed_token_ids": fox, "thinking_token_budget": 4},
+            "thinking_token_budget=4: allowed_token_ids exclude </think>",
+        ),
+        (
+            {
+                "thinking_token_budget": 4,
+                "stop_token_ids": [id_of(book, "</think>")],
+                "min_tokens": 1,
+            },
+            "thinking_token_budget=4: </think>, which closes the reasoning, ends the answer here",
+        ),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            book.rules_of(SamplingParams(**wishes))
     bare = RuleBook(None, 448)
     with pytest.raises(InvalidRequestError, match="bad_words: no tokenizer is loaded"):
         bare.rules_of(SamplingParams(bad_words=["a"]))

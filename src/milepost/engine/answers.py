@@ -75,7 +75,11 @@ class Answers:
         pairs = [self._known[sequence.number] for sequence in sampling]
         allowed = masks([answer.guide for _, answer in pairs])
         rows: list[SamplingPlan] = []
-        for sequence, (job, answer), mask in zip(sampling, pairs, allowed, strict=True):
+        for sequence, (job, answer), own in zip(sampling, pairs, allowed, strict=True):
+            mask = own
+            if answer.is_dead_end(job.params, own):
+                answer.note_dead_end(job.params)
+                mask = None  # whatever comes is left out
             if sequence.num_drafts:
                 rows += answer.samplings(job.params, drafts=sequence.drafts, mask=mask)
             else:
@@ -91,12 +95,18 @@ class Answers:
             if known is not None:
                 known[1].add_prompt_scores(scores)
         tokens = dict(output.result.tokens)
+        progressed: dict[Job, None] = {}
         for number, run in output.sampled.items():
             job, answer = self._known.get(number, (None, None))
-            if answer is not None and answer.request.finish_reason is None:
+            if answer is None or answer.request.finish_reason is not None:
+                continue
+            if answer.dead_end is None:
                 tokens[number] = answer.take(run, job.params, self._texts)
+            else:
+                self._scheduler.finish(answer.request, answer.dead_end)
+                answer.text.flush()
+                progressed[job] = None
         result = structs.replace(output.result, tokens=tokens)
-        progressed: dict[Job, None] = {}
         for progress in self._scheduler.update(plan, result):
             job, answer = self._known[progress.request.number]
             if answer.ending is not None:

@@ -54,6 +54,12 @@ class FormGuide:
         """Whether the answer has come to its form."""
         return self._starts_after is None
 
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer has its form as it is."""
+        matcher = self.matcher
+        return self.is_bound and (matcher.is_accepting() or matcher.is_stopped())
+
     def copy(self) -> FormGuide:
         """One that goes its own way, for tokens that are not certain."""
         guide = copy(self)

@@ -15,15 +15,15 @@ from milepost.disaggregation.params import Remote
 from milepost.engine.detokenizer import detokenizer_for
 from milepost.engine.exchange import wish_of
 from milepost.engine.grammars import Form, Forms, check_combination, vocabulary_of
-from milepost.engine.guidance import FormGuide
+from milepost.engine.guidance import FormGuide, form_masks
 from milepost.engine.guide import Guide
 from milepost.engine.prompts import Prompt, check_prompt, check_scores
 from milepost.engine.requests import Answer, Job
-from milepost.engine.restrictions import Restriction, RuleBook
+from milepost.engine.restrictions import Restriction, RuleBook, Rules, has
 from milepost.engine.setup import EngineParts
 from milepost.engine.token_texts import TokenTexts
 from milepost.errors import InvalidRequestError
-from milepost.sampling_params import SamplingParams
+from milepost.sampling_params import SamplingParams, StructuredOutputs
 from milepost.scheduler.request import Request
 
 
@@ -38,7 +38,7 @@ class Intake:
         self._max_model_len = parts.max_model_len
         self._end_token_ids = parts.end_token_ids
         self._chain = parts.scheduler.cache.chain
-        self._rules = RuleBook(parts.tokenizer, parts.vocab_size)
+        self._rules = RuleBook(parts.tokenizer, parts.vocab_size, parts.end_token_ids)
         self.forms: Forms | None = None
         """None before the first is wanted."""
         self._num_jobs = 0
@@ -76,7 +76,25 @@ class Intake:
                 raise InvalidRequestError(f"{wanted.field}: no tokenizer is loaded")
             ends = tuple(self._end_token_ids)
             self.forms = Forms(vocabulary_of(self._tokenizer, self._vocab_size, ends))
-        return self.forms.compile(wanted)
+        form = self.forms.compile(wanted)
+        self._check_beginning(wanted, form, self._rules.rules_of(params))
+        return form
+
+    def _check_beginning(self, wanted: StructuredOutputs, form: Form, rules: Rules | None) -> None:
+        """Raise InvalidRequestError if nothing that a form begins with may come."""
+        if rules is None or rules.allowed is None:
+            return
+        after = wanted.starts_after
+        if after is not None:
+            begins = has(rules.allowed, after)
+        else:
+            own = FormGuide(form, self._vocab_size, self._end_token_ids, None)
+            (mask,) = form_masks([own])
+            begins = mask is None or bool((mask & rules.allowed).any())
+        if not begins:
+            raise InvalidRequestError(
+                f"{wanted.field}: {rules.names} exclude every token that it can begin with"
+            )
 
     def remote(self, prompt: Prompt) -> Remote | None:
         """Where another engine has something of a prompt."""

@@ -19,6 +19,7 @@ from milepost.engine.outputs import (
     token_logprobs,
 )
 from milepost.engine.prompts import Prompt
+from milepost.engine.restrictions import without
 from milepost.engine.token_texts import TokenTexts
 from milepost.runner.choice import SampledToken
 from milepost.runner.prompt_scores import PromptScores
@@ -44,6 +45,9 @@ class Answer:
     """Keeps the answer to its form and what else was asked for."""
     ending: FinishReason | None = None
     """How its text or its form has ended it, which the scheduler does not know of."""
+    dead_end: FinishReason | None = None
+    """How it ends before the token that is sampled next, since none may come; None as long as one
+    may."""
     num_draft_tokens: int = 0
     """Verified so far."""
     num_accepted_tokens: int = 0
@@ -65,6 +69,9 @@ class Answer:
         """What the choices of the next token and of those behind each draft depend on; `mask` is
         the next one's."""
         along = masks_along(self.guide, drafts, mask)
+        behind = range(1, len(along))
+        ends = (n for n in behind if self.is_dead_end(params, along[n], num_behind=n))
+        along = along[: next(ends, len(along))]
         self._num_known = len(along)
         for num in range(1 + len(drafts)):
             own = along[num] if num < len(along) else None
@@ -84,7 +91,6 @@ class Answer:
         """
         request = self.request
         index = request.num_output_tokens + num_ahead + num_behind
-        is_below_min = index < params.min_tokens
         return SamplingPlan(
             number=request.number,
             params=params,
@@ -93,9 +99,33 @@ class Answer:
             index=index,
             num_ahead=num_ahead,
             num_drafts=num_drafts,
-            suppressed_ids=tuple(sorted(request.stop_token_ids)) if is_below_min else (),
+            suppressed_ids=self._suppressed(params, index),
             mask=None if mask is None else mask.tobytes(),
         )
+
+    def _suppressed(self, params: SamplingParams, index: int) -> tuple[int, ...]:
+        """The tokens that may not come yet, since they would end the answer."""
+        return tuple(sorted(self.request.stop_token_ids)) if index < params.min_tokens else ()
+
+    def is_dead_end(
+        self, params: SamplingParams, mask: Mask | None, *, num_behind: int = 0
+    ) -> bool:
+        """Whether none of these tokens may come, so many behind the next one."""
+        if mask is None:
+            return False
+        suppressed = self._suppressed(params, self.request.num_output_tokens + num_behind)
+        return not (without(mask, suppressed) if suppressed else mask).any()
+
+    def note_dead_end(self, params: SamplingParams) -> None:
+        """Nothing may come next: what is sampled now is none of the answer's."""
+        assert self.guide is not None, "some token may come of all"
+        if self.guide.may_end:
+            self.dead_end = FinishReason.STOP
+            return
+        self.dead_end = FinishReason.ERROR
+        assert params.structured_outputs is not None, "an answer without a form may end anywhere"
+        why = self.guide.problem or f"nothing is left of it beside {self.guide.names}"
+        self.stop_reason = f"{params.structured_outputs.field}: {why}"
 
     def take(
         self,

@@ -1,7 +1,10 @@
-"""Keeps an answer to allowed_token_ids, bad_words and thinking_token_budget, as vLLM names them.
+"""Keeps an answer to allowed_token_ids, bad_words, biases that exclude a token, and
+thinking_token_budget, as vLLM names them.
 
 Rules are the same for all answers with the same parameters; a Restriction follows one answer's
-tokens and says before each choice which of all tokens may come.
+tokens and says before each choice which of all tokens may come. What a request excludes never
+comes: the budget waits until its token may, and where no token may come the answer ends (`guide`).
+Wishes that contradict each other from the start are refused.
 
 Legend: W words of a mask, 32 tokens each: bit i of word w is token 32 w + i.
 """
@@ -10,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -32,7 +35,10 @@ class Rules:
     """What holds for all answers with the same parameters."""
 
     allowed: Mask | None
-    """[W], the tokens that may come whatever has come before; None for all."""
+    """[W], the tokens that may come unless a run or the budget is against it; None for all. Never
+    none."""
+    names: str
+    """The parameters that exclude the others, for errors."""
     runs: Mapping[int, Sequence[tuple[tuple[int, ...], int]]]
     """Tokens, two or more in all, of which the last may not come behind the others; by the last of
     those."""
@@ -67,33 +73,38 @@ class Restriction:
             return True
         return rules.budget is not None and self._num_thought + num_tokens >= rules.budget
 
+    @property
+    def names(self) -> str:
+        """The parameters that exclude tokens."""
+        return self._rules.names
+
     def copy(self) -> Restriction:
         """One that goes its own way, for tokens that are not certain."""
         return copy(self)
 
-    def mask(self) -> Mask | None:
-        """[W], the tokens that may come now, not to be written to; None where all may."""
+    def mask(self, *, counts: bool = True) -> Mask | None:
+        """[W], the tokens that may come now, not to be written to; None where all may. With
+        `counts` the budget is kept to."""
         rules = self._rules
-        if self._has_thought_enough:
-            return rules.closing
         runs = rules.runs.get(self._newest[-1], ()) if self._newest else ()
         banned = [last for before, last in runs if self._ends_with(before)]
-        if not banned:
-            return rules.allowed
-        less = _without(rules.every if rules.allowed is None else rules.allowed, banned)
-        # Of one token that is allowed and no other, a word that is not is made.
-        return less if less.any() else rules.allowed
+        left = rules.allowed
+        if banned:
+            left = without(rules.every if left is None else left, banned)
+        if counts and self._has_thought_enough and (left is None or (left & rules.closing).any()):
+            return rules.closing
+        return left
 
-    def allows(self, token_id: int) -> bool:
+    def allows(self, token_id: int, *, counts: bool = True) -> bool:
         """Whether a token may come now."""
-        mask = self.mask()
-        return mask is None or bool(mask[token_id >> 5] >> (token_id & 31) & 1)
+        mask = self.mask(counts=counts)
+        return mask is None or has(mask, token_id)
 
-    def num_allowed(self, token_ids: Sequence[int]) -> int:
+    def num_allowed(self, token_ids: Sequence[int], *, counts: bool = True) -> int:
         """How many of these may come, one behind the other."""
         ahead = self.copy()
         for num, token_id in enumerate(token_ids):
-            if not ahead.allows(token_id):
+            if not ahead.allows(token_id, counts=counts):
                 return num
             ahead.accept(token_id)
         return len(token_ids)
@@ -124,33 +135,50 @@ class RuleBook:
     """Makes the rules of one model's requests, in any thread. Raises InvalidRequestError for what
     none can keep.
 
-    `vocab_size` is the model's; without a tokenizer only token ids can be named.
+    `vocab_size` is the model's, as are the `end_token_ids`; without a tokenizer only token ids can
+    be named.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._end_token_ids = tuple(end_token_ids)
         self._known = lru_cache(MAX_RULES)(self._rules)
 
     def rules_of(self, params: SamplingParams) -> Rules | None:
-        """None where nothing is asked for."""
-        allowed, words = params.allowed_token_ids, params.bad_words
-        if allowed is None and not words and params.thinking_token_budget is None:
+        """None where nothing is asked for that more than biases keep."""
+        words, excluded = params.bad_words or (), params.excluded_ids
+        allowed, budget = params.allowed_token_ids, params.thinking_token_budget
+        if allowed is None and not words and budget is None and not excluded:
             return None
-        return self._known(allowed, words or (), params.thinking_token_budget)
+        ends: tuple[int, ...] = ()
+        if params.min_tokens:
+            ends = (*(params.stop_token_ids or ()), *self._ends(params))
+        rules = self._known(allowed, words, budget, excluded, ends)
+        is_only_biased = allowed is None and not words and budget is None
+        return None if is_only_biased and params.structured_outputs is None else rules
+
+    def _ends(self, params: SamplingParams) -> tuple[int, ...]:
+        return () if params.ignore_eos else self._end_token_ids
 
     def _rules(
-        self, ids: tuple[int, ...] | None, words: tuple[str, ...], budget: int | None
+        self,
+        ids: tuple[int, ...] | None,
+        words: tuple[str, ...],
+        budget: int | None,
+        excluded: tuple[int, ...],
+        ends: tuple[int, ...],
     ) -> Rules:
+        """`ends` may not come at first."""
         opens, closes = self._think_ids(budget)
         runs = self._spellings(words)
         banned = [run[0] for run in runs if len(run) == 1]
         every = mask_of(self._vocab_size, range(self._vocab_size))
-        allowed = _without(every if ids is None else mask_of(self._vocab_size, ids), banned)
-        if not allowed.any():
-            raise InvalidRequestError("bad_words: they leave no token that may come")
-        return Rules(
-            allowed=None if ids is None and not banned else allowed,
+        given = every if ids is None else mask_of(self._vocab_size, ids)
+        kinds = {"allowed_token_ids": ids is not None, "bad_words": words, "logit_bias": excluded}
+        rules = Rules(
+            allowed=without(given, (*banned, *excluded)),
+            names=" and ".join(name for name, is_given in kinds.items() if is_given),
             runs=_by_last([(run[:-1], run[-1]) for run in runs if len(run) > 1]),
             budget=budget,
             opens=opens,
@@ -158,6 +186,9 @@ class RuleBook:
             closing=mask_of(self._vocab_size, () if closes is None else (closes,)),
             every=every,
         )
+        _judge(rules, ends)
+        is_free = ids is None and not banned and not excluded
+        return replace(rules, allowed=None) if is_free else rules
 
     def _think_ids(self, budget: int | None) -> tuple[int | None, int | None]:
         """Of the tokens that open and close the reasoning, if anything depends on them."""
@@ -176,6 +207,30 @@ class RuleBook:
         texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
         found = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         return list(dict.fromkeys(tuple(ids) for ids in found if ids))
+
+
+def _judge(rules: Rules, ends: Sequence[int]) -> None:
+    """Raise InvalidRequestError for wishes that leave nothing to choose; `ends` may not come at
+    first."""
+    allowed = rules.allowed
+    assert allowed is not None, "what all tokens are judged by"
+    if not allowed.any():
+        raise InvalidRequestError(f"{rules.names}: they leave no token that may come")
+    if ends and not without(allowed, ends).any():
+        raise InvalidRequestError(
+            f"min_tokens: {rules.names} leave only tokens that end the answer: leave it out, or "
+            "allow others"
+        )
+    if rules.closes is not None and not has(allowed, rules.closes):
+        raise InvalidRequestError(
+            f"thinking_token_budget={rules.budget}: {rules.names} exclude {THINK[1]}, which closes "
+            "the reasoning: allow it, or leave the budget out"
+        )
+    if rules.closes in ends:
+        raise InvalidRequestError(
+            f"thinking_token_budget={rules.budget}: {THINK[1]}, which closes the reasoning, ends "
+            "the answer here, and min_tokens keeps it from coming: leave one of them out"
+        )
 
 
 def check_budget(budget: int | None, closes: int | None) -> None:
@@ -210,7 +265,12 @@ def _is_open(rules: Rules, prompt: NDArray[np.uint32]) -> bool:
     return bool(len(tags)) and int(prompt[tags[-1]]) == rules.opens
 
 
-def _without(mask: Mask, token_ids: Sequence[int]) -> Mask:
+def has(mask: Mask, token_id: int) -> bool:
+    """Whether a mask has a token."""
+    return bool(mask[token_id >> 5] >> (token_id & 31) & 1)
+
+
+def without(mask: Mask, token_ids: Sequence[int]) -> Mask:
     """`mask` less these tokens."""
     ids = np.array(token_ids, np.uint32)
     less = mask.copy()

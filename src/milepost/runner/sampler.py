@@ -179,7 +179,7 @@ class _Constants:
 
 def _entries_of(row: SamplingRow) -> Entries:
     """Returns a row's entries, sorted by token id; forbidden tokens get minus infinity."""
-    values = dict(row.params.logit_bias or {}) | dict.fromkeys(row.suppressed_ids, -np.inf)
+    values = row.params.biases | dict.fromkeys(row.suppressed_ids, -np.inf)
     token_ids = np.array(sorted(values), np.int32)
     return token_ids, np.array([values[t] for t in token_ids.tolist()], np.float32)
 

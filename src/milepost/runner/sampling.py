@@ -112,9 +112,9 @@ def _adjust(logits: Tensor, row: SamplingRow) -> None:
     if row.suppressed_ids:
         logits[_ids(row.suppressed_ids, logits)] = -math.inf
     if row.params.logit_bias:
-        biases = list(row.params.logit_bias.values())
-        ids = _ids(list(row.params.logit_bias), logits)
-        logits[ids] += tensor_beside(biases, logits.dtype, logits)
+        biases = row.params.biases
+        ids = _ids(list(biases), logits)
+        logits[ids] += tensor_beside(list(biases.values()), logits.dtype, logits)
     if row.params.has_penalties:
         _penalize(logits, row)
     if row.mask is not None:
