@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from milepost import LLM, SamplingParams
@@ -28,7 +28,7 @@ WAYS = {
 }
 TEXTS = ("a", "b", "c", "y", "e", "s", "n", "o", " a", " b")
 TAGS = ("<|im_end|>", "<|im_start|>", "<think>", "</think>")
-WORDS = ("a", "b", "ab", "aa", "ba", "ye", "no", "<|im_end|>")
+WORDS = ("a", "b", "ab", "aa", "ba", "ye", "no", "<|im_end|>", "</think>", "a</think>")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=WAYS)
 def llm(request, folder):
-    return LLM(str(folder), cpu_cache_gib=0.02, max_num_seqs=4, **WAYS[request.param])
+    return LLM(str(folder), cpu_cache_gib=0.02, max_num_seqs=8, **WAYS[request.param])
 
 
 TOKENIZER = chatmodel.make_tokenizer()
@@ -46,29 +46,55 @@ OPENS, CLOSES = TOKENIZER.convert_tokens_to_ids(["<think>", "</think>"])
 FEW = [*(TOKENIZER.encode(text, add_special_tokens=False)[0] for text in TEXTS)]
 FEW += TOKENIZER.convert_tokens_to_ids(list(TAGS))
 
-some = st.sets(st.sampled_from(FEW), min_size=1, max_size=6)
-rarely = st.sampled_from([0, 0, 0, 1, 3])
-forms = st.sampled_from(
-    [{"choice": ["yes", "no", "a"]}, {"regex": "[abc ]{1,4}"}, {"regex": "(ab)*"}]
+A, B, C = FEW[:3]
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+FORMS = [{"choice": ["yes", "no", "a"]}, {"regex": "[abc ]{1,4}"}, {"regex": "(ab)*"}]
+PROMPTS = {"closed": [A, B, B, C, A, B, B], "open": [A, B, OPENS], "thought": [A, OPENS, B, CLOSES]}
+
+some = st.sets(st.sampled_from(FEW), min_size=1, max_size=6).map(sorted)
+alone = st.fixed_dictionaries(
+    {}, optional={"min_tokens": st.integers(1, 4), "ignore_eos": st.just(True)}
 )
-wishes = st.fixed_dictionaries(
+formed = st.tuples(st.sampled_from(FORMS), st.sampled_from([None, CLOSES])).map(
+    lambda form: {"structured_outputs": form}
+)
+limited = st.fixed_dictionaries(
     {"temperature": st.sampled_from([0.0, 1.5]), "seed": st.integers(0, 99)},
     optional={
-        "allowed_token_ids": some.map(sorted),
+        "allowed_token_ids": some.map(lambda ids: sorted({*ids, CLOSES})) | some,
         "bad_words": st.lists(st.sampled_from(WORDS), min_size=1, max_size=3),
         "logit_bias": st.dictionaries(
-            st.sampled_from(FEW), st.sampled_from([-100, -100, 100, 40]), min_size=1, max_size=8
+            st.sampled_from(FEW), st.sampled_from([-100, 100, 40]), min_size=1, max_size=4
         ),
-        "min_tokens": rarely,
-        "ignore_eos": st.just(True),
-        "stop_token_ids": some.map(sorted),
+        "stop_token_ids": some,
         "thinking_token_budget": st.sampled_from([0, 1, 3]),
         "repetition_penalty": st.just(1.5),
         "top_k": st.just(2),
-        "structured_outputs": st.tuples(forms, st.sampled_from([None, CLOSES])),
     },
 )
-prompts = st.sampled_from([[*FEW[:4], *FEW[:4]], [*FEW[:6], OPENS], [*FEW[:3], OPENS, CLOSES]])
+wishes = st.builds(lambda *parts: {**parts[0], **parts[1]}, limited, alone | formed)
+drawn = st.lists(st.tuples(wishes, st.sampled_from(sorted(PROMPTS))), min_size=8, max_size=8)
+
+PLAIN = {"temperature": 0.0, "seed": 0}
+AT_ODDS = [
+    # What is left at the first choice, or later.
+    {"allowed_token_ids": [A], "bad_words": ["a"]},
+    {"allowed_token_ids": [A], "bad_words": ["aaa"]},
+    {"allowed_token_ids": [A, END], "bad_words": ["aa"], "min_tokens": 3},
+    {"allowed_token_ids": [A, END], "logit_bias": {A: -100}, "min_tokens": 1},
+    {"allowed_token_ids": [A, B], "stop_token_ids": [A, B], "min_tokens": 2},
+    # The budget, and what its token may not do.
+    {"thinking_token_budget": 0, "bad_words": ["</think>"]},
+    {"thinking_token_budget": 1, "bad_words": ["a</think>"], "allowed_token_ids": [A, CLOSES]},
+    {"thinking_token_budget": 1, "stop_token_ids": [CLOSES], "min_tokens": 4},
+    {"thinking_token_budget": 0, "structured_outputs": (FORMS[0], None)},
+    {"thinking_token_budget": 2, "structured_outputs": (FORMS[0], CLOSES)},
+    # Forms that come to what is excluded, in their middle and at their end.
+    {"structured_outputs": (FORMS[0], None), "logit_bias": dict.fromkeys((A, FEW[6]), -100)},
+    {"structured_outputs": ({"regex": "(ab){3}"}, None), "bad_words": ["aba"]},
+    {"structured_outputs": (FORMS[2], None), "logit_bias": {END: -100, A: 100}},
+    {"structured_outputs": (FORMS[1], None), "allowed_token_ids": [A, B]},
+]
 
 
 @dataclass
@@ -169,20 +195,21 @@ def params_of(wish: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**options)
 
 
-@settings(max_examples=60, deadline=None)
-@given(drawn=st.lists(st.tuples(wishes, prompts), min_size=4, max_size=4))
+@settings(max_examples=25, deadline=None)
+@given(drawn=drawn)
+@example(drawn=[({**PLAIN, **wish}, name) for wish in AT_ODDS for name in PROMPTS])
 def test_nothing_that_is_excluded_comes(llm, drawn):
     engine = llm.llm_engine
     served = []
-    for wish, prompt in drawn:
+    for wish, name in drawn:
         params, form = params_of(wish), None
         if params.structured_outputs is not None:
             plain = SamplingParams(structured_outputs=params.structured_outputs)
             form = engine._intake.form_of(plain)
-        rule = Rule(wish, prompt, frozenset(engine._intake._end_token_ids), form)
+        rule = Rule(wish, PROMPTS[name], frozenset(engine._intake._end_token_ids), form)
         if rule.is_refused():
             with pytest.raises(InvalidRequestError):
-                engine.check(Prompt(token_ids=prompt), params)
+                engine.check(Prompt(token_ids=rule.prompt), params)
         else:
             served.append((rule, params))
     given = [{"prompt_token_ids": rule.prompt} for rule, _ in served]
