@@ -104,6 +104,7 @@ class Answers:
                 tokens[number] = answer.take(run, job.params, self._texts)
             else:
                 self._scheduler.finish(answer.request, answer.dead_end)
+                answer.num_left_out = len(run)
                 answer.text.flush()
                 progressed[job] = None
         result = structs.replace(output.result, tokens=tokens)

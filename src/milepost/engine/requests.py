@@ -48,6 +48,8 @@ class Answer:
     dead_end: FinishReason | None = None
     """How it ends before the token that is sampled next, since none may come; None as long as one
     may."""
+    num_left_out: int = 0
+    """Tokens that were sampled at a dead end: who follows the samples counts them."""
     num_draft_tokens: int = 0
     """Verified so far."""
     num_accepted_tokens: int = 0
@@ -90,7 +92,7 @@ class Answer:
         yet, and it stands behind `num_behind` of so many drafts.
         """
         request = self.request
-        index = request.num_output_tokens + num_ahead + num_behind
+        index = request.num_output_tokens + self.num_left_out + num_ahead + num_behind
         return SamplingPlan(
             number=request.number,
             params=params,
