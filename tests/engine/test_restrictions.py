@@ -273,6 +273,19 @@ def test_words_are_spelled_before_a_request_is_added(folder, monkeypatch):
     engine.add(Prompt(token_ids=[5, 6]), params)
 
 
+def test_nothing_is_known_behind_a_draft_that_leads_to_a_dead_end(llm):
+    (a,) = llm.get_tokenizer().encode("a", add_special_tokens=False)
+    (end, *_) = llm.llm_engine._intake._end_token_ids
+    for wish in ({"allowed_token_ids": [a]}, {"allowed_token_ids": [a, end], "min_tokens": 9}):
+        params = SamplingParams(bad_words=["aaa"], max_tokens=9, **wish)
+        job = llm.llm_engine._intake.job(Prompt(token_ids=[a]), params, 0, None)
+        (answer,) = job.answers
+        drafts, (mask,) = [a, a, a], masks([answer.guide])
+        rows = list(answer.samplings(params, drafts=drafts, mask=mask))
+        assert len(rows) == 4, "each draft is verified"
+        assert answer._num_known == 2, "a and a, and then nothing"
+
+
 # --- what cannot be kept --------------------------------------------------------------------------
 
 

@@ -51,7 +51,8 @@ def _row(vocab_size: int, rng: random.Random, wish: dict[str, float]) -> Samplin
     def ids(num: int) -> list[int]:
         return rng.choices(range(vocab_size), k=num)
 
-    bias = {token: rng.uniform(-4, 4) for token in ids(rng.choice([0, 0, 5]))}
+    values = [rng.uniform(-4, 4), -100]
+    bias = {token: rng.choice(values) for token in ids(rng.choice([0, 0, 5]))}
     options = wish | rng.choice(PENALTIES) | ({"logit_bias": bias} if bias else {})
     mask = None
     if rng.random() < 0.3:

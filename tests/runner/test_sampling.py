@@ -195,6 +195,16 @@ def test_suppressed_ids_are_never_chosen(temperature):
     assert ids(sample(logits, [row(temperature=temperature, suppressed=[0])])) == [1]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_that_excludes_a_token_is_no_mere_number(temperature):
+    """However likely the model takes it to be."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7] = 1e4
+    wish = {"logit_bias": {7: -100, 8: 50}, "repetition_penalty": 1.5}
+    found = ids(sample(logits, [row(prompt=[7], temperature=temperature, **wish)]))
+    assert found == [8]
+
+
 def test_logprobs_are_the_models_own():
     logits = random_logits(2)
     raw = logits[0].log_softmax(-1)
