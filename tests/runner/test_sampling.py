@@ -150,7 +150,8 @@ def test_noise_is_finite_and_masked_tokens_stay_out():
 def plain_penalties(logits, params, prompt, output):
     out = list(logits)
     for token in range(len(out)):
-        out[token] += params.get("logit_bias", {}).get(token, 0)
+        bias = params.get("logit_bias", {}).get(token, 0)
+        out[token] += bias if bias > -100 else -math.inf
         if token in prompt or token in output:
             penalty = params.get("repetition_penalty", 1)
             out[token] = out[token] / penalty if out[token] > 0 else out[token] * penalty

@@ -102,7 +102,7 @@ def masks_along(
 ) -> list[Mask | None]:
     """The tokens that may come behind each of an answer's drafts, if those before it come; `first`
     is what may come now. As many as can be told: none behind a draft that may not come, nor where
-    the form turns out too complex or nothing may come, which the answer itself has to find.
+    the form turns out too complex, which the answer itself has to find.
     """
     if guide is None:
         return [first] * (1 + len(drafts))
@@ -111,7 +111,7 @@ def masks_along(
         if not guide.follows(draft):
             break
         (mask,) = masks([guide])
-        if guide.problem or (mask is not None and not mask.any()):
+        if guide.problem:
             break
         found.append(mask)
     return found
