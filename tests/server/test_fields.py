@@ -154,6 +154,26 @@ def test_what_an_answer_may_not_have(http):
     assert set(allowed["token_ids"]) <= {70, 71}
 
 
+def test_wishes_that_leave_nothing_are_refused(http):
+    """At once, or where an answer comes to it: also in a stream, whose status was sent before."""
+    (letter,) = http.post("/tokenize", json={"prompt": "a"}).json()["tokens"]
+    response = chat(http, bad_words=["a"], allowed_token_ids=[letter])
+    assert response.status_code == 400
+    assert "they leave no token that may come" in response.json()["error"]["message"]
+    exclude_b = {str(token): -100 for token in range(448) if "b" in text_alone(http, token)}
+    stuck = {"structured_outputs": {"regex": "a{3}b"}, "logit_bias": exclude_b, "max_tokens": 9}
+    why = "structured_outputs: nothing is left of it beside logit_bias"
+    response = chat(http, **stuck)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == why
+    *_, last = chat(http, **stuck, stream=True).text.strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == why
+
+
+def text_alone(http, token):
+    return http.post("/detokenize", json={"tokens": [token]}).json()["prompt"]
+
+
 def test_reasoning_has_a_budget(http):
     thinking = {"enable_thinking": True}
     for budget in (0, 3):

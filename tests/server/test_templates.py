@@ -1,6 +1,7 @@
 """What a chat template reads of a request."""
 
 import pytest
+from jinja2 import nodes
 
 from milepost.server.errors import HttpError
 from milepost.server.templates import check_template_kwargs, variables_of
@@ -49,3 +50,25 @@ def test_a_variable_that_is_not_read_is_refused():
 def test_what_is_not_for_a_request_to_set(name):
     with pytest.raises(HttpError, match="not for a request"):
         check_template_kwargs({name: False}, None)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'x' * 10 }}{{ y }}",
+        "{% set a = 2 ** 3 %}{{ y }}",
+        "{% autoescape 2 ** 3 %}{{ y }}{% endautoescape %}",
+        "{% if 2 * 3 %}{{ [y, 'x' * 3] }}{% endif %}",
+        "{% macro f(a=2 ** 3) %}{{ 'a' | center(2 * 3) }}{% endmacro %}{{ f(y) }}",
+        "{% filter center(2 * 3) %}{{ y }}{% endfilter %}",
+    ],
+)
+def test_nothing_of_a_template_is_computed_to_find_its_names(monkeypatch, template):
+    """This is done in the server itself, and constants may be as large as one likes."""
+    for kind in (nodes.Mul, nodes.Pow, nodes.Filter):
+        monkeypatch.setattr(kind, "as_const", lambda *_: pytest.fail("computed"))
+    assert variables_of(template) == {"y"}
+
+
+def test_a_template_too_deep_to_read_is_not_told():
+    assert variables_of("{{ " + "(" * 50_000 + ")" * 50_000 + " }}") is None
