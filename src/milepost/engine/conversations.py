@@ -27,7 +27,7 @@ MAX_BYTES = 2 * 2**30
 """Memory that rendering may ask the system for, besides what the process has."""
 
 
-class Conversation(msgspec.Struct, array_like=True, frozen=True, tag="conversation"):
+class Unrendered(msgspec.Struct, array_like=True, frozen=True, tag="conversation"):
     """What a template is given. `content` is JSON, since messages may have numbers of any size."""
 
     content: bytes
@@ -72,7 +72,7 @@ def too_slow(limit_s: float) -> Rendered:
 
 
 def content_of(messages: Sequence[Mapping[str, Any]], **options: Any) -> bytes:
-    """`Conversation.content`, with options of `chat.compose`. Raises InvalidRequestError."""
+    """`Unrendered.content`, with options of `chat.compose`. Raises InvalidRequestError."""
     try:
         return json.dumps({"messages": messages, **options}).encode()
     except (ValueError, TypeError, RecursionError) as error:
@@ -109,7 +109,7 @@ class Renderer:
         self._memory = resource.getrlimit(resource.RLIMIT_AS)
         signal.signal(signal.SIGPROF, _stop)
 
-    def render(self, asked: Conversation) -> Rendered:
+    def render(self, asked: Unrendered) -> Rendered:
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, 2 * asked.limit_s)  # ends the process
             bound_memory(MAX_BYTES)
@@ -131,7 +131,7 @@ class Renderer:
             resource.setrlimit(resource.RLIMIT_AS, self._memory)
         return Rendered(pieces=composed.pieces, ends=composed.ends)
 
-    def _composed(self, asked: Conversation) -> chat.Composed:
+    def _composed(self, asked: Unrendered) -> chat.Composed:
         def check(text: str) -> None:
             if len(text) > asked.max_chars:
                 raise InvalidRequestError(

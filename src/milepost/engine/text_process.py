@@ -22,7 +22,7 @@ import msgspec
 from milepost.engine import heap
 from milepost.engine.chat import ChatPrompt, tokens_before
 from milepost.engine.child import Child, answer, messages
-from milepost.engine.conversations import Conversation, Rendered, Renderer, Template, too_slow
+from milepost.engine.conversations import Rendered, Renderer, Template, Unrendered, too_slow
 from milepost.errors import InvalidRequestError
 
 PATIENCE = 10.0
@@ -110,7 +110,7 @@ class TextProcess:
             )
         return [_encoded(reply) for reply in self._texts.decode(found)]
 
-    async def render(self, asked: Conversation) -> tuple[Rendered, ChatPrompt | None]:
+    async def render(self, asked: Unrendered) -> tuple[Rendered, ChatPrompt | None]:
         """A conversation as text, and as a prompt if it was tokenized. When its caller is cancelled
         the work ends at once."""
         message = self._encoder.encode(asked)
@@ -157,7 +157,7 @@ def main() -> None:
     asked = messages()
     work = _Work(msgspec.msgpack.decode(next(asked), type=Start))
     answer(b"")
-    decoder, encoder = msgspec.msgpack.Decoder(Texts | Conversation), msgspec.msgpack.Encoder()
+    decoder, encoder = msgspec.msgpack.Decoder(Texts | Unrendered), msgspec.msgpack.Encoder()
     for message in asked:
         wanted = decoder.decode(message)
         if isinstance(wanted, Texts):
@@ -192,7 +192,7 @@ class _Work:
     def tokenize(self, texts: Texts) -> list[_Reply]:
         return [self._tokenize(text, texts) for text in texts.texts]
 
-    def render(self, asked: Conversation) -> _ChatReply:
+    def render(self, asked: Unrendered) -> _ChatReply:
         if self._renderer is None:
             assert self._template is not None, "conversations have a template"
             self._renderer = Renderer(self._template)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from milepost.engine import chat, heap
-from milepost.engine.conversations import Conversation, content_of
+from milepost.engine.conversations import Unrendered, content_of
 from milepost.engine.lengths import FewestTokens
 from milepost.engine.text_process import Encoded, Text, Texts
 from milepost.errors import InvalidRequestError
@@ -123,7 +123,7 @@ class Encoder:
         those of `chat.compose`; `is_cut` as in `encode`. Raises InvalidRequestError."""
         if self._tokenizer is None or not self._lanes.can_render:
             return await self._encode_chat_here(messages, size, options, is_cut=is_cut)
-        asked = Conversation(
+        asked = Unrendered(
             content=await _beside(size, lambda: content_of(messages, **options)),
             max_chars=MAX_GROWTH * size + MAX_ADDED,
             max_tokenized=MAX_SHORT,

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from milepost.engine.chat import ChatPrompt
-from milepost.engine.conversations import Conversation, Rendered, Template
+from milepost.engine.conversations import Rendered, Template, Unrendered
 from milepost.engine.text_process import Encoded, Start, TextProcess, Texts
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ class Lanes:
             type(self._tokenizer)
         )
 
-    async def render(self, asked: Conversation, size: int) -> tuple[Rendered, ChatPrompt | None]:
+    async def render(self, asked: Unrendered, size: int) -> tuple[Rendered, ChatPrompt | None]:
         """A conversation of `size` characters as text, and as a prompt if the text is short."""
         if size <= MAX_SHORT:
             short = structs.replace(asked, limit_s=min(SHORT_S, asked.limit_s))
@@ -164,7 +164,7 @@ class Lanes:
         async with self._turns.turn(size):
             return await self._process.render(asked)
 
-    async def _render_to_its_end(self, asked: Conversation) -> tuple[Rendered, ChatPrompt | None]:
+    async def _render_to_its_end(self, asked: Unrendered) -> tuple[Rendered, ChatPrompt | None]:
         """Also if its caller is cancelled meanwhile: the next one waits for less than for another
         process."""
         if self._begun is not None:
