@@ -59,7 +59,7 @@ def waiting_events(num_pages, num_states):
         def ask():
             match = cache.match(chain)
             cache.refresh(reservation, match)
-            assert cache.admit(chain, match, holds_back=True) is None
+            assert cache.admit(chain, match) is None
 
         events.append(num_events(ask))
     return max(events)
@@ -101,7 +101,7 @@ def asked_of(num_states, num_changes, num_rounds, monkeypatch):
     for _ in range(num_rounds):
         asked.append([])
         for _ in range(3):
-            assert cache.admit(chain, cache.match(chain), holds_back=True) is None
+            cache.displaced(cache.match(chain))
         cache.reclaimer.version += num_changes
     return asked
 

@@ -3,7 +3,8 @@
 import pytest
 
 from milepost.cache import Cache, Kind
-from milepost.cache.eviction import Expected
+from milepost.cache.eviction import LOOK_AHEAD, Expected, score
+from milepost.cache.eviction.score import GROWTH_REQUESTS
 from milepost.cache.tree.nodes import NO_PAGE, Checkpoint, End, Node, Reservation
 from tests.invariants import check
 
@@ -14,12 +15,10 @@ def prompt(seed, num_pages=4):
     return [seed] * (num_pages * PAGE_SIZE)
 
 
-def run(cache, tokens, *, holds_back=False):
+def run(cache, tokens):
     """Admit and compute a prompt in one step, and keep the state at its end."""
     chain = cache.chain(tokens)
-    allocation = cache.admit(chain, cache.match(chain), holds_back=holds_back)
-    if allocation is None:
-        return None
+    allocation = cache.admit(chain, cache.match(chain))
     exports = cache.take_exports(allocation, len(chain))
     written = {export.slot: export.position for export in exports}
     cache.commit(allocation, len(chain), {allocation.slot_out: len(chain)} | written)
@@ -85,20 +84,68 @@ def test_a_refresh_finds_what_was_made_in_the_meantime(cache):
     assert reservation.checkpoint.position == 64
 
 
-def test_a_request_that_looks_ahead_does_not_evict_what_is_likely_to_return(cache):
+def displaced(cache, tokens):
+    return cache.displaced(cache.match(cache.chain(tokens)))
+
+
+def test_what_is_likely_to_return_is_displaced_by_a_newcomer(cache, monkeypatch):
+    """Asking changes nothing."""
+    monkeypatch.setattr(score, "PRIOR_GROWTH", 0.0)
     for seed in (1, 2, 3):
         run(cache, prompt(seed))
-    before = cache.stats.pages_evicted
-    assert run(cache, prompt(4), holds_back=True) is None
-    check(cache)
-    assert cache.stats.pages_evicted == before
-    assert run(cache, prompt(4)) == 0
+    before = cache.stats.pages_evicted, cache.reclaimer.version
+    assert displaced(cache, prompt(4)) == 64, "all is in use"
+    assert displaced(cache, prompt(4, 2)) == 32
+    assert displaced(cache, [*prompt(1), 0]) == PAGE_SIZE, "its own pages are cached"
+    assert (cache.stats.pages_evicted, cache.reclaimer.version) == before
 
 
-def test_nothing_is_spared_where_nothing_returns(cache):
+def test_nothing_is_displaced_where_nothing_returns(cache):
     for seed in range(1, 60):
         run(cache, prompt(seed))
-    assert run(cache, prompt(99), holds_back=True) == 0
+    assert displaced(cache, prompt(99)) == 0
+
+
+def test_a_newcomer_leaves_room_for_what_known_paths_grow_by():
+    """A request that goes on with a path has its part of that room."""
+    cache = Cache(num_pages=8000, num_slots=40, page_size=PAGE_SIZE)
+    run(cache, prompt(1, 100))
+    assert cache.score.growth(LOOK_AHEAD) > 8000 * PAGE_SIZE
+    assert displaced(cache, prompt(2, 100)) == 100 * PAGE_SIZE
+    for _ in range(GROWTH_REQUESTS):
+        run(cache, prompt(1, 100))
+    assert cache.score.growth(LOOK_AHEAD) < 8000 * PAGE_SIZE * 0.8, "nothing grows"
+    assert displaced(cache, prompt(2, 100)) == 0
+    assert displaced(cache, [*prompt(1, 100), 0]) == 0
+
+
+def test_what_is_evicted_while_its_return_waits_says_nothing_of_returns(cache):
+    """It has returned, when its request arrived."""
+    for seed in (1, 2, 3):
+        run(cache, prompt(seed))
+    waits = cache.expect(cache.chain([*prompt(1), 0]), num_ahead=2)
+    level = cache.score._ends.rates._levels[0]
+    checkpoint = waits.checkpoint
+    cache.reclaimer.evict_checkpoint(checkpoint, "slots")
+    assert cache.score._ends.rates._levels[0] == level
+    other = cache.match(cache.chain([*prompt(2), 0])).checkpoint
+    cache.reclaimer.evict_checkpoint(other, "slots")
+    assert cache.score._ends.rates._levels[0] < level
+
+
+def test_a_return_counts_once_and_when_it_arrives(cache):
+    run(cache, prompt(1))
+    chain = cache.chain([*prompt(1), *prompt(9, 1)])
+    waits = cache.expect(chain, num_ahead=0)
+    assert waits.end.num_returns == 1
+    for seed in (2, 3):
+        run(cache, prompt(seed))
+    clock = cache.score.clock
+    allocation = cache.admit(chain, cache.match(chain), reservation=waits)
+    assert allocation.end is waits.end
+    assert (allocation.end.time, cache.score.clock) == (clock + 1, clock + 1)
+    cache.forget(waits)
+    check(cache)
 
 
 def test_whoever_waits_longer_has_its_turn_first_however_many_went_before(cache):
@@ -110,7 +157,7 @@ def test_whoever_waits_longer_has_its_turn_first_however_many_went_before(cache)
         run(cache, prompt(3))
     last = cache.expect(cache.chain([*prompt(2), 0]), num_ahead=5)
     assert cache.score.of(first.checkpoint) == 64 / 2
-    assert cache.score.of(last.checkpoint) == 64 / 6
+    assert last.due - cache.score.clock == 6
     for seed in (4, 5):
         run(cache, prompt(seed))
     assert [cached(cache, prompt(seed)) for seed in (1, 2)] == [64, 0]

@@ -103,9 +103,8 @@ def test_what_is_passed_over_for_want_of_tokens_ages():
     first = load.ask(60_000, max_tokens=4)
     load.step()
     assert first.allocation is not None
-    long = load.ask(500)
-    for num_short in range(MAX_STEPS):
-        assert long.num_bypasses == num_short
+    load.ask(500)
+    for _ in range(MAX_STEPS):
         short = load.ask(1, max_tokens=1)
         load.step()
         assert short.report is not None
@@ -116,14 +115,14 @@ def test_what_is_passed_over_for_want_of_tokens_ages():
 
 def test_it_ages_by_the_requests_that_go_first_too(monkeypatch):
     monkeypatch.setattr("milepost.scheduler.admission.MAX_HOLD_BACK_S", 1e9)
-    load = Load(budget=130, max_num_seqs=40)
-    load.ask(60_000, max_tokens=4)
+    load = Load(budget=130, max_num_seqs=40, num_pages=60, slots=100)
+    load.ask(30, max_tokens=900)
     load.step()
-    long = load.ask(500)
-    for _ in range(MAX_BYPASSED):
+    long = load.ask(930)
+    for num_short in range(MAX_BYPASSED):
+        assert long.num_bypasses == num_short
         load.ask(1, max_tokens=1)
         load.step()
-    assert long.num_bypasses == MAX_BYPASSED
     late = load.ask(1, max_tokens=1)
     load.step()
     assert late.report is None
@@ -146,7 +145,6 @@ def test_who_waits_again_ages_anew():
     assert urgent.allocation is not None
     assert long.allocation is None
     assert all(short.report is not None for short in shorts)
-    assert long.num_bypasses == len(shorts)
 
 
 @pytest.mark.parametrize("num_urgent", [1, 3])
@@ -190,9 +188,44 @@ def test_running_prefills_are_served_by_priority():
     assert _num_tokens(plan) == {urgent.number: 188, slow.number: 320}
 
 
+def test_short_prompts_take_half_of_a_step_at_most_before_the_others():
+    load = Load(budget=512, max_num_seqs=8, num_pages=20_000)
+    long = load.ask(5000, max_tokens=2)
+    load.step()
+    shorts = [load.ask(num, max_tokens=2) for num in (100, 90, 80, 70)]
+    first = {shorts[3].number: 70, shorts[2].number: 80, shorts[1].number: 90}
+    assert _num_tokens(load.step()) == first | {long.number: 256}, "240 of 512, and 16 off the grid"
+    assert shorts[0].report is None
+
+
+def test_who_has_waited_longest_for_what_it_costs_goes_first():
+    """Where something runs: one with twice as much to compute, but that has waited longer."""
+    load = Load(budget=4096, max_num_seqs=2, num_pages=20_000)
+    running, last = load.ask(10, max_tokens=40), load.ask(3000, max_tokens=12)
+    load.step()
+    long = load.ask(2200, max_tokens=1)
+    for _ in range(8):
+        load.step()
+    shorts = [load.ask(1100, max_tokens=1) for _ in range(3)]
+    while last.finish_reason is None:
+        load.step()
+    load.step()
+    assert running.finish_reason is None
+    assert long.report is not None
+    assert all(request.report is None for request in shorts)
+
+
+def test_where_nothing_runs_the_one_with_least_to_compute_begins():
+    load = Load(budget=128, max_num_seqs=1, num_pages=20_000)
+    long, short = load.ask(5000), load.ask(500)
+    load.step()
+    assert short.allocation is not None
+    assert long.allocation is None
+
+
 def test_equals_are_served_in_order_of_arrival():
-    load = Load(budget=512, max_num_seqs=4, num_pages=20_000)
-    first, second = load.ask(5000), load.ask(60)
+    load = Load(budget=512, max_num_seqs=1, num_pages=20_000)
+    first, second = load.ask(600), load.ask(600)
     load.step()
     assert second.allocation is None
     assert first.allocation is not None
@@ -210,6 +243,11 @@ def test_budgets_that_cannot_make_progress_are_refused(budget, max_num_seqs, nam
         Load(budget=budget, max_num_seqs=max_num_seqs)
 
 
+def _num_steps(request: Request) -> int:
+    """Steps for which a request may keep its seat."""
+    return 2 * (request.num_tokens // GRID + 2) + 3 * request.max_tokens
+
+
 @given(
     seed=st.integers(0, 2**32),
     budget=st.sampled_from([64, 70, 100, 130, 512]),
@@ -221,7 +259,8 @@ def test_budgets_that_cannot_make_progress_are_refused(budget, max_num_seqs, nam
 def test_bounds_for_random_loads(seed, budget, max_num_seqs, num_pages, num_slots):
     """Prompts of 1 to 600 tokens keep coming, more than can be served. A running decode computes in
     one of two steps, a running prefill within MAX_IDLE_STEPS + 2 x max_num_seqs. A request is
-    admitted before those ahead of it have had all their steps and MAX_STEPS have passed.
+    admitted before those ahead of it have had all their steps, MAX_STEPS have passed, and those
+    that went before it in these have had theirs.
     """
     rng = random.Random(seed)
     load = Load(budget=budget, max_num_seqs=max_num_seqs, num_pages=num_pages, slots=num_slots)
@@ -235,14 +274,16 @@ def test_bounds_for_random_loads(seed, budget, max_num_seqs, num_pages, num_slot
             num_tokens = rng.choice([1, 20, 63, 64, 300, 600])
             request = load.ask(num_tokens, max_tokens=rng.randint(1, longest_answer))
             ahead = [r for r in asked if r.finish_reason is None]
-            steps = sum(2 * (r.num_tokens // GRID + 2) + 3 * r.max_tokens for r in ahead)
-            bounds[request] = steps + MAX_STEPS
+            bounds[request] = sum(map(_num_steps, ahead)) + MAX_STEPS
             asked.append(request)
         plan = load.step()
         served = {sequence.number for sequence in plan.sequences}
         for request in asked:
             if request.report is None:
                 waited[request] = waited.get(request, 0) + 1
+                if waited[request] == MAX_STEPS:
+                    passed = [r for r in load.scheduler.running if r.number > request.number]
+                    bounds[request] += sum(map(_num_steps, passed))
                 assert waited[request] <= bounds[request]
             if request.allocation is None or request.number in served:
                 idle[request] = 0

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from milepost.scheduler.admission import MAX_HOLD_BACK_S
 from tests.scheduler.test_peers import Bench
 
 
@@ -30,60 +29,94 @@ def test_a_request_that_is_alone_never_waits():
     assert newcomer.allocation is not None
 
 
-def test_a_newcomer_is_not_held_back_while_the_machine_idles():
-    """Nobody else waits, so nobody would go first."""
+def held_back(num_others):
+    """A newcomer that is held back while others wait, and the chats, of which one runs."""
     bench, chats = full_of_chats()
-    bench.submit(chats[0], max_tokens=300)
+    bench.submit(chats[0], max_tokens=600)
     bench.step()
+    bench.scheduler._admission.token_s = 1 / 100
     newcomer = bench.submit(tokens(300, 9), max_tokens=2)
+    others = [bench.submit(tokens(300, seed), max_tokens=2) for seed in range(10, 10 + num_others)]
     bench.step()
+    return bench, chats, newcomer, others
+
+
+def test_a_newcomer_for_whom_nobody_else_waits_is_not_held_back():
+    _, _, newcomer, _ = held_back(0)
     assert newcomer.allocation is not None
 
 
-@pytest.mark.parametrize(("num_others", "is_admitted"), [(512, True), (513, False)])
-def test_a_backlog_is_more_than_four_steps_of_the_tokens_of_others(num_others, is_admitted):
-    """The newcomer's own 600 do not count."""
-    bench, chats = full_of_chats(budget=128)
-    bench.submit(chats[0], max_tokens=300)
-    bench.step()
-    newcomer = bench.submit(tokens(600, 9), max_tokens=2)
-    bench.submit(tokens(num_others, 10), max_tokens=2)
-    bench.step()
-    assert (newcomer.allocation is not None) is is_admitted
-
-
-def test_with_a_backlog_a_newcomer_lets_known_chats_go_first_but_not_forever(monkeypatch):
-    monkeypatch.setattr("milepost.scheduler.admission.BACKLOG_STEPS", 0)
-    bench, chats = full_of_chats()
-    bench.submit(chats[0], max_tokens=300)
-    bench.step()
-    newcomer = bench.submit(tokens(300, 9), max_tokens=2)
-    bench.submit(tokens(500, 10), max_tokens=2)
-    bench.step()
+def test_known_chats_go_on_while_a_newcomer_is_held_back():
+    bench, chats, newcomer, _ = held_back(2)
     assert newcomer.allocation is None, "the other chats are likely to go on"
     follow_up = bench.submit(chats[1], max_tokens=2)
     bench.step()
-    assert follow_up.allocation is not None
+    bench.step()
+    bench.step()
+    assert follow_up.report is not None
     assert follow_up.report.reused > 200
-    num_steps = 0
-    while newcomer.allocation is None:
+    assert newcomer.allocation is None
+
+
+def steps_held_back(num_others):
+    bench, _, newcomer, others = held_back(num_others)
+    displaced = bench.cache.displaced(bench.cache.match(newcomer.chain))
+    for other in others:
+        other.queued_s = 1e9  # never its turn
+    num_steps = 1
+    while newcomer.report is None:
         bench.step()
         num_steps += 1
-    assert num_steps <= MAX_HOLD_BACK_S, "a step takes a second here"
+    return num_steps, displaced
+
+
+def test_a_newcomer_waits_as_long_as_all_who_wait_lose_by_what_it_displaces():
+    """A step takes a second, a token a hundredth; what it displaces is some 300 tokens."""
+    for num_waiting in (3, 9):
+        num_steps, displaced = steps_held_back(num_waiting - 1)
+        assert 200 < displaced < 320
+        assert abs(num_steps - displaced / 100 * num_waiting) <= 2
+
+
+def test_newcomers_that_displace_something_come_one_at_a_time():
+    """The time that one has waited counts from when the one before displaced something."""
+    bench, _, newcomer, (second, *_) = held_back(4)
+    second.queued_s = newcomer.queued_s
+    begun = {}
+    for num_steps in range(60):
+        for request in (newcomer, second):
+            if request.report is not None:
+                begun.setdefault(request, num_steps)
+        bench.step()
+    assert len(begun) == 2
+    assert abs(begun[newcomer] - begun[second]) > 5
 
 
 @pytest.mark.parametrize(("priority", "is_admitted"), [(-1, True), (0, False)])
-def test_who_is_more_urgent_than_one_that_runs_does_not_wait(monkeypatch, priority, is_admitted):
+def test_who_is_more_urgent_than_one_that_runs_does_not_wait(priority, is_admitted):
     """Of those that run one may be more urgent still."""
-    monkeypatch.setattr("milepost.scheduler.admission.BACKLOG_STEPS", 0)
     bench, chats = full_of_chats()
     for number, other in enumerate((-5, 0)):
         bench.submit(chats[number], max_tokens=300, priority=other)
     bench.step()
+    bench.scheduler._admission.token_s = 1 / 100
     newcomer = bench.submit(tokens(300, 9), max_tokens=2, priority=priority)
-    bench.submit(tokens(500, 10), max_tokens=2)
+    for seed in range(10, 14):
+        bench.submit(tokens(500, seed), max_tokens=2)
     bench.step()
     assert (newcomer.allocation is not None) is is_admitted
+
+
+def test_no_client_waits_for_longer_than_it_may(monkeypatch):
+    """However much a newcomer displaces, and however many wait."""
+    monkeypatch.setattr("milepost.scheduler.admission.MAX_HOLD_BACK_S", 20.0)
+    bench, _, newcomer, _ = held_back(30)
+    bench.scheduler._admission.token_s = 100.0
+    num_steps = 1
+    while newcomer.report is None:
+        bench.step()
+        num_steps += 1
+    assert 15 <= num_steps <= 22
 
 
 def test_none_is_admitted_for_whom_the_step_has_no_tokens():

@@ -56,10 +56,20 @@ def test_a_blocked_request_looks_again_when_there_is_more_room_or_company(
 ):
     cache, queue = queue_of((0, 0), (0, 1))
     other, request = queue
-    assert not queue.is_blocked(request)
+    assert not queue.is_blocked(request, 0.0)
     queue.block(request, cache.match(request.chain))
-    assert queue.is_blocked(request)
+    assert queue.is_blocked(request, 0.0)
     cache.said = room
     for _ in range(num_admitted):
         queue.admit(other)
-    assert queue.is_blocked(request) is blocked
+    assert queue.is_blocked(request, 0.0) is blocked
+
+
+def test_a_request_that_is_held_back_looks_again_when_its_time_has_come():
+    cache, queue = queue_of((0, 0))
+    (request,) = queue
+    queue.block(request, cache.match(request.chain), until_s=5.0)
+    assert queue.is_blocked(request, 4.9)
+    assert not queue.is_blocked(request, 5.0)
+    queue.block(request, cache.match(request.chain))
+    assert queue.is_blocked(request, 1e9), "it found no room"

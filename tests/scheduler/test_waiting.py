@@ -18,7 +18,7 @@ class Room:
 
     def __init__(self) -> None:
         self.room = (10, 2)
-        self.expect = self.refresh = self.forget = lambda *_: object()
+        self.expect = self.refresh = self.forget = lambda *_, **__: object()
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,15 @@ def test_more_of_either_kind_of_memory_unblocks(room, is_blocked):
     other.number = 1
     queue.add(request)
     queue.add(other)
-    assert not queue.is_blocked(request)
+    assert not queue.is_blocked(request, 0.0)
     queue.block(request, None)
     memory.room = room
-    assert queue.is_blocked(request) is is_blocked
+    assert queue.is_blocked(request, 0.0) is is_blocked
     memory.room = (10, 2)
     queue.admit(other)
-    assert not queue.is_blocked(request), "something else was admitted that it could share with"
+    assert not queue.is_blocked(request, 0.0), (
+        "something else was admitted that it could share with"
+    )
 
 
 def test_who_is_passed_over_counts_each_admission_behind_it():

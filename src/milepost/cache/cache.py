@@ -108,13 +108,16 @@ class Cache:
 
     # --- wait -------------------------------------------------------------------------------------
 
-    def expect(self, chain: Chain, num_ahead: int) -> Reservation:
+    def expect(self, chain: Chain, num_ahead: int, *, first_time: bool = True) -> Reservation:
         """Note that a request waits behind `num_ahead` others, and reserve what it would resume
-        from: that is kept in preference to what nobody is known to ask for. For `refresh` and
-        `forget`.
+        from: that is kept in preference to what nobody is known to ask for. For `refresh`, `admit`
+        and `forget`. What it returns to is learned now, however long it waits.
         """
         reservation = Reservation(due=self.score.clock + num_ahead + 1)
-        self.refresh(reservation, self.match(chain))
+        match = self.match(chain)
+        if first_time:
+            reservation.end = self.score.arrive(chain, match.path.nodes, match.num_seen)
+        self.refresh(reservation, match)
         return reservation
 
     def refresh(self, reservation: Reservation, match: Match) -> None:
@@ -130,6 +133,13 @@ class Cache:
 
     # --- admit ------------------------------------------------------------------------------------
 
+    def displaced(self, match: Match) -> float:
+        """Tokens likely to be asked for soon that would be evicted if a match of this moment were
+        admitted, or for what known paths grow by meanwhile. Costs a look at hold_back.MAX_LOOKS
+        states if the cache has changed since somebody asked last.
+        """
+        return self._admitter.displaced(match)
+
     def admit(
         self,
         chain: Chain,
@@ -137,25 +147,24 @@ class Cache:
         *,
         marks: tuple[int, ...] = (),
         first_time: bool = True,
-        holds_back: bool = False,
+        reservation: Reservation | None = None,
         load_to: int | None = None,
     ) -> Allocation | None:
         """Reserve all that the prompt needs: pages for every token, and one slot to write.
 
         Returns None if there is no room, and then nothing has changed. `match` must be of this
         moment. Room is found by evicting what is only cached; if that falls short by the very
-        checkpoint to resume from, the request takes over its slot and tail page. If it `holds_back`
-        what others are likely to ask for soon is no room. With `load_to` it is loading what lies
-        before that position, its `arrivals`, unless it took over a checkpoint; then `loaded`, or
-        `load_failed` once nobody writes it any more.
+        checkpoint to resume from, the request takes over its slot and tail page. The request's
+        `reservation`, if it has waited, says what was learned when it arrived. With `load_to` it is
+        loading what lies before that position, its `arrivals`, unless it took over a checkpoint;
+        then `loaded`, or `load_failed` once nobody writes it any more.
 
-        None costs no more than a match, and a look at hold_back.MAX_LOOKS states if the cache has
-        changed since somebody asked last.
+        None costs no more than a match.
         """
         assert match.version == self.reclaimer.version, "A1: admit needs a match of this moment"
         assert match.path.chain is chain, "A1: and of this prompt"
         allocation = self._admitter.admit(
-            match, marks, first_time=first_time, holds_back=holds_back
+            match, marks, first_time=first_time, reservation=reservation
         )
         if allocation is None:
             return None

@@ -1,18 +1,22 @@
 """Decides which of the waiting requests begin in a step.
 
-They are considered in order. One is passed over if the step has no tokens for it, if there is no
-room for it, or if it waits for a prefix that another one is computing; those behind it may go
-first, within limits. However many wait, a step considers a bounded number.
+Those go first that have waited longest for what they cost: by the time waited for each second of
+computing, so that short ones pass long ones, and none starves. One is passed over if the step has
+no tokens for it, if there is no room for it, or if it waits for a prefix that another one is
+computing; those behind it may go first, within limits. However many wait, a step considers a
+bounded number.
 
 With more live conversations than fit, admitting each at once would evict what the next one needs,
-and nothing would ever hit. So a request for which the cache would have to evict what is likely to
-be needed soon is *held back*: it waits as if there were no room, for MAX_HOLD_BACK_S at most, and
-only while the prompts of others keep the machine busy.
+and nothing would ever hit. So seconds are weighed against seconds. A request that *displaces* what
+others are likely to ask for soon makes them compute it again, and each second of that is a second
+more for all who wait. It is held back until it has waited as long as that itself, counted from the
+last time that somebody displaced anything: so they come one at a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from milepost.cache.allocation import Allocation
 from milepost.cache.tree import Match
@@ -25,18 +29,18 @@ from milepost.scheduler.sharing import PendingPrefixes
 from milepost.scheduler.stats import SchedulerStats
 
 MAX_BYPASSED = 256
-"""Later requests that may be admitted past one that is passed over, before it holds the queue. With
-fewer, conversations that don't fit together take turns too fast to reuse much (docs/policies.md,
-holding back).
-"""
+"""Later requests that may be admitted past one for which there is no room, before it holds the
+queue."""
 
 MAX_HOLD_BACK_S = 600.0
-"""The same in seconds of steps: as long as clients wait by default."""
+"""Seconds of steps that a request may wait while others go first: as long as clients wait by
+default."""
 
-BACKLOG_STEPS = 4
-"""Steps that the prompts of other waiting requests would fill. With fewer nobody is held back: the
-machine would idle, and the request wait, for a few hits more.
-"""
+STEP_TOKENS = 1024
+"""What a step costs beside its tokens, in tokens: a request costs no less."""
+
+NEWS = 32
+"""Steps over which the seconds that a token takes are averaged."""
 
 MAX_PASSED_OVER = 128
 """Waiting requests that a step passes over, before it looks at no more."""
@@ -58,16 +62,15 @@ class AdmissionRound:
 
     num_seats: int
     """Requests that may yet begin."""
-    now_s: float
-    """Seconds that steps have taken so far."""
     bypassed: list[Request] = field(default_factory=list)
-    """Those that found no tokens or no room, the most urgent first."""
+    """Those that found no room, the most urgent first."""
+    begun: list[Request] = field(default_factory=list)
+    passed_over: list[Request] = field(default_factory=list)
+    """Those that found no tokens or no room, or were held back."""
     num_passed_over: int = 0
     num_looks: int = 0
     num_changes: int = 0
     """Requests that have begun, and states that were evicted for them."""
-    num_waiting_tokens: int | None = None
-    """Tokens that waiting requests have yet to compute, once somebody has asked."""
     last_priority: int | None = None
     """Of those that run the least urgent one's, once somebody has asked."""
     is_held: bool = False
@@ -90,23 +93,7 @@ class AdmissionRound:
         self.num_changes += 1 + num_evicted
         if self.last_priority is not None:
             self.last_priority = max(self.last_priority, request.priority)
-        for other in self.bypassed:
-            other.num_bypasses += 1
-
-    def pass_over(self, request: Request) -> bool:
-        """Note that a request finds no tokens or no room; False, as an admission's outcome."""
-        self.bypassed.append(request)
-        self.num_passed_over += 1
-        if request.passed_over_s is None:
-            request.passed_over_s = self.now_s
-        self.is_held = self.is_held or self.has_waited_long(request)
-        return False
-
-    def has_waited_long(self, request: Request) -> bool:
-        """Whether others have gone before a request for as long as they may."""
-        since_s = request.passed_over_s
-        waited_s = 0.0 if since_s is None else self.now_s - since_s
-        return waited_s >= MAX_HOLD_BACK_S or request.num_bypasses >= MAX_BYPASSED
+        self.begun.append(request)
 
 
 class Admission:
@@ -119,12 +106,13 @@ class Admission:
         running: list[Request],
         outside: Outside,
         stats: SchedulerStats,
-        *,
-        max_num_batched_tokens: int,
     ) -> None:
         self.now_s = 0.0
         """Seconds that steps have taken so far."""
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.token_s = 0.0
+        """Seconds that computing a prompt's token has taken lately; 0: not known yet."""
+        self._displaced_s = 0.0
+        """When a request was last admitted that displaced anything."""
         self.pending = PendingPrefixes(cache.grid)
         self._outside = outside
         self._stats = stats
@@ -132,17 +120,59 @@ class Admission:
         self._waiting = waiting
         self._running = running
 
+    def _pass_over(self, request: Request, turn: AdmissionRound, *, has_room: bool = True) -> bool:
+        """Note that a request waits on: for tokens, because it is held back, or as there is no
+        room. False, as an admission's outcome.
+        """
+        turn.passed_over.append(request)
+        turn.num_passed_over += 1
+        if not has_room:
+            turn.bypassed.append(request)
+        turn.is_held = turn.is_held or self.has_waited_long(request)
+        return False
+
     def open(self, max_num_seqs: int) -> AdmissionRound:
         """Begin a step in which so many requests may run."""
         num_seats = 0
         if self._waiting:
             num_seated = sum(request.holds_seat for request in self._running)
             num_seats = max(max_num_seqs - num_seated, 0)
-        return AdmissionRound(num_seats=num_seats, now_s=self.now_s)
+        return AdmissionRound(num_seats=num_seats)
 
-    def candidates(self, num_seats: int) -> list[Request]:
-        """The requests that a step may look at."""
-        return self._waiting.first(num_seats + MAX_PASSED_OVER) if num_seats else []
+    def candidates(self, turn: AdmissionRound) -> list[Request]:
+        """The requests that a step may look at, those first that have waited longest for what they
+        cost; where nothing runs, those that cost least.
+        """
+        if not turn.num_seats:
+            return []
+        candidates = self._waiting.first(turn.num_seats + MAX_PASSED_OVER)
+        return sorted(candidates, key=self._place)
+
+    def _place(self, request: Request) -> tuple[int, float, int]:
+        """Those that have waited for as long as they may come first, by arrival."""
+        if self.has_waited_long(request):
+            return request.priority, -inf, request.number
+        cost = STEP_TOKENS + self._waiting.num_left(request)
+        if not self._running:
+            return request.priority, cost, request.number
+        return request.priority, (request.queued_s - self.now_s) / cost, request.number
+
+    def has_waited_long(self, request: Request) -> bool:
+        """Whether others have gone before a request for as long as they may."""
+        waited_s = self.now_s - request.queued_s
+        return waited_s >= MAX_HOLD_BACK_S or request.num_bypasses >= MAX_BYPASSED
+
+    def num_left(self, request: Request) -> int:
+        """Tokens that a request, running or waiting, has yet to compute."""
+        runs = request.allocation is not None
+        return request.num_left if runs else self._waiting.num_left(request)
+
+    def ran(self, num_tokens: int, seconds: float) -> None:
+        """Note how long a step took, and the tokens of prompts in it."""
+        self.now_s += seconds
+        if num_tokens >= STEP_TOKENS:
+            latest = seconds / num_tokens
+            self.token_s += (latest - self.token_s) / NEWS if self.token_s else latest
 
     def consider(self, request: Request, budget: Budget, turn: AdmissionRound) -> bool:
         """Admit a waiting request if it can begin in this step."""
@@ -157,9 +187,9 @@ class Admission:
                     offer = self._offer(request, match)
                     if offer is not None and self._begin_loading(request, match, turn, offer):
                         return not request.is_loading
-            return turn.pass_over(request)
-        if self._running and self._waiting.is_blocked(request):
-            return turn.pass_over(request)
+            return self._pass_over(request, turn)
+        if self._running and self._waiting.is_blocked(request, self.now_s):
+            return self._pass_over(request, turn, has_room=request.held_until_s is not None)
         match = self._cache.match(request.chain)
         if self._waits_for_prefix(request, match):
             turn.num_looks += 1
@@ -170,17 +200,16 @@ class Admission:
             if offer.position > match.state_length:
                 if not self._begin_loading(request, match, turn, offer):
                     turn.num_looks += 1
-                    return turn.pass_over(request)
+                    return self._pass_over(request, turn, has_room=request.held_until_s is not None)
                 return not request.is_loading
             match = explained(match, offer)
         if not budget.can_begin(request.num_tokens - match.state_length):
             turn.num_looks += 1
             self._waiting.refresh(request, match)
-            return turn.pass_over(request)
+            return self._pass_over(request, turn)
         if not self._admit(request, match, turn):
             turn.num_looks += 1
-            self._waiting.block(request, match)
-            return turn.pass_over(request)
+            return self._pass_over(request, turn, has_room=request.held_until_s is not None)
         return True
 
     def _offer(self, request: Request, match: Match) -> Offer | None:
@@ -195,19 +224,22 @@ class Admission:
         """Admit a waiting request that goes on from what a source has; it needs no tokens yet."""
         if not self._outside.may_load or offer.position <= match.state_length:
             return False
-        if self._running and self._waiting.is_blocked(request):
+        if self._running and self._waiting.is_blocked(request, self.now_s):
             return False
         if not self._admit(request, explained(match, offer), turn, load_to=offer.position):
-            self._waiting.block(request, match)
             return False
         if request.is_loading:
             self._outside.begin(request, offer)
         return True
 
     def close(self, budget: Budget, turn: AdmissionRound) -> None:
-        """Where a step computes no prefill, the first that was passed over looks for room again."""
-        if turn.bypassed and not budget.has_prefill:
-            turn.bypassed[0].blocked_at = None
+        """Count who went before whom. Where a step computes no prefill, the first that was passed
+        over looks for room again.
+        """
+        for request in turn.bypassed:
+            request.num_bypasses += sum(other.rank > request.rank for other in turn.begun)
+        if turn.passed_over and not budget.has_prefill:
+            turn.passed_over[0].blocked_at = None
 
     def _awaits(self, request: Request) -> bool:
         """Whether what a request was found to wait for is still to come."""
@@ -229,10 +261,17 @@ class Admission:
     def _admit(
         self, request: Request, match: Match, turn: AdmissionRound, load_to: int | None = None
     ) -> bool:
-        num_evicted = self._cache.stats.num_evicted
-        allocation = self._find_room(request, match, turn, load_to)
-        if allocation is None:
+        displaced = self._cache.displaced(match) if self._may_hold_back(request, turn) else 0.0
+        if displaced and (until_s := self._until_s(request, displaced)) > self.now_s:
+            self._waiting.block(request, match, until_s)
             return False
+        num_evicted = self._cache.stats.num_evicted
+        allocation = self._find_room(request, match, load_to)
+        if allocation is None:
+            self._waiting.block(request, match)
+            return False
+        if displaced:
+            self._displaced_s = self.now_s
         if request.report is None and not allocation.is_loading:
             request.report = allocation.report
         request.allocation = allocation
@@ -244,9 +283,7 @@ class Admission:
         turn.admitted(request, self._cache.stats.num_evicted - num_evicted)
         return True
 
-    def _find_room(
-        self, request: Request, match: Match, turn: AdmissionRound, load_to: int | None
-    ) -> Allocation | None:
+    def _find_room(self, request: Request, match: Match, load_to: int | None) -> Allocation | None:
         """From the deepest resume; a request that is alone gets a cold one if need be. It waits if
         even for that too much is lent to others."""
         first_time = request.report is None
@@ -255,34 +292,36 @@ class Admission:
             match,
             marks=request.marks,
             first_time=first_time,
-            holds_back=self._holds_back(request, turn),
+            reservation=request.reservation,
             load_to=load_to,
         )
         if allocation is None and not self._running:
             match = self._cache.match(request.chain, limit=0)
             allocation = self._cache.admit(
-                request.chain, match, marks=request.marks, first_time=first_time
+                request.chain,
+                match,
+                marks=request.marks,
+                first_time=first_time,
+                reservation=request.reservation,
             )
             assert allocation is not None or self._outside.has_lent, (
                 "a request that `add` took fits the pool when it is alone"
             )
         return allocation
 
-    def _is_backlogged(self, request: Request, turn: AdmissionRound) -> bool:
-        """Whether other waiting requests would keep the machine busy for some steps."""
-        if turn.num_waiting_tokens is None:
-            first = self._waiting.first(MAX_PASSED_OVER)
-            turn.num_waiting_tokens = sum(map(self._waiting.num_left, first))
-        others = turn.num_waiting_tokens - self._waiting.num_left(request)
-        return others > BACKLOG_STEPS * self._max_num_batched_tokens
-
-    def _holds_back(self, request: Request, turn: AdmissionRound) -> bool:
+    def _may_hold_back(self, request: Request, turn: AdmissionRound) -> bool:
         """Whether others may go first, so that what they need is not evicted for this one. Not if
-        nothing else runs, few tokens wait to be computed, it has run before, something less urgent
-        runs, or it has waited for long.
+        nothing else runs or waits, it has run before, something less urgent runs, or it has waited
+        for long.
         """
-        if not self._running or request.num_preemptions or not self._is_backlogged(request, turn):
+        if not self._running or len(self._waiting) == 1 or request.num_preemptions:
             return False
         if turn.last_priority is None:
             turn.last_priority = max(other.priority for other in self._running)
-        return turn.last_priority <= request.priority and not turn.has_waited_long(request)
+        return turn.last_priority <= request.priority and not self.has_waited_long(request)
+
+    def _until_s(self, request: Request, displaced: float) -> float:
+        """When a request has waited for as long as all who wait lose by what it displaces."""
+        since_s = max(request.queued_s, self._displaced_s)
+        until_s = since_s + displaced * self.token_s * len(self._waiting)
+        return min(until_s, request.queued_s + MAX_HOLD_BACK_S)

@@ -35,11 +35,13 @@ class PrefixMemory(Protocol):
 
     def match(self, chain: Chain, limit: int | None = None) -> Match: ...
 
-    def expect(self, chain: Chain, num_ahead: int) -> Reservation: ...
+    def expect(self, chain: Chain, num_ahead: int, *, first_time: bool = True) -> Reservation: ...
 
     def refresh(self, reservation: Reservation, match: Match) -> None: ...
 
     def forget(self, reservation: Reservation) -> None: ...
+
+    def displaced(self, match: Match) -> float: ...
 
     def admit(
         self,
@@ -48,7 +50,7 @@ class PrefixMemory(Protocol):
         *,
         marks: tuple[int, ...] = (),
         first_time: bool = True,
-        holds_back: bool = False,
+        reservation: Reservation | None = None,
         load_to: int | None = None,
     ) -> Allocation | None: ...
 

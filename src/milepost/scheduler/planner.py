@@ -1,8 +1,9 @@
 """Plans one step: which request computes how many tokens, as data.
 
 Order within a step: decodes, then running prefills and waiting requests by priority, running before
-waiting, by arrival. A chunk that is not a prompt's last ends on the grid. Uses only free memory:
-preemption is up to the scheduler, which also keeps track of the steps in flight.
+waiting; but half of the tokens go first to prompts that need few. A chunk that is not a prompt's
+last ends on the grid. Uses only free memory: preemption is up to the scheduler, which also keeps
+track of the steps in flight.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from milepost.cache.allocation import State
-from milepost.scheduler.admission import Admission
+from milepost.scheduler.admission import Admission, AdmissionRound
 from milepost.scheduler.budget import Budget, max_num_exports
 from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.outside import Outside
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import Request
 from milepost.scheduler.sequences import place_in_batch, plan_sequence
+
+FEW = 4
+"""A prompt that needs no more than this part of a step's tokens is short."""
 
 
 class Planner:
@@ -74,11 +78,8 @@ class Planner:
         turn = self._admission.open(max_num_seqs)
         budget.give_decodes(decodes)
         budget.give_starved(prefills)
-        candidates = self._admission.candidates(turn.num_seats)
-        for request in sorted([*prefills, *candidates], key=_order):
-            runs = request.allocation is not None
-            if runs or (not turn.is_over and self._admission.consider(request, budget, turn)):
-                budget.give_chunk(request)
+        candidates = self._admission.candidates(turn)
+        self._give_prefills(prefills, candidates, budget, turn)
         self._admission.close(budget, turn)
         budget.give_one_each(decodes)
         for request in decodes:
@@ -86,6 +87,44 @@ class Planner:
                 self._give_drafts(request, budget)
         budget.note_idle(continuing)
         return budget
+
+    def _give_prefills(
+        self,
+        prefills: Sequence[Request],
+        candidates: Sequence[Request],
+        budget: Budget,
+        turn: AdmissionRound,
+    ) -> None:
+        """Give prompts their chunks. Half of the tokens go first to those that need few, so that
+        they don't wait for long ones; the rest goes in order, and so does the last seat, and all
+        seats once somebody has waited for long.
+        """
+        running = sorted(prefills, key=lambda r: r.number)
+        ordered = sorted([*running, *candidates], key=_order)
+        reserved, considered = max(budget.left // 2, self._cache.grid), set[Request]()
+        in_order = bool(candidates) and self._admission.has_waited_long(candidates[0])
+        for request in self._shortest(ordered):
+            if budget.left - self._admission.num_left(request) < reserved:
+                break
+            if request.allocation is None and (in_order or turn.num_seats == 1):
+                continue
+            considered.add(request)
+            self._give_turn(request, budget, turn)
+        for request in ordered:
+            if request not in considered:
+                self._give_turn(request, budget, turn)
+
+    def _shortest(self, requests: Sequence[Request]) -> list[Request]:
+        """The most urgent ones with few tokens left, those with fewest first."""
+        most = self._max_num_batched_tokens // FEW
+        num_left = self._admission.num_left
+        found = [r for r in requests if r.priority == requests[0].priority and num_left(r) <= most]
+        return sorted(found, key=lambda r: (num_left(r), r.number))
+
+    def _give_turn(self, request: Request, budget: Budget, turn: AdmissionRound) -> None:
+        runs = request.allocation is not None
+        if runs or (not turn.is_over and self._admission.consider(request, budget, turn)):
+            budget.give_chunk(request)
 
     def _give_drafts(self, request: Request, budget: Budget) -> None:
         """Have a decode's drafts verified, as many as the answer has tokens for behind its next."""
@@ -132,6 +171,6 @@ class Planner:
         )
 
 
-def _order(request: Request) -> tuple[int, bool, int]:
-    """By priority, then what runs before what waits, then by arrival."""
-    return request.priority, request.allocation is None, request.number
+def _order(request: Request) -> tuple[int, bool]:
+    """By priority, then what runs before what waits."""
+    return request.priority, request.allocation is None

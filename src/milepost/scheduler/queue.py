@@ -35,7 +35,9 @@ class Queue:
     def add(self, request: Request) -> None:
         """Its prompt is hashed first, which takes longest and may be interrupted."""
         index = self._index(request)
-        request.reservation = self._memory.expect(request.chain, index)
+        request.reservation = self._memory.expect(
+            request.chain, index, first_time=request.report is None
+        )
         self._requests.insert(index, request)
 
     def remove(self, request: Request) -> None:
@@ -64,7 +66,7 @@ class Queue:
         """Remove a request that has found room. If it comes again, it waits anew."""
         self.remove(request)
         self._num_admitted += 1
-        request.blocked_at = request.awaits = request.passed_over_s = None
+        request.blocked_at = request.awaits = request.held_until_s = None
         request.num_bypasses = request.offered = 0
 
     def refresh(self, request: Request, match: Match) -> None:
@@ -72,14 +74,17 @@ class Queue:
         assert request.reservation is not None
         self._memory.refresh(request.reservation, match)
 
-    def block(self, request: Request, match: Match) -> None:
-        """Note that a request found no room."""
+    def block(self, request: Request, match: Match, until_s: float | None = None) -> None:
+        """Note that a request found no room, or is held back until then."""
         self.refresh(request, match)
         request.blocked_at = self._room
+        request.held_until_s = until_s
 
-    def is_blocked(self, request: Request) -> bool:
-        """Whether a request that found no room would find none now."""
+    def is_blocked(self, request: Request, now_s: float) -> bool:
+        """Whether a request that found no room, or was held back, would fare no better now."""
         if request.blocked_at is None:
+            return False
+        if request.held_until_s is not None and now_s >= request.held_until_s:
             return False
         num_admitted, num_pages, num_slots = request.blocked_at
         now_admitted, now_pages, now_slots = self._room

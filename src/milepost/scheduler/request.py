@@ -73,8 +73,11 @@ class Request:
     num_bypasses: int = 0
     """Times that a later request was admitted while this one waits and found no tokens or no room.
     """
-    passed_over_s: float | None = None
-    """When it first found no tokens or no room since it waits, in seconds of steps."""
+    queued_s: float = 0.0
+    """Since when it waits, in seconds of steps."""
+    held_until_s: float | None = None
+    """When it has waited long enough for what it displaces, by what was known when it was last held
+    back."""
     num_idle_steps: int = 0
     """Steps that it has gone without tokens while it ran."""
     drafts: tuple[int, ...] = ()

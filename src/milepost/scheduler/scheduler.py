@@ -60,7 +60,6 @@ class Scheduler:
             self.running,
             self.outside,
             self.stats,
-            max_num_batched_tokens=max_num_batched_tokens,
         )
         self._planner = Planner(
             cache,
@@ -138,10 +137,14 @@ class Scheduler:
                 "max_tokens or raise num_pages"
             )
         request.number = self._num_added
-        self.waiting.add(request)
+        self._queue(request)
         self._num_added += 1
         self._num_live += 1
         self._requests[request.number] = request
+
+    def _queue(self, request: Request) -> None:
+        request.queued_s = self._admission.now_s
+        self.waiting.add(request)
 
     def request(self, number: int) -> Request:
         """The request that a plan names, until the plan's outcome is taken."""
@@ -221,7 +224,7 @@ class Scheduler:
         """Turn the request's live state into a checkpoint and queue it again."""
         assert request.finish_reason is None, "F5: a request that is over never waits again"
         self._release(request, Kind.PREEMPTED)
-        self.waiting.add(request)
+        self._queue(request)
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
 
@@ -250,7 +253,8 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Take the outcome of a step: commit what was computed, append tokens, end what is over."""
         self.stats.num_steps += 1
-        self._admission.now_s += result.seconds
+        num_tokens = sum(s.num_tokens for s in plan.sequences if not s.is_decode)
+        self._admission.ran(num_tokens, result.seconds)
         if plan.sequences:
             first = self._steps.popleft()
             assert plan is first, "F3: outcomes are taken in the order of the steps"
@@ -313,7 +317,7 @@ class Scheduler:
                 continue
             self._release(request, None)
             if request.finish_reason is None:
-                self.waiting.add(request)
+                self._queue(request)
             else:
                 del self._requests[request.number]
         if moves:

@@ -102,7 +102,7 @@ class OnePool:
             version=0,
         )
 
-    def expect(self, chain: Chain, num_ahead: int) -> Reservation:  # noqa: ARG002
+    def expect(self, chain: Chain, num_ahead: int, *, first_time: bool = True) -> Reservation:  # noqa: ARG002
         return Reservation(due=0)
 
     def refresh(self, reservation: Reservation, match: Match) -> None:
@@ -147,6 +147,10 @@ class OnePool:
 
     # --- admit ------------------------------------------------------------------------------------
 
+    def displaced(self, match: Match) -> float:  # noqa: ARG002
+        """Nobody is held back for what others may ask for."""
+        return 0.0
+
     def admit(
         self,
         chain: Chain,
@@ -154,7 +158,7 @@ class OnePool:
         *,
         marks: tuple[int, ...] = (),  # noqa: ARG002
         first_time: bool = True,
-        holds_back: bool = False,  # noqa: ARG002
+        reservation: Reservation | None = None,  # noqa: ARG002
         load_to: int | None = None,  # noqa: ARG002
     ) -> Allocation | None:
         position = match.report.state_length

@@ -33,8 +33,11 @@ class Lru:
         self._touches_path = touches_path
 
     def arrive(self, chain: Chain, nodes: Sequence[Node], num_seen: int) -> End:  # noqa: ARG002
-        self.clock += 1
         return End(position=len(chain), time=self.clock)
+
+    def begin(self, end: End) -> None:
+        self.clock += 1
+        end.time = self.clock
 
     def ended(self, end: End, node: Node, position: int) -> None:  # noqa: ARG002
         end.position = position
@@ -50,6 +53,9 @@ class Lru:
 
     def is_expected(self, checkpoint: Checkpoint, within: int) -> bool:  # noqa: ARG002
         return False
+
+    def growth(self, within: int) -> float:  # noqa: ARG002
+        return 0.0
 
     def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:  # noqa: ARG002
         return self.of(checkpoint)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from milepost.cache.allocation.states import Allocation, State
-from milepost.cache.eviction import HoldBack, Reclaimer
+from milepost.cache.eviction import LOOK_AHEAD, HoldBack, Reclaimer
 from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import PromptFacts
 from milepost.cache.plans import PageCopy
-from milepost.cache.tree import CacheConfig, Checkpoint, End, Match
+from milepost.cache.tree import CacheConfig, Checkpoint, End, Match, Reservation
 
 
 class Admitter:
@@ -28,16 +28,21 @@ class Admitter:
         self._slots_each = config.slots_each
 
     def admit(
-        self, match: Match, marks: tuple[int, ...], *, first_time: bool, holds_back: bool
+        self,
+        match: Match,
+        marks: tuple[int, ...],
+        *,
+        first_time: bool,
+        reservation: Reservation | None,
     ) -> Allocation | None:
         """Pin a match and allocate what the prompt needs beside it; None, and nothing has changed,
         if there is no room.
         """
-        takes_over = self._find_room(match, holds_back=holds_back)
+        takes_over = self._find_room(match)
         if takes_over is None:
             return None
         self._reclaimer.change()
-        end = self._arrive(match, first_time=first_time)
+        end = self._begin(match, reservation, first_time=first_time)
         checkpoint = match.checkpoint
         if checkpoint is None:
             allocation = self._from_nothing(match, end)
@@ -50,20 +55,24 @@ class Admitter:
         allocation.is_first = first_time
         return allocation
 
-    def _arrive(self, match: Match, *, first_time: bool) -> End:
+    def _begin(self, match: Match, reservation: Reservation | None, *, first_time: bool) -> End:
         """Where the request's path will end; a preempted one's return is no news of its path."""
-        if first_time:
-            return self._score.arrive(match.path.chain, match.path.nodes, match.num_seen)
-        return End(position=len(match.path.chain), time=self._score.clock)
+        if not first_time:
+            return End(position=len(match.path.chain), time=self._score.clock)
+        end = reservation.end if reservation is not None else None
+        if end is None:
+            end = self._score.arrive(match.path.chain, match.path.nodes, match.num_seen)
+        self._score.begin(end)
+        return end
 
     # --- room -------------------------------------------------------------------------------------
 
-    def _find_room(self, match: Match, *, holds_back: bool) -> bool | None:
+    def _find_room(self, match: Match) -> bool | None:
         """Pin a match and say whether its checkpoint has to be taken over; None, and nothing is
         pinned, if there is no room.
         """
-        fresh = -(-len(match.path.chain) // self._page_size) - match.path.num_pages
-        if not self._may_have_room(match, fresh, holds_back=holds_back):
+        fresh = self._num_fresh(match)
+        if not self._may_have_room(match, fresh):
             return None
         self._pin(match)
         if self._storage.has_room(fresh, self._slots_each):
@@ -73,21 +82,44 @@ class Admitter:
         self._unpin(match)
         return None
 
-    def _may_have_room(self, match: Match, fresh: int, *, holds_back: bool) -> bool:
+    def _num_fresh(self, match: Match) -> int:
+        """Pages that a prompt needs beside those that match."""
+        return -(-len(match.path.chain) // self._page_size) - match.path.num_pages
+
+    def _may_have_room(self, match: Match, fresh: int) -> bool:
         """Whether there can be room once the match is pinned, found without pinning it: a request
         may wait for long, and ask in every step. Costs the logarithm of the path's pages.
         """
         pages, slots = self._revived(match)
         wanted_pages, wanted_slots = fresh + pages, slots + self._slots_each
         if self._storage.has_room(wanted_pages, wanted_slots):
-            if not holds_back or self._storage.is_free(fresh, self._slots_each):
-                return True
-            held_pages, held_slots = self._hold_back.beside(match.checkpoint, match.version)
-            return self._storage.has_room(wanted_pages + held_pages, wanted_slots + held_slots)
+            return True
         if not slots:
             return False
         # Taken over, the checkpoint leaves its slot, and its tail, which needs no copy then.
         return self._storage.has_room(wanted_pages - len(match.tail), slots)
+
+    def displaced(self, match: Match) -> float:
+        """Tokens likely to be asked for soon that would go for this match, or for what known paths
+        grow by meanwhile: paths that are cached already have their part of that growth, so it
+        counts as far as the prompt is new.
+        """
+        num_tokens, size = len(match.path.chain), self._page_size
+        fresh, (pages, slots) = self._num_fresh(match), self._revived(match)
+        held = self._hold_back.beside(match.checkpoint, match.version)
+        new_share = 1 - match.state_length / num_tokens
+        growth = self._score.growth(LOOK_AHEAD) * new_share / size
+        each = self._storage.pages_a_slot
+        wanted_slots = slots + self._slots_each + held.num_slots
+        short = fresh + pages + held.num_pages + growth
+        if each:
+            short += each * wanted_slots - self._storage.room[0]
+            most = min(fresh + each * self._slots_each, held.num_pages + each * held.num_slots)
+            return max(min(short, most), 0) * size
+        displaced = max(min(short - self._pages.room, fresh, held.num_pages), 0) * size
+        if held.num_slots and wanted_slots > self._slots.room:
+            displaced = max(displaced, held.num_pages * size / held.num_slots)
+        return displaced
 
     def _revived(self, match: Match) -> tuple[int, int]:
         """Pages and slots of a match that are only cached, and no room once they are pinned."""

@@ -1,17 +1,20 @@
-"""How much of the cache is likely to be needed soon, and so does not count as room for a request
-that is held back.
+"""How much of the cache is likely to be needed soon: what a request displaces, if it is admitted,
+costs others their hits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from milepost.cache.eviction.score import Score
 from milepost.cache.memory import Storage
 from milepost.cache.tree import Checkpoint, Tree, upwards
 
 LOOK_AHEAD = 256
-"""Requests within which somebody is likely to ask for what is no room."""
+"""Requests within which somebody is likely to ask for what counts, and for whose growth a newcomer
+leaves room.
+"""
 
 LOOKS_A_CHANGE = 64
 """Checkpoints that may be looked at for each change of the cache since the last look. That is a
@@ -38,6 +41,13 @@ class Likely:
     """Tokens behind the next shallower one, for each whose pages are not in use."""
 
 
+class Held(NamedTuple):
+    """What is cached and likely to be asked for soon."""
+
+    num_pages: int
+    num_slots: int
+
+
 class HoldBack:
     """Goes round the checkpoints; a round takes several changes of the cache if there are many."""
 
@@ -53,7 +63,7 @@ class HoldBack:
         self._last: Likely | None = None
         """What the round before has found."""
 
-    def beside(self, own: Checkpoint | None, version: int) -> tuple[int, int]:
+    def beside(self, own: Checkpoint | None, version: int) -> Held:
         """Cached pages and slots that are likely to be asked for soon, in a cache of this version,
         without the pages of the checkpoint `own` and those above it.
         """
@@ -66,7 +76,7 @@ class HoldBack:
         for here in upwards(own):
             num_tokens -= expected.counted.get(here, 0)
         num_pages = min(num_tokens // self._page_size, self._pages.num_cached)
-        return num_pages, min(expected.num_slots, self._slots.num_cached)
+        return Held(num_pages, min(expected.num_slots, self._slots.num_cached))
 
     def _go_on(self, most: int) -> None:
         """Look at so many of the next checkpoints; at all of them anew, if they are no more."""

@@ -41,6 +41,12 @@ MEMORY = 4
 """Ends and forks remembered for each slot."""
 STEADY = 32
 """Worth stays about the same while an age grows by one part in so many."""
+PRIOR_GROWTH = 1024.0
+"""Tokens by which a request makes a known path longer, before there is evidence."""
+PRIOR_REQUESTS = 32
+"""Weight of that."""
+GROWTH_REQUESTS = 256
+"""Requests over which it is averaged."""
 MAX_WALK = 4096
 """Pages looked at to find where a path ended that a request leaves."""
 
@@ -80,8 +86,12 @@ class Score(Protocol):
 
     def arrive(self, chain: Chain, nodes: Sequence[Node], num_seen: int) -> End:
         """Note a new request, of whose pages the first `num_seen` were seen before, and `nodes` are
-        resident.
+        resident. It may wait for long before it begins.
         """
+        ...
+
+    def begin(self, end: End) -> None:
+        """Note that a request that arrived is admitted."""
         ...
 
     def ended(self, end: End, node: Node, position: int) -> None:
@@ -117,6 +127,10 @@ class Score(Protocol):
         """Whether its path is more likely than not returned to within so many requests."""
         ...
 
+    def growth(self, within: int) -> float:
+        """Tokens by which known paths are expected to grow within so many requests."""
+        ...
+
     def of_sparse(self, end: End, position: int, above: int) -> float:
         """The same for a state inside a prompt that nobody has asked for yet."""
         ...
@@ -133,33 +147,38 @@ class Expected:
         self._cuts = Cuts()
         self._continued = 0
         self._forked = 0
+        self._growth = PRIOR_GROWTH
 
     # --- what happens -----------------------------------------------------------------------------
 
     def arrive(self, chain: Chain, nodes: Sequence[Node], num_seen: int) -> End:
-        self.clock += 1
         end = End(position=len(chain), time=self.clock)
         if num_seen:
             last = nodes[-1] if num_seen == len(nodes) else None
             if last is None or not last.children:
-                end.num_returns = self._continue(chain, last, chain.digests(num_seen)[num_seen - 1])
+                self._continue(end, chain, last, chain.digests(num_seen)[num_seen - 1])
             else:
                 end.num_returns = self._leave(chain, nodes)
         return end
 
-    def _continue(self, chain: Chain, last: Node | None, digest: bytes) -> int:
-        """A prompt holds a known path to its last full page: how often that was returned to. Inside
-        the page behind it may part from what was there, and so need an earlier state.
+    def begin(self, end: End) -> None:
+        self.clock += 1
+        end.time = self.clock
+
+    def _continue(self, end: End, chain: Chain, last: Node | None, digest: bytes) -> None:
+        """A prompt holds a known path to its last full page, and ends at `end`. Inside the page
+        behind it may part from what was there, and so need an earlier state.
         """
         before = self._ends.places.pop(digest, None)
         if before is None:
-            return 0
+            return
+        before.has_returned = True
+        end.num_returns, end.grown_from = before.num_returns + 1, before.position
         self._continued += 1
         self._ends.observe(before, self.clock, returned=True)
         if last is not None and _has_parted(chain, last, before.position):
             self._forked += 1
             self._cuts.observe(before.position - last.depth * chain.page_size)
-        return before.num_returns + 1
 
     def _leave(self, chain: Chain, nodes: Sequence[Node]) -> int:
         """A prompt leaves a known path before its end."""
@@ -186,10 +205,12 @@ class Expected:
 
     def ended(self, end: End, node: Node, position: int) -> None:
         end.position = position
+        grown = max(position - end.grown_from, 0) if end.grown_from is not None else 0
+        self._growth += (grown - self._growth) / min(PRIOR_REQUESTS + self.clock, GROWTH_REQUESTS)
         self._ends.remember(node.digest, end, self.clock)
 
     def evicted(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.deeper is None:
+        if checkpoint.deeper is None and not checkpoint.end.has_returned:
             self._ends.observe(checkpoint.end, self.clock, returned=False)
 
     # --- what it is worth -------------------------------------------------------------------------
@@ -230,6 +251,9 @@ class Expected:
         end = checkpoint.end
         age = self.clock - end.time
         return self._ends.rates.expected(end.num_returns, age, age + within) > EVEN_ODDS
+
+    def growth(self, within: int) -> float:
+        return self._growth * within
 
     def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:
         return self.of(checkpoint) / num_pages

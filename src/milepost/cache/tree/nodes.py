@@ -99,6 +99,10 @@ class End:
     """Times that the path was returned to before."""
     counted_age: int = 0
     """Up to which age its wait for a return has been counted."""
+    has_returned: bool = False
+    """Whether a request that continues it has arrived, which may still wait."""
+    grown_from: int | None = None
+    """Where the path ended that this one continues."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +114,8 @@ class Reservation:
     due: int
     """When its turn comes if all before it go first, in requests."""
     checkpoint: Checkpoint | None = None
+    end: End | None = None
+    """Where the request's path will end; None: its return is no news of its path."""
 
     def move(self, checkpoint: Checkpoint | None) -> None:
         """Hang on this checkpoint from now on; None: on nothing."""
