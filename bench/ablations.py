@@ -28,7 +28,7 @@ from rich.table import Table
 from traces import Cell, run
 
 from milepost.cache.eviction import buckets, hold_back, reclaim, return_rates, score
-from milepost.scheduler import admission, sharing
+from milepost.scheduler import admission, planner, sharing
 from milepost.simulator.cost import read_cost
 from milepost.simulator.trace import read_trace
 
@@ -101,8 +101,11 @@ VARIANTS: dict[str, Callable[[], None]] = {
     "no-fork-counts": _put(score.Expected, "_fork_at", lambda *_: None),
     "no-newest-end": _put(buckets.Bucket, "look", _oldest_alone),
     "no-reservations": _put(reclaim.Reclaimer, "claim", _claim_nothing),
-    "no-hold-back": _put(admission.Admission, "_holds_back", lambda *_: False),
-    "hold-back-always": _put(admission, "BACKLOG_STEPS", -1),
+    "no-hold-back": _put(admission.Admission, "_may_hold_back", lambda *_: False),
+    "no-growth": _put(score.Expected, "growth", lambda *_: 0.0),
+    "busy-or-not": _put(admission.Admission, "busy_share", property(lambda _: 1.0, _nothing)),
+    "first-come": _put(admission.Admission, "_place", lambda _, request: request.rank),
+    "no-short-ones-first": _put(planner.Planner, "_shortest", lambda *_: []),
     "bypassed-64": _put(admission, "MAX_BYPASSED", 64),
     "held-back-60-s": _put(admission, "MAX_HOLD_BACK_S", 60.0),
     "look-ahead-64": _put(hold_back, "LOOK_AHEAD", 64),

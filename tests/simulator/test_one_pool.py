@@ -130,7 +130,7 @@ def test_the_pool_has_the_bytes_of_pages_and_slots_together():
         assert made.blocks.total == num_bytes // (block_size * COST.page_token_bytes)
 
 
-@pytest.mark.parametrize("num_blocks", [90, 250, 1000])
+@pytest.mark.parametrize("num_blocks", [90, 180, 1000])
 def test_the_pool_keeps_its_invariants_at_every_step(num_blocks):
     """Also where running requests are preempted for one another."""
     trace = read_trace(DATA / "conversation-excerpt.jsonl.gz", limit=60)

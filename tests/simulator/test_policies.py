@@ -117,14 +117,14 @@ def in_time(trace, policy, num_pages, num_slots=200, **options):
 
 
 def test_more_live_sessions_than_kv_cost_their_share_alone():
-    """30 sessions of 100 to 138 pages, and KV for 20 of them: with LRU nothing is left."""
+    """30 sessions of 100 to 138 pages, and KV for 20 of them: with LRU little is left."""
     trace = live_sessions(30, 20)
     run, hit = in_time(trace, "auto", 20 * 140)
     lru_run, lru_hit = in_time(trace, "ends", 20 * 140)
     _, fitting = in_time(trace, "auto", 40 * 140)
-    assert lru_hit < 0.01
-    assert hit > 20 / 30 * fitting
-    assert run.end_s < 0.7 * lru_run.end_s
+    assert lru_hit < 0.3
+    assert hit > 0.9 * fitting
+    assert run.end_s < 0.85 * lru_run.end_s
 
 
 def test_answers_that_do_not_come_back_cost_the_prompts_no_states():

@@ -9,8 +9,9 @@ bounded number.
 With more live conversations than fit, admitting each at once would evict what the next one needs,
 and nothing would ever hit. So seconds are weighed against seconds. A request that *displaces* what
 others are likely to ask for soon makes them compute it again, and each second of that is a second
-more for all who wait. It is held back until it has waited as long as that itself, counted from the
-last time that somebody displaced anything: so they come one at a time.
+more for all who wait, as far as the machine is busy with prompts. It is held back until it has
+waited as long as that itself, counted from the last time that somebody displaced anything: so they
+come one at a time.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ default."""
 
 STEP_TOKENS = 1024
 """What a step costs beside its tokens, in tokens: a request costs no less."""
+
+BUSY_S = 30.0
+"""Seconds of steps over which it is averaged how busy the machine is."""
 
 NEWS = 32
 """Steps over which the seconds that a token takes are averaged."""
@@ -111,6 +115,8 @@ class Admission:
         """Seconds that steps have taken so far."""
         self.token_s = 0.0
         """Seconds that computing a prompt's token has taken lately; 0: not known yet."""
+        self.busy_share = 1.0
+        """Share of the time that steps have computed prompts lately."""
         self._displaced_s = 0.0
         """When a request was last admitted that displaced anything."""
         self.pending = PendingPrefixes(cache.grid)
@@ -170,6 +176,8 @@ class Admission:
     def ran(self, num_tokens: int, seconds: float) -> None:
         """Note how long a step took, and the tokens of prompts in it."""
         self.now_s += seconds
+        is_busy = min(num_tokens / (2 * STEP_TOKENS), 1.0)
+        self.busy_share += (is_busy - self.busy_share) * min(seconds / BUSY_S, 1.0)
         if num_tokens >= STEP_TOKENS:
             latest = seconds / num_tokens
             self.token_s += (latest - self.token_s) / NEWS if self.token_s else latest
@@ -261,10 +269,13 @@ class Admission:
     def _admit(
         self, request: Request, match: Match, turn: AdmissionRound, load_to: int | None = None
     ) -> bool:
-        displaced = self._cache.displaced(match) if self._may_hold_back(request, turn) else 0.0
-        if displaced and (until_s := self._until_s(request, displaced)) > self.now_s:
-            self._waiting.block(request, match, until_s)
-            return False
+        displaced = 0.0
+        if load_to is None and self._may_hold_back(request, turn):
+            displaced = self._cache.displaced(match)
+            until_s = self._until_s(request, displaced)
+            if displaced and until_s > self.now_s:
+                self._waiting.block(request, match, until_s)
+                return False
         num_evicted = self._cache.stats.num_evicted
         allocation = self._find_room(request, match, load_to)
         if allocation is None:
@@ -312,7 +323,7 @@ class Admission:
     def _may_hold_back(self, request: Request, turn: AdmissionRound) -> bool:
         """Whether others may go first, so that what they need is not evicted for this one. Not if
         nothing else runs or waits, it has run before, something less urgent runs, or it has waited
-        for long.
+        for long. Nor if it is loaded from outside: so is what it displaces, then.
         """
         if not self._running or len(self._waiting) == 1 or request.num_preemptions:
             return False
@@ -321,7 +332,10 @@ class Admission:
         return turn.last_priority <= request.priority and not self.has_waited_long(request)
 
     def _until_s(self, request: Request, displaced: float) -> float:
-        """When a request has waited for as long as all who wait lose by what it displaces."""
+        """When a request has waited for as long as all who wait lose by what it displaces: each
+        second of it delays them while prompts are computed, and costs nobody else anything while
+        none is.
+        """
         since_s = max(request.queued_s, self._displaced_s)
-        until_s = since_s + displaced * self.token_s * len(self._waiting)
-        return min(until_s, request.queued_s + MAX_HOLD_BACK_S)
+        lost_s = displaced * self.token_s * len(self._waiting) * self.busy_share
+        return min(since_s + lost_s, request.queued_s + MAX_HOLD_BACK_S)

@@ -11,6 +11,9 @@ from milepost.cache.placement import PromptFacts
 from milepost.cache.plans import PageCopy
 from milepost.cache.tree import CacheConfig, Checkpoint, End, Match, Reservation
 
+MOST_GROWTH = 0.2
+"""Known paths grow by no more than this share of them meanwhile."""
+
 
 class Admitter:
     """Takes pages and slots, which the reclaimer frees."""
@@ -109,6 +112,7 @@ class Admitter:
         held = self._hold_back.beside(match.checkpoint, match.version)
         new_share = 1 - match.state_length / num_tokens
         growth = self._score.growth(LOOK_AHEAD) * new_share / size
+        growth = min(growth, held.num_pages * MOST_GROWTH)
         each = self._storage.pages_a_slot
         wanted_slots = slots + self._slots_each + held.num_slots
         short = fresh + pages + held.num_pages + growth

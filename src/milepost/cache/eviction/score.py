@@ -35,7 +35,7 @@ from milepost.cache.tree import MAX_TAILS_COMPARED, TOKEN_BYTES, Chain, Checkpoi
 
 PRIOR_FORKS = 0.1
 """Forks for each continuation, before there is evidence."""
-EVEN_ODDS = log(2)
+EVEN_ODDS = log(4 / 3)
 """Returns to expect where one is as likely as none."""
 MEMORY = 4
 """Ends and forks remembered for each slot."""
