@@ -170,6 +170,23 @@ def agent(bench: Bench) -> Iterator[Row]:
     yield {"seconds": total_s, "cached": total_cached, "prompt": num_prompt}
 
 
+def crowd(bench: Bench) -> Iterator[Row]:
+    """24 agents of 6 steps, all at once: 20,000 tokens first, 500 more each step, 24 out. Their KV
+    takes 10 GiB on the 35B shape: give a quarter of that (docs/benchmarks.md).
+    """
+    histories = [bench.tokens(20_000) for _ in range(24)]
+    for turn in range(6):
+        seconds, cached, answers = bench.generate(histories, 24)
+        yield {
+            "turn": turn,
+            "seconds": seconds,
+            "cached": cached,
+            "prompt": sum(map(len, histories)),
+        }
+        for history, answer in zip(histories, answers, strict=True):
+            history += [*answer, *bench.tokens(500)]
+
+
 def decode(bench: Bench) -> Iterator[Row]:
     """Tokens per second of 1, 16 and 64 sequences with prompts of 128 tokens."""
     for num in (1, 16, 64):
@@ -237,7 +254,7 @@ def _experts_touched(bench: Bench, prompts: list[Prompt]) -> Row:
 
 WORKLOADS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     workload.__name__: workload
-    for workload in (repeat, system, fan, chats, agent, decode, cold, unique)
+    for workload in (repeat, system, fan, chats, agent, crowd, decode, cold, unique)
 }
 
 

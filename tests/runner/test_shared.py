@@ -17,6 +17,7 @@ from milepost.runner.plain import PlainExecutor
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pools import allocate
 from milepost.runner.shared import allocate_shared, best_unit, unit_of, why_apart
+from milepost.scheduler.admission import Admission
 
 ATTENTION = AttentionSpec(num_kv_heads=2, head_dim=256)
 WIDE_ATTENTION = AttentionSpec(num_kv_heads=4, head_dim=256)
@@ -135,7 +136,9 @@ def tiny(request, tmp_path_factory):
 )
 def test_logits_are_those_of_two_pools(tiny, page_size, pages_each, monkeypatch):
     """Bit for bit, whatever lay in the memory before: NaN at first, then what was of the other
-    kind."""
+    kind. Every step takes a second, so that both begin the same requests in the same steps."""
+    ran = Admission.ran
+    monkeypatch.setattr(Admission, "ran", lambda turn, num, _: ran(turn, num, 1.0))
     seen: list[torch.Tensor] = []
     choose = plain.choose
 
