@@ -172,7 +172,7 @@ def agent(bench: Bench) -> Iterator[Row]:
 
 def crowd(bench: Bench) -> Iterator[Row]:
     """24 agents of 6 steps, all at once: 20,000 tokens first, 500 more each step, 24 out. Their KV
-    takes 10 GiB on the 35B shape: give a quarter of that (docs/benchmarks.md).
+    takes 11 GB on the 35B shape; `--option kv_cache_memory_bytes=2800000000` is a quarter of that.
     """
     histories = [bench.tokens(20_000) for _ in range(24)]
     for turn in range(6):
