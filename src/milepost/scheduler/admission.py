@@ -69,6 +69,7 @@ class AdmissionRound:
     bypassed: list[Request] = field(default_factory=list)
     """Those that found no room, the most urgent first."""
     begun: list[Request] = field(default_factory=list)
+    """Those that were admitted."""
     passed_over: list[Request] = field(default_factory=list)
     """Those that found no tokens or no room, or were held back."""
     num_passed_over: int = 0
