@@ -107,14 +107,21 @@ def test_nothing_is_displaced_where_nothing_returns(cache):
 
 
 def test_a_newcomer_leaves_room_for_what_known_paths_grow_by():
-    """A fifth of them at most; a request that goes on with one has its part of that room."""
+    """A fifth of them at most."""
     cache = Cache(num_pages=210, num_slots=40, page_size=PAGE_SIZE)
     run(cache, prompt(1, 100))
     assert displaced(cache, prompt(2, 100)) == 10 * PAGE_SIZE
     assert displaced(cache, prompt(2, 91)) == PAGE_SIZE
-    assert displaced(cache, [*prompt(1, 100), *prompt(3, 5)]) == 0
     cache.score._growth = 0.0
     assert displaced(cache, prompt(2, 100)) == 0
+
+
+def test_a_request_that_goes_on_with_a_path_has_its_part_of_that_room():
+    cache = Cache(num_pages=172, num_slots=40, page_size=PAGE_SIZE)
+    for seed, num_pages in ((1, 100), (2, 60)):
+        run(cache, prompt(seed, num_pages))
+    assert displaced(cache, [*prompt(1, 100), *prompt(3, 5)]) == 0
+    assert displaced(cache, prompt(3, 5)) == 5 * PAGE_SIZE
 
 
 def test_how_much_a_request_makes_a_known_path_longer_is_learned(cache):
@@ -134,6 +141,8 @@ def test_what_is_evicted_while_its_return_waits_says_nothing_of_returns(cache):
     for seed in (1, 2, 3):
         run(cache, prompt(seed))
     waits = cache.expect(cache.chain([*prompt(1), 0]), num_ahead=2)
+    for _ in range(20):
+        run(cache, prompt(3))
     level = cache.score._ends.rates._levels[0]
     checkpoint = waits.checkpoint
     cache.reclaimer.evict_checkpoint(checkpoint, "slots")

@@ -141,6 +141,9 @@ def test_no_client_waits_for_longer_than_it_may(monkeypatch):
     monkeypatch.setattr("milepost.scheduler.admission.MAX_HOLD_BACK_S", 20.0)
     bench, _, newcomer, _ = held_back(30)
     set_pace(bench, 100.0)
+    newcomer.blocked_at = None
+    bench.step()
+    assert newcomer.held_until_s == newcomer.queued_s + 20.0
     num_steps = 1
     while newcomer.report is None:
         bench.step()
