@@ -111,10 +111,11 @@ class Admitter:
         fresh, (pages, slots) = self._num_fresh(match), self._revived(match)
         held = self._hold_back.beside(match.checkpoint, match.version)
         new_share = 1 - match.state_length / num_tokens
-        growth = min(self._score.growth(LOOK_AHEAD) / size, held.num_pages * MOST_GROWTH)
+        growth = self._score.growth(LOOK_AHEAD) * new_share / size
+        growth = min(growth, held.num_pages * MOST_GROWTH)
         each = self._storage.pages_a_slot
         wanted_slots = slots + self._slots_each + held.num_slots
-        short = fresh + pages + held.num_pages + growth * new_share
+        short = fresh + pages + held.num_pages + growth
         if each:
             short += each * wanted_slots - self._storage.room[0]
             most = min(fresh + each * self._slots_each, held.num_pages + each * held.num_slots)
