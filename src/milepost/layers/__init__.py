@@ -1,5 +1,5 @@
-"""What models are put together from. Which modules do what, besides the folder `quantised`, which
-has weights in other forms:
+"""The building blocks that models are assembled from, by module. Weights in quantised forms are in
+the folder `quantised`:
 
     putting together   parts, context, parameters
     mixers             attention, mla, gated_delta, kda, mamba2, short_conv

@@ -25,13 +25,13 @@ from milepost.layers.parameters import ParameterKind
 from milepost.layers.rotary import Rotary
 
 HeadNorm = Literal["each", "whole", "none"]
-"""Whether query and key heads are normed: each head by itself, all query heads as one and all key
-heads as one, or not at all."""
+"""How query and key heads are normed: each head by itself, all query heads as one and all key heads
+as one, or not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShapes:
-    """Sizes of an attention layer, and what it has."""
+    """Sizes and options of an attention layer."""
 
     hidden_size: int
     num_heads: int
@@ -42,16 +42,17 @@ class AttentionShapes:
     norm_eps: float = 0.0
     norm_offset: float = 0.0
     has_gate: bool = False
-    """In checkpoints a head's gate stands behind its query, in one projection."""
+    """Whether heads have an output gate. Checkpoints store it after the head's query, in one
+    projection."""
     scale: float | None = None
-    """Of the scores; head_dim ** -0.5 by default."""
+    """Scale of the scores; head_dim ** -0.5 by default."""
     first_row: int = 0
-    """KV before this position is not attended to."""
+    """The first position that is attended to; KV before it is ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNames:
-    """What a checkpoint calls tensors whose names differ from family to family."""
+    """Names of the tensors that checkpoints of different families call differently."""
 
     out: str = "o_proj"
     query_norm: str = "q_norm"
@@ -59,11 +60,12 @@ class AttentionNames:
 
 
 class Attention(nn.Module):
-    """`hidden` [T, C] in and out; writes the KV of the step's tokens to its pages first; a `Part`.
+    """Grouped-query attention from `hidden` [T, C] to the output [T, C]; a `Part`. Writes the KV of
+    the step's tokens to its pages first.
 
-    One projection's outputs are, heads side by side: queries, keys, values, output gates. Queries
-    and keys stand next to each other, so both are normed and turned at once. Ranks have heads each;
-    of fewer KV heads than ranks each has the one that its heads read.
+    One projection computes, heads side by side: queries, keys, values, output gates. Queries and
+    keys are adjacent, so both are normed and rotated at once. Each rank has a share of the heads;
+    if there are fewer KV heads than ranks, each rank has the one that its query heads read.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Attention(nn.Module):
         sections, orders = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)], {}
         if shapes.has_gate:
             sections.append(("q_proj", query))
-            # Head by head E rows of the query and E rows of its gate.
+            # The checkpoint stores E rows of the query and E rows of its gate, head by head.
             pairs = torch.arange(2 * query).view(2, num_heads, head_dim).transpose(0, 1)
             orders["q_proj"] = pairs.flatten()
         inputs, kv_rows = heads.times(head_dim), kv_heads.times(head_dim)
@@ -128,12 +130,12 @@ class Attention(nn.Module):
 
     @cached_property
     def ending(self) -> AttentionOperation:
-        """What `run_ends` needs laid out besides."""
+        """The operation whose layout `run_ends` needs too."""
         return replace(self.operation, only_ends=True)
 
     @property
     def first(self) -> Linear | None:
-        """What may be multiplied in the launch of the norm ahead: see `Block`."""
+        """The projection that the preceding norm's launch may also compute: see `Block`."""
         return None if self.qkv_gate.is_raw else self.qkv_gate
 
     @property
@@ -142,14 +144,14 @@ class Attention(nn.Module):
         return self.qkv_gate.reads
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
-        """The output, or partials [T, P, C] of it."""
+        """Returns the output, or split-K partials [T, P, C] of it."""
         layout = ctx.step.layouts[self.operation]
         query, projected = self._prepare(rows, ctx, number, layout)
         return self._attend(query, self._gate(projected), ctx, number, layout)
 
     def run_ends(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
-        """The output of the rows that are sampled behind, or partials of it; KV is written of
-        all."""
+        """Returns the output of the sampled positions only, or partials of it; writes the KV of all
+        tokens."""
         step = ctx.step
         query, projected = self._prepare(rows, ctx, number, step.layouts[self.operation])
         gate = self._gate(projected)
@@ -176,13 +178,14 @@ class Attention(nn.Module):
         return self.out(attended, epilogue=Epilogue.PARTIALS)
 
     def store(self, rows: Inputs, ctx: Context, number: int) -> None:
-        """Only write the KV of the step's tokens; they are laid out as for the model's layers."""
+        """Writes the KV of the step's tokens and computes nothing else; tokens are laid out as for
+        the model's layers."""
         self._prepare(rows, ctx, number, ctx.step.layouts[replace(self.operation, first_row=0)])
 
     def _prepare(
         self, rows: Inputs, ctx: Context, number: int, layout: AttentionLayout
     ) -> tuple[Tensor, Tensor]:
-        """Queries [T, H, E] and all that is projected; KV is written."""
+        """Writes KV; returns queries [T, H, E] and the whole projection."""
         norms = self.norms
         projected = self.qkv_gate(rows, lets_next_start=ctx.decodes)
         if norms is not None and norms.is_whole:
@@ -202,7 +205,7 @@ class Attention(nn.Module):
         return query, projected
 
     def _norm_whole(self, projected: Tensor, norms: HeadNorms) -> None:
-        """All queries as one and all keys as one, in place."""
+        """Norms all queries as one and all keys as one, in place."""
         ranks, first = norms.kind.ranks, 0
         parts = []
         for column, heads in enumerate(norms.groups.values()):

@@ -1,8 +1,8 @@
-"""What a layer needs to know about one step.
+"""The data that a layer needs about one step.
 
 Built once a step by the runner and passed down; layers keep no state of their own.
 
-Legend: T tokens of the step, S sequences, R tokens behind which is sampled, each with its capacity.
+Legend: T tokens of the step, S sequences, R sampled positions, each with its capacity.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from milepost.kernels.mtp import Carried
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Shape of an attention layer's cache: one tensor [pages, rows_each, page_size, num_kv_heads,
-    head_dim], contiguous but from page to page.
-    """
+    head_dim], contiguous within a page."""
 
     num_kv_heads: int
     head_dim: int
     rows_each: int = 2
-    """Of a token: its key and its value; or one, the latent of both."""
+    """Rows per token: two for its key and value, or one for the latent of both."""
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether a step may verify: KV of drafts that were rejected is written again."""
+        """Whether a step may verify drafts. KV of rejected drafts is overwritten, so it always
+        may."""
         return True
 
 
@@ -40,17 +40,17 @@ class RecurrentSpec:
 
     `conv_shape` [channels, kernel - 1] holds the last inputs of the short convolution, oldest
     first, in the model's dtype; `recurrent_shape`, heads first, is in the state dtype. At multiples
-    of `grid` a prefill can keep states without a chunk that ends early.
+    of `grid` a prefill can save states without cutting a chunk short.
     """
 
     conv_shape: tuple[int, ...]
     recurrent_shape: tuple[int, ...]
     grid: int
     record_size: int | None = None
-    """Numbers in the model's dtype that are recorded of a draft; None where the layer's kernels
-    cannot take drafts."""
+    """Values recorded per draft, in the model's dtype; None if the layer's kernels cannot verify
+    drafts."""
     takes_drafts_fused: bool = True
-    """Whether its fused kernels can too, if the reference can."""
+    """Whether the fused kernels verify drafts as well, if the reference does."""
 
     @property
     def takes_drafts(self) -> bool:
@@ -59,25 +59,25 @@ class RecurrentSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvSpec:
-    """Shape of a short convolution's state, which lies beside each page: `conv_shape` [channels,
-    kernel - 1], its last inputs, oldest first, in the model's dtype.
-    """
+    """Shape of a short convolution's state, which is stored with each page: `conv_shape` [channels,
+    kernel - 1] holds its last inputs, oldest first, in the model's dtype."""
 
     conv_shape: tuple[int, ...]
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether a step may verify: the inputs before a draft and its own are recorded."""
+        """Whether a step may verify drafts. It always may: the inputs before the first draft and
+        those of the drafts are recorded."""
         return True
 
     @property
     def record_size(self) -> int:
-        """Numbers in the model's dtype of one input."""
+        """Values of one input, in the model's dtype."""
         return self.conv_shape[0]
 
     def num_recorded(self, num_drafts: int) -> int:
-        """Inputs that are recorded: those that the first of so many drafts is convolved with, and
-        their own."""
+        """Returns the number of inputs recorded for `num_drafts` drafts: those that the first draft
+        is convolved with, and the drafts' own."""
         return self.conv_shape[1] + num_drafts
 
 
@@ -86,10 +86,9 @@ LayerSpec = AttentionSpec | RecurrentSpec | ShortConvSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentState:
-    """A recurrent layer's pool: `conv` [slots, *conv_shape], `recurrent` [slots,
-    *recurrent_shape], contiguous but from slot to slot; and `records` [rows, drafts, record_size],
-    None where nothing is drafted.
-    """
+    """A recurrent layer's pool: `conv` [slots, *conv_shape] and `recurrent` [slots,
+    *recurrent_shape], contiguous within a slot, and `records` [rows, drafts, record_size], None if
+    nothing is drafted."""
 
     conv: Tensor
     recurrent: Tensor
@@ -98,11 +97,11 @@ class RecurrentState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepArrays:
-    """What is known of a step on the device: int arrays in numpy on the host, tensors once the
-    runner has sent them.
+    """A step's data on the device: int arrays in numpy on the host, tensors once the runner has
+    sent them.
 
-    Sequences stand one behind the other, those that decode first; what lies past the step's own
-    tokens and sequences is padding, which no kernel touches.
+    Sequences are stored one after another, those that decode first. Entries past the step's own
+    tokens and sequences are padding, which no kernel touches.
     """
 
     token_ids: Any
@@ -110,24 +109,25 @@ class StepArrays:
     positions: Any
     """[T] int32"""
     kv_rows: Any
-    """[T] int64, row to which each token's key is written (see `kernels.attention.pages`), -1 for
-    nowhere."""
+    """[T] int64, the row that each token's key is written to (see `kernels.attention.pages`); -1
+    for none."""
     slot_in: Any
     """[S] int32"""
     slot_out: Any
     """[S] int32, -1 for padding."""
     num_real: Any
-    """[1] int32, tokens that are not padding."""
+    """[1] int32, number of tokens that are not padding."""
     last_tokens: Any
-    """[R] int64, the tokens behind which is sampled come first."""
+    """[R] int64, indices of the tokens that are sampled after, ahead of any padding."""
     sources: Any
-    """[S] int64, where a step ahead finds its tokens in the one before."""
+    """[S] int64, for a step planned ahead: where each sequence's tokens are found in the previous
+    step."""
     layouts: Mapping[Operation, Any]
-    """What each operation of the model has laid out."""
+    """The layout of each of the model's operations."""
     num_sampled: Any
-    """[1] int32, tokens behind which is sampled."""
+    """[1] int32, number of tokens that are sampled after."""
     decodes: bool
-    """Every sequence decodes."""
+    """Whether every sequence decodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,36 +136,38 @@ class Context:
 
     step: StepArrays
     tables: Tensor | None
-    """[rows, pages] int32, page tables on the device; None for the reference kernels, which have
-    what they need of them in their layouts."""
+    """[rows, pages] int32, page tables on the device; None for the reference kernels, whose layouts
+    hold the entries that they need."""
     kv: Mapping[int, Tensor]
-    """Number of a mixer -> its pool of KV."""
+    """Mixer's number -> its pool of KV."""
     states: Mapping[int, RecurrentState]
-    """Number of a mixer -> its pools of states."""
+    """Mixer's number -> its pools of states."""
     conv_states: Mapping[int, Tensor]
-    """Number of a mixer -> its pool [1 + pages, *conv_shape] of states beside pages, behind zeros.
-    """
+    """Mixer's number -> its pool [1 + pages, *conv_shape] of states stored with pages; the first
+    entry is zeros."""
     carried: Carried | None = None
-    """Hidden states for an MTP head; None where there is none."""
+    """Hidden states for an MTP head; None if the model has none."""
     conv_records: Mapping[int, Tensor] = field(default_factory=dict)
-    """Number of a mixer -> inputs [rows, num_recorded, channels] of the drafts that its states
-    beside pages may have to take in; none where nothing is drafted."""
+    """Mixer's number -> recorded inputs [rows, num_recorded, channels] of drafts that its states
+    stored with pages may have to take in; empty if nothing is drafted."""
     only_ends: bool = False
-    """Behind the last layer that has a cache, only rows behind which is sampled go on."""
+    """Whether only sampled positions are computed after the last layer that has a cache."""
     angles: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Rotary embedding -> cosines and sines of the step's positions; the model's to fill."""
+    """Rotary embedding -> cosines and sines of the step's positions; the model fills it."""
 
     def at_ends(self) -> Context:
-        """For the rows [R, C] that go on where only ends do; their layers have no cache."""
+        """Returns the context for the sampled rows [R, C], for layers after the last one with a
+        cache."""
         return replace(self, step=replace(self.step, num_real=self.step.num_sampled))
 
     @property
     def num_real(self) -> Tensor | None:
-        """[1] tokens that are not padding; None for the reference kernels, which get none."""
+        """[1] number of tokens that are not padding; None for the reference kernels, which are
+        given no padding."""
         return None if self.tables is None else self.step.num_real
 
     @property
     def decodes(self) -> bool:
-        """Whether every sequence decodes. What follows a projection then starts before it ends;
-        kernels of a prefill would crowd where there is room."""
+        """Whether every sequence decodes. If so, the kernel after a projection starts before the
+        projection ends; in a prefill, kernels that start early would crowd the running ones."""
         return self.step.decodes

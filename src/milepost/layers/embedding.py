@@ -13,10 +13,10 @@ from milepost.parallel import Ranks
 
 
 def embed(token_ids: Tensor, table: Tensor, ranks: Ranks) -> Tensor:
-    """Rows [T, C] of `table` [V, C] for `token_ids` [T]; of several ranks, each has equally many
-    ids of the vocabulary, in their order."""
+    """Returns rows [T, C] of `table` [V, C] for `token_ids` [T]. Each rank holds an equal share of
+    the vocabulary's ids, in rank order."""
     if ranks.is_alone:
-        # On a CPU torch's embedding is faster than its indexing.
+        # torch's embedding is faster than its indexing on a CPU.
         return rows.take(table, token_ids) if table.is_cuda else F.embedding(token_ids, table)
     own = token_ids - ranks.rank * len(table)
     is_own = (own >= 0) & (own < len(table))

@@ -42,7 +42,8 @@ class GatedDeltaShapes:
     conv_width: int
     norm_eps: float
     max_beta: float = 1.0
-    """Above 1 a token may turn what the state holds for its key into its opposite."""
+    """Upper bound of beta. Above 1, a token may reverse the value that the state holds for its
+    key."""
 
     @property
     def keys_size(self) -> int:
@@ -54,7 +55,7 @@ class GatedDeltaShapes:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.keys_size + self.values_size
 
 
@@ -68,24 +69,27 @@ def _in_one(_: GatedDeltaShapes) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """How a checkpoint names a Gated DeltaNet layer's tensors, and which projections it has."""
+    """Names of a Gated DeltaNet layer's tensors in a checkpoint, and the projections that it
+    has."""
 
     sections: Callable[[GatedDeltaShapes], list[tuple[str, int]]]
-    """Projections that queries, keys, values, output gates, betas and decay inputs are in."""
+    """The projections that hold queries, keys, values, output gates, betas and decay inputs."""
     orders: Callable[[GatedDeltaShapes], dict[str, Tensor]] = _in_order
-    """See `Linear`."""
+    """Order of a projection's outputs in the checkpoint: see `Linear`."""
     segments: Callable[[GatedDeltaShapes], dict[str, tuple[int, ...]]] = _in_one
-    """Of projections that ranks keep several parts of, in the checkpoint's order."""
+    """Sizes of the parts of a projection that are split over ranks one by one, in the checkpoint's
+    order."""
     norm: str = "norm"
     out: str = "out_proj"
 
 
 class GatedDelta(nn.Module):
-    """`hidden` [T, C] in and out; reads and writes its states as the step's slots say; a `Part`.
+    """Gated DeltaNet from `hidden` [T, C] to the output [T, C]; a `Part`. Reads and writes its
+    states in the step's slots.
 
-    One projection's outputs are, heads side by side: queries, keys, values (which go through the
-    convolution), output gates, betas, decay inputs. Ranks have key heads each, with their value
-    heads: `shapes` are this rank's, `full` the checkpoint's.
+    One projection computes, heads side by side: queries, keys, values (which pass through the
+    convolution), output gates, betas, decay inputs. Each rank has a share of the key heads and
+    their value heads: `shapes` are this rank's sizes, `full` the checkpoint's.
     """
 
     rotary = None
@@ -119,7 +123,7 @@ class GatedDelta(nn.Module):
         )
 
     def _own(self, shapes: GatedDeltaShapes) -> GatedDeltaShapes:
-        """This rank's key heads, and the value heads that go with them."""
+        """Returns this rank's sizes: its key heads and the value heads that belong to them."""
         ranks, path = self.kind.ranks, self.kind.path
         return replace(
             shapes,
@@ -128,7 +132,7 @@ class GatedDelta(nn.Module):
         )
 
     def _cuts(self) -> dict[str, Cut]:
-        """What this rank keeps of each projection."""
+        """Returns the part of each projection that this rank keeps."""
         full = self.arrangement.sections(self.full)
         several = self.arrangement.segments(self.full)
         return {name: self._segments(*several.get(name, (count,))) for name, count in full}
@@ -149,7 +153,7 @@ class GatedDelta(nn.Module):
 
     @property
     def first(self) -> Linear:
-        """What may be multiplied in the launch of the norm ahead: see `Block`."""
+        """The projection that the preceding norm's launch may also compute: see `Block`."""
         return self.projection
 
     @property
@@ -158,7 +162,7 @@ class GatedDelta(nn.Module):
         return self.projection.reads
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
-        """The output, or partials [T, P, C] of it."""
+        """Returns the output, or split-K partials [T, P, C] of it."""
         state, step = ctx.states[number], ctx.step
         weights = GatedDeltaWeights(
             conv=self.conv_weight,
@@ -192,7 +196,7 @@ class GatedDelta(nn.Module):
         return {self.kind.full(name): place for name, place in tensors.items()}
 
     def _convolutions(self) -> Placements:
-        """One for all channels, or one each for queries, keys and values."""
+        """Places one convolution for all channels, or one each for queries, keys and values."""
         full, weight = self.full, self.conv_weight.unsqueeze(1)
         sizes = (full.keys_size, full.keys_size, full.values_size)
         if not self.kind.has("q_conv1d.weight"):
@@ -207,7 +211,7 @@ class GatedDelta(nn.Module):
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
         fill_matrix(self.conv_weight, self.shapes.conv_width**-0.5, generator)
-        # Half-lives from about one token to a hundred, as trained models have them.
+        # Half-lives range from about one token to a hundred, as in trained models.
         self.decay_rate.uniform_(-0.5, -0.005, generator=generator)
         self.decay_bias.fill_(1)
         self.norm_weight.fill_(1)
@@ -229,8 +233,9 @@ def _interleaved(shapes: GatedDeltaShapes) -> list[tuple[str, int]]:
 
 
 def _by_key_head(shapes: GatedDeltaShapes) -> dict[str, Tensor]:
-    """For each key head stand its query, its key, the values of its value heads and their gates; in
-    the second projection its value heads' b, then their a."""
+    """Returns the order of interleaved projections. The first has, for each key head: its query,
+    its key, the values of its value heads and their gates. The second has the b of its value heads,
+    then their a."""
     keys, values, heads = shapes.keys_size, shapes.values_size, shapes.num_value_heads
 
     def order(*parts: int) -> Tensor:
@@ -255,6 +260,6 @@ def _separate_segments(shapes: GatedDeltaShapes) -> dict[str, tuple[int, ...]]:
 SEPARATE = Arrangement(sections=_separate, segments=_separate_segments)
 """Four projections, heads side by side: qkv, z, b, a (Qwen3.5)."""
 INTERLEAVED = Arrangement(sections=_interleaved, orders=_by_key_head)
-"""Two projections that go key head by key head: qkvz and ba (Qwen3-Next)."""
+"""Two projections, key head by key head: qkvz and ba (Qwen3-Next)."""
 BY_LETTER = Arrangement(sections=_by_letter, norm="o_norm", out="o_proj")
 """Six projections: q, k, v, g, b, a (FLA's own layers, OLMo-Hybrid)."""

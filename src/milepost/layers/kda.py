@@ -1,5 +1,5 @@
-"""Kimi Delta Attention: short convolution, delta rule with a decay for every channel, gated norm
-(Kimi Linear, arXiv 2510.26692).
+"""Kimi Delta Attention: short convolution, delta rule with a decay per channel, gated norm (Kimi
+Linear, arXiv 2510.26692).
 
 Legend: T tokens, C hidden size, H heads, K head_dim, P split-K partials.
 """
@@ -41,16 +41,17 @@ class KDAShapes:
 
     @property
     def size(self) -> int:
-        """Of all heads."""
+        """Width of all heads together."""
         return self.num_heads * self.head_dim
 
 
 class KDA(nn.Module):
-    """`hidden` [T, C] in and out; reads and writes its states as the step's slots say; a `Part`.
+    """Kimi Delta Attention from `hidden` [T, C] to the output [T, C]; a `Part`. Reads and writes
+    its states in the step's slots.
 
-    One projection's outputs are, heads side by side: queries, keys, values (which go through the
-    convolution), betas; then what two more make decay inputs and output gates of, as many of each
-    as a head is wide.
+    One projection computes, heads side by side: queries, keys, values (which pass through the
+    convolution), betas; then two low-rank parts, each one head wide. Two more projections turn
+    these into decay inputs and output gates.
     """
 
     rotary = None
@@ -106,7 +107,7 @@ class KDA(nn.Module):
         return self.projection.reads
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
-        """The output, or partials [T, P, C] of it."""
+        """Returns the output, or split-K partials [T, P, C] of it."""
         state, step, shapes = ctx.states[number], ctx.step, self.shapes
         weights = KDAWeights(
             conv=self.conv_weight,
@@ -148,7 +149,7 @@ class KDA(nn.Module):
         return {self.kind.full(name): place for name, place in tensors.items()}
 
     def _convolutions(self) -> Placements:
-        """One for all channels, or one each for queries, keys and values."""
+        """Places one convolution for all channels, or one each for queries, keys and values."""
         size, weight = self.shapes.size, self.conv_weight.unsqueeze(1)
         if self.kind.has("conv1d.weight"):
             return {"conv1d.weight": cut_all(place_whole(weight), join(*[self.cut] * 3))}
@@ -159,7 +160,7 @@ class KDA(nn.Module):
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
         fill_matrix(self.conv_weight, self.shapes.conv_width**-0.5, generator)
-        # Half-lives from about one token to a hundred, as trained models have them.
+        # Half-lives range from about one token to a hundred, as in trained models.
         self.decay_rate.uniform_(-0.5, -0.005, generator=generator)
         self.decay_bias.fill_(1)
         self.norm_weight.fill_(1)

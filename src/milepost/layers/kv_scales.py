@@ -1,4 +1,4 @@
-"""Scales of KV in float8, as checkpoints have them: one for a layer's keys and one for its values.
+"""Scales of float8 KV, as checkpoints store them: one for a layer's keys and one for its values.
 
 Legend: G KV heads.
 """
@@ -18,11 +18,11 @@ _NAMES = {
     0: ("k_scale", "k_proj.k_scale", "k_proj.output_scale"),
     1: ("v_scale", "v_proj.v_scale", "v_proj.output_scale"),
 }
-"""What makers of checkpoints call them, beside an attention's projections."""
+"""Names that checkpoints give the scales, next to an attention layer's projections."""
 
 
 class KVScales(nn.Module):
-    """`values` [2, G], of keys and values; 1 where the checkpoint has none."""
+    """`values` [2, G]: the scales of keys and of values; 1 if the checkpoint has none."""
 
     def __init__(self, num_kv_heads: int, kind: ParameterKind) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class KVScales(nn.Module):
         return places
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
-        """Dummy keys and values are small enough as they are."""
+        """Sets scales to 1: dummy keys and values are small enough for float8 unscaled."""
         self.values.data.fill_(1)
 
 

@@ -1,4 +1,4 @@
-"""A linear projection, which may be several of a checkpoint's projections below one another.
+"""A linear projection, which may stack several of a checkpoint's projections.
 
 Legend: T tokens, I inputs, O outputs, P split-K partials.
 """
@@ -27,8 +27,8 @@ from milepost.layers.weights import RawWeight, Weight
 from milepost.parallel import Cut
 
 Sections = Sequence[tuple[str | None, int]]
-"""Outputs in their order: the checkpoint's projection that they belong to, and how many. A
-projection may have several sections; what has no name is padding."""
+"""Sections of outputs, in order: the checkpoint's projection that each belongs to, and its number
+of outputs. A projection may have several sections; a section without a name is padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +36,33 @@ class _Section:
     name: str | None
     group: int
     first: int
-    """Row in the group's matrix."""
+    """First row in the group's matrix."""
     start: int
-    """Place among all outputs."""
+    """First index among all outputs."""
     count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Begun:
-    """A product that is made in the launch of the norm ahead."""
+    """A product that is computed in the launch of the preceding norm."""
 
     weight: Tensor
     """[O, I]"""
     target: Tensor
     """[1, O], its place among the projection's outputs."""
     projected: Projected
-    """What the row is handed on with."""
+    """The output buffer that is handed on with the row."""
 
 
 class Linear(nn.Module):
-    """Rows [T, I] to [T, O], with an optional bias.
+    """A linear map from rows [T, I] to [T, O], with an optional bias.
 
-    Projections of equal precision stand in one matrix, section after section. `orders` are for
-    projections that the checkpoint has in another order: its output i is the order[i]-th of its
-    sections' outputs. A `weight` may be given that is filled elsewhere (tied).
+    Projections of equal precision share one matrix, section after section. `orders` describe
+    projections whose outputs the checkpoint stores in another order: the checkpoint's output i is
+    output order[i] of the sections. `weight` may be a matrix that another module fills (tied).
 
-    Of several ranks, sections have this one's outputs: what it keeps of each projection is in
-    `cuts`. If it keeps some `inputs` only, what all ranks return adds up to the outputs.
+    With several ranks, sections hold this rank's outputs, and `cuts` say which part of each
+    projection it keeps. If it keeps only some `inputs`, the sum over all ranks is the output.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Linear(nn.Module):
         super().__init__()
         self.kind = kind
         self.num_weights = num_inputs * sum(count for _, count in sections)
-        """That a token is multiplied by."""
+        """Number of weights that each token is multiplied by."""
         self.is_tied = weight is not None
         self._orders = orders or {}
         self._cuts, self._inputs = cuts or {}, inputs
@@ -102,15 +102,15 @@ class Linear(nn.Module):
         ]
         self.weights = nn.ModuleList(made)
         self._has_bias = bias
-        # What is added up over all ranks has its bias once.
+        # An output that is summed over all ranks gets its bias from one rank only.
         bias = bias and (kind.ranks.rank == 0 or inputs is None or inputs.is_whole)
         self.biases = nn.ParameterList(kind.empty(size) for size in sizes) if bias else None
         self._weight, self._bias = made[0], self.biases[0] if bias else None
         self._is_fused = len(made) == 1
         self.reads = Emit.joined(products.reads(each.form) for each in made)
-        """What its products read of their rows."""
+        """The form of rows that its products read."""
         self.is_raw = all(isinstance(each, RawWeight) for each in made)
-        """Whether all of its weights are in the model's type."""
+        """Whether all of its weights are in the model's dtype."""
         for section in self._sections:
             if section.name is None:
                 made[section.group].clear(section.first, section.count)
@@ -123,8 +123,9 @@ class Linear(nn.Module):
         emit: Emit = Emit.VALUES,
         lets_next_start: bool = True,
     ) -> Inputs:
-        """`rows` [T, I] through the projection and the epilogue: see `products.multiply`. Where
-        projections have several matrices the outputs are whole."""
+        """Multiplies `rows` [T, I] by the projection and applies the epilogue: see
+        `products.multiply`. A projection with several matrices returns whole outputs, not
+        partials."""
         form = self.form
         if form is not None and self._made_of(rows) is None:
             return products.multiply(
@@ -139,10 +140,11 @@ class Linear(nn.Module):
         return products.gate(output, emit) if epilogue is Epilogue.GATED else output
 
     __call__ = multiply
-    """There are no hooks to run, and a module's own call costs as much as a small operation."""
+    """Bypasses `nn.Module.__call__`: there are no hooks to run, and it costs as much as a small
+    operation."""
 
     def _multiply_apart(self, rows: Inputs, *, lets_next_start: bool) -> Tensor:
-        """By one matrix after the other, but for what was made with the rows."""
+        """Multiplies by one matrix after another, skipping the product that came with the rows."""
         output, groups = self._made_of(rows), list(range(len(self.weights)))
         if output is not None:
             groups.pop()
@@ -169,14 +171,16 @@ class Linear(nn.Module):
         return output
 
     def _made_of(self, rows: Inputs) -> Tensor | None:
-        """The outputs, of which the last matrix's were made with the rows."""
+        """Returns the outputs that came with the rows, where the last matrix's product is already
+        in place; None if there are none."""
         projected = rows.projected if isinstance(rows, Activations) else None
         return projected.output if projected is not None and projected.owner is self else None
 
     def begin(self, row: Tensor) -> Begun | None:
-        """What the norm that makes one row like `row` multiplies on the way: the last matrix, if it
-        is small and raw and its outputs stand side by side. Before a large one of FP8 that would
-        cost more than behind it, where it runs while that one ends."""
+        """Returns the product that the norm of one row like `row` should compute too: that of the
+        last matrix, if it is small and raw and its outputs are adjacent. Next to a large FP8
+        matrix, that would cost more than a launch after the large product, whose end it
+        overlaps."""
         place, form = self._place_of(len(self.weights) - 1), self.weights[-1].form
         if place is None or not isinstance(form, Raw) or self._has_bias:
             return None
@@ -188,21 +192,21 @@ class Linear(nn.Module):
 
     @property
     def form(self) -> Form | None:
-        """Of the one matrix, if there are not several."""
+        """The form of the matrix, or None if there are several."""
         return self._weight.form if self._is_fused else None
 
     @property
     def _beside(self) -> Raw | None:
-        """The second of two matrices, which is raw and has the last outputs. Of three it has
-        not."""
+        """The form of the second of exactly two matrices if it is raw and has the last outputs;
+        otherwise None."""
         form, place = self.weights[-1].form, self._place_of(1)
         is_last = place is not None and sum(place) == self._num_outputs
         is_plain = len(self.weights) == 2 and not self._has_bias
         return form if is_plain and is_last and isinstance(form, Raw) else None
 
     def _place_of(self, group: int) -> tuple[int, int] | None:
-        """The first of a matrix's outputs among all, and how many they are, if they stand side by
-        side."""
+        """Returns the first of a matrix's outputs among all, and their number, or None if they are
+        not adjacent."""
         own = [section for section in self._sections if section.group == group]
         start, count = own[0].start, sum(section.count for section in own)
         return (start, count) if own[-1].start + own[-1].count == start + count else None
@@ -213,7 +217,7 @@ class Linear(nn.Module):
             weight.pack()
 
     def placements(self) -> Placements:
-        """Of each projection: its weight's tensors, and its bias."""
+        """Places each projection's weight tensors and bias."""
         placements: Placements = {}
         names = dict.fromkeys(section.name for section in self._sections)
         for name in () if self.is_tied else names:
@@ -228,7 +232,7 @@ class Linear(nn.Module):
         return placements
 
     def _place(self, name: str, group: int, rows: Tensor, path: str) -> Placements:
-        """The projection's tensors, by their names in it."""
+        """Returns places for the projection's tensors, keyed by their names within it."""
         weight, cut = self.weights[group], self._cuts.get(name)
         tensors = weight.place(rows, path)
         if cut is not None and not cut.is_whole:

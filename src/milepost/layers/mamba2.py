@@ -32,7 +32,7 @@ from milepost.parallel.cut import join
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Shapes:
-    """Sizes of a Mamba2 layer, and what it has; `num_heads` is a multiple of `num_groups`."""
+    """Sizes and options of a Mamba2 layer; `num_heads` is a multiple of `num_groups`."""
 
     hidden_size: int
     num_heads: int
@@ -41,12 +41,12 @@ class Mamba2Shapes:
     state_size: int
     conv_width: int
     chunk_size: int
-    """The model's; a chunk of the kernels' is one that they run, as near as may be."""
+    """Chunk size of the model. The kernels use the nearest chunk size that they support."""
     norm_eps: float
     has_norm: bool = True
     norm_before_gate: bool = False
     bias: bool = False
-    """Of the projections."""
+    """Whether the projections have a bias."""
     conv_bias: bool = True
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
 
@@ -56,15 +56,16 @@ class Mamba2Shapes:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: x, B and C."""
+        """Channels of the convolution: x, B and C."""
         return self.inner_size + 2 * self.num_groups * self.state_size
 
 
 class Mamba2(nn.Module):
-    """`hidden` [T, C] in and out; reads and writes its states as the step's slots say; a `Part`.
+    """Mamba2 from `hidden` [T, C] to the output [T, C]; a `Part`. Reads and writes its states in
+    the step's slots.
 
-    One projection's outputs are, as published: gates [H * P], x [H * P], B [G * N], C [G * N], time
-    steps [H]; x, B and C go through the convolution.
+    One projection computes, in the published order: gates [H * P], x [H * P], B [G * N], C [G * N],
+    time steps [H]. x, B and C pass through the convolution.
     """
 
     rotary = None
@@ -103,8 +104,8 @@ class Mamba2(nn.Module):
         )
 
     def _split(self, shapes: Mamba2Shapes) -> tuple[Cut, Mamba2Shapes]:
-        """This rank's channels, and its sizes. Of fewer groups than ranks each has the one of its
-        heads."""
+        """Returns this rank's channels and sizes. If there are fewer groups than ranks, each rank
+        has the group of its heads."""
         ranks, path = self.kind.ranks, self.kind.path
         groups = ranks.share_few(shapes.num_groups, f"{path} n_groups")
         self._shares_group = shapes.num_groups < ranks.size
@@ -134,7 +135,7 @@ class Mamba2(nn.Module):
         return self.projection.reads
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
-        """The output, or partials [T, Q, C] of it."""
+        """Returns the output, or split-K partials [T, Q, C] of it."""
         state, step = ctx.states[number], ctx.step
         weights = Mamba2Weights(
             conv=self.conv_weight,
@@ -162,7 +163,7 @@ class Mamba2(nn.Module):
         return self.out(mixed, epilogue=Epilogue.PARTIALS)
 
     def _norm(self, mixed: Tensor, scale: Tensor) -> Tensor:
-        """Of a group that several ranks have heads of."""
+        """Norms a group whose heads are split over several ranks."""
         ranks = self.kind.ranks
         num_features = mixed.shape[1] * ranks.size // self._num_groups
         own = NormedPart(mixed, scale, column=self._group, num_features=num_features)
@@ -184,7 +185,7 @@ class Mamba2(nn.Module):
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
         fill_matrix(self.conv_weight, self.shapes.conv_width**-0.5, generator)
-        # Half-lives from some tokens to thousands, as trained models have them.
+        # Half-lives range from a few tokens to thousands, as in trained models.
         self.rate.uniform_(-16, -1, generator=generator)
         self.dt_bias.uniform_(-7, -2, generator=generator)
         self.skip.fill_(1)

@@ -1,8 +1,8 @@
 """Multi-head latent attention without positions (DeepSeek-V2, arXiv 2405.04434; Kimi Linear, arXiv
-2510.26692): pages hold one latent a token, of which every head's keys and values are made.
+2510.26692): pages hold one latent per token, and every head derives its keys and values from it.
 
-Legend: T tokens, C hidden size, H heads, N entries of a key made of the latent, P entries that all
-heads share, R latent size, V value_dim, S split-K partials.
+Legend: T tokens, C hidden size, H heads, N entries of a key derived from the latent, P entries
+shared by all heads, R latent size, V value_dim, S split-K partials.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from milepost.layers.placements import Placements, fill_matrix, place_whole
 from milepost.layers.quantised.expanded import place_expanded
 
 _NORM_EPS = 1e-6
-"""Of latents, whatever the model's."""
+"""Epsilon of the latents' norm, regardless of the model's epsilon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class MLAShapes:
     num_heads: int
     latent_dim: int
     own_dim: int
-    """Of a head's key, made of the latent."""
+    """Entries of a head's key that are derived from the latent."""
     shared_dim: int
-    """Of the rest of a key, the same for all heads."""
+    """Entries of a key that all heads share."""
     value_dim: int
 
     @property
@@ -46,11 +46,11 @@ class MLAShapes:
 
 
 class MLA(nn.Module):
-    """`hidden` [T, C] in and out; writes the latents of the step's tokens to their pages first; a
-    `Part`.
+    """Latent attention from `hidden` [T, C] to the output [T, C]; a `Part`. Writes the latents of
+    the step's tokens to their pages first.
 
-    The matrices that make keys and values of latents are multiplied with queries and outputs. Ranks
-    have heads each, and all of the latents.
+    The matrices that would expand latents to keys and values are applied to queries and outputs
+    instead. Each rank has a share of the heads and all of the latents.
     """
 
     rotary = None
@@ -92,11 +92,11 @@ class MLA(nn.Module):
         return self.projection.reads
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
-        """The output, or partials [T, S, C] of it."""
+        """Returns the output, or split-K partials [T, S, C] of it."""
         shapes, pool, layout = self.shapes, ctx.kv[number], ctx.step.layouts[self.operation]
         projected = self.projection(rows, lets_next_start=ctx.decodes)
         latents = projected[:, shapes.num_heads * shapes.key_dim :]
-        # A latent makes keys and values, and has the keys' scale.
+        # A latent serves as key and value, and uses the keys' scale.
         kv_scale, *_ = self.kv_scales.values
         mla.store(latents, self.norm_weight, _NORM_EPS, pool, ctx.step.kv_rows, layout, kv_scale)
         queries = projected[:, : -latents.shape[1]].unflatten(-1, (shapes.num_heads, -1))
@@ -108,7 +108,8 @@ class MLA(nn.Module):
         return self.out(output.flatten(1), epilogue=Epilogue.PARTIALS)
 
     def placements(self) -> Placements:
-        """Head by head, the checkpoint's matrix makes its key and then its value."""
+        """Places tensors. The checkpoint's `kv_b_proj` holds, head by head, the rows of its key and
+        then of its value."""
         shapes = self.shapes
         sizes = shapes.own_dim, shapes.value_dim
 

@@ -1,4 +1,4 @@
-"""Feed-forwards: SwiGLU, whose gate and up projection stand in one matrix, and squared ReLU.
+"""Feed-forwards: SwiGLU, with gate and up projection in one matrix, and squared ReLU.
 
 Legend: T tokens, H hidden size, P split-K partials.
 """
@@ -17,10 +17,10 @@ from milepost.parallel.cut import join
 
 
 class MLP(nn.Module):
-    """`hidden` [T, H] in and out, between them `size` units; a `Part`.
+    """A feed-forward from `hidden` [T, H] to [T, H] with `size` units; a `Part`.
 
-    Of two projections' names (up and down) it has no gate, and squares a ReLU. Gate and up
-    projection may have one name: then one tensor holds both, in this order.
+    With two projection names (up and down), it has no gate and uses squared ReLU. The gate and up
+    projections may share a name: then one tensor holds both, in this order.
     """
 
     spec = None
@@ -51,7 +51,7 @@ class MLP(nn.Module):
         return self.down(self._units(rows))
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
-        """The same, or partials [T, P, H] of it, for whoever reads it to add up. Padding costs
+        """Returns the output, or partials [T, P, H] of it, which the reader adds up. Padding costs
         nothing here, so it does not matter which tokens are real."""
         return self.down(self._units(rows), epilogue=Epilogue.PARTIALS)
 

@@ -1,12 +1,13 @@
-"""Mixture of experts: each routed token's best experts, and optionally one expert that every token
-shares.
+"""Mixture of experts: each token is routed to its best experts, and optionally to one expert that
+all tokens share.
 
-A shared expert of the same size as the others, or a few times it, is kept as more of them, after
-the last, and its gate, if it has one, as one more row of the router: every token chooses it, so it
-costs no GEMM of its own. One of another size is an MLP beside them. Latent experts, which read and
-write a space smaller than the hidden one, have a projection before and behind them.
+A shared expert whose size is that of the others or a small multiple of it is stored as extra
+experts after the last one; its gate, if it has one, is an extra row of the router. Every token
+chooses it, so it needs no GEMM of its own. A shared expert of any other size is a separate MLP.
+Latent experts read and write a space smaller than the hidden one and have a projection before and
+after them.
 
-Legend: T tokens, H hidden size, X experts, N experts for each token, P split-K partials.
+Legend: T tokens, H hidden size, X experts, N experts per token, P split-K partials.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ class ExpertShapes:
     size: int
     shared_size: int
     normalise: bool
-    """Weights of a token's chosen experts add up to 1."""
+    """Whether the weights of a token's chosen experts are normalised to add up to 1."""
     scores: Scores = SOFTMAX
     has_bias: bool = False
-    """A correction is added to the scores by which experts are chosen."""
+    """Whether a correction is added to the scores when experts are chosen."""
     latent_size: int = 0
-    """Of the space that experts read and write; 0: it is the hidden one."""
+    """Size of the space that experts read and write; 0 for the hidden size."""
 
     @property
     def num_joint(self) -> int:
-        """Experts that the shared one can be among the others; 0 where it stands beside them."""
+        """Number of regular experts that the shared one is stored as; 0 if it is a separate MLP."""
         count, rest = divmod(self.shared_size, self.size)
         return 0 if rest or self.latent_size else count
 
 
 class MoE(nn.Module):
-    """`hidden` [T, H] to partials [T, P, H] of the output; a `Part`."""
+    """A mixture of experts from `hidden` [T, H] to partials [T, P, H] of the output; a `Part`."""
 
     spec = None
     operation = None
@@ -73,7 +74,8 @@ class MoE(nn.Module):
         self.names = names
         precision, own = _precision_of(names, kind), kind.under(names.shared)
         self.cut, units = _cuts(shapes, kind)
-        # An expert that every token chooses is no rank's own.
+        # The shared expert belongs to no single rank, so it is not joined when experts are split
+        # over ranks.
         splits = kind.ranks.splits_experts
         joins = not splits and precision == own.precision(names.shared_projections[0])
         self.num_joint = (
@@ -111,13 +113,13 @@ class MoE(nn.Module):
 
     @property
     def num_weights(self) -> int:
-        """That a token is multiplied by in the experts that it has here."""
+        """Number of expert weights on this rank that a token is multiplied by, on average."""
         num_own = self.shapes.num_chosen * self.cut.size // self.shapes.num_experts
         return (num_own + self.num_joint) * self.experts.sizes.num_weights
 
     @property
     def first(self) -> Linear | None:
-        """What may be multiplied in the launch of the norm ahead: see `Block`."""
+        """The projection that the preceding norm's launch may also compute: see `Block`."""
         return None if self.shapes.scores.kind == "sigmoid" else self.router
 
     @property
@@ -128,11 +130,11 @@ class MoE(nn.Module):
         return Emit.joined(each.reads for each in readers if each is not None)
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
-        """The output in partials, for whoever reads it to add up."""
+        """Returns the output as partials, which the reader adds up."""
         return self.partials(rows, ctx.num_real)
 
     def partials(self, rows: Inputs, num_real: Tensor | None = None) -> Tensor:
-        """`run`; tokens from `num_real` [1] on are padding."""
+        """Computes `run`; tokens from `num_real` [1] on are padding."""
         is_precise = self.shapes.scores.kind == "sigmoid"
         epilogue = Epilogue.FLOAT32 if is_precise else Epilogue.PARTIALS
         logits = self.router(rows, epilogue=epilogue)[..., : self.num_logits]
@@ -150,7 +152,7 @@ class MoE(nn.Module):
     def _route(
         self, logits: Tensor, dtype: torch.dtype, num_real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Each token's shares and experts, by this rank's numbers."""
+        """Returns each token's routing weights and experts, as indices on this rank."""
         shares, experts = moe.route(
             logits,
             self.shapes.num_chosen,
@@ -164,8 +166,9 @@ class MoE(nn.Module):
         return (shares, experts) if self.cut.is_whole else self._own(shares, experts)
 
     def _own(self, shares: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """By this rank's numbers. In place of another rank's expert stands one of its own that the
-        token did not choose, with no share: no token may have an expert twice."""
+        """Returns routing weights and experts as indices on this rank. An expert of another rank is
+        replaced by one of this rank that the token did not choose, with weight 0, because no token
+        may have an expert twice."""
         ((first, count),) = self.cut.spans
         own = experts.long() - first
         is_own = (own >= 0) & (own < count)
@@ -178,15 +181,15 @@ class MoE(nn.Module):
 
     @property
     def elsewhere(self) -> str:
-        """A pattern of names of tensors that other ranks read; empty if there are none."""
+        """A pattern of the names of tensors that only other ranks read; empty if there are none."""
         if self.cut.is_whole:
             return ""
         own = "|".join(str(number) for _, number in self.experts.sizes.numbers)
         return rf"{re.escape(self.kind.full(self.names.single))}\.(?!({own})\.)\d+\."
 
     def placements(self) -> Placements:
-        """A checkpoint whose shared expert has no units still holds its tensors; they change
-        nothing."""
+        """Places the router's bias. Without a shared expert, the shared expert's tensors that the
+        checkpoint may still hold are read and ignored."""
         placements = {}
         if self.bias is not None:
             placements[self.kind.full(self.names.bias)] = place_whole(self.bias)
@@ -205,28 +208,28 @@ class MoE(nn.Module):
         }
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
-        """Of what it holds itself."""
+        """Fills only the parameters that the module itself holds."""
         if self.bias is not None:
             self.bias.zero_()
 
 
 def elsewhere_of(model: nn.Module) -> tuple[str, ...]:
-    """Patterns of names of a checkpoint's tensors that only other ranks read."""
+    """Returns patterns of the names of a checkpoint's tensors that only other ranks read."""
     patterns = (module.elsewhere for module in model.modules() if isinstance(module, MoE))
     return tuple(pattern for pattern in patterns if pattern)
 
 
 def _precision_of(names: ExpertNames, kind: ParameterKind) -> Precision:
-    """How the checkpoint has the experts' weights."""
-    # Of stacked experts a tensor may have a module's name.
+    """Returns the form of the experts' weights in the checkpoint."""
+    # A tensor of stacked experts may be named like a module.
     stacked = names.stacked[0].removesuffix(".weight")
     is_module = stacked != names.stacked[0] and kind.has(names.stacked[0])
     return kind.precision(stacked if is_module else names.single)
 
 
 def _cuts(shapes: ExpertShapes, kind: ParameterKind) -> tuple[Cut, Cut]:
-    """Which experts this rank has, and which units of each. Raises ConfigError where it has fewer
-    experts than a token chooses."""
+    """Returns the experts that this rank has, and the units of each. Raises ConfigError if the rank
+    has fewer experts than a token chooses."""
     ranks = kind.ranks
     if not ranks.splits_experts:
         return Cut.all_of(shapes.num_experts), _units(shapes.size, kind)
@@ -240,5 +243,5 @@ def _cuts(shapes: ExpertShapes, kind: ParameterKind) -> tuple[Cut, Cut]:
 
 
 def _units(size: int, kind: ParameterKind) -> Cut:
-    """This rank's, of an expert's `size`."""
+    """Returns this rank's units of an expert of `size` units."""
     return kind.ranks.share(size, f"{kind.path} moe_intermediate_size")

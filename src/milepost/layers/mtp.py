@@ -1,17 +1,17 @@
-"""The head for multi-token prediction (MTP): from a token and what the model made of the text
-before it, what the model would make of the text with it.
+"""The head for multi-token prediction (MTP): from a token and the model's hidden state before it,
+it predicts the model's hidden state after it.
 
     join(x[t + 1], h[t]) = fc(concat(norm(embed(x[t + 1])), norm(h[t])))
     h'[t + 1]            = norm(layer(join))
 
-h[t] is the model's hidden state behind its last norm. Of h' the model's own head makes logits, and
-where drafts go on from a draft h' takes the place of h. `layer` is one of full attention, which
-sees the joined rows before its own.
+h[t] is the model's hidden state after its last norm. The model's own head turns h' into logits;
+when a draft follows a draft, h' takes the place of h. `layer` is a full-attention layer over the
+joined rows so far.
 
-The row of x[t + 1] lies in the pages where x[t + 1] lies, one further than implementations have it
-that count rows by t. So what a page holds depends on the tokens up to its end and on no other, and
-whoever shares the page shares that too. The row of the first token would need a hidden state before
-the text: it is written, and never read.
+The row of x[t + 1] is stored in the page of x[t + 1], one position later than in implementations
+that number rows by t. So a page's content depends only on the tokens up to its end, and requests
+that share the page share its rows too. The row of the first token would need a hidden state before
+the text: it is written, but never read.
 
 Legend: T tokens, V vocabulary, C hidden size.
 """
@@ -32,11 +32,11 @@ from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Layer
 
 FIRST_ROW = 1
-"""The first that is read."""
+"""The first row that is read."""
 
 
 class MTPHead(nn.Module):
-    """A head whose tensors stand under `kind.path`; embedding and logits are the model's."""
+    """An MTP head with its tensors under `kind.path`; embedding and logits are the model's."""
 
     rotary = None
 
@@ -60,9 +60,9 @@ class MTPHead(nn.Module):
         self.operation = CarryOperation()
 
     def note(self, token_ids: Tensor, table: Tensor, hidden: Tensor, ctx: Context) -> None:
-        """Take in the step's tokens [T], embedded by the `table` [V, C], with the model's hidden
-        states [T, C] behind them: write their KV, which is all that later rows see of them, and
-        carry on the last hidden states."""
+        """Takes in the step's tokens [T], embedded by `table` [V, C], with the model's hidden
+        states [T, C] after them. Writes their KV, which is all that later rows need, and stores the
+        last hidden states for the next step."""
         rows = ctx.step.layouts[self.operation]
         assert ctx.carried is not None, "slots carry hidden states for a head"
         joined = self._join(token_ids, table, hidden, ctx.carried, rows)
@@ -73,8 +73,8 @@ class MTPHead(nn.Module):
         self.attention.store(normed, ctx, number)
 
     def run(self, token_ids: Tensor, table: Tensor, before: Tensor, ctx: Context) -> Tensor:
-        """Hidden states [T, C] behind the tokens [T], one of each sequence, with those before them
-        [T, C]; their KV is written first."""
+        """Returns hidden states [T, C] after the tokens [T], one per sequence, given the hidden
+        states [T, C] before them. Writes their KV first."""
         hidden, delta = self._join(token_ids, table, before), None
         for block, numbers in zip(self.layer.blocks, self.layer.numbers, strict=True):
             hidden, delta = block.run(hidden, delta, ctx, numbers)
@@ -89,7 +89,8 @@ class MTPHead(nn.Module):
         rows: CarryRows | None = None,
     ) -> Tensor:
         if not self.ranks.is_alone:
-            # Rows of the table are on several ranks; kernels read them as a table of their own.
+            # The table is split over ranks, so the embedded rows are passed to the kernel as its
+            # table.
             table = embed(token_ids, table, self.ranks)
             token_ids = torch.arange(len(token_ids), device=token_ids.device)
         scales = self.norm_embedding.scale, self.norm_hidden.scale

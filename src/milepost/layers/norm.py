@@ -23,9 +23,10 @@ from milepost.parallel import Cut, Ranks
 
 
 class RMSNorm(nn.Module):
-    """Outputs are scaled by `offset` + w, where checkpoints hold w: 1 for a zero-centred norm.
+    """Root mean square norm whose outputs are scaled by `offset` + w, with w from the checkpoint;
+    `offset` is 1 for a zero-centred norm.
 
-    What `add` adds to the residual stream it multiplies by `multiplier` first.
+    `add` multiplies the layer's output by `multiplier` before adding it to the residual stream.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class RMSNorm(nn.Module):
         self.ranks = kind.ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., N] in and out, in `hidden`'s type."""
+        """Norms `hidden` [..., N] and returns the result in its dtype."""
         scale = self.scale
         wide = cast(hidden, scale.dtype)
         normed = F.rms_norm(wide, wide.shape[-1:], eps=self.eps).mul_(scale)
@@ -59,11 +60,12 @@ class RMSNorm(nn.Module):
         emit: Emit = Emit.VALUES,
         begun: Begun | None = None,
     ) -> tuple[Tensor, Inputs]:
-        """Add a layer's output to the residual stream: the sum [T, N] and its norm, handed on as
-        `emit` asks, with the product that was `begun` in the same launch.
+        """Adds a layer's output to the residual stream and norms it. Returns the sum [T, N] and its
+        norm, in the form that `emit` asks for; the product that was `begun` is computed in the same
+        launch.
 
-        `hidden` [T, N]; `delta` [T, N], or partials [T, P, N] of it, or None. Partials of several
-        ranks are those of them all.
+        `hidden` is [T, N]; `delta` is [T, N], partials [T, P, N], or None. Partials are summed over
+        all ranks.
         """
         if not self.ranks.is_alone and delta is not None and delta.dim() == 3:
             return self.ranks.add_norm(hidden, delta, self.scale, self.eps, self.multiplier)
@@ -78,30 +80,30 @@ class RMSNorm(nn.Module):
         return {self.kind.full("weight"): place_scale(self.scale, self.offset)}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
-        """Scale by 1."""
+        """Sets the scale to 1."""
         self.scale.fill_(1)
 
 
 @dataclass(frozen=True, slots=True)
 class NormedPart:
-    """Features of which the other ranks have more."""
+    """Features whose norm spans other ranks too."""
 
     values: Tensor
     """[T, N]"""
     scale: Tensor
     """[N]"""
     column: int
-    """Which of all parts that are normed."""
+    """Index of the part among all parts that are normed."""
     num_features: int
-    """Of all ranks, each as often as ranks have it."""
+    """Number of features over all ranks; a feature that several ranks have counts once for each."""
 
 
 class HeadNorms(nn.Module):
     """Scales of query and key heads: `scale` [heads, head_dim].
 
-    Each of the `groups` (name in the checkpoint -> heads of this rank) has a tensor of its own, one
-    head long for all its heads, or as long as they are together (`is_whole`: so much is normed at
-    once, by `norm_over_ranks`).
+    Each of the `groups` (name in the checkpoint -> heads of this rank) has its own tensor: one head
+    long for all its heads, or as long as all heads together (`is_whole`: all of them are normed as
+    one, by `norm_over_ranks`).
     """
 
     def __init__(
@@ -129,15 +131,15 @@ class HeadNorms(nn.Module):
         return placements
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
-        """Scale by 1."""
+        """Sets the scale to 1."""
         self.scale.fill_(1)
 
 
 def place_scale(scale: Tensor, offset: float) -> Placement:
-    """The tensor is all of `scale` [..., N] less `offset`, or each of its rows."""
+    """Places a tensor that is all of `scale` [..., N], or each of its rows, minus `offset`."""
 
     def store(weight: Tensor) -> None:
-        # In the scale's type: 1 + w is no bfloat16 number for a small w.
+        # Adds in the scale's dtype: bfloat16 cannot represent 1 + w for a small w.
         scale.copy_(weight.to(scale.dtype) + offset)
 
     return Placement(tuple(scale.shape[-1:]), store)
@@ -146,10 +148,10 @@ def place_scale(scale: Tensor, offset: float) -> Placement:
 def norm_over_ranks(
     parts: Sequence[NormedPart], eps: float, num_columns: int, ranks: Ranks
 ) -> list[Tensor]:
-    """Norms [T, N] of parts, each over features of which the ranks have some each; of different
-    parts there are `num_columns` on all ranks."""
+    """Returns norms [T, N] of `parts`, each over features that are split over the ranks. All ranks
+    together have `num_columns` different parts."""
     wide = [cast(part.values, part.scale.dtype) for part in parts]
-    # Rows that ranks exchange are whole pieces of 16 bytes.
+    # Ranks exchange rows in whole pieces of 16 bytes.
     squares = wide[0].new_zeros(len(wide[0]), num_columns + -num_columns % 4)
     for part, values in zip(parts, wide, strict=True):
         squares[:, part.column] = values.square().sum(-1) / part.num_features

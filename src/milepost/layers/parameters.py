@@ -1,4 +1,4 @@
-"""What a model's modules need to know to make their parameters."""
+"""The context that a model's modules create their parameters in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from milepost.layers.weights import RAW, Precision
 from milepost.parallel import ALONE, Ranks
 
 VALUES = ("weight", "qweight", "weight_packed")
-"""What forms call a projection's values."""
+"""Names that the forms give to a projection's values."""
 
 
 def _raw(_: str) -> Precision:
@@ -22,51 +22,51 @@ def _raw(_: str) -> Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterKind:
-    """Type and device of a model's parameters; where in the checkpoint those of a module stand, and
-    in which form."""
+    """Dtype and device of a module's parameters, where the checkpoint stores them, and in which
+    form."""
 
     dtype: torch.dtype
     device: torch.device
     path: str = ""
-    """Of the module's tensors, without the last dot."""
+    """Path of the module's tensors in the checkpoint, without the last dot."""
     names: Container[str] = ()
-    """Of all tensors in the checkpoint; none where there is no checkpoint."""
+    """Names of all tensors in the checkpoint; empty if there is no checkpoint."""
     precision_of: Callable[[str], Precision] = _raw
-    """Path of a projection -> the form of its matrix."""
+    """Maps the path of a projection to the form of its matrix."""
     ranks: Ranks = ALONE
-    """Among which the parameters are split, and which of them this is."""
+    """The ranks that the parameters are split over, and this one's number."""
 
     def under(self, name: str) -> ParameterKind:
-        """Of a module inside this one."""
+        """Returns the kind for a submodule."""
         return replace(self, path=self.full(name))
 
     def root(self) -> ParameterKind:
-        """Of what stands beside the model's layers."""
+        """Returns the kind for modules outside the model's layers."""
         return replace(self, path="")
 
     def full(self, name: str) -> str:
-        """Name in the checkpoint of what has this name in the module."""
+        """Returns the name in the checkpoint for a name in the module."""
         return f"{self.path}.{name}" if self.path else name
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has such a tensor."""
+        """Whether the checkpoint has a tensor of this name."""
         return self.full(name) in self.names
 
     def has_projection(self, name: str) -> bool:
-        """Whether the checkpoint has the projection of this name, in whichever form."""
+        """Whether the checkpoint has the projection of this name, in any form."""
         return any(self.has(f"{name}.{values}") for values in VALUES)
 
     def precision(self, name: str) -> Precision:
-        """Of the module's projection of this name."""
+        """Returns the form of the module's projection of this name."""
         return self.precision_of(self.full(name))
 
     def empty(self, *shape: int) -> nn.Parameter:
-        """An unfilled weight in the model's type."""
+        """Returns an unfilled weight in the model's dtype."""
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
         return nn.Parameter(values, requires_grad=False)
 
     def empty_precise(self, *shape: int) -> nn.Parameter:
-        """An unfilled small parameter in the type that sums are kept in."""
+        """Returns an unfilled small parameter in the dtype that sums are accumulated in."""
         dtype = accumulation_dtype(self.dtype)
         values = torch.empty(shape, dtype=dtype, device=self.device)
         return nn.Parameter(values, requires_grad=False)

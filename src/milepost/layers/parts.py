@@ -1,4 +1,4 @@
-"""Blocks and layers: what an architecture is put together from.
+"""Blocks and layers, from which architectures are assembled.
 
 Legend: T tokens, C hidden size, P split-K partials.
 """
@@ -19,45 +19,45 @@ from milepost.parallel import ALONE
 
 
 class Part(Protocol):
-    """A mixer or a feed-forward; a module."""
+    """A mixer or a feed-forward. It is also a module."""
 
     @property
     def spec(self) -> LayerSpec | None:
-        """Its cache; None for a feed-forward."""
+        """The part's cache; None for a feed-forward."""
         ...
 
     @property
     def operation(self) -> Operation | None:
-        """What it needs laid out."""
+        """The operation that needs a layout, if any."""
         ...
 
     @property
     def rotary(self) -> Rotary | None:
-        """The positions that it turns by."""
+        """The rotary embedding of its positions, if any."""
         ...
 
     @property
     def reads(self) -> Emit:
-        """What it reads of its rows."""
+        """The form of rows that the part reads."""
         ...
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
-        """`rows` [T, C] to the output [T, C], or partials [T, P, C] of it; `number` is that of its
-        cache. What all ranks return adds up to the output."""
+        """Computes the output [T, C] from `rows` [T, C], or partials [T, P, C] of it. `number` is
+        that of its cache. The sum over all ranks is the output."""
         ...
 
 
 @runtime_checkable
 class EndingPart(Protocol):
-    """A part that has less to do where only rows go on behind which is sampled."""
+    """A part that has less to do if only sampled positions are needed after it."""
 
     @property
     def ending(self) -> Operation:
-        """What it needs laid out for that besides."""
+        """The operation that needs a layout for `run_ends`, besides `operation`."""
         ...
 
     def run_ends(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
-        """As `run`, but the output [R, C] of those rows."""
+        """Like `run`, but returns the output [R, C] of the sampled positions."""
         ...
 
 
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
         hidden += post(sum of part(pre(hidden)))
 
-    A block may stand in several layers: they share its weights, and each has a cache of its own.
+    A block may be part of several layers: they share its weights, and each has its own cache.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class Block(nn.Module):
         self._ranks = ALONE if norm is None else norm.ranks
         self._emit = Emit.joined(part.reads for part in parts)
         self._first: Linear | None = getattr(parts[0], "first", None)
-        """What the first part begins with: see `Linear.begin`."""
+        """The first part's projection whose product the norm may compute too: see
+        `Linear.begin`."""
 
     def run(
         self,
@@ -90,9 +91,10 @@ class Block(nn.Module):
         *,
         ends: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream [T, C] with `delta` [T, C], or partials of it, added; and what is to
-        be added next, which the norm that follows does for less than a pass of its own costs.
-        Where it `ends`, the rows of both are those behind which is sampled."""
+        """Adds `delta` [T, C], or partials of it, to the residual stream, and runs the parts.
+        Returns the residual stream [T, C] and what to add to it next: the norm that follows adds it
+        for less than a separate pass costs. If it `ends`, both have the rows of the sampled
+        positions only."""
         rows: Inputs
         if self.pre is not None:
             is_row = self._first is not None and len(hidden) == 1
@@ -122,12 +124,12 @@ class Block(nn.Module):
         return output[ctx.step.last_tokens] if ends else output
 
     def _whole(self, partials: Tensor) -> Tensor:
-        """[T, C] of partials [T, P, C], over all ranks; of [T, C] itself."""
+        """Sums partials [T, P, C] over P and all ranks; returns [T, C] unchanged."""
         return partials if partials.dim() == 2 else self._ranks.all_reduce(_add_up(partials))
 
 
 class Layer(nn.Module):
-    """Blocks one after the other, with the numbers of their parts' caches."""
+    """Blocks one after another, with the numbers of their parts' caches."""
 
     def __init__(self, *blocks: Block) -> None:
         super().__init__()
@@ -135,7 +137,7 @@ class Layer(nn.Module):
         self.numbers: list[tuple[int, ...]] = []
 
     def number(self, specs: list[LayerSpec]) -> None:
-        """Give each part that has a cache the next number; append the caches to `specs`."""
+        """Gives each part that has a cache the next number, and appends the caches to `specs`."""
         self.numbers.clear()
         for block in self.blocks:
             own = []
@@ -147,10 +149,10 @@ class Layer(nn.Module):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for layers that launch the same kernels."""
+        """A key that is equal for layers with the same kernels."""
         return tuple((type(part), part.operation) for block in self.blocks for part in block.parts)
 
 
 def _add_up(partials: Tensor) -> Tensor:
-    """[T, C] of partials [T, P, C]; of [T, C] itself."""
+    """Sums partials [T, P, C] over P; returns [T, C] unchanged."""
     return partials if partials.dim() == 2 else partials.sum(1)

@@ -1,9 +1,9 @@
-"""Where the tensors of a checkpoint go.
+"""Maps a checkpoint's tensors to parameters.
 
-A layer may keep its weights in another arrangement than checkpoints do (several projections in one
-matrix, heads in another order, a norm's weight as 1 + w). Every module that holds parameters of its
-own says so with placements: for each tensor's full name, the shape that the checkpoint must have
-and what to do with the values. Loading then needs to know no layer.
+A layer may arrange its weights differently from checkpoints (several projections in one matrix,
+heads in another order, a norm's weight as 1 + w). Each module that holds parameters says so with
+placements: for each tensor's full name, the shape that the checkpoint must have and how to store
+the values. So loading needs to know nothing about layers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from milepost.parallel import Axes, Cut
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types of tensors in safetensors' words."""
+"""Floating-point dtypes, as safetensors names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Takes one tensor of a checkpoint, of exactly `shape` and one of these types: `store` is
-    called with its values, or with what `cuts` leave of some dimensions, and then nothing else is
-    read."""
+    """The destination of one checkpoint tensor of exactly `shape` and one of `types`. `store` is
+    called with its values, or with the parts that `cuts` keep along some dimensions; then only
+    these parts are read."""
 
     shape: tuple[int, ...]
     store: Callable[[Tensor], object]
@@ -34,7 +34,7 @@ class Placement:
     cuts: tuple[tuple[int, Cut], ...] = ()
 
     def take(self, values: Sliceable) -> Tensor:
-        """What is kept of the whole tensor, or of a file's slice of it."""
+        """Returns the kept part of the whole tensor, or of its slice in a file."""
         kept: Sliceable = values
         for dim, cut in self.cuts:
             before = (slice(None),) * dim
@@ -44,7 +44,7 @@ class Placement:
         return kept if isinstance(kept, Tensor) else kept[...]
 
     def take_like(self, values: Tensor) -> Tensor:
-        """The same of values that are broadcast to the tensor's shape."""
+        """Returns the kept part of values that broadcast to the tensor's shape."""
         own = tuple(
             (dim, cut) for dim, cut in self.cuts if dim < values.dim() and values.shape[dim] > 1
         )
@@ -55,26 +55,26 @@ Placements = dict[str, Placement]
 
 
 class Sliceable(Protocol):
-    """A tensor, or one that is still in its file."""
+    """A tensor, in memory or still in its file."""
 
     def __getitem__(self, key: Any, /) -> Tensor: ...
 
 
 def cut_outputs(placements: Placements, axes: Mapping[str, Axes], cut: Cut, path: str) -> None:
-    """Of a projection's placements, by the names of its tensors: the checkpoint has more outputs,
-    of which these are the ones that `cut` keeps. Raises ConfigError."""
+    """Restricts a projection's placements, keyed by tensor name, to the outputs that `cut` keeps of
+    the checkpoint's. Raises ConfigError."""
     for name, place in placements.items():
         placements[name] = cut_one(place, axes[name].outputs, cut, f"{path}.{name}")
 
 
 def cut_inputs(placements: Placements, axes: Mapping[str, Axes], cut: Cut, path: str) -> None:
-    """Likewise, of inputs."""
+    """Restricts a projection's placements to the inputs that `cut` keeps. Raises ConfigError."""
     for name, place in placements.items():
         placements[name] = cut_one(place, axes[name].inputs, cut, f"{path}.{name}")
 
 
 def cut_one(place: Placement, axis: tuple[int, int] | None, cut: Cut, name: str) -> Placement:
-    """A placement of what a rank keeps along an axis, where the tensor has that axis."""
+    """Restricts a placement to a rank's part along an axis, if the tensor has that axis."""
     if cut.is_whole or axis is None:
         return place
     dim, unit = axis
@@ -85,26 +85,27 @@ def cut_one(place: Placement, axis: tuple[int, int] | None, cut: Cut, name: str)
 
 
 def cut_all(place: Placement, cut: Cut, dim: int = 0) -> Placement:
-    """Of a tensor with one entry for each of what is cut."""
+    """Restricts a placement to a rank's part of a tensor with one entry per item that is split."""
     return cut_one(place, (dim, 1), cut, "")
 
 
 @runtime_checkable
 class Holder(Protocol):
-    """A module with parameters of its own."""
+    """A module that holds parameters itself."""
 
     def placements(self) -> Placements:
-        """By the full names of a checkpoint's tensors; for the module's own parameters only."""
+        """Returns placements keyed by the full names of a checkpoint's tensors, for the module's
+        own parameters only."""
         ...
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
-        """Fill its own parameters with dummy values, matrices with a standard deviation of
+        """Fills the module's own parameters with dummy values; matrices get a standard deviation of
         `spread`."""
         ...
 
 
 def merge(parts: Iterable[Placements]) -> Placements:
-    """All of them; a tensor has one place."""
+    """Merges placements; no tensor may have two."""
     merged: Placements = {}
     for placements in parts:
         twice = merged.keys() & placements.keys()
@@ -114,12 +115,12 @@ def merge(parts: Iterable[Placements]) -> Placements:
 
 
 def place_whole(parameter: Tensor) -> Placement:
-    """The tensor is the parameter."""
+    """Places a tensor that is the parameter as it is."""
     return Placement(tuple(parameter.shape), parameter.copy_)
 
 
 def place_rates(parameter: Tensor) -> Placement:
-    """The parameter is -exp(`A_log`), what time steps are multiplied by to decay."""
+    """Places `A_log`. The parameter is -exp(`A_log`), the decay rate that multiplies time steps."""
 
     def store(values: Tensor) -> None:
         parameter.copy_(values.to(parameter.dtype).exp().neg())
@@ -128,7 +129,7 @@ def place_rates(parameter: Tensor) -> Placement:
 
 
 def scale(placement: Placement, factor: Tensor | float) -> Placement:
-    """The same of the tensor times `factor`, which is rounded once."""
+    """Returns a placement that stores the tensor times `factor`, rounded once."""
 
     def store(values: Tensor) -> None:
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
@@ -139,12 +140,12 @@ def scale(placement: Placement, factor: Tensor | float) -> Placement:
 
 
 def place_rows(parameter: Tensor, first: int, count: int) -> Placement:
-    """The tensor is `count` rows of the parameter."""
+    """Places a tensor that is `count` rows of the parameter."""
     return place_whole(parameter[first : first + count])
 
 
 def place_scattered(parameter: Tensor, rows: Tensor) -> Placement:
-    """Row i of the tensor is row `rows[i]` of the parameter."""
+    """Places a tensor whose row i is row `rows[i]` of the parameter."""
     count, first = len(rows), int(rows[0]) if len(rows) else 0
     if torch.equal(rows, torch.arange(first, first + count)):
         return place_rows(parameter, first, count)
@@ -156,6 +157,6 @@ def place_scattered(parameter: Tensor, rows: Tensor) -> Placement:
 
 
 def fill_matrix(weight: Tensor, spread: float, generator: torch.Generator) -> None:
-    """Fill a dummy weight uniformly with standard deviation `spread`."""
+    """Fills a dummy weight uniformly with standard deviation `spread`."""
     bound = spread * math.sqrt(3.0)
     weight.uniform_(-bound, bound, generator=generator)

@@ -1,9 +1,9 @@
-"""Rotary positions on the first part of each head; the rest passes unturned.
+"""Rotary embedding of the first dimensions of each head; the rest is not rotated.
 
-Angles are float32 in every model, as they are in training; a float64 model gets the float32 angles'
-cosines.
+Angles are float32 in every model, as in training; a float64 model gets the cosines of the float32
+angles.
 
-Legend: T tokens, O turned dimensions of a head (even).
+Legend: T tokens, O rotated dimensions of a head (even).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from milepost.errors import UnsupportedModelError
 from milepost.kernels import rows
 
 _SCALED_TYPES = ("linear", "llama3", "yarn", "dynamic", "longrope")
-"""As they were published, `dynamic` and `longrope` turn a prompt by other angles the longer it is,
-so that cached keys would depend on the request that computed them. Here, as in vLLM, angles are
-those of the longest prompt that the model is run for."""
+"""RoPE types with scaling. As published, `dynamic` and `longrope` change the angles with the
+prompt's length, so cached keys would depend on the request that computed them. Here, as in vLLM,
+the angles are those of the longest prompt that the model is run for."""
 
 
 class Rotary:
-    """Frequencies of a model, from its configuration; raises UnsupportedModelError for types not
-    listed above."""
+    """A model's rotary frequencies, from its configuration. Raises UnsupportedModelError for types
+    not listed above."""
 
     def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
         frequencies, self.scale = _frequencies(config)
@@ -33,14 +33,15 @@ class Rotary:
         self._table: Tensor | None = None
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, 1, O / 2] of `positions` [T]; of one dtype for a model.
+        """Returns cosines and sines [T, 1, O / 2] of `positions` [T]; a model always asks for one
+        dtype.
 
-        On a GPU they are looked up, in one launch in place of seven.
+        On a GPU they are looked up in a table, which takes one launch instead of seven.
         """
         return (self.look_up if positions.is_cuda else self._compute)(positions, dtype)
 
     def look_up(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`angles` from a table of every position, made by the first call."""
+        """Computes `angles` from a table of all positions, which the first call builds."""
         if self._table is None:
             every = torch.arange(self._num_positions, device=positions.device)
             self._table = torch.cat(self._compute(every, dtype), 2)[:, 0]
@@ -52,25 +53,25 @@ class Rotary:
 
 
 def run_up_to(config: PreTrainedConfig, max_model_len: int | None) -> None:
-    """Have a `longrope` model that is asked for no more than its original length turn by its short
-    factors; changes the configuration."""
+    """Makes a `longrope` model use its short factors if no more than its original length is asked
+    for; changes the configuration."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type") != "longrope" or max_model_len is None:
         return
     original = parameters["original_max_position_embeddings"]
     if max_model_len <= original:
-        # What cosines are multiplied by stays that of the whole model.
+        # The factor of the cosines stays that of the whole model.
         parameters.setdefault("factor", config.max_position_embeddings / original)
         config.max_position_embeddings = original
 
 
 def num_positions(config: PreTrainedConfig) -> int:
-    """Positions that a model can be asked for: as many as it was trained on, or as many as its
-    scaling stretches these to.
+    """Returns the number of positions that the model supports: as many as it was trained on, or as
+    many as its scaling stretches these to.
 
     YaRN stretches the original length by its factor (arXiv:2309.00071, section 3.1), whatever
-    `max_position_embeddings` says; linear and dynamic scaling stretch that; llama3 and longrope
-    (arXiv:2402.13753) name the stretched one.
+    `max_position_embeddings` says; linear and dynamic scaling stretch `max_position_embeddings`;
+    for llama3 and longrope (arXiv:2402.13753), that setting is already the stretched length.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     own: int = config.max_position_embeddings

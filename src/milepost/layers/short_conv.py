@@ -20,9 +20,11 @@ from milepost.parallel.cut import join
 
 
 class ShortConv(nn.Module):
-    """`hidden` [T, C] in and out; reads and writes the states beside the step's pages; a `Part`.
+    """A gated short convolution from `hidden` [T, C] to the output [T, C]; a `Part`. Reads and
+    writes the states stored with the step's pages.
 
-    One projection's outputs are, as published: gates before the convolution, gates behind it, x.
+    One projection computes, in the published order: gates before the convolution, gates after it,
+    x.
     """
 
     rotary = None
@@ -51,7 +53,7 @@ class ShortConv(nn.Module):
         return self.projection.reads
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
-        """The output, or partials [T, P, C] of it."""
+        """Returns the output, or split-K partials [T, P, C] of it."""
         mixed = short_conv.mix(
             self.projection(rows, lets_next_start=ctx.decodes),
             self.conv_weight,

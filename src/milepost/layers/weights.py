@@ -1,12 +1,12 @@
-"""A weight is a module that holds a matrix in some form: raw values here; others keep theirs
-quantised, or a rank's part of them.
+"""Modules that hold a matrix in some form: raw values here; other modules hold quantised values, or
+a rank's part.
 
-A `Precision` makes weights of one form. Each weight has a place for every tensor that its form has
-in a checkpoint (values, scales ...), under the projection's name. Layers ask for weights and have
-`products` multiply by their form; which it is is none of their business. Projections of equal
-precision share a matrix.
+A `Precision` makes weights of one form. A weight has a place for every tensor that its form has in
+a checkpoint (values, scales ...), under the projection's name. Layers ask for weights and let
+`products` multiply by their form, without knowing which form it is. Projections of equal precision
+share a matrix.
 
-Legend: T tokens, I inputs, O outputs, X experts, N experts for each token, P split-K partials.
+Legend: T tokens, I inputs, O outputs, X experts, N experts per token, P split-K partials.
 """
 
 from __future__ import annotations
@@ -39,82 +39,83 @@ if TYPE_CHECKING:
 
 
 class Weight(Protocol):
-    """A matrix of O rows and I columns; a module."""
+    """A matrix of O rows and I columns. It is also a module."""
 
     @property
     def axes(self) -> Mapping[str, Axes]:
-        """Where outputs and inputs lie in each of a projection's tensors."""
+        """The dimensions of outputs and inputs in each of a projection's tensors."""
         ...
 
     @property
     def form(self) -> Form:
-        """What products read."""
+        """The form that products read."""
         ...
 
     def place(self, rows: Tensor, path: str) -> Placements:
-        """The tensors of the projection at `path`, by their names in it; its output i is row
-        `rows[i]`."""
+        """Returns placements for the tensors of the projection at `path`, keyed by their names
+        within it. The projection's output i is row `rows[i]`."""
         ...
 
     def clear(self, first: int, count: int) -> None:
-        """Set rows to zero that belong to no projection."""
+        """Sets rows that belong to no projection to zero."""
         ...
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
-        """Fill it with dummy values."""
+        """Fills the weight with dummy values."""
         ...
 
     def pack(self) -> None:
-        """Arrange the filled weight for small batches on a CPU, where that pays. No placement can
-        be made afterwards."""
+        """Rearranges the filled weight for small batches on a CPU, if that pays off. No placement
+        can be made afterwards."""
         ...
 
 
 class Experts(Protocol):
-    """Matrices of X experts; a module."""
+    """Matrices of X experts. They are also a module."""
 
     sizes: ExpertSizes
 
     @property
     def reads(self) -> Emit:
-        """What they read of their rows."""
+        """The form of rows that the experts read."""
         ...
 
     @property
     def forms(self) -> tuple[Form, Form]:
-        """Of the matrices [X, ...] ahead of the activation and behind it."""
+        """The forms of the matrices [X, ...] before and after the activation."""
         ...
 
     def mix(self, rows: Inputs, shares: Tensor, experts: Tensor) -> Tensor:
-        """`rows` [T, I] through each token's `experts` [T, N], times their `shares`, in partials
-        [T, P, I]: see `products.mix`."""
+        """Runs `rows` [T, I] through each token's `experts` [T, N], weighted by `shares`, and
+        returns partials [T, P, I]: see `products.mix`."""
         ...
 
     def placements(self) -> Placements:
-        """By full names."""
+        """Returns placements keyed by full names."""
         ...
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
-        """Fill them with dummy values."""
+        """Fills the experts with dummy values."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """What a checkpoint calls a mixture's tensors, where names differ from family to family.
+    """Names of a mixture's tensors in a checkpoint, if they differ from family to family.
 
-    Of experts with two projections (up and down) a ReLU is squared; those with three are SwiGLU.
-    Gate and up projection may have one name: then one tensor holds both, in this order.
+    Experts with two projections (up and down) use squared ReLU; those with three are SwiGLU. The
+    gate and up projections may share a name: then one tensor holds both, in this order.
     """
 
     router: str = "gate"
     bias: str = "gate.e_score_correction_bias"
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    """Of routed experts where they stand one by one."""
+    """Projections of routed experts, if each expert has its own tensors."""
     single: str = "experts"
-    """Under which they stand then, by their numbers."""
+    """Path of these experts; each has its own path below it, named by its number."""
     stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
-    """All routed experts', where one tensor holds them: without the last projection, and it."""
+    """Stacked tensors of all routed experts, if there are any: all projections but the last, and
+    the last."""
     shared: str = "shared_expert"
     shared_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
 
@@ -124,29 +125,29 @@ USUAL_NAMES = ExpertNames()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSizes:
-    """Experts of a mixture, as they stand in memory."""
+    """Sizes of a mixture's experts, as they are stored in memory."""
 
     hidden_size: int
     size: int
     """Units of an expert."""
     num_experts: int
     num_shared: int
-    """Behind the others; together they are the checkpoint's shared expert."""
+    """Number of experts after the routed ones; together they are the checkpoint's shared expert."""
     experts: Cut
-    """Those of the checkpoint's that these are."""
+    """The part of the checkpoint's experts that is stored here."""
     units: Cut
-    """Of each expert, those that are kept."""
+    """The units that are kept of each expert."""
     shared_units: Cut
-    """Of the shared expert."""
+    """The units that are kept of the shared expert."""
 
     @property
     def num_weights(self) -> int:
-        """Of one expert: its gate's, up and down projections."""
+        """Number of weights of one expert: gate, up and down projections."""
         return 3 * self.hidden_size * self.size
 
     @property
     def numbers(self) -> Iterator[tuple[int, int]]:
-        """Each expert's index here, and its number in the checkpoint."""
+        """Pairs of each expert's index here and its number in the checkpoint."""
         ((first, count),) = self.experts.spans
         return zip(range(count), range(first, first + count), strict=True)
 
@@ -155,20 +156,21 @@ class Precision(Protocol):
     """A form of weights; hashable."""
 
     max_shared: ClassVar[int]
-    """Experts that a shared one may be: each is one more for every token to choose."""
+    """Largest number of experts that a shared one may be stored as: each is one more that every
+    token chooses."""
 
     def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> Weight:
-        """An unfilled matrix for one or several projections."""
+        """Returns an unfilled matrix for one or several projections."""
         ...
 
     def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> Experts:
-        """Unfilled matrices of a mixture's experts."""
+        """Returns unfilled matrices for a mixture's experts."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RawPrecision:
-    """Weights in the model's type."""
+    """Weights in the model's dtype."""
 
     max_shared: ClassVar[int] = 4
 
@@ -183,7 +185,7 @@ RAW = RawPrecision()
 
 
 class RawWeight(nn.Module):
-    """`values` [O, I] as they are; they may be an embedding's too."""
+    """A weight that holds raw `values` [O, I], which may be shared with an embedding."""
 
     axes: ClassVar[Mapping[str, Axes]] = {"weight": Axes()}
 
@@ -217,7 +219,8 @@ class RawWeight(nn.Module):
 
 
 class RawExperts(nn.Module):
-    """Each expert's gate and up projection, or its up projection alone, stand in one matrix."""
+    """Raw experts. The gate and up projections of an expert, or its up projection alone, share one
+    matrix."""
 
     def __init__(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> None:
         super().__init__()
@@ -260,7 +263,7 @@ class RawExperts(nn.Module):
         return placements
 
     def _shared(self) -> Placements:
-        """The shared expert's units in parts, one part in each of the experts that it is."""
+        """Places the shared expert's units, split evenly over the experts that it is stored as."""
         count, (hidden_size, size) = self.sizes.num_shared, self.down.shape[1:]
         own, out = (each[-count:] for each in (self.up, self.down))
         *up, down = self.names.shared_projections
@@ -288,6 +291,6 @@ class RawExperts(nn.Module):
         for weight in (self.up, self.down):
             fill_matrix(weight, spread, generator)
         if len(self.names.projections) == 2:
-            # Squares have a mean. What random rows made of it would be the same for all tokens, and
-            # with each layer their routers would choose more alike.
+            # Squares have a nonzero mean. Random rows would map it to one vector for all tokens,
+            # and with each layer the routers would choose more alike.
             self.down.sub_(self.down.mean(-1, keepdim=True))

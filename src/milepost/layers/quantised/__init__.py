@@ -1,4 +1,4 @@
-"""Quantised forms of weights, as checkpoints have them: FP8 and four bits."""
+"""Quantised weight forms, as checkpoints have them: FP8 and four bits."""
 
 from milepost.layers.quantised.fp4 import Fp4Precision
 from milepost.layers.quantised.fp8 import Fp8Precision

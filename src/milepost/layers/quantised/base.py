@@ -1,6 +1,6 @@
-"""What the quantised forms have in common.
+"""Code that the quantised forms share.
 
-Legend: T tokens, I inputs, O outputs, X experts, N experts for each token, P split-K partials.
+Legend: T tokens, I inputs, O outputs, X experts, N experts per token, P split-K partials.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from milepost.parallel.cut import join
 
 
 def empty(kind: ParameterKind, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    """An unfilled parameter of a quantised form."""
+    """Returns an unfilled parameter of a quantised form."""
     values = torch.empty(shape, dtype=dtype, device=kind.device)
     return nn.Parameter(values, requires_grad=False)
 
 
 def ones(kind: ParameterKind, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    """Scales, of which those of padding are never filled and must not be anything."""
+    """Returns scales of 1. Those of padding are never filled, so they must have a defined value."""
     values = torch.ones(shape, dtype=dtype, device=kind.device)
     return nn.Parameter(values, requires_grad=False)
 
 
 class Stack(Protocol):
-    """Matrices of experts, or one matrix, in a quantised form: a module."""
+    """Matrices of experts, or one matrix, in a quantised form. It is also a module."""
 
     @property
     def axes(self) -> Mapping[str, Axes]:
@@ -45,11 +45,12 @@ class Stack(Protocol):
 
     @property
     def form(self) -> Quantised:
-        """What the kernels read."""
+        """The form that the kernels read."""
         ...
 
     def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> Placements:
-        """The tensors of a projection with these `rows` of the matrix `at`; `path` is its own."""
+        """Returns placements for the tensors of a projection with these `rows` of the matrix `at`;
+        `path` is the projection's."""
         ...
 
     def clear(self, first: int, count: int) -> None:
@@ -62,7 +63,7 @@ class Stack(Protocol):
 
 
 class QuantisedMatrix(nn.Module):
-    """Projections of one matrix [O, I], a `stack` without experts; a `Weight`."""
+    """A `Weight` whose projections share one matrix [O, I]: a `stack` without experts."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()
@@ -86,12 +87,12 @@ class QuantisedMatrix(nn.Module):
         self.stack.fill(spread, generator)
 
     def pack(self) -> None:
-        """They are small as they are."""
+        """Does nothing: quantised weights are small already."""
 
 
 class QuantisedExperts(nn.Module):
-    """Each expert's gate and up projection stand in one matrix, `up`; `Experts`. Units that make
-    whole blocks of an expert's own are zeros."""
+    """Quantised `Experts`. The gate and up projections of an expert share one matrix, `up`. Units
+    that pad an expert to whole blocks are zeros."""
 
     def __init__(
         self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind, up: Stack, down: Stack
@@ -123,15 +124,15 @@ class QuantisedExperts(nn.Module):
 
 
 def padded_size(sizes: ExpertSizes) -> int:
-    """Units of an expert in whole blocks, which kernels take."""
+    """Returns an expert's units, rounded up to the whole blocks that kernels need."""
     return -(-sizes.size // quantised.BLOCK) * quantised.BLOCK
 
 
 def shapes_of(
     sizes: ExpertSizes, names: ExpertNames
 ) -> tuple[tuple[tuple[int, ...], int], tuple[tuple[int, ...], int]]:
-    """Of the matrices of gate and up projections, or of up projections alone, and of down ones;
-    each with how many inputs a checkpoint's projection has."""
+    """Returns the shapes of two stacks, each with the number of inputs of a projection in the
+    checkpoint: first gate and up projections, or up projections alone; then down projections."""
     count, size = sizes.num_experts + sizes.num_shared, padded_size(sizes)
     num_rows = (len(names.projections) - 1) * size
     return (
@@ -141,14 +142,14 @@ def shapes_of(
 
 
 def unit_rows(sizes: ExpertSizes, count: int) -> list[Tensor]:
-    """Rows of so many projections that stand one behind the other, without the padding."""
+    """Returns the rows of `count` adjacent projections, without their padding."""
     return [part[: sizes.size] for part in torch.arange(count * padded_size(sizes)).chunk(count)]
 
 
 def place_experts(
     sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind, up: Stack, down: Stack
 ) -> Placements:
-    """Of experts that the checkpoint has one by one."""
+    """Places experts that the checkpoint stores one by one, and the shared one."""
     placements = place_shared(sizes, names, kind, up, down)
     projections = _projections(sizes, names.projections, sizes.units, up, down)
     for expert, number in sizes.numbers:
@@ -159,7 +160,7 @@ def place_experts(
 def place_shared(
     sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind, up: Stack, down: Stack
 ) -> Placements:
-    """Of the shared expert, if it is one of them."""
+    """Places the shared expert, if it is stored among the others."""
     if not sizes.num_shared:
         return {}
     units = sizes.shared_units
@@ -169,13 +170,13 @@ def place_shared(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Projection:
-    """One that each expert has."""
+    """A projection that each expert has."""
 
     name: str
     stack: Stack
     rows: Rows
     outputs: Cut
-    """That are kept."""
+    """The outputs that are kept."""
     inputs: Cut
 
 

@@ -1,5 +1,5 @@
-"""Projections that a checkpoint has quantised and a layer keeps in the model's type, since what it
-multiplies is made of them.
+"""Projections that are quantised in the checkpoint but kept in the model's dtype, because a layer
+computes other matrices from them.
 
 Legend: O outputs, I inputs.
 """
@@ -26,8 +26,8 @@ def place_expanded(
     cut: Cut,
     store: Callable[[Tensor], object],
 ) -> Placements:
-    """The tensors of a projection, by their names in it; `store` gets its weight [O, I] when all of
-    them are there. Of its outputs `cut` is kept, which are O."""
+    """Returns placements for the tensors of a projection, keyed by their names within it. `store`
+    gets its weight [O, I] once all of them are there; O are the outputs that `cut` keeps."""
     precision = kind.precision(name)
     if isinstance(precision, RawPrecision):
         return {"weight": cut_all(Placement(shape, store), cut)}

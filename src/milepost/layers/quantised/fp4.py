@@ -1,8 +1,8 @@
 """Weights of four bits that are floats: NVFP4 as compressed-tensors and ModelOpt write it, and
 compressed-tensors' MXFP4 (see `kernels.quantised.forms.Fp4`).
 
-Scales of activations, which checkpoints have for chips that round those to four bits too, are read
-and passed over.
+Scales of activations, meant for chips that round activations to four bits too, are read and
+ignored.
 
 Legend: O outputs, I inputs, G groups of inputs, X experts.
 """
@@ -35,20 +35,21 @@ from milepost.parallel import Axes
 _MX_GROUP = 32
 _BYTES = ("U8",)
 _LARGEST = 8
-"""Power of two that a row's largest scale of MXFP4 becomes, near the end of float8's."""
+"""Exponent of the power of two that a row's largest MXFP4 scale is stored as, near the top of
+float8's range."""
 _MX_BIAS = 127
 _SPREAD = (68.5 / 8) ** 0.5
-"""Standard deviation of dummy numbers: all sixteen as often."""
+"""Standard deviation of dummy numbers: all sixteen values are equally frequent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp4Precision:
-    """How a checkpoint calls its tensors, and what its scales are."""
+    """Names of a checkpoint's four-bit float tensors, and the kind of their scales."""
 
     maker: Literal["compressed-tensors", "modelopt"]
     group: Literal[16, 32] = 16
-    """Inputs that share a scale: 16 in NVFP4, with scales in float8 and a factor for all; 32 in
-    MXFP4, with powers of two."""
+    """Inputs that share a scale: 16 in NVFP4, with float8 scales and one factor for all of them; 32
+    in MXFP4, with powers of two."""
 
     max_shared: ClassVar[int] = 1
 
@@ -59,17 +60,17 @@ class Fp4Precision:
 
     @property
     def factor(self) -> str:
-        """Of the one with what all scales are multiplied with, or divided by."""
+        """Name of the tensor that all scales are multiplied or divided by."""
         return "weight_scale_2" if self.maker == "modelopt" else "weight_global_scale"
 
     @property
     def of_inputs(self) -> str:
-        """Of the one that is passed over."""
+        """Name of the tensor with the activations' scale, which is ignored."""
         return "input_scale" if self.maker == "modelopt" else "input_global_scale"
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """A projection has one of these tensors if it is of this form."""
+        """Tensor names that mark a projection as this form: it has at least one of them."""
         return (self.factor if self.maker == "modelopt" else self.values,)
 
     def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> QuantisedMatrix:
@@ -83,7 +84,7 @@ class Fp4Precision:
 
     @property
     def axes(self) -> dict[str, Axes]:
-        """Of a projection's tensors; a rank's parts are whole groups."""
+        """Axes of a projection's tensors. Ranks get whole groups."""
         return {
             self.values: Axes((0, 1), (1, 2)),
             "weight_scale": Axes((0, 1), (1, self.group)),
@@ -93,8 +94,8 @@ class Fp4Precision:
 
 
 class Fp4Stack(nn.Module):
-    """Numbers [..., O, J / 2] with scales and factors, filled projection by projection, of which
-    each has `num_placed` of the inputs; J is I in whole blocks."""
+    """Numbers [..., O, J / 2] with scales and factors, filled projection by projection; each
+    projection has `num_placed` inputs. J is I rounded up to whole blocks."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class Fp4Stack(nn.Module):
         )
 
     def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> Placements:
-        """The tensors of a projection with these `rows` of the matrix `at`."""
+        """Returns places for the tensors of a projection with these `rows` of the matrix `at`."""
         precision, count, is_mx = self.precision, rows.count, self.precision.group == _MX_GROUP
         numbers, groups = (count, self.num_placed // 2), (count, self.num_placed // precision.group)
         store = partial(self._store_powers if is_mx else self._store_scales, rows, at)
@@ -153,7 +154,7 @@ class Fp4Stack(nn.Module):
         return places
 
     def _store_numbers(self, rows: Rows, at: tuple[int, ...], pairs: Tensor) -> None:
-        """Inputs that stand side by side share a byte, the first is its low half."""
+        """Stores numbers. Two adjacent inputs share a byte; the first is its low half."""
         pairs = pairs.to(self.packed.device)
         q = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
         padding = 2 * self.packed.shape[-1] - self.num_placed
@@ -169,8 +170,8 @@ class Fp4Stack(nn.Module):
         rows.put(self.factors.data[at], 1 / factor if is_divisor else factor)
 
     def _store_powers(self, rows: Rows, at: tuple[int, ...], bits: Tensor) -> None:
-        """Scales of a row over its factor. What is smaller than 2^-17 of the largest becomes 0:
-        less than the rounding of what all of them add up to."""
+        """Stores the scales of a row relative to its factor. A scale smaller than 2^-17 of the
+        largest becomes 0, which is less than the rounding error of the row's sum."""
         powers = bits.to(self.scales.device, torch.float32)
         largest = powers.amax(-1)
         scales = torch.exp2(powers - largest[:, None] + _LARGEST)

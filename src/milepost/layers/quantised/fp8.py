@@ -1,5 +1,5 @@
-"""Weights in float8_e4m3fn: the official block format, compressed-tensors' channels and tensors,
-and raw weights that are rounded while they are loaded.
+"""Weights in float8_e4m3fn: the official block format, compressed-tensors' scales per channel and
+per tensor, and raw weights that are rounded as they are loaded.
 
 Legend: O outputs, I inputs, X experts.
 """
@@ -40,26 +40,27 @@ from milepost.parallel.cut import join
 
 _VALUES = ("F8_E4M3",)
 _FILLED_AT_ONCE = 2**26
-"""Dummy values: more than an expert's, whose thousands would each be a launch."""
+"""Dummy values filled per launch: more than one expert has, as thousands of experts would each take
+a launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Precision:
-    """Which scales a checkpoint has."""
+    """The scales that a checkpoint has."""
 
     strategy: Literal["block", "channel", "tensor", "none"]
-    """One for 128 x 128 weights, for each output, for each projection; none: the checkpoint is raw
-    and is rounded to blocks."""
+    """One scale per 128 x 128 weights, per output or per projection. With `none`, the checkpoint is
+    raw and is rounded in blocks."""
     scale: str = "weight_scale"
     """Name of the scales' tensor."""
     is_static: bool = False
-    """The checkpoint sets the scale of activations, as `input_scale`."""
+    """Whether the checkpoint sets the scale of activations, as `input_scale`."""
 
     max_shared: ClassVar[int] = 1
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """A projection has one of these tensors if it is of this form."""
+        """Tensor names that mark a projection as this form: it has at least one of them."""
         return ("weight",) if self.strategy == "none" else (self.scale,)
 
     @property
@@ -76,21 +77,22 @@ class Fp8Precision:
 
     @property
     def axes(self) -> dict[str, Axes]:
-        """Of a projection's tensors; the ranks' parts of blocks are whole blocks."""
+        """Axes of a projection's tensors. With blocks, ranks get whole blocks."""
         block = Axes((0, BLOCK), (1, BLOCK))
         scales = {"block": block, "channel": Axes((0, 1), None)}
         each = scales.get(self.strategy, Axes(None, None))
         return {"weight": Axes(), self.scale: each, "input_scale": Axes(None, None)}
 
     def count_scales(self, num_outputs: int) -> int:
-        """Of a projection in the checkpoint, along its outputs."""
+        """Returns the number of scales that a projection has in the checkpoint along its
+        outputs."""
         sizes = {"block": -(-num_outputs // BLOCK), "channel": num_outputs, "tensor": 1}
         return sizes[self.strategy]
 
 
 class Fp8Stack(nn.Module):
-    """Values [..., O, I] with their scales, which are filled projection by projection, of which
-    each has `num_placed` of the inputs."""
+    """Values [..., O, I] with their scales, filled projection by projection; each projection has
+    `num_placed` inputs."""
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class Fp8Stack(nn.Module):
         at: tuple[int, ...],
         path: str,  # noqa: ARG002
     ) -> Placements:
-        """The tensors of a projection with these `rows` of the matrix `at`."""
+        """Returns places for the tensors of a projection with these `rows` of the matrix `at`."""
         precision, num_inputs = self.precision, self.num_placed
         if self.rows == BLOCK and not rows.are_blocks_of(self.values.shape[-2]):
             self._part_blocks()
@@ -157,7 +159,8 @@ class Fp8Stack(nn.Module):
         return places
 
     def _part_blocks(self) -> None:
-        """Keep a scale for every row: a projection's blocks are not those of the matrix."""
+        """Switches to one scale per row, because a projection's blocks do not align with the
+        matrix's."""
         self.rows = 1
         self.scales = ones(self.kind, self._scales_shape(), torch.float32)
 
@@ -168,7 +171,8 @@ class Fp8Stack(nn.Module):
     def _store_scales(
         self, rows: Rows, at: tuple[int, ...], shape: tuple[int, int], scales: Tensor
     ) -> None:
-        """`scales` of this `shape`, each for as many of the projection's outputs."""
+        """Stores `scales` of this `shape`; each applies to an equal number of the projection's
+        outputs."""
         target, scales = self.scales.data[at], scales.view(shape)
         if self.rows == BLOCK:
             rows.blocks.put(target, scales)
@@ -185,7 +189,8 @@ class Fp8Stack(nn.Module):
         (rows.blocks if self.rows == BLOCK else rows).put(target, scales)
 
     def _input_scaling(self, at: tuple[int, ...]) -> Callable[[Tensor], None]:
-        """Projections in one matrix share what they read, so the largest scale is right for all."""
+        """Returns a function that stores an input scale. Projections in one matrix read the same
+        rows, so the largest scale is right for all."""
 
         def store(tensor: Tensor) -> None:
             scale = self.input_scale
@@ -199,7 +204,8 @@ class Fp8Stack(nn.Module):
         self.values.data.view(torch.uint8)[..., first : first + count, :] = 0
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
-        """Uniform; a part at a time, so that little is held beside the stack."""
+        """Fills values uniformly, a part at a time, so that little memory is needed besides the
+        stack."""
         for values in self.values.data.view(-1).split(_FILLED_AT_ONCE):
             raw = torch.empty(values.shape, dtype=torch.float32, device=values.device)
             values.copy_(raw.uniform_(-FP8_MAX, FP8_MAX, generator=generator))
@@ -209,7 +215,7 @@ class Fp8Stack(nn.Module):
 
 
 class Fp8Experts(QuantisedExperts):
-    """Experts that a checkpoint may stack."""
+    """FP8 experts, which the checkpoint may stack."""
 
     def __init__(
         self,
@@ -235,7 +241,8 @@ class Fp8Experts(QuantisedExperts):
         }
 
     def _place_stacked(self, name: str, stack: Fp8Stack) -> Placements:
-        """One tensor of all experts that the checkpoint stacks, and one of their scales."""
+        """Places one tensor with all experts that the checkpoint stacks, and one with their
+        scales."""
         count = self.sizes.num_experts
         num_parts = len(self.names.projections) - 1
         if stack is self.down:

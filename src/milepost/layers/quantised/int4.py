@@ -1,5 +1,5 @@
-"""Weights of four bits: AWQ, GPTQ and compressed-tensors' pack-quantized layout, all brought into
-one arrangement while they are loaded (see `kernels.quantised.forms.Int4`).
+"""Weights of four bits: AWQ, GPTQ and compressed-tensors' pack-quantized layout, all converted to
+one arrangement as they are loaded (see `kernels.quantised.forms.Int4`).
 
 Legend: O outputs, I inputs, G groups of inputs, X experts.
 """
@@ -31,31 +31,31 @@ from milepost.parallel import Axes
 _WORDS = ("I32",)
 _EIGHT = torch.arange(8)
 _AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-"""Number i of eight stands in the i-th entry's four bits of a word."""
+"""Entry i gives the four bits of a word that hold number i of eight."""
 _MIDDLE = 8
 """Zero point of symmetric weights."""
 _SPREAD = 17.5**0.5
-"""Standard deviation of dummy numbers: -7 to 7, 0 twice as often."""
+"""Standard deviation of dummy numbers: -7 to 7, with 0 twice as frequent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int4Precision:
-    """How a checkpoint lays out its tensors."""
+    """The layout of a checkpoint's four-bit tensors."""
 
     layout: Literal["awq", "gptq", "packed"]
     group: int
-    """Inputs that share a scale; -1: all of them."""
+    """Inputs that share a scale; -1 means all of them."""
     is_symmetric: bool
     zero_offset: int = 0
-    """Added to the zero points that a GPTQ checkpoint has: its first version stores one less."""
+    """Offset added to a GPTQ checkpoint's zero points: version 1 stores one less."""
     has_order: bool = False
-    """A GPTQ or packed checkpoint names each input's group."""
+    """Whether a GPTQ or packed checkpoint may name each input's group."""
 
     max_shared: ClassVar[int] = 1
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """A projection has one of these tensors if it is of this form."""
+        """Tensor names that mark a projection as this form: it has at least one of them."""
         return ("weight_packed",) if self.layout == "packed" else ("qweight",)
 
     def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> QuantisedMatrix:
@@ -69,7 +69,7 @@ class Int4Precision:
 
     @property
     def axes(self) -> dict[str, Axes]:
-        """Of a projection's tensors; a rank's parts are whole words and groups."""
+        """Axes of a projection's tensors. Ranks get whole words and groups."""
         across = int(self.layout == "packed")
         groups = None if self.group == -1 else (across, self.group)
         if across:
@@ -88,7 +88,8 @@ class Int4Precision:
         }
 
     def group_of(self, num_inputs: int, num_placed: int, kind: ParameterKind) -> int:
-        """Inputs that share a scale, of a matrix whose projections have `num_placed` of them."""
+        """Returns the number of inputs that share a scale, for a matrix whose projections have
+        `num_placed` inputs. Raises UnsupportedModelError or ConfigError if groups do not fit."""
         group = num_inputs if self.group == -1 else self.group
         is_whole = self.group == -1 or num_placed % group == 0
         if not is_whole or num_inputs % group or num_inputs % (2 * lane_of(group)):
@@ -101,8 +102,8 @@ class Int4Precision:
 
 
 class _Int4Stack(nn.Module):
-    """Numbers [..., O, I / 2] with scales and zero points, filled projection by projection, of
-    which each has `num_placed` of the inputs."""
+    """Numbers [..., O, I / 2] with scales and zero points, filled projection by projection; each
+    projection has `num_placed` inputs."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class _Int4Stack(nn.Module):
         return Int4(packed=self.packed, scales=self.scales, zeros=self.zeros, group=self.group)
 
     def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> Placements:
-        """The tensors of a projection with these `rows` of the matrix `at`."""
+        """Returns places for the tensors of a projection with these `rows` of the matrix `at`."""
         count, inputs = rows.count, self.num_placed
         groups = -(-inputs // self.group)
         if count % 8:
@@ -147,7 +148,8 @@ class _Int4Stack(nn.Module):
         return places
 
     def _place_packed(self, scatter: _Scatter, count: int, inputs: int, groups: int) -> Placements:
-        """compressed-tensors: words along inputs, numbers with an offset of eight."""
+        """Places compressed-tensors' layout: words run along inputs, and numbers have an offset of
+        eight."""
         places = {
             "weight_packed": Placement(
                 (count, inputs // 8), lambda words: scatter.numbers(split(words, -1)), types=_WORDS
@@ -164,7 +166,8 @@ class _Int4Stack(nn.Module):
     def _place_transposed(
         self, scatter: _Scatter, count: int, inputs: int, groups: int
     ) -> Placements:
-        """Inputs are rows; words along outputs (AWQ, every zero point) or inputs (GPTQ)."""
+        """Places layouts whose rows are inputs. Words run along outputs (AWQ, and all zero points)
+        or inputs (GPTQ)."""
         is_awq, offset = self.precision.layout == "awq", self.precision.zero_offset
         order = _AWQ_ORDER if is_awq else _EIGHT
         shape = (inputs, count // 8) if is_awq else (inputs // 8, count)
@@ -182,7 +185,7 @@ class _Int4Stack(nn.Module):
         }
 
     def _check_order(self, order: Tensor) -> None:
-        # Of several ranks, each has groups from another one on.
+        # With several ranks, a rank's first group need not be group 0.
         first = 0 if self.kind.ranks.is_alone else int(order[0])
         if not torch.equal(order.long().cpu(), torch.arange(self.num_placed) // self.group + first):
             raise WeightsError(
@@ -195,13 +198,14 @@ class _Int4Stack(nn.Module):
         return _Scatter(self.packed.data[at], self.scales.data[at], self.zeros.data[at], rows, lane)
 
     def clear(self, first: int, count: int) -> None:
-        """Numbers at their zero point."""
+        """Sets numbers to their zero point."""
         self.packed.data[..., first : first + count, :] = _MIDDLE | _MIDDLE << 4
         self.zeros.data[..., first : first + count, :] = _MIDDLE
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
-        """Numbers that spread evenly around the zero point. Of all sixteen the mean lies half a
-        step below it: a direction that every product adds to, until all tokens choose alike."""
+        """Fills numbers evenly around the zero point. The mean of all sixteen values would lie half
+        a step below it: every product would add the same direction, until all tokens choose the
+        same experts."""
         packed = self.packed.data
         packed.random_(0, 256, generator=generator)
         packed |= (packed & 15 == 0).to(torch.uint8) * _MIDDLE
@@ -211,7 +215,7 @@ class _Int4Stack(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Scatter:
-    """Puts a projection's numbers [n, I], scales and zero points [n, G] into rows of a matrix."""
+    """Writes a projection's numbers [n, I], scales and zero points [n, G] into rows of a matrix."""
 
     packed: Tensor
     target_scales: Tensor
@@ -232,8 +236,8 @@ class _Scatter:
 
 
 def split(words: Tensor, dim: int, order: Tensor = _EIGHT) -> Tensor:
-    """The eight four-bit numbers of each int32 word, as uint8 along `dim`; number i stands in bits
-    4 * order[i] on."""
+    """Returns the eight four-bit numbers of each int32 word, as uint8 along `dim`. Number i is read
+    from bit 4 * order[i] upwards."""
     dim = dim % words.dim()
     shifts = 4 * order.to(words.device)
     shape = [1] * (words.dim() + 1)

@@ -1,7 +1,7 @@
-"""Which rows of a matrix a projection's outputs are.
+"""The rows of a matrix that a projection's outputs are.
 
-A mixture has thousands of projections with the same rows, of thousands of experts: what is found
-out of them is found out once.
+A mixture has thousands of projections with the same rows, one per expert, so properties of the rows
+are computed once and shared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from milepost.kernels.quantised import BLOCK
 
 
 class Rows:
-    """Output i of a projection is row `index[i]` of its matrix."""
+    """Row numbers of a projection: output i is row `index[i]` of its matrix."""
 
     def __init__(self, index: Tensor) -> None:
         self.index = index
@@ -23,18 +23,18 @@ class Rows:
 
     @cached_property
     def _span(self) -> slice | None:
-        """The same, where they stand side by side."""
+        """The rows as a slice, or None if they are not adjacent."""
         first = int(self.index[0]) if self.count else 0
         is_span = torch.equal(self.index, torch.arange(first, first + self.count))
         return slice(first, first + self.count) if is_span else None
 
     @cached_property
     def blocks(self) -> Rows:
-        """Blocks of the matrix that the projection's are, where they are whole."""
+        """The matrix's blocks that the projection's blocks are, if they are whole."""
         return Rows(self.index[::BLOCK] // BLOCK)
 
     def are_blocks_of(self, num_outputs: int) -> bool:
-        """Whether blocks of the projection's outputs are blocks of a matrix's so many rows."""
+        """Whether the projection's blocks are whole blocks of a matrix of `num_outputs` rows."""
         ends_whole = self.count % BLOCK == 0 or int(self.index[-1]) == num_outputs - 1
         return ends_whole and self._keep_blocks
 
@@ -46,7 +46,7 @@ class Rows:
         return bool((firsts % BLOCK == 0).all()) and torch.equal(self.index, expected)
 
     def put(self, matrix: Tensor, values: Tensor) -> None:
-        """Write the projection's `values`, row by row, into the matrix."""
+        """Writes the projection's `values` into the matrix, row by row."""
         if self._span is not None:
             matrix[self._span].copy_(values)
         else:
