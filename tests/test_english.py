@@ -14,7 +14,7 @@ import milepost
 ROOT = Path(milepost.__file__).parent
 
 DONE = (
-    *("cli", "layers", "load", "parallel", "runner", "speculative"),
+    *("cli", "layers", "load", "models", "parallel", "runner", "speculative"),
     *("config.py", "demo.py", "errors.py", "json_settings.py", "speculative_config.py"),
 )
 """Packages and modules whose sentences are checked. The list grows until it names them all."""

@@ -1,4 +1,4 @@
-"""Architectures, and loading them: `load_model` is the way in."""
+"""Architectures and how to load them; the entry point is `load_model`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Decoder", "LoadOptions", "find_folder", "load_config", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs torch only when it is asked for."""
+    """Imports names that need torch only when they are asked for."""
     if name == "Decoder":
         from milepost.models.decoder import Decoder
 

@@ -1,4 +1,4 @@
-"""What a file of `architectures` declares, and what configurations have in common."""
+"""The declaration that each file of `architectures` makes, and helpers for configurations."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ from milepost.layers.rotary import Rotary
 from milepost.models.decoder import Decoder, DecoderParts
 
 HEAD = "mtp"
-"""What a head's tensors stand under, at the top of multimodal checkpoints too."""
+"""Path of an MTP head's tensors, at the top level of multimodal checkpoints too."""
 
 Requirement = tuple[Callable[[Any], bool], str]
-"""Which values of a setting are run, and which these are in words."""
+"""A test for the values of a setting that are supported, and these values in words."""
 
 
 def is_unset(value: Any) -> bool:
-    """A setting that is missing, or says no."""
+    """Whether a setting is missing or false."""
     return not value
 
 
 def is_true_or_unset(value: Any) -> bool:
-    """A setting that is missing, or says yes."""
+    """Whether a setting is missing or true."""
     return value in (None, True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A family of models. A file's `ARCHITECTURES` are all that there is to registering them."""
+    """A family of models. A file registers its models by listing them in `ARCHITECTURES`."""
 
     model_types: tuple[str, ...]
-    """`model_type` of the configurations, and of the text part of multimodal ones."""
+    """`model_type` of the configurations, or of the text part of multimodal ones."""
     build: Callable[[PreTrainedConfig, ParameterKind], DecoderParts]
-    """The layers of a text configuration, whose tensors stand under `kind.path`."""
+    """Builds the layers of a text configuration; their tensors are under `kind.path`."""
     layer_types: tuple[str, ...] = ("full_attention", "linear_attention")
-    """Kinds of layers in configurations that `build` knows."""
+    """Layer types that `build` supports."""
     requirements: Mapping[str, Requirement] = field(default_factory=dict)
-    """Settings besides those that are checked for every model (see `registry`)."""
+    """Settings to check besides those that are checked for every model (see `registry`)."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of settings -> that of the configuration class; `a.b` stands in the object a."""
+    """Other names of settings -> the configuration class's name; `a.b` is b in the object a."""
     spellings: tuple[tuple[str, ...], ...] = ()
-    """Names of settings that say the same in ways that differ: an override of one stands in place
-    of all."""
+    """Groups of settings that express one thing in different ways: an override of one replaces
+    all."""
     settle: Callable[[dict[str, Any]], None] | None = None
-    """Brings those in the settings of a text part to the configuration class's, in place; raises
-    ConfigError where they contradict each other."""
+    """Converts such settings of a text part to the configuration class's, in place. Raises
+    ConfigError if they contradict each other."""
     prefixes: tuple[str, ...] = ("model.language_model", "model")
-    """Where the text model may stand in a checkpoint; the first whose embedding is there."""
+    """Paths that the text model may have in a checkpoint; the first with an embedding is used."""
     embedding: str = "embed_tokens"
     head: Callable[[PreTrainedConfig, ParameterKind, Rotary], MTPHead] | None = None
-    """The head of such a configuration, whose tensors stand under `kind.path`; its positions are
-    the model's."""
+    """Builds the MTP head, with tensors under `kind.path` and the model's rotary embedding; None if
+    the family has none."""
     skipped: tuple[str, ...] = (r"model\.visual\.",)
-    """Patterns of tensors that are left out knowingly, matched at the beginning: the vision tower
-    of a multimodal checkpoint. So is the head where none is asked for."""
+    """Patterns of tensors that are skipped on purpose, matched from the beginning of the name: the
+    vision tower of a multimodal checkpoint. The head is skipped too, unless it is asked for."""
 
     def decoder(
         self,
@@ -73,7 +73,7 @@ class Architecture:
         is_tied: bool,
         has_head: bool = False,
     ) -> Decoder:
-        """An unfilled model; `kind` is that of the whole checkpoint."""
+        """Returns an unfilled model; `kind` is that of the whole checkpoint."""
         own = kind.under(self._prefix(kind.names))
         parts = self.build(config, own)
         if has_head:
@@ -83,7 +83,7 @@ class Architecture:
     def head_of(
         self, config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary | None = None
     ) -> MTPHead:
-        """The head alone, unfilled."""
+        """Returns the unfilled head alone."""
         assert self.head is not None, "only architectures that have heads are asked for one"
         rotary = rotary or Rotary(config, kind.device)
         return self.head(config, kind.root().under(HEAD), rotary)
@@ -94,13 +94,13 @@ class Architecture:
 
 
 def rotary_of(layers: Iterable[Layer]) -> Rotary | None:
-    """The positions that layers turn by."""
+    """Returns the first rotary embedding that the layers use, if any."""
     parts = (part for layer in layers for block in layer.blocks for part in block.parts)
     return next((part.rotary for part in parts if part.rotary is not None), None)
 
 
 def attention_shapes(config: PreTrainedConfig, **others: Any) -> AttentionShapes:
-    """Sizes under the names that most configurations have for them."""
+    """Returns attention sizes from the setting names that most configurations use."""
     head_dim = getattr(config, "head_dim", None)
     return AttentionShapes(
         hidden_size=config.hidden_size,
@@ -114,7 +114,7 @@ def attention_shapes(config: PreTrainedConfig, **others: Any) -> AttentionShapes
 
 
 def gated_delta_shapes(config: PreTrainedConfig, **others: Any) -> GatedDeltaShapes:
-    """Likewise, of Gated DeltaNet layers."""
+    """Returns Gated DeltaNet sizes from the setting names that most configurations use."""
     return GatedDeltaShapes(
         hidden_size=config.hidden_size,
         num_key_heads=config.linear_num_key_heads,
@@ -127,7 +127,7 @@ def gated_delta_shapes(config: PreTrainedConfig, **others: Any) -> GatedDeltaSha
 
 
 def mamba2_shapes(config: PreTrainedConfig, **others: Any) -> Mamba2Shapes:
-    """Likewise, of Mamba2 layers."""
+    """Returns Mamba2 sizes from the setting names that most configurations use."""
     return Mamba2Shapes(
         hidden_size=config.hidden_size,
         num_heads=config.mamba_n_heads,
@@ -145,7 +145,7 @@ def mamba2_shapes(config: PreTrainedConfig, **others: Any) -> Mamba2Shapes:
 
 
 def refuse_uneven(config: PreTrainedConfig, many: str, few: str) -> None:
-    """Raise UnsupportedModelError if a number of heads is not a multiple of the other."""
+    """Raises UnsupportedModelError if one number of heads is not a multiple of the other."""
     if getattr(config, many, 0) % getattr(config, few, 1):
         raise UnsupportedModelError(
             f"{many}={getattr(config, many)} is not a multiple of {few}={getattr(config, few)}"

@@ -1,5 +1,5 @@
-"""Which numbers a configuration may have: checked before anything is computed from them, so that no
-file makes an engine allocate, loop or divide by what nobody's model has."""
+"""Bounds on the numbers in a configuration. They are checked before anything is computed from them,
+so that no file makes an engine allocate, loop or divide by values that no real model has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from milepost.errors import UnsupportedModelError
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 2**17
-"""Of all layers together."""
+"""Largest number of experts in all layers together."""
 MAX_POSITIONS = 2**27
 
 _WIDTH, _HEADS, _DIM = 2**18, 2**12, 2**14
@@ -64,21 +64,21 @@ _BOUNDS: dict[str, tuple[int, int]] = {
         ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache"), (2, 256)
     ),
 }
-"""Setting -> least and most."""
+"""Setting -> smallest and largest value."""
 _NULL = {"head_dim", "q_lora_rank", "moe_latent_size", "topk_group", "n_group"}
 _LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")
 _LENGTHS = {"time_step_limit": 2, "mlp_multipliers": 2, "ssm_multipliers": 5}
 _EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "initializer_range")
 _MOST = 1e30
-"""What float32 holds, and a product with it does too."""
+"""Limit for all numbers: float32 holds it, and a product with it."""
 _INFINITE = ("time_step_limit",)
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DIVISORS = ("logits_scaling",)
 
 
 def refuse_sizes(settings: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for the first number that no model can have. What is missing or
-    null has a default, or is found missing once there is a configuration."""
+    """Raises UnsupportedModelError for the first number that no model can have. A missing or null
+    setting has a default, or is reported once there is a configuration."""
     for name, (least, most) in _BOUNDS.items():
         value = settings.get(name)
         if value is None or (name == "mamba_d_head" and value == "auto"):
@@ -97,15 +97,16 @@ def refuse_sizes(settings: Mapping[str, Any]) -> None:
 
 
 def refuse_missing(read: Callable[[str], Any]) -> None:
-    """Raise UnsupportedModelError for a size that is null in a configuration that has it; `read`
-    returns a setting's value, or False for one that it does not have."""
+    """Raises UnsupportedModelError for a size that is null. `read` returns a setting's value, or
+    False if the configuration does not have the setting."""
     for name in _BOUNDS:
         if name not in _NULL and read(name) is None:
             raise _not_supported(name, None, "a number")
 
 
 def refuse_positions(count: float) -> None:
-    """Raise UnsupportedModelError for a length, once it is stretched, that no request has."""
+    """Raises UnsupportedModelError for a number of positions, after scaling, that no request
+    has."""
     if not 1 <= count <= MAX_POSITIONS:
         raise UnsupportedModelError(
             f"max_position_embeddings and rope_parameters make {count} positions; supported are 1 "
@@ -114,7 +115,7 @@ def refuse_positions(count: float) -> None:
 
 
 def _refuse_numbers(settings: Mapping[str, Any]) -> None:
-    """Numbers of any setting; infinity, and what is none, are not below anything."""
+    """Checks the numbers of all settings. Infinity and NaN fail the comparison with the limit."""
     for name, value in settings.items():
         for each in value if isinstance(value, list) else [value]:
             is_infinite = name in _INFINITE and each in (math.inf, -math.inf)

@@ -1,4 +1,5 @@
-"""A checkpoint's `config.json`: read, overridden, and refused where we do not run what it says."""
+"""Reads a checkpoint's `config.json`, applies overrides, and refuses settings that are not
+supported."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ Overrides = Mapping[str, Any]
 
 
 def load_config(folder: Path, overrides: Overrides | None = None) -> PreTrainedConfig:
-    """Read `config.json`; raises ConfigError if it isn't there, UnsupportedModelError if we don't
-    run it.
+    """Reads `config.json`. Raises ConfigError if it is missing, and UnsupportedModelError if the
+    model is not supported.
 
-    `overrides` stand in place of settings in it; objects in them in place of the same settings of
-    the object there. Raises ConfigError for one that the configuration does not have.
+    `overrides` replace settings in it; objects are merged, so their settings replace those of the
+    object in the file. Raises ConfigError for an override of a setting that the configuration does
+    not have.
     """
     path = folder / "config.json"
     raw = read_object(path)
@@ -35,14 +37,14 @@ def load_config(folder: Path, overrides: Overrides | None = None) -> PreTrainedC
         kind = CONFIG_MAPPING[raw["model_type"]]
         settings = read_settings(raw, overrides or {}, architecture, kind)
         text = settings[TEXT] if TEXT in kind.sub_configs else settings
-        # Before they are read as a configuration, which renames some.
+        # Checked before the configuration class reads them, because it renames some.
         refuse_layer_types(text.get("layer_types") or (), architecture)
         _refuse_types(settings)
         if text.get("per_layer_config"):
             raise UnsupportedModelError("per_layer_config is not supported; layers are alike")
         try:
             with warnings.catch_warnings():
-                # Of a model without positions; whoever runs it can mend nothing.
+                # This warning is about a model without positions; users can do nothing about it.
                 warnings.filterwarnings("ignore", "`rope_scaling` is deprecated", FutureWarning)
                 config = kind.from_dict(settings)
         except _INVALID as error:
@@ -54,7 +56,7 @@ def load_config(folder: Path, overrides: Overrides | None = None) -> PreTrainedC
 
 
 def _refuse_types(settings: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for weights in what no kernel multiplies."""
+    """Raises UnsupportedModelError for weights in a dtype that no kernel multiplies."""
     for name, holder in (("", settings), (f"{TEXT}.", settings.get(TEXT) or {})):
         own = holder.get("quantization_config")
         if not isinstance(own, Mapping | None):
@@ -71,8 +73,8 @@ _INVALID = (StrictDataclassError, ValueError, TypeError, LookupError, AttributeE
 
 
 def resolve_dtype(dtype: DType | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
-    """The type of weights and activations; `auto` is the checkpoint's, float32 if it doesn't
-    say."""
+    """Returns the dtype of weights and activations. `auto` means the checkpoint's, or float32 if it
+    does not say."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype != "auto":

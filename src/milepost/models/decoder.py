@@ -1,7 +1,7 @@
-"""The decoder that every architecture is: an embedding, a list of layers made of parts, a norm and
-a head.
+"""The decoder that all architectures share: an embedding, a list of layers made of parts, a norm
+and a head.
 
-Legend: T tokens, C hidden size, R rows of which logits are wanted.
+Legend: T tokens, C hidden size, R rows that logits are computed for.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from milepost.layers.weights import RawWeight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
-    """What an architecture puts together."""
+    """The parts from which a decoder is assembled."""
 
     layers: list[Layer]
     norm: RMSNorm
-    """Behind the last layer."""
+    """Norm after the last layer."""
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
     factors: Mapping[str, Tensor | float] = field(default_factory=dict)
-    """Of tensors whose names end so, multiplied into them as they are loaded."""
+    """Ends of tensor names -> factors, multiplied into the tensors as they are loaded."""
     head: MTPHead | None = None
-    """It drafts what follows."""
+    """The MTP head that drafts tokens, if any."""
 
 
 class Decoder(nn.Module):
     """A model for inference; keeps no state of its own.
 
     Parameters are allocated on their device and left unfilled. `config` is the text model's
-    configuration, `kind` of the module that the embedding stands in.
+    configuration, `kind` that of the module with the embedding.
     """
 
     def __init__(
@@ -97,12 +97,13 @@ class Decoder(nn.Module):
         if self.mtp is not None:
             self.mtp.layer.number(specs)
         self.layer_specs = tuple(specs)
-        """Cache of each mixer, by its number."""
+        """The cache of each mixer, by its number."""
         own = [part for layer in parts.layers for block in layer.blocks for part in block.parts]
         own += [self.mtp] if self.mtp is not None else []
         self._last = _last_with_cache(parts.layers)
         self.ending: tuple[Operation, ...] = ()
-        """What steps of which only ends go on need laid out besides."""
+        """Operations with an extra layout in steps that compute only sampled positions at the
+        end."""
         if self._last is not None and self.mtp is None:
             lasts = self._last[1].parts
             self.ending = _once(part.ending for part in lasts if isinstance(part, EndingPart))
@@ -110,38 +111,39 @@ class Decoder(nn.Module):
             *_once(part.operation for part in own),
             *self.ending,
         )
-        """Each kind of work that mixers do, once."""
+        """The distinct operations of all mixers."""
         self._rotaries = _once(part.rotary for part in own)
 
     @property
     def num_positions(self) -> int:
-        """Longest sequence, in tokens, that the model's positions reach."""
+        """Length in tokens of the longest sequence that the model's positions support."""
         return num_positions(self.config)
 
     def ends_early(self, capacity: Capacity) -> bool:
-        """Whether such a step needs `forward` to return only the rows behind which is sampled, if
-        it scores no prompt; a head takes in all."""
+        """Whether `forward` has to return only the sampled positions for a step of this capacity,
+        if it scores no prompt. A head needs all positions."""
         return self.mtp is None and capacity.ends_early
 
     @property
     def carried_size(self) -> int:
-        """Numbers of the model's type that each slot carries for the head."""
+        """Number of values in the model's dtype that each slot carries for the head."""
         return self.config.hidden_size if self.mtp is not None else 0
 
     @property
     def num_bytes(self) -> int:
-        """Of all parameters together."""
+        """Bytes of all parameters together."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
     @property
     def mixers_without_drafts(self) -> tuple[str, ...]:
-        """Names of the mixers whose kernels cannot take drafts."""
+        """Names of the mixers whose kernels cannot verify drafts."""
         parts = (part for layer in self.layers for block in layer.blocks for part in block.parts)
         without = [part for part in parts if part.spec and not part.spec.takes_drafts]
         return tuple(dict.fromkeys(type(part).__name__ for part in without))
 
     def one_of_each_kind(self) -> list[Layer]:
-        """Layers that together launch all kernels that the model does, the last one last."""
+        """Returns layers that together launch all of the model's kernels, with the last layer at
+        the end."""
         found = {layer.kind: index for index, layer in enumerate(self.layers)}
         return [self.layers[index] for index in sorted(found.values())]
 
@@ -153,11 +155,12 @@ class Decoder(nn.Module):
         layers: Iterable[Layer] | None = None,
         before: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Hidden states [T, C] of `token_ids` [T]; writes the pages and slots that `ctx` names.
+        """Returns hidden states [T, C] of `token_ids` [T]; writes the pages and slots that `ctx`
+        names.
 
-        The head takes the tokens in, if there is one. With `layers`, of a model that has no others.
-        Calls `before` before each layer with how many there have been. Where `ctx.only_ends`, those
-        [R, C] of the step's `last_tokens` alone.
+        The head, if there is one, takes in the tokens. `layers` replace the model's layers, as if
+        it had no others. Calls `before` before each layer, with the number of layers already run.
+        If `ctx.only_ends`, returns hidden states [R, C] of the step's `last_tokens` only.
         """
         self._turn(ctx)
         hidden, delta = self._embed(token_ids), None
@@ -176,21 +179,21 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def draft(self, token_ids: Tensor, before: Tensor, ctx: Context) -> Tensor:
-        """The head's hidden states [T, C] behind the tokens [T], one of each sequence: logits of
-        them are of the tokens to follow. `before` [T, C] are the hidden states before them, the
-        model's or the head's own."""
+        """Returns the head's hidden states [T, C] after the tokens [T], one per sequence; their
+        logits predict the next tokens. `before` [T, C] are the hidden states before the tokens,
+        from the model or from the head itself."""
         assert self.mtp is not None, "only a model with a head drafts"
         self._turn(ctx)
         return self.mtp.run(token_ids, self.embedding, before, ctx)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, vocab_size] of rows `hidden` [R, C] of what `forward` returned."""
+        """Returns logits [R, vocab_size] for rows `hidden` [R, C] that `forward` returned."""
         logits = self.ranks.all_gather(self.lm_head(hidden))
         return logits if self._multipliers[1] == 1 else logits * self._multipliers[1]
 
     def placements(self) -> Placements:
-        """Where each tensor of a checkpoint goes, by its full name."""
+        """Returns the placement of each checkpoint tensor, keyed by its full name."""
         own = {self._embedding_name: cut_all(place_whole(self.embedding), self._vocab)}
         placements = merge([own, *(holder.placements() for holder in self._holders())])
         for (end, factor), name in product(self._factors.items(), placements):
@@ -200,8 +203,8 @@ class Decoder(nn.Module):
         return placements
 
     def _refuse_quantised(self, name: str, place: Placement, end: str) -> None:
-        """Raise UnsupportedModelError if a factor belongs into a weight that is no numbers, or not
-        alone."""
+        """Raises UnsupportedModelError if a factor applies to a weight that is not stored as plain
+        floats."""
         if f".{end.rpartition('.')[0]}." in name and place.types != FLOATS:
             raise UnsupportedModelError(
                 f"{name}: model_type={self.config.model_type!r} has multipliers, which are not "
@@ -211,19 +214,20 @@ class Decoder(nn.Module):
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        """Patterns of names of a checkpoint's tensors that only other ranks read."""
+        """Patterns of the names of a checkpoint's tensors that only other ranks read."""
         return elsewhere_of(self)
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Arrange filled float32 weights for decoding on a CPU; does nothing elsewhere."""
+        """Rearranges filled float32 weights for decoding on a CPU; does nothing on other
+        devices."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
 
     @torch.no_grad()
     def fill(self, seed: int) -> None:
-        """Fill every parameter with dummy values that keep activations and states in range."""
+        """Fills all parameters with dummy values that keep activations and states in range."""
         generator = torch.Generator(self.embedding.device).manual_seed(seed)
         spread = self.config.initializer_range
         fill_matrix(self.embedding, spread, generator)
@@ -239,7 +243,7 @@ class Decoder(nn.Module):
         return hidden if self._multipliers[0] == 1 else hidden * self._multipliers[0]
 
     def _holders(self) -> Iterator[Holder]:
-        """Modules with parameters of their own, once each."""
+        """Yields each module with its own parameters once."""
         for module in self.modules():
             if module is not self and isinstance(module, Holder):
                 yield module

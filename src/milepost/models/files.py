@@ -1,8 +1,8 @@
-"""Reads the small JSON files of a checkpoint, which anybody may have written.
+"""Reads the small JSON files of a checkpoint, which are untrusted input.
 
-`reading` is the one place that turns whatever reading a checkpoint raises into an error of ours.
-What is read is bounded before it is parsed. Imports nothing heavy: a server's HTTP process reads
-files too.
+`reading` is the one place that converts errors from reading a checkpoint to Milepost's own. Sizes
+are bounded before files are parsed. The module imports nothing heavy, because a server's HTTP
+process reads files too.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from milepost.errors import ConfigError, MilepostError, UnsupportedModelError, W
 from milepost.json_settings import decode_floats
 
 MAX_BYTES = 2**28
-"""An index of a million tensors is half as large."""
+"""Largest file that is read; an index of a million tensors is half as large."""
 
 Kind = type[ConfigError] | type[WeightsError]
 
 
 @contextmanager
 def reading(what: Path | str, kind: Kind = ConfigError) -> Iterator[None]:
-    """Raise `kind`, naming the file, for any error but ours: a library that reads somebody's file
-    may fail in any way. What a library in Rust panics with is no Exception."""
+    """Raises `kind`, naming the file, for any error but Milepost's own: a library that reads an
+    untrusted file may fail in any way. Panics of Rust libraries are caught too, though they are no
+    Exception."""
     try:
         yield
     except UnsupportedModelError as error:
@@ -41,8 +42,8 @@ def reading(what: Path | str, kind: Kind = ConfigError) -> Iterator[None]:
 
 
 def read_object(path: Path, kind: Kind = ConfigError) -> dict[str, Any]:
-    """The JSON object in a regular file; raises `kind`, naming the file. Numbers that transformers
-    writes as `{"__float__": "Infinity"}` are read as numbers."""
+    """Returns the JSON object in a regular file; raises `kind`, naming the file. Numbers that
+    transformers writes as `{"__float__": "Infinity"}` are read as numbers."""
     with reading(path, kind):
         if not path.is_file():
             raise kind(f"{path}: {'is no regular file' if path.exists() else 'is missing'}")
@@ -57,7 +58,7 @@ def read_object(path: Path, kind: Kind = ConfigError) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose names are there once, or with one value."""
+    """Builds an object. A repeated name must have the same value each time."""
     found = dict(pairs)
     if len(found) < len(pairs):
         for name, value in pairs:

@@ -1,6 +1,6 @@
-"""Where a checkpoint's files are: a folder, the hub's snapshot, or the embedded model.
+"""Finds a checkpoint's files: a folder, a snapshot from the hub, or the embedded model.
 
-Imports nothing heavy: a server's HTTP process asks it too.
+The module imports nothing heavy, because a server's HTTP process uses it too.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def find_folder(
     download_dir: str | None = None,
     token: str | None = None,
 ) -> Path:
-    """The folder itself, or the hub's snapshot of it, in `download_dir` or the hub's own cache;
-    raises ConfigError if there is neither."""
+    """Returns the folder itself, or its snapshot from the hub, in `download_dir` or the hub's own
+    cache. Raises ConfigError if there is neither."""
     folder = Path(model)
     if folder.is_dir():
         return _checked(folder, model)
@@ -60,7 +60,7 @@ def find_folder(
 
 
 def _checked(folder: Path, model: str | Path) -> Path:
-    """The folder, which has a configuration."""
+    """Returns the folder if it has a configuration; raises ConfigError otherwise."""
     if (folder / "config.json").exists():
         return folder
     advice = ": name one with a checkpoint in Hugging Face's format"

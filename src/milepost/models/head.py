@@ -1,6 +1,6 @@
-"""Whether a checkpoint has an MTP head that can run here, and if not, why not.
+"""Decides whether a checkpoint has an MTP head that can run here, and if not, why.
 
-Found before anything is allocated, from the names, shapes and types of the tensors alone.
+The decision needs only names, shapes and dtypes of the tensors, and comes before any allocation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEPTHS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
 def depth_of(config: PreTrainedConfig) -> int:
-    """Layers of the head that a text configuration tells of; 1 where it says nothing."""
+    """Returns the number of the head's layers in a text configuration; 1 if it does not say."""
     found = [getattr(config, name, None) for name in _DEPTHS]
     return next((int(depth) for depth in found if depth is not None), 1)
 
@@ -32,8 +32,8 @@ def check_head(
     kind: ParameterKind,
     files: WeightFiles | None,
 ) -> None:
-    """Raise UnsupportedModelError or WeightsError if the head cannot be run, naming the setting or
-    the tensor; without `files` it is dummy weights that are asked for."""
+    """Raises UnsupportedModelError or WeightsError if the head cannot run, naming the setting or
+    the tensor. Without `files`, weights are dummies."""
     if architecture.head is None:
         raise UnsupportedModelError(f"model_type={config.model_type!r} has no MTP head")
     depth = depth_of(config)
@@ -57,7 +57,7 @@ def why_no_head(
     kind: ParameterKind,
     files: WeightFiles | None,
 ) -> str:
-    """What `check_head` objects to; empty if nothing."""
+    """Returns the message of `check_head`'s error; empty if the head can run."""
     try:
         check_head(architecture, config, kind, files)
     except MilepostError as error:

@@ -1,11 +1,11 @@
-"""What makes a model's KV and states its own: a digest that is the same in every process.
+"""Identifies a model's KV and states with a digest that is the same in every process.
 
-Keys of pages and checkpoints are chained from it, so that a key from outside this process stands
-for the same bytes. It does not read gigabytes of weights: of each file that is loaded it takes the
-header (names, shapes, types and offsets of tensors), the size, some pieces of the data, and a piece
-of each tensor; of experts that lie one by one, that of the first. So weights of which only some
-were trained further, as when an adapter was merged into the attention layers alone, are another
-model's.
+Keys of pages and checkpoints are chained from it, so that a key from another process stands for the
+same bytes. The digest does not read gigabytes of weights: for each file that is loaded it reads the
+header (names, shapes, dtypes and offsets of tensors), the size, some pieces of the data, and a
+piece of each tensor; if experts are stored one by one, only the first expert's tensors. So if only
+some weights were trained further, as when an adapter was merged into the attention layers only, the
+model gets another identity.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from milepost.models.reading import Header
 from milepost.models.weights import WeightFiles
 
 LAYOUT_VERSION = 1
-"""Of pages and states in memory. Another layout has another number."""
+"""Version of the memory layout of pages and states; a changed layout gets a new number."""
 IDENTITY_BYTES = 16
 NUM_PIECES, PIECE_BYTES = 16, 4096
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 
 
 def identify(folder: Path, *, has_weights: bool, facts: Mapping[str, str | int]) -> bytes:
-    """The identity of a checkpoint that is run as `facts` say: types, page size and such.
+    """Returns the identity of a checkpoint that is run with `facts`: dtypes, page size and so on.
 
-    Of files those that are loaded; raises WeightsError for a broken one.
+    Only files that are loaded count. Raises WeightsError for a broken one.
     """
     told = {"layout": LAYOUT_VERSION, **facts}
     digest = blake2b(digest_size=IDENTITY_BYTES, person=b"milepost model")
@@ -57,7 +57,7 @@ def _fingerprint(file: Path, header: Header) -> bytes:
 
 
 def _tensors(header: Header) -> Iterator[tuple[int, int]]:
-    """Where tensors begin and end, by the order of their names."""
+    """Yields where each tensor begins and ends, ordered by name."""
     seen = set()
     for name in sorted(header.entries):
         kind = _EXPERT.sub("", name)

@@ -1,4 +1,5 @@
-"""Which kernels multiply a model's weights on a chip; needs its configuration alone.
+"""Lists the kernels that multiply a model's weights on a chip; needs only the model's
+configuration.
 
 Legend: O outputs, I inputs.
 """
@@ -23,12 +24,13 @@ from milepost.models.folder import find_folder
 from milepost.models.loading import outline
 
 _SUMMED = ("out", "down", "router")
-"""Projections whose split-K partials whoever reads them adds up."""
+"""Projections whose split-K partials are added up by their reader."""
 COLUMNS = ("weight", "form, O x I", "tokens", "kernel", "order", "instead of")
 
 
 def list_kernels(model: str, chip_name: str, quantization: str | None) -> Iterator[tuple[str, ...]]:
-    """Rows of a table with these `COLUMNS`. Raises ConfigError, and what `outline` raises."""
+    """Yields rows of a table with the columns `COLUMNS`. Raises ConfigError and the errors of
+    `outline`."""
     chip = _find_chip(chip_name)
     folder = find_folder(model, revision=None, with_weights=False)
     decoder = outline(folder, quantization=quantization)
@@ -53,7 +55,7 @@ def list_kernels(model: str, chip_name: str, quantization: str | None) -> Iterat
 
 
 def _cells(name: str, matrix: Matrix, spans: Sequence[Span]) -> Iterator[tuple[str, ...]]:
-    """Rows of a table; only the first says whose they are."""
+    """Yields rows of a table; only the first names the weight."""
     shape = f"{matrix.form.__name__.lower()}, {matrix.num_outputs} x {matrix.num_inputs}"
     for index, span in enumerate(spans):
         whose = ("", "") if index else (name, shape)
@@ -61,14 +63,14 @@ def _cells(name: str, matrix: Matrix, spans: Sequence[Span]) -> Iterator[tuple[s
 
 
 def _dense(name: str, weight: Weight) -> tuple[Matrix, Callable[[int], Product]]:
-    """A projection's matrix, and its product with so many rows."""
+    """Returns a projection's matrix, and a function from the number of rows to their product."""
     matrix = Matrix.of(weight.form)
     epilogue = Epilogue.PARTIALS if name in _SUMMED else Epilogue.NONE
     return matrix, lambda num: Product(weight=matrix, num_rows=num, epilogue=epilogue)
 
 
 def _experts(module: MoE) -> Callable[[int], Mixture]:
-    """A mixture's experts with so many tokens."""
+    """Returns a function from the number of tokens to the mixture of experts that they need."""
     up, down = (Matrix.of(form) for form in module.experts.forms)
     sizes = module.experts.sizes
     return lambda num: Mixture(

@@ -1,4 +1,4 @@
-"""From a checkpoint's folder to a model that is ready to run."""
+"""Loads a checkpoint's folder into a model that is ready to run."""
 
 from __future__ import annotations
 
@@ -35,38 +35,40 @@ from milepost.parallel import ALONE, Ranks
 logger = logging.getLogger(__name__)
 
 _OF_QUANTISED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
-"""Tensors that stand beside a quantised weight, or in its place."""
+"""Tensors that belong to a quantised weight or replace it."""
 
 Head = Literal["none", "auto", "mtp"]
 META = torch.device("meta")
-"""Where parameters have shapes and no memory."""
+"""Device of parameters that have shapes but no memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a checkpoint is loaded."""
+    """Options for loading a checkpoint."""
 
     dtype: DType | torch.dtype = "auto"
     device: str | torch.device = "cpu"
     load_format: LoadFormat = "auto"
-    """With `dummy` only the configuration is read; weights are filled from `seed`."""
+    """`dummy` reads only the configuration and fills weights from `seed`."""
     seed: int = 0
     head: Head = "none"
-    """Whether the checkpoint's MTP head is loaded: `auto` does so if it can, or warns why not."""
+    """Whether to load the checkpoint's MTP head: `auto` loads it if it can run, and warns
+    otherwise."""
     quantization: str | None = None
-    """`fp8` rounds the weights of a raw checkpoint while they are loaded."""
+    """`fp8` rounds the weights of a raw checkpoint as they are loaded."""
     max_model_len: int | None = None
-    """The longest sequence that it is run for, which a few models' positions depend on."""
+    """Length of the longest sequence that the model is run for; the positions of a few models
+    depend on it."""
     overrides: Overrides | None = None
-    """As `load_config` takes them."""
+    """Overrides of settings, as `load_config` takes them."""
     ranks: Ranks = field(default=ALONE)
-    """Of several, this one's part is loaded."""
+    """The ranks that the model is split over; only this rank's part is loaded."""
 
 
 def load_model(
     folder: Path, options: LoadOptions | None = None
 ) -> tuple[Decoder, PreTrainedConfig]:
-    """Load a model and its whole configuration (of a multimodal checkpoint, the outer one).
+    """Loads a model and its whole configuration (the outer one for a multimodal checkpoint).
 
     Raises UnsupportedModelError, ConfigError, WeightsError.
     """
@@ -88,7 +90,7 @@ def load_model(
 
 
 def check_split(folder: Path, options: LoadOptions) -> None:
-    """Raise ConfigError if the model cannot be split among `options.ranks`, before anything is
+    """Raises ConfigError if the model cannot be split over `options.ranks`, before anything is
     allocated."""
     with reading(folder):
         plan = _plan(folder, options)
@@ -98,8 +100,8 @@ def check_split(folder: Path, options: LoadOptions) -> None:
 
 
 def check_quantization(config: PreTrainedConfig, method: str | None) -> None:
-    """Raise ConfigError for a quantization that is not run, or not with this `method`; reads no
-    weights."""
+    """Raises ConfigError for a quantization that is not supported, or not with this `method`; reads
+    no weights."""
     with reading("config.json"):
         _find_forms(config, method, (), has_files=False)
 
@@ -107,8 +109,8 @@ def check_quantization(config: PreTrainedConfig, method: str | None) -> None:
 def outline(
     folder: Path, *, dtype: DType | torch.dtype = "auto", quantization: str | None = None
 ) -> Decoder:
-    """The model with parameters that have shapes and no memory; needs the folder's `config.json`
-    alone. Raises what `load_model` raises."""
+    """Returns the model with parameters that have shapes but no memory. It needs only the folder's
+    `config.json`. Raises the errors of `load_model`."""
     options = LoadOptions(dtype=dtype, quantization=quantization, load_format="dummy")
     with reading(folder):
         plan = _plan(folder, options)
@@ -118,27 +120,27 @@ def outline(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What is to be loaded."""
+    """All that is decided before a model is built."""
 
     config: PreTrainedConfig
     architecture: Architecture
     kind: ParameterKind
     files: WeightFiles | None
-    """None for dummy weights, which are filled from `seed`."""
+    """The checkpoint's files; None for dummy weights, which are filled from `seed`."""
     seed: int
     is_tied: bool
     has_head: bool
     is_quantised: bool
-    """By its maker, or on the fly."""
+    """Whether weights are quantised, in the checkpoint or on the fly."""
     skipped: tuple[str, ...]
-    """Patterns of names of tensors that are left out."""
+    """Patterns of the names of tensors that are skipped."""
 
     def decoder(self) -> Decoder:
-        """Unfilled."""
+        """Returns the unfilled model."""
         return self._decoder(self.kind)
 
     def outline(self) -> Decoder:
-        """With parameters that have shapes and no memory."""
+        """Returns the model with parameters that have shapes but no memory."""
         return self._decoder(replace(self.kind, device=META))
 
     def _decoder(self, kind: ParameterKind) -> Decoder:
@@ -170,7 +172,7 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
         kind=kind,
         files=files,
         seed=options.seed,
-        # A checkpoint that says it is tied but holds a head of its own means that head.
+        # A checkpoint that says it is tied but has its own head means that head.
         is_tied=config.tie_word_embeddings and not kind.has_projection("lm_head"),
         has_head=has_head,
         is_quantised=forms is not None,
@@ -179,7 +181,8 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
 
 
 def _check_embedding(architecture: Architecture, names: Container[str]) -> None:
-    """Raise UnsupportedModelError if it is quantised: it is looked up in, not multiplied with."""
+    """Raises UnsupportedModelError if the embedding is quantised: its rows are looked up, not
+    multiplied."""
     for prefix in architecture.prefixes:
         for marker in _OF_QUANTISED:
             name = f"{prefix}.{architecture.embedding}.{marker}"
@@ -197,7 +200,7 @@ def _has_head(
     kind: ParameterKind,
     files: WeightFiles | None,
 ) -> bool:
-    """Whether the model gets one; raises what `check_head` raises if it is to have one."""
+    """Whether the model gets a head. Raises the errors of `check_head` if a head is required."""
     if head == "mtp":
         check_head(architecture, config, kind, files)
     if head == "auto":
@@ -209,7 +212,7 @@ def _has_head(
 
 
 def _note_head(architecture: Architecture, config: PreTrainedConfig, names: Iterable[str]) -> None:
-    """Say that a checkpoint's head has been left out."""
+    """Logs that a checkpoint's head has been skipped, if it has one."""
     count = sum(name.startswith(f"{HEAD}.") for name in names)
     if not count:
         return
@@ -222,7 +225,7 @@ def _note_head(architecture: Architecture, config: PreTrainedConfig, names: Iter
 def _find_forms(
     config: PreTrainedConfig, method: str | None, names: Container[str], *, has_files: bool
 ) -> Quantization | None:
-    """The forms of quantised weights; None for a raw checkpoint that stays so."""
+    """Returns the forms of quantised weights; None for a raw checkpoint that stays raw."""
     own = quantization_settings(config)
     if not own:
         return None if method is None else on_the_fly(method)

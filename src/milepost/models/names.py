@@ -1,9 +1,9 @@
-"""One name and one place for each setting, whatever a file or an override calls it.
+"""Gives each setting one name and one place, whatever a file or an override calls it.
 
-A configuration has old names and new ones, flat settings and nested ones, lists and rules that make
-them. All are brought to what transformers' class calls them before anything reads them. A setting
-that is given twice is one if both say the same, and refused if not; one that an override gives
-stands in place of every other name for it, and leaves its neighbours alone.
+Configurations use old names and new ones, flat settings and nested ones, lists and rules that
+generate them. All are converted to the names of transformers' class before anything reads them. A
+setting that is given twice is accepted if both values agree, and refused if not. An override
+replaces all other names of its setting, and leaves neighbouring settings alone.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ _OVERRIDES = "hf_overrides"
 _ROPE = "rope_parameters"
 _ALIASES = {"torch_dtype": "dtype"}
 _ROPE_NAMES = ("rope_scaling", "rope_theta", "partial_rotary_factor")
-"""What stood beside `rope_parameters`, or in its place, before transformers 5."""
+"""Settings next to `rope_parameters`, or instead of it, before transformers 5."""
 _ROPE_TYPES = {"mrope": "default", "su": "longrope"}
 _ORIGINAL = "original_max_position_embeddings"
 _STRETCHED = ("llama3", "yarn", "longrope")
-"""Scalings that read the original length."""
+"""RoPE types that read the original length."""
 _UNREAD = {
     *("num_labels", "id2label", "label2id", "problem_type", "configuration_files"),
     *("_commit_hash", "_name_or_path", "name_or_path"),
 }
-"""Of tasks that are not run, and of where a file came from: left out, and not built from."""
+"""Settings for tasks that are not supported, or about a file's origin; they are dropped and never
+used."""
 _WITHOUT_RESULT = {
     *("use_cache", "attention_dropout", "initializer_range", "output_router_logits"),
     *("router_aux_loss_coef", "bos_token_id", "eos_token_id", "pad_token_id", "model_type"),
 }
-"""What may differ between the outer configuration and the text part."""
+"""Settings that may differ between the outer configuration and the text part."""
 
 
 def read_settings(
@@ -48,9 +49,10 @@ def read_settings(
     architecture: Architecture,
     kind: type[PreTrainedConfig],
 ) -> Settings:
-    """Settings by the names of `kind`, the architecture's configuration class, with `overrides` in
-    place. Raises ConfigError for a setting that is there twice with two values, for an override of
-    one that the configuration does not have, and for numbers that no model has."""
+    """Returns settings under the names of `kind`, the architecture's configuration class, with
+    `overrides` applied. Raises ConfigError for a setting that is given twice with different values,
+    for an override of a setting that the configuration does not have, and for numbers that no model
+    has."""
     inner = _inner(kind)
     own = _renamed(_nested(_copied(raw), kind, inner), architecture, kind, "")
     given = _renamed(_copied(overrides), architecture, kind, _OVERRIDES)
@@ -68,8 +70,8 @@ def read_settings(
 
 
 def take_same(settings: Settings, name: str, other: str, value: Any, where: str = "") -> None:
-    """Set `name` to a value that stands as `other`; raises ConfigError if it has another already.
-    What is null says nothing."""
+    """Sets `name` to the value found as `other`. Raises ConfigError if it already has a different
+    value. Null is no value."""
     if settings.get(name) is None:
         settings[name] = value
     elif value is not None and settings[name] != value:
@@ -84,12 +86,13 @@ def _refuse_two(where: str, name: str, value: Any, other: str, another: Any) -> 
 
 
 def _error(where: str, message: str) -> ConfigError:
-    """Of an override, or of the file, whose path is named by whoever reads it."""
+    """Returns an error about an override, or about the file; whoever reads the file adds its
+    path."""
     return ConfigError(f"{where}: {message}") if where else UnsupportedModelError(message)
 
 
 def _inner(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig] | None:
-    """The class of the text part, where a configuration has one."""
+    """Returns the class of the text part, if a configuration has one."""
     found = kind.sub_configs.get(TEXT)
     return found if found is None or isinstance(found, type) else None
 
@@ -99,7 +102,8 @@ def _fields(kind: type[PreTrainedConfig]) -> set[str]:
 
 
 def _copied(value: Any) -> Any:
-    """Objects and lists are changed below; what is no object or list is not."""
+    """Returns a deep copy of objects and lists, which are changed below; other values are
+    shared."""
     if isinstance(value, Mapping):
         return {key: _copied(each) for key, each in value.items() if key not in _UNREAD}
     return [_copied(each) for each in value] if isinstance(value, list) else value
@@ -108,7 +112,8 @@ def _copied(value: Any) -> Any:
 def _nested(
     raw: Settings, kind: type[PreTrainedConfig], inner: type[PreTrainedConfig] | None
 ) -> Settings:
-    """Settings of the text part below `text_config`, also where a file has them flat."""
+    """Returns settings with those of the text part in `text_config`, even if a file has them
+    flat."""
     if inner is None:
         return raw
     text = raw.get(TEXT)
@@ -126,7 +131,7 @@ def _nested(
     for name in sorted(set(raw) & (readable - outer - _WITHOUT_RESULT)):
         if name not in text or text[name] != raw[name]:
             _refuse_two("", name, raw[name], f"{TEXT}.{name}", text.get(name))
-    # The outer one says whether a head is tied; where it does not, the text part does.
+    # The outer configuration says whether a head is tied; if it does not, the text part does.
     take = text.get("tie_word_embeddings")
     if take is not None and raw.get("tie_word_embeddings") is None:
         raw["tie_word_embeddings"] = take
@@ -136,7 +141,7 @@ def _nested(
 def _renamed(
     settings: Settings, architecture: Architecture, kind: type[PreTrainedConfig], where: str
 ) -> Settings:
-    """By the names of the class, and of the class of the text part."""
+    """Renames settings to those of the class, and of the text part's class, in place."""
     inner = _inner(kind)
     if inner is None:
         _rename(settings, _ALIASES | dict(architecture.aliases), where)
@@ -159,7 +164,7 @@ def _refuse_other_type(text: Settings, architecture: Architecture, where: str) -
 
 
 def _rename(settings: Settings, aliases: Mapping[str, str], where: str) -> None:
-    """Put values under the names that aliases stand for; `a.b` is b in the object a."""
+    """Moves values from aliases to the names that they stand for; `a.b` is b in the object a."""
     for alias, name in aliases.items():
         owner, _, last = alias.rpartition(".")
         holder = settings.get(owner) if owner else settings
@@ -168,7 +173,7 @@ def _rename(settings: Settings, aliases: Mapping[str, str], where: str) -> None:
 
 
 def _gather_rope(settings: Settings, where: str) -> None:
-    """Everything about rotary positions, in `rope_parameters`."""
+    """Collects all settings of rotary positions in `rope_parameters`."""
     given = [name for name in (_ROPE, *_ROPE_NAMES, _ORIGINAL) if name in settings]
     if not given or (given == [_ROPE] and settings[_ROPE] is None):
         return
@@ -198,10 +203,10 @@ def _take_rope(found: Settings, key: str, other: str, value: Any, where: str) ->
 def _check_known(
     given: Settings, own: Settings, architecture: Architecture, kind: type[PreTrainedConfig]
 ) -> None:
-    """Raise ConfigError for an override of a setting that nothing reads."""
+    """Raises ConfigError for an override of a setting that nothing reads."""
     inner = _inner(kind)
     spelled = {name for names in architecture.spellings for name in names}
-    spelled.add("num_hidden_layers")  # of some it is as long as a list
+    spelled.add("num_hidden_layers")  # some models derive it from the length of a list
     for name in given:
         known = _fields(kind) | set(own) | (spelled if inner is None else {TEXT})
         if name in known:
@@ -225,7 +230,7 @@ def _check_known(
 
 
 def _leave_out_others(own: Settings, given: Settings, architecture: Architecture) -> None:
-    """Of settings that say the same, leave out the file's where an override has one."""
+    """Drops the file's settings that express the same as an override."""
     if isinstance(given.get(TEXT), dict):
         _leave_out_others(own[TEXT], given[TEXT], architecture)
     for names in architecture.spellings:
@@ -244,7 +249,7 @@ def _merged(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> Settings:
 
 
 def _check_lengths(text: Settings) -> None:
-    """Raise ConfigError if lists of layers are not as long as the model is deep."""
+    """Raises ConfigError if lists of layers differ in length from the model's depth."""
     count = text.get("num_hidden_layers")
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
         listed = text.get(name)
@@ -262,7 +267,7 @@ def _drop_unread_length(text: Settings) -> None:
 
 
 def listed_layers(settings: Settings, indices: Iterable[Any], name: str, others: str) -> list[str]:
-    """Kinds of all layers, of which those with attention are listed by their index; raises
+    """Returns the types of all layers, given the indices of those with attention. Raises
     UnsupportedModelError for an index that no layer has."""
     count = settings.get("num_hidden_layers")
     if not isinstance(count, int):

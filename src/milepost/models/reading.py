@@ -1,10 +1,10 @@
-"""Brings tensors of a safetensors file to a device as fast as the disk, or the system's cache of
-it, has them.
+"""Copies tensors of a safetensors file to a device as fast as the disk, or the page cache, delivers
+them.
 
 Threads read the file piece by piece, in order and some pieces ahead; a piece holds many small
-tensors, or a part of a large one. From memory that the device reads by itself a piece goes there in
-one copy, which runs beside the next reads, and there its tensors are views of it. Beside the model
-the device holds a piece, or one tensor that is larger.
+tensors, or a part of a large one. From pinned memory, a piece reaches the device in one copy that
+overlaps with the next reads, and its tensors are views of the copy. Besides the model, the device
+holds one piece, or one tensor that is larger than a piece.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor
 from milepost.errors import WeightsError
 
 _NUM_AHEAD = 8
-"""Pieces that are read or wait to be taken, and threads."""
+"""Number of threads, and of pieces that are being read or waiting to be taken."""
 _PIECE_BYTES = 32 << 20
 _MAX_GAP = 1 << 20
-"""Bytes between two tensors that are rather read than left out."""
+"""Largest gap in bytes between two tensors that is read rather than skipped."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -46,7 +46,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a tensor lies in its file."""
+    """Position of a tensor in its file."""
 
     name: str
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class _Piece:
     begin: int
     end: int
     extents: tuple[Extent, ...]
-    """Those that lie in it, or the one that it is a part of."""
+    """The tensors in the piece, or the one that it is a part of."""
 
     @property
     def is_part(self) -> bool:
@@ -70,19 +70,19 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of its tensors."""
+    """A file's description of its tensors."""
 
     text: bytes
     entries: Mapping[str, Mapping[str, Any]]
 
     def bounds(self, name: str) -> tuple[int, int]:
-        """Where a tensor begins and ends in the file."""
+        """Returns where a tensor begins and ends in the file."""
         begin, end = self.entries[name]["data_offsets"]
         return 8 + len(self.text) + begin, 8 + len(self.text) + end
 
 
 def read_header(file: Path) -> Header:
-    """Of a whole file: one that safetensors has opened, and so checked."""
+    """Reads the header of a complete file, one that safetensors has already opened and checked."""
     with file.open("rb") as opened:
         text = opened.read(int.from_bytes(opened.read(8), "little"))
     entries = json.loads(text)
@@ -91,7 +91,7 @@ def read_header(file: Path) -> Header:
 
 
 def read_extents(file: Path, names: Sequence[str]) -> list[Extent]:
-    """Of a whole file's tensors those of these names, in the file's order."""
+    """Returns the extents of the named tensors of a complete file, in the file's order."""
     header, found = read_header(file), []
     for name in names:
         entry = header.entries[name]
@@ -101,7 +101,8 @@ def read_extents(file: Path, names: Sequence[str]) -> list[Extent]:
 
 
 class Reader:
-    """Reads to one device; its staging memory serves every file. Use it in a `with` statement."""
+    """Reads files to one device and reuses its staging memory for every file. Use it in a `with`
+    statement."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -116,8 +117,8 @@ class Reader:
         self._threads.shutdown(cancel_futures=True)
 
     def read(self, file: Path, extents: Sequence[Extent]) -> Iterator[tuple[Extent, Tensor]]:
-        """Each tensor on the device, in the order of `extents`, which is the file's. A tensor is
-        there until the next is asked for. Raises WeightsError."""
+        """Yields each tensor on the device, in the order of `extents`, which is the file's. A
+        tensor is valid until the next one is asked for. Raises WeightsError."""
         descriptor = os.open(file, os.O_RDONLY)
         try:
             yield from self._assemble(self._pieces(file, descriptor, _cut(extents)))
@@ -125,7 +126,7 @@ class Reader:
             os.close(descriptor)
 
     def _assemble(self, pieces: Iterator[tuple[_Piece, Tensor]]) -> Iterator[tuple[Extent, Tensor]]:
-        """Tensors from the bytes of pieces."""
+        """Yields tensors assembled from the bytes of pieces."""
         whole: Tensor | None = None
         for piece, held in pieces:
             if not piece.is_part:
@@ -146,7 +147,7 @@ class Reader:
     def _pieces(
         self, file: Path, descriptor: int, pieces: Iterator[_Piece]
     ) -> Iterator[tuple[_Piece, Tensor]]:
-        """Each with its bytes on the device."""
+        """Yields each piece with its bytes on the device."""
         ahead: deque[tuple[_Piece, Future[Tensor]]] = deque()
         try:
             while True:
@@ -162,7 +163,7 @@ class Reader:
                 done()
                 self._free.append(staged)
         finally:
-            # What is still being read must not lose its file.
+            # Reads that are still running must not lose their file.
             for _, future in ahead:
                 future.cancel() or future.exception()
 
@@ -173,7 +174,8 @@ class Reader:
             raise WeightsError(f"{file}: cannot be read ({error}); download it again") from error
 
     def _send(self, staged: Tensor) -> tuple[Tensor, Callable[[], object]]:
-        """On the device, and what waits until the staging memory may be written again."""
+        """Returns the bytes on the device, and a function that waits until the staging memory may
+        be overwritten."""
         if not self._is_pinned:
             return staged, lambda: None
         held = staged.to(self._device, non_blocking=True)
@@ -188,7 +190,7 @@ class Reader:
 
 
 def _cut(extents: Sequence[Extent]) -> Iterator[_Piece]:
-    """Pieces of no more than _PIECE_BYTES."""
+    """Yields pieces of at most _PIECE_BYTES."""
     held: list[Extent] = []
     for extent in extents:
         fits = held and (
@@ -207,7 +209,7 @@ def _cut(extents: Sequence[Extent]) -> Iterator[_Piece]:
 
 
 def _read(descriptor: int, piece: _Piece, staged: Tensor) -> Tensor:
-    """Fill `staged`; raises OSError."""
+    """Fills `staged` with a piece's bytes; raises OSError."""
     room = memoryview(staged.numpy())[: piece.end - piece.begin]
     at = piece.begin
     while len(room):
@@ -219,7 +221,8 @@ def _read(descriptor: int, piece: _Piece, staged: Tensor) -> Tensor:
 
 
 def _as_tensor(held: Tensor, extent: Extent) -> Tensor:
-    """Bytes as what they stand for; where they lie at no multiple of its size, a copy."""
+    """Views bytes as a tensor of the extent's dtype and shape. Bytes at a misaligned offset are
+    copied first."""
     if held.storage_offset() % extent.dtype.itemsize:
         held = held.clone()
     return held.view(extent.dtype).view(extent.shape)

@@ -1,5 +1,4 @@
-"""Which architectures there are, and what of a configuration is refused because nothing here runs
-it."""
+"""Knows all architectures, and refuses configurations with settings that nothing here supports."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from milepost.models.bounds import refuse_missing, refuse_positions
 
 @lru_cache
 def known() -> Mapping[str, Architecture]:
-    """`model_type` -> architecture, of all that the files of `architectures` declare."""
+    """Returns `model_type` -> architecture for all that the files of `architectures` declare."""
     found: dict[str, Architecture] = {}
     for architecture in _declared():
         for model_type in architecture.model_types:
@@ -40,8 +39,8 @@ def _declared() -> Iterator[Architecture]:
 
 
 def find_architecture(model_type: object) -> Architecture:
-    """The architecture of a `config.json`; raises UnsupportedModelError that lists those there
-    are."""
+    """Returns the architecture for a `model_type`. Raises UnsupportedModelError, which lists the
+    known ones."""
     found = known().get(model_type) if isinstance(model_type, str) else None
     if found is None:
         raise UnsupportedModelError(
@@ -51,7 +50,7 @@ def find_architecture(model_type: object) -> Architecture:
 
 
 def refuse_unsupported(config: PreTrainedConfig, architecture: Architecture) -> None:
-    """Raise UnsupportedModelError for the first setting of a text configuration that would be
+    """Raises UnsupportedModelError for the first setting of a text configuration that would be
     ignored."""
     requirements = _REQUIREMENTS | architecture.requirements
     for name, (is_supported, wanted) in requirements.items():
@@ -82,7 +81,7 @@ def refuse_unsupported(config: PreTrainedConfig, architecture: Architecture) -> 
 
 
 def _refuse_windows(config: PreTrainedConfig) -> None:
-    """Raise UnsupportedModelError for attention that sees less than a whole prompt. A window that
+    """Raises UnsupportedModelError for attention that sees less than a whole prompt. A window that
     is switched off, or as long as any prompt, changes nothing."""
     for name in _WINDOWS:
         size = getattr(config, name, None)
@@ -96,7 +95,7 @@ def _refuse_windows(config: PreTrainedConfig) -> None:
 
 
 def _refuse_groups(config: PreTrainedConfig, num_experts: int) -> None:
-    """Raise UnsupportedModelError if a router's groups of experts are none."""
+    """Raises UnsupportedModelError if a router's groups of experts do not fit the experts."""
     num_groups = getattr(config, "n_group", None) or 1
     num_chosen = getattr(config, "topk_group", None) or 1
     size = num_experts // num_groups
@@ -112,7 +111,8 @@ def _refuse_groups(config: PreTrainedConfig, num_experts: int) -> None:
 
 
 def refuse_layer_types(layer_types: Iterable[str], architecture: Architecture) -> None:
-    """Raise UnsupportedModelError for the first kind of layer that the architecture doesn't run."""
+    """Raises UnsupportedModelError for the first layer type that the architecture does not
+    support."""
     for layer_type in layer_types:
         if layer_type not in architecture.layer_types:
             raise UnsupportedModelError(
@@ -131,5 +131,5 @@ _REQUIREMENTS: dict[str, Requirement] = {
     "final_logit_softcapping": (is_unset, "none"),
     "is_encoder_decoder": (is_unset, "false"),
 }
-"""Setting -> what holds for values that are run, and in words."""
+"""Setting -> a test for supported values, and these values in words."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")

@@ -1,4 +1,5 @@
-"""Whether a device has room for a model, before any of it is allocated; and what would help."""
+"""Checks whether a device has room for a model before any of it is allocated, and suggests what
+would help."""
 
 from __future__ import annotations
 
@@ -16,25 +17,25 @@ from milepost.models.decoder import Decoder
 
 GIB = 2**30
 _WEIGHTS_SHARE = 0.8
-"""Of what is free, at most, for there to be a cache to speak of."""
+"""Largest share of free memory for weights that leaves enough for a useful cache."""
 _MEMINFO = Path("/proc/meminfo")
-"""Where Linux says how much memory can be taken without swapping."""
+"""File in which Linux says how much memory can be taken without swapping."""
 
 
 def check_room(outline: Decoder, kind: ParameterKind, *, is_quantised: bool) -> None:
-    """Raise ConfigError if the device of `kind` has too little free memory for the parameters of
-    `outline`, which have shapes and no memory."""
+    """Raises ConfigError if the device of `kind` has too little free memory for the parameters of
+    `outline`, which have shapes but no memory."""
     free = available_bytes(kind.device)
     if free is None:
         return
     if kind.names:
-        # Projections whose blocks are not those of their matrix have more scales.
+        # Projections whose blocks do not align with their matrix's have more scales.
         for module in outline.modules():
             if isinstance(module, Linear):
                 module.placements()
     needed = outline.num_bytes
     if needed > free:
-        gc.collect()  # an engine that nobody holds any more may still be there, in cycles
+        gc.collect()  # an engine that nobody holds any more may still exist, in reference cycles
         free = available_bytes(kind.device) or 0
     if needed > free:
         name = str(kind.dtype).removeprefix("torch.")
@@ -48,7 +49,7 @@ def check_room(outline: Decoder, kind: ParameterKind, *, is_quantised: bool) -> 
 
 
 def _advise(kind: ParameterKind, needed: int, free: int, *, is_quantised: bool) -> str:
-    """What would make the weights smaller, or spread them over more GPUs."""
+    """Suggests ways to make the weights smaller, or to spread them over more GPUs."""
     advice = ""
     if not is_quantised and kind.dtype.itemsize >= 4:
         advice = "dtype='bfloat16' halves the weights, or "
@@ -62,9 +63,9 @@ def _advise(kind: ParameterKind, needed: int, free: int, *, is_quantised: bool) 
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that can be taken on a device; None where that is not known."""
+    """Returns the memory that can be taken on a device; None if that is unknown."""
     if device.type == "cuda":
-        gc.collect()  # here also for the pools, which take all that is free
+        gc.collect()  # also frees memory for the pools, which take all that is free
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu" or not _MEMINFO.exists():

@@ -1,8 +1,8 @@
 """Fills a model from safetensors files, straight into its parameters.
 
 Hardly more than one tensor of the checkpoint is held besides the model (see `reading`). Every
-tensor of the checkpoint is either placed or on the list of those that are knowingly skipped; every
-parameter is filled, or loading fails.
+tensor of the checkpoint is either placed or on the list of tensors to skip; every parameter is
+filled, or loading fails.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ _INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _SINGLE = "model.safetensors"
 _SHOWN_BYTES = 2**28
-"""Less is read in a moment."""
+"""Size below which no progress is shown, because it is read in a moment."""
 _OTHERS = ("adapter_model.safetensors", "consolidated*.safetensors")
-"""Patterns of files beside a checkpoint's own: adapters, and copies under the maker's names."""
+"""Patterns of files that are not the checkpoint's own: adapters, and copies under the maker's
+names."""
 _ZEROS = ("bias", "weight_zero_point", "input_zero_point")
-"""Tensors that change nothing where they are zeros beside a projection that has none."""
+"""Tensors without effect if they are zeros next to a projection that has no such tensor."""
 DERIVED = (r"(.*\.)?rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$",)
-"""Patterns of tensors that old tools saved and that are made of the configuration."""
+"""Patterns of tensors that old tools saved although they follow from the configuration."""
 
 
 class WeightFiles:
-    """The safetensors files of a folder; raises WeightsError if there are none, or the index is
+    """The safetensors files of a folder. Raises WeightsError if there are none, or the index is
     broken."""
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +53,8 @@ class WeightFiles:
         """Tensor's name -> the file that must hold it."""
 
     def headers(self) -> Iterator[tuple[Path, Header]]:
-        """Each file that is loaded, by their names; raises WeightsError for a broken one."""
+        """Yields each file that is loaded with its header, by name. Raises WeightsError for a
+        broken file."""
         for file in sorted(set(self.by_name.values())):
             with _open(file):
                 yield file, read_header(file)
@@ -63,10 +65,9 @@ class WeightFiles:
         skipped: Sequence[str] = (),
         device: torch.device | None = None,
     ) -> None:
-        """Store every tensor as placed, once, from the CPU or from a `device` to which all are
-        brought; raises WeightsError naming file and tensor. Shows how far it is where that takes
-        more than a moment.
-        """
+        """Stores every tensor as placed, once, from the CPU, or from `device` if one is given.
+        Raises WeightsError, naming file and tensor. Shows progress if it takes more than a
+        moment."""
         pattern = re.compile("|".join(skipped) or "(?!)")
         self._refuse_missing(placements)
         names: dict[Path, list[str]] = {}
@@ -80,8 +81,8 @@ class WeightFiles:
                 self._read_file(file, names[file], placements, pattern, reader, note_bytes)
 
     def check(self, placements: Placements, prefix: str, elsewhere: Sequence[str] = ()) -> None:
-        """Raise WeightsError, naming file and tensor, unless what begins with `prefix` is exactly
-        what is placed, or is one of the patterns `elsewhere`; reads no values."""
+        """Raises WeightsError, naming file and tensor, unless the tensors whose names begin with
+        `prefix` are exactly the placed ones or match a pattern in `elsewhere`. Reads no values."""
         pattern = re.compile("|".join(elsewhere) or "(?!)")
         self._refuse_missing(placements)
         own = {
@@ -142,7 +143,8 @@ class WeightFiles:
     def _refuse_others(
         self, file: Path, tensors: safe_open, held: set[str], skipped: re.Pattern[str]
     ) -> None:
-        """What a file holds besides the tensors that the index names there, but for copies."""
+        """Refuses tensors of a file that the index does not assign to it, unless they are
+        copies."""
         for name in sorted(held):
             holder = self.by_name.get(name)
             if holder is None and not skipped.match(name):
@@ -166,7 +168,7 @@ def _is_copy(name: str, tensors: safe_open, holder: Path) -> bool:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], object]]:
-    """Shows how much of so many bytes has been read, as the function that it yields is told."""
+    """Shows how many of `total` bytes have been read; yields the function to report them to."""
     if total < _SHOWN_BYTES:
         yield lambda _: None
         return
@@ -176,19 +178,19 @@ def _progress(total: int) -> Iterator[Callable[[int], object]]:
 
 
 def fill_from_files(model: Decoder, files: WeightFiles, skipped: Sequence[str]) -> None:
-    """Fill `model` from the checkpoint's files, but for tensors whose names begin with one of the
-    patterns `skipped`; raises WeightsError."""
+    """Fills `model` from the checkpoint's files, skipping tensors whose names begin with one of the
+    patterns `skipped`. Raises WeightsError."""
     with torch.no_grad():
         device, others = model.embedding.device, (*skipped, *model.elsewhere)
         files.read_into(model.placements(), others, device if device.type == "cuda" else None)
 
 
 def _refuse_unplaced(file: Path, name: str, tensors: safe_open, placements: Placements) -> None:
-    """Raise WeightsError for a tensor that would change an answer: zeros that some tools write for
+    """Raises WeightsError for a tensor that would change an answer. Zeros that some tools write for
     every projection do not."""
     path, _, last = name.rpartition(".")
     is_beside = any(f"{path}.{values}" in placements for values in VALUES)
-    # Packed zero points are zeros in another place.
+    # Packed zero points of zero mean something else.
     may_be_zeros = last in _ZEROS and tensors.get_slice(name).get_dtype() != "I32"
     if is_beside and may_be_zeros and not tensors.get_tensor(name).float().any():
         return
@@ -199,8 +201,8 @@ def _refuse_unplaced(file: Path, name: str, tensors: safe_open, placements: Plac
 
 
 def _store(name: str, tensors: safe_open, placement: Placement) -> int:
-    """Store a tensor, or a part of it, as it lies in the system's cache of the file; returns its
-    bytes there."""
+    """Stores a tensor, or a part of it, from the page cache of its file; returns its bytes
+    there."""
     view = tensors.get_slice(name)
     tensor = placement.take(view) if placement.cuts else tensors.get_tensor(name)
     _place(tensor, placement)
@@ -208,7 +210,7 @@ def _store(name: str, tensors: safe_open, placement: Placement) -> int:
 
 
 def _place(tensor: Tensor, placement: Placement) -> None:
-    # A single number may have no dimension, or some of one.
+    # A single number may have no dimension, or several of size 1.
     is_one = tensor.numel() == 1 and not placement.cuts
     placement.store(tensor.view(placement.shape) if is_one else tensor)
 
@@ -228,8 +230,8 @@ def _check_fits(file: Path, name: str, tensors: safe_open, placement: Placement)
 
 
 def _read_names(folder: Path) -> dict[str, Path]:
-    """Tensor's name -> its file: by the index, or by all of the files where there is none. An
-    index whose files are gone, beside a file that is there, is left from other weights."""
+    """Maps each tensor's name to its file, from the index, or from all files if there is none. An
+    index whose files are gone, next to a single file, is a leftover of other weights."""
     index, single = folder / _INDEX, folder / _SINGLE
     if index.exists():
         indexed = _read_index(folder, index)
@@ -251,7 +253,7 @@ def _read_names(folder: Path) -> dict[str, Path]:
 
 
 def _refuse_two_sets(folder: Path, indexed: Mapping[str, Path]) -> None:
-    """Raise WeightsError if a single file holds what the index finds in others."""
+    """Raises WeightsError if the single file holds tensors that the index assigns to others."""
     with _open(folder / _SINGLE) as tensors:
         twice = next((name for name in tensors.keys() if name in indexed), None)  # noqa: SIM118
     if twice is not None:
@@ -262,7 +264,7 @@ def _refuse_two_sets(folder: Path, indexed: Mapping[str, Path]) -> None:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    """Files of a folder without an index, as some quantisers write it."""
+    """Returns the files of a folder without an index, as some quantisers write it."""
     every = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     own = [file for file in every if not any(file.match(other) for other in _OTHERS)]
     if own:
@@ -286,7 +288,7 @@ def _read_index(folder: Path, index: Path) -> dict[str, Path]:
                 raise WeightsError(
                     f"{index}: {file!r} is no file in this folder; link it here under another name"
                 )
-            # Both raise for a name that no file can have.
+            # Both calls raise for a name that no file can have.
             os.fsencode(file)
             files[file].exists()
     return {name: files[file] for name, file in named.items()}
@@ -294,7 +296,7 @@ def _read_index(folder: Path, index: Path) -> dict[str, Path]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[safe_open]:
-    """Open one file on the CPU; raises WeightsError if it is missing or truncated."""
+    """Opens one file on the CPU; raises WeightsError if it is missing or truncated."""
     if file.exists() and not file.is_file():
         raise WeightsError(f"{file}: is no regular file")
     try:
@@ -313,7 +315,8 @@ def _open(file: Path) -> Iterator[safe_open]:
 
 
 def _is_pointer(file: Path) -> bool:
-    """What Git leaves in place of a large file where LFS is not installed."""
+    """Whether the file is the pointer that Git leaves in place of a large file if LFS is not
+    installed."""
     if not file.is_file():
         return False
     with file.open("rb") as opened:

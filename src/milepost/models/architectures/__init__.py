@@ -1,1 +1,1 @@
-"""One file for each family of models; the registry reads their `ARCHITECTURES`."""
+"""One file per family of models; the registry reads their `ARCHITECTURES`."""

@@ -1,5 +1,5 @@
 """Bamba: Mamba2 layers, and attention with rotary positions on half of each head; a feed-forward
-behind each."""
+after each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
 
 
 def _refuse_other_rotary(config: PreTrainedConfig) -> None:
-    """transformers turns half of each head, whatever the published setting says."""
+    """Refuses `attn_rotary_emb` if it is not half of a head: transformers rotates half, whatever
+    the published setting says."""
     size, half = getattr(config, "attn_rotary_emb", None), attention_shapes(config).head_dim // 2
     if size not in (None, half):
         raise UnsupportedModelError(
@@ -58,7 +59,8 @@ _LAYERS = ("attn_layer_indices", "layer_types", "layers_block_type")
 
 
 def _settle(settings: dict[str, Any]) -> None:
-    """Lists of layers in place of their indices; half of a head is turned, whatever is said."""
+    """Converts lists of layers to indices of attention layers. Refuses a rotary share other than
+    half of a head."""
     for name in _LAYERS[1:]:
         kinds = settings.pop(name, None)
         if kinds is not None:

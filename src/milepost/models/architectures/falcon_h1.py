@@ -1,5 +1,5 @@
-"""Falcon-H1: attention and Mamba2 side by side in every layer, a feed-forward behind them. Its many
-multipliers are multiplied into the weights that stand next to them."""
+"""Falcon-H1: attention and Mamba2 side by side in every layer, then a feed-forward. Its many
+multipliers are folded into the adjacent weights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
 
 
 def _factors(config: PreTrainedConfig, mamba: Mamba2Shapes) -> dict[str, Tensor | float]:
-    """Of a layer's tensors, by the ends of their names."""
+    """Returns factors for a layer's tensors, keyed by the ends of their names."""
     own, out = config.attention_in_multiplier, config.attention_out_multiplier
     gate, down = config.mlp_multipliers
     state = mamba.num_groups * mamba.state_size
@@ -81,7 +81,8 @@ def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
 
 
 def _settle(settings: dict[str, Any]) -> None:
-    """A list of layers says nothing: all of them have both mixers."""
+    """Drops lists of layers, which mean nothing: all layers have both mixers. Refuses any other
+    list."""
     for name in ("layer_types", "layers_block_type"):
         kinds = settings.pop(name, None)
         if kinds is not None and kinds != ["hybrid"] * len(kinds):

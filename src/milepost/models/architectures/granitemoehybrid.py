@@ -1,6 +1,5 @@
-"""Granite 4: Mamba2 layers and attention, with rotary positions or none; behind each a feed-
-forward, or experts and a shared one. What a layer adds is multiplied, as are embeddings and logits.
-"""
+"""Granite 4: Mamba2 layers and attention, with rotary positions or none; after each a feed-forward,
+or experts and a shared one. Each layer's output has a multiplier, as have embeddings and logits."""
 
 from __future__ import annotations
 
@@ -81,7 +80,8 @@ def _feed_forward(config: PreTrainedConfig, kind: ParameterKind) -> Part:
 
 
 def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
-    """It multiplies what the block ahead has added to the residual stream."""
+    """Returns a norm that multiplies the previous block's output before adding it to the residual
+    stream."""
     multiplier = config.residual_multiplier
     return RMSNorm(config.hidden_size, config.rms_norm_eps, kind, multiplier=multiplier)
 

@@ -1,5 +1,5 @@
-"""Kimi Linear: Kimi Delta Attention, and latent attention without positions in every fourth layer
-or so; experts behind all but the first layers, one of them shared."""
+"""Kimi Linear: Kimi Delta Attention, and latent attention without positions in about every fourth
+layer; experts after all but the first layers, one of them shared."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
 
 
 def _feed_forward(kind: ParameterKind, projection: str) -> ParameterKind:
-    """Where a layer's feed-forward stands: published checkpoints have experts under a name of their
-    own, transformers gives that to all or to none."""
+    """Returns the path of a layer's feed-forward. Published checkpoints use a different path for
+    experts; transformers uses one for all layers."""
     own = kind.under("block_sparse_moe")
     return own if own.has_projection(projection) else kind.under("mlp")
 
@@ -99,7 +99,7 @@ def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
 
 
 def _has_kda_alone(value: Mapping[str, object] | None) -> bool:
-    """Decays without a bound, gates of low rank."""
+    """Whether decays have no lower bound and gates are low-rank, as supported here."""
     own = value or {}
     return own.get("gate_lower_bound") is None and not own.get("use_full_rank_gate")
 
@@ -125,7 +125,8 @@ _SPELLINGS = (
 
 
 def _settle(settings: dict[str, Any]) -> None:
-    """Lists of layers, which count from 1, and the number of dense ones become layers' kinds."""
+    """Converts lists of layers, which count from 1, and the number of dense layers to layer
+    types."""
     if not isinstance(settings.get(_NESTED, {}), dict):
         raise UnsupportedModelError(f"{_NESTED}={settings[_NESTED]!r} is no object")
     full, delta = (settings.pop(name, None) for name in _SPELLINGS[0][1:])

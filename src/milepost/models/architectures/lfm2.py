@@ -1,5 +1,5 @@
 """LFM2, dense and with experts: gated short convolutions, and attention with norms on query and key
-heads; a feed-forward behind each, of experts in all layers but the first few."""
+heads; a feed-forward after each, with experts in all layers but the first few."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _GATE_UP_DOWN = "w1", "w3", "w2"
 _EXPERT_NAMES = ExpertNames(bias="expert_bias", projections=_GATE_UP_DOWN)
 
 FeedForward = Callable[[int, ParameterKind], MLP | MoE]
-"""Of the layer of this index, whose tensors stand there."""
+"""Builds the feed-forward of the layer with this index, whose tensors are under this kind's
+path."""
 
 
 def _dense(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
@@ -94,7 +95,8 @@ def _attention(config: PreTrainedConfig) -> AttentionShapes:
 
 
 def _feed_forward_size(config: PreTrainedConfig) -> int:
-    """Two thirds of the size that is set, times a factor, rounded up; or as it is set."""
+    """Returns two thirds of the configured size, times a factor, rounded up; or the configured size
+    if it is not to be adjusted."""
     size = int(config.intermediate_size)
     if not config.block_auto_adjust_ff_dim:
         return size
@@ -110,7 +112,8 @@ def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
 
 
 def _settle_dense(settings: dict[str, Any]) -> None:
-    """`block_ff_dim` is the size before it is adjusted, `intermediate_size` may be either."""
+    """Merges `block_ff_dim`, the size before adjustment, with `intermediate_size`, which may be the
+    size before or after it."""
     _settle(settings)
     size = settings.pop("block_ff_dim", None)
     if size is None:
@@ -128,7 +131,7 @@ def _settle_sparse(settings: dict[str, Any]) -> None:
 
 
 def _settle(settings: dict[str, Any]) -> None:
-    """Indices of layers with attention in place of a list."""
+    """Converts indices of layers with attention to a list of layer types."""
     indices = settings.pop("full_attn_idxs", None)
     if indices is not None:
         listed = listed_layers(settings, indices, "full_attn_idxs", "conv")

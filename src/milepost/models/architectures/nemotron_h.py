@@ -1,8 +1,9 @@
-"""Nemotron-H and Nemotron-3: one mixer or feed-forward a layer, of Mamba2, attention without
-positions, squared ReLU and experts of it, chosen by sigmoids, latent in the larger models.
+"""Nemotron-H and Nemotron-3: each layer is one mixer or feed-forward: Mamba2, attention without
+positions, a squared ReLU MLP, or experts of these, chosen by sigmoids and latent in the larger
+models.
 
-Time steps are bounded as `time_step_limit` says, as in the published code: transformers 5 bounds
-them by `time_step_min`, which is about how they began to be trained, and so changes answers.
+Time steps are bounded by `time_step_limit`, as in the published code. transformers 5 bounds them by
+`time_step_min`, which is about their initial values in training, so its answers differ.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def _settle(settings: dict[str, Any]) -> None:
-    """Letters in place of a list of layers, whose length is the model's."""
+    """Converts a pattern of letters to a list of layer types, whose length is the model's depth."""
     kinds = settings.get("layers_block_type")
     if kinds is not None:
         settings["layers_block_type"] = [_OLDER.get(kind, kind) for kind in kinds]

@@ -1,7 +1,7 @@
-"""OLMo-Hybrid: attention with norms behind it and none before it, over query and key norms across
-all heads; Gated DeltaNet with norms before it and betas up to 2; rotary positions or none at all.
+"""OLMo-Hybrid: attention with norms after it and none before, and query and key norms across all
+heads; Gated DeltaNet with norms before it and betas up to 2; rotary positions or none at all.
 
-Checkpoints come in two dialects: OLMo-core's names and one convolution for each of q, k and v, or
+Checkpoints come in two dialects: OLMo-core's names with one convolution for each of q, k and v, or
 transformers'.
 """
 
@@ -20,7 +20,7 @@ from milepost.models.architecture import Architecture, attention_shapes, gated_d
 from milepost.models.decoder import DecoderParts
 
 _GATED_NORM_EPS = 1e-5
-"""FLA's own; no setting says so."""
+"""Epsilon of FLA's own layers; no setting defines it."""
 _OLMO_CORE_NAMES = {
     "input_layernorm": "attention_layer_norm",
     "post_attention_layernorm": "feedforward_layer_norm",
@@ -64,7 +64,8 @@ def _recurrent(config: PreTrainedConfig, kind: ParameterKind) -> Layer:
 
 
 def _in_dialect(kind: ParameterKind, name: str) -> ParameterKind:
-    """Of the norm of this name in transformers, whose own saving renames it in every layer."""
+    """Returns the path of the norm that transformers calls `name`. transformers' own saving renames
+    it in every layer."""
     other = _OLMO_CORE_NAMES[name]
     return kind.under(other if kind.has(f"{other}.weight") else name)
 

@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and with experts, alone or as the text part of a multimodal checkpoint: as
+"""Qwen3.5, dense and with experts, alone or as the text part of a multimodal checkpoint. It is like
 Qwen3-Next, but input projections are separate; with experts, every layer has them, and a token's
 weights add up to 1."""
 

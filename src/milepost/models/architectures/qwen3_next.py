@@ -22,7 +22,7 @@ from milepost.models.names import listed_layers, take_same
 
 
 def expert_shapes(config: PreTrainedConfig, *, normalise: bool) -> ExpertShapes:
-    """A layer's mixture."""
+    """Returns the sizes of a layer's mixture."""
     return ExpertShapes(
         num_experts=config.num_experts,
         num_chosen=config.num_experts_per_tok,
@@ -38,8 +38,8 @@ def qwen_parts(
     arrangement: Arrangement,
     experts: list[ExpertShapes | None],
 ) -> DecoderParts:
-    """Gated attention or Gated DeltaNet, then experts or (None) an MLP; zero-centred norms before
-    both."""
+    """Builds layers: gated attention or Gated DeltaNet, then experts or (None) an MLP, with
+    zero-centred norms before both."""
     rotary, layers = Rotary(config, kind.device), []
     for index, (layer_type, shapes) in enumerate(zip(config.layer_types, experts, strict=True)):
         own = kind.under(f"layers.{index}")
@@ -54,7 +54,8 @@ def qwen_parts(
 def qwen_head(
     config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary, experts: ExpertShapes | None
 ) -> MTPHead:
-    """Its layer is one of the model's with attention; dense where the checkpoint has it so."""
+    """Builds the head. Its layer is one of the model's attention layers, or a dense one if the
+    checkpoint's head is dense."""
     own = kind.under("layers.0")
     experts = None if own.has_projection("mlp.gate_proj") else experts
     layer = _layer(config, own, _attention(config, own, rotary, first_row=FIRST_ROW), experts)
@@ -102,7 +103,8 @@ def _head(config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary) -> MTPH
 
 
 def settle_qwen(settings: dict[str, Any]) -> None:
-    """Every so many layers have attention, where no list says which; the head has two names."""
+    """Converts `full_attention_interval` to a list of layer types; merges the head's two setting
+    names."""
     name, other = QWEN_SPELLINGS[1]
     take_same({name: settings.get(name)}, name, other, settings.get(other))
     interval = settings.pop("full_attention_interval", None)

@@ -1,9 +1,9 @@
-"""Reads how a checkpoint is quantised, and says which form each projection has.
+"""Reads how a checkpoint is quantised, and decides the form of each projection.
 
-Known are the official block FP8 (`quant_method` "fp8"), compressed-tensors' FP8 and four-bit
-weights, ModelOpt's FP8 and NVFP4, AWQ, GPTQ and AutoRound. What a checkpoint leaves in the model's
-type stays so: where there are files their tensors decide, without files (dummy weights) the
-configuration's lists do.
+Supported are the official block FP8 (`quant_method` "fp8"), compressed-tensors' FP8 and four-bit
+weights, ModelOpt's FP8 and NVFP4, AWQ, GPTQ and AutoRound. Projections that a checkpoint leaves in
+the model's dtype stay so: if there are files, their tensors decide; without files (dummy weights),
+the configuration's lists do.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from milepost.models.quantization.rules import (
 )
 
 SKIPPED = (r".*\.[qkv]_scale$", r".*\.kv_scale$", r".*\.prob_scale$")
-"""Scales of what attention multiplies, but for those of KV that have a place (see
+"""Scales of attention's operands that are skipped, unless they are KV scales with a place (see
 `layers.kv_scales`)."""
 _STAY_RAW = re.compile(
     r"(.*\.)?(lm_head|embed_tokens|gate|router|shared_expert_gate|in_proj_(a|b|ba)|[abfg]_(a_|b_)?"
     r"proj|kv_b_proj|dt_proj|x_proj)$"
 )
-"""Projections that are not rounded on the fly: small, and answers depend on them most; `kv_b_proj`
-is kept raw whatever the checkpoint has."""
+"""Projections that are not rounded on the fly: they are small, and answers depend on them most.
+`kv_b_proj` is raw here whatever the checkpoint has."""
 
 _SEARCH_S = 10.0
-"""For all projections of a model: a hundred times what any takes."""
+"""Time limit for all projections of a model: a hundred times what any real list takes."""
 _MODELOPT_FILE = "hf_quant_config.json"
 _FOUR_BIT_METHODS = ("mxfp4", "petit_nvfp4")
 _READERS = {
@@ -64,7 +64,7 @@ _READERS = {
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Bounds how long projections are looked up in lists that anybody may have written."""
+    """Limits the time spent searching for projections in lists, which are untrusted input."""
 
     spent_s: float = 0.0
     began_s: float = 0.0
@@ -89,12 +89,12 @@ class Quantization:
     is_left: Rule
     """Whether the configuration leaves a projection in the model's type."""
     names: Container[str] = ()
-    """Of the checkpoint's tensors; none where there are no files."""
+    """Names of the checkpoint's tensors; empty if there are no files."""
     has_files: bool = False
     watch: Stopwatch = field(default_factory=Stopwatch, compare=False)
 
     def precision_of(self, path: str) -> Precision:
-        """The form of the projection at `path`, or of the experts below it. Raises
+        """Returns the form of the projection at `path`, or of the experts below it. Raises
         UnsupportedModelError if the configuration's lists take too long to search."""
         with self.watch:
             return self._precision_of(path)
@@ -124,7 +124,7 @@ class Quantization:
 
 
 def on_the_fly(method: str) -> Quantization:
-    """For a raw checkpoint whose weights are rounded while they are loaded; raises
+    """Returns forms for a raw checkpoint whose weights are rounded as they are loaded. Raises
     UnsupportedModelError."""
     if method != "fp8":
         raise UnsupportedModelError(
@@ -136,8 +136,8 @@ def on_the_fly(method: str) -> Quantization:
 
 
 def quantization_settings(config: PreTrainedConfig) -> Mapping[str, Any]:
-    """The configuration's `quantization_config`; empty if it has none. Of a multimodal checkpoint
-    it is set on the outer one."""
+    """Returns the configuration's `quantization_config`; empty if it has none. A multimodal
+    checkpoint has it in the outer configuration."""
     own = getattr(config, "quantization_config", None)
     own = own or getattr(config.get_text_config(), "quantization_config", None) or {}
     if not isinstance(own, Mapping):
@@ -146,8 +146,8 @@ def quantization_settings(config: PreTrainedConfig) -> Mapping[str, Any]:
 
 
 def read_modelopt_file(folder: Path) -> Mapping[str, Any]:
-    """What ModelOpt's older checkpoints say in a file beside `config.json`; empty without it.
-    Raises ConfigError."""
+    """Returns the settings that ModelOpt's older checkpoints keep in a file next to `config.json`;
+    empty without that file. Raises ConfigError."""
     path = folder / _MODELOPT_FILE
     if not path.exists():
         return {}
@@ -158,8 +158,8 @@ def read_modelopt_file(folder: Path) -> Mapping[str, Any]:
 
 
 def has_fp8_kv(config: PreTrainedConfig) -> bool:
-    """Whether the checkpoint is made for KV in float8; raises UnsupportedModelError for KV in what
-    is not supported."""
+    """Whether the checkpoint is made for float8 KV. Raises UnsupportedModelError for other KV
+    formats."""
     settings = quantization_settings(config)
     algorithm = settings.get("kv_cache_quant_algo")
     if algorithm not in (None, "FP8"):
@@ -184,7 +184,8 @@ def has_fp8_kv(config: PreTrainedConfig) -> bool:
 def read_quantization(
     settings: Mapping[str, Any], names: Container[str], *, has_files: bool
 ) -> Quantization:
-    """What `quantization_config` says; raises UnsupportedModelError for what is not supported."""
+    """Returns the forms that `quantization_config` describes. Raises UnsupportedModelError for
+    settings that are not supported."""
     method = settings.get("quant_method")
     if not isinstance(method, str) or method not in _READERS:
         advice = FOUR_BIT_FLOATS if method in _FOUR_BIT_METHODS else USE_INSTEAD

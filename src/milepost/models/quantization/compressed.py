@@ -1,6 +1,5 @@
-"""Reads the configurations of compressed-tensors: groups of projections, each with how its weights
-and what they multiply are quantised.
-"""
+"""Reads the configurations of compressed-tensors: groups of projections, each with formats for its
+weights and activations."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ _KNOWN_OF_VALUES = {
     *("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure"),
     *("dynamic", "actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
 }
-"""Of `weights` and `input_activations`."""
+"""Known settings of `weights` and `input_activations`."""
 _FLOAT_FORMATS = ("float-quantized", "naive-quantized", None)
 _BLOCK = [128, 128]
 _CLASSES = ("Linear", "GraniteMoeHybridParallelExpertsLinear")
@@ -51,12 +50,12 @@ _FP4_GROUPS: Mapping[tuple[Any, Any, Any], Literal[16, 32]] = {
     ("nvfp4-pack-quantized", "tensor_group", 16): 16,
     ("mxfp4-pack-quantized", "group", 32): 32,
 }
-"""By format, strategy and `group_size`."""
+"""(format, strategy, `group_size`) -> inputs that share a scale."""
 
 
 def read_compressed(settings: Mapping[str, Any]) -> Read:
-    """What a `quantization_config` of compressed-tensors says. Raises UnsupportedModelError, naming
-    the setting."""
+    """Reads a `quantization_config` of compressed-tensors. Raises UnsupportedModelError, naming the
+    setting."""
     where = "quantization_config"
     want_known(settings, _KNOWN, where=where)
     want(settings, "quantization_status", "compressed", default="compressed")
@@ -71,7 +70,7 @@ def read_compressed(settings: Mapping[str, Any]) -> Read:
         name: mapping_of(group, f"config_groups[{name!r}]")
         for name, group in mapping_of(settings.get("config_groups"), "config_groups").items()
     }
-    # What names a module says more than what names a class.
+    # A group that names modules is more specific than one that names a class.
     ordered = sorted(groups.items(), key=lambda group: bool(_classes(group[1])))
     found = tuple(_read_group(name, group, settings.get("format")) for name, group in ordered)
     if not groups and not settings.get("kv_cache_scheme"):
@@ -134,7 +133,7 @@ def _fp8(
 
 
 def _check_inputs(name: str, strategy: str, inputs: Mapping[str, Any]) -> None:
-    """Refuse scales of activations that are for other numbers than those that kernels round
+    """Refuses scales of activations for other sets of values than those that kernels round
     together."""
     dynamic, each = inputs.get("dynamic", False), inputs.get("strategy")
     if strategy == "block":
@@ -154,7 +153,7 @@ def _check_inputs(name: str, strategy: str, inputs: Mapping[str, Any]) -> None:
 
 
 def _are_four_bits(inputs: Mapping[str, Any] | None) -> bool:
-    """Whether activations are raw, or would be rounded to four bits by chips that multiply so."""
+    """Whether activations are raw, or have four bits on chips that can multiply these."""
     return inputs is None or (inputs.get("type"), inputs.get("num_bits")) == ("float", 4)
 
 
@@ -198,8 +197,9 @@ def _check_order(name: str, weights: Mapping[str, Any]) -> None:
 
 
 def _targets(name: str, group: Mapping[str, Any]) -> Rule:
-    """Of classes only `Linear` is known, which is all projections: there is no telling them apart
-    by a path; and what Granite's stacked experts are beside it."""
+    """Returns the rule for a group's targets. The only classes supported are `Linear`, which stands
+    for all projections, as a path does not tell them apart, and the class of Granite's stacked
+    experts."""
     classes = _classes(group)
     for each in classes:
         if each not in _CLASSES:

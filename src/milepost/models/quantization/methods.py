@@ -1,4 +1,4 @@
-"""Reads the configurations of the other makers of quantised checkpoints."""
+"""Reads the configurations of quantised checkpoints from all makers but compressed-tensors."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _MODELOPT: Mapping[Any, Form] = {
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,
 }
-"""By `quant_algo`. Activations have 16 bits with weights of four, whatever a checkpoint was made
-for."""
+"""`quant_algo` -> form. With four-bit weights, activations have 16 bits, whatever the checkpoint
+was made for."""
 _CALIBRATION = {
     *("tokenizer", "dataset", "model_seqlen", "max_input_length", "pad_token_id", "batch_size"),
     *("cache_block_outputs", "damp_percent", "damp_auto_increment", "mse", "true_sequential"),
@@ -54,14 +54,15 @@ _CALIBRATION = {
     *("low_gpu_mem_usage", "supported_types", "meta", "model_name_or_path"),
     *("model_file_base_name", "offload_to_disk", "offload_to_disk_path"),
 }
-"""How numbers were found: they stand in the tensors. So does which layers were quantised."""
+"""Settings about calibration: its result is in the tensors, and so is which layers were
+quantised."""
 _KERNELS = {
     *("backend", "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config"),
     *("do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
 }
-"""What others' engines are to multiply with."""
+"""Settings that choose kernels in other engines."""
 _OF_ACTIVATIONS = {"act_bits", "act_data_type", "act_group_size", "act_sym", "act_dynamic"}
-"""Nothing, where activations have 16 bits."""
+"""Settings of activations, without effect if activations have 16 bits."""
 _KNOWN_OF_PACKED = {
     *("quant_method", "method", "bits", "group_size", "sym", "zero_point", "data_type", "dynamic"),
     *("version", "format", "checkpoint_format", "pack_dtype", "lm_head", "is_marlin_format"),
@@ -70,8 +71,8 @@ _KNOWN_OF_PACKED = {
     *_KERNELS,
     *_OF_ACTIVATIONS,
 }
-"""Of AWQ and GPTQ, as their own makers, GPTQModel, transformers and AutoRound write them. Whether
-inputs are in the order of activations (`desc_act`) shows in the tensors."""
+"""Known settings of AWQ and GPTQ, as their own makers, GPTQModel, transformers and AutoRound write
+them. The tensors show whether inputs are in the order of activations (`desc_act`)."""
 _KNOWN_OF_AUTOROUND = _KNOWN_OF_PACKED | {
     *("packing_format", "extra_config", "regex_config", "quant_lm_head", "super_group_size"),
 }
@@ -79,7 +80,7 @@ _AUTOROUND_KEYS = ("bits", "group_size", "sym", "data_type")
 
 
 def read_fp8(settings: Mapping[str, Any]) -> Read:
-    """DeepSeek's and Qwen's own format, which transformers calls fine-grained FP8."""
+    """Reads DeepSeek's and Qwen's own format, which transformers calls fine-grained FP8."""
     if settings.get("weight_block_size") is None:
         raise UnsupportedModelError(
             f"quant_method='fp8' is supported with weight_block_size only; {USE_INSTEAD}"
@@ -145,7 +146,7 @@ def _read_gptq(settings: Mapping[str, Any]) -> Read:
 
 
 def _check_packed(settings: Mapping[str, Any]) -> None:
-    """What AWQ, GPTQ and AutoRound have in common."""
+    """Checks the settings that AWQ, GPTQ and AutoRound share."""
     want(settings, "bits", 4)
     want(settings, "data_type", "int", None)
     want(settings, "pack_dtype", "int32", None)
@@ -157,8 +158,8 @@ def _check_packed(settings: Mapping[str, Any]) -> None:
 
 
 def _left_out(settings: Mapping[str, Any]) -> list[Expression]:
-    """GPTQModel's rules for single layers. Some that leave nothing out say nothing: `lm_head: {}`
-    in Qwen's own checkpoints."""
+    """Reads GPTQModel's rules for single layers; returns those that leave layers out. Others are
+    accepted only if they change nothing: `lm_head: {}` in Qwen's own checkpoints."""
     left = []
     for rule, own in mapping_of(settings.get("dynamic"), "dynamic").items():
         if rule.startswith("-:"):
@@ -175,7 +176,7 @@ def _left_out(settings: Mapping[str, Any]) -> list[Expression]:
 
 
 def read_autoround(settings: Mapping[str, Any]) -> Read:
-    """AutoRound's own method; its tensors are those of GPTQ or of AWQ."""
+    """Reads AutoRound's own format; its tensors are those of GPTQ or of AWQ."""
     packing = str(settings.get("packing_format", "auto_round:auto_gptq"))
     layout = packing.rpartition(":")[2]
     if settings.get("data_type", "int") != "int" or layout not in ("auto_gptq", "auto_awq"):
@@ -196,7 +197,8 @@ def read_autoround(settings: Mapping[str, Any]) -> Read:
 
 
 def _is_left_in_16_bits(settings: Mapping[str, Any], extra: Any, where: str) -> bool:
-    """What is said of one layer; refuses other bits than those of the rest."""
+    """Whether settings of one layer leave it in 16 bits. Refuses any other difference from the
+    rest."""
     own = mapping_of(extra, where)
     bits = own.get("bits", settings.get("bits"))
     if bits == 16:
@@ -210,8 +212,8 @@ def _is_left_in_16_bits(settings: Mapping[str, Any], extra: Any, where: str) -> 
 
 
 def read_modelopt(settings: Mapping[str, Any]) -> Read:
-    """NVIDIA's ModelOpt: FP8 with a scale for each projection and one for what it reads, NVFP4, or
-    both, each for projections of its own."""
+    """Reads NVIDIA's ModelOpt: FP8 with one scale per projection and one for its activations,
+    NVFP4, or both for different projections."""
     want_known(settings, _KNOWN_OF_MODELOPT, where=_CONFIG)
     for name, group in mapping_of(settings.get("config_groups"), "config_groups").items():
         own = mapping_of(group, name)
@@ -256,6 +258,6 @@ def _modelopt_form(settings: Mapping[str, Any], where: str) -> Form:
 
 
 def _check_group_size(settings: Mapping[str, Any], where: str, *, has_groups: bool) -> None:
-    """Of NVFP4 it is 16, also where it is not said."""
+    """Checks the group size: 16 for NVFP4, also if it is missing; none for other forms."""
     if not (has_groups and settings.get("group_size") == _NVFP4.group):
         want_nothing(settings, "group_size", where=where)

@@ -1,8 +1,8 @@
-"""What readers of quantised checkpoints' configurations share: forms with what they are for, and
-how a setting is refused by its name.
+"""Code that readers of quantised checkpoints' configurations share: forms with their targets, and
+checks that name the setting they refuse.
 
-Settings that say how values are to be read are known one by one. Others, which a newer writer may
-have added, are refused unless they say nothing: an unread setting could change every weight.
+Settings that define how values are read are known one by one. Others, which a newer writer may have
+added, are refused unless their value is empty: an unread setting could change every weight.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ FOUR_BIT_FLOATS = (
     f"compressed-tensors does; {USE_INSTEAD}"
 )
 _MATCH_S = 1.0
-"""For one expression and one path: thousands of times what any takes."""
+"""Time limit for one expression and one path: thousands of times what a real one takes."""
 NOTHING = (None, False, "", 0, [], {})
-"""Values of settings that say nothing."""
+"""Values that mean a setting is unused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Projections of one form."""
+    """Projections with one form."""
 
     form: Form
     targets: Rule = field(default=lambda _: True)
 
 
 Read = tuple[tuple[Group, ...], Rule]
-"""Groups, and which projections are left in the model's type."""
+"""Groups, and the rule for projections that are left in the model's dtype."""
 
 
 def want(settings: Mapping[str, Any], name: str, *wanted: Any, default: Any = None) -> None:
-    """Refuse any other value of a setting."""
+    """Refuses all values of a setting but those wanted."""
     value = settings.get(name, default)
     if value not in wanted:
         supported = " and ".join(map(repr, wanted))
@@ -55,19 +55,19 @@ def want(settings: Mapping[str, Any], name: str, *wanted: Any, default: Any = No
 
 
 def want_nothing(settings: Mapping[str, Any], *names: str, where: str) -> None:
-    """Refuse these settings where they say something."""
+    """Refuses these settings if their values mean anything."""
     for name in names:
         if settings.get(name) not in NOTHING:
             raise UnsupportedModelError(f"{where}: {name}={settings[name]!r} is not supported")
 
 
 def want_known(settings: Mapping[str, Any], known: Container[str], *, where: str) -> None:
-    """Refuse settings that nothing here reads, where they say something."""
+    """Refuses settings that nothing here reads, if their values mean anything."""
     want_nothing(settings, *(name for name in settings if name not in known), where=where)
 
 
 def mapping_of(value: Any, what: str) -> Mapping[str, Any]:
-    """Settings within settings; empty where there are none."""
+    """Returns nested settings; empty if there are none."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -76,7 +76,7 @@ def mapping_of(value: Any, what: str) -> Mapping[str, Any]:
 
 
 def group_size_of(settings: Mapping[str, Any], default: int | None, *, where: str) -> int:
-    """Inputs of a group; -1 for all of a projection's."""
+    """Returns the number of inputs in a group; -1 for all of a projection's."""
     size = settings.get("group_size", default)
     size = -1 if size is None else size
     if size not in (-1, 32, 64, 128):
@@ -87,22 +87,22 @@ def group_size_of(settings: Mapping[str, Any], default: int | None, *, where: st
 
 
 def any_of(patterns: Iterable[str] | None, what: str) -> Rule:
-    """Whether a path is, or is below, one of these modules, or matches `re:` patterns; `what` is
-    the setting's name."""
+    """Returns a rule: whether a path is, or is below, one of these modules, or matches `re:`
+    patterns. `what` is the setting's name."""
     rules = [_matcher(each, what) for each in patterns or ()]
     return lambda path: any(rule(path) for rule in rules)
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A checkpoint's regular expression, which may be made to match for ever."""
+    """A checkpoint's regular expression, which may be crafted to match forever."""
 
     pattern: regex.Pattern[str]
     what: str
 
     def match(self, path: str) -> bool:
-        """Whether it matches the path's beginning; raises UnsupportedModelError if that takes too
-        long to tell."""
+        """Whether the expression matches the path's beginning. Raises UnsupportedModelError if that
+        takes too long to tell."""
         try:
             return self.pattern.match(path, timeout=_MATCH_S) is not None
         except TimeoutError:
@@ -113,7 +113,7 @@ class Expression:
 
 
 def expression(pattern: str, what: str) -> Expression:
-    """Refuses what is no regular expression."""
+    """Compiles an expression; refuses text that is no regular expression."""
     try:
         return Expression(regex.compile(pattern), what)
     except regex.error as error:
@@ -123,7 +123,8 @@ def expression(pattern: str, what: str) -> Expression:
 
 
 def below(modules: Iterable[str]) -> Rule:
-    """Whether a path is, or is below, one of these modules, of which there may be thousands."""
+    """Returns a rule: whether a path is, or is below, one of these modules. There may be
+    thousands."""
     known = frozenset(modules)
     return lambda path: any(path[:end] in known for end in _ends(path))
 
