@@ -24,8 +24,9 @@ CHECKPOINT_SHARE = 1 / 6
 """Share of memory for checkpoints. In recorded traffic, agents do best with a tenth and questions
 about documents with a fifth."""
 MAX_PAGES = 2**21
-"""More than a memory of today has room for, but for pages that hold next to nothing. Counting so
-many takes the host 120 MB before they are used, and some 2 GB when all of them cache something."""
+"""Largest number of pages: more than fit in today's memories, unless pages hold next to nothing.
+Counting this many takes 120 MB on the host before they are used, and about 2 GB when all of them
+cache something."""
 PAGE_HOST_BYTES = 1024
 """Charged for a page that holds less: what the host remembers of a cached one."""
 MIN_UNITS = 16
