@@ -1,5 +1,5 @@
-"""Keeps in host memory and on disk what leaves the device. Its modules; those of the first two rows
-are pure: they decide, and know neither tensors nor files:
+"""Keeps pages and states that leave the device in host memory and on disk. The modules of the first
+two rows are pure: they make the decisions, and know neither tensors nor files.
 
     what goes down, comes up   policy, stores, writes, loads, reach
     what there is              holdings, tier, rates, names

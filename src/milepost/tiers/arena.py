@@ -1,6 +1,7 @@
-"""Host memory for pages and states: one allocation, pinned where there is a GPU.
+"""Host memory for pages and states: one allocation, pinned if there is a GPU.
 
-An item's place holds the bytes of every pool that has a row for it, part by part, as on the device.
+An item's place holds its bytes from every pool that has a row for it, part by part, as on the
+device.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from milepost.runner.pools import Pools
 
 GIB = 2**30
 _ALIGNMENT = 4096
-"""Bytes: each part begins at a multiple."""
+"""Alignment of each part, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemTensors:
-    """What items of one kind are made of: tensors [places, ...], whose rows are one item's."""
+    """Tensors [places, ...] of one kind of item; row `i` of each belongs to item `i`."""
 
     tensors: tuple[Tensor, ...]
 
@@ -35,14 +36,14 @@ class ItemTensors:
         return sum(prod(part.shape[1:]) * part.itemsize for part in self.tensors)
 
     def copy(self, first: int, source: ItemTensors, source_first: int, num: int) -> None:
-        """Fill `num` places from others', wherever those are; does not wait for a device."""
+        """Copies `num` places from `source`, on any device, without waiting for the device."""
         for own, other in zip(self.tensors, source.tensors, strict=True):
             own[first : first + num].copy_(
                 other[source_first : source_first + num], non_blocking=True
             )
 
     def buffers(self, place: int) -> list[memoryview]:
-        """The bytes of one item in host memory."""
+        """Returns the bytes of one item, which must be in host memory."""
         return [
             memoryview(part[place].reshape(-1).view(torch.uint8).numpy()) for part in self.tensors
         ]
@@ -60,7 +61,7 @@ class Arena:
 
 
 def device_memory(pools: Pools) -> Arena:
-    """The pools themselves: places are the ids of pages and slots."""
+    """Returns the pools as an arena, whose places are the ids of pages and slots."""
     return Arena(
         pages=ItemTensors(tensors=tuple(pools.page_parts)),
         states=ItemTensors(tensors=tuple(pools.slot_parts)),
@@ -68,7 +69,9 @@ def device_memory(pools: Pools) -> Arena:
 
 
 def like(memory: Arena, num_pages: int, num_states: int, buffer: Tensor) -> Arena:
-    """Places of the same parts in `buffer` [bytes], which has `num_bytes` of them at least."""
+    """Returns an arena with the parts of `memory` in `buffer` [bytes], which holds at least
+    `num_bytes`.
+    """
     begin, found = 0, []
     for parts, num in ((memory.pages, num_pages), (memory.states, num_states)):
         own = []
@@ -82,7 +85,7 @@ def like(memory: Arena, num_pages: int, num_states: int, buffer: Tensor) -> Aren
 
 
 def num_bytes(memory: Arena, num_pages: int, num_states: int) -> int:
-    """Of so many places."""
+    """Returns the size in bytes of an arena with this many places."""
     total = 0
     for parts, num in ((memory.pages, num_pages), (memory.states, num_states)):
         total += sum(_round_up(num * prod(p.shape[1:]) * p.itemsize) for p in parts.tensors)
@@ -90,7 +93,7 @@ def num_bytes(memory: Arena, num_pages: int, num_states: int) -> int:
 
 
 def allocate_host(memory: Arena, num_pages: int, num_states: int, *, is_pinned: bool) -> Arena:
-    """Places in host memory. Raises MemoryError if the system refuses."""
+    """Returns an arena in host memory. Raises MemoryError if the system refuses."""
     size = max(num_bytes(memory, num_pages, num_states), 1)
     try:
         mapped = mmap.mmap(-1, size)
@@ -105,7 +108,7 @@ def allocate_host(memory: Arena, num_pages: int, num_states: int, *, is_pinned: 
 
 
 def allocate_staging(memory: Arena, num_pages: int, num_states: int) -> Arena:
-    """Places on the device, from which copies go on at their own pace."""
+    """Returns an arena on the device, from which copies to the host continue at their own pace."""
     device = (*memory.pages.tensors, *memory.states.tensors)[0].device
     size = max(num_bytes(memory, num_pages, num_states), 1)
     buffer = torch.empty(size, dtype=torch.uint8, device=device)
@@ -113,7 +116,9 @@ def allocate_staging(memory: Arena, num_pages: int, num_states: int) -> Arena:
 
 
 def runs(pairs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:
-    """Pairs of places as runs (first, first, number) that go up in both, of `most` at most."""
+    """Merges pairs of places into runs (first, first, number) of consecutive places in both, each
+    of at most `most`.
+    """
     found: list[tuple[int, int, int]] = []
     for one, other in pairs:
         if found:
@@ -126,8 +131,9 @@ def runs(pairs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, in
 
 
 def _pin(memory: np.ndarray) -> None:
-    """Pin it for as long as it lives: else what is mapped at its address next cannot be. Raises
-    MemoryError if the driver refuses."""
+    """Pins `memory` until it is freed: otherwise the next mapping at its address could not be
+    pinned. Raises MemoryError if the driver refuses.
+    """
     runtime = torch.cuda.cudart()
     status = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
     if int(status):
@@ -141,8 +147,9 @@ def _pin(memory: np.ndarray) -> None:
 
 
 def _clear_error() -> None:
-    """The runtime keeps an error that was returned for whoever asks next: let that not be a step,
-    which would be said to have failed."""
+    """Clears the error that the CUDA runtime keeps for the next call, so that no step is reported
+    as failed because of it.
+    """
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 

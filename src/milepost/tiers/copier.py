@@ -1,9 +1,10 @@
-"""Carries what the tiers decide between the pools, host memory and files, and says what is there.
+"""Copies between the pools, host memory and files as the tiers decide, and reports what has
+arrived.
 
-What is stored can be read once its copy's event has passed; what is loaded is reported as arrived
-once its own has, and until then no step reads it. When nothing else can run, it is reported as soon
-as its copies are queued, and later launches wait for them. With several ranks each copies its own
-part; something has arrived once all of them have it.
+A stored item can be read once its copy's event has passed. A loaded item is reported as arrived
+once its own event has passed, and no step reads it before. If nothing else can run, it is reported
+as soon as its copies are queued, and later launches wait for them. With several ranks, each copies
+its own part, and an item has arrived once all ranks have it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from milepost.tiers.orders import Ask, Bring, Run, Stored
 from milepost.tiers.policy import Tiers
 
 MAX_RUN = 16
-"""Pages that are copied at once: padding between pages costs a copy of them."""
+"""Most pages copied at once. Padding between pages makes torch copy them to a temporary first."""
 WAIT_S = 1e-4
 REST_S = 2.0
 HASTE_S = 0.05
-"""Steps are launched behind copies that take no longer: a request that arrives meanwhile waits for
-them, too."""
+"""Steps may be launched after queued copies that take at most this long. A request that arrives
+meanwhile waits for them too.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,15 +49,15 @@ class _Loading:
     fetches: list[Fetch]
     after: DeviceEvent
     reads: Reads | None = None
-    """What is to be read from disk first."""
+    """Reads from disk that must finish first."""
     done: DeviceEvent | None = None
     is_over: bool = False
-    """Whether the scheduler knows that all of it is there, or will be for the next step."""
+    """Whether the scheduler knows that the whole load is there, or will be for the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnAll:
-    """An event of this rank and of the others, which answer `others`."""
+    """An event of this rank combined with `others`, the answer of the other ranks."""
 
     own: DeviceEvent
     others: Future[bool]
@@ -67,19 +69,22 @@ class OnAll:
         return True
 
     def synchronize(self) -> None:
-        """Raises EngineDeadError if a rank could not do its part, or is lost."""
+        """Waits for all ranks. Raises EngineDeadError if a rank failed to do its part or is
+        lost.
+        """
         self.own.synchronize()
         if not self.others.result():
             raise EngineDeadError("a rank could not copy its part of what is kept outside")
 
     def seconds(self) -> float | None:
-        """Of this rank's copies: the others' are as large."""
+        """Returns the time of this rank's copies; the other ranks copy as much."""
         return self.own.seconds()
 
 
 class Copier:
-    """Does what `tiers` decides with this rank's mover and files; `ask` has the other ranks do the
-    same, if there are any."""
+    """Carries out the decisions of `tiers` with this rank's mover and files. `ask`, if there are
+    other ranks, has them do the same.
+    """
 
     def __init__(
         self,
@@ -105,12 +110,14 @@ class Copier:
 
     @property
     def is_writing(self) -> bool:
-        """Whether anything is on its way to disk, or is looked for there."""
+        """Whether files are being written or looked for."""
         return self._disk is not None and self._disk.is_busy
 
     @property
     def rest_s(self) -> float | None:
-        """How long nobody has to look, where nothing is to be done: others may write files."""
+        """How long an idle engine may go without polling, since other engines may write files. None
+        without a disk.
+        """
         return None if self._disk is None else REST_S
 
     # --- what a plan names ------------------------------------------------------------------------
@@ -132,7 +139,7 @@ class Copier:
             self._bring(loading)
 
     def _bring(self, loading: _Loading) -> None:
-        """Queue the copies of a load whose parts are all in host memory."""
+        """Queues the copies of a load whose parts are all in host memory."""
         pages = [f for f in loading.fetches if f.item.what != "state"]
         states = [f for f in loading.fetches if f.item.what == "state"]
         copies: list[Run] = []
@@ -148,7 +155,7 @@ class Copier:
     # --- what becomes of it -----------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Report what is over; whether anything was."""
+        """Reports finished stores and loads. Returns whether there were any."""
         is_any = False
         while self._storing and self._storing[0].done.query():
             self._end_stores(self._storing.popleft(), is_there=True)
@@ -167,14 +174,14 @@ class Copier:
         return is_any
 
     def wait(self, seconds: float) -> None:
-        """Until something is over, or for so long."""
+        """Waits until a store or load is over, for `seconds` at most."""
         end_s = time.perf_counter() + seconds
         while not (self.poll() or self._hasten()) and self.is_busy and time.perf_counter() < end_s:
             time.sleep(WAIT_S)
 
     def _hasten(self) -> bool:
-        """Let the next step be launched behind copies that are queued and soon over, rather than
-        when they are over; whether there are any. Their sources stay as they are until then.
+        """Lets the next step be launched after queued copies that will end soon, instead of waiting
+        for them to end. Returns whether there are any. Their sources do not change until then.
         """
         is_any = False
         for loading in self._loading:
@@ -186,8 +193,8 @@ class Copier:
         return is_any
 
     def end_loads(self) -> None:
-        """Wait until nothing is copied any more: loads have arrived or failed, and what was on its
-        way out is forgotten, since nobody knows what it was copied from.
+        """Waits until no copy is running: all loads have arrived or failed. Stores on their way are
+        dropped, since nobody knows which contents they copied.
         """
         while self._loading:
             for loading in self._loading:
@@ -202,7 +209,9 @@ class Copier:
         self._tiers.stores.forget_all()
 
     def _end_reads(self, loading: _Loading, reads: Reads) -> bool:
-        """What was on disk goes on to the device; whether anything has changed."""
+        """Queues the copies to the device once a load's reads are over. Returns whether anything
+        has changed.
+        """
         assert self._disk is not None, "what is on disk has a disk"
         is_over = reads.is_over
         if not is_over and not self._disk.give_up(reads):
@@ -214,7 +223,7 @@ class Copier:
         return self._fail(loading)
 
     def close(self) -> None:
-        """Write what is to outlive the engine."""
+        """Writes the items that are to outlive the engine."""
         if self._disk is not None:
             self._disk.close()
 
@@ -224,7 +233,7 @@ class Copier:
             report(store.what, store.key)
 
     def _arrive(self, loading: _Loading) -> bool:
-        """Whether this is news."""
+        """Reports a load as arrived. Returns whether that is news."""
         load = loading.load
         if loading.is_over:
             return False
@@ -237,7 +246,7 @@ class Copier:
         return True
 
     def _release(self, loading: _Loading) -> None:
-        """The copies of a load that has arrived are over."""
+        """Unpins the sources of a load that has arrived, whose copies are over."""
         self._loading.remove(loading)
         assert loading.done is not None, "copies that are over were queued"
         self._tiers.host.unpin(fetch.item for fetch in loading.fetches)

@@ -1,7 +1,7 @@
-"""Reads and writes files beside the steps: one thread writes and deletes, several read.
+"""Reads and writes files in parallel with the steps: one thread writes and deletes, several read.
 
-With several ranks each has files of its own, and something is there once all of them have it. A
-directory that does not respond is left alone until it does, and nobody waits for it.
+With several ranks, each has its own files, and an item is on disk once all ranks have it. A
+directory that does not respond is not used until it does, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -30,46 +30,54 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NUM_READERS = max(4, min(16, os.cpu_count() or 4))
-"""A checksum takes longer than a read from the system's cache, and more reads at a time are faster
-on most disks.
+"""Number of reading threads. A checksum takes longer than a read from the system's cache, and most
+disks are faster with more reads at a time.
 """
 MAX_WRITES = 16
-"""Under way at a time: what has not been begun can still be given up."""
+"""Most writes that are submitted at a time. A write can be withdrawn until it has begun."""
 SCAN_S, ITEMS_AT_START, ITEMS_EACH = 0.5, 10_000, 500
-"""An engine with many files starts before all of them are known: it waits so long for their names,
-and files so many at the start, and with each look at what is over.
+"""An engine with many files starts before it knows them all: it waits `SCAN_S` for their names,
+then registers `ITEMS_AT_START` of them, and `ITEMS_EACH` more with each poll.
 """
 ROUND_S, NUM_LOOKS = 10.0, 32
-"""What other engines have written is looked for in so many parts, all of them in so long."""
+"""Other engines' files are looked for in `NUM_LOOKS` parts; a round through all parts takes
+`ROUND_S`.
+"""
 NAMES_EACH = 256
-"""Files whose tokens are read at a time, for who is told what there is: a load waits for them."""
+"""Most files whose tokens are read at a time, for listeners to events. A load waits for these
+reads.
+"""
 CLOSE_S = 20.0
-"""So long an engine that is closed may still write."""
+"""How long an engine that is closing may continue to write."""
 CHECK_S = 0.1
-"""Between two looks at what it writes then."""
+"""Interval between two looks at the writes of an engine that is closing."""
 STALL_S = 5.0
-"""A load is given up if no file of it has come for so long, and twice what all of them should take.
+"""A load is given up if none of its files has arrived for this long plus twice the time expected
+for all of them.
 """
 LATE = 10.0
-"""A load is also given up once it has taken so many times what it should, if its tokens could have
-been computed meanwhile."""
+"""A load is also given up once it has taken this many times the expected time, if its tokens could
+have been computed meanwhile.
+"""
 IDLE_STALL_S = 30.0
-"""As STALL_S, of writes and of folders that are looked through: no request waits for them."""
+"""Like STALL_S, for writes and for scans of folders: no request waits for them."""
 
 
 @dataclass(slots=True, eq=False)
 class Reads:
-    """Files that a load waits for."""
+    """File reads that a load waits for."""
 
     futures: list[tuple[Fetch, list[Future[bool]]]]
-    """Of each rank, or of all others at once."""
+    """One future for each rank, or one for this rank and one for all others."""
     begun_s: float
     stall_s: float = STALL_S
-    """They are given up when none has come for so long."""
+    """The reads are given up after this long without an arrival."""
     most_s: float = float("inf")
-    """They are given up when not all have come in so long."""
+    """The reads are given up if they are not complete after this long."""
     ended_s: float = 0.0
-    """When the last one was over so far: it is looked at between steps."""
+    """When the latest read ended. Noted by the read itself, since reads are only polled between
+    steps.
+    """
 
     def __post_init__(self) -> None:
         for _, futures in self.futures:
@@ -92,7 +100,7 @@ class Reads:
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """An item of host memory, what stands for it on disk, and the files of all ranks."""
+    """An item in host memory, its copy on disk, and the writes of all ranks."""
 
     item: Item
     copy: Item
@@ -100,7 +108,7 @@ class _Write:
 
 
 class Disk:
-    """The files of `tiers`, from and to places in host memory; `ask` as for a `Copier`."""
+    """Moves the files of `tiers` from and to places in host memory; `ask` is as for `Copier`."""
 
     def __init__(self, files: Files, tiers: Tiers, host: Arena, ask: Ask | None = None) -> None:
         self._files, self._tiers, self._host, self._ask = files, tiers, host, ask
@@ -109,9 +117,9 @@ class Disk:
         self._writing: deque[_Write] = deque()
         self._complained: set[type[BaseException]] = set()
         self._late: list[Reads] = []
-        """Given up, but somebody may still write to their places."""
+        """Reads that were given up but may still write to their places."""
         self._idle_since_s = self._looked_s = time.perf_counter()
-        """When a write or a folder was last known to be over, or nothing was under way."""
+        """When a write or a folder scan last ended, or nothing was under way."""
         self._num_folders = 0
         self._finds = Finds(tiers.holdings.head, self._is_needed)
         self._num_looked = 0
@@ -124,7 +132,9 @@ class Disk:
     # --- what is there ----------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """See what others have written, a part of it at a time, and what was there at the start."""
+        """Registers files known since the start, then scans some folders for files that other
+        engines have written.
+        """
         if self._known or self._scan is not None:
             self._take_names(ITEMS_EACH)
             return
@@ -135,7 +145,7 @@ class Disk:
             self._scan = self._readers.submit(self._find, ceil(min(share, 1) * NUM_FOLDERS))
 
     def _find(self, num_folders: int) -> News:
-        """Look through some folders; what they have is known once all have been looked through."""
+        """Scans the next folders. Their files are reported once all folders have been scanned."""
         come, gone = self._files.look(num_folders)
         known = self._tiers.disk
         self._finds.add(name for name in come if known.get(name.what, name.key) is None)
@@ -151,7 +161,7 @@ class Disk:
         return self._tiers.disk.is_needed(name.what, name.key)
 
     def _take_names(self, most: int) -> None:
-        """File up to so many of those that are known by now."""
+        """Registers at most `most` of the files found so far."""
         if self._scan is not None and self._scan.done():
             news, writes = self._result(self._scan, News()), self._tiers.writes
             self._scan = None
@@ -163,7 +173,7 @@ class Disk:
             file(name)
 
     def _learn(self) -> None:
-        """Read whose files those are that were found by their names, if anybody wants to know."""
+        """Reads the tokens of files that are known by name only, if anybody listens."""
         reach = self._tiers.reach
         if reach is None:
             return
@@ -183,7 +193,7 @@ class Disk:
     # --- reads ------------------------------------------------------------------------------------
 
     def read(self, fetches: list[Fetch]) -> Reads:
-        """Begin to read what fetches need."""
+        """Begins to read the files that fetches need."""
         begun_s = time.perf_counter()
         far = [fetch for fetch in fetches if fetch.is_on_disk]
         rates, num_bytes = self._tiers.rates, sum(map(self._bytes, far))
@@ -205,7 +215,7 @@ class Disk:
         return [] if self._ask is None else [self._ask(order)]
 
     def take(self, reads: Reads) -> bool:
-        """Take note of reads that are over; whether all of it is there."""
+        """Handles reads that are over. Returns whether all of them succeeded."""
         missing = []
         for fetch, futures in reads.futures:
             if self._has_come(futures):
@@ -218,15 +228,16 @@ class Disk:
         return not missing
 
     def _measure(self, reads: Reads) -> None:
-        """Note how long what has come took."""
+        """Measures the speed of the reads that succeeded."""
         num_bytes = sum(
             self._bytes(fetch) for fetch, futures in reads.futures if self._has_come(futures)
         )
         self._tiers.rates.read(num_bytes, reads.ended_s - reads.begun_s)
 
     def give_up(self, reads: Reads) -> bool:
-        """Whether reads that are not over are not waited for any more. Then their load fails, and
-        their places stay theirs until nobody writes there."""
+        """Returns whether unfinished reads are given up. If so, their load fails, and their places
+        stay reserved until nothing writes to them.
+        """
         if not (self._tiers.holdings.disk_rests or reads.is_overdue):
             return False
         self._tiers.loads.failed(())
@@ -238,7 +249,9 @@ class Disk:
         return True
 
     def _throw_away(self, reads: Reads) -> None:
-        """What was given up is over, and may have come."""
+        """Releases the places of reads that were given up and are over, whether or not they
+        succeeded.
+        """
         host = self._tiers.host
         for fetch, futures in reads.futures:
             if not all(future.cancelled() for future in futures):
@@ -248,8 +261,10 @@ class Disk:
         self._measure(reads)
 
     def _result(self, future: Future[T], otherwise: T) -> T:
-        """Of what is over. Whatever it raised, as for want of memory, is an error of what was read
-        or written; a lost rank is the engine's, and raises EngineDeadError."""
+        """Returns the result of a finished future, or `otherwise`. An exception, such as
+        MemoryError, counts as a failure of the file; a lost rank is the engine's failure and raises
+        EngineDeadError.
+        """
         if future.cancelled():
             return otherwise
         error = future.exception()
@@ -261,18 +276,20 @@ class Disk:
         return otherwise if error is not None else future.result()
 
     def _has_come(self, futures: list[Future[bool]]) -> bool:
-        """Whether all ranks have read or written all of it."""
+        """Whether all ranks have completed their read or write."""
         return all(self._result(future, False) for future in futures)
 
     def _is_cancelled(self, futures: list[Future[bool]]) -> bool:
-        """Whether nobody will do what is asked for; what others were asked to do they do."""
+        """Cancels an operation if possible. Returns whether nobody will do it; orders already sent
+        to other ranks cannot be cancelled.
+        """
         return len(futures) == 1 and futures[0].cancel()
 
     # --- writes -----------------------------------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to be done for it."""
+        """Whether there is work to poll for."""
         if self._tiers.holdings.disk_rests:
             return False
         is_writing = bool(self._writing or self._tiers.writes.are_any)
@@ -280,7 +297,7 @@ class Disk:
         return is_writing or is_looking
 
     def poll(self) -> None:
-        """Take note of what is over, and begin other writes."""
+        """Handles finished operations and begins new writes."""
         self._take_written()
         self._check()
         if self._tiers.holdings.disk_rests:
@@ -317,7 +334,7 @@ class Disk:
     # --- a directory that does not answer ---------------------------------------------------------
 
     def _check(self) -> None:
-        """See whether it answers."""
+        """Checks whether the directory responds."""
         for reads in self._late[:]:
             if reads.is_over:
                 self._late.remove(reads)
@@ -337,7 +354,7 @@ class Disk:
             )
 
     def _rest(self, what: str) -> None:
-        """Ask nothing of it until all is over that was asked."""
+        """Stops using the disk until all outstanding operations have completed."""
         if self._tiers.holdings.disk_rests:
             return
         self._tiers.holdings.rest_disk()
@@ -354,7 +371,7 @@ class Disk:
                 self._writing.append(write)
 
     def close(self) -> None:
-        """Write what is ready, for a while."""
+        """Writes the items that are ready, for `CLOSE_S` at most."""
         end_s = time.perf_counter() + CLOSE_S
         self.poll()
         while self._writing and time.perf_counter() < end_s:

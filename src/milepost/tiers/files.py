@@ -2,10 +2,10 @@
 
     <directory>/<space>/<first two digits of the key>/<key>-<parent>-<position>.<page|tail|state>
 
-The space is the model's identity, so another model's files are never looked at. The name holds all
-that an index needs. A file is a head (what it is, for whom, its token ids, a checksum), padded to
-4096 bytes, and the contents as in host memory. It is written under another name and renamed, so
-that it is whole or absent; its head is checked before its contents are used.
+The space is the model's identity, so files of other models are never looked at. The name holds
+everything an index needs. A file is a head (kind, model, token ids, checksum), padded to 4096
+bytes, followed by the contents as in host memory. It is written under another name and renamed, so
+it is whole or absent; its head is checked before its contents are used.
 """
 
 from __future__ import annotations
@@ -38,45 +38,46 @@ KINDS: tuple[What, ...] = ("page", "tail", "state")
 ALIGNMENT = 4096
 _HEAD = struct.Struct("<8sIB16s16s16sQIQII")
 """Magic, version, kind, identity, key, parent, position, bytes of token ids, bytes of contents,
-their checksum, the head's own with this as 0."""
+checksum of the contents, checksum of the head (computed with 0 in its own place).
+"""
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([1-9][0-9]{0,15})\.(page|tail|state)")
 _KIND_OF: dict[str, What] = {kind: kind for kind in KINDS}
 NUM_FOLDERS = 256
 TICK_NS = 2 * 10**9
-"""A folder that has changed so lately may change again at what its clock has for the same time."""
+"""A folder changed this recently may change again without a new time stamp."""
 STALE_S = 3600.0
-"""Files that were being written longer ago than this were left by an engine that has died."""
+"""Temporary files older than this were left by an engine that has died."""
 
 
 class BadFileError(Exception):
-    """A file is not what its name says, or not whole."""
+    """A file does not match its name, or is incomplete."""
 
 
 class Files:
-    """The files of one model in a directory, once `make` has been called by somebody."""
+    """The files of one model in a directory, which `make` must have created."""
 
     def __init__(self, directory: Path, identity: bytes) -> None:
         assert len(identity) == 16, "files outlive the process, and so does the identity"
         self._identity = identity
         self._space = directory / identity.hex()
         self.num_looked = 0
-        """Folders that were looked through."""
+        """Number of folders scanned so far."""
         self._seen: dict[str, int] = {}
-        """By folder, when it had last changed before it was looked through."""
+        """Folder -> its modification time when it was last scanned."""
         self._held: dict[str, set[str]] = {}
-        """By folder, what was there."""
+        """Folder -> files that were there at the last scan."""
         self._undeleted: deque[Name] = deque()
-        """They are there, though nobody counts them."""
+        """Files that could not be deleted; nobody counts them."""
         self._folders = cycle([f"{number:02x}" for number in range(NUM_FOLDERS)])
         self._complained: set[str] = set()
 
     @property
     def directory(self) -> Path:
-        """Of this model."""
+        """This model's directory."""
         return self._space
 
     def make(self) -> None:
-        """Make the directory. Raises OSError if that cannot be."""
+        """Creates the directory. Raises OSError if it cannot."""
         self._space.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, name: Name) -> Path:
@@ -85,8 +86,8 @@ class Files:
         return self._space / key[:2] / file
 
     def look(self, num_folders: int = NUM_FOLDERS) -> tuple[list[Name], list[Name]]:
-        """What has come and what has gone since the last look, in so many folders, the next ones
-        with each call. Only names are read. One thread at a time.
+        """Returns the files that have come and gone since the last look, in the next `num_folders`
+        folders. Reads only names. One thread may call it at a time.
         """
         come: list[Name] = []
         gone: list[Name] = []
@@ -110,7 +111,7 @@ class Files:
         return come, gone
 
     def _files_in(self, folder: str) -> set[str] | None:
-        """None if nothing has changed there."""
+        """Returns the names in a folder, or None if it has not changed."""
         try:
             changed_ns = (self._space / folder).stat().st_mtime_ns
         except FileNotFoundError:
@@ -130,10 +131,11 @@ class Files:
         return files
 
     def write(self, name: Name, tokens: bytes, contents: Sequence[memoryview]) -> bool:
-        """Whether the file is there; what stands in the way is said once. A directory that somebody
-        has removed is made again."""
+        """Writes a file. Returns whether it is there; logs each cause of failure once. A directory
+        that somebody has removed is created again.
+        """
         path = self.path(name)
-        aside = path.with_name(f".{token_hex(8)}")  # in containers process ids are the same
+        aside = path.with_name(f".{token_hex(8)}")  # process ids are equal in different containers
         try:
             if path.exists():
                 return True
@@ -174,13 +176,15 @@ class Files:
         return _packed(self._identity, name, tokens, num_bytes, checksum)
 
     def read(self, name: Name, contents: Sequence[memoryview]) -> bool:
-        """Fill `contents`; False, and what they hold is nothing, if the file is not there or no
-        good. One that is no good, or cannot be read, is deleted.
+        """Fills `contents`. Returns False, with `contents` undefined, if the file is missing or
+        unusable. A file that is unusable or unreadable is deleted.
         """
         return self._opened(name, lambda file: self._read(file, name, contents)) is not None
 
     def tokens(self, name: Name) -> bytes | None:
-        """The token ids that a file says it is of, packed; None as `read` returns False."""
+        """Returns the packed token ids in a file's head, or None where `read` would return
+        False.
+        """
         return self._opened(name, lambda file: self._read_head(file, name)[0])
 
     def _opened(self, name: Name, use: Callable[[FileIO], T]) -> T | None:
@@ -202,7 +206,9 @@ class Files:
         return None
 
     def _read_head(self, file: FileIO, name: Name) -> tuple[bytes, int, int, int]:
-        """Token ids, bytes of the head and of the contents, and the contents' checksum."""
+        """Returns the token ids, the sizes of head and contents in bytes, and the contents'
+        checksum.
+        """
         head = file.read(_HEAD.size)
         if len(head) < _HEAD.size:
             raise BadFileError("cut short")
@@ -233,7 +239,9 @@ class Files:
         return tokens
 
     def remove(self, name: Name) -> None:
-        """Delete a file, which somebody else may have done; one that stays is found again."""
+        """Deletes a file, if it still exists. One that cannot be deleted is reported again by
+        `look`.
+        """
         if not self._unlink(self.path(name)):
             self._undeleted.append(name)
 
@@ -255,7 +263,7 @@ class Files:
 
 
 def _packed(identity: bytes, name: Name, tokens: bytes, num_bytes: int, checksum: int) -> bytes:
-    """The head of a file, padded."""
+    """Returns the head of a file, padded."""
     fields = (
         MAGIC, VERSION, KINDS.index(name.what), identity, name.key, name.parent, name.position,
         len(tokens), num_bytes, checksum,
@@ -266,7 +274,7 @@ def _packed(identity: bytes, name: Name, tokens: bytes, num_bytes: int, checksum
 
 
 def _is_key(name: Name, tokens: bytes) -> bool:
-    """Whether a key is that of these tokens behind the parent."""
+    """Whether the name's key is the key of these tokens after its parent."""
     if name.what == "page":
         return blake2b(name.parent + tokens, digest_size=16).digest() == name.key
     return checkpoint_key(name.parent, tokens) == name.key
@@ -295,13 +303,15 @@ def _parse(file: str) -> Name | None:
 
 
 def _remove_stale(entry: os.DirEntry[str]) -> bool:
-    """Whether what is being written is gone by now; else it has to be looked at again."""
+    """Deletes a temporary file if it is stale. Returns whether it is gone; otherwise the folder has
+    to be scanned again.
+    """
     try:
         if time.time() - entry.stat().st_mtime <= STALE_S:
             return False
         os.unlink(entry.path)
     except FileNotFoundError:
-        pass  # whoever wrote it has renamed it
+        pass  # its writer has renamed it
     except OSError:
         return False
     return True

@@ -1,5 +1,5 @@
-"""What host memory and the disk hold, and how long loading it takes: shared by the modules that
-decide what is stored and loaded. Pure.
+"""Contents of host memory and disk, and the time to load them: shared by the modules that decide
+what is stored and loaded. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from milepost.tiers.tier import Item, Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Sizes, in bytes where they say so."""
+    """Capacities of both tiers, the size of an item, and how many may be on their way."""
 
     page_bytes: int
     state_bytes: int
@@ -23,23 +23,24 @@ class Limits:
     num_disk_pages: int = 0
     num_disk_states: int = 0
     max_pages_under_way: int = 64
-    """On their way from the device; 0 bounds nothing."""
+    """Most pages on their way from the device; 0 means no limit for pages and states."""
     max_states_under_way: int = 2
 
 
 STATES_SHARE = 1 / 3
-"""Of a tier's bytes, for states, in models that have them."""
+"""Share of a tier's bytes for states, in models with states."""
 
 
 LEAST_BYTES = 2**14
-"""Charged for an item that has fewer, such as the pages of a model without attention: each is
-counted and remembered, whatever it holds."""
+"""Bytes charged for an item that has fewer, such as a page of a model without attention: each item
+is counted and remembered, whatever it holds.
+"""
 MAX_ITEMS = 2**25
-"""Of a kind, in a tier."""
+"""Most items of one kind in a tier."""
 
 
 def split(num_bytes: int, page_bytes: int, state_bytes: int) -> tuple[int, int]:
-    """Pages and states that fit."""
+    """Returns the numbers of pages and states that fit into `num_bytes`."""
     num_states = 0
     if state_bytes:
         state_bytes = max(state_bytes, LEAST_BYTES)
@@ -61,7 +62,7 @@ class TierStats:
     too_late: int = 0
     """States that left the device before there was room to copy them."""
     disk_rests: int = 0
-    """Times that the disk did not answer."""
+    """Times the disk stopped responding."""
 
 
 class Holdings:
@@ -75,48 +76,52 @@ class Holdings:
         self.stats = TierStats()
         self.page_size = page_size
         self.has_states = has_states
-        """Whether recurrent states are in slots; else there are pages alone."""
+        """Whether recurrent states are in slots; otherwise there are only pages."""
         self.host = Tier(num_pages=limits.num_host_pages, num_states=limits.num_host_states)
         self.disk = Tier(num_pages=limits.num_disk_pages, num_states=limits.num_disk_states)
         self.disk_rests = False
-        """Whether the disk does not answer: what is only there cannot be read."""
+        """Whether the disk does not respond: items that are only there cannot be read."""
 
     @property
     def head(self) -> What:
-        """What is asked for: all else is there because it needs it."""
+        """The kind of item that prompts ask for; all others are kept because a head needs them."""
         return "state" if self.has_states else "page"
 
     def has(self, tier: Tier, key: bytes, position: int) -> bool:
-        """Whether a state is there with its tail, or a page, if only on its way."""
+        """Whether a page, or a state with its tail, is in a tier or on its way there."""
         if tier.get(self.head, key) is None:
             return False
         has_tail = self.has_states and position % self.page_size > 0
         return not has_tail or tier.get("tail", key) is not None
 
     def is_on_host(self, what: What, key: bytes) -> bool:
-        """Whether something can be read from host memory."""
+        """Whether an item can be read from host memory."""
         return ready(self.host.get(what, key)) is not None
 
     def find(self, what: What, key: bytes) -> Item | None:
-        """Where something can be read; nowhere while it is on its way to host memory."""
+        """Returns the copy of an item that can be read; None while it is on its way to host
+        memory.
+        """
         on_host = self.host.get(what, key)
         if on_host is None and not self.disk_rests:
             return ready(self.disk.get(what, key))
         return ready(on_host)
 
     def rest_disk(self) -> None:
-        """It does not answer: offer nothing that is only there."""
+        """Stops offering items that are only on the disk, which does not respond."""
         self.disk_rests = True
         self.stats.disk_rests += 1
         self.disk.num_changes += 1
 
     def wake_disk(self) -> None:
-        """It answers again."""
+        """Offers items on the disk again, which responds."""
         self.disk_rests = False
         self.disk.num_changes += 1
 
     def load_seconds(self, num_pages: int, num_pages_from_disk: int, rest: Iterable[Item]) -> float:
-        """Of a load of so many pages, some of which are on disk, and of the rest."""
+        """Returns the time to load `num_pages` pages, `num_pages_from_disk` of them from disk, and
+        the items in `rest`.
+        """
         num_bytes = num_pages * self.limits.page_bytes
         disk_bytes = num_pages_from_disk * self.limits.page_bytes
         for item in rest:
@@ -130,5 +135,5 @@ class Holdings:
 
 
 def ready(item: Item | None) -> Item | None:
-    """An item whose contents are there."""
+    """Returns the item if its contents are there."""
     return item if item is not None and item.is_ready else None

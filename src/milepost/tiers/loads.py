@@ -17,14 +17,16 @@ from milepost.tiers.holdings import Holdings, ready
 from milepost.tiers.tier import Item, Tier
 
 MAX_CANDIDATES = 4
-"""States of a prompt whose costs are compared, the deepest first."""
+"""Most states of a prompt whose costs are compared, the deepest first."""
 MAX_OFFERED = 16_384
-"""Requests whose offers are remembered: more than wait, fewer than come while no tier changes."""
+"""Most requests whose offers are remembered: more than ever wait, fewer than arrive between two
+changes of a tier.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch:
-    """Where an arrival comes from: a place in host memory, which has to be read from disk first if
+    """Source of an arrival: a place in host memory, which is filled from disk first if
     `is_on_disk`.
     """
 
@@ -34,7 +36,7 @@ class Fetch:
 
 
 _Asked = tuple[int, int, int, int]
-"""Lengths of a request, and of what the device has of it."""
+"""Length of a request, and lengths of its parts that the device has."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,29 +48,29 @@ class _Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reach:
-    """How far the pages of a prompt go."""
+    """How far the cached pages of a prompt extend."""
 
     first: int
-    """Pages that the device has."""
+    """Number of pages that the device has."""
     readable: int
-    """Pages that are on the device, or behind those in any tier and can be read."""
+    """Number of pages that can be read: on the device, or after those in any tier."""
     known: int
-    """The same with those whose copies are on their way."""
+    """Like `readable`, but includes pages whose copies are on their way."""
     far: Sequence[int]
-    """Those that are on disk alone: how many pages are before each."""
+    """For each page that is only on disk, the number of pages before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LoadCandidate:
-    """A position behind the match that can be gone on from."""
+    """A position after the match from which a request can continue."""
 
     position: int
     rest: Sequence[Item] | None
-    """What it needs beside pages; None where a copy is not there yet."""
+    """Items needed besides pages; None if one of the copies has not arrived."""
 
 
 class Loads:
-    """Offers what `holdings` have of a prompt, and says where it comes from."""
+    """Offers the parts of a prompt that `holdings` have, and names the source of each."""
 
     def __init__(self, holdings: Holdings, source: str) -> None:
         self._holdings = holdings
@@ -76,15 +78,15 @@ class Loads:
         self._size = holdings.page_size
         self._loads: dict[int, _Load] = {}
         self._offered: dict[int, tuple[_Asked, Offer]] = {}
-        """By request number, what stands as long as nothing changes in the tiers: many wait, and
-        are looked at with each step.
+        """Request number -> the offer, valid until a tier changes: many requests wait, and each
+        step looks at them.
         """
         self._num_changes = 0
 
     # --- what is offered --------------------------------------------------------------------------
 
     def offer(self, request: Request, match: Match) -> Offer:
-        """The state for which loading saves most, if it is worth it."""
+        """Returns the offer that saves the most time, if any does."""
         num_changes = self._holdings.host.num_changes + self._holdings.disk.num_changes
         if num_changes != self._num_changes or len(self._offered) >= MAX_OFFERED:
             self._num_changes = num_changes
@@ -127,7 +129,7 @@ class Loads:
         return Offer(source=self._source, lost=tuple(lost))
 
     def _by_tier(self, candidate: _LoadCandidate, here: int, num_far: int) -> dict[str, int]:
-        """From where the tokens of a load would come."""
+        """Returns how many of a load's tokens would come from each tier."""
         num_tokens = candidate.position - here
         from_disk = min(num_far * self._size, num_tokens)
         if not all(self._holdings.is_on_host(item.what, item.key) for item in candidate.rest or ()):
@@ -157,7 +159,7 @@ class Loads:
     def _candidates(
         self, request: Request, digests: Sequence[bytes], reach: _Reach, match: Match
     ) -> Iterator[_LoadCandidate]:
-        """Those within reach, the deepest first."""
+        """Yields the candidates within reach, the deepest first."""
         chain, limit, above = request.chain, len(request.chain) - 1, match.state_length
         if not self._holdings.has_states:
             for depth in (reach.known, reach.readable):
@@ -185,7 +187,9 @@ class Loads:
                     yield _LoadCandidate(position=position, rest=there if is_there else None)
 
     def _rest(self, key: bytes, *, has_tail: bool) -> list[Item | None] | None:
-        """What a state needs beside pages, as far as it can be read; None if there is no such."""
+        """Returns the items a state needs besides pages, None for each that cannot be read. Returns
+        None if there is no such state.
+        """
         holdings = self._holdings
         if holdings.host.get("state", key) is None and holdings.disk.get("state", key) is None:
             return None
@@ -195,7 +199,7 @@ class Loads:
     # --- what is brought --------------------------------------------------------------------------
 
     def begin(self, load: Load) -> None:
-        """Pin what a load reads; what is on disk gets places in host memory first."""
+        """Pins the sources of a load. Items on disk get places in host memory first."""
         self._holdings.stats.loads += 1
         state = self._loads[load.number] = _Load()
         missing = []
@@ -216,7 +220,7 @@ class Loads:
         load.fetches.append(Fetch(arrival=arrival, item=item, is_on_disk=is_on_disk))
 
     def _promote(self, load: _Load, missing: Sequence[Arrival]) -> None:
-        """Make places for what is to be read from disk."""
+        """Allocates places in host memory for items to be read from disk."""
         host, disk = self._holdings.host, self._holdings.disk
         sources = [self._holdings.find(each.what, each.key) for each in missing]
         found = [item for item in sources if item is not None]
@@ -234,12 +238,12 @@ class Loads:
             self._fetch(load, arrival, copy, is_on_disk=True)
 
     def fetches(self, number: int) -> list[Fetch] | None:
-        """Where what a load fills comes from; None if it cannot be brought."""
+        """Returns the sources of a load, or None if it cannot be done."""
         load = self._loads[number]
         return load.fetches if load.is_possible else None
 
     def end(self, number: int) -> None:
-        """A load is over."""
+        """Unpins a load's sources and drops the places that were not filled."""
         load = self._loads.pop(number)
         for tier, item in load.pinned:
             tier.unpin((item,))
@@ -248,7 +252,7 @@ class Loads:
                 self._holdings.host.remove(fetch.item)
 
     def failed(self, missing: Sequence[tuple[What, bytes]]) -> None:
-        """A load fails for want of these files: they are no good, or gone."""
+        """Counts a failed load and removes the items whose files are missing or unusable."""
         self._holdings.stats.failed_loads += 1
         for what, key in missing:
             item = self._holdings.disk.get(what, key)

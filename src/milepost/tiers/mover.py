@@ -1,9 +1,9 @@
-"""Copies between a rank's pools and its host memory: in parallel with the steps, never too early.
+"""Copies between a rank's pools and its host memory, in parallel with the steps.
 
-What is stored goes through a staging area on the device: it is copied there in the order of the
-steps, so nothing launched later can overwrite it first, and on to the host on a stream of its own.
-The staging area is reused once that copy's event has passed. A load waits for everything launched
-before the plan that names it. On a CPU a copy is made at once.
+A stored item goes through a staging area on the device. The copy to the staging area is ordered
+with the steps, so nothing launched later can overwrite the item first; the copy to the host runs on
+a stream of its own. The staging place is reused once that copy's event has passed. A load waits for
+everything launched before the plan that names it. On a CPU, copies are made at once.
 """
 
 from __future__ import annotations
@@ -22,45 +22,49 @@ from milepost.tiers.orders import Run
 
 
 class DeviceEvent(Protocol):
-    """Has passed once all is done that was launched before it."""
+    """An event that passes once everything launched before it is done."""
 
     def query(self) -> bool: ...
 
     def synchronize(self) -> None: ...
 
     def seconds(self) -> float | None:
-        """What the copies before it took, if that is known; it has passed."""
+        """Returns the duration of the copies before the event, if it is known. The event must have
+        passed.
+        """
         ...
 
 
 Copies = Sequence[tuple[Arena, Arena, What, int, int, int]]
-"""Each: to, from, kind, first places, number."""
+"""Copies to make, each as: target, source, kind, first place in the target, first place in the
+source, number.
+"""
 
 
 class HostLink(Protocol):
-    """The way between the device and host memory."""
+    """A link between the device and host memory."""
 
     needs_staging: bool
 
     def now(self) -> DeviceEvent:
-        """Passes once all steps that are launched are done."""
+        """Returns an event that passes once all launched steps are done."""
         ...
 
     def order(self, event: DeviceEvent) -> None:
-        """Have the steps that are launched from now on wait for an event."""
+        """Makes steps that are launched from now on wait for an event."""
         ...
 
     def copy(self, copies: Copies) -> None:
-        """Copy now, in the order of the steps."""
+        """Copies now, ordered with the steps."""
         ...
 
     def copy_behind(self, event: DeviceEvent, copies: Copies, *, up: bool) -> DeviceEvent:
-        """Copy beside the steps, once an event has passed."""
+        """Copies in parallel with the steps, once an event has passed."""
         ...
 
 
 class Passed:
-    """An event of the past, behind copies that took so long."""
+    """An event that has passed, after copies lasting `seconds`."""
 
     def __init__(self, seconds: float | None = None) -> None:
         self._seconds = seconds
@@ -76,7 +80,7 @@ class Passed:
 
 
 class DirectLink:
-    """Memory that one processor copies, at once."""
+    """A link between memories that one processor copies, at once."""
 
     needs_staging = False
 
@@ -98,7 +102,7 @@ class DirectLink:
 
 
 class CudaEvent:
-    """A point on a stream, behind copies that began at another perhaps."""
+    """A point on a stream. Knows the duration of the copies before it if `begin` was called."""
 
     def __init__(self) -> None:
         self._begin: torch.cuda.Event | None = None
@@ -119,7 +123,7 @@ class CudaEvent:
 
 
 class CudaLink(DirectLink):
-    """A stream in each direction, beside the steps' own."""
+    """A link with one stream for each direction, besides the steps' stream."""
 
     needs_staging = True
 
@@ -149,8 +153,9 @@ class CudaLink(DirectLink):
 
 
 class Mover:
-    """Makes one rank's copies; of what leaves, no more than `num_staged` pages and states may be
-    under way where the link needs staging."""
+    """Makes one rank's copies. If the link needs staging, at most `num_staged` pages and states may
+    be leaving the device at a time.
+    """
 
     def __init__(
         self, device: Arena, host: Arena, link: HostLink, num_staged: tuple[int, int]
@@ -164,7 +169,7 @@ class Mover:
         self._leaving: deque[tuple[list[tuple[What, int]], DeviceEvent]] = deque()
 
     def store(self, stores: Sequence[Store]) -> DeviceEvent:
-        """Copy out what the pools hold now; passes once it is in host memory."""
+        """Copies out what the pools hold now. The event passes once it is in host memory."""
         if self.staging is None:
             self._link.copy([(self.host, self._device, s.what, s.place, s.id, 1) for s in stores])
             return Passed()
@@ -178,20 +183,20 @@ class Mover:
         return done
 
     def now(self) -> DeviceEvent:
-        """Passes once all steps that are launched are done."""
+        """Returns an event that passes once all launched steps are done."""
         return self._link.now()
 
     def order(self, event: DeviceEvent) -> None:
-        """Have the steps that are launched from now on wait for an event."""
+        """Makes steps that are launched from now on wait for an event."""
         self._link.order(event)
 
     def bring(self, after: DeviceEvent, runs: Sequence[Run]) -> DeviceEvent:
-        """Copy to the device, once `after` has passed."""
+        """Copies to the device, once `after` has passed."""
         copies = [(self._device, self.host, *run) for run in runs]
         return self._link.copy_behind(after, copies, up=True)
 
     def _reuse(self) -> None:
-        """Take back the staging places that are read."""
+        """Frees the staging places that have been read."""
         while self._leaving and self._leaving[0][1].query():
             for what, place in self._leaving.popleft()[0]:
                 self._free[what == "state"].append(place)

@@ -1,5 +1,5 @@
-"""Names of files, from which alone their index is built, and the order in which it reads them.
-Pure.
+"""Names of files, which alone suffice to build the index, and the order in which the index takes
+them. Pure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from milepost.tiers.tier import Item
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Name:
-    """What a file holds."""
+    """The name of a file: kind, key, parent and position of the item it holds."""
 
     what: What
     key: bytes
@@ -27,22 +27,22 @@ def name_of(item: Item) -> Name:
 
 @dataclass(slots=True, kw_only=True)
 class News:
-    """What a look at a directory has found."""
+    """Results of a look at a directory."""
 
     found: list[Name] = field(default_factory=list)
-    """In the order in which they are to be filed: where there is no room for all, what is filed
-    goes first that nothing hangs on, and then what was filed longest ago.
+    """New files, in the order in which to register them: if room runs out, items without dependents
+    are evicted first, then those registered longest ago.
     """
     loose: list[Name] = field(default_factory=list)
-    """Parts that nothing needs, though there was time for what does."""
+    """Parts that nothing needs, although there was time for their heads to appear."""
     lost: list[Name] = field(default_factory=list)
-    """Those that were there at the last look."""
+    """Files that were there at the last look and have gone."""
 
 
 class Finds:
-    """Gathers what is found, part by part, until all folders have been looked through: a state is
-    most often in another one than its pages are. `is_needed` says so of what hangs on nothing that
-    is gathered.
+    """Collects new files, part by part, until all folders have been scanned: a state is rarely in
+    the same folder as its pages. `is_needed` tells whether a part is needed
+    that no collected item needs.
     """
 
     def __init__(self, head: What, is_needed: Callable[[Name], bool]) -> None:
@@ -50,13 +50,13 @@ class Finds:
         self._is_needed = is_needed
         self._new: list[Name] = []
         self._waiting: list[Name] = []
-        """Parts of what may have been half written when they were found."""
+        """Parts of items that may have been half written when they were found."""
 
     def add(self, names: Iterable[Name]) -> None:
         self._new += names
 
     def end_round(self) -> News:
-        """All folders have been looked through since the last time."""
+        """Returns the news of a complete round through the folders."""
         new, waiting = set(self._new), self._waiting
         found, rest = _with_their_pages([*waiting, *self._new], self._head)
         needed, rest = self._parted(rest)
@@ -64,7 +64,7 @@ class Finds:
         return News(found=found + needed, loose=[name for name in rest if name not in new])
 
     def _parted(self, rest: list[Name]) -> tuple[list[Name], list[Name]]:
-        """Those that something needs which is filed already, and the others."""
+        """Splits parts into those that a registered item needs and the others."""
         needed: list[Name] = []
         others: list[Name] = []
         parents: set[bytes] = set()
@@ -78,8 +78,8 @@ class Finds:
 
 
 def _with_their_pages(names: Iterable[Name], head: What) -> tuple[list[Name], list[Name]]:
-    """States, the shallowest first, each behind those of its parts that have not come yet; and what
-    none of them needs. Without states the pages at the ends of paths take their place.
+    """Returns heads, the shallowest first, each after those of its parts not returned yet, and the
+    parts that no head needs. Heads are states or, without states, the last pages of paths.
     """
     parts = {(name.what, name.key): name for name in names}
     inner = {name.parent for name in parts.values() if name.what == "page"}

@@ -1,8 +1,7 @@
-"""What the first rank tells the others to do with their parts of what is kept. Can be sent as
-bytes.
+"""Orders of the first rank to the others about their parts of the tiers. They can be sent as bytes.
 
-Each is answered, once done, with whether it succeeded. Names and places are the same on all ranks,
-the bytes are each rank's own.
+Each order is answered, once it is done, with whether it succeeded. Names and places are the same on
+all ranks; the bytes are each rank's own.
 """
 
 from __future__ import annotations
@@ -17,34 +16,38 @@ from milepost.cache.plans import What
 from milepost.tiers.names import Name
 
 Run = tuple[What, int, int, int]
-"""To the device: kind, first id there, first place in host memory, number."""
+"""A run of items to copy to the device: kind, first id there, first place in host memory,
+number.
+"""
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answer once the copies that a plan named are in host memory: one such order for each call of
-    `Carrier.store`, in their order."""
+    """Asks for an answer once the copies that a plan named are in host memory. There is one order
+    for each call of `Carrier.store`, in the same sequence.
+    """
 
 
 class Bring(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Make a load's copies, or none if it fails: then forget it."""
+    """Makes a load's copies, or drops the load if `runs` is empty because it failed."""
 
     number: int
-    """Of the request."""
+    """The request's number."""
     runs: tuple[Run, ...] = ()
 
 
 class OnDisk(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Read a file, write it, or delete it."""
+    """Reads, writes or deletes a file."""
 
     do: Literal["read", "write", "remove"]
     name: Name
     tokens: bytes = b""
     place: int = 0
-    """In host memory."""
+    """Place in host memory."""
 
 
 Order = Stored | Bring | OnDisk
 
 Ask = Callable[[Order], Future[bool]]
-"""Has all other ranks do something; resolved once they all have, with whether it went well on all
-of them. Raises EngineDeadError, as the future does, if one is lost."""
+"""Sends an order to all other ranks. The future resolves once all have done it, with whether all
+succeeded. Raises EngineDeadError, as does the future, if a rank is lost.
+"""

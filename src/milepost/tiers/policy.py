@@ -1,9 +1,8 @@
-"""The tiers of one model: which pages and states are stored in host memory and on disk, and which
-are loaded again. Pure.
+"""The tiers of one model: decide which pages and states are stored in host memory and on disk, and
+which are loaded again. Pure.
 
 An item can be read once its copy is reported (`Stores.stored`, `Writes.written`), and is pinned
-while somebody reads or writes it. Places are numbers in the host's arena, the same on every
-rank.
+while it is read or written. Places are numbers in the host's arena, the same on every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from milepost.tiers.writes import Writes
 
 
 class Tiers:
-    """The keeper of a scheduler, and a source for it, over what `cache` holds."""
+    """The keeper and a source of a scheduler, for the pages and states in `cache`."""
 
     name = "tiers"
 
@@ -38,7 +37,7 @@ class Tiers:
         self.writes = Writes(self.holdings)
         self.stores = Stores(cache, self.holdings, self.writes.want)
         self.reach: Reach | None = None
-        """Once somebody listens."""
+        """Created once somebody listens."""
         self._cache = cache
 
     @property
@@ -66,7 +65,7 @@ class Tiers:
         return self.holdings.stats
 
     def clear(self) -> None:
-        """Forget what host memory holds, but for what is being copied."""
+        """Drops everything in host memory that is not being copied."""
         self.stores.clear()
         self.host.clear()
 
@@ -94,7 +93,7 @@ class Tiers:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is more to be told."""
+        """Whether there are more events to report."""
         return self.reach is not None and self.reach.is_behind
 
     def take_events(self) -> tuple[Event, ...]:

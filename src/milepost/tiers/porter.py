@@ -1,7 +1,7 @@
-"""The tiers of any rank but the first: its own copies and files.
+"""Tiers of a rank other than the first: its own copies and files.
 
-The first rank decides for all. What a plan names is copied out as the plan is launched; everything
-else arrives as orders, and is answered once it is done.
+The first rank decides for all. Items that a plan stores are copied out when the plan is launched;
+everything else arrives as orders, and is answered once it is done.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from milepost.tiers.threads import Threads
 
 
 class Porter:
-    """A `Carrier` of `runner`. `answer` is called with an order's ticket and whether it went well,
-    from any thread; `begin_thread` is called first in each."""
+    """A `Carrier` of `runner`. Calls `answer`, from any thread, with an order's ticket and whether
+    it succeeded. Each thread calls `begin_thread` first.
+    """
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Porter:
         self._loads[load.number] = load, self._mover.now()
 
     def do(self, ticket: int, order: Order) -> None:
-        """Begin what the first rank wants."""
+        """Begins to carry out an order of the first rank."""
         match order:
             case Stored():
                 self._await(self._down, ticket, self._stores.popleft())

@@ -1,25 +1,25 @@
-"""How fast tokens are computed and bytes are copied: smoothed measurements of the caller."""
+"""Measured speeds of prefills and copies, smoothed. The caller measures."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 WEIGHT = 0.2
-"""Of the newest measurement; the first ones count alike."""
+"""Least weight of a new measurement; the first ones are averaged evenly."""
 FORGOTTEN = 0.01
-"""What was measured of copies goes back to the guess by this share with each prefill: what is found
-too slow is not tried, and so not measured, any more.
+"""Share by which the measured speed of copies returns to the guess with each prefill. Loads that
+seem too slow are not tried, so their speed would never be measured again.
 """
 MIN_TOKENS = 256
-"""Prefills of fewer tokens are too short to tell a rate."""
+"""Fewest tokens of a prefill that is measured; shorter ones do not tell a rate."""
 MIN_BYTES = 2**20
-"""Likewise of copies."""
+"""Fewest bytes of a copy that is measured."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Rate:
-    """Of one way. What it is at first is a guess, on the high side for copies: one that is not
-    tried is never measured.
+    """A measured rate. It starts at `guess`, which is too high rather than too low for copies: a
+    way that is never tried is never measured.
     """
 
     guess: float
@@ -39,7 +39,7 @@ class Rate:
 
 
 class MeasuredRates:
-    """In tokens and bytes a second."""
+    """Rates in tokens and bytes per second."""
 
     def __init__(
         self,
@@ -53,16 +53,16 @@ class MeasuredRates:
         self._host = Rate(guess=host_bytes_per_s)
         self._disk = Rate(guess=disk_bytes_per_s)
         self._load_s = load_s
-        """What a load costs beside its bytes."""
+        """Fixed cost of a load, besides its bytes."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Computed by a prefill."""
+        """Tokens that a prefill computes per second."""
         return self._tokens.value
 
     @property
     def host_bytes_per_s(self) -> float:
-        """Between host memory and the device."""
+        """Bytes per second between host memory and the device."""
         return self._host.value
 
     @property
@@ -84,7 +84,7 @@ class MeasuredRates:
             self._disk.measure(num_bytes, seconds)
 
     def load_seconds(self, host_bytes: int, disk_bytes: int) -> float:
-        """Of a load; what is on disk crosses host memory too."""
+        """Returns the time of a load. Bytes on disk pass through host memory too."""
         copying = (host_bytes + disk_bytes) / self.host_bytes_per_s
         return self._load_s + copying + disk_bytes / self.disk_bytes_per_s
 

@@ -1,12 +1,12 @@
-"""Which pages a prompt can use through a state in host memory or on disk. Pure.
+"""Finds the pages that a prompt can use through a state in host memory or on disk. Pure.
 
-A page is *whole* if it and all before it can be read, on the device, in host memory or from disk. A
-state can be loaded if its page is whole and its own contents, and its tail's, can be read; then all
-pages up to it are reachable through the memory that the state is in. Without states in slots every
-whole page is reachable through its own memory. Pages under a salt are left out: they have another
-root.
+A page is *whole* if it and all pages before it can be read, on the device, in host memory or from
+disk. A state can be loaded if its page is whole and its own contents, and its tail's, can be read.
+Then all pages up to it are reachable through the memory that holds the state. Without states in
+slots, every whole page is reachable through its own memory. Salted pages are left out: they have
+another root.
 
-Changes are noted, and processed when somebody asks, by what is true then.
+Changes are only noted, and processed when somebody asks, with the contents at that time.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from milepost.tiers.tier import Item
 
 PLACES: Final[tuple[Where, ...]] = ("host", "disk")
 MAX_AT_ONCE = 1000
-"""Things that have come are taken in so many at a time: a step waits for them, and a directory may
-have a million."""
+"""Most additions processed at a time: a step waits for them, and a directory may have a million
+files.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class _Page:
-    """A page that can be read, or that something hangs on."""
+    """A page that can be read or has dependents."""
 
     key: bytes
     parent: bytes = b""
@@ -49,27 +50,28 @@ class _Page:
     is_there: bool = False
     is_whole: bool = False
     below: dict[bytes, None] = field(default_factory=dict)
-    """Pages right behind it that are there."""
+    """Readable pages directly after this one."""
     states: dict[bytes, tuple[Where, ...]] = field(default_factory=dict)
-    """What of it can be loaded once it is whole, and where that is."""
+    """Items on this page that can be loaded once it is whole, with their places."""
     num_reaching: dict[Where, int] = field(default_factory=lambda: dict.fromkeys(PLACES, 0))
-    """Its own states there, and pages right behind it that are reachable by such; 0 unless it is
-    whole."""
+    """Place -> number of this page's states there, plus the pages directly after it that are
+    reachable through it; 0 unless the page is whole.
+    """
 
 
 class Reach:
-    """What `holdings` make of `cache`."""
+    """Tracks the pages that `holdings` make reachable for `cache`."""
 
     def __init__(self, cache: Cache, holdings: Holdings) -> None:
         self._cache, self._holdings = cache, holdings
         self._root = cache.chain(()).root
         self._pages: dict[bytes, _Page] = {}
         self._states: dict[bytes, bytes] = {}
-        """The page that each hangs on."""
+        """State -> the page it belongs to."""
         self._come: dict[tuple[bool, bytes], None] = {}
-        """Keys of what can be read in one memory more, and whether they are states'."""
+        """(whether it is a state, key) of items that became readable in one more memory."""
         self._gone: dict[tuple[bool, bytes], None] = {}
-        """In one less."""
+        """(whether it is a state, key) of items that are readable in one memory less."""
         self._events: list[Event] = []
         self._unread: deque[Name] = deque()
         self._disk_rests = holdings.disk_rests
@@ -78,7 +80,7 @@ class Reach:
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing has been told yet."""
+        """Starts over, with nothing reported."""
         root = _Page(self._root, is_there=True, is_whole=True)
         self._pages = {self._root: root}
         self._states.clear()
@@ -92,7 +94,7 @@ class Reach:
     # --- what has changed -------------------------------------------------------------------------
 
     def note(self, events: Iterable[Event]) -> None:
-        """What has come to the device and gone from it."""
+        """Notes items that have come to the device or gone from it."""
         for event in events:
             match event:
                 case PagesCached():
@@ -103,19 +105,20 @@ class Reach:
                     self._begin()
 
     def _note_item(self, what: What, key: bytes, *, is_there: bool) -> None:
-        """A tier has something that can be read, or has it no more; a tail has its state's key."""
+        """Notes that an item can be read from a tier, or no longer. A tail has its state's key."""
         changed = self._come if is_there else self._gone
         changed[what != "page", key] = None
 
     @property
     def is_behind(self) -> bool:
-        """Whether not all that is known by now has been taken in."""
+        """Whether some changes have not been processed."""
         has_changed = self._holdings.disk_rests != self._disk_rests
         return bool(self._come or self._gone) or has_changed
 
     def take_events(self) -> tuple[Event, ...]:
-        """What has become reachable and what is no more, since the last time; after a `Cleared` all
-        that is reachable. What has gone is taken in first and whole, so that nothing is told by it.
+        """Returns the pages that have become reachable or unreachable since the last call; after a
+        `Cleared`, all that are reachable. Removals are processed first and completely, so no event
+        depends on an item that has gone.
         """
         if self._holdings.disk_rests != self._disk_rests:
             self._disk_rests = self._holdings.disk_rests
@@ -131,7 +134,7 @@ class Reach:
         return events
 
     def _take_in(self, is_state: bool, key: bytes) -> None:
-        """What is true of a page or a state by now."""
+        """Updates a page or a state to the current contents."""
         if is_state:
             self._set_state(key)
             return
@@ -144,7 +147,9 @@ class Reach:
     # --- what is there ----------------------------------------------------------------------------
 
     def _find(self, key: bytes) -> tuple[bytes, int, bytes] | None:
-        """Parent, position and tokens of a page that can be read somewhere, once all are known."""
+        """Returns parent, position and tokens of a page that can be read somewhere and whose tokens
+        are known.
+        """
         node = self._cache.tree.nodes.get(key)
         if node is not None and node.parent is not None:
             return node.parent.digest, node.depth * self._cache.page_size, node.tokens
@@ -157,7 +162,7 @@ class Reach:
         return None
 
     def _items(self, what: What, key: bytes) -> list[Item]:
-        """What can be read in host memory and on disk."""
+        """Returns the copies that can be read in host memory and on disk."""
         holdings = self._holdings
         found = [ready(holdings.host.get(what, key))]
         if not holdings.disk_rests:
@@ -165,7 +170,9 @@ class Reach:
         return [item for item in found if item is not None]
 
     def _places(self, what: What, key: bytes) -> tuple[Where, ...]:
-        """Where what can be gone on from is, as far as that does not depend on other pages."""
+        """Returns the places from which an item can be loaded, as far as that does not depend on
+        other pages.
+        """
         found = self._items(what, key)
         if what == "state" and found and found[0].position % self._holdings.page_size:
             found = found if self._items("tail", key) else []
@@ -174,17 +181,17 @@ class Reach:
 
     @property
     def are_unread(self) -> bool:
-        """Whether there are files whose tokens are not known."""
+        """Whether there are files whose tokens are unknown."""
         return bool(self._unread)
 
     def take_unread(self, most: int) -> list[Name]:
-        """Up to so many of the pages on disk that cannot be told of before their tokens are known:
-        who reads them calls `learn`.
+        """Returns at most `most` pages on disk that cannot be reported before their tokens are
+        known. The caller reads the tokens and calls `learn`.
         """
         return [self._unread.popleft() for _ in range(min(most, len(self._unread)))]
 
     def learn(self, key: bytes, tokens: bytes) -> None:
-        """A page's tokens, from its file."""
+        """Takes a page's tokens, read from its file."""
         for tier in (self._holdings.host, self._holdings.disk):
             item = tier.get("page", key)
             if item is not None and not item.tokens:
@@ -194,14 +201,14 @@ class Reach:
     # --- pages and states come and go -------------------------------------------------------------
 
     def _page(self, key: bytes) -> _Page:
-        """A page; one that is not there if it is not known."""
+        """Returns a page; an absent one is created if it is unknown."""
         page = self._pages.get(key)
         if page is None:
             page = self._pages[key] = _Page(key)
         return page
 
     def _forget(self, page: _Page) -> None:
-        """What neither is there nor has anything hanging on it."""
+        """Forgets a page if it is absent and nothing depends on it."""
         if not (page.is_there or page.below or page.states):
             del self._pages[page.key]
 
@@ -241,7 +248,7 @@ class Reach:
             self._forget(page)
 
     def _hang(self, key: bytes, page: _Page, places: tuple[Where, ...]) -> None:
-        """Where something that hangs on a page is by now."""
+        """Updates the places of an item that belongs to a page."""
         before = page.states.pop(key, ())
         self._states.pop(key, None)
         if places:
@@ -257,7 +264,7 @@ class Reach:
     # --- what that makes reachable ----------------------------------------------------------------
 
     def _make_whole(self, top: _Page) -> None:
-        """A page and those behind it."""
+        """Marks a page, and those after it, as whole."""
         below = list(self._from(top))
         for page in below:
             page.is_whole = True
@@ -267,7 +274,7 @@ class Reach:
                     self._raise(page, where)
 
     def _break(self, top: _Page) -> None:
-        """A page that goes, and those behind it."""
+        """Marks a page that goes, and those after it, as not whole."""
         below = list(self._from(top))
         for page in below:
             for places in page.states.values():
@@ -284,7 +291,9 @@ class Reach:
             left += [self._pages[key] for key in page.below]
 
     def _raise(self, page: _Page, where: Where) -> None:
-        """Something more reaches a whole page, and maybe those above it."""
+        """Counts one more way to reach a whole page, and the pages before it that become
+        reachable.
+        """
         run = []
         while True:
             page.num_reaching[where] += 1

@@ -1,8 +1,9 @@
 """Decides what to store in host memory. Pure.
 
-*Ahead* of their eviction: the states that are likely to be needed (ends of prompts and answers,
-marks, branch points), with the pages before them, a few with each plan. At its eviction: any other
-state that is expected to save enough. In a model without states in slots every page is stored.
+States that are likely to be needed (ends of prompts and answers, marks, branch points) are stored
+*ahead* of their eviction, with the pages before them, a few with each plan. Any other state is
+stored when it is evicted, if it is expected to save enough. In a model without states in slots,
+every page is stored.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from milepost.tiers.holdings import Holdings
 from milepost.tiers.tier import Item
 
 AHEAD = frozenset(Kind) - {Kind.SPARSE, Kind.PREEMPTED, Kind.LOADED}
-"""States that go down ahead of their eviction. Those inside a prompt are soon superseded, for the
-most part, and a preempted request is soon back.
+"""Kinds of states that are stored ahead of their eviction. Most states inside a prompt are soon
+superseded, and a preempted request soon resumes.
 """
 MIN_SCORE = 16.0
-"""Tokens that another state must be expected to save when it is evicted."""
+"""Tokens that any other state must be expected to save to be stored when it is evicted."""
 MAX_QUEUED = 4096
-"""States that wait to go down; then the oldest is forgotten."""
+"""Most states that wait to be stored; beyond that the oldest is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """Something on the device that may be copied down."""
+    """An item on the device that may be copied to host memory."""
 
     what: What
     key: bytes
     parent: bytes
     tokens: bytes
-    """A page's own; of a state the tail."""
+    """A page's own tokens, or a state's tail."""
     position: int
     id: int
     num_moves: int
@@ -44,8 +45,9 @@ class _Source:
 
 
 class Stores:
-    """Names what of `cache` is copied to host memory; `on_named` is told each head
-    and its position."""
+    """Names the items of `cache` to copy to host memory. Calls `on_named` with each head and its
+    position.
+    """
 
     def __init__(
         self, cache: Cache, holdings: Holdings, on_named: Callable[[bytes, int], None]
@@ -56,17 +58,17 @@ class Stores:
         self._on_named = on_named
         self._size = cache.page_size
         self._queue: OrderedDict[bytes, int] = OrderedDict()
-        """States to go down ahead of their eviction: key -> slot. Without states in slots pages,
-        by key.
+        """States to store ahead of their eviction: key -> slot. Without states in slots, pages by
+        key.
         """
         self._later: OrderedDict[bytes, int] = OrderedDict()
-        """Those that go once nothing else waits."""
+        """States to store once `_queue` is empty."""
         self._departures: list[Departure] = []
         self._under_way: dict[tuple[What, bytes], Item] = {}
         self._num_states_under_way = 0
 
     def note(self, events: tuple[Event, ...]) -> None:
-        """What has come to the device and gone from it."""
+        """Notes items that have come to the device or gone from it."""
         for event in events:
             match event:
                 case StateCached() if event.kind in AHEAD:
@@ -88,8 +90,9 @@ class Stores:
                 self._queue.popitem(last=False)
 
     def _pass_over_above(self, event: StateCached) -> None:
-        """An answer's end is what the next turn asks for: its prompt's, if that still waits, goes
-        behind all others, for who asks the same again.
+        """Lowers the priority of a prompt's end when its answer's end is cached: the next turn asks
+        for the answer's end. If the prompt's end still waits, it goes after all others, for repeats
+        of the same prompt.
         """
         checkpoint = self._cache.tree.at_slot.get(event.id)
         if checkpoint is None or checkpoint.key != event.key:
@@ -104,11 +107,13 @@ class Stores:
 
     @property
     def are_any(self) -> bool:
-        """Whether something waits to go down to host memory."""
+        """Whether anything waits to be stored in host memory."""
         return bool(self._queue or self._later or self._departures)
 
     def take(self, num_moves: int) -> tuple[Store, ...]:
-        """What the next plan copies: what leaves and is not kept yet, then some that may leave."""
+        """Returns the copies for the next plan: evicted items that are not stored yet first, then
+        some that wait.
+        """
         stores: list[Store] = []
         departures, self._departures = self._departures, []
         if departures:
@@ -140,7 +145,7 @@ class Stores:
                 self._holdings.stats.too_late += 1
 
     def _resident(self, key: bytes, id_: int, num_moves: int) -> _Source | None:
-        """A state, or a page, that is queued, if it is still where it was."""
+        """Returns a queued state or page if it is still where it was."""
         if not self._holdings.has_states:
             if self._host.get("page", key) is not None:
                 return None
@@ -164,7 +169,7 @@ class Stores:
     def _page(
         self, key: bytes, leaving: Mapping[bytes, Departure], num_moves: int
     ) -> _Source | None:
-        """A page on the device, or one that leaves it with this plan."""
+        """Returns a page that is on the device or leaves it with this plan."""
         node = self._cache.tree.nodes.get(key)
         if node is None:
             departure = leaving.get(key)
@@ -187,9 +192,9 @@ class Stores:
         num_moves: int,
         stores: list[Store],
     ) -> bool:
-        """Name the copies that something needs, as many as may be under way; False if it has to be
-        tried again, or is lost if it leaves. Pages go before the state that needs them. What finds
-        no room at all is given up, and so is what has lost a page.
+        """Adds the copies that an item needs, as many as may be under way. Returns False if the
+        item must be tried again, or is lost if it leaves. Pages go before the state that needs
+        them. An item is dropped if it finds no room at all or has lost a page.
         """
         for parts in self._missing(source, leaving, num_moves):
             num_states = sum(part.what == "state" for part in parts)
@@ -206,8 +211,8 @@ class Stores:
     def _missing(
         self, source: _Source, leaving: Mapping[bytes, Departure], num_moves: int
     ) -> list[list[_Source]]:
-        """What host memory lacks of what something needs, itself last, with its tail; nothing if a
-        page has gone.
+        """Returns an item and the pages it needs, as far as host memory lacks them, the item last,
+        with its tail. Returns nothing if a page has gone.
         """
         found = [[source]]
         above, depth = source.parent, (source.position - 1) // self._size
@@ -230,7 +235,7 @@ class Stores:
         return parts
 
     def _may_begin(self, num_pages: int, num_states: int) -> bool:
-        """Whether so much more may be on its way."""
+        """Whether this many more items may be on their way."""
         limits = self._holdings.limits
         if not limits.max_pages_under_way:
             return True
@@ -249,12 +254,12 @@ class Stores:
         )
 
     def stored(self, what: What, key: bytes) -> None:
-        """A copy has reached its place in host memory."""
+        """Reports that a copy has reached its place in host memory."""
         self._holdings.stats.stored += 1
         self._end_store(what, key, is_there=True)
 
     def not_stored(self, what: What, key: bytes) -> None:
-        """A copy did not reach its place, and nobody writes there any more."""
+        """Reports that a copy failed and nothing writes to its place any more."""
         self._end_store(what, key, is_there=False)
 
     def _end_store(self, what: What, key: bytes, *, is_there: bool) -> None:
@@ -267,12 +272,12 @@ class Stores:
             self._host.remove(item)
 
     def forget_all(self) -> None:
-        """No copy is on its way, whatever plans said."""
+        """Drops all copies that are on their way."""
         for what, key in list(self._under_way):
             self.not_stored(what, key)
 
     def clear(self) -> None:
-        """Nothing is wanted any more."""
+        """Drops all items that wait to be stored."""
         self._queue.clear()
         self._later.clear()
 

@@ -1,7 +1,7 @@
-"""Threads that nobody waits for: a directory may never answer, and the process ends all the same.
+"""Threads that never delay the end of the process, even if a directory never responds.
 
 An executor's threads are joined when the interpreter ends, so one that hangs in a read of a network
-file system would keep it from ending.
+file system would keep the process alive.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ Returned = TypeVar("Returned")
 
 
 class Threads:
-    """Up to `most` threads, each begun when there is something to do, which do what is submitted in
-    that order. `begin` is called first in each."""
+    """At most `most` threads, started on demand, which run submitted calls in order. Each thread
+    calls `begin` first.
+    """
 
     def __init__(self, most: int, name: str, begin: Callable[[], object] = int) -> None:
         self._most, self._name, self._begin = most, name, begin
@@ -29,8 +30,9 @@ class Threads:
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, call: Callable[..., Returned], *args: Any) -> Future[Returned]:
-        """Have it called; what it returns or raises. It can be cancelled until it has begun, and is
-        if the system has no thread for it."""
+        """Queues a call and returns its future. It can be cancelled until it has begun, and is
+        cancelled if the system has no thread for it.
+        """
         future: Future[Returned] = Future()
         self._jobs.put((future, call, args))
         if self._num_threads < self._most:
@@ -40,7 +42,7 @@ class Threads:
         return future
 
     def _start(self) -> None:
-        """Begin another thread; if the system has none, those that there are do its work."""
+        """Starts another thread. If the system refuses, the existing threads do its work."""
         name = f"{self._name}-{self._num_threads + 1}"
         given = self._jobs, self._begin
         try:
@@ -51,7 +53,7 @@ class Threads:
             self._num_threads += 1
 
     def close(self) -> None:
-        """Begin nothing more. What is being done goes on, and is not waited for."""
+        """Cancels queued calls. Running ones continue, and nothing waits for them."""
         try:
             while job := self._jobs.get_nowait():
                 job[0].cancel()
@@ -73,5 +75,5 @@ def _run(jobs: SimpleQueue[_Job | None], begin: Callable[[], object]) -> None:
             future.set_result(call(*args))
         except BaseException as error:  # noqa: BLE001
             future.set_exception(error)
-        del job, future, call, args  # they may keep memory
-    jobs.put(None)  # for the others
+        del job, future, call, args  # they may keep memory alive
+    jobs.put(None)  # for the other threads

@@ -1,9 +1,9 @@
-"""What one tier holds: pages and states by key, in places that it hands out.
+"""Contents of one tier: pages and states by key, and the places they occupy.
 
-A page depends on the page before it and a state on its last full page, as in the device's tree, but
-by key: what is above may be elsewhere. Nothing is evicted before what depends on it; pages without
-dependents go first, then states that a deeper one has superseded, then those used longest ago. What
-is pinned, because somebody reads or writes it, stays. Pages and states have separate budgets.
+A page depends on the page before it, and a state on its last full page, as in the device's tree,
+but by key: the parent may be elsewhere. Nothing is evicted before its dependents. Pages without
+dependents go first, then states that a deeper one has superseded, then the least recently used
+states. Pinned items, which are being read or written, stay. Pages and states have separate budgets.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Item:
     key: bytes
     what: What
     parent: bytes
-    """The key of the page before it, or of the root."""
+    """Key of the page before it, or of the root."""
     tokens: bytes
-    """A page's own, or the tail's, packed; empty where only names were read."""
+    """A page's own tokens, or the tail's, packed; empty if only the file's name was read."""
     position: int
-    """Tokens up to its end."""
+    """Number of tokens up to its end."""
     place: int
     is_ready: bool = False
-    """Whether its contents are there; `Tier.fill` says so."""
+    """Whether its contents are there; set by `Tier.fill`."""
     pins: int = 0
 
 
@@ -38,19 +38,19 @@ Budget = Literal["pages", "states"]
 
 
 def budget_of(what: What) -> Budget:
-    """Whose budget something counts for."""
+    """Returns the budget that an item counts towards."""
     return "states" if what == "state" else "pages"
 
 
 class OnChange(Protocol):
-    """Told of what can be read from a tier, and of what can be no more."""
+    """A callback for items that become readable in a tier, or stop being so."""
 
     def __call__(self, what: What, key: bytes, *, is_there: bool) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
 class FreePlaces:
-    """Places of one kind."""
+    """Free places of one kind."""
 
     capacity: int
     free: list[int] = field(init=False)
@@ -64,7 +64,7 @@ class FreePlaces:
 
 
 class Tier:
-    """`num_pages` pages and `num_states` states."""
+    """A tier with room for `num_pages` pages and `num_states` states."""
 
     def __init__(self, *, num_pages: int, num_states: int) -> None:
         self.budgets = {
@@ -73,22 +73,24 @@ class Tier:
         }
         self.num_evicted = 0
         self.num_changes = 0
-        """Of what is there and can be read."""
+        """Number of changes to the items that are there and can be read."""
         self.on_change: OnChange | None = None
         self.unready: set[bytes] = set()
-        """Pages whose contents are not there."""
+        """Keys of pages whose contents are not there."""
         self._items: dict[What, dict[bytes, Item]] = {"page": {}, "tail": {}, "state": {}}
         self._states_on: dict[bytes, dict[int, dict[bytes, Item]]] = {}
-        """States by the page, or the root, that they hang on, by position: of those that end at the
-        same there may be any number, behind different tokens.
+        """Page or root -> position -> states that belong to it there. Any number of states may end
+        at one position, after different tokens.
         """
         self._dependents: dict[bytes, int] = {}
-        """Pages and states that hang on a page, which may have gone or not be there yet."""
+        """Number of pages and states that depend on a page, which may have gone or not have arrived
+        yet.
+        """
         self._loose: OrderedDict[bytes, Item] = OrderedDict()
-        """Pages that nothing hangs on, and tails without a state."""
+        """Pages without dependents, and tails without a state."""
         self._superseded: OrderedDict[bytes, Item] = OrderedDict()
         self._newest: OrderedDict[bytes, Item] = OrderedDict()
-        """The other states, those used longest ago first."""
+        """States that are not superseded, the least recently used first, as in `_superseded`."""
 
     def __len__(self) -> int:
         return sum(map(len, self._items.values()))
@@ -102,23 +104,24 @@ class Tier:
 
     @property
     def pages(self) -> Mapping[bytes, Item]:
-        """By key."""
+        """Pages by key."""
         return self._items["page"]
 
     def is_needed(self, what: What, key: bytes) -> bool:
-        """Whether something hangs on a page, or a tail's state is there."""
+        """Whether a page has dependents, or a tail's state is there."""
         return key in (self._items["state"] if what == "tail" else self._dependents)
 
     @property
     def state_positions(self) -> Mapping[bytes, Collection[int]]:
-        """Page, or root -> positions of the states that hang on it."""
+        """Page or root -> positions of the states that belong to it."""
         return self._states_on
 
     # --- what comes -------------------------------------------------------------------------------
 
     def make_room(self, num_pages: int, num_states: int, keep: bytes, gone: list[Item]) -> bool:
-        """Evict until so much is free; False if that cannot be. What went is added to `gone`, even
-        so. The page `keep`, on which the new items are to hang, stays.
+        """Evicts until this many places are free. Returns False if that is impossible. Evicted
+        items are added to `gone` in either case. The page `keep`, the parent of the new items,
+        stays.
         """
         pages, states = self.budgets["pages"], self.budgets["states"]
         if num_pages <= len(pages.free) and num_states <= len(states.free):
@@ -141,7 +144,7 @@ class Tier:
         return True
 
     def add(self, what: What, key: bytes, parent: bytes, tokens: bytes, position: int) -> Item:
-        """Something new; there is room. Its contents are not there yet."""
+        """Adds an item, for which there must be room. Its contents are not there yet."""
         place = self.budgets[budget_of(what)].free.pop()
         item = Item(
             key=key, what=what, parent=parent, tokens=tokens, position=position, place=place
@@ -157,14 +160,14 @@ class Tier:
         if what != "state" and not self.is_needed(what, key):
             self._loose[key] = item
         elif what == "state":
-            self._loose.pop(key, None)  # its tail's
+            self._loose.pop(key, None)  # its tail is needed now
             self._states_on.setdefault(parent, {}).setdefault(position, {})[key] = item
             self._newest[key] = item
             self._supersede(item)
         return item
 
     def fill(self, item: Item) -> None:
-        """An item's contents are there."""
+        """Marks an item's contents as there."""
         item.is_ready = True
         if item.what == "page":
             self.unready.discard(item.key)
@@ -173,8 +176,8 @@ class Tier:
             self.on_change(item.what, item.key, is_there=True)
 
     def _supersede(self, newer: Item) -> None:
-        """The next shallower state on the way up will hardly be asked for any more, as long as
-        nothing else parts there or before.
+        """Marks the next shallower state on the path as superseded: it will hardly be asked for
+        again, as long as no other path branches off there or before.
         """
         page = newer.parent
         while self._dependents[page] <= 2:
@@ -188,15 +191,15 @@ class Tier:
             page = above.parent
 
     def _revive(self, page: bytes) -> None:
-        """Something parts here: its states may be asked for again. Where more than three things
-        hang they have been revived before.
+        """Makes a page's states current again: a new branch starts there, so they may be asked for.
+        With more than three dependents they have been revived before.
         """
         if page in self._states_on and self._dependents[page] <= 3:
             for state in self._on(page):
                 self._reorder(state, self._superseded, self._newest)
 
     def _on(self, page: bytes) -> Iterator[Item]:
-        """The states that hang on a page."""
+        """Yields the states that belong to a page."""
         for states in self._states_on.get(page, {}).values():
             yield from states.values()
 
@@ -208,7 +211,7 @@ class Tier:
             joined[state.key] = state
 
     def touch(self, item: Item) -> None:
-        """Note that a state, or a page, was used: its path is likely to be used again."""
+        """Notes that a state or a page was used: its path is likely to be used again."""
         for order in (self._loose, self._superseded, self._newest):
             if item.key in order:
                 order.move_to_end(item.key)
@@ -225,7 +228,7 @@ class Tier:
             assert item.pins >= 0, "an item is unpinned as often as it was pinned"
 
     def remove(self, item: Item) -> None:
-        """Take something out whatever hangs on it: it is not there any more."""
+        """Removes an item that is no longer there, whatever depends on it."""
         del self._items[item.what][item.key]
         self.num_changes += 1
         self.budgets[budget_of(item.what)].free.append(item.place)
@@ -246,7 +249,7 @@ class Tier:
             self.on_change(item.what, item.key, is_there=False)
 
     def clear(self) -> None:
-        """Take out all that is not pinned."""
+        """Removes all items that are not pinned."""
         for item in list(self):
             if not item.pins:
                 self.remove(item)
@@ -267,7 +270,7 @@ class Tier:
         return tail is not None and tail.pins > 0
 
     def _evict(self, item: Item, gone: list[Item]) -> bool:
-        """With the tail of a state."""
+        """Evicts an item, and a state's tail with it."""
         tail = self._items["tail"].get(item.key) if item.what == "state" else None
         for each in (item, tail):
             if each is not None:
@@ -286,7 +289,7 @@ class Tier:
             del self._states_on[state.parent]
 
     def _hang(self, page: bytes, num: int) -> None:
-        """So many items more hang on a page."""
+        """Adds `num` to the number of a page's dependents."""
         left = self._dependents.get(page, 0) + num
         if left:
             self._dependents[page] = left

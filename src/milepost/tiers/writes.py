@@ -1,5 +1,5 @@
-"""Decides what to write to disk: what is in host memory and would be worth loading from disk. Also
-keeps what is known of other engines' files. Pure.
+"""Decides what to write to disk: items in host memory that would be worth loading from disk. Also
+keeps track of other engines' files. Pure.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ from milepost.tiers.names import Name, name_of
 from milepost.tiers.tier import Item
 
 MAX_UNWRITTEN = 4096
-"""States that wait to be written; then the oldest is forgotten: a disk may never answer."""
+"""Most states that wait to be written; beyond that the oldest is dropped, since a disk may never
+respond.
+"""
 
 
 class Writes:
-    """Names what is written to files, and which files are deleted."""
+    """Names the items to write to files, and the files to delete."""
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
         self._host, self._disk = holdings.host, holdings.disk
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()
-        """States, or pages where there are none, that may go down to disk."""
+        """States (or pages, in a model without states) that may be written."""
         self._gone: list[Item] = []
         self._unneeded: list[Name] = []
 
     def want(self, key: bytes, position: int) -> None:
-        """Something goes down to host memory: it may go on from there."""
+        """Queues an item that is being stored in host memory for writing to disk."""
         if self._holdings.limits.num_disk_pages and not self._holdings.has(
             self._disk, key, position
         ):
@@ -36,12 +38,12 @@ class Writes:
 
     @property
     def are_any(self) -> bool:
-        """Whether something may be there to be written."""
+        """Whether anything may be ready to write."""
         return bool(self._unwritten)
 
     def take(self, most: int) -> list[tuple[Item, Item]]:
-        """Up to about so many items of host memory that are to be written to disk, with what stands
-        for each there; both pinned until `written`. Pages go before the state that needs them.
+        """Returns about `most` items of host memory, or fewer, to write to disk, each with its copy
+        there. Both are pinned until `written`. Pages go before the state that needs them.
         """
         writes: list[tuple[Item, Item]] = []
         for key in list(self._unwritten):
@@ -81,7 +83,7 @@ class Writes:
         path += [tail, head] if tail is not None else [head]
         path = [item for item in path if self._disk.get(item.what, item.key) is None]
         if not all(item.tokens or item.what == "state" for item in path):
-            return []  # it came from a file that has gone, whose name alone was read
+            return []  # its file, known by name only, has gone
         num_states = sum(item.what == "state" for item in path)
         if not self._disk.make_room(len(path) - num_states, num_states, above, self._gone):
             return []
@@ -94,7 +96,7 @@ class Writes:
         return writes
 
     def written(self, item: Item, copy: Item, *, is_there: bool) -> None:
-        """A file is there, or could not be written."""
+        """Reports that a file is there, or could not be written."""
         self._host.unpin((item,))
         self._disk.unpin((copy,))
         if is_there:
@@ -104,13 +106,13 @@ class Writes:
             self._disk.remove(copy)
 
     def put_off(self, item: Item, copy: Item) -> None:
-        """A write has not begun: what it was for waits again."""
+        """Queues an item again, whose write had not begun."""
         self.written(item, copy, is_there=False)
         if item.what == self._holdings.head:
             self.want(item.key, item.position)
 
     def found(self, name: Name) -> None:
-        """A file that was there at the start, or that another engine has written."""
+        """Adds a file that was there at the start, or was written by another engine."""
         if self._disk.get(name.what, name.key) is not None:
             return
         num_states = int(name.what == "state")
@@ -118,7 +120,7 @@ class Writes:
             self._file(name)
 
     def found_loose(self, name: Name) -> None:
-        """The same of one that nothing needs: nothing else goes for it."""
+        """Adds a file that nothing needs if there is a free page; nothing is evicted for it."""
         if self._disk.get(name.what, name.key) is not None:
             return
         if self._disk.budgets["pages"].free:
@@ -130,13 +132,13 @@ class Writes:
         self._disk.fill(self._disk.add(name.what, name.key, name.parent, b"", name.position))
 
     def lost(self, name: Name) -> None:
-        """Another engine has deleted a file."""
+        """Removes a file that another engine has deleted."""
         item = self._disk.get(name.what, name.key)
         if item is not None and not item.pins:
             self._disk.remove(item)
 
     def take_gone(self) -> list[Name]:
-        """Those whose files are to be deleted, since they were last taken."""
+        """Returns the files to delete since the last call."""
         gone = [name_of(item) for item in self._gone] + self._unneeded
         self._gone, self._unneeded = [], []
         return gone
