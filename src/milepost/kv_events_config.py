@@ -1,4 +1,5 @@
-"""How a server tells routers what it has cached, as a user says it: vLLM's `--kv-events-config`.
+"""Settings for telling routers what a server has cached, in the form of vLLM's
+`--kv-events-config`.
 
 Nothing here reads files, the environment or torch.
 """
@@ -14,30 +15,32 @@ from milepost.json_settings import check_choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig:
-    """Raises ConfigError."""
+    """Settings of KV events. Raises ConfigError."""
 
     enable_kv_cache_events: bool = False
-    """Send events at all."""
+    """Whether to send events."""
     publisher: Literal["null", "zmq"] | None = None
-    """`zmq` where events are enabled, and nothing is said."""
+    """`zmq` by default if events are enabled, otherwise `null`."""
     endpoint: str = "tcp://*:5557"
-    """A socket that publishes: bound where it has a `*` or `::` or is no TCP address, else
-    connected."""
+    """Socket that publishes events. It is bound if the address has a `*` or `::` or is no TCP
+    address, otherwise connected.
+    """
     replay_endpoint: str | None = None
-    """A socket that sends again what a subscriber has missed; always bound."""
+    """Socket that resends messages a subscriber has missed; always bound."""
     buffer_steps: int = 10_000
-    """Messages that can be sent again."""
+    """Number of messages that can be resent."""
     hwm: int = 100_000
-    """Messages that wait for a slow subscriber before it misses some."""
+    """Most messages that wait for a slow subscriber before it misses some."""
     max_queue_size: int = 100_000
-    """Messages that wait for the publishing thread before the engine does."""
+    """Most messages that wait for the publishing thread before the engine waits too."""
     topic: str = ""
-    """What each message begins with, for subscribers of several engines to choose by."""
+    """Prefix of each message, by which subscribers of several engines can filter."""
     format: Literal["map", "array"] = "map"
-    """An event on the wire: `map`, or `array` for routers of before June 2026."""
+    """Form of an event on the wire: `map`, or `array` for routers from before June 2026."""
     hashes: Literal["int", "bytes"] = "int"
-    """A page's on the wire: the last 64 bits of its digest, as vLLM's are unless it is told
-    otherwise, or all of it, which Dynamo's routers do not read."""
+    """Form of a page's hash on the wire: `int` is the last 64 bits of its digest, vLLM's default;
+    `bytes` is the whole digest, which Dynamo's routers do not read.
+    """
 
     def __post_init__(self) -> None:
         if self.publisher is None:

@@ -1,4 +1,4 @@
-"""Tells routers what a prompt would hit here, in the messages of vLLM's KV events."""
+"""Tells routers how much of a prompt is cached here, in vLLM's KV event messages."""
 
 from milepost.kv_events.messages import Messages
 from milepost.kv_events.publisher import EventPublisher

@@ -1,10 +1,10 @@
 """The cache's events in vLLM's format, for routers.
 
-A page is announced for a memory while a checkpoint there, at or behind its end, can be resumed
-from, and withdrawn when the last one goes, wherever the page itself is by then. So for a prompt
-that goes on where a state was kept, the longest run of announced pages is what it hits, up to a
-page. Pages under a salt are not announced: routers cannot know whose they are. Pure: no socket, no
-clock.
+A page is announced for a memory as long as a checkpoint there, at or after the page's end, can be
+resumed from. It is withdrawn when the last such checkpoint goes, wherever the page itself is by
+then. So if a prompt continues from a saved state, its longest run of announced pages is its cache
+hit, to within a page. Salted pages are not announced: routers cannot know whose they are. Pure: no
+socket, no clock.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from milepost.cache.tree import TOKEN_BYTES
 
 _ENCODER = msgspec.msgpack.Encoder()
 MEDIA: dict[Where, str] = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
-"""What routers call them; the memory that an engine computes in is GPU, whatever it is."""
+"""Routers' names for the memories. The memory an engine computes in is GPU, whatever it is."""
 
 MAX_EVENTS, MAX_BLOCKS = 1000, 2048
-"""Of one message: routers refuse those of more than 4096 events or 16 MiB, and then forget all that
-they know of a server."""
+"""Limits of one message. Routers refuse a message of more than 4096 events or 16 MiB, and then
+forget everything they know of the server.
+"""
 
 _Fields = dict[str, Any]
 
 
 class Messages:
-    """Remembers what it has announced: nothing else is withdrawn, so pages under a salt are not.
-    When the cache is cleared each page is withdrawn first, since llm-d's index passes over
-    `AllBlocksCleared` (llm-d-kv-cache at 0117c0e, pkg/kvevents/pool.go)."""
+    """Turns events into messages, and remembers the announced pages. Only those are withdrawn, so
+    salted pages are not. When the cache is cleared, each page is withdrawn first, since llm-d's
+    index ignores `AllBlocksCleared` (llm-d-kv-cache at 0117c0e, pkg/kvevents/pool.go).
+    """
 
     def __init__(
         self, page_size: int, form: Literal["map", "array"], hashes: Literal["int", "bytes"]
@@ -43,7 +45,7 @@ class Messages:
         self._announced: dict[Where, dict[bytes, None]] = {where: {} for where in MEDIA}
 
     def payloads(self, events: Iterable[Event], now_s: float) -> Iterator[bytes]:
-        """Messages' payloads, of all that routers are told of these events."""
+        """Yields the payloads of the messages that report these events to routers."""
         found: list[object] = []
         num_blocks = 0
         for kind, fields in (told for event in events for told in self._told(event)):
@@ -57,7 +59,7 @@ class Messages:
             yield _ENCODER.encode([now_s, found, 0])
 
     def _told(self, event: Event) -> Iterator[tuple[str, _Fields]]:
-        """Type and fields of what routers are told."""
+        """Yields type and fields of each message event for one event of the cache."""
         match event:
             case PagesReachable(is_salted=False):
                 self._announced[event.where].update(dict.fromkeys(event.keys))
@@ -81,7 +83,9 @@ class Messages:
             yield "BlockRemoved", {"block_hashes": own, "medium": MEDIA[where]}
 
     def _stored(self, event: PagesReachable, first: int) -> _Fields:
-        """Of the pages from there on, at most as many as a message takes."""
+        """Returns the fields that announce pages from `first` on, at most as many as a message
+        takes.
+        """
         keys = event.keys[first : first + MAX_BLOCKS]
         parent = event.keys[first - 1] if first else event.parent
         start = TOKEN_BYTES * self._page_size * first
@@ -101,5 +105,7 @@ class Messages:
 
 
 def last_64_bits(digest: bytes) -> int:
-    """As vLLM shortens a block's hash (`maybe_convert_block_hash`, v1/core/kv_cache_utils.py)."""
+    """Shortens a block's hash as vLLM does (`maybe_convert_block_hash`,
+    v1/core/kv_cache_utils.py).
+    """
     return int.from_bytes(digest[-8:], "big")

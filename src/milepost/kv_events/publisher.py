@@ -2,9 +2,9 @@
 
 A message is [topic, number (8 bytes, big-endian), payload]. A request [b"", number] to the replay
 socket is answered with all messages from that number on as [b"", topic, number, payload], and at
-the end [b"", b"", -1, b""]. A thread owns sockets and payloads, so a step waits for neither; only a
-full queue makes it wait, since a router that missed an event would believe something wrong. Nothing
-that a router sends ends the thread.
+the end [b"", b"", -1, b""]. A thread owns sockets and payloads, so steps wait for neither. Only a
+full queue makes a step wait, since a router that missed an event would have a wrong picture of the
+cache. Nothing a router sends ends the thread.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from milepost.zeromq import bound, received
 logger = logging.getLogger(__name__)
 
 LINGER_MS = 100
-"""So long a close waits for what is on its way."""
+"""How long `close` waits for messages to be sent."""
 ALIVE_S = 1.0
-"""How often an engine that waits for the thread looks whether there is one."""
+"""How often an engine that waits for the thread checks whether it is alive."""
 MAX_BYTES = 2**16
-"""Of what routers send: subscriptions, and numbers."""
+"""Most bytes of a message from a router: a subscription or a number."""
 END = (-1).to_bytes(8, "big", signed=True)
 
 
 class EventPublisher:
-    """Raises ConfigError where an address cannot be had. `close` it at the end."""
+    """Publishes events in a thread of its own. Raises ConfigError if an address cannot be used.
+    `close` it at the end.
+    """
 
     def __init__(
         self, config: KVEventsConfig, page_size: int, *, clock: Callable[[], float] = time.time
@@ -65,7 +67,7 @@ class EventPublisher:
         self._thread.start()
 
     def publish(self, events: tuple[Event, ...]) -> None:
-        """Have these told, in this order. Raises RuntimeError if the thread has ended."""
+        """Queues events for publishing, in order. Raises RuntimeError if the thread has ended."""
         if not events:
             return
         told = self._clock(), events
@@ -78,7 +80,7 @@ class EventPublisher:
         self._bell.send(b"")
 
     def close(self) -> None:
-        """Tell what was published, and give the addresses back."""
+        """Publishes the queued events and frees the addresses."""
         self._bell.send(b"end")
         self._thread.join()
         self._close()
@@ -93,7 +95,7 @@ class EventPublisher:
         self._sockets.append(socket)
         try:
             is_open = not address.startswith("tcp://") or "*" in address or "::" in address
-            if kind == zmq.ROUTER or is_open:  # who asks for a replay connects
+            if kind == zmq.ROUTER or is_open:  # subscribers that ask for a replay connect
                 socket.bind(address)
             else:
                 socket.connect(address)
@@ -102,7 +104,7 @@ class EventPublisher:
         return socket
 
     def _pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """What wakes the thread, and what it listens to."""
+        """Returns a pair of sockets: one wakes the thread, which listens to the other."""
         ear, bell = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         for socket in (ear, bell):
             self._sockets.append(socket)
