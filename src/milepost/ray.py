@@ -1,10 +1,10 @@
 """Replicas of an engine on Ray Serve: `serve run milepost.ray:app`.
 
-A front takes HTTP and asks a replica for each request; each replica is a whole server in a process
-of its own, with its engine beside it. A request goes where it costs least (`scheduler.routing`):
-replicas tell the digests of their pages which a checkpoint makes usable once a second, and a
-request's own are made by any of them. Ray adds and takes away replicas by how many requests run and
-wait at each.
+A front takes HTTP and asks one replica for each request. Each replica is a whole server in a
+process of its own, with its engine beside it. A request goes to the replica where it costs least
+(`scheduler.routing`): once a second, replicas report the digests of the pages that a checkpoint
+makes usable, and any replica can compute the digests of a request. Ray adds and removes replicas
+depending on how many requests run and wait at each.
 """
 
 from __future__ import annotations
@@ -43,49 +43,53 @@ from milepost.server.service import Service
 from milepost.zeromq import bound
 
 STATS_S = 1.0
-"""How often replicas tell what they have."""
+"""How often replicas report their pages."""
 EVENT_BYTES = 2**26
-"""Of a message of the engine's own, which has at most some 2,048 pages with their tokens."""
+"""Most bytes of a message from the replica's own engine, which names at most about 2,048 pages with
+their tokens.
+"""
 KEY_BYTES = 8
-"""Of a page's digest that the router compares."""
+"""Bytes of a page's digest that the router compares."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the router is to know of a request; nothing of one whose prompt cannot be told."""
+    """A request as the router sees it; empty if the prompt is unknown."""
 
     number: str = ""
     keys: tuple[bytes, ...] = ()
-    """Of the prompt's full pages."""
+    """Keys of the prompt's full pages."""
     num_tokens: int = 0
     page_size: int = 0
 
     def num_lacking(self, pages: Any) -> int:
-        """Tokens to compute where these pages are usable."""
+        """Returns the number of tokens to compute where these pages are usable."""
         return max(self.num_tokens - depth(self.keys, pages) * self.page_size, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _SentTo:
-    """Where a request goes, and what it lacks there."""
+    """Destination of a request, and the tokens it lacks there."""
 
     replica_id: ReplicaID
     number: str
     num_lacking: int
     future: asyncio.Future[Any]
-    """Cancelled when the request is given up before it was sent."""
+    """Cancelled if the request is given up before it was sent."""
 
 
 class CostRouter(RequestRouter):
-    """Prefers where a request costs least, then who is least busy, then who has least cached.
+    """Prefers the replica where a request costs least, then the least busy, then the one with the
+    fewest cached pages.
 
-    A prompt's tokens wait from when it is sent until its replica says that the answer has begun,
-    or the answer is over: an answer that is not streamed begins with its end.
+    A prompt's tokens count as waiting from when it is sent until its replica reports that the
+    answer has begun, or until the answer is over: an answer that is not streamed begins with its
+    end.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:  # noqa: ARG002
         self._choices: dict[str, _SentTo] = {}
-        """By Ray's number of a request that is not over."""
+        """Ray's request id -> the choice, until the request is over."""
 
     async def choose_replicas(
         self,
@@ -122,7 +126,9 @@ class CostRouter(RequestRouter):
             del self._choices[internal_request_id]
 
     def _note(self, request: PendingRequest, replica: RunningReplica) -> None:
-        """From now on its tokens wait there: others are chosen for before it has been sent."""
+        """Counts a request's tokens as waiting at a replica, since other requests are routed before
+        it has been sent.
+        """
         asked = _asked(request)
         if asked.number:
             lacking = asked.num_lacking(replica.routing_stats.get("pages", ()))
@@ -130,7 +136,7 @@ class CostRouter(RequestRouter):
             self._choices[request.metadata.internal_request_id] = choice
 
     def _waiting(self, replicas: list[RunningReplica]) -> dict[ReplicaID, int]:
-        """Tokens of prompts that wait at each."""
+        """Returns the number of prompt tokens that wait at each replica."""
         begun = {each.replica_id: each.routing_stats.get("begun", ()) for each in replicas}
         waiting = dict.fromkeys(begun, 0)
         for id_, choice in list(self._choices.items()):
@@ -148,7 +154,7 @@ def _asked(pending_request: PendingRequest | None) -> Wanted:
 
 
 def depth(keys: Any, pages: Any) -> int:
-    """How many of a prompt's first pages are there."""
+    """Returns how many of a prompt's first pages are there."""
     for number, key in enumerate(keys):
         if key not in pages:
             return number
@@ -160,7 +166,7 @@ class Replica:
 
     async def __init__(self, options: Mapping[str, Any]) -> None:
         self._open = contextlib.AsyncExitStack()
-        """What is there so far: Ray ends a replica at any time, also while it loads."""
+        """Resources opened so far. Ray may end a replica at any time, even while it loads."""
         folder = self._open.enter_context(tempfile.TemporaryDirectory(prefix="milepost-"))
         endpoint = f"ipc://{Path(folder) / 'events'}"
         events = {"enable_kv_cache_events": True, "endpoint": endpoint, "hashes": "bytes"}
@@ -171,7 +177,7 @@ class Replica:
         context = zmq.asyncio.Context()
         self._open.callback(context.term)
         self._socket = bound(context.socket(zmq.SUB), max_bytes=EVENT_BYTES, max_queued=1)
-        self._socket.setsockopt(zmq.RCVHWM, 0)  # an event that is missed is missed for good
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # a missed event is missed for good
         self._open.callback(self._socket.close, linger=0)
         self._socket.subscribe(b"")
         self._socket.connect(endpoint)
@@ -180,15 +186,15 @@ class Replica:
         self._app = http.build(self._service)
         self._pages: dict[str, set[bytes]] = {}
         self._begun: set[str] = set()
-        """Requests of which some of the answer has been sent, until all has."""
+        """Requests whose answers have begun and are not over."""
         self._open.callback(asyncio.create_task(self._follow()).cancel)
 
     async def look(self, path: str, body: bytes) -> Wanted:
-        """What the router is to know of a request, as far as it can be told."""
+        """Returns a request as the router sees it, as far as it is known."""
         try:
             prompt = await prompt_of(self._service, path, body)
         except (ValueError, MilepostError, HttpError):
-            return Wanted()  # whoever serves it says what is wrong
+            return Wanted()  # the replica that serves it reports the error
         if prompt is None:
             return Wanted(uuid.uuid4().hex)
         info = self._client.info
@@ -199,7 +205,7 @@ class Replica:
     async def ask(
         self, scope: dict[str, Any], body: bytes, asked: Wanted | None = None
     ) -> AsyncIterator[Any]:
-        """Status and headers of the response, then its body piece by piece."""
+        """Yields status and headers of the response, then its body piece by piece."""
         number = asked.number if asked is not None else ""
         sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         received, gone = [{"type": "http.request", "body": body}], asyncio.Event()
@@ -242,7 +248,7 @@ class Replica:
         await self._open.aclose()
 
     async def _follow(self) -> None:
-        """Keep up with what a checkpoint makes usable."""
+        """Follows the events that say which pages a checkpoint makes usable."""
         while True:
             _, _, payload = await self._socket.recv_multipart()
             for event in msgspec.msgpack.decode(payload)[1]:
@@ -259,7 +265,7 @@ class Replica:
 
 @serve.deployment(max_ongoing_requests=10_000)
 class Front:
-    """Takes HTTP, and has each request answered by a replica."""
+    """Takes HTTP and passes each request to a replica."""
 
     def __init__(self, replicas: Any) -> None:
         self._replicas = replicas
@@ -271,7 +277,7 @@ class Front:
         path = request.scope["path"]
         asked = Wanted()
         if request.method == "POST" and path.endswith("/completions"):
-            with contextlib.suppress(RayError):  # whoever answers it says what is wrong
+            with contextlib.suppress(RayError):  # the replica that answers it reports the error
                 asked = await self._replicas.look.remote(path, body)
         names = ("type", "http_version", "method", "path", "raw_path", "query_string", "headers")
         scope = {name: request.scope[name] for name in names if name in request.scope}
@@ -284,7 +290,7 @@ class Front:
 
 
 async def _body_of(request: Request, most: int) -> bytes | None:
-    """None for one of more bytes, of which no more than that are held."""
+    """Returns the body, or None if it is longer than `most` bytes; holds no more than that."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -294,15 +300,16 @@ async def _body_of(request: Request, most: int) -> bytes | None:
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:
-    """What `serve run milepost.ray:app` runs. Its arguments are the fields of `EngineConfig`, such
-    as model=...; `replicas`, or `min_replicas` and `max_replicas`; and `num_gpus` of each. Without
-    any, one replica of the embedded model. Raises ConfigError.
+    """The application for `serve run milepost.ray:app`. Its arguments are the fields of
+    `EngineConfig`, such as model=...; `replicas`, or `min_replicas` and `max_replicas`; and
+    `num_gpus` for each replica. Without arguments, it is one replica of the embedded model. Raises
+    ConfigError.
     """
     return routed(args, CostRouter)
 
 
 def routed(args: Mapping[str, Any], router: type[RequestRouter]) -> serve.Application:
-    """The same by another router."""
+    """Returns the application of `app` with another router."""
     given = dict(args)
     num_gpus = float(given.pop("num_gpus", 0))
     lowest = int(given.pop("min_replicas", given.get("replicas", 1)))
@@ -329,7 +336,9 @@ def routed(args: Mapping[str, Any], router: type[RequestRouter]) -> serve.Applic
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the configuration, which a command line has as texts."""
+    """Returns fields of the configuration; those given as text, as on a command line, are
+    converted.
+    """
     hints = get_type_hints(EngineConfig)
     known = {field.name for field in fields(EngineConfig)} - {"kv_events_config"}
     for name in given:
