@@ -51,7 +51,7 @@ class Writes:
                 break
             head = self._host.get(self._holdings.head, key)
             if head is not None and not self._are_ready(head):
-                continue  # it is still on its way down
+                continue  # still on its way to host memory
             del self._unwritten[key]
             if head is not None and self._is_worth_writing(head):
                 writes += self._write(head)
