@@ -1,5 +1,5 @@
-"""KV and states that engines lend each other. One thread talks to other engines, and the engine's
-own never waits for it. Its modules:
+"""Engines lend each other KV and states. One thread talks to other engines, and the engine's thread
+never waits for it. The modules:
 
     between scheduler and thread   connector, outcomes, params
     the thread                     links, door, peers, messages

@@ -1,4 +1,4 @@
-"""How one rank's pools are reached by other engines, and theirs from here."""
+"""Access of other engines to one rank's pools, and of this rank to theirs."""
 
 from __future__ import annotations
 
@@ -19,29 +19,32 @@ if TYPE_CHECKING:
     from milepost.runner.pools import Pools
 
 SOURCE = "remote"
-"""What other engines are called where it is said where something came from."""
+"""Name of other engines wherever the source of a load is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """One rank's transport, and where those of all ranks are reached. Whoever has it closes the
-    transport."""
+    """One rank's transport and the endpoints of all ranks. The owner closes the transport."""
 
     engine_id: str
     rank: int
     transport: Transport
     endpoints: list[RankEndpoint]
-    """Of all ranks, in their order."""
+    """Endpoints of all ranks, in order of rank."""
 
     def of_all_ranks(self, ask: Ask) -> Access:
-        """To the pools of all ranks: `ask` has the others do as this one does."""
+        """Returns access to the pools of all ranks; `ask` has the other ranks do the same as this
+        one.
+        """
         return replace(self, transport=AllRanks(self.transport, self.endpoints, ask))
 
 
 def open_access(
     config: KVTransferConfig, pools: Pools, rank: int, gather: Callable[[bytes], list[bytes]]
 ) -> Access:
-    """Of one rank; `gather` returns what all ranks hand in. Raises ConfigError."""
+    """Opens access for one rank; `gather` returns the contributions of all ranks. Raises
+    ConfigError.
+    """
     memory, engine_id = memory_of(pools), config.engine_id or uuid.uuid4().hex
     transport = make(config, memory, f"{engine_id}/{rank}")
     own = RankEndpoint(transport.metadata(), memory.layout)

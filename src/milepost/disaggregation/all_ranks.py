@@ -1,7 +1,7 @@
 """Several ranks as one transport: rank r of an engine reads from rank r of the other.
 
-Used by the first rank, which reads its own part and has the others read theirs. A transfer ends
-once nobody writes on any rank, and succeeds if it does on all.
+The first rank uses it: it reads its own part and has the others read theirs. A transfer ends once
+no rank writes any more, and succeeds if it does on all ranks.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ class _Parts:
     is_own_over: bool = False
     is_given_up: bool = False
     problem: str = ""
-    """Of this rank's part."""
+    """Problem of this rank's part."""
 
 
 class AllRanks:
-    """A `Transport`: `own` for this rank's part; `ask` has the others do theirs. `endpoints` are
-    all ranks', in their order."""
+    """A `Transport` over all ranks: `own` moves this rank's part, and `ask` has the other ranks
+    move theirs. `endpoints` are those of all ranks, in order.
+    """
 
     def __init__(self, own: Transport, endpoints: list[RankEndpoint], ask: Ask) -> None:
         self._own, self._endpoints, self._ask = own, endpoints, ask
@@ -84,7 +85,7 @@ class AllRanks:
         return peer
 
     def _check(self, endpoints: list[RankEndpoint]) -> None:
-        """Raise TransferError unless each rank's parts are what they are here."""
+        """Raises TransferError unless each rank's parts match those of this engine."""
         if len(endpoints) != len(self._endpoints):
             raise TransferError(
                 f"{len(endpoints)} ranks, and here there are {len(self._endpoints)}"
@@ -107,7 +108,7 @@ class AllRanks:
         return _Parts(number, own, self._ask(part))
 
     def is_done(self, transfer: _Parts) -> bool:
-        """Raises EngineDeadError if a rank is lost."""
+        """Returns whether all ranks are done. Raises EngineDeadError if a rank is lost."""
         if not transfer.is_own_over:
             self._look(transfer)
         if not (transfer.others.done() and transfer.is_own_over):
@@ -120,7 +121,9 @@ class AllRanks:
         return True
 
     def _look(self, transfer: _Parts) -> None:
-        """What becomes of this rank's part; if it fails, the others' are for nothing."""
+        """Polls this rank's part. If it fails, the other ranks' reads are cancelled, since they are
+        useless.
+        """
         try:
             transfer.is_own_over = self._own.is_done(transfer.own)
         except TransferError as error:
@@ -147,7 +150,7 @@ class AllRanks:
         return transfer.is_own_over and transfer.others.done()
 
     def lend(self, lease: str, pages: tuple[int, ...], slot: int | None) -> None:
-        """A fence that is asked for afterwards has passed once all ranks know."""
+        """Lends on all ranks. A fence requested afterwards passes once all ranks know."""
         self._own.lend(lease, pages, slot)
         self._ask(Lend(lease=lease, pages=pages, slot=slot))
 
@@ -161,7 +164,7 @@ class AllRanks:
 
 
 def filling(filled: Callable[[int, int], None], ask: Ask) -> Callable[[int, int], None]:
-    """Note on all ranks that a slot holds so many tokens."""
+    """Returns a function that records on all ranks the number of tokens in a slot."""
 
     def fill(slot: int, position: int) -> None:
         filled(slot, position)
@@ -171,7 +174,9 @@ def filling(filled: Callable[[int, int], None], ask: Ask) -> Callable[[int, int]
 
 
 def fencing(fence: Callable[[], Callable[[], bool]], ask: Ask) -> Callable[[], Callable[[], bool]]:
-    """A fence behind all that is queued by now on all ranks."""
+    """Returns `fence` for all ranks: its fences pass once everything queued before on any rank is
+    done.
+    """
 
     def fence_all() -> Callable[[], bool]:
         own, others = fence(), ask(Synchronize())
@@ -189,5 +194,5 @@ def fencing(fence: Callable[[], Callable[[], bool]], ask: Ask) -> Callable[[], C
 
 
 def _counts(endpoint: RankEndpoint) -> list[list[int]]:
-    """Pages and slots of each row: they number the pieces."""
+    """Returns the counts of pages and slots in each row, which determine the pieces' numbers."""
     return [[row.count for row in rows] for rows in (endpoint.layout.pages, endpoint.layout.slots)]

@@ -1,4 +1,5 @@
-"""Leases of other engines that requests here still need: heartbeats keep them, a release ends them.
+"""Leases of other engines that requests here still need. Heartbeats keep them, and a release ends
+them.
 
 Used by one thread.
 """
@@ -14,11 +15,11 @@ from milepost.disaggregation.peers import Peers
 from milepost.disaggregation.transport import TransferError
 
 BEATS = 6
-"""Heartbeats in the time of a lease."""
+"""Heartbeats per length of a lease."""
 
 
 class Borrowed:
-    """Of leases that are valid for `lease_s` from each heartbeat."""
+    """Keeps leases that are valid for `lease_s` from each heartbeat."""
 
     def __init__(self, peers: Peers, lease_s: float, clock: Callable[[], float]) -> None:
         self._peers = peers
@@ -32,16 +33,17 @@ class Borrowed:
         return self._beat_at if self._held else None
 
     def hold(self, remote: Remote) -> None:
-        """It is wanted."""
+        """Starts to keep a lease."""
         self._held[remote] = None
 
     def let_go(self, remote: Remote) -> None:
-        """No heartbeat of this engine keeps it any more."""
+        """Stops the heartbeats for a lease."""
         self._held.pop(remote, None)
 
     def release(self, remote: Remote) -> None:
-        """It is not wanted any more, and the other engine is told; one that was asked before and is
-        gone is not asked again."""
+        """Ends a lease and tells the other engine. An engine that was asked about it before and is
+        gone is not asked again.
+        """
         was_held = remote in self._held
         self.let_go(remote)
         with suppress(TransferError):
@@ -50,7 +52,7 @@ class Borrowed:
                 peer.ask(Release(remote.lease), lambda _: None)
 
     def beat(self) -> None:
-        """Tell the others, if it is time."""
+        """Sends heartbeats if they are due."""
         now = self._clock()
         if not self._held or now < self._beat_at:
             return

@@ -1,10 +1,11 @@
-"""Connects the scheduler to other engines: what they hold of a prompt is a source from which a
-request may resume, and what this one has prefilled is lent to them.
+"""Connects the scheduler to other engines: their part of a prompt is a source from which a request
+may resume, and KV and states prefilled here are lent to them.
 
-Used by the engine's thread alone; `settle` before each step. Each request says its role. One that
-only prefills ends before its last token, so that the state at its end is where another engine
-resumes, and stays here as an ordinary checkpoint. One that continues another engine's prefill is
-matched here first, and fetches only what is missing, or nothing if a state here is nearly as deep.
+Only the engine's thread uses it, with `settle` before each step. Each request gives its role. A
+request that only prefills ends before its last token, so that another engine resumes from the state
+at its end, which stays here as an ordinary checkpoint. A request that continues another engine's
+prefill is matched here first, and fetches only the missing part, or nothing if a state here is
+nearly as deep.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ from milepost.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 64
-"""Fewer are sooner computed than fetched: a state is as large as the KV of thousands of tokens."""
+"""Fewest tokens that are worth fetching; fewer are computed faster: a state is as large as the KV
+of thousands of tokens.
+"""
 MAX_READERS = 2**16
-"""Prompts of which it is remembered who went on with them."""
+"""Most prompts whose readers are remembered."""
 
 
 class Connector:
-    """A source of the scheduler's. Raises ConfigError. `close` it at the end.
+    """A source of the scheduler. Raises ConfigError. `close` it at the end.
 
-    `filled` is told a slot whose state has come, and how many tokens it holds; `fence` is
-    `Runner.fence`, of all ranks.
+    `filled` is called with a slot whose state has arrived and its number of tokens; `fence` is
+    `Runner.fence` for all ranks.
     """
 
     name = SOURCE
@@ -89,21 +92,21 @@ class Connector:
         )
         self.place = self._links.hello.host, self._links.hello.port
         self._wanted: dict[int, tuple[Request, Remote]] = {}
-        """Of requests that may fetch something, and have not begun to."""
+        """Requests that may fetch from a lease and have not begun to."""
         self._fetching: dict[int, Load] = {}
         self._readers: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
-        """Who went on behind that page."""
+        """Page -> address of the engine that continued after it."""
         self._finds: dict[int, bytes] = {}
-        """The page that led to whoever is asked, by number of the question."""
+        """Number of a question -> the page that led to the engine it was sent to."""
         self._found: list[RemoteMatch] = []
-        """Answers that nobody has been told of."""
+        """Answers that `settle` has not returned yet."""
         self._num_finds = 0
         self.num_bytes = 0
-        """Fetched so far."""
+        """Bytes fetched so far."""
         self.fetch_s = 0.0
-        """What that took."""
+        """Time that fetches took."""
         self.read_s = 0.0
-        """Of it, reading alone."""
+        """Time of the reads alone, which is part of `fetch_s`."""
         self.num_fetched = 0
         self.num_failed = 0
         scheduler.outside.add_source(self)
@@ -112,12 +115,12 @@ class Connector:
     # --- requests that go on from elsewhere -------------------------------------------------------
 
     def want(self, request: Request, remote: Remote) -> None:
-        """A request that was just added may fetch what is under that lease."""
+        """Lets a request that was just added fetch from a lease."""
         self._wanted[request.number] = request, remote
         self._links.hold(remote)
 
     def offer(self, request: Request, match: Match) -> Offer:
-        """What a lease has of it, if that is worth its bytes."""
+        """Offers the part of a prompt under a lease, if it is worth its bytes."""
         wanted = self._wanted.get(request.number)
         if wanted is None:
             return Offer(source=self.name)
@@ -128,12 +131,13 @@ class Connector:
         return Offer(source=self.name, position=position, tokens={self.name: num_tokens})
 
     def begin(self, load: Load) -> None:
-        """A request was admitted that goes on from there."""
+        """Notes that a request was admitted and continues from its lease."""
         self._fetching[load.number] = load
 
     def fetch(self, loads: tuple[Load, ...], is_ready: Callable[[], bool]) -> None:
-        """Have what a launched plan says fetched; `is_ready` tells, to any thread, that nothing
-        that was launched before can be in the way."""
+        """Starts the fetches of a launched plan. `is_ready`, called from any thread, tells whether
+        all earlier launches that could conflict are done.
+        """
         for load in loads:
             if load.source == self.name:
                 self._links.pull(self._pull(load, is_ready))
@@ -155,14 +159,14 @@ class Connector:
         )
 
     def end(self, number: int) -> None:
-        """Nothing more is fetched for this request."""
+        """Notes that nothing more is fetched for a request."""
         self._fetching.pop(number, None)
 
     # --- what others may read ---------------------------------------------------------------------
 
     def lend(self, chain: Chain) -> dict[str, Any] | None:
-        """Keep what is cached of a prompt for another engine, and say where it is; None if there
-        is nothing.
+        """Keeps the cached part of a prompt for another engine and returns where it is, or None if
+        nothing is cached.
         """
         granted = self._grant(chain)
         if granted is None:
@@ -188,15 +192,15 @@ class Connector:
         page = chain.digests(depth)[depth - 1] if depth else chain.root
         tail = chain.token_bytes(depth * self._cache.page_size, loan.position)
         key, id_ = checkpoint_key(page, tail), uuid.uuid4().hex
-        self._transport.lend(id_, loan.pages, loan.slot)  # before the fence
+        self._transport.lend(id_, loan.pages, loan.slot)  # the fence must come later
         self.leases.grant(id_, loan, key, page, self._fence())
         return Granted(lease=id_, position=loan.position, key=key, pages=loan.pages, slot=loan.slot)
 
     # --- the next turn ----------------------------------------------------------------------------
 
     def look_elsewhere(self, chain: Chain) -> int | None:
-        """Ask who went on with a prompt's beginning for what came of it, if that is known; the
-        answer is among what `settle` returns then, by this number.
+        """Asks the engine that continued a prompt's beginning, if known, for its continuation.
+        Returns the question's number, under which `settle` later returns the answer.
         """
         digests = chain.full_digests()
         for depth in range(len(digests), 0, -1):
@@ -216,14 +220,15 @@ class Connector:
         return self._num_finds
 
     def refuse(self, remote: Remote) -> None:
-        """What was found is not wanted any more."""
+        """Releases a match that is not wanted any more."""
         self._links.release(remote)
 
     # --- between steps ----------------------------------------------------------------------------
 
     def settle(self) -> list[RemoteMatch]:
-        """Take in what has come, answer what is asked, give back what is over; returns what was
-        found elsewhere."""
+        """Handles arrivals, answers other engines and takes back loans that are over. Returns the
+        matches found elsewhere.
+        """
         self._take()
         self._take_back()
         self.leases.are_final = bool(self._scheduler.waiting) and not self._scheduler.running
@@ -231,17 +236,16 @@ class Connector:
             if number in self._fetching:
                 continue
             if request.allocation is not None or request.finish_reason is not None:
-                del self._wanted[number]  # it needs nothing of it
+                del self._wanted[number]  # it needs nothing from the lease
                 self._links.release(remote)
         found, self._found = self._found, []
         return found
 
     def end_loads(self) -> None:
-        """End every load and every lease: nobody knows how far the plan that was interrupted has
-        come."""
+        """Ends every load and every lease, since nobody knows how far the interrupted plan got."""
         self._links.end_pulls()
         self._take()
-        for number in list(self._fetching):  # those that had not begun
+        for number in list(self._fetching):  # loads that had not begun
             wanted = self._wanted.pop(number, None)
             if wanted is not None:
                 self._links.release(wanted[1])
@@ -254,7 +258,7 @@ class Connector:
         self._take_back()
 
     def _take_back(self) -> None:
-        """What leases lent that are over."""
+        """Takes back the loans of leases that are over."""
         for lease, loan in self.leases.take_over().items():
             self._transport.end_loan(lease)
             self._cache.take_back(loan)
@@ -305,7 +309,7 @@ class Connector:
 
     @property
     def counters(self) -> dict[str, float]:
-        """Of what was exchanged, by name."""
+        """Counters of the exchange, by name."""
         return {
             "kv_transfers": self.num_fetched,
             "kv_transfer_bytes": self.num_bytes,

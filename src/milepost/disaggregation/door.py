@@ -1,7 +1,7 @@
 """Decides who may connect: engines whose addresses are among this one's peers.
 
-ZeroMQ asks once for each connection, before it takes a message (ZAP, https://rfc.zeromq.org/spec/27).
-Used by the thread that talks to other engines.
+ZeroMQ asks once for each connection, before it takes a message (ZAP,
+https://rfc.zeromq.org/spec/27). Used by the thread that talks to other engines.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ logger = logging.getLogger(__name__)
 
 DOMAIN = b"milepost"
 QUIET_S = 60.0
-"""What others do wrong is logged once in so long, for each kind."""
+"""Least time between two log entries of one kind of misbehaviour by others."""
 MAX_KINDS = 64
 
 
 class Complaints:
-    """Logs what others do wrong, without letting them fill a disk."""
+    """Logs misbehaviour of other engines without letting them fill a disk."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._said: dict[str, tuple[float, int]] = {}
-        """By kind, when it was last logged, and how often it has come since."""
+        """Kind -> when it was last logged, and how often it has occurred since."""
         self._lock = threading.Lock()
 
     def say(self, kind: str, detail: object = "") -> None:
-        """Log a complaint, unless it was logged lately. May be called from any thread."""
+        """Logs a complaint unless it was logged recently. May be called from any thread."""
         with self._lock:
             self._say(kind, detail)
 
@@ -51,7 +51,7 @@ class Complaints:
 
 
 class Door:
-    """Of all sockets of `context` that `guard` was called with."""
+    """Judges connections to the sockets of `context` that `guard` was called with."""
 
     def __init__(
         self, context: zmq.Context[Any], peers: PeerNetworks, complaints: Complaints
@@ -62,11 +62,11 @@ class Door:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def guard(self, socket: zmq.Socket[Any]) -> None:
-        """Have connections to this socket judged; before it is bound."""
+        """Has connections to a socket judged. Call it before the socket is bound."""
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
 
     def answer(self) -> None:
-        """Judge a connection."""
+        """Judges one connection."""
         _, request, _, address, *_ = self.socket.recv_multipart()
         host = address.decode("ascii", "replace")
         is_peer = host in self._peers

@@ -1,9 +1,9 @@
-"""What other engines may read of this one, and until when.
+"""Leases: the parts of this engine that others may read, and until when.
 
-A lease is granted by the engine's thread and released, prolonged or found expired by the thread
-that other engines talk to. A reader asks for its release: only if the answer is that the lease was
-still valid, what was read is what was lent. The engine's thread frees what it pins later, never
-before that answer is certain.
+A lease is granted by the engine's thread, and released, prolonged or expired by the thread that
+other engines talk to. A reader asks for its release: the bytes that it read are only the lent ones
+if the answer says that the lease was still valid. The engine's thread frees the pinned pages and
+slot later, never before that answer is certain.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from milepost.cache.allocation import Loan
 
 @dataclass(slots=True, kw_only=True)
 class Lease:
-    """A loan, the key of what is lent, that of its last full page, and whether the devices have
-    come to the end of computing it."""
+    """A loan, the keys of its state and of its last full page, and whether the devices have
+    finished computing it.
+    """
 
     loan: Loan
     key: bytes
@@ -28,8 +29,9 @@ class Lease:
 
 
 class Leases:
-    """Granted for `length_s` from now, and for that long again with each heartbeat, unless they
-    `are_final`."""
+    """Leases, valid for `length_s` from the grant and from each heartbeat, unless they
+    `are_final`.
+    """
 
     def __init__(self, length_s: float, clock: Callable[[], float]) -> None:
         self._length_s = length_s
@@ -38,8 +40,10 @@ class Leases:
         self._leases: dict[str, Lease] = {}
         self._over: dict[str, Loan] = {}
         self.are_final = False
-        """Whether heartbeats prolong none, since nothing runs here before some are over. Else two
-        engines could wait for what each lends to requests that wait on the other."""
+        """Whether heartbeats extend no lease, because nothing can run here until some lease is
+        over. Otherwise two engines could block each other, each with loans to requests that wait on
+        the other.
+        """
         self.num_granted = 0
         self.num_expired = 0
 
@@ -54,18 +58,18 @@ class Leases:
             self.num_granted += 1
 
     def find(self, id_: str) -> Lease | None:
-        """A valid one, prolonged."""
+        """Returns a valid lease and extends it."""
         with self._lock:
             return self._prolonged(id_)
 
     def prolong(self, ids: list[str]) -> None:
-        """Heartbeats; of what is over nothing comes back."""
+        """Extends leases after a heartbeat; a lease that is over stays over."""
         with self._lock:
             for id_ in ids:
                 self._prolonged(id_)
 
     def release(self, id_: str) -> Lease | None:
-        """Nobody reads on; the lease if it was valid until now."""
+        """Ends a lease. Returns it if it was valid until now."""
         with self._lock:
             lease = self._prolonged(id_)
             if lease is not None:
@@ -74,12 +78,14 @@ class Leases:
 
     @property
     def next_end(self) -> float | None:
-        """When the next one is over, if nobody says anything."""
+        """Time at which the next lease ends without a heartbeat."""
         with self._lock:
             return min((lease.expires_at for lease in self._leases.values()), default=None)
 
     def take_over(self) -> dict[str, Loan]:
-        """Loans of leases that are over, by lease, each once: to be given back."""
+        """Returns the loans of leases that are over, by lease, each once. The caller takes them
+        back.
+        """
         with self._lock:
             now = self._clock()
             for id_ in [id_ for id_, lease in self._leases.items() if lease.expires_at <= now]:
@@ -89,7 +95,7 @@ class Leases:
             return over
 
     def end(self) -> None:
-        """All are over."""
+        """Ends all leases."""
         with self._lock:
             self._over |= {id_: lease.loan for id_, lease in self._leases.items()}
             self._leases.clear()

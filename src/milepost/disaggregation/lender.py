@@ -1,8 +1,8 @@
-"""Answers other engines: hellos, and questions about what is lent to them or could be.
+"""Answers other engines: hellos, and questions about what is or could be lent to them.
 
-Used by one thread. Knows who has said hello, and who may be reading. Questions that only the engine
-can answer are passed to it as `Asked`. Whatever one engine sends, the others are served: an error
-in handling its message makes it say hello again.
+Used by one thread. It knows who has said hello and who may be reading. Questions that only the
+engine can answer are passed on as `Asked`. Whatever one engine sends, the others are served: if
+handling its message fails, it has to say hello again.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ from milepost.zeromq import received
 logger = logging.getLogger(__name__)
 
 MAX_HELLOS = 4096
-"""Connections of others that are remembered; one that is not says hello again."""
+"""Most connections that are remembered; the others have to say hello again."""
 MAX_CLAIMS = 4096
-"""Claims that wait for a device: more than requests wait."""
+"""Most claims that wait for a device: more than the number of waiting requests."""
 MAX_FINDS = 64
-"""Questions that the engine has not answered; it looks at them between steps."""
+"""Most questions waiting for the engine, which looks at them between steps."""
 
 
 class Lender:
-    """Raises ConfigError where the address cannot be had. `close` it at the end."""
+    """Answers other engines. Raises ConfigError if the address cannot be used. `close` it at the
+    end.
+    """
 
     def __init__(
         self,
@@ -80,13 +82,13 @@ class Lender:
         self.door.guard(self.socket)
         self.hello = msgspec.structs.replace(hello, port=self._bind(hello))
         self._hellos: dict[bytes, tuple[str, int]] = {}
-        """Who asks here, and where it is asked in turn."""
+        """Connection of an engine -> the address where it can be asked in turn."""
         self._num_finds = 0
-        """Those that the engine has not answered."""
+        """Number of questions that the engine has not answered."""
         self._readers: dict[str, float] = {}
-        """Leases that somebody may be reading under, and since when."""
+        """Lease that somebody may be reading under -> since when."""
         self._claims: list[tuple[float, Callable[[], bool], bytes, bytes, Granted]] = []
-        """That wait until what is lent has been computed, and since when."""
+        """Claims, with their times, that wait until the lent state is computed."""
 
     def _bind(self, hello: Hello) -> int:
         try:
@@ -101,22 +103,22 @@ class Lender:
             ) from error
 
     def begun_at(self) -> list[float]:
-        """Since when others may be reading here, or wait until they may."""
+        """Returns when each read here, or wait to read, by another engine began."""
         now = self._clock()
         for lease, since in list(self._readers.items()):
-            if now - since > self._timeout_s:  # whoever it was has given up
+            if now - since > self._timeout_s:  # the reader has given up
                 del self._readers[lease]
         return [*self._readers.values(), *(since for since, *_ in self._claims)]
 
     def answer(self) -> None:
-        """Take a question."""
+        """Receives a question and answers it."""
         who, *rest = received(self.socket)
         try:
             self._answer(who, rest)
         except BadMessageError as error:
             self._hellos.pop(who, None)
             self._complaints.say("a question that is none of ours", error)
-        except Exception:  # whatever it was, the others are served
+        except Exception:  # whatever it was, other engines are served
             self._hellos.pop(who, None)
             logger.exception("a question of another engine could not be answered")
 
@@ -152,7 +154,7 @@ class Lender:
             self._tell(Asked(who, number, find))
 
     def found(self, asked: Asked, answer: Granted | Gone) -> None:
-        """Pass on what the engine has of the tokens that it was asked for."""
+        """Sends the engine's answer to a question about tokens."""
         self._num_finds -= 1
         self.reply(asked.who, asked.number, answer)
 
@@ -189,8 +191,7 @@ class Lender:
         self.grant_ready()
 
     def grant_ready(self) -> None:
-        """Answer claims of what the devices have come to the end of by now, and let go of those
-        whose answer nobody waits for any more."""
+        """Answers claims whose lent states are computed by now, and drops claims that timed out."""
         now = self._clock()
         for claim in self._claims.copy():
             since, is_ready, who, number, granted = claim
@@ -202,7 +203,7 @@ class Lender:
                 self.reply(who, number, granted)
 
     def _release(self, who: bytes, number: bytes, id_: str) -> None:
-        """The answer goes out first: a request waits for it."""
+        """Releases a lease. The answer goes out first, since a request waits for it."""
         self._readers.pop(id_, None)
         lease, (host, port) = self._leases.release(id_), self._hellos[who]
         self.reply(who, number, Released(lease is not None))

@@ -1,9 +1,9 @@
 """The thread that talks to other engines: it answers them, asks them, and reads pieces of their
 memory.
 
-The engine's thread gives it commands and takes the outcomes when the bell has rung; steps never
-wait for it. Nothing that another engine sends ends the thread: `lender` and `peers` drop whoever
-sent it.
+The engine's thread gives it commands and takes the outcomes after the bell has rung; steps never
+wait for it. Nothing that another engine sends ends the thread: `lender` and `peers` drop the
+sender.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from milepost.errors import ConfigError
 from milepost.kv_transfer_config import PeerNetworks
 
 ALIVE_S = 1.0
-"""So often who waits for the thread looks whether there is one."""
+"""How often a caller that waits for the thread checks whether it is alive."""
 
 
 class Links:
-    """Raises ConfigError where the address cannot be had. `close` it at the end."""
+    """Runs the thread. Raises ConfigError if the address cannot be used. `close` it at the end."""
 
     def __init__(
         self,
@@ -73,51 +73,50 @@ class Links:
         self._pulls = Pulls(self.hello, transport, self._peers, self._borrowed, **timed)
         self._bell, self._ear = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         for socket in (self._bell, self._ear):
-            socket.set_hwm(0)  # the engine never waits to be heard
+            socket.set_hwm(0)  # the engine never waits for the thread
         self._ear.bind("inproc://bell")
         self._bell.connect("inproc://bell")
         self._rung_for: float | None = None
-        """The end of a lease that the engine has been told of."""
+        """The end of a lease, once the engine has been told of it."""
         self._is_read = False
-        """Whether others may be reading here."""
+        """Whether other engines may be reading here."""
         self._is_open = True
         self._death: Exception | None = None
-        """Of the thread."""
+        """The exception that ended the thread."""
         self._thread = threading.Thread(target=self._run, name="kv links", daemon=True)
         self._thread.start()
 
     # --- of the engine's thread -------------------------------------------------------------------
 
     def hold(self, remote: Remote) -> None:
-        """Ask the other engine what this lease is of, and tell it from time to time that somebody
-        wants it."""
+        """Asks the other engine what a lease covers, and sends heartbeats to keep it."""
         self._command(lambda: self._pulls.hold(remote))
 
     def release(self, remote: Remote) -> None:
-        """It is not wanted any more."""
+        """Releases a lease that is not wanted any more."""
         self._command(lambda: self._pulls.release(remote))
 
     def pull(self, pull: Pull) -> None:
-        """Begin one; it ends with a `Pulled`."""
+        """Begins a pull, which ends with a `Pulled`."""
         self._command(lambda: self._pulls.begin(pull))
 
     def end_pulls(self) -> None:
-        """Give up what is being read; returns when nobody writes any more."""
+        """Gives up all reads. Returns once nothing writes any more."""
         ended = threading.Event()
         self._command(lambda: self._pulls.give_up(ended))
         while not ended.wait(ALIVE_S):
             self._check_alive()
 
     def find(self, number: int, where: tuple[str, int], find: Find) -> None:
-        """Ask another engine; that ends with a `RemoteMatch`."""
+        """Asks another engine, which ends with a `RemoteMatch`."""
         self._command(lambda: self._find(number, where, find))
 
     def tell(self, asked: Asked, answer: Granted | Gone) -> None:
-        """Answer another engine."""
+        """Answers another engine."""
         self._command(lambda: self._lender.found(asked, answer))
 
     def take(self) -> list[Outcome]:
-        """What has come since the last call."""
+        """Returns the outcomes since the last call."""
         self._check_alive()
         found: list[Outcome] = []
         while self._outcomes:
@@ -125,7 +124,7 @@ class Links:
         return found
 
     def close(self) -> None:
-        """End the thread; what is being read is given up."""
+        """Ends the thread; reads are given up."""
         self._command(self._stop)
         self._thread.join()
         self._bell.close()
@@ -135,7 +134,7 @@ class Links:
         self._context.term()
 
     def _check_alive(self) -> None:
-        """Raise what ended the thread: nobody would be told of anything any more."""
+        """Raises the exception that ended the thread, since no outcome would ever come."""
         if self._death is not None:
             raise RuntimeError("the thread that speaks with other engines ended") from self._death
 
@@ -160,7 +159,7 @@ class Links:
             self._ring()
 
     def _hear(self) -> None:
-        """Take what is said, or wait for something to do."""
+        """Handles messages and commands, or waits for some."""
         poller = zmq.Poller()
         door = self._lender.door.socket
         for socket in (self._ear, door, self._lender.socket, *self._peers.sockets):
@@ -179,7 +178,7 @@ class Links:
                 self._peers.read(socket)
 
     def _serve(self) -> None:
-        """Let others read what is lent to them."""
+        """Lets other engines read what is lent to them."""
         was_read, self._is_read = self._is_read, bool(self._lender.begun_at())
         self._lender.grant_ready()
         if self._is_read:
@@ -188,14 +187,14 @@ class Links:
             self._transport.stop_progress()
 
     def _note_ends(self) -> None:
-        """Wake the engine for a lease that is over, once."""
+        """Wakes the engine, once, when a lease is over."""
         next_end = self._leases.next_end
         if next_end is not None and next_end <= self._clock() and next_end != self._rung_for:
             self._rung_for = next_end
             self._ring()
 
     def _look_s(self) -> float | None:
-        """Until the next look at what is being read, here or from here; None if nothing is."""
+        """Returns the time until reads, here or from here, are polled next; None if none."""
         begun_at = (*self._pulls.begun_at(), *self._lender.begun_at())
         return look_s(self._clock(), begun_at)
 

@@ -1,4 +1,4 @@
-"""The layout of an engine's pools in memory, for others to read pages and slots."""
+"""The layout of an engine's pools in memory, by which others read pages and slots."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredMemory:
-    """The pools of one engine."""
+    """The pools of one engine, as memory to read from."""
 
     layout: Layout
     ranges: list[tuple[int, int]]
-    """Address and bytes of each piece of memory that they lie in."""
+    """Address and bytes of each memory allocation that holds a part of the pools."""
     device: int | None
     """Number of the GPU; None for main memory."""
 
 
 def memory_of(pools: Pools) -> RegisteredMemory:
-    """Where the pages and slots of `pools` lie."""
+    """Returns the layout and memory of the pages and slots of `pools`."""
     pages = [_row(pools.all_kv)] if pools.all_kv is not None else []
-    if pools.all_conv is not None:  # zeros first, then one beside each page
+    if pools.all_conv is not None:  # zeros first, then one row for each page
         pages += [_row(layer[1:]) for layer in pools.all_conv]
     slots = [_row(tensor) for tensor in _states(pools)]
     tensors = [pools.all_kv, pools.all_conv, *_states(pools)]
@@ -51,7 +51,7 @@ def _states(pools: Pools) -> Iterator[Tensor]:
 
 
 def _row(tensor: Tensor) -> MemoryRows:
-    """Of a tensor whose first dimension counts pages or slots."""
+    """Returns the row of a tensor whose first dimension counts pages or slots."""
     assert tensor[0].is_contiguous(), "a page or a state of a layer lies in one piece"
     item = tensor.element_size()
     return MemoryRows(
@@ -60,8 +60,9 @@ def _row(tensor: Tensor) -> MemoryRows:
 
 
 def pieces(rows: list[MemoryRows], ids: tuple[int, ...], first: int) -> list[int]:
-    """Numbers of the pieces of these pages or slots, row by row, where all pieces are counted from
-    `first` on. Raises IndexError for one that is not there."""
+    """Returns the numbers of these pages' or slots' pieces, row by row, when all pieces are counted
+    from `first` on. Raises IndexError for an id out of range.
+    """
     found: list[int] = []
     for row in rows:
         if any(not 0 <= id_ < row.count for id_ in ids):
@@ -72,7 +73,7 @@ def pieces(rows: list[MemoryRows], ids: tuple[int, ...], first: int) -> list[int
 
 
 def pieces_of(layout: Layout, pages: tuple[int, ...], slot: int | None) -> list[int]:
-    """Numbers of all pieces of these pages and this slot."""
+    """Returns the numbers of all pieces of these pages and this slot."""
     num_before = sum(row.count for row in layout.pages)
     slots = () if slot is None else (slot,)
     return pieces(layout.pages, pages, 0) + pieces(layout.slots, slots, num_before)

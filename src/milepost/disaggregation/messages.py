@@ -23,13 +23,15 @@ from milepost.zeromq import bound
 
 VERSION = 3
 MAX_QUESTION_BYTES = 16 * 2**20
-"""Of a frame; the longest has four bytes for each token of a prompt."""
+"""Most bytes in a frame of a question; the longest has four bytes for each token of a prompt."""
 MAX_ANSWER_BYTES = 4 * 2**20
-"""Of a frame; the longest names each page of a prompt, or describes each rank's memory."""
+"""Most bytes in a frame of an answer; the longest names each page of a prompt, or describes each
+rank's memory.
+"""
 MAX_QUEUED = 4096
-"""Messages to another engine that have not left: more than requests wait."""
+"""Most messages queued to another engine: more than the number of waiting requests."""
 MAX_PIECES = 2**31 - 1
-"""NIXL numbers pieces with 32 bits."""
+"""Most pieces in a layout: NIXL numbers pieces with 32 bits."""
 
 Address = Annotated[int, Meta(ge=0, lt=2**62)]
 Bytes = Annotated[int, Meta(ge=0, lt=2**40)]
@@ -41,7 +43,7 @@ LeaseId = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
 class MemoryRows(msgspec.Struct, frozen=True, array_like=True):
-    """Equal pieces of memory: `count` of `length` bytes, `stride` bytes apart."""
+    """Equal pieces of memory: `count` pieces of `length` bytes, `stride` bytes apart."""
 
     address: Address
     stride: Bytes
@@ -50,8 +52,9 @@ class MemoryRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Where the pieces of each page and of each slot lie: one of each row, by their numbers. Raises
-    ValueError for more pieces than can be numbered."""
+    """Position in memory of the pieces of each page and each slot, which have one piece in each
+    row, at the index of their id. Raises ValueError if there are more pieces than can be numbered.
+    """
 
     pages: list[MemoryRows]
     slots: list[MemoryRows]
@@ -66,60 +69,62 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def piece_bytes(self) -> list[list[int]]:
-        """What two engines must have alike."""
+        """Sizes of the pieces, which must be the same on both engines."""
         return [[row.length for row in rows] for rows in (self.pages, self.slots)]
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The first message to an engine: who asks, and how its memory is laid out."""
+    """First message to an engine: the sender and its memory's layout."""
 
     version: int
     identity: Digest
-    """Of the model as it is run, and of the page size: what keys are made of."""
+    """Identity of the model as it is run and of the page size; keys are computed from it."""
     engine_id: Text
     transport: Text
     host: Text
     port: Annotated[int, Meta(ge=0, lt=2**16)]
-    """Where the sender is asked in turn."""
+    """Port at which the sender can be asked in turn."""
     layout: Layout
-    """Of the first rank."""
+    """Layout of the first rank."""
     num_ranks: int = 1
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The answer to it, where the two can exchange."""
+    """Answer to a hello if the two engines can exchange."""
 
     engine_id: Text
     layout: Layout
     metadata: bytes
-    """Of the transport."""
+    """The transport's metadata."""
 
 
 class Declined(msgspec.Struct, tag="Refused", frozen=True):
-    """The answer to it, where they cannot."""
+    """Answer to a hello if the two engines cannot exchange."""
 
     why: str
 
 
 class Claim(msgspec.Struct, tag=True, frozen=True):
-    """Asks what a lease is of."""
+    """Asks what a lease covers."""
 
     lease: LeaseId
 
 
 class Granted(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What a lease is of, and where it lies."""
+    """The contents of a lease and their place in memory."""
 
     lease: LeaseId
     position: Position
     key: Digest
-    """Of the state at that position, which stands for all tokens before."""
+    """Key of the state at that position, which stands for all tokens before it."""
     pages: tuple[Number, ...]
     slot: Number | None
 
 
 class Gone(msgspec.Struct, tag=True, frozen=True):
-    """There is no such lease, or none any more; or nothing is cached."""
+    """Answers a question about a lease that is unknown or over, or about tokens if none are
+    cached.
+    """
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
@@ -143,7 +148,7 @@ class Find(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Packed, little-endian uint32."""
     salt: str
     least: Position
-    """Fewer tokens than that are no use."""
+    """Fewest tokens that are of use."""
 
 
 Question = Hello | Claim | Beat | Reading | Release | Find
@@ -155,33 +160,33 @@ M = TypeVar("M")
 
 
 class BadMessageError(Exception):
-    """Another engine sent what is no message."""
+    """A message of another engine is malformed."""
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
-    """A message from outside. Raises BadMessageError."""
+    """Decodes a message from outside. Raises BadMessageError."""
     try:
         return decoder.decode(body)
-    # Bytes that are no UTF-8 are a ValueError, and deep nesting ends Python's stack.
+    # Bytes that are not UTF-8 raise ValueError, and deep nesting exhausts Python's stack.
     except (msgspec.DecodeError, ValueError, RecursionError, MemoryError) as error:
         raise BadMessageError(str(error) or type(error).__name__) from error
 
 
 def limited(socket: zmq.Socket[Any], max_bytes: int) -> zmq.Socket[Any]:
-    """A socket for messages of at most so many bytes."""
+    """Prepares a socket for messages of at most `max_bytes`."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
     return bound(socket, max_bytes=max_bytes, max_queued=MAX_QUEUED)
 
 
 def endpoint(host: str, port: int | None = None) -> str:
-    """Of an address, as ZeroMQ takes it."""
+    """Returns the address in ZeroMQ's form."""
     shown = f"[{host}]" if ":" in host else host
     return f"tcp://{shown}" if port is None else f"tcp://{shown}:{port}"
 
 
 def misfit(hello: Hello, own: Hello) -> str:
-    """Why two engines cannot exchange anything; empty if they can."""
+    """Returns why two engines cannot exchange anything, or an empty text if they can."""
     if hello.version != own.version:
         return f"version {hello.version} of the exchange, and here it is {own.version}"
     if hello.transport != own.transport:

@@ -1,4 +1,4 @@
-"""Reads other engines' memory through NIXL: of GPUs directly, of main memory by what UCX finds."""
+"""Reads other engines' memory through NIXL: GPU memory directly, main memory as UCX can."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from milepost.disaggregation.transport import TransferError
 from milepost.errors import ConfigError, missing
 
 CHECKS = 64
-"""A check takes in the ends of some 16 pieces, and a prompt of 32,000 tokens has 550."""
+"""Checks per poll. A check handles the ends of about 16 pieces, and a prompt of 32,000 tokens has
+550.
+"""
 
 
 class Nixl:
-    """Raises ConfigError where NIXL is not installed or has none of the backends."""
+    """A transport through NIXL. Raises ConfigError if NIXL is not installed or lacks all of the
+    backends.
+    """
 
     name = "nixl"
 
@@ -32,10 +36,10 @@ class Nixl:
         self._errors = _errors_of(api)
         self._kind = "DRAM" if memory.device is None else "VRAM"
         self._device = memory.device or 0
-        # NIXL's own thread for progress takes as much of a core as it gets, idle or not.
+        # NIXL's own progress thread takes as much of a core as it gets, idle or not.
         config = api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=backends)
         ranges = [(address, size, self._device, "") for address, size in memory.ranges]
-        try:  # one that it does not have is passed over; without any, no memory is registered
+        try:  # NIXL skips a backend it lacks; without any, no memory is registered
             self._agent = api.nixl_agent(name, config)
             self._registered = self._agent.register_memory(ranges, self._kind)
         except (*self._errors, KeyError) as error:
@@ -43,7 +47,7 @@ class Nixl:
         self._own = self._listed("NIXL_INIT_AGENT", memory.layout)
 
     def enter(self) -> None:
-        """Copies between GPUs are begun by this thread, so it needs the GPU's context."""
+        """Sets the GPU's context in this thread, which begins the copies between GPUs."""
         if self._kind == "VRAM":
             import torch
 
@@ -68,7 +72,7 @@ class Nixl:
 
     def remove_peer(self, peer: Any) -> None:
         name, pieces = peer
-        with contextlib.suppress(*self._errors):  # it has gone by itself
+        with contextlib.suppress(*self._errors):  # the peer has gone by itself
             self._agent.release_dlist_handle(pieces)
             self._agent.remove_remote_agent(name)
 
@@ -100,8 +104,10 @@ class Nixl:
         return True
 
     def make_progress(self) -> None:
-        """A read is over for who reads once both have made progress."""
-        with contextlib.suppress(*self._errors):  # who reads sees what came of it
+        """Makes progress for readers: a read is only over for the reader once both sides have made
+        progress.
+        """
+        with contextlib.suppress(*self._errors):  # the reader sees the outcome
             self._agent.get_new_notifs()
 
     def stop_progress(self) -> None:
@@ -115,7 +121,7 @@ class Nixl:
         return True
 
     def lend(self, lease: str, pages: tuple[int, ...], slot: int | None) -> None:
-        pass  # whoever has its metadata reads all registered memory, past any check of ours
+        pass  # whoever has the metadata can read all registered memory, without a check
 
     def end_loan(self, lease: str) -> None:
         pass
@@ -125,7 +131,7 @@ class Nixl:
         self._agent.deregister_memory(self._registered)
 
     def _listed(self, name: str, layout: Layout, device: int | None = None) -> Any:
-        """All pieces of an engine's memory, to be named by their numbers."""
+        """Returns a list of all pieces of an engine's memory, in which they go by number."""
         device = self._device if device is None else device
         rows = [
             (row.address, row.length, device, row.stride, row.count)
@@ -135,14 +141,14 @@ class Nixl:
 
 
 def _errors_of(api: Any) -> tuple[type[Exception], ...]:
-    """All that NIXL raises: its own exceptions have nothing in common but `Exception`."""
+    """Returns all exceptions that NIXL raises: its own have only `Exception` in common."""
     known = vars(api.nixlBind).values()
     own = [each for each in known if isinstance(each, type) and issubclass(each, Exception)]
     return (RuntimeError, *own)
 
 
 def _log_as_others_do() -> None:
-    """NIXL would write to standard output, which is for programs."""
+    """Redirects NIXL's log to the root logger, since standard output is for programs."""
     own = logging.getLogger("nixl")
     own.handlers.clear()
     own.propagate = True

@@ -1,7 +1,7 @@
-"""What the first rank tells the others to do for exchanges between engines. Can be sent as bytes.
+"""Orders of the first rank to the others for exchanges between engines. They can be sent as bytes.
 
-Each is answered with whether it succeeded: `ReadPart` once nobody writes any more, `Synchronize`
-once the rank has caught up, all others at once.
+Each order is answered with whether it succeeded: `ReadPart` once nothing writes any more,
+`Synchronize` once the rank has caught up, all others at once.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from milepost.disaggregation.messages import Layout
 
 
 class RankEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """How one rank's memory is read, and its layout."""
+    """One rank's memory: how to reach it, and its layout."""
 
     metadata: bytes
-    """The transport's."""
+    """The transport's metadata."""
     layout: Layout
 
 
 class AddPeer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Know another engine by this number."""
+    """Adds another engine under a number."""
 
     peer: int
     endpoints: list[RankEndpoint]
-    """Of all its ranks; each rank reads from that of its own number."""
+    """Endpoints of all its ranks; each rank reads from the one with its own number."""
 
 
 class RemovePeer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Forget it."""
+    """Removes another engine."""
 
     peer: int
 
 
 class ReadPart(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Read the n-th of these pieces there into the n-th here."""
+    """Reads the n-th remote piece into the n-th local one."""
 
     transfer: int
     peer: int
@@ -47,7 +47,7 @@ class ReadPart(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
 
 
 class Lend(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Let others read these under a lease."""
+    """Lets others read these pages and this slot under a lease."""
 
     lease: str
     pages: tuple[int, ...]
@@ -55,34 +55,34 @@ class Lend(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True)
 
 
 class EndLoan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Nobody reads under it any more."""
+    """Ends a loan, under which nobody reads any more."""
 
     lease: str
 
 
 class CancelRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Stop this read."""
+    """Cancels a read."""
 
     transfer: int
 
 
 class Filled(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """All ranks have what was fetched: a slot holds so many tokens."""
+    """Reports that all ranks have fetched a state, and how many tokens the slot holds."""
 
     slot: int
     position: int
 
 
 class Synchronize(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answer once everything launched before is done."""
+    """Asks for an answer once everything launched before is done."""
 
 
 class MakeProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Others read here from now on: make progress for them."""
+    """Starts making progress for other engines that read here."""
 
 
 class StopProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Nobody reads here any more."""
+    """Stops making progress, since nobody reads here any more."""
 
 
 Order = (
@@ -99,4 +99,4 @@ Order = (
 )
 
 Ask = Callable[[Order], Future[bool]]
-"""As `tiers.orders.Ask`; may be called from any thread."""
+"""Sends an order to all other ranks, like `tiers.orders.Ask`; may be called from any thread."""

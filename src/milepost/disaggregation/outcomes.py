@@ -1,4 +1,4 @@
-"""What the thread that talks to other engines reports to the engine's own."""
+"""Reports of the thread that talks to other engines to the engine's own thread."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from milepost.disaggregation.params import Remote
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What has come of a pull: all of it, or a problem."""
+    """End of a pull: everything has arrived, or there was a problem."""
 
     number: int
     problem: str
     num_bytes: int
     seconds: float
-    """From the request for it until it was certain."""
+    """Time from the request until the data was certain."""
     read_s: float
-    """Of them, from the first byte to the last."""
+    """Part of `seconds` from the first byte to the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Another engine has what was lent up to that page and behind, and is asked there."""
+    """Another engine has read a loan, whose last full page is `page`. It can be asked for the
+    continuation at `host` and `port`.
+    """
 
     page: bytes
     host: str
@@ -32,7 +34,9 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class RemoteMatch:
-    """What another engine has of the tokens that were asked for; None for nothing of use."""
+    """Answer of another engine to a question about tokens; `remote` is None if it has nothing of
+    use.
+    """
 
     number: int
     remote: Remote | None
@@ -40,7 +44,7 @@ class RemoteMatch:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Another engine asks what there is of these tokens; to be answered with `Links.tell`."""
+    """A question of another engine about tokens; `Links.tell` answers it."""
 
     who: bytes
     number: bytes

@@ -1,8 +1,10 @@
-"""`kv_transfer_params`: what routers carry from the engine that prefills to the one that decodes.
+"""`kv_transfer_params`: the fields that routers carry from the engine that prefills to the one that
+decodes.
 
-The first gets `do_remote_decode`; its answer, with `do_remote_prefill` and where its KV is, goes to
-the second unchanged. Routers read no other field. The decode engine does not trust the fields: it
-connects only to its own peers, asks the other engine what the lease covers, and compares keys.
+The first engine gets `do_remote_decode`. Its answer, with `do_remote_prefill` and the place of its
+KV, goes to the second engine unchanged. Routers read no other field. The decode engine does not
+trust the fields: it connects only to its own peers, asks the other engine what the lease covers,
+and compares keys.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from milepost.errors import InvalidRequestError
 from milepost.kv_transfer_config import KVTransferConfig
 
 MAX_CHARS = 256
-"""Of a field of text."""
+"""Most characters in a text field."""
 _LEASE = re.compile("[0-9a-f]{32}")
 FIELDS = (
     "do_remote_decode",
@@ -27,12 +29,12 @@ FIELDS = (
     "remote_request_id",
     "remote_num_tokens",
 )
-"""Those that an engine reads."""
+"""Fields that an engine reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remote:
-    """`position` tokens of a prompt, on another engine, under a lease."""
+    """The first `position` tokens of a prompt on another engine, under a lease."""
 
     engine_id: str
     host: str
@@ -47,16 +49,16 @@ class Remote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferWish:
-    """What a request asks of this engine beside its answer."""
+    """A request's wishes for a transfer, besides its answer."""
 
     prefills: bool = False
-    """To keep the prompt's KV and state for another engine, and answer with where they are."""
+    """Whether to keep the prompt's KV and state for another engine, and answer with their place."""
     remote: Remote | None = None
-    """To fetch them from there."""
+    """Where to fetch the prompt's KV and state."""
 
 
 def read(params: Mapping[str, Any] | None) -> TransferWish | None:
-    """None where nothing is asked for. Raises InvalidRequestError."""
+    """Parses the fields. Returns None if they ask for nothing. Raises InvalidRequestError."""
     if not params:
         return None
     prefills = _get(params, "do_remote_decode", bool | None)
@@ -77,8 +79,9 @@ def read(params: Mapping[str, Any] | None) -> TransferWish | None:
 
 
 def as_read(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The fields that an engine reads, bounded and of the right types; what else a router adds
-    stays behind. None where nothing is asked for. Raises InvalidRequestError."""
+    """Returns the fields that an engine reads, bounded and of the right types; other fields of a
+    router are dropped. Returns None if they ask for nothing. Raises InvalidRequestError.
+    """
     if read(params) is None or params is None:
         return None
     wanted = FIELDS[:1] if params.get(FIELDS[0]) else FIELDS
@@ -86,7 +89,7 @@ def as_read(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def check_exchange(wish: TransferWish, config: KVTransferConfig | None) -> None:
-    """Raise InvalidRequestError unless an engine of this configuration may do what is asked."""
+    """Raises InvalidRequestError unless an engine with this configuration may fulfil the wish."""
     if config is None:
         raise InvalidRequestError(
             "kv_transfer_params: this engine exchanges nothing with others: start it with "
@@ -107,7 +110,7 @@ def check_exchange(wish: TransferWish, config: KVTransferConfig | None) -> None:
 def written(
     remote: Remote, pages: tuple[int, ...], slot: int | None, num_ranks: int
 ) -> dict[str, Any]:
-    """The other way: as the answer of who prefilled has it."""
+    """Returns the fields for `read`, as the engine that prefilled answers with them."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -1,7 +1,7 @@
-"""Exchanges between engines on any rank but the first: it reads its part of what is fetched, and
-lets others read its part of what is lent.
+"""Exchanges between engines on a rank other than the first: it reads its part of what is fetched,
+and lets others read its part of what is lent.
 
-The first rank decides for all what, from whom and until when. Its orders arrive in the order of
+The first rank decides what is read, from whom and until when. Its orders arrive in the order of
 launches; a thread carries them out, since no launch waits for them.
 """
 
@@ -42,16 +42,16 @@ class _PartReading:
     ticket: int
     part: ReadPart
     is_ready: Callable[[], bool]
-    """Whether nothing that was launched before can be in the way."""
+    """Whether all earlier launches that could conflict are done."""
     begun_at: float
     transfer: Any = None
     is_given_up: bool = False
 
 
 class PartReader:
-    """A `Carrier` of `runner`, on rank `rank`. `answer` is called with an order's ticket and
-    whether it went well, `fail` with what ends the thread; both from that thread. `close` it at the
-    end."""
+    """A `Carrier` of `runner`, on rank `rank`. Its thread calls `answer` with an order's ticket and
+    whether it succeeded, and `fail` with an exception that ends the thread. `close` it at the end.
+    """
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class PartReader:
         self._peers: dict[int, Any] = {}
         self._readings: dict[int, _PartReading] = {}
         self._fences: list[tuple[int, Callable[[], bool], float]] = []
-        """To be answered when what was launched before is done, and since when."""
+        """(ticket, whether earlier launches are done, since when) of fences to answer."""
         self._read_since: float | None = None
-        """By others."""
+        """Time since when others have been reading here."""
         self._is_open = True
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv reader", daemon=True)
@@ -81,11 +81,11 @@ class PartReader:
         raise AssertionError(f"other engines take what they want: {stores}")
 
     def load(self, load: Load) -> None:  # noqa: ARG002
-        """What is launched from now on is in nobody's way."""
+        """Takes a fence: launches from now on do not conflict with the load."""
         self._last_load = self._runner.fence()
 
     def do(self, ticket: int, order: Order) -> None:
-        """Begin what the first rank wants."""
+        """Begins to carry out an order of the first rank."""
         match order:
             case Filled(slot=slot, position=position):
                 self._runner.filled(slot, position)
@@ -108,7 +108,7 @@ class PartReader:
                 self._commands.put(lambda: self._obey(ticket, order))
 
     def close(self) -> None:
-        """End the thread; what is being read is given up."""
+        """Ends the thread; reads are given up."""
         self._commands.put(self._stop)
         self._thread.join()
         self._transport.close()
@@ -127,7 +127,7 @@ class PartReader:
             self._fail(error)
 
     def _hear(self) -> None:
-        """Do what was ordered, or wait for something to do."""
+        """Carries out orders, or waits for some."""
         begun = [reading.begun_at for reading in self._readings.values()]
         begun += [since for *_, since in self._fences]
         if self._read_since is not None:
@@ -159,14 +159,14 @@ class PartReader:
         self._answer(ticket, True)
 
     def _meet(self, number: int, endpoint: RankEndpoint) -> None:
-        """Where that fails, so does what is to be read there."""
+        """Adds a peer. If that fails, so do reads from it."""
         try:
             self._peers[number] = self._transport.add_peer(endpoint.metadata, endpoint.layout)
         except TransferError as error:
             logger.warning("rank %d cannot read from another engine: %s", self._rank, error)
 
     def _look(self) -> None:
-        """Answer what is over."""
+        """Answers reads and fences that are over."""
         for reading in list(self._readings.values()):
             is_well = self._ended(reading)
             if is_well is not None:
@@ -178,7 +178,7 @@ class PartReader:
                 self._answer(ticket, True)
 
     def _ended(self, reading: _PartReading) -> bool | None:
-        """Whether all has come; None while somebody may write."""
+        """Returns whether a read has succeeded; None while something may still write."""
         part = reading.part
         if reading.transfer is None and reading.is_given_up:
             return False
@@ -196,7 +196,7 @@ class PartReader:
             return False
 
     def _give_up(self, number: int) -> None:
-        """It ends now, or as soon as nobody writes any more; it may have ended."""
+        """Ends a read now, or as soon as nothing writes any more. The read may be over already."""
         reading = self._readings.get(number)
         if reading is None:
             return

@@ -1,8 +1,8 @@
 """Other engines, as this one asks them: a hello first, then questions, each with one answer.
 
-An engine that does not answer in time, refuses, answers what is no answer or breaks off a transfer
-is dropped together with all open questions to it; the next question says hello again, since another
-engine may listen there by then. Few are known at a time, and fewer that have not said welcome.
+An engine that does not answer in time, refuses, sends an invalid answer or breaks off a transfer is
+dropped together with all open questions to it. The next question says hello again, since another
+engine may listen there by then. Few are known at a time, and even fewer that have not said welcome.
 """
 
 from __future__ import annotations
@@ -39,21 +39,24 @@ from milepost.zeromq import received
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 256
-"""Each takes a socket and what the transport holds for it; one that nobody asks makes room."""
+"""Most peers. Each takes a socket and the transport's resources; one that nobody asks makes
+room.
+"""
 SPARE_S = 60.0
-"""After so long without a word, and no read under way, a peer makes room for another."""
+"""A peer makes room for another after this long without a message, if no read is under way."""
 MAX_UNKNOWN = 64
-"""Those that have not said welcome, since requests name their addresses: one more, and the first is
-given up. An engine that is there answers sooner."""
+"""Most peers that have not said welcome, since requests name their addresses. One more, and the
+first is dropped. A live engine answers sooner.
+"""
 IDLE_S = 6 * 3600.0
-"""After so long without a word a peer is let go of: engines come and go, and addresses change. Not
-sooner, since each time it is met again costs both a file descriptor: UCX keeps the connection of an
-endpoint that is closed until the process ends (NIXL 1.5.1).
+"""A peer is dropped after this long without a message: engines come and go, and addresses change.
+It is not dropped sooner, since each reconnection costs both sides a file descriptor: UCX keeps the
+connection of a closed endpoint until the process ends (NIXL 1.5.1).
 """
 HINT_S = 2.0
-"""So long a prefill waits to hear what another engine has of its prompt."""
+"""How long a prefill waits to hear what another engine has of its prompt."""
 Then = Callable[["Answer | str"], None]
-"""Told the answer, or why there is none."""
+"""A callback for the answer, or for the reason why there is none."""
 
 
 class _Asked(NamedTuple):
@@ -62,7 +65,7 @@ class _Asked(NamedTuple):
     deadline: float
     then: Then
     is_hint: bool
-    """It is no harm if no answer comes."""
+    """Whether a missing answer does no harm."""
 
 
 class Peer:
@@ -74,16 +77,16 @@ class Peer:
         self.layout = Layout([], [])
         self.handle: Any = None
         self.asked: dict[bytes, _Asked] = {}
-        """By number."""
+        """Number -> question without an answer."""
         self.used_at = 0.0
-        """When it was last spoken to."""
+        """Time of the last message to it."""
         self._peers = peers
         self._num_asked = 0
         self._is_known = False
         self._over = ""
-        """Why, once it is."""
+        """Reason why it was dropped, once it is."""
         self._waiting: list[tuple[Question, Then, bool]] = []
-        """Until it has said welcome."""
+        """Questions that wait until it has said welcome."""
         self._send(peers.hello, self._welcomed)
 
     @property
@@ -96,7 +99,9 @@ class Peer:
         return self._is_known
 
     def ask(self, question: Question, then: Then, *, is_hint: bool = False) -> None:
-        """A question that is a hint only is given up soon, and its peer is not for that."""
+        """Asks a question. If it is only a hint, it is given up soon, and the peer is not dropped
+        for that.
+        """
         if self._over:
             then(self._over)
         elif self._is_known:
@@ -105,20 +110,20 @@ class Peer:
             self._waiting.append((question, then, is_hint))
 
     def say(self, what: Beat | Reading) -> None:
-        """Without an answer."""
+        """Sends a message that has no answer."""
         self.used_at = self._peers.now
         if self._is_known and not self._over:
             self._put(b"", ENCODER.encode(what))
 
     def read(self) -> None:
-        """Take an answer. Raises BadMessageError for what is none."""
+        """Receives an answer. Raises BadMessageError if it is malformed."""
         frames = received(self.socket)
         if len(frames) != 3:
             raise BadMessageError(f"{len(frames)} frames")
         answer = decoded(ANSWERS, frames[2])
         asked = self.asked.pop(frames[1], None)
         if asked is None:
-            return  # it is late
+            return  # the answer is late
         if isinstance(answer, Declined):
             asked.then(answer.why)
             self._peers.drop(self, answer.why)  # the next question says hello again
@@ -126,7 +131,7 @@ class Peer:
             asked.then(answer)
 
     def end(self, why: str) -> None:
-        """Nobody waits on."""
+        """Closes the connection and fails all open questions."""
         self._over = why
         self.socket.close(linger=0)
         if self.handle is not None:
@@ -149,7 +154,9 @@ class Peer:
         self._put(number, body)
 
     def _put(self, number: bytes, body: bytes) -> None:
-        """Send it, unless so much has not left yet that it never will: then it is late."""
+        """Sends a message. If too many are queued to an engine, it is discarded, and its answer is
+        late.
+        """
         with suppress(zmq.Again):
             self.socket.send_multipart([b"", number, body], zmq.NOBLOCK)
 
@@ -165,7 +172,9 @@ class Peer:
             self._send(*entry)
 
     def _take_welcome(self, answer: Answer | str) -> None:
-        """Raises TransferError unless its memory can be read, piece for piece, into our own."""
+        """Handles a welcome. Raises TransferError unless the peer's memory can be read, piece for
+        piece, into this engine's.
+        """
         if not isinstance(answer, Welcome):
             known = answer if isinstance(answer, str) else type(answer).__name__
             raise TransferError(f"no welcome: {known}")
@@ -176,7 +185,7 @@ class Peer:
 
 
 class Peers:
-    """By address, of those that are `allowed`."""
+    """Peers by address; connects only to those in `allowed`."""
 
     def __init__(
         self,
@@ -212,7 +221,7 @@ class Peers:
         return self._clock() + (min(HINT_S, self._timeout_s) if is_hint else self._timeout_s)
 
     def at(self, host: str, port: int) -> Peer:
-        """The engine there; one that is new is sent a hello. Raises TransferError."""
+        """Returns the engine at an address; a new one is sent a hello. Raises TransferError."""
         peer = self._known.get((host, port))
         if peer is None:
             if host not in self._allowed:
@@ -222,11 +231,11 @@ class Peers:
         return peer
 
     def find(self, host: str, port: int) -> Peer | None:
-        """The engine there, if it has been said hello to."""
+        """Returns the engine at an address if it has been sent a hello."""
         return self._known.get((host, port))
 
     def _make_room(self) -> None:
-        """Let go of one if many are known. Raises TransferError if all of those are asked."""
+        """Drops a peer if there are many. Raises TransferError if all of them are in use."""
         unknown = [peer for peer in self._known.values() if not peer.is_known]
         if len(unknown) >= MAX_UNKNOWN:
             self.drop(unknown[0], "it has not answered, and others are asked")
@@ -239,7 +248,7 @@ class Peers:
     def _connect(self, host: str, port: int) -> zmq.Socket[Any]:
         try:
             socket = self._context.socket(zmq.DEALER)
-        except zmq.ZMQError as error:  # no file, no memory, or as many as ZeroMQ has
+        except zmq.ZMQError as error:  # no file, no memory, or ZeroMQ's limit
             raise TransferError(f"no socket for {host}:{port}: {error}") from error
         try:
             limited(socket, MAX_ANSWER_BYTES).connect(endpoint(host, port))
@@ -249,7 +258,7 @@ class Peers:
         return socket
 
     def read(self, socket: Any) -> None:
-        """Take an answer; who sends anything else is dropped, and nobody else is."""
+        """Receives an answer. A peer that sends anything else is dropped, and no other peer is."""
         for peer in list(self._known.values()):
             if peer.socket is not socket:
                 continue
@@ -269,7 +278,7 @@ class Peers:
                 peer.end(why)
 
     def give_up_late(self) -> None:
-        """Drop those that have not answered in time, and those that nobody asks any more."""
+        """Drops peers that are late with an answer, and peers nobody has asked for a long time."""
         now = self._clock()
         for peer in list(self._known.values()):
             if not peer.asked and now - peer.used_at > IDLE_S + self._timeout_s:

@@ -1,9 +1,9 @@
-"""What this engine reads from others, from the claim to the confirmation.
+"""Reads of this engine from others, from the claim to the confirmation.
 
-The steps of a pull: claim the lease (as soon as a request arrives with it, while that is matched
-and planned) and compare what it covers with what is wanted; read, once nothing that runs here can
-conflict; ask whether the lease was valid throughout. Any failure ends it with one reason, and only
-once nobody writes here any more. Used by one thread.
+The steps of a pull: claim the lease (as soon as a request arrives with it, while the request is
+matched and planned) and compare what it covers with what is wanted; read, once nothing that runs
+here can conflict; ask whether the lease was valid throughout. Any failure ends the pull with one
+reason, and only once nothing writes here any more. Used by one thread.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pull:
-    """What a request of this engine lacks: pages `first` and following of those that are lent,
-    into `pages`, and the state into `slot`.
+    """A fetch of the parts that a request lacks: the lent pages from number `first` on into
+    `pages`, and the state into `slot`.
     """
 
     number: int
     remote: Remote
     key: bytes
-    """Of the state that is wanted."""
+    """Key of the wanted state."""
     first: int
     pages: tuple[int, ...]
     slot: int | None
     is_ready: Callable[[], bool]
-    """Whether nobody here uses that memory any more."""
+    """Whether nothing here uses that memory any more."""
     granted: Granted | None = None
-    """What is to be read when it is."""
+    """Contents of the lease, which are read once `is_ready`."""
     num_bytes: int = 0
     asked_at: float = 0.0
     peer: Peer | None = None
     transfer: Any = None
     began_at: float = 0.0
     read_s: float = 0.0
-    """From the first to the last byte."""
+    """Time from the first to the last byte."""
     deadline: float = 0.0
     problem: str = ""
     is_over: bool = False
@@ -65,7 +65,7 @@ class Pull:
 
 @dataclass(slots=True, eq=False)
 class _Claimed:
-    """What a lease is of, and who waits to hear it."""
+    """The contents of a lease, and the pulls that wait to learn them."""
 
     peer: Peer | None = None
     answer: Answer | str | None = None
@@ -73,8 +73,9 @@ class _Claimed:
 
 
 class Pulls:
-    """Those under way, into pieces of memory that lie as `hello` says. `tell` hears how each
-    ended."""
+    """Pulls under way, into memory with the layout in `hello`. Calls `tell` with the end of
+    each.
+    """
 
     def __init__(
         self,
@@ -97,10 +98,10 @@ class Pulls:
         self._claims: dict[Remote, _Claimed] = {}
         self._under_way: list[Pull] = []
         self._ended: list[threading.Event] = []
-        """Of those who wait until nothing is under way."""
+        """Events to set once nothing is under way."""
 
     def begun_at(self) -> list[float]:
-        """Since when each of those that are being read is, or waits to be."""
+        """Returns the times since which pulls have been reading, or waiting to read."""
         return [
             pull.began_at
             for pull in self._under_way
@@ -108,17 +109,17 @@ class Pulls:
         ]
 
     def hold(self, remote: Remote) -> None:
-        """A request may want it: ask what it is of."""
+        """Asks what a lease covers, for a request that may want it."""
         self._borrowed.hold(remote)
         self._claim(remote)
 
     def release(self, remote: Remote) -> None:
-        """Nobody wants it any more."""
+        """Releases a lease that nobody wants any more."""
         self._claims.pop(remote, None)
         self._borrowed.release(remote)
 
     def begin(self, pull: Pull) -> None:
-        """It ends with a `Pulled`."""
+        """Begins a pull, which ends with a `Pulled`."""
         self._borrowed.hold(pull.remote)
         self._under_way.append(pull)
         pull.asked_at = self._clock()
@@ -132,8 +133,9 @@ class Pulls:
             self._claimed(pull, claim.answer)
 
     def look(self) -> None:
-        """Begin what waits for the device, take in what has come, and give up what takes too
-        long."""
+        """Begins reads that waited for the device, handles finished reads, and gives up
+        slow ones.
+        """
         for pull in self._under_way.copy():
             if pull.granted is not None:
                 self._read_if_ready(pull, pull.granted)
@@ -155,14 +157,14 @@ class Pulls:
                 self._give_up(pull, f"it took more than {self._timeout_s:g} seconds")
 
     def give_up(self, ended: threading.Event) -> None:
-        """All; `ended` is set when nobody writes any more."""
+        """Gives up all pulls. `ended` is set once nothing writes any more."""
         self._ended.append(ended)
         for pull in self._under_way.copy():
             self._give_up(pull, "a step was interrupted")
         self._note_idle()
 
     def stop(self) -> None:
-        """Give up what is being read; nobody wants to hear of it."""
+        """Gives up all reads without reporting them."""
         for pull in self._under_way:
             if pull.transfer is not None:
                 self._transport.cancel(pull.transfer)
@@ -232,7 +234,7 @@ class Pulls:
         return own * self._num_ranks
 
     def _confirm(self, pull: Pull) -> None:
-        """All has come; it counts if it was lent until now."""
+        """Confirms a finished read: it counts if the lease was valid until now."""
 
         def released(answer: Answer | str) -> None:
             if pull.is_over:
@@ -247,7 +249,7 @@ class Pulls:
         pull.peer.ask(Release(pull.remote.lease), released)
 
     def _give_up(self, pull: Pull, problem: str) -> None:
-        """It ends now, or as soon as nobody writes any more."""
+        """Ends a pull now, or as soon as nothing writes any more."""
         pull.problem = problem
         if pull.transfer is None or self._transport.cancel(pull.transfer):
             pull.transfer = pull.granted = None

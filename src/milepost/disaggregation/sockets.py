@@ -1,9 +1,9 @@
 """Reads other engines' memory through TCP: for main memory, on machines that lack NIXL.
 
-A thread of the sender serves the requested pieces; a thread of the reader writes them where they
-belong. A request is the lease (16 bytes), the number of pieces and their numbers, as uint32. Who
-asks for more than its lease covers gets nothing, and nobody is sent anything after its lease ends.
-A read is complete if all pieces came, and nothing behind them.
+A thread of the sender serves the requested pieces; a thread of the reader writes them to their
+places. A request is the lease (16 bytes), the number of pieces and their numbers, as uint32. A
+reader that asks for more than its lease covers gets nothing, and nothing is sent after its lease
+ends. A read is complete if all pieces came, and nothing after them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 _HEAD = struct.Struct("<16sI")
 CONNECT_S = 5.0
 HEAD_S = 5.0
-"""A connection that has not said by then what it wants is closed."""
+"""A connection that has not sent its request after this long is closed."""
 REST_S = 0.1
-"""Between two attempts to accept a connection, where files or memory are short."""
+"""Pause between two attempts to accept a connection when files or memory are short."""
 MAX_READERS = 256
-"""Connections that are served at a time, a thread for each; others wait."""
+"""Most connections served at a time, with a thread for each; others wait."""
 
 
 class _Address(msgspec.Struct, frozen=True, array_like=True):
@@ -59,15 +59,15 @@ class _Lent:
 
 
 class _RefusedError(Exception):
-    """A reader asks for what is not lent to it."""
+    """A reader asks for memory that is not lent to it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """What one thread reads."""
+    """A read by one thread."""
 
     error: str = "it was not read to its end"
-    """Empty once all has come."""
+    """Empty once everything has arrived."""
     over: threading.Event = field(default_factory=threading.Event)
     _sock: socket.socket | None = None
     _is_cancelled: bool = False
@@ -84,7 +84,7 @@ class _Reading:
         return sock
 
     def cancel(self) -> bool:
-        """Whether nobody writes any more."""
+        """Cancels the read. Returns whether nothing writes any more."""
         with self._lock:
             self._is_cancelled = True
             if self._sock is None:
@@ -95,7 +95,9 @@ class _Reading:
 
 
 class Sockets:
-    """Raises ConfigError for memory of a GPU, or an address that cannot be had."""
+    """A transport over TCP. Raises ConfigError for GPU memory, or an address that cannot be
+    used.
+    """
 
     name = "socket"
 
@@ -152,7 +154,7 @@ class Sockets:
         return True
 
     def make_progress(self) -> None:
-        pass  # threads do
+        pass  # the threads make progress
 
     def stop_progress(self) -> None:
         pass
@@ -204,7 +206,7 @@ class Sockets:
     # --- of who is read from ----------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Accept connections until the end, whatever becomes of any."""
+        """Accepts connections until `close`, whatever becomes of any."""
         while not self._closing.is_set():
             self._room.acquire()
             sock = self._accepted()
@@ -230,7 +232,7 @@ class Sockets:
         return None
 
     def _rest(self, error: Exception) -> None:
-        """Files, threads or memory are short: others may be done soon."""
+        """Waits a while when files, threads or memory are short: other connections may end soon."""
         if not self._closing.is_set():
             self._complaints.say("a reader of KV pages could not be accepted", error)
             self._closing.wait(REST_S)
@@ -242,7 +244,7 @@ class Sockets:
             try:
                 self._answer(sock)
             except OSError:
-                pass  # it went away, or said nothing for too long
+                pass  # the reader went away, or sent nothing for too long
             except _RefusedError as error:
                 self._complaints.say("a reader of KV pages is refused", error)
             except Exception:
@@ -261,8 +263,9 @@ class Sockets:
             sock.sendall(view)
 
     def _asked(self, sock: socket.socket) -> tuple[bytes, list[memoryview]]:
-        """The lease and pieces that a reader names. Raises _RefusedError, and before memory is
-        allocated for more than is lent."""
+        """Receives a reader's request and returns its lease and pieces. Raises _RefusedError,
+        before memory is allocated for more pieces than are lent.
+        """
         end_s = time.monotonic() + HEAD_S
         head = bytearray(_HEAD.size)
         _fill(sock, memoryview(head), end_s)
@@ -305,12 +308,14 @@ class _PieceViews:
         return self._num_page_rows * num_pages + num_slot_rows * num_slots
 
     def owner(self, number: int) -> tuple[bool, int]:
-        """Whether a piece is of a page or of a slot, and of which. Raises IndexError."""
+        """Returns whether a piece belongs to a page, and the id of its page or slot. Raises
+        IndexError.
+        """
         index, id_ = self._find(number)
         return index < self._num_page_rows, id_
 
     def view(self, number: int) -> memoryview:
-        """Its bytes. Raises IndexError."""
+        """Returns the bytes of a piece. Raises IndexError."""
         index, id_ = self._find(number)
         row: MemoryRows = self._rows[index]
         start = row.address + id_ * row.stride
@@ -332,7 +337,9 @@ def _listening(host: str) -> socket.socket:
 
 
 def _fill(sock: socket.socket, view: memoryview, end_s: float | None = None) -> None:
-    """Raises ConnectionError if the stream ends before, and TimeoutError at `end_s`."""
+    """Fills `view` from a socket. Raises ConnectionError if the stream ends early, and TimeoutError
+    at `end_s`.
+    """
     while view:
         if end_s is not None:
             sock.settimeout(_left(end_s))
@@ -343,7 +350,7 @@ def _fill(sock: socket.socket, view: memoryview, end_s: float | None = None) -> 
 
 
 def _left(end_s: float) -> float:
-    """Seconds until then. Raises TimeoutError if it has passed."""
+    """Returns the seconds until `end_s`. Raises TimeoutError if it has passed."""
     left_s = end_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("it took too long")

@@ -10,10 +10,11 @@ from milepost.disaggregation.messages import Layout
 from milepost.kv_transfer_config import KVTransferConfig
 
 LOOK_S = (50e-6, 1e-3)
-"""Between two polls of transfers, least and most: those that have taken long are polled less
-often."""
+"""Shortest and longest time between two polls of transfers. Transfers that have taken long are
+polled less often.
+"""
 LOOKS = 16
-"""The time between two polls is this part of what a transfer has taken so far."""
+"""Divisor of a transfer's age that gives the time between two polls."""
 
 
 class Transport(Protocol):
@@ -22,60 +23,66 @@ class Transport(Protocol):
     name: str
 
     def enter(self) -> None:
-        """Called first, by that thread."""
+        """Prepares the thread that uses the transport; called first, in that thread."""
         ...
 
     def metadata(self) -> bytes:
-        """What others need to read from here."""
+        """Returns what other engines need to read from this one."""
         ...
 
     def add_peer(self, metadata: bytes, layout: Layout) -> Any:
-        """Another engine, as `begin` takes it. Raises TransferError."""
+        """Returns a handle of another engine for `begin`. Raises TransferError."""
         ...
 
     def remove_peer(self, peer: Any) -> None: ...
 
     def begin(self, peer: Any, lease: str, local: list[int], remote: list[int]) -> Any:
-        """Begin to read under a lease: the n-th of these pieces there into the n-th here. Raises
-        TransferError."""
+        """Begins to read under a lease: the n-th remote piece into the n-th local one. Raises
+        TransferError.
+        """
         ...
 
     def is_done(self, transfer: Any) -> bool:
-        """Whether every byte has come, or it was cancelled and nobody writes any more. Raises
-        TransferError if it failed; then nobody writes either.
+        """Whether every byte has come, or the transfer was cancelled and nothing writes any more.
+        Raises TransferError if it failed; nothing writes then either.
         """
         ...
 
     def make_progress(self) -> None:
-        """Do what this engine must for others to read from it; called while they do."""
+        """Makes the progress that other engines need to read from this one; called while
+        they do.
+        """
         ...
 
     def stop_progress(self) -> None:
-        """Nobody reads from this engine any more."""
+        """Stops making progress, since nobody reads from this engine any more."""
         ...
 
     def cancel(self, transfer: Any) -> bool:
-        """End a transfer that takes too long; False while somebody may still write: then it is
-        polled, and cancelled again."""
+        """Ends a transfer that takes too long. Returns False while something may still write; the
+        transfer is then polled, and cancelled again.
+        """
         ...
 
     def lend(self, lease: str, pages: tuple[int, ...], slot: int | None) -> None:
-        """Let others read these under a lease. May be called from any thread, as `end_loan`."""
+        """Lets others read these pages and this slot under a lease. May be called from any thread,
+        like `end_loan`.
+        """
         ...
 
     def end_loan(self, lease: str) -> None:
-        """Nobody reads under it any more, as far as that can be kept from them."""
+        """Ends a loan: nobody reads under it any more, as far as the transport can prevent it."""
         ...
 
     def close(self) -> None: ...
 
 
 class TransferError(Exception):
-    """A read failed; nobody writes any more."""
+    """A read failed, and nothing writes any more."""
 
 
 def make(config: KVTransferConfig, memory: RegisteredMemory, name: str) -> Transport:
-    """The configured transport; `name` is unique among engines. Raises ConfigError."""
+    """Returns the configured transport; `name` is unique among engines. Raises ConfigError."""
     if config.transport == "nixl":
         from milepost.disaggregation.nixl import Nixl
 
@@ -86,7 +93,9 @@ def make(config: KVTransferConfig, memory: RegisteredMemory, name: str) -> Trans
 
 
 def look_s(now: float, begun_at: Iterable[float]) -> float | None:
-    """Until the next look at what is under way since then; None if nothing is."""
+    """Returns the time until the next poll, given when transfers under way began; None if there are
+    none.
+    """
     youngest = max(begun_at, default=None)
     if youngest is None:
         return None
