@@ -188,7 +188,9 @@ class SamplingPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
 
 
 class StepSampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Sampling of a step: 1 + num_drafts rows for each sequence that samples, in order."""
+    """Sampling of a step: for each sequence that samples, in order, one row and one more for each
+    of its drafts.
+    """
 
     rows: tuple[SamplingPlan, ...]
     num_drafts: int = 0

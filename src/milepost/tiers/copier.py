@@ -28,7 +28,7 @@ from milepost.tiers.orders import Ask, Bring, Run, Stored
 from milepost.tiers.policy import Tiers
 
 MAX_RUN = 16
-"""Most pages copied at once. Padding between pages makes torch copy them to a temporary first."""
+"""Most pages copied at once. Padding between pages costs one more copy of these pages."""
 WAIT_S = 1e-4
 REST_S = 2.0
 HASTE_S = 0.05
