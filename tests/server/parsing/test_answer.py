@@ -287,10 +287,10 @@ def test_what_has_no_name_is_content(form, text):
     ],
 )
 def test_a_further_call_that_is_cut_off_is_not_content(calls, whole, later):
-    """Wherever the answer ends: tags are nothing that a person should read."""
+    """Wherever the answer is cut off: tags are nothing that a person should read."""
     form = AnswerFormat(reasoning="none", calls=calls)
     for length in range(2, len(later)):
-        _, content, found = agreed_in_two(form, f"Well. {whole}\n{later[:length]}")
+        _, content, found = agreed_in_two(form, f"Well. {whole}\n{later[:length]}", is_cut=True)
         assert content == "Well."
         assert found[0][0] == "f"
         assert len(found) in (1, 2)
@@ -298,8 +298,14 @@ def test_a_further_call_that_is_cut_off_is_not_content(calls, whole, later):
     assert content == "So much for a < b."
 
 
-def agreed_in_two(form, text):
-    found = [parsed(form, pieces, tools=TOOLS) for pieces in ([text], list(text))]
+def test_what_begins_like_a_further_call_and_is_none_is_content():
+    """If the model ended the answer there by itself."""
+    for text in ("<function=w", "<tool_call> so <"):
+        assert agreed(XML, f"{XML_CALL}{text}")[1] == text
+
+
+def agreed_in_two(form, text, **options):
+    found = [parsed(form, pieces, tools=TOOLS, **options) for pieces in ([text], list(text))]
     assert found[0] == found[1]
     return found[0]
 

@@ -16,6 +16,7 @@ from milepost.engine.grammars import grammar_of
 from milepost.server import forms
 from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.protocol import ChatRequest
+from milepost.server.toolset import toolset_of
 from tests import chatmodel
 from tests.server.parsing.written import WRITERS, Grammar, cut, kimi, lfm2, olmo3, parsed, tool, xml
 
@@ -273,7 +274,7 @@ def test_a_demanded_call_behind_reasoning_may_begin_with_line_breaks(newlines):
         {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "required"}
     )
     tokenizer = chatmodel.make_tokenizer()
-    wanted = forms.of_chat(request, tools, form, tokenizer, is_open=True)
+    wanted = forms.of_chat(request, toolset_of(request), form, tokenizer, is_open=True)
     assert tokenizer.decode(wanted.starts_after) == "</think>"
     library = llguidance.hf.from_tokenizer(tokenizer)
     matcher = LLMatcher(library, grammar_of(wanted))

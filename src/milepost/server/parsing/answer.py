@@ -58,8 +58,8 @@ class AnswerParser:
         Arguments that have no end are closed, so that they are an object; with `is_cut` (the answer
         was cut off, not ended by the model) they stay as they are.
         """
-        self._tape.is_over = self._found.is_over = True
-        self._tape.is_cut = is_cut
+        self._tape.is_over = True
+        self._tape.is_cut = self._found.is_cut = is_cut
         for _ in self._reading:
             raise AssertionError("a parser waits for text that cannot come")
         return self._found.take()

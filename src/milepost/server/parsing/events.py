@@ -50,14 +50,14 @@ class FoundEvents:
         self._has_calls = self._has_content = False
         self.has_ended_call = False
         """Whether a call has come to its end."""
-        self.is_over = False
-        """No more text comes: what is found now had waited, since it may have begun a call."""
+        self.is_cut = False
+        """Whether the answer was cut off. What is found then had waited: it may begin a call."""
 
     def reasoning(self, text: str) -> None:
         self._add(Reasoning, text)
 
     def content(self, text: str) -> None:
-        if self.is_over and self._has_calls:
+        if self.is_cut and self._has_calls:
             return  # the beginning of a further call, cut off: neither a call nor words
         length = len(text.rstrip())
         if length:
