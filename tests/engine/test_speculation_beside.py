@@ -153,6 +153,9 @@ def test_answers_and_hits_are_those_without_drafts(tiny, tmp_path, name):
         return
     assert found.hits() == expected.hits()
     tier = {"restart": "disk", "float8 from host": "host"}.get(name)
-    for num_cached, loaded in found.hits()[:-1]:
-        assert num_cached > 64
-        assert tier is None or set(loaded) == {tier}
+    hits = found.hits()[:-1]
+    assert all(num_cached > 64 for num_cached, _ in hits)
+    if tier is not None:  # one may find on the device what another has loaded
+        loads = [set(loaded) for _, loaded in hits]
+        assert {tier} in loads
+        assert all(each <= {tier} for each in loads)

@@ -124,7 +124,7 @@ def test_what_several_threads_tell_ranks_comes_whole():
     team = object.__new__(Team)
     team._telling, team._encoder = threading.Lock(), msgspec.msgpack.Encoder()
     team._members = [Mock(socket=ours)]
-    long = ReadPart(transfer=1, peer=1, local=list(range(300_000)), remote=[])
+    long = ReadPart(transfer=1, peer=1, lease="1-1", local=list(range(300_000)), remote=[])
     with ThreadPoolExecutor(4) as threads:
         for _ in range(4):
             threads.submit(lambda: [team.write(RankOrder(5, long)) for _ in range(3)])
