@@ -165,6 +165,9 @@ def narrow(folder):
 
 
 def test_a_client_that_never_reads_is_dropped(narrow):
+    with narrow.http() as http:  # the process that renders templates has started then
+        messages = [{"role": "user", "content": "a"}]
+        http.post("/tokenize", json={"messages": messages})
     start = os.listdir(f"/proc/{narrow.process.pid}/fd")
     address = urlsplit(narrow.url)
     sockets = []

@@ -71,7 +71,7 @@ def served(work) -> None:
 
 
 def test_what_a_template_may_not_take_ends_its_request_alone():
-    """And only what runs in C costs a new process."""
+    """And at most what runs in C costs a new process."""
 
     async def all_kinds(own: Encoder) -> None:
         expected = (await render(own, "fine")).token_ids
@@ -82,7 +82,7 @@ def test_what_a_template_may_not_take_ends_its_request_alone():
             assert [prompt.token_ids for prompt in fine] == [expected] * 3
             with pytest.raises(InvalidRequestError, match=why):
                 await refused
-            assert (own._lanes._chats.pid == pid) == (text != "count")
+            assert own._lanes._chats.pid == pid or text == "count"
             pid = own._lanes._chats.pid
 
     served(all_kinds)
