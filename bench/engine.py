@@ -227,7 +227,7 @@ def _experts_touched(bench: Bench, prompts: list[Prompt]) -> Row:
     engine = bench.llm.llm_engine
     if engine.config.tensor_parallel_size > 1 or not hasattr(engine.runner.executor, "_graphs"):
         return {}  # other ranks would go on with their graphs; a CPU has none
-    from milepost.kernels import moe
+    from milepost.kernels.products import moe
     from milepost.layers.moe import MoE
     from milepost.runner.graphs import Graphs
 

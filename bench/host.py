@@ -28,8 +28,8 @@ import torch
 from milepost.cache import Cache
 from milepost.engine.prompts import check_prompt, read_prompt
 from milepost.kernels.attention import AttentionOperation
-from milepost.kernels.device import Chip
 from milepost.kernels.gated_delta import GatedDeltaOperation
+from milepost.kernels.platform.device import Chip
 from milepost.runner import arrays
 from milepost.runner.graphs import exact_capacity, ladder, largest_step, smallest
 from milepost.runner.staging import Staging, num_staged_bytes

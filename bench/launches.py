@@ -33,7 +33,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from milepost import LLM, SamplingParams
-from milepost.kernels.batch import Capacity
+from milepost.kernels.layout.batch import Capacity
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import Graphs
 

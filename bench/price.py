@@ -31,10 +31,12 @@ from triton.runtime.jit import JITFunction
 
 from milepost import LLM, SamplingParams
 from milepost.engine import rank
-from milepost.kernels import device, emit, norm, quantised
-from milepost.kernels.batch import Capacity
-from milepost.kernels.products import expert_table, table
-from milepost.kernels.quantised.forms import Fp8, Int4
+from milepost.kernels import norm
+from milepost.kernels.layout import emit
+from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.platform import device
+from milepost.kernels.products import expert_table, quantised, table
+from milepost.kernels.products.forms.quantised import Fp8, Int4
 from milepost.runner import graphs as runner_graphs
 from milepost.runner.graphs import Graphs, largest_step
 
@@ -122,47 +124,51 @@ def _ordinary_launches() -> Iterator[None]:
         yield
 
 
-_ROW, _RING = "quantised.triton_hopper_row", "quantised.triton_hopper_ring"
+_ROW, _RING = "products.hopper.gemv", "products.hopper.gemv_ring"
 KERNELS: dict[str, Kernel] = {
     "begun": Kernel(forms=FORMS, steps=ONE, without=_no_begun),
     "row_experts": Kernel(
-        forms=("fp8", "int4"), steps=ONE, without=_without("quantised.triton_hopper_row_experts")
+        forms=("fp8", "int4"), steps=ONE, without=_without("products.hopper.gemv_experts")
     ),
     "hopper_row": Kernel(forms=("fp8", "int4"), steps=ONE, without=_without(_ROW, _RING)),
     "ring": Kernel(forms=("fp8",), steps=ONE, without=_without(_RING)),
-    "linear_hopper": Kernel(forms=FORMS, steps=FEW, without=_without("linear.triton_hopper")),
+    "linear_hopper": Kernel(
+        forms=FORMS, steps=FEW, without=_without("products.hopper.raw_small_m")
+    ),
     "beside": Kernel(forms=("fp8",), steps=FEW, without=_put(quantised, "multiply_beside", _never)),
     "hopper_rows": Kernel(
-        forms=("fp8",), steps=FEW, without=_without("quantised.triton_hopper_rows")
+        forms=("fp8",), steps=FEW, without=_without("products.hopper.fp8_small_m")
     ),
     "nibble_rows": Kernel(
-        forms=("int4",), steps=FEW, without=_without("quantised.triton_hopper_nibble_rows")
+        forms=("int4",), steps=FEW, without=_without("products.hopper.int4_small_m")
     ),
     "hopper_experts": Kernel(
-        forms=("fp8",), steps=FEW, without=_without("quantised.triton_hopper_experts")
+        forms=("fp8",), steps=FEW, without=_without("products.hopper.fp8_experts")
     ),
     "nibble_experts": Kernel(
-        forms=("int4",), steps=FEW, without=_without("quantised.triton_hopper_nibble_experts")
+        forms=("int4",), steps=FEW, without=_without("products.hopper.int4_experts")
     ),
     "nibbles_tall": Kernel(
         forms=("int4",),
         steps=FEW + MANY,
-        without=_without("quantised.triton_hopper_nibbles_tall"),
+        without=_without("products.hopper.int4_grouped_up"),
     ),
     "tall_hopper": Kernel(
-        forms=("fp8",), steps=MANY, without=_without("quantised.triton_tall_hopper")
+        forms=("fp8",), steps=MANY, without=_without("products.hopper.fp8_grouped_up")
     ),
     "tall": Kernel(
         forms=("fp8",),
         steps=MANY,
-        without=_without("quantised.triton_tall"),
+        without=_without("products.portable.fp8_grouped"),
         beside=_no_hopper,
     ),
     "rounded": Kernel(forms=("fp8",), steps=FEW + MANY, without=_put(emit, "runs_gluon", _never)),
     "round_gated": Kernel(
         forms=("fp8",), steps=FEW + MANY, without=_put(quantised, "can_round_gated", _never)
     ),
-    "raw_tall": Kernel(forms=("raw",), steps=MANY, without=_without("moe.tall")),
+    "raw_tall": Kernel(
+        forms=("raw",), steps=MANY, without=_without("products.portable.raw_grouped_large")
+    ),
     "quick": Kernel(forms=FORMS, steps=MANY, without=_ordinary_launches),
     "hopper": Kernel(forms=FORMS, steps=(*ONE, *FEW, *MANY), without=_no_hopper),
 }

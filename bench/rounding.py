@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from milepost import LLM, SamplingParams
-from milepost.kernels import emit
 from milepost.kernels.attention import triton as attention_triton
 from milepost.kernels.gated_delta import triton_chunk_o, triton_hopper
+from milepost.kernels.layout import emit
 from milepost.kernels.norm import triton as norm_triton
 from milepost.layers.context import Context
 from milepost.layers.parts import Block

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.attention import rows_per_page
-from milepost.kernels.batch import Batch, Capacity, Operation
+from milepost.kernels.layout.batch import Batch, Capacity, Operation
 from milepost.kernels.mtp import Carried
 from milepost.layers.context import (
     AttentionSpec,

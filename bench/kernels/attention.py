@@ -26,8 +26,8 @@ from milepost.kernels.attention.pages import rows_per_page
 from milepost.kernels.attention.triton import attend
 from milepost.kernels.attention.triton_prepare import prepare
 from milepost.kernels.attention.triton_tiles import KVTiles
-from milepost.kernels.batch import Capacity
-from milepost.kernels.device import num_sms
+from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.platform.device import num_sms
 
 BYTES_PER_S = 4.28e12
 FLOPS_PER_S = 787e12

@@ -22,8 +22,8 @@ from tests.kernels.kimi import REAL, make_weights
 from tests.kernels.mixers import Batch, Pools, make_pools, make_projected, space
 from tests.kernels.ssd import lay_out
 
-from milepost.kernels.device import probe
 from milepost.kernels.kda import CHUNK, mix
+from milepost.kernels.platform.device import probe
 
 DEVICE = torch.device("cuda", 0)
 

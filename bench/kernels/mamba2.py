@@ -28,8 +28,8 @@ from tests.kernels.ssd import (
     make_weights,
 )
 
-from milepost.kernels.device import probe
 from milepost.kernels.mamba2 import mix
+from milepost.kernels.platform.device import probe
 
 DEVICE = torch.device("cuda", 0)
 SHAPES = {"nemotron": NEMOTRON, "bamba": BAMBA}

@@ -1,6 +1,6 @@
 """One layer's routed experts on a GPU, beside the least time that their work can take.
 
-    PYTHONPATH=src:. python bench/kernels/moe.py [--out FILE] [--copy-gbps N] [--tflops N]
+    PYTHONPATH=src:. python bench/kernels/experts.py [--out FILE] [--copy-gbps N] [--tflops N]
 
 The 35B-A3B shape: 256 experts and a shared one, 8 chosen, hidden size 2048, size 512. Each token
 chooses at random, so the floor is that of the experts touched: the larger of their weights over the
@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.kernels.timing import Row, parse, report, time_us
 
-from milepost.kernels import moe, norm
+from milepost.kernels import norm
+from milepost.kernels.products import moe
 
 HIDDEN, SIZE, EXPERTS, CHOSEN = 2048, 512, 257, 8
 TOKENS = (1, 8, 16, 64, 80, 512, 2048, 8192)

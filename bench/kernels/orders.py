@@ -24,9 +24,9 @@ from tests.kernels.quantised_cases import make_fp8, make_int4, make_rows, to
 from torch import Tensor
 
 from milepost.kernels import products
-from milepost.kernels.device import probe
+from milepost.kernels.platform.device import probe
 from milepost.kernels.products import table
-from milepost.kernels.products.forms import Form, Matrix, Raw
+from milepost.kernels.products.forms.matrix import Form, Matrix, Raw
 
 NUM_ROWS = (1, 2, 7, 16, 33, 64, 500)
 SHAPES = ((4096, 2048), (12288, 4096))

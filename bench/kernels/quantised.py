@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.kernels.timing import Row, parse, report, time_us
 
-from milepost.kernels import linear, moe, quantised
-from milepost.kernels.device import hopper_kernels
-from milepost.kernels.quantised import BLOCK, FP8, Fp4, Fp8, Int4, Quantised
+from milepost.kernels.platform.device import hopper_kernels
+from milepost.kernels.products import moe, quantised
+from milepost.kernels.products import raw as linear
+from milepost.kernels.products.quantised import BLOCK, FP8, Fp4, Fp8, Int4, Quantised
 
 TOKENS = (1, 16, 64, 512, 8192)
 EXPERTS_TOKENS = (1, 5, 8, 16, 32, 64, 512, 2048, 8192)

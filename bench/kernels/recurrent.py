@@ -27,8 +27,8 @@ from tests.batches import Part, build_batch
 from tests.kernels import kimi, mixers, ssd
 from tests.kernels.mixers import make_pools, make_projected
 
-from milepost.kernels.batch import Capacity
-from milepost.kernels.device import hopper_kernels, probe
+from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.platform.device import hopper_kernels, probe
 from milepost.runner.staging import on_device
 
 DEVICE = torch.device("cuda")

@@ -45,10 +45,12 @@ from tests.kernels.mixers import (
 from tests.kernels.verifying import Kind, Mixer
 from tests.numbers import relative_error
 
-from milepost.kernels import attention, linear, moe
+from milepost.kernels import attention
 from milepost.kernels.attention import triton_prepare as preparation
-from milepost.kernels.device import probe
-from milepost.kernels.moe import gemv, reference
+from milepost.kernels.platform.device import probe
+from milepost.kernels.products import experts_reference, moe
+from milepost.kernels.products import raw as linear
+from milepost.kernels.products.portable import raw_gemv_experts
 
 DTYPE, BOUND = torch.bfloat16, 1e-2
 HIDDEN, SIZE, EXPERTS, CHOSEN = 256, 128, 8, 4
@@ -81,7 +83,7 @@ def check_experts() -> None:
         hidden, weights, experts, gate_up, down = make_experts(num_tokens)
         output = moe.apply(*(each.cuda() for each in (hidden, weights, experts, gate_up, down)))
         wide = hidden.float(), weights.float(), experts.long(), gate_up.float(), down.float()
-        compare(f"experts of {num_tokens}", output, reference.apply(*wide))
+        compare(f"experts of {num_tokens}", output, experts_reference.apply(*wide))
 
 
 def make_experts(num_tokens: int) -> tuple[Tensor, ...]:
@@ -206,7 +208,7 @@ def check_planted() -> None:
     active = hidden.new_zeros(experts.numel(), SIZE)
     output = hidden.new_empty(15, CHOSEN + 1, HIDDEN)
     how = {"block_n": 8, "block_k": 512, "num_warps": 4}
-    gemv.project_down(active, weights, experts, down, output, **how)
+    raw_gemv_experts.project_down(active, weights, experts, down, output, **how)
 
 
 def compare(name: str, actual: Tensor, expected: Tensor) -> None:

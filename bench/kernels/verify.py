@@ -28,8 +28,8 @@ from tests.kernels.mixers import REAL, MixerShapes, Pools, make_projected, space
 from tests.kernels.verifying import MIXERS
 from triton.testing import do_bench
 
-from milepost.kernels.batch import Capacity
-from milepost.kernels.device import probe
+from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.platform.device import probe
 from milepost.models.loading import LoadOptions, load_model
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import largest_step

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from milepost.kernels import device
+from milepost.kernels.platform import device
 
 SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99}
 """Shared memory of a program, by chip."""

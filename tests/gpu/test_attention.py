@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from milepost.kernels.batch import Capacity
-from milepost.kernels.device import probe
-from milepost.kernels.emit import Emit
-from milepost.kernels.quantised import triton_rounding
+from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.layout.emit import Emit
+from milepost.kernels.platform.device import probe
+from milepost.kernels.products.portable import rounding
 from tests.kernels.attention_cases import Case, Step, build_projection
 from tests.numbers import relative_error
 
@@ -114,7 +114,7 @@ def test_results_bring_their_rounding_along(name: str) -> None:
     if output.values is not None:
         assert torch.equal(output.values[: step.num_tokens], plain)
     own = [each[: step.num_tokens] for each in (output.fp8.values, output.fp8.scales.mT)]
-    values, scales = triton_rounding.quantise(plain, 128, probe(plain.device))
+    values, scales = rounding.quantise(plain, 128, probe(plain.device))
     assert torch.equal(own[0].view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(own[1], scales.mT)
 

@@ -13,9 +13,9 @@ import torch
 
 from milepost import LLM, SamplingParams
 from milepost.engine import sizing
-from milepost.kernels import moe
-from milepost.kernels.batch import Capacity
-from milepost.kernels.device import probe
+from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.platform.device import probe
+from milepost.kernels.products import moe
 from milepost.models import LoadOptions, load_model
 from milepost.models.folder import EMBEDDED_MODEL
 from milepost.runner import arrays, device

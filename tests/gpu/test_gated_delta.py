@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from milepost.kernels.device import probe, runs_gluon
-from milepost.kernels.emit import Emit
-from milepost.kernels.quantised import triton_rounding
+from milepost.kernels.layout.emit import Emit
+from milepost.kernels.platform.device import probe, runs_gluon
+from milepost.kernels.products.portable import rounding
 from tests.kernels.mixers import (
     LONG_BATCHES,
     ODD,
@@ -60,7 +60,7 @@ def test_decode_brings_its_rounding_along(num_sequences: int) -> None:
     assert torch.equal(output.values, plain)
     assert torch.equal(others.recurrent, pools.recurrent)
     own = output.fp8
-    values, scales = triton_rounding.quantise(plain, 128, probe(plain.device))
+    values, scales = rounding.quantise(plain, 128, probe(plain.device))
     assert torch.equal(own.values[:num_sequences].view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(own.scales[:, :num_sequences], scales)
 
@@ -85,7 +85,7 @@ def test_prefill_brings_its_rounding_along(num_tokens: int) -> None:
     if num_tokens == 50:
         assert torch.equal(output.values, plain)
     own = output.fp8.filled
-    values, scales = triton_rounding.quantise(plain, 128, probe(plain.device))
+    values, scales = rounding.quantise(plain, 128, probe(plain.device))
     assert torch.equal(own[0].view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(own[1], scales)
 

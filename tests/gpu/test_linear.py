@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from milepost.kernels import linear, products
-from milepost.kernels.products import Epilogue, Raw
+from milepost.kernels import products
+from milepost.kernels.products import Epilogue, Raw, raw
 from tests.numbers import relative_error
 
 pytestmark = [
@@ -48,16 +48,16 @@ def test_multiply(
     hidden = wide[:, 64:]
     weight = torch.randn(num_outputs, num_inputs, generator=random, device="cuda", dtype=dtype)
     bias = weight[:, 0].contiguous() if has_bias else None
-    output = linear.multiply(hidden, weight, bias)
+    output = raw.multiply(hidden, weight, bias)
     expected = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
     assert output.dtype == dtype
     assert relative_error(output, expected) < TOLERANCES[dtype]
-    assert torch.equal(output, linear.multiply(hidden, weight, bias))
+    assert torch.equal(output, raw.multiply(hidden, weight, bias))
     beside = torch.zeros(num_tokens, num_outputs + 8, device="cuda", dtype=dtype)
-    linear.multiply_into(beside[:, 8:], hidden, weight, bias, lets_next_start=True)
+    raw.multiply_into(beside[:, 8:], hidden, weight, bias, lets_next_start=True)
     assert torch.equal(beside[:, 8:], output)
     assert (beside[:, :8] == 0).all()
-    parts = linear.partials(hidden, weight, bias)
+    parts = raw.partials(hidden, weight, bias)
     summed = parts if parts.dim() == 2 else parts.sum(1)
     assert relative_error(summed, expected) < TOLERANCES[dtype]
 

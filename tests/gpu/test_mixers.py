@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from milepost.kernels.device import probe, runs_gluon
+from milepost.kernels.platform.device import probe, runs_gluon
 from tests.kernels import kimi, ssd
 from tests.kernels.mixers import (
     LONG_BATCHES,

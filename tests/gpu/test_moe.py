@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels import moe
-from milepost.kernels.moe import reference
+from milepost.kernels.products import experts_reference, moe
 from tests.numbers import relative_error
 
 pytestmark = [
@@ -40,7 +39,7 @@ def test_apply(num_tokens: int, dtype: torch.dtype) -> None:
     weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
     output = moe.apply(hidden, weights, experts, gate_up, down)
     wide = (tensor.double() for tensor in (hidden, weights))
-    expected = reference.apply(*wide, experts.long(), gate_up.double(), down.double())
+    expected = experts_reference.apply(*wide, experts.long(), gate_up.double(), down.double())
     assert output.dtype == dtype
     assert relative_error(output, expected) < TOLERANCES[dtype]
 
@@ -62,7 +61,7 @@ def test_route_of_parts(num_tokens: int) -> None:
 def test_route(num_tokens: int) -> None:
     logits = make(num_tokens, 256, torch.float32)[1]
     weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
-    expected = reference.route(logits, CHOSEN, normalise=True, num_shared=1)
+    expected = experts_reference.route(logits, CHOSEN, normalise=True, num_shared=1)
     torch.testing.assert_close(weights, expected[0])
     assert torch.equal(experts.long(), expected[1])
 
@@ -113,7 +112,7 @@ def test_skewed_choices(num_tokens: int) -> None:
     weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
     output = moe.apply(hidden, weights, experts, gate_up, down)
     wide = (tensor.float() for tensor in (hidden, weights))
-    expected = reference.apply(*wide, experts.long(), gate_up.float(), down.float())
+    expected = experts_reference.apply(*wide, experts.long(), gate_up.float(), down.float())
     assert relative_error(output, expected) < TOLERANCES[torch.bfloat16]
 
 
@@ -133,9 +132,9 @@ def test_experts_without_gates(num_tokens: int, dtype: torch.dtype) -> None:
     scores = moe.Scores(kind="sigmoid", scale=2.5, gates_shared=False)
     how = {"normalise": True, "num_shared": 2, "scores": scores, "bias": bias, "dtype": dtype}
     weights, experts = moe.route(logits, 6, **how)
-    wanted = reference.route(logits, 6, **how)
+    wanted = experts_reference.route(logits, 6, **how)
     assert torch.equal(experts.long(), wanted[1])
     torch.testing.assert_close(weights, wanted[0])
     output = moe.apply(hidden, weights, experts, up, down)
     wide = hidden.double(), weights.double(), experts.long(), up.double(), down.double()
-    assert relative_error(output, reference.apply(*wide)) < TOLERANCES[dtype]
+    assert relative_error(output, experts_reference.apply(*wide)) < TOLERANCES[dtype]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from milepost.kernels.device import probe
-from milepost.kernels.quantised import Int4, mix
+from milepost.kernels.platform.device import probe
+from milepost.kernels.products.quantised import Int4, mix
 from tests.kernels.quantised_cases import make_int4, to
 
 pytestmark = [
@@ -92,7 +92,7 @@ def error_of(mixed: Tensor, expected: Tensor) -> float:
 def test_partials(name: str, num_tokens: int, num_among: int) -> None:
     """A token's bits do not depend on its neighbours. With few experts to choose among they have
     several blocks of rows."""
-    from milepost.kernels.quantised import triton_hopper_nibble_experts
+    from milepost.kernels.products.hopper import int4_experts
 
     up, down = make(name)
     given = draw(num_tokens, 11, num_among, up)
@@ -100,7 +100,7 @@ def test_partials(name: str, num_tokens: int, num_among: int) -> None:
     def mix_all(given: tuple[Tensor, ...]) -> Tensor:
         output = given[0].new_full((*given[2].shape, down.num_outputs), torch.nan)
         chip = probe(output.device)
-        triton_hopper_nibble_experts.mix(*given, up, down, output, chip)
+        int4_experts.mix(*given, up, down, output, chip)
         return output
 
     mixed = mix_all(given)
@@ -111,12 +111,12 @@ def test_partials(name: str, num_tokens: int, num_among: int) -> None:
 @pytest.mark.parametrize("num_tokens", [5, 48])
 def test_a_graph_holds_it(num_tokens: int) -> None:
     """Launches that overlap return the bits of one alone; `mix` launches it of so few rows."""
-    from milepost.kernels.quantised import triton_hopper_nibble_experts
+    from milepost.kernels.products.hopper import int4_experts
 
     up, down = make("gates")
     given = draw(num_tokens, 9, EXPERTS - 1, up)
     alone = given[0].new_empty(num_tokens, 9, down.num_outputs)
-    triton_hopper_nibble_experts.mix(*given, up, down, alone, probe(alone.device))
+    int4_experts.mix(*given, up, down, alone, probe(alone.device))
     assert torch.equal(mix(*given, up, down), alone)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -130,7 +130,7 @@ def test_a_graph_holds_it(num_tokens: int) -> None:
 
 def test_all_programs_are_resident(monkeypatch) -> None:
     """Or those that wait for others would do so for ever."""
-    from milepost.kernels.quantised import triton_hopper_nibble_experts as kernels
+    from milepost.kernels.products.hopper import int4_experts as kernels
 
     class Watched:
         """Launches the kernel and keeps what it was compiled to."""

@@ -8,19 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-from milepost.kernels import moe, norm, products
-from milepost.kernels.device import probe
-from milepost.kernels.emit import Emit, as_activations, values_of
-from milepost.kernels.products import Epilogue, expert_table, table
-from milepost.kernels.quantised import (
-    Quantised,
-    mix,
-    multiply,
-    partials,
-    reads,
-    triton,
-    triton_mix,
-)
+from milepost.kernels import norm, products
+from milepost.kernels.layout.emit import Emit, as_activations, values_of
+from milepost.kernels.platform.device import probe
+from milepost.kernels.products import Epilogue, expert_table, moe, table
+from milepost.kernels.products import run_experts as triton_mix
+from milepost.kernels.products import run_quantised as triton
+from milepost.kernels.products.quantised import Quantised, mix, multiply, partials, reads
 from tests.kernels.choices import forget, without
 from tests.kernels.quantised_cases import (
     check,
@@ -181,7 +175,7 @@ def test_gemm_of_nibbles(num_tokens: int, shape: tuple[int, int], group: int, dt
     weight = to("cuda", make_int4(*shape, group=group))
     hidden = make_rows(num_tokens, weight.num_inputs).cuda().to(dtype)
     chosen = triton._choose(as_activations(hidden), weight, None, Epilogue.PARTIALS)
-    assert chosen.kernel.module == "quantised.triton_hopper_nibble_rows"
+    assert chosen.kernel.module == "products.hopper.int4_small_m"
     nothing = torch.zeros(weight.num_outputs, device="cuda")
     product = triton.multiply(as_activations(hidden), weight, None, lets_next_start=True)
     check(product, hidden, weight, nothing, bound=5e-3)
@@ -378,10 +372,10 @@ def test_experts_of_hopper(monkeypatch, wide_experts, num_tokens: int, num_chose
     if 5 * num_chosen > expert_table.UNGROUPED:
         mixture = triton_mix._mixture(as_activations(given[0]), given[2], *wide_experts)
         kernel = expert_table.choose_experts(mixture, probe(given[0].device))
-        assert kernel.module == "quantised.triton_hopper_experts"
+        assert kernel.module == "products.hopper.fp8_experts"
     mixed = mix(*given)
     check_experts(mixed, *given)
-    with without("quantised.triton_hopper_experts"):
+    with without("products.hopper.fp8_experts"):
         assert torch.equal(mixed, mix(*given))
     alone = mix(*(each[-5:].contiguous() for each in given[:3]), *wide_experts)
     if 5 * num_chosen > expert_table.UNGROUPED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from milepost.kernels.device import probe
+from milepost.kernels.platform.device import probe
 from tests.kernels.short_conv_cases import STEPS, check, play
 
 pytestmark = [

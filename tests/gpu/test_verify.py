@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from milepost.kernels.device import hopper_kernels, probe
+from milepost.kernels.platform.device import hopper_kernels, probe
 from milepost.models.folder import EMBEDDED_MODEL
 from milepost.models.loading import LoadOptions, load_model
 from milepost.runner.device import DeviceExecutor

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.device import Chip
 from milepost.kernels.kda import KDAOperation, KDAWeights, mix
+from milepost.kernels.platform.device import Chip
 from tests.kernels.mixers import Batch, Pools
 from tests.kernels.ssd import lay_out, widen
 

@@ -14,17 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels import conv, gated_delta
-from milepost.kernels.batch import Operation
-from milepost.kernels.chunk_rows import ChunkRows, lay_out_chunks
-from milepost.kernels.chunks import ChunkLayout, lay_out
-from milepost.kernels.decode_layout import lay_out_decodes
-from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.gated_delta import (
     CHUNK,
     GatedDeltaOperation,
     GatedDeltaWeights,
     reference,
 )
+from milepost.kernels.layout.batch import Operation
+from milepost.kernels.layout.chunk_rows import ChunkRows, lay_out_chunks
+from milepost.kernels.layout.chunks import ChunkLayout, lay_out
+from milepost.kernels.layout.decode import lay_out_decodes
+from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.runner.staging import on_device
 from tests.numbers import relative_error
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from milepost.kernels import short_conv
-from milepost.kernels.batch import Capacity
-from milepost.kernels.device import Chip
+from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.platform.device import Chip
 from milepost.kernels.short_conv import ShortConvOperation
 from milepost.runner.staging import on_device
 from tests.batches import Part, build_batch

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.batch import Batch as Step
-from milepost.kernels.batch import Capacity
-from milepost.kernels.device import Chip
+from milepost.kernels.layout.batch import Batch as Step
+from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.mamba2 import Mamba2Operation, Mamba2Weights, choose_chunk, mix
+from milepost.kernels.platform.device import Chip
 from milepost.runner.staging import on_device
 from tests.kernels.mixers import Batch, Pools
 

@@ -20,7 +20,7 @@ from milepost.kernels.attention.tiles import (
     TOKENS,
     UNIT,
 )
-from milepost.kernels.batch import Capacity
+from milepost.kernels.layout.batch import Capacity
 
 PAGE_SIZE, NUM_PAGES = 64, 40
 STARTS = st.one_of(st.integers(0, 300), st.integers(600, 2000))

@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from milepost.kernels.chunk_rows import lay_out_chunks
-from milepost.kernels.chunks import ChunkLayout, lay_out
+from milepost.kernels.layout.chunk_rows import lay_out_chunks
+from milepost.kernels.layout.chunks import ChunkLayout, lay_out
 
 
 def chunks_of(layout: ChunkLayout) -> list[tuple[int, int, int]]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from milepost.kernels import device
+from milepost.kernels.platform import device
 
 GPU = torch.device("cuda", 0)
 

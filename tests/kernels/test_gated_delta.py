@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels.chunk_rows import lay_out_chunks
 from milepost.kernels.gated_delta import CHUNK, reference
+from milepost.kernels.layout.chunk_rows import lay_out_chunks
 from tests.kernels.mixers import space
 from tests.numbers import relative_error
 

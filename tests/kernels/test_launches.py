@@ -18,8 +18,8 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from milepost.kernels import launches
-from milepost.kernels.launches import describe, quick
+from milepost.kernels.platform import launches
+from milepost.kernels.platform.launches import describe, quick
 
 
 class OnDevice(torch.Tensor):

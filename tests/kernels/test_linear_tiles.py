@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from milepost.kernels.linear import hopper_tiles
+from milepost.kernels.products.hopper import raw_tiles
 
 NUM_SMS = 132
 
 
 def tiles_of(num_tokens, num_inputs, num_outputs, **how):
-    return hopper_tiles.find_tiles(num_tokens, (num_outputs, num_inputs), NUM_SMS, **how)
+    return raw_tiles.find_tiles(num_tokens, (num_outputs, num_inputs), NUM_SMS, **how)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 16, 17, 64])
@@ -31,7 +31,7 @@ def test_few_outputs_are_cut_along_their_inputs_for_who_adds_them_up(sizes, num_
         assert num_tokens <= 16, "triton's tiles are as fast"
     else:
         assert found.split_k > 1
-        assert sizes[0] % (hopper_tiles.BLOCK_K * found.split_k) == 0
+        assert sizes[0] % (raw_tiles.BLOCK_K * found.split_k) == 0
 
 
 def test_few_inputs_and_outputs_that_nobody_adds_up_are_left_to_others():

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from milepost.kernels import mla
-from milepost.kernels.batch import Batch, Capacity
+from milepost.kernels.layout.batch import Batch, Capacity
 from tests.numbers import relative_error
 
 HEADS, LATENT, SHARED, OWN, PAGE = 3, 12, 4, 5, 8

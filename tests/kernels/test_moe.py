@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from milepost.kernels import moe
-from milepost.kernels.moe import Scores, reference
+from milepost.kernels.products import experts_reference, moe
+from milepost.kernels.products.moe import Scores
 from tests.numbers import relative_error
 
 HIDDEN, SIZE = 12, 5
@@ -43,7 +43,7 @@ def test_apply_matches_token_by_token(num_tokens: int, num_experts: int, num_cho
 def test_both_ways_agree() -> None:
     hidden, logits, gate_up, down = make(9, 5)
     arguments = hidden, *moe.route(logits, 2, normalise=False), gate_up, down
-    every, hit = reference._apply_all(*arguments), reference._apply_hit(*arguments)
+    every, hit = experts_reference._apply_all(*arguments), experts_reference._apply_hit(*arguments)
     assert relative_error(every, hit) < 1e-14
 
 

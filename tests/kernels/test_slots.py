@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from milepost.kernels import slots
+from milepost.kernels.layout import slots
 from tests.kernels.mixers import space
 
 

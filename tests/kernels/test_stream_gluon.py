@@ -69,7 +69,7 @@ GL = types.SimpleNamespace(
 @pytest.fixture(scope="module")
 def stream_gluon():
     """The module with numpy in place of Gluon."""
-    path = Path(kernels.__file__).parent / "stream_gluon.py"
+    path = Path(kernels.__file__).parent / "recurrent" / "hopper" / "stream.py"
     lines = path.read_text(encoding="utf-8").splitlines()
     own = [line for line in lines if not line.startswith(("from triton", "from milepost"))]
     jit = types.SimpleNamespace(jit=lambda function: function)

@@ -16,13 +16,13 @@ from rich.console import Console
 from milepost.cli.display import Screen
 from milepost.cli.kernels import kernels_command
 from milepost.errors import ConfigError
-from milepost.kernels import device
-from milepost.kernels.chips import CHIPS
+from milepost.kernels.platform import device
+from milepost.kernels.platform.chips import CHIPS
 from milepost.kernels.products import describe, expert_table, table
 from milepost.kernels.products.expert_table import Mixture, choose_experts
-from milepost.kernels.products.forms import Epilogue, Matrix, Raw
+from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
+from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4
 from milepost.kernels.products.table import KERNELS, Product, choose
-from milepost.kernels.quantised.forms import Fp4, Fp8, Int4
 
 ROOT = Path(__file__).parents[2]
 H200, L4 = CHIPS["sm_90"][1], CHIPS["sm_89"][1]

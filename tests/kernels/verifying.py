@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from milepost.kernels.batch import Capacity
-from milepost.kernels.device import Chip
+from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.platform.device import Chip
 from milepost.runner.staging import on_device
 from tests.batches import Part, build_batch
 from tests.kernels import kimi, mixers, ssd

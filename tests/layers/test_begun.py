@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import norm
-from milepost.kernels.emit import Activations, Emit, Projected, values_of
+from milepost.kernels.layout.emit import Activations, Emit, Projected, values_of
 from milepost.layers.linear import Linear, Sections
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from milepost.kernels import moe
-from milepost.kernels.moe import Scores
+from milepost.kernels.products import moe
+from milepost.kernels.products.moe import Scores
 from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Holder, merge

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels.emit import Emit
+from milepost.kernels.layout.emit import Emit
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block
 from milepost.models.configuration import load_config

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels.emit import Emit
+from milepost.kernels.layout.emit import Emit
 from milepost.layers.attention import Attention, AttentionShapes
 from milepost.layers.context import AttentionSpec, RecurrentSpec
 from milepost.layers.gated_delta import SEPARATE, GatedDelta, GatedDeltaShapes

@@ -15,9 +15,9 @@ from milepost.cache.placement import Kind
 from milepost.cache.plans import Export
 from milepost.kernels.attention import AttentionOperation
 from milepost.kernels.attention.tiles import END, FIRST, POSITION, ROW, TOKENS
-from milepost.kernels.batch import Capacity
-from milepost.kernels.device import Chip
 from milepost.kernels.gated_delta import GatedDeltaOperation
+from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.platform.device import Chip
 from milepost.runner.arrays import Geometry, build
 from milepost.runner.graphs import exact_capacity, ladder, largest_step, smallest
 from milepost.runner.records import RecordRows

@@ -10,7 +10,7 @@ import pytest
 from milepost import LLM
 from milepost.engine import rank
 from milepost.errors import KernelError
-from milepost.kernels.device import Chip
+from milepost.kernels.platform.device import Chip
 from milepost.runner.plain import PlainExecutor
 
 L4 = Chip(arch="sm_89", capability=(8, 9), is_amd=False, num_sms=58, shared_bytes=99 << 10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.checkpoints import build, write
 
-from milepost.kernels.device import Chip
+from milepost.kernels.platform.device import Chip
 from milepost.models import LoadOptions, load_model
 from milepost.runner.launching import most_launched_tokens
 

@@ -252,7 +252,7 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
     """Have an engine compile what it compiles before its first step, and steps of one sequence with
     so many tokens."""
     # Imported here: kernels ask for the chip as they are imported.
-    from milepost.kernels.batch import Capacity
+    from milepost.kernels.layout.batch import Capacity
     from milepost.layers.parameters import ParameterKind
     from milepost.models.configuration import load_config, resolve_dtype
     from milepost.models.quantization import read_quantization

@@ -28,7 +28,7 @@ def kernels_command(screen: Screen) -> Callable[..., None]:
         in the table does not serve.
         """
         # Imported here because torch and the models take seconds to import.
-        from milepost.kernels.device import hopper_kernels as allowed
+        from milepost.kernels.platform.device import hopper_kernels as allowed
         from milepost.models.kernel_list import COLUMNS, list_kernels
 
         table = Table(title=f"{model} on {chip or 'this machine'}", box=None)

@@ -18,9 +18,9 @@ from milepost.engine.sizing import max_model_len_of, pool_shape, sizes_of
 from milepost.engine.team import Team
 from milepost.engine.tiering import Hands, hands_of
 from milepost.errors import KernelError
-from milepost.kernels.batch import Capacity
-from milepost.kernels.device import describe, hopper_kernels, probe, why_reference
-from milepost.kernels.float8 import FP8
+from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.platform.device import describe, hopper_kernels, probe, why_reference
+from milepost.kernels.platform.float8 import FP8
 from milepost.models.decoder import Decoder
 from milepost.models.identity import identify
 from milepost.models.loading import load_model

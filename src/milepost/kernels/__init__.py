@@ -1,11 +1,17 @@
-"""A folder for each operation: `reference.py` defines it, `triton*.py` is fast, and `__init__.py`
-chooses between them. Which modules beside the folders do what:
+"""Operations on tensors: what each computes, and the kernels that compute it on a GPU.
 
-    what is known of a step   batch, chunks, chunk_rows, decode_layout, verify_layout, mixer_rows
-    what is known of a chip   device, chips, tiles, strides, precision
-    states                    slots, states_gluon, stream_gluon, triton_chunks
-    what kernels hand on      emit
-    numbers                   activations, float8, float8_gluon, triton_float8
-    launches                  launches, overlap, overlap_gluon
-    Gluon                     gluon, gemm_gluon
+Imports go up this list only:
+
+    what a chip can do, launches, numbers         platform
+    what is known of a step's rows                layout
+    products, routed experts                      products
+    norms                                         norm
+    token mixers                                  recurrent, gated_delta, kda, mamba2
+    short convolutions                            conv, short_conv
+    attention                                     attention, mla
+    drafts, samples, single rows                  mtp, sampling, rows
+    sums over ranks                               all_reduce
+
+In an operation's folder `reference.py` is the definition in plain torch, and `__init__.py` the door
+that chooses between it and the kernels.
 """

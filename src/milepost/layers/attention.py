@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from milepost.kernels import attention
 from milepost.kernels.attention import AttentionLayout, AttentionOperation
-from milepost.kernels.emit import Emit, Inputs
+from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
 from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales

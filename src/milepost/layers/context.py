@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from milepost.kernels.batch import Operation
+from milepost.kernels.layout.batch import Operation
 from milepost.kernels.mtp import Carried
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import gated_delta
-from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.gated_delta import GatedDeltaOperation, GatedDeltaWeights
+from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import kda, products
-from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.kda import KDAOperation, KDAWeights
+from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear

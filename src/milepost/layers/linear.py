@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import norm, products
-from milepost.kernels.emit import Activations, Emit, Inputs, Projected, as_activations
+from milepost.kernels.layout.emit import Activations, Emit, Inputs, Projected, as_activations
 from milepost.kernels.products import Epilogue, Form, Raw
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from milepost.errors import ConfigError
 from milepost.kernels import mamba2
-from milepost.kernels.emit import Emit, Inputs
+from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.mamba2 import Mamba2Operation, Mamba2Weights
 from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context, RecurrentSpec

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from milepost.kernels import norm
-from milepost.kernels.emit import Emit, Inputs
+from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from milepost.errors import ConfigError
-from milepost.kernels import moe
-from milepost.kernels.emit import Emit, Inputs
-from milepost.kernels.moe import SOFTMAX, Scores
-from milepost.kernels.products import Epilogue
+from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.products import Epilogue, moe
+from milepost.kernels.products.moe import SOFTMAX, Scores
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
 from milepost.layers.mlp import MLP

@@ -9,8 +9,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from milepost.kernels.batch import Operation
-from milepost.kernels.emit import Emit, Inputs
+from milepost.kernels.layout.batch import Operation
+from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.linear import Linear
 from milepost.layers.norm import RMSNorm

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import short_conv
-from milepost.kernels.emit import Emit, Inputs
+from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
 from milepost.kernels.short_conv import ShortConvOperation
 from milepost.layers.context import Context, ShortConvSpec

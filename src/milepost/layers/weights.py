@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import products
-from milepost.kernels.emit import Emit, Inputs
-from milepost.kernels.products.forms import Form, Packed, RawForm, pack
+from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.products.forms.matrix import Form, Packed, RawForm, pack
 from milepost.layers.placements import (
     Placement,
     Placements,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
-from milepost.kernels.batch import Capacity, Operation
+from milepost.kernels.layout.batch import Capacity, Operation
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.embedding import embed
 from milepost.layers.linear import Linear

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from milepost.errors import ConfigError
-from milepost.kernels.chips import CHIPS
-from milepost.kernels.device import Chip, probe
+from milepost.kernels.platform.chips import CHIPS
+from milepost.kernels.platform.device import Chip, probe
 from milepost.kernels.products.describe import Span, dense_spans, expert_spans
 from milepost.kernels.products.expert_table import Mixture
-from milepost.kernels.products.forms import Epilogue, Matrix
+from milepost.kernels.products.forms.matrix import Epilogue, Matrix
 from milepost.kernels.products.table import Product
 from milepost.layers.linear import Linear
 from milepost.layers.moe import MoE

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from milepost.cache.tree import TOKEN_BYTES
-from milepost.kernels.batch import Batch, Capacity, Ints, Operation, ordinals_of, padded
-from milepost.kernels.device import Chip
+from milepost.kernels.layout.batch import Batch, Capacity, Ints, Operation, ordinals_of, padded
+from milepost.kernels.platform.device import Chip
 from milepost.layers.context import StepArrays
 from milepost.runner.records import NO_ROW, RecordRows
 from milepost.runner.tables import HostTables

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from triton.runtime.jit import JITFunction
 
 from milepost.errors import KernelError
-from milepost.kernels.device import Chip
+from milepost.kernels.platform.device import Chip
 
 
 @contextmanager

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from milepost.kernels.batch import Operation
-from milepost.kernels.device import allows_hopper_kernels, hopper_kernels, probe
+from milepost.kernels.layout.batch import Operation
+from milepost.kernels.platform.device import allows_hopper_kernels, hopper_kernels, probe
 from milepost.kernels.rows import take
 from milepost.kernels.sampling import argmax
 from milepost.layers.context import Context, StepArrays

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from milepost.kernels.attention import AttentionItems
 from milepost.kernels.attention.tiles import BEGIN, END, FIRST, POSITION
-from milepost.kernels.batch import Batch, Capacity
+from milepost.kernels.layout.batch import Batch, Capacity
 from milepost.kernels.sampling import guess
 from milepost.kernels.sampling import rows as layout
 from milepost.layers.context import Context, StepArrays

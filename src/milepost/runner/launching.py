@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from milepost.kernels.device import Chip
-from milepost.kernels.emit import Emit
+from milepost.kernels.layout.emit import Emit
+from milepost.kernels.platform.device import Chip
 from milepost.layers.linear import Linear
 from milepost.layers.moe import MoE
 from milepost.layers.parts import Layer

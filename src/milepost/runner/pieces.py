@@ -5,7 +5,7 @@ The layers before the cut run while the host sends new page ids and lays out att
 
 from __future__ import annotations
 
-from milepost.kernels.batch import Capacity, Operation
+from milepost.kernels.layout.batch import Capacity, Operation
 from milepost.layers.context import AttentionSpec
 from milepost.layers.parts import Layer
 from milepost.models.decoder import Decoder

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from milepost.kernels.batch import ordinals_of
+from milepost.kernels.layout.batch import ordinals_of
 from milepost.runner.staging import Staging
 from milepost.scheduler.plans import SequencePlan, StepPlan
 

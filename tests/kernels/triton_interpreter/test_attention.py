@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from milepost.kernels import emit
 from milepost.kernels.attention.items import choose_wide_rows
-from milepost.kernels.batch import Capacity
-from milepost.kernels.device import Chip, probe
-from milepost.kernels.emit import Activations, Emit, as_activations
-from milepost.kernels.quantised import triton_rounding
+from milepost.kernels.layout import emit
+from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.layout.emit import Activations, Emit, as_activations
+from milepost.kernels.platform.device import Chip, probe
+from milepost.kernels.products.portable import rounding
 from tests.batches import spread
 from tests.kernels.attention_cases import Case, Step, build_projection
 from tests.numbers import relative_error
@@ -142,7 +142,7 @@ def test_results_bring_their_rounding_along(monkeypatch, name: str, head_dim: in
         assert torch.equal(output.values, plain)
     own = output.fp8.filled
     own = own[0][: step.num_tokens], own[1][:, : step.num_tokens]
-    values, scales = triton_rounding.quantise(plain[: step.num_tokens], 128, probe(plain.device))
+    values, scales = rounding.quantise(plain[: step.num_tokens], 128, probe(plain.device))
     assert torch.equal(own[0].float(), values.float())
     assert torch.equal(own[1], scales)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from milepost.kernels.attention import triton_prepare
-from milepost.kernels.batch import Capacity
+from milepost.kernels.layout.batch import Capacity
 from milepost.layers.parts import Block
 from milepost.runner import arrays
 from milepost.runner.device import DeviceExecutor

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from milepost.kernels import emit
-from milepost.kernels.device import probe
-from milepost.kernels.emit import Emit, as_activations
 from milepost.kernels.gated_delta import CHUNK
-from milepost.kernels.quantised import triton_rounding
+from milepost.kernels.layout import emit
+from milepost.kernels.layout.emit import Emit, as_activations
+from milepost.kernels.platform.device import probe
+from milepost.kernels.products.portable import rounding
 from tests.batches import spread
 from tests.kernels.mixers import (
     FEW_HEADS,
@@ -154,7 +154,7 @@ def test_prefill_brings_its_rounding_along(monkeypatch, num_tokens: int) -> None
     assert (found[1].values is None) == (num_tokens > 64)
     if found[1].values is not None:
         assert torch.equal(found[0], found[1].values)
-    values, scales = triton_rounding.quantise(found[0], 128, probe(projected.device))
+    values, scales = rounding.quantise(found[0], 128, probe(projected.device))
     assert torch.equal(found[1].fp8.filled[0].float(), values.float())
     assert torch.equal(found[1].fp8.filled[1], scales)
 

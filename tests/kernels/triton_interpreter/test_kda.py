@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from milepost.kernels.device import probe
+from milepost.kernels.platform.device import probe
 from tests.kernels.kimi import ODD, SMALL, Shapes, make_weights, run
 from tests.kernels.mixers import (
     Batch,

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from milepost.kernels.linear import triton, triton_gemv
-from milepost.kernels.tiles import Tiles
+from milepost.kernels.platform.tiles import Tiles
+from milepost.kernels.products.portable import raw_gemv as triton_gemv
+from milepost.kernels.products.portable import raw_small_m as triton
 from tests.numbers import relative_error
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from milepost.kernels.device import probe
+from milepost.kernels.platform.device import probe
 from tests.kernels.mixers import (
     Batch,
     Pools,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from milepost.kernels.device import probe
+from milepost.kernels.platform.device import probe
 from tests.batches import spread
 from tests.kernels import kimi, ssd
 from tests.kernels.mixers import (

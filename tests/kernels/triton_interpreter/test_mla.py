@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from milepost.kernels.device import probe
 from milepost.kernels.mla import MLAOperation
+from milepost.kernels.platform.device import probe
 from tests.batches import Part, build_batch
 from tests.kernels.mla_cases import Case, run
 from tests.numbers import relative_error

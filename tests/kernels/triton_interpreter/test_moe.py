@@ -6,10 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels.moe import gemv, grouped_gemm, reference, tall, triton
-from milepost.kernels.moe.grouping import group_few, group_many
-from milepost.kernels.moe.scores import Scores
-from milepost.kernels.tiles import Tiles
+from milepost.kernels.platform.tiles import Tiles
+from milepost.kernels.products import experts_reference as reference
+from milepost.kernels.products import run_raw_experts as triton
+from milepost.kernels.products.grouping import group_few, group_many
+from milepost.kernels.products.portable import (
+    raw_gemv_experts,
+    raw_grouped,
+    raw_grouped_large,
+)
+from milepost.kernels.products.scores import Scores
 from tests.numbers import relative_error
 
 HIDDEN, SIZE = 40, 24
@@ -205,8 +211,8 @@ def test_every_output_is_written(hidden_size: int, is_swapped: bool) -> None:
         block_m=16, block_n=16, block_k=32, num_warps=4, num_stages=2, is_swapped=is_swapped
     )
     groups = group_few(experts.int(), 4, 16)
-    grouped_gemm.project_up(hidden, gate_up, active, groups, tiles)
-    grouped_gemm.project_down(active, weights, down, output, groups, tiles)
+    raw_grouped.project_up(hidden, gate_up, active, groups, tiles)
+    raw_grouped.project_down(active, weights, down, output, groups, tiles)
     expected = reference.apply(hidden, weights, experts, gate_up, down)
     assert relative_error(output.sum(1), expected) < 1e-5
 
@@ -216,8 +222,10 @@ def test_vectors_write_every_output() -> None:
     weights, experts = reference.route(logits, 2, normalise=False)
     active = torch.full((6, SIZE), torch.nan)
     output = torch.full((3, 2, HIDDEN), torch.nan)
-    gemv.project_up(hidden, experts.int(), gate_up, active, block_n=16, block_k=32, num_warps=4)
-    gemv.project_down(
+    raw_gemv_experts.project_up(
+        hidden, experts.int(), gate_up, active, block_n=16, block_k=32, num_warps=4
+    )
+    raw_gemv_experts.project_down(
         active, weights, experts.int(), down, output, block_n=16, block_k=16, num_warps=4
     )
     expected = reference.apply(hidden, weights, experts, gate_up, down)
@@ -245,9 +253,9 @@ def test_tall_blocks(num_tokens: int) -> None:
     weights, experts = triton.route(logits, 2, normalise=True, num_shared=0)
     active = torch.full((2 * num_tokens, 128), torch.nan, dtype=torch.half)
     output = torch.full((num_tokens, 2, 128), torch.nan, dtype=torch.half)
-    groups = group_many(experts, 4, tall.BLOCK_M)
-    tall.project_up(hidden, gate_up / 16, active, groups)
-    tall.project_down(active, weights, down / 16, output, groups)
+    groups = group_many(experts, 4, raw_grouped_large.BLOCK_M)
+    raw_grouped_large.project_up(hidden, gate_up / 16, active, groups)
+    raw_grouped_large.project_down(active, weights, down / 16, output, groups)
     expected = reference.apply(
         hidden.float(), weights.float(), experts.long(), gate_up.float() / 16, down.float() / 16
     )
@@ -265,16 +273,16 @@ def test_experts_without_gates(kernel: str) -> None:
     output = torch.full((num_tokens, 2, 128), torch.nan, dtype=torch.half)
     small = {"block_n": 16, "block_k": 64, "num_warps": 4}
     if kernel == "gemv":
-        gemv.project_up(hidden, experts, up, active, **small)
-        gemv.project_down(active, weights, experts, down, output, **small)
+        raw_gemv_experts.project_up(hidden, experts, up, active, **small)
+        raw_gemv_experts.project_down(active, weights, experts, down, output, **small)
     elif kernel == "tall":
-        groups = group_many(experts, 4, tall.BLOCK_M)
-        tall.project_up(hidden, up, active, groups)
-        tall.project_down(active, weights, down, output, groups)
+        groups = group_many(experts, 4, raw_grouped_large.BLOCK_M)
+        raw_grouped_large.project_up(hidden, up, active, groups)
+        raw_grouped_large.project_down(active, weights, down, output, groups)
     else:
         tiles = Tiles(block_m=16, num_stages=2, is_swapped=kernel == "swapped", **small)
         groups = group_few(experts, 4, 16)
-        grouped_gemm.project_up(hidden, up, active, groups, tiles)
-        grouped_gemm.project_down(active, weights, down, output, groups, tiles)
+        raw_grouped.project_up(hidden, up, active, groups, tiles)
+        raw_grouped.project_down(active, weights, down, output, groups, tiles)
     wide = hidden.float(), weights.float(), experts.long(), up.float(), down.float()
     assert relative_error(output.float().sum(1), reference.apply(*wide)) < 5e-3

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from milepost.kernels import emit
-from milepost.kernels.device import probe
-from milepost.kernels.emit import Emit, as_activations
+from milepost.kernels.layout import emit
+from milepost.kernels.layout.emit import Emit, as_activations
 from milepost.kernels.norm import reference, triton, triton_gemv
-from milepost.kernels.quantised import triton_rounding
+from milepost.kernels.platform.device import probe
+from milepost.kernels.products.portable import rounding
 from tests.numbers import relative_error
 
 SIZE, EPS = 70, 1e-6
@@ -64,7 +64,7 @@ def test_a_norm_brings_its_rounding_along(monkeypatch, size: int) -> None:
     assert torch.equal(total, expected[0])
     assert torch.equal(found.values, expected[1])
     own = found.fp8
-    values, scales = triton_rounding.quantise(expected[1], 128, probe(hidden.device), num_padded=8)
+    values, scales = rounding.quantise(expected[1], 128, probe(hidden.device), num_padded=8)
     assert own.values.shape == values.shape
     assert own.scales.shape == scales.shape
     assert torch.equal(own.values[:5].view(torch.uint8), values[:5].view(torch.uint8))

@@ -10,27 +10,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels import emit
-from milepost.kernels.device import Chip, probe
-from milepost.kernels.emit import Emit, as_activations
-from milepost.kernels.linear import triton_gemv
-from milepost.kernels.moe.grouping import group_many
+from milepost.kernels.layout import emit
+from milepost.kernels.layout.emit import Emit, as_activations
 from milepost.kernels.norm import triton as norm_triton
 from milepost.kernels.norm.reference import silu_mul
-from milepost.kernels.quantised import (
-    FP8,
-    Quantised,
-    reference,
-    triton,
-    triton_gathering,
-    triton_gemm,
-    triton_mix,
-    triton_rounding,
-    triton_tall,
-    triton_unpack,
+from milepost.kernels.platform.device import Chip, probe
+from milepost.kernels.platform.tiles import Tiles
+from milepost.kernels.products import (
+    quantised_reference,
+    run_experts,
 )
-from milepost.kernels.quantised.forms import multiply, quantise_rows
-from milepost.kernels.tiles import Tiles
+from milepost.kernels.products import (
+    run_quantised as triton,
+)
+from milepost.kernels.products.forms.quantised import multiply, quantise_rows
+from milepost.kernels.products.grouping import group_many
+from milepost.kernels.products.portable import (
+    fp8_grouped,
+    quantised_gemm,
+    raw_gemv,
+    unpack,
+)
+from milepost.kernels.products.portable import (
+    gathering as triton_gathering,
+)
+from milepost.kernels.products.portable import (
+    rounding as triton_rounding,
+)
+from milepost.kernels.products.quantised import FP8, Quantised
 from tests.kernels.quantised_cases import (
     check,
     check_experts,
@@ -98,7 +105,7 @@ def test_parts_along_the_inputs_add_up(make: Callable[..., Quantised]) -> None:
     weight, hidden, bias = make(72, 512), make_rows(3, 512), torch.randn(72)
     parts = torch.full((2, 3, 72), float("nan"))
     tiles = Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=2)
-    triton_gemm.gemm(
+    quantised_gemm.gemm(
         hidden, None, weight, bias, parts, tiles, probe(hidden.device), split_k=len(parts)
     )
     check(parts.transpose(0, 1), hidden, weight, bias)
@@ -110,7 +117,7 @@ def test_parts_along_the_inputs_add_up(make: Callable[..., Quantised]) -> None:
 def test_four_bits_become_sixteen(shape: tuple[int, ...], group: int) -> None:
     """Of a matrix or a stack; in float16, for the interpreter has no arithmetic in bfloat16."""
     weight = make_int4(*shape, group=group)
-    unpacked = triton_unpack.unpack(weight, torch.float16)
+    unpacked = unpack.unpack(weight, torch.float16)
     expected = weight.dequantise(torch.float32)
     torch.testing.assert_close(unpacked.float(), expected, rtol=1e-3, atol=0)
 
@@ -119,12 +126,12 @@ def test_four_bits_become_sixteen(shape: tuple[int, ...], group: int) -> None:
 @pytest.mark.parametrize("shape", [(72, 256), (3, 40, 384)])
 def test_every_float_of_four_bits_becomes_sixteen(shape: tuple[int, ...], group: int) -> None:
     weight = make_fp4(*shape, group=group)
-    unpacked = triton_unpack.unpack(weight, torch.float16)
+    unpacked = unpack.unpack(weight, torch.float16)
     expected = weight.dequantise(torch.float32)
     torch.testing.assert_close(unpacked.float(), expected, rtol=1e-3, atol=2**-25)
     # Without factors to round, they are all of their digits.
     whole = replace(weight, factors=torch.ones_like(weight.factors))
-    unpacked = triton_unpack.unpack(whole, torch.float16)
+    unpacked = unpack.unpack(whole, torch.float16)
     assert torch.equal(unpacked.float(), whole.dequantise(torch.float32))
 
 
@@ -138,7 +145,7 @@ def test_outputs_may_stand_beside_others(
     target = wide[:, 8:80]
     if isinstance(weight, Tensor):
         weight = weight.half()
-        has_kernel = triton_gemv.multiply_row_into(target, hidden, weight, None)
+        has_kernel = raw_gemv.multiply_row_into(target, hidden, weight, None)
         assert has_kernel == (num_tokens == 1)
         expected = hidden @ weight.T if has_kernel else target
     else:
@@ -202,7 +209,7 @@ def test_fp8_experts(
     up = make_fp8(3, up_rows, 256, rows=rows, depth=depth, input_scale=input_scale)
     down = make_fp8(3, 256, 128, rows=rows, input_scale=input_scale, seed=2)
     given = (*route(num_tokens, 3, 0.1), up, down)
-    check_experts(triton_mix.mix(as_activations(given[0]), *given[1:]), *given)
+    check_experts(run_experts.mix(as_activations(given[0]), *given[1:]), *given)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 24])
@@ -211,7 +218,7 @@ def test_int4_experts(num_tokens: int, up_rows: int, group: int) -> None:
     up = make_int4(3, up_rows, 256, group=group)
     down = make_int4(3, 256, 128, group=group, seed=2)
     given = (*route(num_tokens, 3, 0.01), up, down)
-    check_experts(triton_mix.mix(as_activations(given[0]), *given[1:]), *given)
+    check_experts(run_experts.mix(as_activations(given[0]), *given[1:]), *given)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 24, 180])
@@ -220,7 +227,7 @@ def test_fp4_experts(num_tokens: int, up_rows: int, group: int) -> None:
     up = make_fp4(3, up_rows, 256, group=group)
     down = make_fp4(3, 256, 128, group=group, seed=2)
     given = (*route(num_tokens, 3), up, down)
-    check_experts(triton_mix.mix(as_activations(given[0]), *given[1:]), *given)
+    check_experts(run_experts.mix(as_activations(given[0]), *given[1:]), *given)
 
 
 @pytest.mark.parametrize("up_rows", [512, 256])
@@ -230,16 +237,16 @@ def test_tall_experts(up_rows: int) -> None:
     hidden, shares, experts = route(75, 3, 0.1)
     experts = experts % 2
     chip = probe(hidden.device)
-    groups = group_many(experts, 2, triton_tall.BLOCK_M)
+    groups = group_many(experts, 2, fp8_grouped.BLOCK_M)
     rows, scales = triton_rounding.quantise(hidden, 128, chip)
     active = hidden.new_empty(150, 256, dtype=torch.float8_e4m3fn)
     active_scales = scales.new_full((2, 150), float("nan"))
     output = hidden.new_full((75, 2, 256), float("nan"))
-    triton_tall.project_up(
+    fp8_grouped.project_up(
         rows, scales, up, active, active_scales, groups, chip,
         is_gated=up_rows == 512, is_bfloat=False,
     )  # fmt: skip
-    triton_tall.project_down(active, active_scales, shares, down, output, groups, chip)
+    fp8_grouped.project_down(active, active_scales, shares, down, output, groups, chip)
     check_experts(output, hidden, shares, experts, up, down)
 
 
@@ -247,7 +254,7 @@ def test_experts_that_no_kernel_takes_do_not_ask_what_was_chosen() -> None:
     """Graphs record them; what has no values cannot be asked."""
     up, down = (to("meta", make_int4(3, *shape, group=32)) for shape in ((128, 64), (64, 64)))
     hidden, shares, experts = (each.to("meta") for each in route(5, 3))
-    mixed = reference.mix(hidden[:, :64], shares, experts, up, down)
+    mixed = quantised_reference.mix(hidden[:, :64], shares, experts, up, down)
     assert mixed.shape == (5, 1, 64)
 
 
@@ -270,7 +277,7 @@ def test_products_read_what_a_norm_rounded(monkeypatch, num_tokens: int) -> None
     chip = probe(hidden.device)
     lines = triton_rounding.round_lines(plain, weight, chip)
     product = triton.multiply(plain, weight, None, lets_next_start=True)
-    mixed = triton_mix.mix(plain, shares, experts, up, down)
+    mixed = run_experts.mix(plain, shares, experts, up, down)
     with monkeypatch.context() as only:
         only.setattr(triton_rounding, "quantise", None)
         found = triton_rounding.round_lines(normed, weight, chip)
@@ -278,7 +285,7 @@ def test_products_read_what_a_norm_rounded(monkeypatch, num_tokens: int) -> None
     assert [each.shape for each in found] == [each.shape for each in lines]
     assert torch.equal(found[0][:num_tokens].float(), lines[0][:num_tokens].float())
     assert torch.equal(found[1][:, :num_tokens], lines[1][:, :num_tokens])
-    assert torch.equal(triton_mix.mix(normed, shares, experts, up, down), mixed)
+    assert torch.equal(run_experts.mix(normed, shares, experts, up, down), mixed)
 
 
 @pytest.mark.parametrize(("block_rows", "most_alone"), [(8, 512), (16, 512), (8, 0)])

@@ -11,10 +11,10 @@ from torch import Tensor
 from milepost.kernels import gated_delta, kda, mamba2
 from milepost.kernels.attention import triton as attention
 from milepost.kernels.attention import triton_prepare
-from milepost.kernels.linear import triton as linear
 from milepost.kernels.mla import triton as mla
-from milepost.kernels.moe import triton as moe
 from milepost.kernels.norm import triton as norm
+from milepost.kernels.products import run_raw_experts
+from milepost.kernels.products.portable import raw_small_m
 
 ROWS, SLOTS = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32)
 STATES, CONV = torch.zeros(3, 2, 4, 4), torch.zeros(3, 8, 3)
@@ -43,8 +43,8 @@ CALLS: dict[str, tuple[str, Callable[[], object]]] = {
     "kda": ("gate", lambda: kda.mix(*[ROWS] * 2, apart(ROWS), None, CONV, STATES, SLOTS, SLOTS, 0)),
     "mamba2": ("conv_pool", lambda: mamba2.mix(ROWS, None, CONV.mT, STATES, SLOTS, SLOTS, None)),
     "norm": ("delta", lambda: norm.add_norm(ROWS, apart(ROWS), ROWS[0], 1e-6)),
-    "linear": ("weight", lambda: linear.multiply(ROWS, ROWS.T, None, None, 1)),
-    "moe": ("down", lambda: moe.partials(ROWS, SLOTS, SLOTS, STATES, STATES.mT)),
+    "linear": ("weight", lambda: raw_small_m.multiply(ROWS, ROWS.T, None, None, 1)),
+    "moe": ("down", lambda: run_raw_experts.partials(ROWS, SLOTS, SLOTS, STATES, STATES.mT)),
 }
 
 

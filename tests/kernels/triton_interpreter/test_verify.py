@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from milepost.kernels.device import probe
+from milepost.kernels.platform.device import probe
 from tests.kernels import kimi, ssd
 from tests.kernels.mixers import MixerShapes, Shapes, make_projected
 from tests.kernels.verifying import Kind, Mixer, Plain, is_equal, play

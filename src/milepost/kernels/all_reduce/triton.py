@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.all_reduce import NUM_SLOTS, Mail
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 
 def add_norm(

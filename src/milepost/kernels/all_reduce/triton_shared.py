@@ -22,8 +22,8 @@ from torch import Tensor
 
 from milepost.kernels.all_reduce import Boxes
 from milepost.kernels.all_reduce.triton import norm_row, wait_for_turn
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 
 def share_norm(

@@ -25,9 +25,9 @@ from milepost.kernels.attention.items import (
 )
 from milepost.kernels.attention.pages import rows_per_page
 from milepost.kernels.attention.reference import AttentionRows
-from milepost.kernels.batch import Batch
-from milepost.kernels.device import Chip, why_no_gluon
-from milepost.kernels.emit import Emit, Inputs
+from milepost.kernels.layout.batch import Batch
+from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.platform.device import Chip, why_no_gluon
 
 __all__ = [
     "AttentionItems",

@@ -18,7 +18,7 @@ from milepost.kernels.attention.tiles import (
     UNIT,
     ordinals_of,
 )
-from milepost.kernels.batch import Ints
+from milepost.kernels.layout.batch import Ints
 
 _ITEM_COST = 0.5
 """Of beginning and ending an item."""

@@ -50,7 +50,7 @@ from milepost.kernels.attention.tiles import (
     may_share,
     tile_all,
 )
-from milepost.kernels.batch import Capacity, Ints
+from milepost.kernels.layout.batch import Capacity, Ints
 
 NARROW_ROWS = 16
 MAX_NARROW_ROWS = 64

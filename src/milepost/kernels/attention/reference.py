@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.attention.pages import as_rows, read_rows, write_rows
-from milepost.kernels.batch import Batch, Ints, ordinals_of
-from milepost.kernels.precision import cast
+from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
+from milepost.kernels.platform.precision import cast
 
 _QUERY_TILE = 512
 """Queries at a time where earlier tokens are attended to: bounds the mask to a tile of rows."""

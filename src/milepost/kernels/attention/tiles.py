@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from milepost.kernels.batch import Ints
+from milepost.kernels.layout.batch import Ints
 
 FIRST, TOKENS, ROW, POSITION, BEGIN, END, ORDINAL = range(7)
 """Columns of an item: first token, number of tokens (0: padding), row of the page tables, position

@@ -30,8 +30,7 @@ from milepost.kernels.attention.triton_parts import (
     round_heads,
 )
 from milepost.kernels.attention.triton_tiles import KVTiles, choose_shape
-from milepost.kernels.device import probe, runs_gluon
-from milepost.kernels.emit import (
+from milepost.kernels.layout.emit import (
     Emit,
     Fp8Rows,
     Inputs,
@@ -40,11 +39,17 @@ from milepost.kernels.emit import (
     keeps_values,
     room_for,
 )
-from milepost.kernels.float8 import BLOCK, FP8
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_as_padding, wait_for_inputs
-from milepost.kernels.strides import check_rows
-from milepost.kernels.tiles import next_power_of_2
+from milepost.kernels.platform.device import probe, runs_gluon
+from milepost.kernels.platform.float8 import BLOCK, FP8
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import (
+    OVERLAPPED,
+    let_next_start,
+    wait_as_padding,
+    wait_for_inputs,
+)
+from milepost.kernels.platform.strides import check_rows
+from milepost.kernels.platform.tiles import next_power_of_2
 
 _LOG2_E = 1.4426950408889634
 _MOST_IN_WORDS = 64

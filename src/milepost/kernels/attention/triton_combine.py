@@ -11,11 +11,16 @@ from torch import Tensor
 
 from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.triton_parts import round_heads
-from milepost.kernels.device import probe
-from milepost.kernels.emit import Fp8Rows, as_arguments, keeps_values
-from milepost.kernels.float8 import BLOCK
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_as_padding, wait_for_inputs
+from milepost.kernels.layout.emit import Fp8Rows, as_arguments, keeps_values
+from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.float8 import BLOCK
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import (
+    OVERLAPPED,
+    let_next_start,
+    wait_as_padding,
+    wait_for_inputs,
+)
 
 _PROGRAMS = 256
 """A result of few tokens is divided among so many: of long sequences they have many partial ones,

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.pages import as_bytes, rows_per_page
-from milepost.kernels.device import probe
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.triton_float8 import decode
+from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.float8_triton import decode
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _BLOCK = 8192
 """Numbers of a program."""

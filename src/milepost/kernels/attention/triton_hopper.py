@@ -31,12 +31,12 @@ from milepost.kernels.attention.triton_hopper_parts import (
     load_item,
     store,
 )
-from milepost.kernels.emit import Fp8Rows, keeps_values
-from milepost.kernels.float8 import BLOCK
-from milepost.kernels.gluon import load_box
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED
-from milepost.kernels.overlap_gluon import let_next_start, wait_as_padding, wait_for_inputs
+from milepost.kernels.layout.emit import Fp8Rows, keeps_values
+from milepost.kernels.platform.float8 import BLOCK
+from milepost.kernels.platform.gluon import load_box
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED
+from milepost.kernels.platform.overlap_gluon import let_next_start, wait_as_padding, wait_for_inputs
 
 ROWS = 128
 _LOG2_E = 1.4426950408889634

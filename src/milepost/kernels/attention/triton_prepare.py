@@ -11,13 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.attention.pages import as_bytes
-from milepost.kernels.device import probe
-from milepost.kernels.float8 import FP8
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.strides import check_rows
-from milepost.kernels.tiles import cdiv, next_power_of_2
-from milepost.kernels.triton_float8 import encode
+from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.float8 import FP8
+from milepost.kernels.platform.float8_triton import encode
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.strides import check_rows
+from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _FEW_TOKENS = 256
 """Up to here, tokens are handed out one by one, so that all of the chip takes part."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from milepost.kernels.attention.items import NARROW_ROWS
-from milepost.kernels.device import Chip
-from milepost.kernels.tiles import next_power_of_2
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tiles import next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels import slots
-from milepost.kernels.precision import accumulation_dtype, cast, rows_apart
+from milepost.kernels.layout import slots
+from milepost.kernels.platform.precision import accumulation_dtype, cast, rows_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from milepost.kernels import slots
-from milepost.kernels.chunk_rows import ChunkRows
-from milepost.kernels.precision import accumulation_dtype, cast
+from milepost.kernels.layout import slots
+from milepost.kernels.layout.chunk_rows import ChunkRows
+from milepost.kernels.platform.precision import accumulation_dtype, cast
 
 _NORM_EPS = 1e-6
 

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
-from milepost.kernels.device import probe, runs_gluon
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.tiles import cdiv
-from milepost.kernels.triton_chunks import export_state, load_state, store_state
+from milepost.kernels.layout.chunks import UNSPECIALISED, ChunkLayout
+from milepost.kernels.platform.device import probe, runs_gluon
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.tiles import cdiv
+from milepost.kernels.recurrent.portable.chunks import export_state, load_state, store_state
 
 _COLUMNS = 32
 """Of the state in one program."""

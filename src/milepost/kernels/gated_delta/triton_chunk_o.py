@@ -11,17 +11,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
-from milepost.kernels.device import probe, runs_gluon
-from milepost.kernels.emit import Emit, Inputs, as_arguments, handed_on, keeps_values, room_for
-from milepost.kernels.float8 import BLOCK, LEAST_SCALE
 from milepost.kernels.gated_delta.triton_parts import pairwise_decay
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
-from milepost.kernels.recurrent.gated_delta import finish
-from milepost.kernels.triton_float8 import encode, scale_of
+from milepost.kernels.layout.chunks import UNSPECIALISED, ChunkLayout
+from milepost.kernels.layout.emit import (
+    Emit,
+    Inputs,
+    as_arguments,
+    handed_on,
+    keeps_values,
+    room_for,
+)
+from milepost.kernels.platform.device import probe, runs_gluon
+from milepost.kernels.platform.float8 import BLOCK, LEAST_SCALE
+from milepost.kernels.platform.float8_triton import encode, scale_of
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, wait_for_inputs
+from milepost.kernels.recurrent.rules.gated_delta import finish
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.activations import silu
-from milepost.kernels.chunks import TILE, UNSPECIALISED, ChunkLayout
 from milepost.kernels.conv.triton_parts import (
     first_window,
     keep_inputs,
@@ -21,9 +19,11 @@ from milepost.kernels.conv.triton_parts import (
 from milepost.kernels.gated_delta.triton_parts import unit_scale
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.tiles import cdiv, next_power_of_2
+from milepost.kernels.layout.chunks import TILE, UNSPECIALISED, ChunkLayout
+from milepost.kernels.platform.activations import silu
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _ROWS = 32
 """Of a tile in one program; no fewer than the convolution is wide."""

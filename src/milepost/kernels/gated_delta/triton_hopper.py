@@ -22,14 +22,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from milepost.kernels.device import num_sms
-from milepost.kernels.emit import Emit, Inputs, handed_on, room_for
-from milepost.kernels.float8_gluon import round_block
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED
-from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
-from milepost.kernels.states_gluon import (
+from milepost.kernels.layout.emit import Emit, Inputs, handed_on, room_for
+from milepost.kernels.platform.device import num_sms
+from milepost.kernels.platform.float8_gluon import round_block
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED
+from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.recurrent.hopper.states import (
     STATE,
     STATE_SIZE,
     begin_work,

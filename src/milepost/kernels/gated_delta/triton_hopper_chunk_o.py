@@ -20,18 +20,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.activations import silu
-from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
-from milepost.kernels.emit import Fp8Rows
-from milepost.kernels.float8 import LEAST_SCALE
-from milepost.kernels.float8_gluon import round_block
 from milepost.kernels.gated_delta.triton_hopper_chunk_h import is_long
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
-from milepost.kernels.gluon import load_box, thread_barrier
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED
-from milepost.kernels.overlap_gluon import wait_for_inputs
+from milepost.kernels.layout.chunks import UNSPECIALISED, ChunkLayout
+from milepost.kernels.layout.emit import Fp8Rows
+from milepost.kernels.platform.activations import silu
+from milepost.kernels.platform.float8 import LEAST_SCALE
+from milepost.kernels.platform.float8_gluon import round_block
+from milepost.kernels.platform.gluon import load_box, thread_barrier
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED
+from milepost.kernels.platform.overlap_gluon import wait_for_inputs
 
 _SIZE = 128
 """Of keys and of values."""

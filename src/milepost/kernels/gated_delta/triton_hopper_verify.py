@@ -16,13 +16,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from milepost.kernels.device import num_sms
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
-from milepost.kernels.gluon import thread_barrier
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED
-from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
-from milepost.kernels.states_gluon import (
+from milepost.kernels.layout.verify import VerifyLayout
+from milepost.kernels.platform.device import num_sms
+from milepost.kernels.platform.gluon import thread_barrier
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED
+from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.recurrent.hopper.states import (
     BY_LINE,
     CHANNEL,
     STATE,
@@ -40,7 +41,7 @@ from milepost.kernels.states_gluon import (
     times_silu,
     unit_vectors,
 )
-from milepost.kernels.stream_gluon import (
+from milepost.kernels.recurrent.hopper.stream import (
     ROWS,
     keep_rows,
     leave_column,
@@ -50,7 +51,6 @@ from milepost.kernels.stream_gluon import (
     open_stream,
     row_of,
 )
-from milepost.kernels.verify_layout import VerifyLayout
 
 _UNSPECIALISED = ["begin", "length", "fold", "row", "slot_in", "slot_out"]
 

@@ -17,14 +17,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from milepost.kernels.chunks import ChunkLayout
-from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.gated_delta.triton_chunk_h import chunk_fwd_h
 from milepost.kernels.gated_delta.triton_chunk_o import chunk_fwd_o
 from milepost.kernels.gated_delta.triton_convolve import convolve
 from milepost.kernels.gated_delta.triton_shapes import shapes_of
 from milepost.kernels.gated_delta.triton_wy import wy_fwd
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
+from milepost.kernels.layout.chunks import ChunkLayout
+from milepost.kernels.layout.emit import Emit, Inputs
 
 
 def prefill(

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from milepost.kernels.chunks import ChunkLayout
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
-from milepost.kernels.tiles import next_power_of_2
+from milepost.kernels.layout.chunks import ChunkLayout
+from milepost.kernels.platform.tiles import next_power_of_2
 
 _MIN_BLOCK = 64
 """Narrower tiles of half precision make triton 3.6 read beyond shared memory in `wy_fwd`."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from milepost.kernels.decode_layout import DecodeLayout
-from milepost.kernels.device import num_sms, runs_gluon
-from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
-from milepost.kernels.recurrent import gated_delta, step
-from milepost.kernels.verify_layout import VerifyLayout
+from milepost.kernels.layout.decode import DecodeLayout
+from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.layout.verify import VerifyLayout
+from milepost.kernels.platform.device import num_sms, runs_gluon
+from milepost.kernels.recurrent.portable import step
+from milepost.kernels.recurrent.rules import gated_delta
 
 
 def suits_hopper(recurrent_pool: Tensor) -> bool:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from milepost.kernels.chunk_rows import ChunkRows
 from milepost.kernels.gated_delta.reference import Chunks, chunk_fwd, chunked, normalise
+from milepost.kernels.layout.chunk_rows import ChunkRows
 
 
 def prefill(

@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.kda.triton_intra import ChunkBuffers
 from milepost.kernels.kda.weights import KDAWeights
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
-from milepost.kernels.recurrent.kda import finish
+from milepost.kernels.layout.chunks import UNSPECIALISED, ChunkLayout
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, wait_for_inputs
+from milepost.kernels.recurrent.rules.kda import finish
 
 
 def chunk_o(

@@ -10,12 +10,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from milepost.kernels.device import num_sms
 from milepost.kernels.kda.weights import KDAWeights
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED
-from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
-from milepost.kernels.states_gluon import (
+from milepost.kernels.platform.device import num_sms
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED
+from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.recurrent.hopper.states import (
     CHANNEL,
     STATE,
     STATE_SIZE,

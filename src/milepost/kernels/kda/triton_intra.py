@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.activations import LOG2_E, sigmoid, softplus
-from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.triton_wy import invert, split
 from milepost.kernels.kda.weights import KDAWeights
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.layout.chunks import UNSPECIALISED, ChunkLayout
+from milepost.kernels.platform.activations import LOG2_E, sigmoid, softplus
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _CHANNELS = 64
 """Of a head at a time; all at once would be more than there are registers."""

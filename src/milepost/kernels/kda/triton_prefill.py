@@ -18,13 +18,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from milepost.kernels.chunks import ChunkLayout
 from milepost.kernels.gated_delta.triton_chunk_h import chunk_fwd_h
 from milepost.kernels.gated_delta.triton_convolve import convolve
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.kda.triton_chunk_o import chunk_o
 from milepost.kernels.kda.triton_intra import ChunkBuffers, intra
 from milepost.kernels.kda.weights import KDAWeights
+from milepost.kernels.layout.chunks import ChunkLayout
 
 
 def prefill(

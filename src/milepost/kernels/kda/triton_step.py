@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.gated_delta.triton_step import suits_hopper
 from milepost.kernels.kda.weights import KDAWeights
-from milepost.kernels.recurrent import kda, step
-from milepost.kernels.verify_layout import VerifyLayout
+from milepost.kernels.layout.decode import DecodeLayout
+from milepost.kernels.layout.verify import VerifyLayout
+from milepost.kernels.recurrent.portable import step
+from milepost.kernels.recurrent.rules import kda
 
 
 def decode(

@@ -20,9 +20,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from milepost.kernels import slots
-from milepost.kernels.chunk_rows import ChunkRows
-from milepost.kernels.precision import accumulation_dtype, cast
+from milepost.kernels.layout import slots
+from milepost.kernels.layout.chunk_rows import ChunkRows
+from milepost.kernels.platform.precision import accumulation_dtype, cast
 
 
 def decode(

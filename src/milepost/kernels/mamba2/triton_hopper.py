@@ -12,12 +12,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from milepost.kernels.device import num_sms
-from milepost.kernels.launches import quick
 from milepost.kernels.mamba2.weights import Mamba2Weights
-from milepost.kernels.overlap import OVERLAPPED
-from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
-from milepost.kernels.states_gluon import (
+from milepost.kernels.platform.device import num_sms
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED
+from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.recurrent.hopper.states import (
     CHANNEL,
     begin_work,
     can_describe,
@@ -216,7 +216,7 @@ def _decode_kernel(
 
 @gluon.jit
 def read_columns(state, x):
-    """[P], what `x` [1, K] reads of a state [P, K]; as `states_gluon.read_rows`."""
+    """[P], what `x` [1, K] reads of a state [P, K]; as `states.read_rows`."""
     column = gl.arange(0, state.shape[1], layout=gl.SliceLayout(0, STATE))[None, :]
     begins = column & 99 == 0  # of all threads' first columns
     rounded = gl.fma(state, x, gl.zeros_like(state))

@@ -17,8 +17,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from milepost.kernels.device import num_sms
-from milepost.kernels.launches import quick
+from milepost.kernels.layout.verify import VerifyLayout
 from milepost.kernels.mamba2.triton_hopper import (
     BY_LINE,
     HEAD_DIM,
@@ -32,9 +31,11 @@ from milepost.kernels.mamba2.triton_hopper import (
     time_step,
 )
 from milepost.kernels.mamba2.weights import Mamba2Weights
-from milepost.kernels.overlap import OVERLAPPED
-from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
-from milepost.kernels.states_gluon import (
+from milepost.kernels.platform.device import num_sms
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED
+from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.recurrent.hopper.states import (
     CHANNEL,
     begin_work,
     convolve,
@@ -42,8 +43,7 @@ from milepost.kernels.states_gluon import (
     load_taps,
     take,
 )
-from milepost.kernels.stream_gluon import load_inputs, row_of
-from milepost.kernels.verify_layout import VerifyLayout
+from milepost.kernels.recurrent.hopper.stream import load_inputs, row_of
 
 _UNSPECIALISED = ["begin", "length", "fold", "row", "slot_in", "slot_out"]
 _PROGRAMS, _STAGES = 2, 2

@@ -8,8 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.activations import LOG2_E, silu
-from milepost.kernels.chunks import UNSPECIALISED
 from milepost.kernels.conv.triton_parts import (
     first_window,
     keep_inputs,
@@ -17,8 +15,10 @@ from milepost.kernels.conv.triton_parts import (
     load_taps,
     slide,
 )
-from milepost.kernels.overlap import let_next_start, wait_for_inputs
-from milepost.kernels.recurrent.mamba2 import time_step
+from milepost.kernels.layout.chunks import UNSPECIALISED
+from milepost.kernels.platform.activations import LOG2_E, silu
+from milepost.kernels.platform.overlap import let_next_start, wait_for_inputs
+from milepost.kernels.recurrent.rules.mamba2 import time_step
 
 
 @triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.overlap import wait_for_inputs
-from milepost.kernels.recurrent.mamba2 import gate_first, norm_first
+from milepost.kernels.platform.overlap import wait_for_inputs
+from milepost.kernels.recurrent.rules.mamba2 import gate_first, norm_first
 
 
 @triton.jit

@@ -22,13 +22,13 @@ import torch
 import triton
 from torch import Tensor
 
-from milepost.kernels.chunks import TILE, ChunkLayout
-from milepost.kernels.device import num_sms
+from milepost.kernels.layout.chunks import TILE, ChunkLayout
 from milepost.kernels.mamba2.triton_inputs import convolve, discretise
 from milepost.kernels.mamba2.triton_norm import norm
 from milepost.kernels.mamba2.triton_states import chunk_fwd_h_kernel, chunk_fwd_o_kernel
 from milepost.kernels.mamba2.weights import Mamba2Weights
-from milepost.kernels.overlap import OVERLAPPED
+from milepost.kernels.platform.device import num_sms
+from milepost.kernels.platform.overlap import OVERLAPPED
 
 _CONVOLVED_ROWS = 16
 """Rows of a tile in one program of `convolve`, no fewer than taps."""

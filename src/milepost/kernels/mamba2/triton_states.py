@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.chunks import UNSPECIALISED
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import let_next_start, wait_for_inputs
-from milepost.kernels.triton_chunks import load_state, store_state
+from milepost.kernels.layout.chunks import UNSPECIALISED
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import let_next_start, wait_for_inputs
+from milepost.kernels.recurrent.portable.chunks import load_state, store_state
 
 
 @quick

@@ -6,12 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from milepost.kernels.decode_layout import DecodeLayout
-from milepost.kernels.device import runs_gluon
+from milepost.kernels.layout.decode import DecodeLayout
+from milepost.kernels.layout.verify import VerifyLayout
 from milepost.kernels.mamba2.weights import Mamba2Weights
-from milepost.kernels.recurrent import mamba2, step
+from milepost.kernels.platform.device import runs_gluon
+from milepost.kernels.recurrent.portable import step
+from milepost.kernels.recurrent.rules import mamba2
 from milepost.kernels.recurrent.structures import StepOutput
-from milepost.kernels.verify_layout import VerifyLayout
 
 
 def decode(

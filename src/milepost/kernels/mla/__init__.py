@@ -18,9 +18,9 @@ from torch import Tensor
 
 from milepost.kernels.attention import AttentionItems, AttentionLayout, AttentionRows, items
 from milepost.kernels.attention.reference import lay_out
-from milepost.kernels.batch import Batch
-from milepost.kernels.device import Chip
+from milepost.kernels.layout.batch import Batch
 from milepost.kernels.mla import reference
+from milepost.kernels.platform.device import Chip
 
 __all__ = ["AttentionItems", "AttentionRows", "MLAOperation", "attend", "store"]
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from milepost.kernels.batch import Batch
-from milepost.kernels.device import Chip, runs_triton
+from milepost.kernels.layout.batch import Batch
 from milepost.kernels.mtp import reference
 from milepost.kernels.mtp.rows import Carried, CarryRows, lay_out
+from milepost.kernels.platform.device import Chip, runs_triton
 
 __all__ = ["Carried", "CarryOperation", "CarryRows", "join", "keep"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from milepost.kernels.batch import Batch, Ints, ordinals_of
+from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
 
 _NUM_REMEMBERED = 64
 """Steps of sequences of so many tokens each."""

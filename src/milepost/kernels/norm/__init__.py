@@ -11,9 +11,9 @@ from types import ModuleType
 
 from torch import Tensor
 
-from milepost.kernels.device import runs_triton
-from milepost.kernels.emit import Emit, Inputs
+from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.norm import reference
+from milepost.kernels.platform.device import runs_triton
 
 __all__ = ["add_norm", "add_norm_and_multiply", "multiplies_too", "relu_squared", "silu_mul"]
 

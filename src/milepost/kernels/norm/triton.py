@@ -10,14 +10,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.device import probe
-from milepost.kernels.emit import Emit, Inputs, as_arguments, handed_on, keeps_values, room_for
-from milepost.kernels.float8 import BLOCK
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.strides import check_rows
-from milepost.kernels.tiles import cdiv, next_power_of_2
-from milepost.kernels.triton_float8 import encode, scale_of
+from milepost.kernels.layout.emit import (
+    Emit,
+    Inputs,
+    as_arguments,
+    handed_on,
+    keeps_values,
+    room_for,
+)
+from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.float8 import BLOCK
+from milepost.kernels.platform.float8_triton import encode, scale_of
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.strides import check_rows
+from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _COLUMNS = 1024
 _MANY = 512

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.launches import quick
 from milepost.kernels.norm.triton import sum_and_norm
-from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.strides import check_contiguous, check_rows
-from milepost.kernels.tiles import cdiv, next_power_of_2
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.strides import check_contiguous, check_rows
+from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _MOST_INPUTS, _MOST_OUTPUTS = 4096, 512
 """Of a product that takes no longer than the norm."""

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from milepost.kernels import linear, moe, norm, quantised
-from milepost.kernels.emit import Emit, Inputs, values_of
-from milepost.kernels.products.forms import Epilogue, Form, Packed, Raw, RawForm
+from milepost.kernels import norm
+from milepost.kernels.layout.emit import Emit, Inputs, values_of
+from milepost.kernels.products import moe, quantised
+from milepost.kernels.products import raw as linear
+from milepost.kernels.products.forms.matrix import Epilogue, Form, Packed, Raw, RawForm
 
 __all__ = [
     "Epilogue",

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from milepost.kernels.device import Chip
+from milepost.kernels.platform.device import Chip
 from milepost.kernels.products.expert_table import (
     EXPERT_KERNELS,
     Mixture,
     choose_experts,
     expert_refusals,
 )
+from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4
 from milepost.kernels.products.table import KERNELS, Product, choose, refusals
-from milepost.kernels.quantised.forms import Fp4, Fp8, Int4
 
 QUANTISED = (Fp8, Int4, Fp4)
 _PROBED = (*range(1, 130), 160, 256, 512, 1024, 2048, 4096, 8192)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from milepost.kernels.device import Chip
-from milepost.kernels.products.forms import Matrix, Raw
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.products.forms.matrix import Matrix, Raw
+from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4
 from milepost.kernels.products.table import HOPPER, why_no_hopper
-from milepost.kernels.quantised.forms import BLOCK, Fp4, Fp8, Int4
 
 UNGROUPED = 40
 """Up to so many rows (four tokens, nine experts each) nothing is grouped."""
@@ -187,7 +187,7 @@ _FEW_ROWS = f"up to {UNGROUPED} in all"
 EXPERT_KERNELS: tuple[ExpertKernel, ...] = (
     ExpertKernel(
         name="raw gemv",
-        module="moe.gemv",
+        module="products.portable.raw_gemv_experts",
         forms=(Raw,),
         rows=_FEW_ROWS,
         refuses=_many,
@@ -195,7 +195,7 @@ EXPERT_KERNELS: tuple[ExpertKernel, ...] = (
     ),
     ExpertKernel(
         name="raw grouped, tall",
-        module="moe.tall",
+        module="products.portable.raw_grouped_large",
         forms=(Raw,),
         rows=f"from {_TALL + 1} an expert",
         needs="TMA",
@@ -204,7 +204,7 @@ EXPERT_KERNELS: tuple[ExpertKernel, ...] = (
     ),
     ExpertKernel(
         name="raw grouped",
-        module="moe.grouped_gemm",
+        module="products.portable.raw_grouped",
         forms=(Raw,),
         rows="any",
         refuses=_nothing,
@@ -212,7 +212,7 @@ EXPERT_KERNELS: tuple[ExpertKernel, ...] = (
     ),
     ExpertKernel(
         name="gemv, Hopper",
-        module="quantised.triton_hopper_row_experts",
+        module="products.hopper.gemv_experts",
         forms=_BLOCKED,
         rows=_FEW_ROWS,
         needs=HOPPER,
@@ -221,7 +221,7 @@ EXPERT_KERNELS: tuple[ExpertKernel, ...] = (
     ),
     ExpertKernel(
         name="gemv",
-        module="quantised.triton_gemv_experts",
+        module="products.portable.quantised_gemv_experts",
         forms=_QUANTISED,
         rows=_FEW_ROWS,
         refuses=_many_or_small_groups,
@@ -229,7 +229,7 @@ EXPERT_KERNELS: tuple[ExpertKernel, ...] = (
     ),
     ExpertKernel(
         name="fp8 in one launch, Hopper",
-        module="quantised.triton_hopper_experts",
+        module="products.hopper.fp8_experts",
         forms=(Fp8,),
         rows=f"up to {_TOKENS_AT_ONCE} tokens",
         needs=HOPPER,
@@ -238,7 +238,7 @@ EXPERT_KERNELS: tuple[ExpertKernel, ...] = (
     ),
     ExpertKernel(
         name="int4 grouped, tall, Hopper",
-        module="quantised.triton_hopper_nibbles_tall",
+        module="products.hopper.int4_grouped_up",
         forms=(Int4,),
         rows=f"from {_FEW_INT4 + 1} an expert",
         needs=HOPPER,
@@ -247,7 +247,7 @@ EXPERT_KERNELS: tuple[ExpertKernel, ...] = (
     ),
     ExpertKernel(
         name="int4 in one launch, Hopper",
-        module="quantised.triton_hopper_nibble_experts",
+        module="products.hopper.int4_experts",
         forms=(Int4,),
         rows=f"up to {_FEW_INT4} an expert",
         needs=HOPPER,
@@ -256,7 +256,7 @@ EXPERT_KERNELS: tuple[ExpertKernel, ...] = (
     ),
     ExpertKernel(
         name="fp8 grouped, tall, Hopper",
-        module="quantised.triton_tall_hopper",
+        module="products.hopper.fp8_grouped_up",
         forms=(Fp8,),
         rows=f"from {_TALL + 1} an expert",
         needs=HOPPER,
@@ -265,7 +265,7 @@ EXPERT_KERNELS: tuple[ExpertKernel, ...] = (
     ),
     ExpertKernel(
         name="fp8 grouped, tall",
-        module="quantised.triton_tall",
+        module="products.portable.fp8_grouped",
         forms=(Fp8,),
         rows=f"from {_TALL + 1} an expert",
         needs="TMA",
@@ -274,7 +274,7 @@ EXPERT_KERNELS: tuple[ExpertKernel, ...] = (
     ),
     ExpertKernel(
         name="16-bit weights made first, raw grouped",
-        module="quantised.triton_unpack",
+        module="products.portable.unpack",
         forms=(Int4, Fp4),
         rows=f"from {_UNPACKED + 1} an expert",
         refuses=_refuses_unpacked,
@@ -282,7 +282,7 @@ EXPERT_KERNELS: tuple[ExpertKernel, ...] = (
     ),
     ExpertKernel(
         name="grouped",
-        module="quantised.triton_experts",
+        module="products.portable.quantised_grouped",
         forms=_QUANTISED,
         rows="any",
         refuses=_nothing,

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from milepost.kernels.device import Chip, why_no_gluon
-from milepost.kernels.linear import hopper_tiles as raw_hopper
-from milepost.kernels.linear import tiles as raw_tiles
-from milepost.kernels.products.forms import Epilogue, Matrix, Raw
-from milepost.kernels.quantised import hopper_tiles, triton_tiles
-from milepost.kernels.quantised.forms import BLOCK, Fp4, Fp8, Int4
-from milepost.kernels.tiles import choose_split_k
+from milepost.kernels.platform.device import Chip, why_no_gluon
+from milepost.kernels.platform.tiles import choose_split_k
+from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
+from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4
+from milepost.kernels.products.hopper import quantised_tiles as hopper_tiles
+from milepost.kernels.products.hopper import raw_tiles as raw_hopper
+from milepost.kernels.products.portable import quantised_tiles, raw_tiles
 
 _HOPPER_WEIGHTS = 1 << 22
 """Weights at least of products of some rows that Hopper's own kernel is fastest for."""
@@ -266,8 +266,8 @@ def _refuses_library(product: Product, chip: Chip) -> str:
 def _cut_gemm(product: Product, chip: Chip) -> raw_tiles.SplitTiles:
     weight = product.weight
     is_fp8 = weight.form is Fp8
-    tiles, split_k = triton_tiles.choose_dense(product.num_rows, chip, is_fp8=is_fp8), 1
-    if product.num_rows <= triton_tiles.MORE.block_m and _may_split(product):
+    tiles, split_k = quantised_tiles.choose_dense(product.num_rows, chip, is_fp8=is_fp8), 1
+    if product.num_rows <= quantised_tiles.MORE.block_m and _may_split(product):
         split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
     return raw_tiles.SplitTiles(tiles=tiles, split_k=split_k)
 
@@ -278,7 +278,7 @@ _ALL = (Epilogue.NONE, Epilogue.PARTIALS, Epilogue.FLOAT32)
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="raw gemv",
-        module="linear.triton_gemv",
+        module="products.portable.raw_gemv",
         forms=(Raw,),
         most=1,
         epilogues=_ALL,
@@ -288,7 +288,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="raw small_m, Hopper",
-        module="linear.triton_hopper",
+        module="products.hopper.raw_small_m",
         forms=(Raw,),
         least=2,
         most=MANY_ROWS,
@@ -300,7 +300,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="raw small_m",
-        module="linear.triton",
+        module="products.portable.raw_small_m",
         forms=(Raw,),
         least=2,
         most=_FEW,
@@ -320,7 +320,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="fp8 gemv over a ring, Hopper",
-        module="quantised.triton_hopper_ring",
+        module="products.hopper.gemv_ring",
         forms=(Fp8,),
         most=1,
         epilogues=(Epilogue.NONE, Epilogue.PARTIALS, Epilogue.GATED),
@@ -331,7 +331,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="gemv, Hopper",
-        module="quantised.triton_hopper_row",
+        module="products.hopper.gemv",
         forms=_BLOCKED,
         most=1,
         epilogues=(Epilogue.NONE, Epilogue.PARTIALS, Epilogue.GATED),
@@ -342,7 +342,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="gemv",
-        module="quantised.triton_gemv",
+        module="products.portable.quantised_gemv",
         forms=_QUANTISED,
         most=1,
         refuses=_unless_row,
@@ -351,7 +351,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="fp8 small_m, Hopper",
-        module="quantised.triton_hopper_rows",
+        module="products.hopper.fp8_small_m",
         forms=(Fp8,),
         most=MANY_ROWS,
         needs=HOPPER,
@@ -362,7 +362,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="int4 small_m, Hopper",
-        module="quantised.triton_hopper_nibble_rows",
+        module="products.hopper.int4_small_m",
         forms=(Int4,),
         most=32,
         needs=HOPPER,
@@ -383,7 +383,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="16-bit weights made first, torch's GEMM",
-        module="quantised.triton_unpack",
+        module="products.portable.unpack",
         forms=(Int4, Fp4),
         least=MANY_ROWS + 1,
         refuses=_nothing,
@@ -392,7 +392,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="gemm",
-        module="quantised.triton_gemm",
+        module="products.portable.quantised_gemm",
         forms=_QUANTISED,
         refuses=_nothing,
         cut=_cut_gemm,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from milepost.kernels.device import runs_triton
+from milepost.kernels.platform.device import runs_triton
 
 __all__ = ["take"]
 

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.strides import check_contiguous
-from milepost.kernels.tiles import cdiv, next_power_of_2
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.strides import check_contiguous
+from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _BLOCK = 1024
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.launches import quick
+from milepost.kernels.platform.launches import quick
 from milepost.kernels.sampling.rows import StepRows, Workspace
 from milepost.kernels.sampling.triton_parts import BEYOND, COUNTS, INTS, MASK, NUM_BOUNDS, PLAIN
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.launches import quick
+from milepost.kernels.platform.launches import quick
 from milepost.kernels.sampling.rows import StepRows, Workspace
 from milepost.kernels.sampling.triton_adjust import adjust
 from milepost.kernels.sampling.triton_parts import (

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.launches import quick
+from milepost.kernels.platform.launches import quick
 from milepost.kernels.sampling.rows import block_size, num_blocks
 from milepost.kernels.sampling.triton import best_of_row_kernel
 from milepost.kernels.sampling.triton_draw import gumbel

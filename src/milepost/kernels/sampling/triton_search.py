@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.device import probe
-from milepost.kernels.launches import quick
+from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.launches import quick
 from milepost.kernels.sampling.reference import MASS_OF_BEST
 from milepost.kernels.sampling.rows import LISTED, StepRows, Workspace
 from milepost.kernels.sampling.triton_parts import (

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from milepost.kernels.batch import Batch
-from milepost.kernels.device import Chip
+from milepost.kernels.layout.batch import Batch
+from milepost.kernels.platform.device import Chip
 from milepost.kernels.short_conv import items, reference
 from milepost.kernels.short_conv.items import ShortConvItems
 from milepost.kernels.short_conv.reference import ShortConvRows

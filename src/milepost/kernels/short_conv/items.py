@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from milepost.kernels.batch import Batch, padded
+from milepost.kernels.layout.batch import Batch, padded
 from milepost.kernels.short_conv.reference import find_kept, find_rows, num_drafts
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels import conv
-from milepost.kernels.batch import Batch, Ints, ordinals_of
+from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import products, quantised
-from milepost.kernels.emit import Inputs
-from milepost.kernels.quantised import Quantised
+from milepost.kernels import products
+from milepost.kernels.layout.emit import Inputs
+from milepost.kernels.products import quantised
+from milepost.kernels.products.quantised import Quantised
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placements, cut_inputs, cut_outputs
 from milepost.layers.quantised.rows import Rows

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
-from milepost.kernels.quantised import Int4, lane_of, pack
+from milepost.kernels.products.quantised import Int4, lane_of, pack
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placement, Placements
 from milepost.layers.quantised.base import (

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
-from milepost.kernels.moe import Scores
+from milepost.kernels.products.moe import Scores
 from milepost.layers.kda import KDA, KDAShapes
 from milepost.layers.mla import MLA, MLAShapes
 from milepost.layers.mlp import MLP

@@ -1,0 +1,160 @@
+"""One step's batch on the host, from which every operation lays out its own work.
+
+A step is a flat list of tokens, sequence after sequence; decoding sequences (one token each, and
+nothing to export) come first. What an operation works out of this is the same for all layers
+of a step that have the operation, so it is worked out once: layouts are kept by operation.
+
+In a step that *verifies*, a decoding sequence has drafts behind its one token, which leave no trace
+in its state: what recurrent layers would need to take them in is recorded. The accepted ones are
+folded into the state by the sequence's next step, before its one token:
+
+    state    [ fold ][ 1 ]                  fold: recorded tokens, that are no longer in the batch
+    tokens           [ 1 ][ drafts ]        a sequence that only folds has none
+    records               [ drafts ]
+
+Legend: S sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from milepost.kernels.platform.device import Capable, Chip
+
+Ints = NDArray[np.int64]
+Export = tuple[int, int, int]
+"""Write the state of a sequence (index in the batch) after exactly so many tokens (its position) to
+a slot: start < position <= start + length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """The most that a step may hold; arrays of a capacity have the same shapes whatever is in
+    them, so that a captured graph can read them."""
+
+    num_tokens: int
+    num_sequences: int
+    num_exports: int = 0
+    decodes: bool = False
+    """Every sequence decodes."""
+    num_drafts: int = 0
+    """Of a decoding sequence, at most; with more than 0 the step may verify."""
+    is_exact: bool = False
+    """It is one step's own: what depends on contents need not be padded."""
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether behind most tokens nothing is sampled: they have nothing to do once their KV and
+        states are written."""
+        return not self.decodes and not self.num_drafts
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens behind which is sampled, at most."""
+        return min(self.num_tokens, self.num_sequences * (1 + self.num_drafts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A step's sequences, and what the device that runs it is like."""
+
+    starts: Ints
+    """[S] position of each sequence's first new token."""
+    lengths: Ints
+    """[S] new tokens of each sequence."""
+    num_decodes: int
+    folds: Ints
+    """[S] recorded tokens that each sequence's state is moved on by first."""
+    record_rows: Ints
+    """[S] row of the records that each sequence reads and then writes, -1 for those without."""
+    rows: Ints
+    """[S] row of the page tables."""
+    kv_rows: Ints
+    """[T] row to which each token's key is written (see `kernels.attention.pages`), -1 for
+    nowhere."""
+    slot_in: Ints
+    """[S] slot that each sequence's state is read from (0: zeros)."""
+    slot_out: Ints
+    """[S] slot that each sequence's state is written to; may equal slot_in; never 0."""
+    exports: tuple[Export, ...]
+    tables: NDArray[np.int32]
+    """[rows, pages]; entries past a sequence's own table hold anything."""
+    page_size: int
+    page_rows: int
+    """Rows of KV from one page to the next."""
+    capacity: Capacity
+    device: torch.device
+    chip: Chip | None
+    """None where the reference kernels run."""
+    has_float8_kv: bool = False
+    samples: Ints | None = None
+    """[S] whether something is sampled behind each sequence's last token; None where all do."""
+    recorded: Ints | None = None
+    """[S] how many drafts of its last step each sequence has taken since, -1 where it had none; of
+    states beside pages, which have no fold. None where nothing is drafted."""
+
+    def ends(self) -> Batch:
+        """The last tokens of the sequences that sample, as if each were a decode of its own whose
+        KV is written already; states and records are left out."""
+        own = slice(None) if self.samples is None else self.samples.nonzero()[0]
+        lasts = (self.starts + self.lengths - 1)[own]
+        nothing = np.zeros_like(lasts)
+        num = self.capacity.num_sampled
+        return replace(
+            self,
+            starts=lasts,
+            lengths=nothing + 1,
+            num_decodes=len(lasts),
+            folds=nothing,
+            record_rows=nothing - 1,
+            rows=self.rows[own],
+            kv_rows=nothing - 1,
+            slot_in=nothing,
+            slot_out=nothing,
+            exports=(),
+            capacity=replace(
+                self.capacity, num_tokens=num, num_sequences=num, num_exports=0, decodes=True
+            ),
+            samples=None,
+            recorded=None,
+        )
+
+    @property
+    def verifies(self) -> bool:
+        """Whether a decoding sequence folds, or has another number of tokens than one."""
+        own = slice(self.num_decodes)
+        return bool(self.folds[own].any() or (self.lengths[own] != 1).any())
+
+
+def ordinals_of(counts: Ints) -> Ints:
+    """0, 1 ... count - 1 for each of `counts`: the place of each token of a batch, say, among its
+    sequence's."""
+    return np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+
+
+def padded(
+    values: Sequence[int] | Ints, length: int, filler: int, dtype: type = np.int32
+) -> NDArray[Any]:
+    """`values` with `filler` behind, up to `length`."""
+    assert len(values) <= length, "a batch stays within its capacities"
+    if len(values) == length:
+        return np.array(values, dtype)
+    array = np.empty(length, dtype)
+    array[: len(values)] = values
+    array[len(values) :] = filler
+    return array
+
+
+class Operation(Capable, Protocol):
+    """A kind of work that layers share, with the sizes that its layout depends on; hashable."""
+
+    def lay_out(self, batch: Batch) -> Any:
+        """The work of a step: for a chip a dataclass of numpy arrays, which the runner sends to
+        the device; for the reference one of tensors there. None where no array is needed."""
+        ...

@@ -1,0 +1,170 @@
+"""What a kernel hands on to the products behind it: rows in the model's dtype, in FP8, or both.
+
+Who reads rows is known when a model is put together, so each producer is told then what to emit. A
+producer may return the rows as they are where that is as fast: one row, or a chip whose products
+round their rows themselves. So a product takes either, and looks at nothing but what it is given.
+
+Legend: T rows, R rows in whole lines, I inputs, D blocks of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from milepost.kernels.platform.device import runs_gluon
+from milepost.kernels.platform.float8 import BLOCK, FP8
+
+LINE = 4
+"""Rows that torch's GEMM takes at a time; scales that TMA does."""
+FEW = 64
+"""Up to so many rows some products with FP8 read the values and round them on the way."""
+
+
+class Emit(Enum):
+    """What those read that rows are made for."""
+
+    VALUES = "values"
+    FP8 = "fp8"
+    BOTH = "both"
+
+    @staticmethod
+    def joined(readers: Iterable[Emit]) -> Emit:
+        """What several readers need together."""
+        needed = set(readers)
+        return needed.pop() if len(needed) == 1 else Emit.BOTH if needed else Emit.VALUES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fp8Rows:
+    """Rows rounded to FP8 with a scale for each block, as `triton_rounding.quantise` returns them,
+    in whole lines."""
+
+    values: Tensor
+    """[R, I] float8_e4m3fn"""
+    scales: Tensor
+    """[D, R] float32"""
+    num_rows: int
+    """T; rows behind them are unfilled."""
+    dtype: torch.dtype
+    """What the rows had before they were rounded."""
+    is_alone: bool = False
+    """The rows exist in FP8 only."""
+
+    @property
+    def filled(self) -> tuple[Tensor, Tensor]:
+        """Values and scales without the rows that fill the last line; scales lie apart by more."""
+        return self.values[: self.num_rows], self.scales[:, : self.num_rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Projected:
+    """A projection of the row, made in the launch that made the row."""
+
+    owner: object
+    """The projection that it belongs to; others read the row."""
+    output: Tensor
+    """[1, O], with room for all outputs, of which the last matrix's are filled in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Activations:
+    """Rows that products read; what is None was not made."""
+
+    values: Tensor | None
+    """[T, I] in the model's dtype."""
+    fp8: Fp8Rows | None = None
+    projected: Projected | None = None
+
+    def __len__(self) -> int:
+        return self.fp8.num_rows if self.values is None else len(self.values)
+
+    @property
+    def shape(self) -> torch.Size:
+        if self.values is not None:
+            return self.values.shape
+        return torch.Size((len(self), self._any.shape[1]))
+
+    @property
+    def size(self) -> int:
+        return self._any.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fp8.dtype if self.values is None else self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._any.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self._any.is_cuda
+
+    def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An unfilled tensor beside the rows, in their dtype by default."""
+        return self._any.new_empty(*shape, dtype=dtype or self.dtype)
+
+    @property
+    def _any(self) -> Tensor:
+        if self.values is not None:
+            return self.values
+        assert self.fp8 is not None, "rows were made in some form"
+        return self.fp8.values
+
+
+Inputs = Tensor | Activations
+"""A tensor [T, I] stands for rows that were made in the model's dtype alone."""
+
+
+def as_activations(rows: Inputs) -> Activations:
+    return rows if isinstance(rows, Activations) else Activations(values=rows)
+
+
+def values_of(rows: Inputs) -> Tensor:
+    """The rows in the model's dtype, for whoever said that it reads those."""
+    if not isinstance(rows, Activations):
+        return rows
+    assert rows.values is not None, "who reads values is known when the model is put together"
+    return rows.values
+
+
+def room_for(num_rows: int, size: int, like: Tensor, emit: Emit) -> Fp8Rows | None:
+    """Unfilled rows in FP8 that products on Hopper read; None where nobody does, or where products
+    round rows themselves. Many may be alone if nobody reads values."""
+    if emit is Emit.VALUES or num_rows <= 1 or size % BLOCK or like.element_size() != 2:
+        return None
+    if not runs_gluon(like):
+        return None
+    padded = -(-num_rows // LINE) * LINE
+    return Fp8Rows(
+        values=like.new_empty(padded, size, dtype=FP8),
+        scales=like.new_empty(size // BLOCK, padded, dtype=torch.float32),
+        num_rows=num_rows,
+        dtype=like.dtype,
+        is_alone=emit is Emit.FP8 and num_rows > FEW,
+    )
+
+
+def handed_on(values: Tensor, fp8: Fp8Rows | None) -> Inputs:
+    """What a producer returns that filled `fp8`, and `values` unless that is alone."""
+    if fp8 is None:
+        return values
+    return Activations(values=None if fp8.is_alone else values, fp8=fp8)
+
+
+def keeps_values(fp8: Fp8Rows | None) -> bool:
+    """Whether a producer also writes the rows' values."""
+    return fp8 is None or not fp8.is_alone
+
+
+def as_arguments(fp8: Fp8Rows | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """What kernels in Triton are told: the values' bits, scales, and how far those of a row lie
+    apart."""
+    if fp8 is None:
+        return None, None, 0
+    return fp8.values.view(torch.uint8), fp8.scales, fp8.scales.stride(0)

@@ -1,0 +1,54 @@
+"""How a GEMM is cut up into programs, and those into steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from milepost.kernels.platform.device import Chip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """Of `block_m` rows and `block_n` outputs, `block_k` inputs at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    is_swapped: bool = False
+    """The weight is the left operand: with few rows it fills the tensor cores' tall side."""
+
+    def fitted(self, chip: Chip, *, num_weights: int = 1) -> Tiles:
+        """The same with as many stages as the chip has room for in 16-bit types; a step holds the
+        tiles of so many weights."""
+        step = (self.block_m + num_weights * self.block_n) * self.block_k * 2
+        return replace(self, num_stages=chip.choose_stages(self.num_stages, step))
+
+
+def choose_split_k(num_outputs: int, num_inputs: int, tiles: Tiles, num_sms: int) -> int:
+    """Parts along the inputs of a GEMM of few rows: until there are programs for nearly each SM.
+
+    Up to half as many start while the kernel before still runs; more would crowd on the few SMs
+    that are free by then.
+    """
+    split_k, programs = 1, -(-num_outputs // tiles.block_n)
+    wanted = num_programs(num_sms)
+    while programs * split_k < wanted and num_inputs >= 4 * split_k * tiles.block_k:
+        split_k *= 2
+    return split_k
+
+
+def num_programs(num_sms: int) -> int:
+    """Programs of a GEMM of few rows: one for nearly each SM."""
+    return 1 << (num_sms.bit_length() - 1)
+
+
+def cdiv(number: int, divisor: int) -> int:
+    """Rounded up. Triton's own, called from the host, takes as long as a small allocation."""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """No less than `number`, which is positive."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,140 @@
+"""Routed experts in plain torch: the definition, on any device.
+
+Legend: T tokens, X experts, N experts for each token, H hidden size, I intermediate size. `gate_up`
+[X, 2 * I, H] holds a SwiGLU expert's gate rows, then its up rows; [X, I, H] the up rows of one that
+has no gate, and squares a ReLU. `down` is [X, H, I].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from milepost.kernels.platform.precision import accumulation_dtype, cast
+from milepost.kernels.products.scores import SOFTMAX, Scores
+
+_DENSE_TOKENS = 32
+_DENSE_WEIGHTS = 1 << 15
+"""Up to this many tokens, and weights in an expert's first matrix, running every expert at once is
+cheaper than visiting those that are hit: the visits cost more than the arithmetic."""
+
+
+def route(
+    logits: Tensor,
+    num_chosen: int,
+    *,
+    normalise: bool,
+    num_shared: int = 0,
+    scores: Scores = SOFTMAX,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    num_real: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Scores of the experts, then the best of them: weights [T, N] in `dtype`, by default that
+    of `logits`, and experts [T, N] int64.
+
+    `logits` [T, X], or [T, P, X] whose parts are added up; for a softmax they are rounded to
+    `dtype` first. `bias` [X] is added to the scores by which experts are chosen, not to those that
+    become weights. With `normalise` the weights of a token's `num_chosen` experts add up to 1.
+    `num_shared` experts more are every token's last choices, their weight the sigmoid of the last
+    logit, and the others are chosen as if they were not there.
+
+    Tokens from `num_real` [1] on are padding, whose logits mean nothing: they choose what the last
+    one before them does, so that no expert is needed for them alone.
+    """
+    if num_real is not None:
+        token = torch.arange(len(logits), device=logits.device)
+        logits = logits[token.minimum(num_real - 1).clamp(min=0)]
+    logits = logits if logits.dim() == 2 else logits.sum(1)
+    dtype = dtype or logits.dtype
+    if scores.kind == "softmax":
+        logits = cast(logits, dtype)
+    logits = cast(logits, accumulation_dtype(logits.dtype))
+    has_gate = num_shared > 0 and scores.gates_shared
+    routed = logits[:, :-1] if has_gate else logits
+    values = routed.softmax(-1) if scores.kind == "softmax" else routed.sigmoid()
+    wanted = values if bias is None else values + bias
+    if scores.num_groups > 1:
+        wanted = _among_best_groups(wanted, scores)
+    experts = wanted.topk(num_chosen, dim=-1).indices
+    weights = values.gather(-1, experts)
+    if normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + scores.norm_eps)
+    weights = weights * scores.scale
+    if num_shared:
+        first = routed.shape[1]
+        share = logits[:, first:].sigmoid() if has_gate else weights.new_ones(len(weights), 1)
+        weights = torch.cat((weights, share.expand(-1, num_shared)), -1)
+        shared = torch.arange(first, first + num_shared, device=experts.device)
+        experts = torch.cat((experts, shared.expand(len(experts), -1)), -1)
+    return cast(weights, dtype), experts
+
+
+def _among_best_groups(wanted: Tensor, scores: Scores) -> Tensor:
+    """`wanted` [T, X], minus infinity in all but the best groups."""
+    groups = wanted.unflatten(-1, (scores.num_groups, -1))
+    sums = groups.topk(2, dim=-1).values.sum(-1)
+    best = sums.topk(scores.num_groups_chosen, dim=-1).indices
+    is_out = torch.ones_like(sums, dtype=torch.bool).scatter_(1, best, False)
+    return groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
+
+
+def partials(
+    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """What `apply` returns, as one part: [T, 1, H]."""
+    return apply(hidden, weights, experts, gate_up, down).unsqueeze(1)
+
+
+def apply(
+    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Mix the outputs of each token's experts: `hidden` [T, H], `weights` and `experts` [T, N];
+    returns [T, H]."""
+    is_small = hidden.shape[0] <= _DENSE_TOKENS and gate_up[0].numel() <= _DENSE_WEIGHTS
+    if is_small and experts.numel() >= gate_up.shape[0]:
+        return _apply_all(hidden, weights, experts, gate_up, down)
+    return _apply_hit(hidden, weights, experts, gate_up, down)
+
+
+def _activate(inputs: Tensor, size: int) -> Tensor:
+    """[..., `size`]: SiLU of the first half of the columns times the second; of so many columns,
+    the square of their ReLU."""
+    if inputs.shape[-1] == size:
+        return F.relu(inputs).square_()
+    gate, up = inputs.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def _apply_all(
+    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Run every expert for every token; those that were not chosen weigh nothing."""
+    num_experts = gate_up.shape[0]
+    shares = weights.new_zeros(hidden.shape[0], num_experts).scatter_(1, experts, weights)
+    inputs = F.linear(hidden, gate_up.flatten(0, 1)).view(-1, num_experts, gate_up.shape[1])
+    active = _activate(inputs, down.shape[2]).mul_(shares[:, :, None])
+    return torch.bmm(active.transpose(0, 1), down.transpose(1, 2)).sum(0)
+
+
+def _apply_hit(
+    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Visit the experts that were chosen by a token, each with all its tokens."""
+    num_chosen = experts.shape[1]
+    chosen, order = experts.flatten().sort(stable=True)
+    tokens = order // num_chosen
+    gathered = hidden.index_select(0, tokens)
+    shares = weights.flatten().index_select(0, order)[:, None]
+    output = torch.zeros_like(hidden)
+    end = 0
+    for expert, count in enumerate(torch.bincount(chosen, minlength=gate_up.shape[0]).tolist()):
+        if count == 0:
+            continue
+        rows = slice(end, end + count)
+        end += count
+        active = _activate(F.linear(gathered[rows], gate_up[expert]), down.shape[2])
+        mixed = F.linear(active, down[expert]).mul_(shares[rows])
+        output.index_add_(0, tokens[rows], mixed)
+    return output

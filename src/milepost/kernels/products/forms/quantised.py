@@ -1,0 +1,236 @@
+"""Quantised matrices in plain torch: how they are kept, made and read back. This is the definition.
+
+Three forms. `Fp8`: values in float8_e4m3fn, each scale for a block of them; activations are rounded
+to the same type when they are multiplied, as the checkpoints' makers evaluate them (block scales:
+DeepSeek-V3, arXiv 2412.19437, section 3.3.2). `Int4`: four bits a weight, a scale and a zero point
+for every group of a row's inputs (AWQ, arXiv 2306.00978; GPTQ, arXiv 2210.17323). `Fp4`: the four
+bits are a float, e2m1 (OCP Microscaling Formats 1.0, section 5.3.3), a group's scale is one too,
+and a row has a factor. With four bits activations stay as they are, also where a checkpoint was
+made for chips that round them to four bits as well.
+
+Legend: O outputs, I inputs, T tokens; any leading dimensions (experts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from milepost.kernels.platform.float8 import BLOCK, FP8, FP8_MAX, LEAST_SCALE, round_fp8
+from milepost.kernels.platform.precision import accumulation_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8:
+    """Weights W[o, i] = values[o, i] * scales[o // rows, i // depth]."""
+
+    values: Tensor
+    """[..., O, I] float8_e4m3fn, contiguous."""
+    scales: Tensor
+    """[..., ceil(O / rows), ceil(I / depth)] float32, contiguous."""
+    rows: int
+    """Outputs that share a scale: BLOCK or 1."""
+    depth: int
+    """Inputs that share one: BLOCK, or all of them. Activations have one scale for as many."""
+    input_scale: Tensor | None = None
+    """[...] float32: the scale of all activations, where the checkpoint sets it."""
+
+    @property
+    def num_inputs(self) -> int:
+        return self.values.shape[-1]
+
+    @property
+    def num_outputs(self) -> int:
+        return self.values.shape[-2]
+
+    def of(self, expert: int) -> Fp8:
+        """One of a stack."""
+        return Fp8(
+            values=self.values[expert],
+            scales=self.scales[expert],
+            rows=self.rows,
+            depth=self.depth,
+            input_scale=None if self.input_scale is None else self.input_scale[expert],
+        )
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """The weights [..., O, I]."""
+        num_outputs, num_inputs = self.values.shape[-2:]
+        scales = self.scales.repeat_interleave(self.rows, -2)[..., :num_outputs, :]
+        scales = scales.repeat_interleave(self.depth, -1)[..., :num_inputs]
+        return (self.values.to(torch.float32) * scales).to(dtype)
+
+    def round_inputs(self, hidden: Tensor) -> Tensor:
+        """`hidden` [T, I] as it is multiplied: rounded, in its own type's precision or float32."""
+        values, scales = quantise_rows(hidden, self.depth, self.input_scale)
+        scales = scales.repeat_interleave(self.depth, -1)[:, : hidden.shape[-1]]
+        return values.to(torch.float32) * scales
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4:
+    """Weights W[o, i] = (q[o, i] - zeros[o, i // group]) * scales[o, i // group].
+
+    Inputs 2 * L * b + j and 2 * L * b + L + j, where L is `lane` and j < L, share byte L * b + j of
+    a row: the first is its low half. So a kernel that reads L bytes has 2 * L inputs in two pieces
+    of one scale each.
+    """
+
+    packed: Tensor
+    """[..., O, I / 2] uint8."""
+    scales: Tensor
+    """[..., O, I / group] in the model's type."""
+    zeros: Tensor
+    """[..., O, I / group] uint8."""
+    group: int
+
+    @property
+    def lane(self) -> int:
+        return lane_of(self.group)
+
+    @property
+    def num_inputs(self) -> int:
+        return 2 * self.packed.shape[-1]
+
+    @property
+    def num_outputs(self) -> int:
+        return self.packed.shape[-2]
+
+    def of(self, expert: int) -> Int4:
+        """One of a stack."""
+        return Int4(
+            packed=self.packed[expert],
+            scales=self.scales[expert],
+            zeros=self.zeros[expert],
+            group=self.group,
+        )
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """The weights [..., O, I]."""
+        q = unpack(self.packed, self.lane)
+        zeros = self.zeros.repeat_interleave(self.group, -1)
+        scales = self.scales.to(torch.float32).repeat_interleave(self.group, -1)
+        return ((q.to(torch.float32) - zeros) * scales).to(dtype)
+
+    def round_inputs(self, hidden: Tensor) -> Tensor:
+        """They are multiplied as they are."""
+        return hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp4:
+    """Weights W[o, i] = e2m1(q[o, i]) * scales[o, i // group] * factors[o]: NVFP4 with groups of 16
+    (arXiv 2509.25149, section 2), MXFP4 with groups of 32.
+
+    A number of a row's scale has six significant bits, so it is exact in 16-bit types; factors are
+    multiplied with the sum. Numbers share bytes as those of `Int4` do.
+    """
+
+    packed: Tensor
+    """[..., O, J / 2] uint8; J inputs are whole blocks, those beyond I are zeros."""
+    scales: Tensor
+    """[..., O, J / group] float8_e4m3fn."""
+    factors: Tensor
+    """[..., O] float32."""
+    group: int
+    num_inputs: int
+
+    @property
+    def num_outputs(self) -> int:
+        return self.packed.shape[-2]
+
+    def of(self, expert: int) -> Fp4:
+        """One of a stack."""
+        return Fp4(
+            packed=self.packed[expert],
+            scales=self.scales[expert],
+            factors=self.factors[expert],
+            group=self.group,
+            num_inputs=self.num_inputs,
+        )
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """The weights [..., O, I]."""
+        numbers = widen_e2m1(unpack(self.packed, FP4_LANE))
+        scales = self.scales.to(torch.float32).repeat_interleave(self.group, -1)
+        weights = numbers * scales * self.factors[..., None]
+        return weights[..., : self.num_inputs].to(dtype)
+
+    def round_inputs(self, hidden: Tensor) -> Tensor:
+        """They are multiplied as they are."""
+        return hidden
+
+
+FourBits = Int4 | Fp4
+Quantised = Fp8 | FourBits
+
+FP4_LANE = 64
+"""Inputs of one piece of a packed row of `Fp4`, whose scales are several."""
+
+
+def widen_e2m1(q: Tensor) -> Tensor:
+    """What four bits in uint8 stand for, a sign, two bits of exponent and one of mantissa: 0, 0.5,
+    1, 1.5, 2, 3, 4 and 6, in float32. Without a table, which a recorded step could not bring to a
+    device."""
+    size = q & 7
+    quarters = torch.where(size < 2, size * 2, (2 + (size & 1)) << (size >> 1))
+    return torch.where(q < 8, 0.25, -0.25) * quarters
+
+
+def lane_of(group: int) -> int:
+    """Inputs of one piece of a packed row (see `Int4`): a group, or a whole share of one."""
+    return min(group, 64)
+
+
+def pack(q: Tensor, lane: int) -> Tensor:
+    """Four-bit numbers [..., I] uint8 as `Int4.packed`; I is a multiple of 2 * lane."""
+    pieces = q.unflatten(-1, (-1, 2, lane))
+    return (pieces[..., 0, :] | pieces[..., 1, :] << 4).flatten(-2)
+
+
+def unpack(packed: Tensor, lane: int) -> Tensor:
+    """Inverse of `pack`."""
+    pieces = packed.unflatten(-1, (-1, lane))
+    return torch.stack((pieces & 15, pieces >> 4), -2).flatten(-3)
+
+
+def quantise_rows(
+    hidden: Tensor, depth: int, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Round activations [T, I]: values [T, I] float8_e4m3fn, float32 scales [T, ceil(I / depth)]
+    that are made for each `depth` inputs of a row, or are all `input_scale` []."""
+    num_inputs = hidden.shape[-1]
+    count = -(-num_inputs // depth)
+    rows = hidden.to(torch.float32)
+    padded = torch.nn.functional.pad(rows, (0, count * depth - num_inputs))
+    blocks = padded.unflatten(-1, (count, depth))
+    if input_scale is None:
+        scales = (blocks.abs().amax(-1) / FP8_MAX).clamp(min=LEAST_SCALE)
+    else:
+        scales = input_scale.to(torch.float32).expand(blocks.shape[:-1]).contiguous()
+    values = round_fp8(blocks / scales[..., None])
+    return values.flatten(-2)[..., :num_inputs].contiguous(), scales
+
+
+def quantise_fp8(weights: Tensor, rows: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """`values` and `scales` of an `Fp8` with a depth of BLOCK, for raw weights [O, I]."""
+    num_outputs, num_inputs = weights.shape
+    down, across = -(-num_outputs // rows), -(-num_inputs // BLOCK)
+    pads = (0, across * BLOCK - num_inputs, 0, down * rows - num_outputs)
+    padded = torch.nn.functional.pad(weights.to(torch.float32), pads)
+    blocks = padded.view(down, rows, across, BLOCK)
+    scales = (blocks.abs().amax((1, 3)) / FP8_MAX).clamp(min=LEAST_SCALE)
+    values = (blocks / scales[:, None, :, None]).to(FP8).view(down * rows, across * BLOCK)
+    return values[:num_outputs, :num_inputs].contiguous(), scales
+
+
+def multiply(hidden: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
+    """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O], with sums in the
+    type that sums are kept in."""
+    dtype = accumulation_dtype(hidden.dtype)
+    product = weight.round_inputs(hidden).to(dtype) @ weight.dequantise(dtype).T
+    if bias is not None:
+        product += bias
+    return product.to(hidden.dtype)

@@ -1,0 +1,1 @@
+"""Products in Gluon, for Hopper."""

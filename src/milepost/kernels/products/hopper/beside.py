@@ -1,0 +1,192 @@
+"""A small raw product beside the tiles of Hopper's FP8 GEMM of few rows, in Gluon: the rows, as
+they were before they were rounded, times raw weights, as gates have them.
+
+Its units come behind those of the FP8 weights, so SMs that have a tile less than others get them
+first. Steps go through the GEMM's stages: one of its weights is read as 128 lines of 64 numbers of
+16 bits. They are the rows, then a unit's weights; up to 32 rows twice that, for the 64 inputs that
+follow. Rows are the left operand, with the lines behind them, whose results are dropped.
+
+`produced` are the GEMM's, then descriptors of the rows [T, I] and of the raw weights [R, I].
+
+Legend: T tokens, I inputs, R raw outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from milepost.kernels.platform.gluon import load_box
+from milepost.kernels.platform.tiles import cdiv
+
+_LINE = 64
+"""Inputs of a line, the widest that TMA swizzles; and rows that tensor cores take."""
+_MOST = 128
+"""Raw outputs: each unit reads all rows."""
+_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_MMA_M = gl.constexpr(_LINE)
+_WIDTH = gl.constexpr(16)
+"""Outputs of a unit, half of them for each group of warps."""
+_LINES = gl.constexpr(_LAYOUT)
+
+
+@gluon.constexpr_function
+def parts_of(block_m):
+    """Lines of a row in a step, where `block_m` rows are loaded: a stage has 128 lines."""
+    return 1 if block_m == _LINE else 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """`rows` [T, I] times `weight` [R, I] transposed."""
+
+    rows: Tensor
+    weight: Tensor
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is worth no launch of its own, and TMA reads both, of one 16-bit type."""
+        are_alike = self.rows.dtype == self.weight.dtype and self.rows.element_size() == 2
+        are_lines = _is_aligned(self.rows) and _is_aligned(self.weight)
+        return are_alike and are_lines and len(self.weight) <= _MOST
+
+    @property
+    def num_units(self) -> int:
+        return cdiv(len(self.weight), _WIDTH.value)
+
+    def describe(self, block_m: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """The rows, `block_m` at a time, and a unit's weights."""
+        return (
+            TensorDescriptor.from_tensor(self.rows, [block_m, _LINE], _LAYOUT),
+            TensorDescriptor.from_tensor(self.weight, [_WIDTH.value, _LINE], _LAYOUT),
+        )
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Whether rows are whole lines of 16 bytes."""
+    return matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
+
+
+@gluon.jit
+def _find_units(num_units, RAW: gl.constexpr):
+    """How many units of FP8 weights this program has, its first raw one, and where those end."""
+    first, stride = gl.program_id(0), gl.num_programs(0)
+    own = (num_units - first + stride - 1) // stride
+    return own, first + own * stride, num_units + (RAW + _WIDTH - 1) // _WIDTH
+
+
+@gluon.jit
+def begin_beside(produced, INPUTS: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr):
+    """Have the first weights loaded, if the program has none of FP8; returns of how many steps."""
+    num_units = produced[2]
+    STEPS: gl.constexpr = INPUTS // (parts_of(produced[8].block_type.shape[0]) * _MMA_M)
+    own, unit, end = _find_units(num_units, RAW)
+    num_ahead = gl.where((own == 0) & (unit < end), min(STEPS, STAGES), 0)
+    for step in range(num_ahead):
+        _fetch_weights(produced, unit - num_units, step, step)
+    return num_ahead
+
+
+@gluon.jit
+def produce_beside(
+    produced,
+    num_ahead,
+    INPUTS: gl.constexpr,
+    FP8_STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    RAW: gl.constexpr,
+):
+    """Load the steps of the raw units, of which the weights of some are on their way, behind those
+    of FP8 weights."""
+    num_units, bars = produced[2], produced[5]
+    STEPS: gl.constexpr = INPUTS // (parts_of(produced[8].block_type.shape[0]) * _MMA_M)
+    own, begin, end = _find_units(num_units, RAW)
+    number = own * FP8_STEPS
+    for unit in range(begin, end, gl.num_programs(0)):
+        for step in range(STEPS):
+            stage = number % STAGES
+            if number >= num_ahead:
+                mbarrier.wait(bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
+                _fetch_weights(produced, unit - num_units, step, stage)
+            _fetch_rows(produced, step, stage)
+            number += 1
+
+
+@gluon.jit
+def _fetch_weights(produced, unit, step, stage):
+    """Have a step's weights loaded; its barrier waits for the rows too."""
+    weights, bars, rows, weight = produced[4], produced[5], produced[8], produced[9]
+    ROWS: gl.constexpr = rows.block_type.shape[0]
+    DEPTH: gl.constexpr = weight.block_type.shape[1]
+    PARTS: gl.constexpr = parts_of(ROWS)
+    bar, place = bars.index(stage), _as_lines(weights.index(stage), weight.dtype)
+    mbarrier.expect(bar, PARTS * (ROWS + _WIDTH) * DEPTH * 2)
+    for part in gl.static_range(PARTS):
+        at = [unit * _WIDTH, (step * PARTS + part) * DEPTH]
+        load_box(weight, at, bar, place.slice(part * _MMA_M + _MMA_M // PARTS, _WIDTH))
+
+
+@gluon.jit
+def _fetch_rows(produced, step, stage):
+    weights, bars, rows = produced[4], produced[5], produced[8]
+    ROWS: gl.constexpr = rows.block_type.shape[0]
+    DEPTH: gl.constexpr = rows.block_type.shape[1]
+    PARTS: gl.constexpr = parts_of(ROWS)
+    place = _as_lines(weights.index(stage), rows.dtype)
+    for part in gl.static_range(PARTS):
+        at = [0, (step * PARTS + part) * DEPTH]
+        load_box(rows, at, bars.index(stage), place.slice(part * _MMA_M, ROWS))
+
+
+@gluon.jit
+def consume_beside(
+    consumed,
+    number,
+    PART: gl.constexpr,
+    INPUTS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    RAW: gl.constexpr,
+):
+    """Multiply half of the outputs of raw units; the program has used up steps of this `number`."""
+    output, num_tokens, stride, num_units = consumed[1:5]
+    inputs, weights, bars = consumed[5], consumed[7], consumed[8]
+    HALF: gl.constexpr = _WIDTH // 2
+    PARTS: gl.constexpr = parts_of(inputs.type.shape[1])
+    STEPS: gl.constexpr = INPUTS // (PARTS * _MMA_M)
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    row = gl.arange(0, _MMA_M, layout=gl.SliceLayout(1, RESULT))[:, None]
+    inside = PART * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, RESULT))[None, :]
+    _, begin, end = _find_units(num_units, RAW)
+    for unit in range(begin, end, gl.num_programs(0)):
+        result = gl.zeros([_MMA_M, HALF], gl.float32, layout=RESULT)
+        for _ in range(STEPS):
+            stage = number % STAGES
+            mbarrier.wait(bars.index(stage), number // STAGES & 1)
+            place = _as_lines(weights.index(stage), output.dtype.element_ty)
+            for part in gl.static_range(PARTS):
+                left = place.slice(part * _MMA_M, _MMA_M)
+                right = place.slice(part * _MMA_M + _MMA_M // PARTS + PART * HALF, HALF)
+                result = warpgroup_mma(left, right.permute((1, 0)), result, is_async=True)
+            result = warpgroup_mma_wait(0, [result])
+            mbarrier.arrive(bars.index(STAGES + stage), count=1)
+            number += 1
+        column = (unit - num_units) * _WIDTH + inside
+        target = output + row * stride + OUTPUTS + column
+        values = result.to(output.dtype.element_ty)
+        gl.store(target, values, mask=(row < num_tokens) & (column < RAW))
+
+
+@gluon.jit
+def _as_lines(stage, dtype: gl.constexpr):
+    """A stage of FP8 weights as twice 64 lines of 64 numbers."""
+    return stage._reinterpret(dtype, [2 * _MMA_M, _MMA_M], _LINES)

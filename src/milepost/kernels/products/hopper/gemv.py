@@ -1,0 +1,216 @@
+"""Products of quantised weights and one row on Hopper, in Gluon: reading the weights is what they
+cost (see `row_gluon`). The row is a step's only one, or that of each routed token of a few.
+
+Legend: T tokens, I inputs, O outputs, X experts, N experts of a token, P = T * N routed tokens, S
+units of an expert, B blocks of a part.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.gluon import thread_barrier
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED
+from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.products.forms.quantised import BLOCK, Int4, Quantised
+from milepost.kernels.products.hopper.gemv_parts import (
+    PARTS,
+    TILE,
+    keep_blocks,
+    load_blocks,
+    load_row,
+    multiply_blocks,
+    outputs_of,
+    product_rows,
+    scale_place,
+    to_outputs,
+    weight_rows,
+    width_of,
+)
+from milepost.kernels.products.portable.activation import activate
+from milepost.kernels.products.portable.gemm_step import constants, operands
+
+_HELD = 4
+"""Blocks of a row that a thread holds at a time; of two rows, gate and up, half as many."""
+_PROGRAMS, _REGISTERS = 3, 80
+"""Of four bits: programs that share an SM, and registers that leave it room for them."""
+_TILE = gl.constexpr(TILE)
+
+
+def form_of(weight: Quantised, chip: Chip) -> dict[str, int]:
+    """A weight's constants."""
+    known = constants(weight, chip)
+    return {name: known[name] for name in ("GROUP", "DEPTHS", "SCALE_ROWS")}
+
+
+def values_of(weight: Quantised, chip: Chip) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Numbers as bytes, scales and zero points."""
+    values, scales, zeros = operands(weight, chip)
+    return values.view(torch.uint8), scales, zeros
+
+
+def multiply(
+    hidden: Tensor,
+    weight: Quantised,
+    bias: Tensor | None,
+    output: Tensor,
+    chip: Chip,
+    *,
+    is_gated: bool,
+) -> None:
+    """`output` [1, O]: `hidden` [1, I] times `weight` [O, I] transposed, plus `bias` [O]; or
+    SiLU(gate) * up, of gates and ups that are the halves of `weight` [2 * O, I]."""
+    _launch(hidden, None, weight, bias, output, chip, is_gated=is_gated, is_active=is_gated)
+
+
+def project_up(
+    hidden: Tensor,
+    experts: Tensor,
+    up: Quantised,
+    active: Tensor,
+    chip: Chip,
+    *,
+    is_gated: bool,
+) -> None:
+    """`active` [P, S]: what `up` [X, 2 * S, I] and SwiGLU make of the routed tokens' `hidden`
+    [T, I], or `up` [X, S, I] and the square of a ReLU. The kernel behind may read `experts` [T, N],
+    and what was made with them, as it begins."""
+    _launch(hidden, experts, up, None, active, chip, is_gated=is_gated, is_active=True)
+
+
+def _launch(
+    hidden: Tensor,
+    experts: Tensor | None,
+    weight: Quantised,
+    bias: Tensor | None,
+    output: Tensor,
+    chip: Chip,
+    *,
+    is_gated: bool,
+    is_active: bool,
+) -> None:
+    num_blocks = weight.num_inputs // BLOCK
+    num_rows, num_outputs = output.shape
+    how = _cut(weight, num_outputs, chip, is_gated=is_gated, is_routed=experts is not None)
+    _row_kernel[(triton.cdiv(num_outputs, how["TILES"] * TILE), num_rows)](
+        hidden,
+        experts,
+        *values_of(weight, chip),
+        bias,
+        output,
+        hidden.stride(0),
+        TOP_K=num_rows // len(hidden),
+        BLOCKS=num_blocks,
+        OUTPUTS=num_outputs,
+        GATED=is_gated,
+        ACTIVE=is_active,
+        B=triton.cdiv(num_blocks, PARTS),
+        **how,
+        **form_of(weight, chip),
+        num_warps=PARTS,
+        **OVERLAPPED,
+    )
+
+
+def _cut(
+    weight: Quantised, num_outputs: int, chip: Chip, *, is_gated: bool, is_routed: bool
+) -> dict[str, int]:
+    """How many tiles a program has, and blocks a thread. Four bits are cut so that all programs run
+    at once: most of the time of one goes by before it multiplies. Experts have all registers: with
+    fewer, so that all of their programs run at once, a layer takes 1.5 us longer."""
+    if not isinstance(weight, Int4) or is_gated or is_routed:
+        return {"TILES": 1, "HELD": _HELD // (1 + is_gated)}
+    tiles = 1 + (triton.cdiv(num_outputs, TILE) > _PROGRAMS * chip.num_sms)
+    return {"TILES": tiles, "HELD": _HELD // tiles, "maxnreg": _REGISTERS}
+
+
+@quick
+@gluon.jit
+def _row_kernel(
+    hidden,
+    experts,
+    weight,
+    scales,
+    zeros,
+    bias,
+    output,
+    stride,
+    TOP_K: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    GATED: gl.constexpr,
+    ACTIVE: gl.constexpr,
+    B: gl.constexpr,
+    TILES: gl.constexpr,
+    HELD: gl.constexpr,
+    GROUP: gl.constexpr,
+    DEPTHS: gl.constexpr,
+    SCALE_ROWS: gl.constexpr,
+):
+    """TILES of outputs of one row; with gates, one of them and one of ups, which stand behind all
+    gates."""
+    WIDTH: gl.constexpr = width_of(GROUP)
+    EACH: gl.constexpr = TILES * _TILE
+    HALVES: gl.constexpr = 2 if GATED else 1
+    number = gl.program_id(1).to(gl.int64)
+    first = gl.program_id(0) * EACH
+    p_scale = 0
+    if experts is not None:
+        # In this order: the kernel behind may read as it begins who was chosen.
+        wait_for_inputs()
+        let_next_start()
+        expert = gl.load(experts + number).to(gl.int64)
+        row_blocks = load_row(hidden + number // TOP_K * stride, BLOCKS, B)
+        # Both are asked for ahead of it: compilers would ask for the row once they need it.
+        thread_barrier()
+        kept, sums = keep_blocks(row_blocks, GROUP)
+        weight += expert * (HALVES * OUTPUTS * BLOCKS * WIDTH)
+        HEIGHT: gl.constexpr = (HALVES * OUTPUTS + SCALE_ROWS - 1) // SCALE_ROWS
+        p_scale = expert * (HEIGHT * DEPTHS)
+    else:
+        let_next_start()
+    row, part = weight_rows(HALVES * EACH, GROUP)
+    row = row // EACH * OUTPUTS + (first + row % EACH) % OUTPUTS
+    starts = ()
+    for b in gl.static_range(B):
+        block = gl.minimum(part * B + b, BLOCKS - 1)
+        starts += (weight + row.to(gl.int64) * (BLOCKS * WIDTH) + block * WIDTH,)
+    held = load_blocks(starts, 0, HELD, B, GROUP)
+    row, part = product_rows(HALVES * EACH)
+    row = row // EACH * OUTPUTS + (first + row % EACH) % OUTPUTS
+    scale, zero = (), ()
+    for b in gl.static_range(B):
+        block = gl.minimum(part * B + b, BLOCKS - 1)
+        place = p_scale + row // SCALE_ROWS * DEPTHS + scale_place(block, GROUP)
+        scale += (gl.load(scales + place).to(gl.float32),)
+        zero += (gl.load(zeros + place) if GROUP else 0,)
+    if experts is None:
+        wait_for_inputs()
+        kept, sums = keep_blocks(load_row(hidden, BLOCKS, B), GROUP)
+    # So are all weights.
+    thread_barrier()
+    total = multiply_blocks(held, starts, kept, sums, scale, zero, B, HELD, GROUP)
+    gates, ups = _parted(total, GATED)
+    if ACTIVE:
+        ups = activate(ups, gates, GATED)
+    b_o = to_outputs(ups)
+    o_n = first + outputs_of(EACH)
+    if bias is not None:
+        b_o += gl.load(bias + o_n, mask=o_n < OUTPUTS, other=0.0).to(gl.float32)
+    place = output + number * OUTPUTS + o_n
+    gl.store(place, b_o.to(output.dtype.element_ty), mask=o_n < OUTPUTS)
+
+
+@gluon.jit
+def _parted(total, GATED: gl.constexpr):
+    """Gates and ups [1, TILE], which are the same without gates."""
+    if GATED:
+        return gl.split(gl.permute(gl.reshape(total, [2, 1, _TILE]), (1, 2, 0)))
+    else:
+        return total, total

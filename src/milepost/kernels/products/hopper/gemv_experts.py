@@ -1,0 +1,123 @@
+"""The last products of quantised experts and so few tokens that each reads its own, on Hopper, in
+Gluon (see `row_gluon`; the first ones are `triton_hopper_row`'s).
+
+A program has all of a token's experts, one behind the other along the inputs, and adds them up. Its
+weights are on their way while the first products still run.
+
+Legend: T tokens, N experts of a token, X experts, H hidden size, S units of an expert, B blocks of
+a part.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED
+from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.products.forms.quantised import BLOCK, Quantised
+from milepost.kernels.products.hopper.gemv import form_of, project_up, values_of
+from milepost.kernels.products.hopper.gemv_parts import (
+    PARTS,
+    TILE,
+    keep_row,
+    load_blocks,
+    multiply_blocks,
+    outputs_of,
+    product_rows,
+    scale_place,
+    to_outputs,
+    weight_rows,
+    width_of,
+)
+
+_HELD = 5
+"""Blocks of a row that a thread holds at a time."""
+_TILE, _BLOCK = gl.constexpr(TILE), gl.constexpr(BLOCK)
+
+
+def mix(
+    hidden: Tensor, shares: Tensor, experts: Tensor, up: Quantised, down: Quantised, chip: Chip
+) -> Tensor:
+    """[T, 1, H]: see `reference.mix`."""
+    num_tokens, num_chosen = experts.shape
+    size, num_outputs = down.num_inputs, down.num_outputs
+    active = hidden.new_empty(experts.numel(), size)
+    project_up(hidden, experts, up, active, chip, is_gated=up.num_outputs == 2 * size)
+    output = active.new_empty(num_tokens, 1, num_outputs)
+    num_blocks = num_chosen * (size // BLOCK)
+    _down_kernel[(triton.cdiv(num_outputs, TILE), num_tokens)](
+        active,
+        shares,
+        experts,
+        *values_of(down, chip),
+        output,
+        BLOCKS=num_blocks,
+        EACH=size // BLOCK,
+        OUTPUTS=num_outputs,
+        B=triton.cdiv(num_blocks, PARTS),
+        HELD=_HELD,
+        **form_of(down, chip),
+        num_warps=PARTS,
+        **OVERLAPPED,
+    )
+    return output
+
+
+@quick
+@gluon.jit
+def _down_kernel(
+    active,
+    shares,
+    experts,
+    weight,
+    scales,
+    zeros,
+    output,
+    BLOCKS: gl.constexpr,
+    EACH: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    B: gl.constexpr,
+    HELD: gl.constexpr,
+    GROUP: gl.constexpr,
+    DEPTHS: gl.constexpr,
+    SCALE_ROWS: gl.constexpr,
+):
+    """A tile of one token's outputs; an expert has EACH blocks."""
+    let_next_start()
+    WIDTH: gl.constexpr = width_of(GROUP)
+    token = gl.program_id(1).to(gl.int64)
+    first = gl.program_id(0) * _TILE
+    # Who was chosen was so before the kernel ahead let this one start. The caches nearby may not
+    # know it yet.
+    experts += token * (BLOCKS // EACH)
+    shares += token * (BLOCKS // EACH)
+    row, part = weight_rows(_TILE, GROUP)
+    row = (first + row) % OUTPUTS
+    starts = ()
+    for b in gl.static_range(B):
+        block = gl.minimum(part * B + b, BLOCKS - 1)
+        expert = gl.load(experts + block // EACH, cache_modifier=".cg").to(gl.int64)
+        starts += (weight + ((expert * OUTPUTS + row) * EACH + block % EACH) * WIDTH,)
+    held = load_blocks(starts, 0, HELD, B, GROUP)
+    row, part = product_rows(_TILE)
+    row = (first + row) % OUTPUTS
+    HEIGHT: gl.constexpr = (OUTPUTS + SCALE_ROWS - 1) // SCALE_ROWS
+    scale, zero = (), ()
+    for b in gl.static_range(B):
+        block = gl.minimum(part * B + b, BLOCKS - 1)
+        expert = gl.load(experts + block // EACH, cache_modifier=".cg").to(gl.int64)
+        share = gl.load(shares + block // EACH, cache_modifier=".cg").to(gl.float32)
+        place = (expert * HEIGHT + row // SCALE_ROWS) * DEPTHS + scale_place(block % EACH, GROUP)
+        scale += (gl.load(scales + place).to(gl.float32) * share,)
+        zero += (gl.load(zeros + place) if GROUP else 0,)
+    wait_for_inputs()
+    kept, sums = keep_row(active + token * (BLOCKS * _BLOCK), BLOCKS, B, GROUP)
+    total = multiply_blocks(held, starts, kept, sums, scale, zero, B, HELD, GROUP)
+    b_o = to_outputs(total).to(output.dtype.element_ty)
+    o_n = first + outputs_of(_TILE)
+    gl.store(output + token * OUTPUTS + o_n, b_o, mask=o_n < OUTPUTS)

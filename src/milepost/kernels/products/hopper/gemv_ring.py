@@ -1,0 +1,167 @@
+"""Products of large FP8 weights and one row on Hopper, in Gluon (see `row_gluon`).
+
+A program has several units, each of 16 rows of the weights: what comes next is on its way to a ring
+of stages in shared memory while it multiplies, and the first of it while the kernels ahead still
+run. Two programs share an SM, so that one loads while the other adds up.
+
+Legend: I inputs, O outputs, B blocks of a part.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.gluon import load_box, thread_barrier
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED
+from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.products.forms.quantised import BLOCK, Fp8
+from milepost.kernels.products.hopper.gemv_parts import (
+    OUTPUTS_LAYOUT,
+    PARTS,
+    TILE,
+    add_block,
+    keep_row,
+    no_products,
+    own_products,
+    ring_rows,
+    weights_layout,
+)
+from milepost.kernels.products.portable.activation import activate
+
+_PROGRAMS, _STAGES, _REGISTERS = 2, 3, 120
+"""Programs of an SM, and stages and registers that leave it room for them."""
+_BOXES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
+_PARTS, _TILE, _BLOCK = gl.constexpr(PARTS), gl.constexpr(TILE), gl.constexpr(BLOCK)
+_OUTPUTS = gl.constexpr(OUTPUTS_LAYOUT.value)
+
+
+def multiply(
+    hidden: Tensor, weight: Fp8, bias: Tensor | None, output: Tensor, chip: Chip, *, is_gated: bool
+) -> None:
+    """`output` [1, O]: `hidden` [1, I] times `weight` [O, I] transposed, plus `bias` [O]; or
+    SiLU(gate) * up, of gates and ups that are the halves of `weight` [2 * O, I]."""
+    num_inputs, num_units = weight.num_inputs, weight.num_outputs // TILE
+    values = weight.values.view(torch.uint8).view(-1, PARTS, num_inputs // PARTS)
+    box = [TILE // (1 + is_gated), PARTS, BLOCK]
+    _ring_kernel[(min(num_units, _PROGRAMS * chip.num_sms),)](
+        hidden,
+        TensorDescriptor.from_tensor(values, box, _BOXES),
+        weight.scales,
+        bias,
+        output,
+        INPUTS=num_inputs,
+        OUTPUTS=output.shape[1],
+        UNITS=num_units,
+        GATED=is_gated,
+        B=num_inputs // (PARTS * BLOCK),
+        STAGES=_STAGES,
+        SCALE_ROWS=weight.rows,
+        num_warps=PARTS,
+        maxnreg=_REGISTERS,
+        **OVERLAPPED,
+    )
+
+
+@quick
+@gluon.jit
+def _ring_kernel(
+    hidden,
+    weight,
+    scales,
+    bias,
+    output,
+    INPUTS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    UNITS: gl.constexpr,
+    GATED: gl.constexpr,
+    B: gl.constexpr,
+    STAGES: gl.constexpr,
+    SCALE_ROWS: gl.constexpr,
+):
+    """Every so many units, each of 16 outputs, or of eight and their gates."""
+    EACH: gl.constexpr = _TILE // 2 if GATED else _TILE
+    ring = gl.allocate_shared_memory(gl.uint8, [STAGES, _TILE, _PARTS, _BLOCK], weight.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(STAGES):
+        mbarrier.init(bars.index(bar), count=1)
+    thread_barrier()
+    let_next_start()
+    first, step = gl.program_id(0), gl.num_programs(0)
+    count = (UNITS - first + step - 1) // step
+    for number in range(gl.minimum(count * B, STAGES)):
+        at = (first + number // B * step) * EACH
+        _fetch(weight, ring, bars, number, at, number % B, OUTPUTS, GATED, STAGES)
+    wait_for_inputs()
+    kept, sums = keep_row(hidden, INPUTS // _BLOCK, B, 0)
+    inside, part = ring_rows()
+    for i_unit in range(count):
+        at = (first + i_unit * step) * EACH
+        row = at + inside % EACH + inside // EACH * OUTPUTS
+        p_scale = scales + row // SCALE_ROWS * (INPUTS // _BLOCK) + part * B
+        scale = ()
+        for b in gl.static_range(B):
+            scale += (gl.load(p_scale + b),)
+        acc = no_products(_TILE)
+        for b in gl.static_range(B):
+            number = i_unit * B + b
+            mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
+            held = ring.index(number % STAGES).reshape([_TILE * _PARTS, _BLOCK])
+            b_w = held.load(weights_layout(0))
+            # The stage is loaded anew once all have read it.
+            thread_barrier()
+            ahead = number + STAGES
+            if ahead < count * B:
+                to = (first + ahead // B * step) * EACH
+                _fetch(weight, ring, bars, ahead, to, ahead % B, OUTPUTS, GATED, STAGES)
+            acc = add_block(acc, b_w, kept[b], sums[b], scale[b], 0, 0)
+        total = gl.sum(gl.reshape(own_products(acc, part), [1, _TILE, _PARTS]), 2)
+        _store(output, bias, total, at, GATED)
+
+
+@gluon.jit
+def _fetch(
+    weight,
+    ring,
+    bars,
+    number,
+    row,
+    b,
+    OUTPUTS: gl.constexpr,
+    GATED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Have block b of each part loaded, of the rows from `row` on; ups stand behind all gates."""
+    bar, stage = bars.index(number % STAGES), ring.index(number % STAGES)
+    mbarrier.expect(bar, _TILE * _PARTS * _BLOCK)
+    if GATED:
+        HALF: gl.constexpr = _TILE // 2
+        load_box(weight, [row, 0, b * _BLOCK], bar, stage.slice(0, HALF))
+        load_box(weight, [row + OUTPUTS, 0, b * _BLOCK], bar, stage.slice(HALF, HALF))
+    else:
+        load_box(weight, [row, 0, b * _BLOCK], bar, stage)
+
+
+@gluon.jit
+def _store(output, bias, total, at, GATED: gl.constexpr):
+    """A unit's outputs, of its sums [1, TILE]."""
+    LINE: gl.constexpr = gl.SliceLayout(0, _OUTPUTS)
+    if GATED:
+        HALF: gl.constexpr = _TILE // 2
+        pair = gl.convert_layout(gl.reshape(total, [2, HALF]), _OUTPUTS)
+        is_gate = gl.arange(0, 2, gl.SliceLayout(1, _OUTPUTS))[:, None] == 0
+        gates = gl.sum(gl.where(is_gate, pair, 0.0), 0)
+        b_o = activate(gl.sum(gl.where(is_gate, 0.0, pair), 0), gates, True)
+        o_n = at + gl.arange(0, HALF, LINE)
+    else:
+        b_o = gl.convert_layout(gl.reshape(total, [_TILE]), LINE)
+        o_n = at + gl.arange(0, _TILE, LINE)
+    if bias is not None:
+        b_o += gl.load(bias + o_n).to(gl.float32)
+    gl.store(output + o_n, b_o.to(output.dtype.element_ty))

@@ -1,0 +1,172 @@
+"""How Hopper multiplies four-bit experts' weights with blocks of rows, from shared memory, in Gluon
+(see `nibble_experts_gluon`).
+
+Every thread reads just the bytes that it multiplies and unpacks them in registers. Weights are the
+left operand. A block's product is made of whole numbers, less their zero point, then scaled and
+added up in float32. Which input stands where in a product does not matter as long as both operands
+have them alike, nor which output: so a thread has 16 bytes side by side.
+
+Legend: N outputs of a part, M rows, K inputs of half a block.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from milepost.kernels.platform.gluon import thread_barrier
+from milepost.kernels.products.forms.quantised import BLOCK
+from milepost.kernels.products.hopper.gemv_parts import unpack
+from milepost.kernels.products.hopper.int4_experts_parts import HALF
+
+BLOCK_M = 8
+_BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(HALF)
+PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+_LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCTS.value, 2))
+_RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCTS.value, 2))
+_INSIDE = [[0, 1], [0, 2], [0, 4], [0, 8]]
+_ACROSS = [[0, 16], [0, 32]]
+_WEIGHTS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[*_INSIDE, [8, 0]],
+        lane_bases=[*_ACROSS, [4, 0], [1, 0], [2, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[HALF, HALF],
+    )
+)
+"""Of bytes [N, K] as they are loaded: 16 side by side a thread, of outputs such that no two threads
+want the same bank."""
+_ROWS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=_INSIDE,
+        lane_bases=[*_ACROSS, [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[0, 0], [0, 0]],
+        block_bases=[],
+        shape=[BLOCK_M, HALF],
+    )
+)
+"""Of rows [M, K], likewise."""
+_SCALED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [8, 0]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[HALF, 2],
+    )
+)
+"""Of scales [N, blocks of a step], as products have them."""
+
+
+@gluon.jit
+def scales_of(scales, zeros, SCALES: gl.constexpr):
+    """Where scales, and zero points, of the outputs [N, 1] of the first unit's first part are."""
+    first = outputs_of(gl.SliceLayout(1, _SCALED))[:, None] * SCALES
+    return scales + first, zeros + first
+
+
+@gluon.jit
+def load_scales(own, place, step, APART: gl.constexpr, SCALES: gl.constexpr, GROUP: gl.constexpr):
+    """Scales and zero points [N, blocks] of a step, by part."""
+    block = 2 * step + gl.arange(0, 2, gl.SliceLayout(0, _SCALED))[None, :]
+    # Said like this, the compiler loads both blocks' at once.
+    group = block if GROUP == _BLOCK else block * _BLOCK // GROUP
+    if SCALES * GROUP % (2 * _BLOCK) != 0:
+        group = gl.minimum(group, SCALES - 1)
+    scales, zeros = (), ()
+    for part in gl.static_range(2):
+        at = place + part * APART * SCALES + group
+        scales += (gl.load(own[0] + at),)
+        zeros += (gl.load(own[1] + at),)
+    return scales, zeros
+
+
+@gluon.jit
+def _split(values, LAYOUT: gl.constexpr):
+    """Of each block [N]."""
+    first, second = gl.split(values)
+    OUTPUTS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    first = gl.convert_layout(first, OUTPUTS, assert_trivial=True)
+    return first, gl.convert_layout(second, OUTPUTS, assert_trivial=True)
+
+
+@gluon.jit
+def multiply(
+    stages,
+    held,
+    own,
+    place,
+    next_place,
+    number,
+    APART: gl.constexpr,
+    SCALES: gl.constexpr,
+    GROUP: gl.constexpr,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Both parts' products [N, M] of a unit, whose first step has the `number` among a program's
+    and the scales `held`; and the next unit's first scales."""
+    inputs, weights, loaded, used = stages
+    BLOCK_M: gl.constexpr = inputs.type.shape[1]
+    first = gl.zeros([_HALF, BLOCK_M], gl.float32, PRODUCTS)
+    second = gl.zeros([_HALF, BLOCK_M], gl.float32, PRODUCTS)
+    for step in range(STEPS):
+        is_last = step == STEPS - 1
+        later = gl.where(is_last, next_place, place)
+        next_held = load_scales(own, later, gl.where(is_last, 0, step + 1), APART, SCALES, GROUP)
+        first_scales, second_scales = (_split(held[0][0], PRODUCTS), _split(held[0][1], PRODUCTS))
+        first_zeros, second_zeros = (_split(held[1][0], _LEFT), _split(held[1][1], _LEFT))
+        stage = number % STAGES
+        mbarrier.wait(loaded.index(stage), number // STAGES & 1)
+        for b in gl.static_range(2):
+            low = _load_rows(inputs.index(4 * stage + 2 * b))
+            high = _load_rows(inputs.index(4 * stage + 2 * b + 1))
+            left = weights.index(2 * stage).slice(b * _HALF, _HALF, 1)
+            right = weights.index(2 * stage + 1).slice(b * _HALF, _HALF, 1)
+            first = _add(first, left, low, high, first_scales[b], first_zeros[b])
+            second = _add(second, right, low, high, second_scales[b], second_zeros[b])
+        thread_barrier()
+        mbarrier.arrive(used.index(stage), count=1)
+        number += 1
+        held = next_held
+    return first, second, held
+
+
+@gluon.jit
+def _load_rows(kept):
+    """A half of a block's rows [K, M], as they are multiplied."""
+    rows = _in_turn(kept.load(_ROWS), kept.shape[0], 1)
+    return gl.convert_layout(rows.permute((1, 0)), _RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def _in_turn(values, HEIGHT: gl.constexpr, SWAPPED: gl.constexpr):
+    """Inputs in the order in which they are multiplied, by both operands alike: 4 side by side are
+    a thread's in one product. Of outputs, see `outputs_of`."""
+    parts = gl.reshape(values, [HEIGHT // (4 * SWAPPED), SWAPPED, 4, 4, 4, 2, 2])
+    return gl.reshape(gl.permute(parts, (0, 2, 1, 4, 5, 3, 6)), [HEIGHT, _HALF])
+
+
+@gluon.jit
+def outputs_of(LAYOUT: gl.constexpr):
+    """Which output each product [N] is."""
+    o_n = gl.arange(0, _HALF, LAYOUT)
+    return (o_n & -8) + (o_n & 1) * 4 + (o_n // 2 & 3)
+
+
+@gluon.jit
+def _add(result, numbers, low_rows, high_rows, scale, zero):
+    """`result` and a block's product."""
+    dtype: gl.constexpr = low_rows.dtype
+    low, high = unpack(numbers.load(_WEIGHTS), dtype)
+    low = gl.convert_layout(_in_turn(low, _HALF, 2), _LEFT, assert_trivial=True)
+    high = gl.convert_layout(_in_turn(high, _HALF, 2), _LEFT, assert_trivial=True)
+    beside: gl.constexpr = 0x4300 if dtype == gl.bfloat16 else 0x6400
+    shifted = (zero.to(gl.int16) | beside).to(dtype, bitcast=True)
+    product = gl.zeros(result.shape, gl.float32, PRODUCTS)
+    product = mma_v2(low - shifted[:, None], low_rows, product)
+    product = mma_v2(high - shifted[:, None], high_rows, product)
+    return result + product * scale.to(gl.float32)[:, None]

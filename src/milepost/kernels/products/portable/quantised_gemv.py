@@ -1,0 +1,117 @@
+"""Triton: matrix-vector products of quantised weights, for so few rows that reading the weights is
+what costs. `triton_gemv_experts` has those of experts.
+
+Every program rounds its row on the way where the form asks for that: it needs no launch of its own.
+
+Legend: T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Quantised
+from milepost.kernels.products.portable.gemm_step import constants, factors, operands
+from milepost.kernels.products.portable.gemv_parts import dot, load_row, load_weights
+
+WEIGHTS, FEW_WEIGHTS = 1 << 15, 1 << 14
+"""That a program reads at a time: the more, the less it matters that each rounds its row. Fewer of
+experts' last projections and of small matrices, so that there are programs enough."""
+_SMALL = 1 << 24
+"""Weights of a small matrix."""
+_FOUR_BIT_WEIGHTS = 1 << 13
+"""Of four bits: a row is not rounded, and numbers take work that more programs share."""
+_DEPTH = 2048
+"""Inputs of a step."""
+
+
+def cut_up(
+    weight: Quantised, chip: Chip, num_weights: int, num_matrices: int = 1
+) -> dict[str, int]:
+    """Outputs and blocks of inputs of a step, and the weight's constants."""
+    depth = min(triton.next_power_of_2(weight.num_inputs), _DEPTH)
+    known, has_four_bits = constants(weight, chip), not isinstance(weight, Fp8)
+    num_weights = _FOUR_BIT_WEIGHTS if has_four_bits else num_weights
+    return {
+        "BLOCK_N": num_weights // (num_matrices * depth),
+        "BLOCK_D": depth // BLOCK,
+        "BLOCK": BLOCK,
+        "num_warps": 4 if has_four_bits else 8,
+        **{name: known[name] for name in ("GROUP", "DEPTHS", "SCALE_ROWS", "NATIVE")},
+    }
+
+
+def multiply(
+    hidden: Tensor, weight: Quantised, bias: Tensor | None, output: Tensor, chip: Chip
+) -> None:
+    """`output` [T, O]: `hidden` [T, I] times `weight` [O, I], plus `bias` [O]."""
+    num_tokens, num_inputs = hidden.shape
+    num_outputs = output.shape[1]
+    is_small = num_outputs * num_inputs < _SMALL
+    cut = cut_up(weight, chip, FEW_WEIGHTS if is_small else WEIGHTS)
+    _dense_kernel[(triton.cdiv(num_outputs, cut["BLOCK_N"]), num_tokens)](
+        hidden,
+        *operands(weight, chip),
+        bias,
+        output,
+        hidden.stride(0),
+        output.stride(0),
+        INPUTS=num_inputs,
+        OUTPUTS=num_outputs,
+        **cut,
+        **OVERLAPPED,
+    )
+
+
+@quick
+@triton.jit
+def _dense_kernel(
+    hidden,
+    weight,
+    scales,
+    zeros,
+    bias,
+    output,
+    stride,
+    output_stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    let_next_start()
+    PITCH: tl.constexpr = INPUTS // 2 if GROUP else INPUTS
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(1).to(tl.int64)
+    column = o_n % OUTPUTS
+    p_w = weight + column.to(tl.int64) * PITCH
+    p_scale = scales + column // SCALE_ROWS * DEPTHS
+    p_zero = None if zeros is None else zeros + column * (DEPTHS if GROUP > 0 else 1)
+    b_w = load_weights(p_w, 0, INPUTS, BLOCK_D, BLOCK, GROUP)
+    wait_for_inputs()
+    acc = tl.zeros([BLOCK_N], tl.float32)
+    for i_d in tl.static_range(0, INPUTS // BLOCK, BLOCK_D):
+        if i_d > 0:
+            b_w = load_weights(p_w, i_d, INPUTS, BLOCK_D, BLOCK, GROUP)
+        row = hidden + token * stride
+        b_x, b_y, b_sum = load_row(row, i_d, INPUTS, BLOCK_D, BLOCK, GROUP, NATIVE)
+        acc += dot(
+            b_w, b_x, b_y, b_sum, p_scale, p_zero, i_d, INPUTS, BLOCK_D, BLOCK, GROUP, NATIVE
+        )
+    if GROUP < 0:
+        acc *= factors(p_zero)
+    is_column = o_n < OUTPUTS
+    if bias is not None:
+        acc += tl.load(bias + o_n, mask=is_column, other=0.0).to(tl.float32)
+    b_o = acc.to(output.dtype.element_ty)
+    tl.store(output + token * output_stride + o_n, b_o, mask=is_column)

@@ -1,0 +1,233 @@
+"""Linear projections of few rows on a GPU: the time is that of reading the weight once.
+
+A weight with few outputs is also cut along its inputs, so that every SM reads some of it; whoever
+reads the result next adds the split-K partials up, in a fixed order, so that bits do not vary from
+run to run.
+
+Legend: T tokens, I inputs, O outputs, S split-K partials.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.platform.device import num_sms, probe
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.strides import check_contiguous, check_rows
+from milepost.kernels.platform.tiles import Tiles, num_programs
+from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
+from milepost.kernels.products.portable.raw_gemv import gemv, multiply_row
+from milepost.kernels.products.portable.raw_tiles import FEW_OUTPUTS
+from milepost.kernels.products.table import KernelChoice, Product, choose
+
+
+def multiply_few(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    lets_next_start: bool = True,
+    is_whole: bool = False,
+) -> Tensor | None:
+    """The result [T, O], or its partials [T, S, O] in float32, if that is faster here than torch's
+    GEMM, else None. Partials of what `is_whole` cost a launch that adds them up.
+
+    `hidden` [T, I] in bfloat16 or float16, rows may lie apart; `weight` [O, I] contiguous.
+    """
+    choice = _choose(hidden, weight, bias, Epilogue.NONE if is_whole else Epilogue.PARTIALS)
+    if choice is None or not choice.kernel.module:
+        return None
+    if choice.kernel.is_hopper:
+        from milepost.kernels.products.hopper import raw_small_m
+
+        return raw_small_m.multiply(hidden, weight, choice.tiles, lets_next_start=lets_next_start)
+    if len(hidden) == 1:
+        return multiply_row(hidden, weight, bias)
+    return multiply(hidden, weight, bias, choice.tiles.tiles, choice.split_k)
+
+
+def multiply_precise(hidden: Tensor, weight: Tensor) -> Tensor | None:
+    """`multiply_few` without bias, of few outputs too, and unrounded: float32."""
+    choice = _choose(hidden, weight, None, Epilogue.FLOAT32)
+    if choice is None or not choice.kernel.module:
+        return None
+    if len(hidden) == 1:
+        block_n = 1 if len(weight) <= FEW_OUTPUTS else 4
+        how = {"block_n": block_n, "block_k": 2048, "num_warps": 8}
+        return gemv(hidden, weight, None, **how, dtype=torch.float32)
+    tiles, split_k = choice.tiles.tiles, choice.split_k
+    return multiply(hidden, weight, None, tiles, split_k, dtype=torch.float32)
+
+
+def _choose(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue
+) -> KernelChoice | None:
+    if len(hidden) == 0:
+        return None
+    is_aligned = hidden.data_ptr() % 16 == weight.data_ptr() % 16 == hidden.stride(0) % 8 == 0
+    product = Product(
+        weight=Matrix.of(Raw(values=weight)),
+        num_rows=len(hidden),
+        epilogue=epilogue,
+        has_bias=bias is not None,
+        alignment=8 if is_aligned else 1,
+        is_contiguous=hidden.stride(1) == 1,
+    )
+    return choose(product, probe(hidden.device))
+
+
+def multiply(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    split_k: int,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O], by default in
+    `hidden`'s type.
+
+    Cut along I in S = `split_k` > 1 the partials stay apart: [T, S, O] in float32.
+    """
+    check_rows(hidden=hidden)
+    check_contiguous(weight=weight)
+    num_tokens, num_inputs = hidden.shape
+    num_outputs = weight.shape[0]
+    if split_k == 1:
+        output = hidden.new_empty(num_tokens, num_outputs, dtype=dtype)
+    else:
+        output = hidden.new_empty(split_k, num_tokens, num_outputs, dtype=torch.float32)
+    grid = (
+        triton.cdiv(num_outputs, tiles.block_n),
+        split_k,
+        triton.cdiv(num_tokens, tiles.block_m),
+    )
+    _gemm_kernel[grid](
+        hidden,
+        weight,
+        bias,
+        output,
+        num_tokens,
+        hidden.stride(0),
+        INPUTS=num_inputs,
+        OUTPUTS=num_outputs,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        SPLIT_K=split_k,
+        SWAPPED=tiles.is_swapped,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **(OVERLAPPED if 2 * grid[0] * grid[1] <= num_programs(num_sms(hidden.device)) else {}),
+    )
+    return output if split_k == 1 else output.transpose(0, 1)
+
+
+def add_up(partials: Tensor, dtype: torch.dtype, output: Tensor | None = None) -> Tensor:
+    """The sum over the second dimension of `partials` [T, S, O], as `multiply` returns them; in
+    `output`, whose rows may lie apart, if there is one."""
+    num_tokens, split_k, num_outputs = partials.shape
+    if output is None:
+        output = torch.empty(num_tokens, num_outputs, dtype=dtype, device=partials.device)
+    _add_up_kernel[(triton.cdiv(num_tokens * num_outputs, 512),)](
+        partials,
+        output,
+        num_tokens * num_outputs,
+        output.stride(0),
+        OUTPUTS=num_outputs,
+        SPLIT_K=split_k,
+        BLOCK=512,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+    return output
+
+
+@quick
+@triton.jit(do_not_specialize=("num_tokens",))
+def _gemm_kernel(
+    hidden,
+    weight,
+    bias,
+    output,
+    num_tokens,
+    stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):
+    let_next_start()
+    # Whole steps for each split; the last may get fewer.
+    SHARE: tl.constexpr = (INPUTS + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = o_m < num_tokens
+    is_column = o_n < OUTPUTS
+    o_k = split * SHARE + tl.arange(0, BLOCK_K)
+    # Rows beyond the last read row 0 and outputs beyond the last wrap: neither is stored.
+    p_x = hidden + tl.where(is_row, o_m, 0).to(tl.int64)[:, None] * stride + o_k[None, :]
+    p_w = weight + (o_n % OUTPUTS).to(tl.int64)[:, None] * INPUTS + o_k[None, :]
+    wait_for_inputs()
+    if SWAPPED:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i_k in range(0, SHARE, BLOCK_K):
+        if INPUTS % (SPLIT_K * BLOCK_K) == 0:
+            b_x = tl.load(p_x + i_k)
+            b_w = tl.load(p_w + i_k)
+        else:
+            is_input = (i_k + o_k < INPUTS)[None, :]
+            b_x = tl.load(p_x + i_k, mask=is_input, other=0.0)
+            b_w = tl.load(p_w + i_k, mask=is_input, other=0.0)
+        if SWAPPED:
+            acc = tl.dot(b_w, tl.trans(b_x), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(b_x, tl.trans(b_w), acc, input_precision="ieee")
+    if bias is not None:
+        has_bias = is_column & (split == 0)
+        b_bias = tl.load(bias + o_n, mask=has_bias, other=0.0).to(tl.float32)
+        if SWAPPED:
+            acc += b_bias[:, None]
+        else:
+            acc += b_bias[None, :]
+    target = (split.to(tl.int64) * num_tokens + o_m) * OUTPUTS
+    b_o = acc.to(output.dtype.element_ty)
+    if SWAPPED:
+        mask = is_column[:, None] & is_row[None, :]
+        tl.store(output + target[None, :] + o_n[:, None], b_o, mask=mask)
+    else:
+        mask = is_row[:, None] & is_column[None, :]
+        tl.store(output + target[:, None] + o_n[None, :], b_o, mask=mask)
+
+
+@quick
+@triton.jit(do_not_specialize=("size",))
+def _add_up_kernel(
+    partials,
+    output,
+    size,
+    stride,
+    OUTPUTS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    let_next_start()
+    wait_for_inputs()
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_index = index < size
+    acc = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        acc += tl.load(partials + split * size + index, mask=is_index, other=0.0)
+    target = output + (index // OUTPUTS).to(tl.int64) * stride + index % OUTPUTS
+    tl.store(target, acc.to(output.dtype.element_ty), mask=is_index)

@@ -1,0 +1,154 @@
+"""Triton: activations that are rounded to float8, in a launch of their own or on the way.
+
+Chips without arithmetic in float8 multiply the same numbers in float16.
+
+Legend: R rows, I inputs, D scales of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.layout.emit import (
+    LINE,
+    Activations,
+    Fp8Rows,
+    Inputs,
+    as_activations,
+    values_of,
+)
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.float8 import FP8
+from milepost.kernels.platform.float8_triton import decode, encode, scale_of
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Quantised
+from milepost.kernels.products.portable.activation import activate
+
+_PART = 2048
+"""Rows of a program, or all that share a scale."""
+
+
+def readable(values: Tensor, chip: Chip) -> Tensor:
+    """Float8 as kernels take it: its bits where the chip has no arithmetic for it."""
+    return values if values.dtype != FP8 or chip.has_fp8 else values.view(torch.uint8)
+
+
+def quantise(
+    rows: Tensor,
+    depth: int,
+    chip: Chip,
+    *,
+    num_padded: int = 0,
+    is_gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`rows` [R, I] as `forms.quantise_rows` rounds them: values [R, I], and their scales [D, R],
+    where rows stand side by side. Unfilled rows behind the others make them `num_padded`.
+
+    Where it `is_gated`, `rows` are [R, 2 * I] and what is rounded is SiLU(first half) * second
+    half."""
+    num_rows, num_inputs = len(rows), rows.shape[1] // (1 + is_gated)
+    count = cdiv(num_inputs, depth)
+    block = next_power_of_2(depth)
+    parts = max(1, min(next_power_of_2(count), _PART // block))
+    num_padded = max(num_padded, num_rows)
+    values = rows.new_empty(num_padded, num_inputs, dtype=FP8)
+    scales = rows.new_empty(count, num_padded, dtype=torch.float32)
+    _quantise_kernel[(num_rows, cdiv(count, parts))](
+        rows,
+        values.view(torch.uint8),
+        scales,
+        rows.stride(0),
+        num_padded,
+        INPUTS=num_inputs,
+        DEPTH=depth,
+        PARTS=parts,
+        BLOCK=block,
+        GATED=is_gated,
+        NATIVE=chip.has_fp8,
+        num_warps=max(1, min(8, parts * block // 512)),
+        **OVERLAPPED,
+    )
+    return values, scales
+
+
+def round_rows(
+    rows: Inputs, weight: Quantised, chip: Chip, *, are_few: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Rows as a GEMM takes them: few are rounded on the way, of more each program would round the
+    same ones again."""
+    rows = as_activations(rows)
+    if not isinstance(weight, Fp8) or weight.input_scale is not None:
+        return values_of(rows), None
+    if are_few and weight.depth == BLOCK and rows.values is not None:
+        return rows.values, None
+    if weight.depth == BLOCK and rows.fp8 is not None:
+        return rows.fp8.filled
+    return quantise(values_of(rows), weight.depth, chip)
+
+
+def round_lines(rows: Inputs, weight: Fp8, chip: Chip) -> tuple[Tensor, Tensor]:
+    """Rounded rows, unfilled ones behind some to whole lines, and their scales."""
+    rows = as_activations(rows)
+    if weight.depth == BLOCK and rows.fp8 is not None:
+        return rows.fp8.values, rows.fp8.scales
+    num_padded = cdiv(len(rows), LINE) * LINE if len(rows) > 1 else 1
+    return quantise(values_of(rows), weight.depth, chip, num_padded=num_padded)
+
+
+def gate(gate_up: Tensor, chip: Chip) -> Activations:
+    """SiLU(first half) * second half of `gate_up` [T, 2 * I], in FP8 alone."""
+    num_tokens = len(gate_up)
+    num_padded = cdiv(num_tokens, LINE) * LINE
+    values, scales = quantise(gate_up, BLOCK, chip, num_padded=num_padded, is_gated=True)
+    fp8 = Fp8Rows(
+        values=values, scales=scales, num_rows=num_tokens, dtype=gate_up.dtype, is_alone=True
+    )
+    return Activations(values=None, fp8=fp8)
+
+
+@quick
+@triton.jit(do_not_specialize=("num_rows",))
+def _quantise_kernel(
+    rows,
+    values,
+    scales,
+    stride,
+    num_rows,
+    INPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    let_next_start()
+    wait_for_inputs()
+    i_row = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
+    o_k = tl.arange(0, BLOCK)
+    column = o_d[:, None] * DEPTH + o_k[None, :]
+    is_input = (o_k < DEPTH)[None, :] & (column < INPUTS)
+    b_x = tl.load(rows + i_row * stride + column, mask=is_input, other=0.0).to(tl.float32)
+    if GATED:
+        p_up = rows + i_row * stride + INPUTS + column
+        b_up = tl.load(p_up, mask=is_input, other=0.0).to(tl.float32)
+        # Activations have 16 bits before they are rounded, whatever computes them.
+        b_x = activate(b_up, b_x, True).to(rows.dtype.element_ty).to(tl.float32)
+    b_scale = scale_of(b_x, 1)
+    b_q = encode(b_x / b_scale[:, None], NATIVE)
+    tl.store(values + i_row * INPUTS + column, b_q, is_input)
+    tl.store(scales + o_d * num_rows + i_row, b_scale, mask=o_d * DEPTH < INPUTS)
+
+
+@triton.jit
+def widen(values, NATIVE: tl.constexpr):
+    """Float8 or its bits in float32."""
+    wide = decode(values, NATIVE).to(tl.float32)
+    if not NATIVE:
+        wide *= 256.0
+    return wide

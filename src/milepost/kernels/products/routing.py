@@ -1,0 +1,277 @@
+"""Triton: which experts a token chooses.
+
+Legend: T tokens, P parts, X experts (`o_e`), N experts for each token (`o_n`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.tiles import next_power_of_2
+from milepost.kernels.products.scores import SOFTMAX, Scores
+
+LOWEST = tl.constexpr(-(2**31))
+"""Less than any key."""
+
+
+def route(
+    logits: Tensor,
+    num_chosen: int,
+    *,
+    normalise: bool,
+    num_shared: int,
+    scores: Scores = SOFTMAX,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    num_real: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.route`, with experts in int32; among equal scores the first expert wins.
+
+    `num_real` is int32 and read before the kernel ahead has ended, which must not write it.
+    """
+    has_gate = num_shared > 0 and scores.gates_shared
+    num_tokens, num_experts = logits.shape[0], logits.shape[-1] - has_gate
+    width = num_chosen + num_shared
+    weights = torch.empty(num_tokens, width, dtype=dtype or logits.dtype, device=logits.device)
+    experts = torch.empty(num_tokens, width, dtype=torch.int32, device=logits.device)
+    has_parts = logits.dim() == 3
+    tensors = logits, num_real, weights, experts
+    strides = logits.stride(0), logits.stride(1) if has_parts else 0
+    constants = {
+        "PARTS": logits.shape[1] if has_parts else 1,
+        "EXPERTS": num_experts,
+        "COLUMNS": next_power_of_2(num_experts),
+        "CHOSEN": num_chosen,
+        "NORMALISE": normalise,
+        "SHARED": num_shared,
+        "num_warps": 1,
+        **OVERLAPPED,
+    }
+    if scores.is_plain and bias is None:
+        _route_kernel[(num_tokens,)](*tensors, *strides, **constants)
+        return weights, experts
+    _route_scores_kernel[(num_tokens,)](
+        *tensors,
+        bias,
+        *strides,
+        scores.norm_eps,
+        scores.scale,
+        **constants,
+        GATED=has_gate,
+        SIGMOID=scores.kind == "sigmoid",
+        GROUPS=scores.num_groups,
+        GROUPS_CHOSEN=scores.num_groups_chosen,
+    )
+    return weights, experts
+
+
+@triton.jit
+def _add_up(p_logits, part_stride, mask, dtype: tl.constexpr, PARTS: tl.constexpr):
+    """Logits as if they had been rounded to `dtype` before they were read."""
+    b_logits = tl.load(p_logits, mask=mask).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        b_logits += tl.load(p_logits + part * part_stride, mask=mask)
+    return b_logits.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def as_keys(b_logits, o_e, dtype: tl.constexpr):
+    """Integers in the order of logits of 16 bits, among equal ones the first column the greatest:
+    a warp finds the greatest integer in one instruction."""
+    b_bits = (b_logits + 0.0).to(dtype).to(tl.int16, bitcast=True).to(tl.int32)
+    return ((b_bits ^ (b_bits >> 15 & 0x7FFF)) << 16) | (0xFFFF - o_e)
+
+
+@triton.jit
+def expert_of(b_keys):
+    return 0xFFFF - (b_keys & 0xFFFF)
+
+
+@triton.jit
+def logits_of(b_keys, dtype: tl.constexpr):
+    b_bits = b_keys >> 16
+    b_bits = b_bits ^ (b_bits >> 15 & 0x7FFF)
+    return b_bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _source(i_t, num_real):
+    """The token whose logits are read: padding repeats the last."""
+    i_source = i_t
+    if num_real is not None:
+        i_source = tl.maximum(tl.minimum(i_t, tl.load(num_real) - 1), 0)
+    return i_source
+
+
+@triton.jit
+def _store(weights, experts, i_t, o_n, b_shares, b_experts, WIDTH: tl.constexpr):
+    """A token's experts and their weights."""
+    o_target = i_t * WIDTH + o_n
+    tl.store(weights + o_target, b_shares.to(weights.dtype.element_ty), mask=o_n < WIDTH)
+    tl.store(experts + o_target, b_experts, mask=o_n < WIDTH)
+
+
+@quick
+@triton.jit
+def _route_kernel(
+    logits,
+    num_real,
+    weights,
+    experts,
+    stride,
+    part_stride,
+    PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """One token: a softmax, and CHOSEN times the largest that is left."""
+    let_next_start()
+    WIDTH: tl.constexpr = CHOSEN + SHARED
+    i_t = tl.program_id(0)
+    i_source = _source(i_t, num_real)
+    wait_for_inputs()
+    o_e = tl.arange(0, COLUMNS)
+    is_e = o_e < EXPERTS
+    p_row = logits + i_source.to(tl.int64) * stride
+    dtype: tl.constexpr = weights.dtype.element_ty
+    b_left = _add_up(p_row + o_e, part_stride, is_e, dtype, PARTS)
+    b_left = tl.where(is_e, b_left, float("-inf"))
+    m = tl.max(b_left)
+    l = tl.sum(tl.exp(b_left - m))
+    o_n = tl.arange(0, triton.next_power_of_2(WIDTH))
+    b_logits = tl.zeros_like(o_n).to(tl.float32)
+    b_experts = tl.zeros_like(o_n)
+    if dtype.primitive_bitwidth == 16:
+        b_keys = tl.where(is_e, as_keys(b_left, o_e, dtype), LOWEST)
+        b_best_keys = tl.zeros_like(o_n)
+        for n in tl.static_range(CHOSEN):
+            best_key = tl.max(b_keys)
+            b_keys = tl.where(b_keys == best_key, LOWEST, b_keys)
+            b_best_keys = tl.where(o_n == n, best_key, b_best_keys)
+        b_experts = expert_of(b_best_keys)
+        b_logits = logits_of(b_best_keys, dtype)
+    else:
+        is_left = is_e
+        for n in tl.static_range(CHOSEN):
+            best = tl.max(b_left)
+            # Even among logits of minus infinity no expert is chosen twice.
+            expert = tl.min(tl.where((b_left == best) & is_left, o_e, COLUMNS - 1))
+            is_left &= o_e != expert
+            b_left = tl.where(o_e == expert, float("-inf"), b_left)
+            b_logits = tl.where(o_n == n, best, b_logits)
+            b_experts = tl.where(o_n == n, expert, b_experts)
+    is_chosen = o_n < CHOSEN
+    b_shares = tl.where(is_chosen, tl.exp(b_logits - m), 0.0)
+    b_shares /= tl.sum(b_shares) if NORMALISE else l
+    if SHARED:
+        gate = _add_up(p_row + EXPERTS, part_stride, None, dtype, PARTS)
+        b_shares = tl.where(is_chosen, b_shares, tl.sigmoid(gate))
+        b_experts = tl.where(is_chosen, b_experts, EXPERTS + o_n - CHOSEN)
+    _store(weights, experts, i_t, o_n, b_shares, b_experts, WIDTH)
+
+
+@quick
+@triton.jit(do_not_specialize=["norm_eps", "scale"])
+def _route_scores_kernel(
+    logits,
+    num_real,
+    weights,
+    experts,
+    bias,
+    stride,
+    part_stride,
+    norm_eps,
+    scale,
+    PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_CHOSEN: tl.constexpr,
+):
+    """One token: its scores, perhaps its best groups, and CHOSEN times the largest that is left."""
+    let_next_start()
+    WIDTH: tl.constexpr = CHOSEN + SHARED
+    i_t = tl.program_id(0)
+    i_source = _source(i_t, num_real)
+    o_e = tl.arange(0, COLUMNS)
+    is_e = o_e < EXPERTS
+    b_bias = tl.zeros([COLUMNS], tl.float32)
+    if bias is not None:
+        b_bias = tl.load(bias + o_e, mask=is_e, other=0.0)
+    wait_for_inputs()
+    p_row = logits + i_source.to(tl.int64) * stride
+    rounded: tl.constexpr = tl.float32 if SIGMOID else weights.dtype.element_ty
+    b_scores = _add_up(p_row + o_e, part_stride, is_e, rounded, PARTS)
+    top, total = 0.0, 1.0
+    if not SIGMOID:
+        b_scores = tl.where(is_e, b_scores, float("-inf"))
+        top = tl.max(b_scores)
+        total = tl.sum(tl.exp(b_scores - top))
+    b_scores = _score(b_scores, top, total, SIGMOID)
+    b_left = tl.where(is_e, b_scores + b_bias, float("-inf"))
+    is_left = is_e
+    if GROUPS > 1:
+        is_left &= _is_in_best_group(b_left, o_e, EXPERTS // GROUPS, GROUPS, GROUPS_CHOSEN)
+    o_n = tl.arange(0, triton.next_power_of_2(WIDTH))
+    b_experts = tl.zeros_like(o_n)
+    for n in tl.static_range(CHOSEN):
+        best = tl.max(tl.where(is_left, b_left, float("-inf")))
+        expert = tl.min(tl.where((b_left == best) & is_left, o_e, EXPERTS - 1))
+        is_left &= o_e != expert
+        b_experts = tl.where(o_n == n, expert, b_experts)
+    # Looking their logits up again takes less than a sum for each.
+    is_chosen = o_n < CHOSEN
+    b_logits = _add_up(p_row + b_experts, part_stride, is_chosen, rounded, PARTS)
+    b_shares = tl.where(is_chosen, _score(b_logits, top, total, SIGMOID), 0.0)
+    if NORMALISE:
+        b_shares /= tl.sum(b_shares) + norm_eps
+    b_shares *= scale
+    if SHARED:
+        gate = 1.0
+        if GATED:
+            gate = tl.sigmoid(_add_up(p_row + EXPERTS, part_stride, None, rounded, PARTS))
+        b_shares = tl.where(is_chosen, b_shares, gate)
+        b_experts = tl.where(is_chosen, b_experts, EXPERTS + o_n - CHOSEN)
+    _store(weights, experts, i_t, o_n, b_shares, b_experts, WIDTH)
+
+
+@triton.jit
+def _score(logits, top, total, SIGMOID: tl.constexpr):
+    """Between 0 and 1: by itself, or as the softmax whose greatest logit and sum these are."""
+    return tl.sigmoid(logits) if SIGMOID else tl.exp(logits - top) / total
+
+
+@triton.jit
+def _is_in_best_group(
+    b_scores, o_e, SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr
+):
+    """Of each column: whether it is one of the groups whose two best have the greatest sums."""
+    o_g = tl.arange(0, triton.next_power_of_2(GROUPS))
+    b_sums = tl.full(o_g.shape, float("-inf"), tl.float32)
+    for n in tl.static_range(GROUPS):
+        b_own = tl.where(o_e // SIZE == n, b_scores, float("-inf"))
+        best = tl.max(b_own)
+        first = tl.min(tl.where(b_own == best, o_e, o_e.shape[0]))
+        second = tl.max(tl.where(o_e == first, float("-inf"), b_own))
+        b_sums = tl.where(o_g == n, best + second, b_sums)
+    is_best = o_e < 0
+    is_left = o_g < GROUPS
+    for _ in tl.static_range(GROUPS_CHOSEN):
+        best = tl.max(tl.where(is_left, b_sums, float("-inf")))
+        chosen = tl.min(tl.where((b_sums == best) & is_left, o_g, GROUPS - 1))
+        is_left &= o_g != chosen
+        is_best |= o_e // SIZE == chosen
+    return is_best

@@ -1,0 +1,1 @@
+"""Recurrent steps in Gluon, for Hopper."""

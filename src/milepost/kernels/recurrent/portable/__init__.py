@@ -1,0 +1,1 @@
+"""Recurrent steps in Triton, for every chip."""

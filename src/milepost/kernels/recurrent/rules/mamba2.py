@@ -1,0 +1,155 @@
+"""Mamba2's rule: a time step per head, which decays the state and scales what is written to it.
+
+Transformers are SSMs (arXiv 2405.21060), section 7.
+
+Legend: H heads, P head_dim, G groups, K state_size, O entries of a program's heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.mamba2.weights import Mamba2Weights
+from milepost.kernels.platform.activations import silu, softplus
+from milepost.kernels.recurrent.portable.step import Mixer
+from milepost.kernels.recurrent.portable.stream import load_place
+from milepost.kernels.recurrent.structures import MixerInputs, MixerSizes, ProjectedRows
+
+
+class SmallMamba2Weights(NamedTuple):
+    """The small weights, as the kernels take them."""
+
+    conv: Any
+    conv_bias: Any
+    rate: Any
+    dt_bias: Any
+    dt_low: Any
+    dt_high: Any
+    skip: Any
+    norm: Any
+    norm_eps: Any
+
+
+def describe(projected: Tensor, weights: Mamba2Weights, recurrent_pool: Tensor) -> Mixer:
+    """The mixer of `projected` [T, H * P + C + H]; see `mamba2.mix`."""
+    _, heads, head_dim, state_size = recurrent_pool.shape
+    channels, taps = weights.conv.shape
+    inner, stride = heads * head_dim, projected.stride(0)
+    groups = (channels - inner) // (2 * state_size)
+    steps = ProjectedRows(projected[:, inner + channels :], stride, channels)
+    return Mixer(
+        inputs=MixerInputs(
+            mixed=ProjectedRows(projected[:, inner:], stride, 0),
+            strengths=steps,
+            decays=steps,  # none of its columns is read
+        ),
+        gate=ProjectedRows(projected, stride, 0),
+        weights=SmallMamba2Weights(
+            weights.conv,
+            weights.conv_bias,
+            weights.rate,
+            weights.dt_bias,
+            *weights.dt_limit,
+            weights.skip,
+            weights.norm,
+            weights.norm_eps,
+        ),
+        sizes=MixerSizes(
+            units=groups,
+            group=heads // groups,
+            shared=state_size,
+            own=head_dim,
+            shared_stride=1,
+            own_stride=state_size,
+            first_read=inner + groups * state_size,
+            first_write=inner,
+            first_own=0,
+            channels=channels,
+            strengths=heads,
+            decays=0,
+            norms_heads=False,
+            taps=taps,
+        ),
+        open_head=open_head,
+        strengths=strengths,
+        advance=advance,
+        read=read,
+        finish=gate_first if not weights.norm_before_gate else norm_first,
+    )
+
+
+class Mamba2Head(NamedTuple):
+    """What a program reads once, for each of its entries [O], or for its only head."""
+
+    index: Any
+    rate: Any
+    dt_bias: Any
+    skip: Any
+
+
+@triton.jit
+def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.constexpr):
+    """See `step.Mixer`."""
+    if HEADS > 1:
+        # Entries beyond the last head repeat it; they are not stored.
+        head = tl.minimum(head + o_own // SIZES.own, SIZES.units * SIZES.group - 1)
+    rate, bias = tl.load(weights.rate + head), tl.load(weights.dt_bias + head)
+    return Mamba2Head(head, rate, bias, tl.load(weights.skip + head))
+
+
+@triton.jit
+def strengths(streams, place, head, weights, VERIFIES: tl.constexpr):
+    """Time step and decay; see `step.Mixer`."""
+    inputs = load_place(streams.strengths, head.index, place, VERIFIES)
+    b_step = time_step(inputs, head.dt_bias, weights.dt_low, weights.dt_high)
+    b_decay = tl.exp(b_step * head.rate)
+    return b_step, b_decay
+
+
+@triton.jit
+def advance(b_state, vectors, b_step, b_decay):
+    """The recurrence on states [O, K], fused as Hopper's kernels do it: their states are the
+    same."""
+    b_x = vectors.own
+    b_decay = tl.broadcast_to(b_decay, b_x.shape)[:, None]
+    return tl.fma((b_step * b_x)[:, None], vectors.write[None, :], b_state * b_decay)
+
+
+@triton.jit
+def read(b_state, vectors, head):
+    """See `step.Mixer`."""
+    return tl.sum(b_state * vectors.read[None, :], 1) + head.skip * vectors.own
+
+
+@triton.jit
+def time_step(inputs, bias, low, high):
+    """softplus(inputs + bias) within bounds, float32; NaN stays NaN."""
+    wide = softplus(inputs.to(tl.float32) + bias)
+    wide = tl.maximum(wide, low, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(wide, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def gate_first(y, weight, gate, eps, WIDTH: tl.constexpr, squares=None):
+    """`y` times SiLU of `gate`, then the norm of the rows."""
+    return _norm(y * silu(gate.to(tl.float32)), weight, eps, WIDTH, squares)
+
+
+@triton.jit
+def norm_first(y, weight, gate, eps, WIDTH: tl.constexpr, squares=None):
+    """The norm of the rows of `y`, then times SiLU of `gate`."""
+    return _norm(y, weight, eps, WIDTH, squares) * silu(gate.to(tl.float32))
+
+
+@triton.jit
+def _norm(y, weight, eps, WIDTH: tl.constexpr, squares):
+    """RMS norm of rows, by their sum of `squares` if it is known; nothing without a `weight`."""
+    if weight is not None:
+        if squares is None:
+            squares = tl.sum(y * y, 1, keep_dims=True)
+        y *= tl.rsqrt(squares / WIDTH + eps) * weight
+    return y
