@@ -12,6 +12,7 @@ from torch import Tensor
 
 from milepost.kernels.layout.emit import Activations, values_of
 from milepost.kernels.platform.device import Chip, probe
+from milepost.kernels.products import moe
 from milepost.kernels.products.expert_table import UNGROUPED, Mixture, choose_experts
 from milepost.kernels.products.forms.matrix import Matrix
 from milepost.kernels.products.forms.quantised import BLOCK, FP8, FourBits, Fp8, Int4, Quantised
@@ -49,7 +50,7 @@ def mix(
         assert isinstance(up, FourBits), "the kernel's forms"
         assert isinstance(down, FourBits), "experts have one form"
         wide = [unpack.unpack(each, rows.dtype) for each in (up, down)]
-        return experts.partials(values_of(rows), shares, experts, *wide)
+        return moe.partials(values_of(rows), shares, experts, *wide)
     output = rows.new_empty(num_tokens, num_chosen, down.num_outputs)
     if name == "quantised_gemv_experts":
         active = rows.new_empty(experts.numel(), down.num_inputs)
