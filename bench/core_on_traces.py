@@ -18,8 +18,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from slots import replay
 
-from milepost.simulator.slots import replay
 from milepost.simulator.trace import Trace, read_trace
 
 

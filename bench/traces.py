@@ -22,14 +22,14 @@ from statistics import fmean
 from typing import Any
 
 import rows
+from peer_policies import ALL_POLICIES
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from milepost.simulator.cost import CostModel, read_cost
 from milepost.simulator.loop import Replay
-from milepost.simulator.policies import POLICIES
-from milepost.simulator.results import run_row
+from milepost.simulator.results import MemoryGib, run_row
 from milepost.simulator.seeds import reseeded
 from milepost.simulator.trace import Trace, read_trace
 
@@ -69,7 +69,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="with <trace>.jsonl.gz")
     parser.add_argument("--traces", nargs="+", default=list(TRACES), choices=TRACES)
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument(
+        "--policies", nargs="+", default=["vllm", "sglang", "auto"], choices=ALL_POLICIES
+    )
     parser.add_argument("--gib", nargs="+", type=float, default=[64, 128])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--limit", type=int, default=2000, help="requests of each trace")
@@ -137,10 +139,12 @@ def run(
     trace: Trace, cell: Cell, cost: CostModel, on_done: Callable[[int], None]
 ) -> dict[str, Any]:
     sizes = cell.sizes(cost, trace.page_size)
-    cache = POLICIES[cell.policy].memory(cost, page_size=trace.page_size, **sizes)
+    cache = ALL_POLICIES[cell.policy].memory(cost, page_size=trace.page_size, **sizes)
     closed = trace.requests[0].session is not None
     replayed = Replay(reseeded(trace, cell.seed), cache, cost, closed=closed).run(on_done)
-    row = run_row(trace, cell.policy, replayed, trace.bound(), seed=cell.seed, **sizes)
+    memory = MemoryGib(device=cell.gib)
+    bound = trace.bound()
+    row = run_row(trace, cell.policy, replayed, bound, memory=memory, seed=cell.seed, **sizes)
     return asdict(row) | asdict(cell)
 
 

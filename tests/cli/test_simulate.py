@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from tests.simulator.traces import DATA
 
-from milepost.cli import simulate as simulate_command
+from milepost.cli import simulate_settings
 from milepost.cli.display import Screen
 from milepost.cli.main import main
 from milepost.simulator import policies
@@ -15,6 +15,7 @@ from milepost.simulator import policies
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "simulator.md"
 TRACE = str(DATA / "conversation-excerpt.jsonl.gz")
+AGENTS = str(DATA / "agent-excerpt.jsonl.gz")
 
 
 def simulate(*arguments):
@@ -25,16 +26,24 @@ def simulate(*arguments):
 
 
 def test_a_table_has_a_row_for_each_policy_and_size():
-    status, table, _ = simulate(TRACE, "--num-slots", "8", "32", "--policy", "auto", "ends")
+    memory = ("--gib", "2", "4", "--limit", "20")
+    status, table, _ = simulate(TRACE, *memory, "--policy", "auto", "sglang")
     rows = [line.split()[:2] for line in table.splitlines()[1:5]]
-    assert (status, rows) == (0, [["auto", "8"], ["ends", "8"], ["auto", "32"], ["ends", "32"]])
-    assert "300 requests, bound" in table
+    names = [[policy, gib] for gib in ("2.0", "4.0") for policy in ("auto", "sglang")]
+    assert (status, rows) == (0, names)
+    assert "20 requests, bound" in table
+
+
+def test_without_flags_the_peers_stand_beside_auto_in_an_h200s_memory():
+    status, table, _ = simulate(TRACE, "--limit", "4")
+    rows = [line.split()[:2] for line in table.splitlines()[1:4]]
+    assert (status, rows) == (0, [[name, "64.0"] for name in ("vllm", "sglang", "auto")])
 
 
 def test_json_rows_add_up(tmp_path):
     path = tmp_path / "rows.json"
-    memory = ("--num-slots", "16", "--kv-tokens", "300000", "--limit", "60")
-    status, table, _ = simulate(TRACE, *memory, "--policy", "auto", "none", "--json", str(path))
+    memory = ("--gib", "8", "--limit", "30", "--json", str(path))
+    status, table, _ = simulate(AGENTS, *memory, "--policy", "auto", "none")
     rows = json.loads(path.read_text())
     assert status == 0
     assert "ttft p50" in table
@@ -42,15 +51,10 @@ def test_json_rows_add_up(tmp_path):
     for row in rows:
         assert row["hits"] + sum(row["lost"].values()) == row["queries"]
         assert row["ttft_p90_s"] > 0
-
-
-def test_policies_with_a_pool_of_their_own_are_compared_where_kv_is_limited():
-    _, table, _ = simulate(TRACE, "--num-slots", "8", "--policy", "all", "--limit", "10")
-    assert "align " in table
-    assert "align-1088" not in table
-    memory = ("--num-slots", "8", "--kv-tokens", "300000", "--limit", "10")
-    _, table, _ = simulate(TRACE, *memory, "--policy", "all")
-    assert "align-1088" in table
+    ours, nothing = rows
+    assert nothing["gpu_hours_saved"] == 0 < ours["gpu_hours_saved"]
+    computed = nothing["gpu_hours"] - ours["gpu_hours"]
+    assert ours["gpu_hours_saved"] == pytest.approx(computed, rel=0.2)
 
 
 def test_a_fleet_has_a_row_for_each_routing(tmp_path):
@@ -66,8 +70,8 @@ def test_a_fleet_has_a_row_for_each_routing(tmp_path):
 
 
 def test_json_to_standard_output_is_nothing_else():
-    _, text, _ = simulate(TRACE, "--num-slots", "8", "--policy", "auto", "--json", "-")
-    assert json.loads(text)[0]["num_slots"] == 8
+    _, text, _ = simulate(TRACE, "--limit", "4", "--policy", "auto", "--json", "-")
+    assert json.loads(text)[0]["gib"] == 64
 
 
 @pytest.mark.parametrize(
@@ -75,13 +79,10 @@ def test_json_to_standard_output_is_nothing_else():
     [
         (("nowhere.jsonl",), "nowhere.jsonl: No such file"),
         ((TRACE, "--routing", "events"), "give --fleet"),
-        ((TRACE, "--fleet", "4"), "--fleet: give --gib"),
         ((TRACE, "--fleet", "4", "--gib", "4", "--prefill-engines", "4"), "leave some to decode"),
         ((TRACE, "--fleet", "4", "--gib", "4", "--routing", "luck"), "--routing luck: use round"),
-        ((TRACE, "--fleet", "4", "--gib", "4", "--policy", "vllm"), "--policy vllm: a fleet"),
-        ((TRACE, "--fleet", "4", "--gib", "4", "--plot", "a.png"), "--plot: a fleet has none"),
+        ((TRACE, "--fleet", "4", "--gib", "4", "--policy", "vllm"), "--policy vllm: its events"),
         ((TRACE, "--policy", "magic"), "--policy magic: use auto"),
-        ((TRACE, "--policy", "align-1088"), "--policy align-1088: states and KV share its memory"),
         ((TRACE, "--limit", "0"), "--limit 0: use 1 or more"),
         ((TRACE, "--block-size", "0"), "--block-size 0: use 1 or more"),
         ((TRACE, "--max-num-batched-tokens", "0"), "--max-num-batched-tokens 0: use 1 or more"),
@@ -89,7 +90,6 @@ def test_json_to_standard_output_is_nothing_else():
         ((TRACE, "--gib"), "--gib requires at least 1 element"),
         ((TRACE, "--gib", "1e12"), "--gib [1000000000000.0]: use more than 0, up to 131072"),
         ((TRACE, "--gib", "4", "--host-gib", "1e30"), "--host-gib 1e+30: use 0 to 131072"),
-        ((TRACE, "--num-slots", "0"), "--num-slots"),
         ((TRACE, "--gib", "0"), "--gib"),
         ((TRACE, "--gib", "nan"), "--gib [nan]: use more than 0"),
         ((TRACE, "--gib", "4", "inf"), "--gib [4.0, inf]: use more than 0"),
@@ -97,9 +97,8 @@ def test_json_to_standard_output_is_nothing_else():
         ((TRACE, "--gib", "4", "--fleet", "2", "--transfer-gb-s", "0"), "--transfer-gb-s 0: use"),
         ((TRACE, "--gib", "4", "--disk-gib", "8"), "--disk-gib: give --host-gib"),
         ((TRACE, "--gib", "4", "--host-gb-s", "0"), "--host-gb-s 0: use more than 0"),
-        ((TRACE, "--host-gib", "8"), "--host-gib: give --gib"),
         ((TRACE, "--gib", "4", "--host-gib", "8", "--policy", "vllm"), "tiers are not modelled"),
-        ((TRACE, "--gib", "4", "--num-slots", "8"), "use one of them"),
+        ((TRACE, "--gib", "4", "--target-hit-rate", "80"), "use one of them"),
         ((TRACE, "--target-hit-rate", "100"), "--target-hit-rate 100: use per cent"),
         ((TRACE, "--cost", "abacus"), "cost model 'abacus'"),
     ],
@@ -129,7 +128,11 @@ def test_a_line_that_no_reader_takes_is_named(tmp_path, line):
 def test_plot_writes_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "rates.png"
-    assert simulate(TRACE, "--num-slots", "8", "16", "--limit", "50", "--plot", str(path))[0] == 0
+    assert simulate(TRACE, "--gib", "4", "8", "--limit", "20", "--plot", str(path))[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    path.unlink()
+    fleet = ("--fleet", "1", "2", "--routing", "session", "--gib", "4", "--limit", "8")
+    assert simulate(TRACE, *fleet, "--plot", str(path))[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -153,7 +156,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_replay(
 
 def test_seeds_are_rows_of_their_own_and_one_line_of_the_table(tmp_path):
     path = tmp_path / "rows.json"
-    memory = ("--num-slots", "16", "--kv-tokens", "300000", "--limit", "60")
+    memory = ("--gib", "8", "--limit", "60")
     _, table, _ = simulate(TRACE, *memory, "--policy", "auto", "--seeds", "3", "--json", str(path))
     rows = json.loads(path.read_text())
     assert [row["seed"] for row in rows] == [0, 1, 2]
@@ -190,7 +193,7 @@ def test_the_documented_policy_of_ones_own_runs_as_printed(monkeypatch, capsys):
     (example,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M)
     (line,) = re.findall(r"^    python shallow_first.py (.*)", PAGE.read_text(), re.M)
     monkeypatch.setattr(policies, "POLICIES", dict(policies.POLICIES))
-    monkeypatch.setattr(simulate_command, "POLICIES", policies.POLICIES)
+    monkeypatch.setattr(simulate_settings, "POLICIES", policies.POLICIES)
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", ["shallow_first.py", *line.split()])
     with pytest.raises(SystemExit) as ended:

@@ -8,7 +8,7 @@ from milepost.scheduler.plans import SequencePlan, StepPlan
 from milepost.simulator import read_trace
 from milepost.simulator.cost import read_cost, shipped_costs
 from milepost.simulator.loop import Replay
-from milepost.simulator.results import percentile, run_row
+from milepost.simulator.results import MemoryGib, percentile, run_row
 from tests.simulator.traces import DATA, Maker
 
 COST = read_cost("hybrid-35b-a3b-h200")
@@ -94,7 +94,8 @@ def test_the_state_at_an_answers_end_is_used_by_the_next_turn():
 def test_a_row_adds_up():
     trace = read_trace(DATA / "agent-excerpt.jsonl.gz")
     sizes = {"num_pages": 3000, "num_slots": 8}
-    row = run_row(trace, "auto", run(trace, **sizes), trace.bound(), **sizes)
+    memory = MemoryGib(device=4.0)
+    row = run_row(trace, "auto", run(trace, **sizes), trace.bound(), **sizes, memory=memory)
     assert row.hits + sum(row.lost.values()) == row.queries
     assert row.ttft_p50_s <= row.ttft_p90_s <= row.ttft_p99_s
     assert row.prefill_tokens >= row.queries - row.hits

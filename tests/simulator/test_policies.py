@@ -7,14 +7,15 @@ import functools
 from pathlib import Path
 
 import pytest
+from peer_policies import ALL_POLICIES
+from slots import replay
 
 from milepost.cache import Cache
 from milepost.simulator import read_trace
 from milepost.simulator.cost import read_cost
 from milepost.simulator.loop import Replay
-from milepost.simulator.policies import POLICIES, CachePolicy
+from milepost.simulator.policies import CachePolicy
 from milepost.simulator.results import percentile
-from milepost.simulator.slots import replay
 from tests.invariants import check
 from tests.simulator.traces import DATA, TRACES, Maker, needs_traces, round_robin
 
@@ -36,7 +37,7 @@ def check_memory(cache):
         cache.check()
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("policy", ALL_POLICIES.values(), ids=ALL_POLICIES)
 def test_every_policy_adds_up_and_is_deterministic(policy):
     trace = conversation()
     trace.link_answers()
@@ -59,7 +60,7 @@ def test_every_policy_adds_up_and_is_deterministic(policy):
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("policy", ALL_POLICIES.values(), ids=ALL_POLICIES)
 def test_no_policy_reuses_more_than_the_bound(policy):
     """With memory for everything, and with slots for everything alone."""
     trace = conversation(200)
@@ -72,14 +73,14 @@ def test_no_policy_reuses_more_than_the_bound(policy):
 
 
 def hit_rate(trace, num_slots, policy="auto"):
-    stats = replay(trace, num_slots, policy=POLICIES[policy]).stats
+    stats = replay(trace, num_slots, policy=ALL_POLICIES[policy]).stats
     return stats.hits / stats.queries
 
 
 @functools.cache
 def round_robin_hits(num_sessions, num_rounds, policy="auto"):
     """Tokens reused and asked for by sessions that take turns, with 100 slots."""
-    stats = replay(round_robin(num_sessions, num_rounds), 100, policy=POLICIES[policy]).stats
+    stats = replay(round_robin(num_sessions, num_rounds), 100, policy=ALL_POLICIES[policy]).stats
     return stats.hits, stats.queries
 
 
@@ -111,7 +112,7 @@ def live_sessions(num_sessions, num_turns, num_pages=100, num_more=2):
 
 
 def in_time(trace, policy, num_pages, num_slots=200, **options):
-    cache = POLICIES[policy].cache(num_pages=num_pages, num_slots=num_slots, page_size=64)
+    cache = ALL_POLICIES[policy].cache(num_pages=num_pages, num_slots=num_slots, page_size=64)
     run = Replay(trace, cache, read_cost("hybrid-35b-a3b-h200"), closed=True, **options).run()
     return run, cache.stats.hits / cache.stats.queries
 

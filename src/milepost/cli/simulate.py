@@ -23,14 +23,11 @@ from milepost.errors import InvalidRequestError
 from milepost.simulator.cost import CostModel, read_cost
 from milepost.simulator.fleet.results import FleetRow, fleet_means
 from milepost.simulator.loop import Replay
-from milepost.simulator.policies import POLICIES, CachePolicy, Pooled
-from milepost.simulator.results import MemoryGib, ResultRow, means, run_row, slots_row
+from milepost.simulator.policies import CachePolicy, Pooled
+from milepost.simulator.results import MemoryGib, ResultRow, means, run_row
 from milepost.simulator.search import smallest
 from milepost.simulator.seeds import reseeded
-from milepost.simulator.slots import replay
 from milepost.simulator.trace import Trace, read_trace
-
-COMPARED = ["auto", "forks-cap2", "ends", "interval-cap3", "interval"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,21 +36,10 @@ class Cell:
 
     policy: CachePolicy | Pooled
     seed: int
-    gib: float | None = None
-    num_slots: int = 0
-    kv_tokens: int | None = None
-    """Tokens of KV. Without this and GiB, only slots are limited."""
+    gib: float
 
     def __str__(self) -> str:
-        size = f"{self.num_slots} slots" if self.gib is None else f"{self.gib:g} GiB"
-        return f"{self.policy.name}, {size}"
-
-    def sizes(self, cost: CostModel, page_size: int, max_num_seqs: int) -> tuple[int, int]:
-        """Returns the numbers of pages and slots in two pools."""
-        if self.gib is not None:
-            return cost.split(int(self.gib * GIB), page_size, max_num_seqs)
-        assert self.kv_tokens is not None
-        return -(-self.kv_tokens // page_size), self.num_slots
+        return f"{self.policy.name}, {self.gib:g} GiB"
 
 
 def simulate_command(screen: Screen) -> Callable[..., None]:
@@ -68,7 +54,7 @@ def simulate_command(screen: Screen) -> Callable[..., None]:
             JSON lines, plain or gzip; docs/simulator.md lists the fields.
         """
         settings = settings or Settings()
-        policies = _policies(settings)
+        policies = settings.policies
         if settings.plot is not None:
             plot.require(settings.plot)
         if settings.json is not None:
@@ -76,7 +62,7 @@ def simulate_command(screen: Screen) -> Callable[..., None]:
         cost = read_cost(settings.cost)
         with screen.waiting(f"reading {trace}"):
             read = read_trace(trace, block_size=settings.block_size, limit=settings.limit)
-            if settings.predict_answers and settings.has_time:
+            if settings.predict_answers:
                 read.link_answers()
             bound = read.bound()
 
@@ -84,36 +70,25 @@ def simulate_command(screen: Screen) -> Callable[..., None]:
             with _progress(screen, str(cell), len(read.requests)) as advance:
                 return _row(reseeded(read, cell.seed), cell, settings, cost, bound, advance)
 
+        rows: list[Any]
         if settings.fleet is not None:
             closed = _is_closed(read, settings)
             progress = partial(_progress, screen)
-            found = run_fleet(read, settings, cost, bound, closed=closed, progress=progress)
-            _write(list(found), screen, settings.json, bound)
-            return
-        if settings.target_hit_rate is None:
-            rows = [run(cell) for cell in _cells(settings, policies)]
+            rows = list(run_fleet(read, settings, cost, bound, closed=closed, progress=progress))
+        elif settings.target_hit_rate is None:
+            rows = [
+                run(Cell(policy=policy, seed=seed, gib=gib))
+                for gib in settings.sizes
+                for policy in policies
+                for seed in range(settings.seeds)
+            ]
         else:
             rows = _rows_of_search(settings, policies, run)
         _write(rows, screen, settings.json, bound)
         if settings.plot is not None:
-            plot.draw(means(rows), settings.plot, bound)
+            plot.draw(_means(rows), settings.plot, bound)
 
     return simulate
-
-
-def _cells(settings: Settings, policies: Sequence[CachePolicy | Pooled]) -> list[Cell]:
-    sizes: list[dict[str, Any]] = [{"gib": gib} for gib in settings.gib or []]
-    sizes = sizes or [
-        {"kv_tokens": kv_tokens, "num_slots": num_slots}
-        for kv_tokens in settings.kv_tokens or [None]
-        for num_slots in settings.num_slots or [64, 128, 256, 512]
-    ]
-    return [
-        Cell(policy=policy, seed=seed, **size)
-        for size in sizes
-        for policy in policies
-        for seed in range(settings.seeds)
-    ]
 
 
 def _rows_of_search(
@@ -142,23 +117,6 @@ def _rows_of_search(
     return found
 
 
-def _policies(settings: Settings) -> list[CachePolicy | Pooled]:
-    names = settings.policy or COMPARED
-    if list(names) == ["all"]:
-        has_pools = settings.has_time and not settings.host_gib
-        return [p for p in POLICIES.values() if has_pools or isinstance(p, CachePolicy)]
-    for name in names:
-        if name not in POLICIES:
-            raise InvalidRequestError(f"--policy {name}: use {', '.join(POLICIES)}")
-        if not settings.has_time and isinstance(POLICIES[name], Pooled):
-            raise InvalidRequestError(
-                f"--policy {name}: states and KV share its memory; give --gib, or --kv-tokens too"
-            )
-        if settings.host_gib and isinstance(POLICIES[name], Pooled):
-            raise InvalidRequestError(f"--policy {name}: its tiers are not modelled; leave one out")
-    return [POLICIES[name] for name in names]
-
-
 def _row(
     trace: Trace,
     cell: Cell,
@@ -167,36 +125,20 @@ def _row(
     bound: float,
     advance: Callable[[int], None],
 ) -> ResultRow:
-    policy, page_size = cell.policy, trace.page_size
-    if not settings.has_time:
-        assert isinstance(policy, CachePolicy), "pooled policies are refused without KV's size"
-        cache = replay(trace, cell.num_slots, policy=policy, on_request=advance)
-        return slots_row(trace, policy.name, cache, bound, seed=cell.seed)
-    num_pages, num_slots = cell.sizes(cost, page_size, settings.max_num_seqs)
+    sizes = cost.split(int(cell.gib * GIB), trace.page_size, settings.max_num_seqs)
+    memory = {"num_pages": sizes[0], "num_slots": sizes[1]}
     run = Replay(
         trace,
-        policy.memory(cost, num_pages=num_pages, num_slots=num_slots, page_size=page_size),
+        cell.policy.memory(cost, **memory, page_size=trace.page_size),
         cost,
         closed=_is_closed(trace, settings),
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        tiers=settings.tiers if isinstance(policy, CachePolicy) else None,
+        tiers=settings.tiers,
     ).run(advance)
-    memory = MemoryGib(
-        device=cell.gib or cost.bytes_of(num_pages, num_slots, page_size) / GIB,
-        host=settings.host_gib,
-        disk=settings.disk_gib,
-    )
-    return run_row(
-        trace,
-        policy.name,
-        run,
-        bound,
-        num_pages=num_pages,
-        num_slots=num_slots,
-        memory=memory,
-        seed=cell.seed,
-    )
+    gib = MemoryGib(device=cell.gib, host=settings.host_gib, disk=settings.disk_gib)
+    name = cell.policy.name
+    return run_row(trace, name, run, bound, **memory, memory=gib, seed=cell.seed)
 
 
 def _is_closed(trace: Trace, settings: Settings) -> bool:
@@ -238,10 +180,15 @@ def _write(rows: list[Any], screen: Screen, path: Path | None, bound: float) -> 
             raise InvalidRequestError(f"--json {path}: {error.strerror}") from error
     width = None if screen.answers.isatty() else WIDTH
     console = Console(file=screen.answers, highlight=False, width=width)
+    shown = _means(rows)
     if isinstance(rows[0], FleetRow):
-        console.print(fleet_table(fleet_means(rows)))
+        console.print(fleet_table(shown))
     else:
-        shown = means(rows)
         console.print(hits_table(shown))
         console.print(rest_table(shown))
     console.print(f"{rows[0].trace}: {rows[0].requests} requests, bound {100 * bound:.1f} %")
+
+
+def _means(rows: Sequence[Any]) -> list[Any]:
+    """Returns one row for each line of the table: means over the seeds."""
+    return fleet_means(rows) if isinstance(rows[0], FleetRow) else means(rows)

@@ -14,7 +14,7 @@ from milepost.cli.simulate_tables import plain_table
 from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet import Fleet, Shape
 from milepost.simulator.fleet.results import FleetRow, fleet_row
-from milepost.simulator.policies import POLICIES
+from milepost.simulator.policies import CachePolicy, Pooled
 from milepost.simulator.results import MemoryGib
 from milepost.simulator.seeds import reseeded
 from milepost.simulator.trace import Trace
@@ -34,8 +34,8 @@ def run_fleet(
     """Yields a row for each size, routing, policy and seed."""
     cells = product(
         settings.fleet or (),
-        settings.gib or (),
-        settings.policy or ["auto"],
+        settings.sizes,
+        settings.policies,
         settings.routing or DEFAULT_ROUTINGS,
         range(settings.seeds),
     )
@@ -65,7 +65,7 @@ def run_fleet(
             run,
             bound,
             shape,
-            policy=policy,
+            policy=policy.name,
             routing=routing,
             memory=memory,
             seed=seed,
@@ -73,9 +73,8 @@ def run_fleet(
 
 
 def _maker(
-    name: str, gib: float, cost: CostModel, page_size: int, max_num_seqs: int
+    policy: CachePolicy | Pooled, gib: float, cost: CostModel, page_size: int, max_num_seqs: int
 ) -> Callable[[], object]:
-    policy = POLICIES[name]
     num_pages, num_slots = cost.split(int(gib * GIB), page_size, max_num_seqs)
     return lambda: policy.memory(
         cost, num_pages=num_pages, num_slots=num_slots, page_size=page_size

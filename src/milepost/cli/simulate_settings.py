@@ -12,12 +12,14 @@ from cyclopts import Parameter
 from milepost.cli.flags import Whole, WholeOrNone, whole
 from milepost.errors import InvalidRequestError
 from milepost.simulator.fleet import ROUTINGS
-from milepost.simulator.policies import POLICIES, CachePolicy
+from milepost.simulator.policies import POLICIES, CachePolicy, Pooled
 from milepost.simulator.tiers import TierSizes
 
 GIB = 2**30
 MAX_GIB = 2**17
 """Largest simulated memory: its pages are counted one by one."""
+DEFAULT_GIB = 64.0
+COMPARED = ("vllm", "sglang", "auto")
 _List = Parameter(negative_iterable=(), consume_multiple=(1, None))
 _Wholes = Parameter(
     negative_iterable=(), consume_multiple=(1, None), converter=whole(list[int] | None)
@@ -30,8 +32,8 @@ class Settings:
     """Settings of a simulation. Each field is a flag."""
 
     gib: Annotated[list[float] | None, _List] = None
-    """Sizes of device memory for KV and states together, in GiB. If a policy has two pools, states
-    get a slot for each request that may run and a sixth of the rest."""
+    """Sizes of device memory for KV and states together, in GiB (default 64: an H200 beside a model
+    of 35B parameters in bfloat16)."""
     target_hit_rate: float | None = None
     """Find the least memory with which each policy hits this percentage of the prompt tokens."""
     host_gib: float = 0.0
@@ -43,13 +45,8 @@ class Settings:
     """Bandwidth of the link to host memory, in GB per second each way."""
     disk_gb_s: float = 2.0
     """Bandwidth of the disk, in GB per second for reads and for writes."""
-    num_slots: Annotated[list[int] | None, _Wholes] = None
-    """Sizes of the slot pool (default 64 128 256 512), if no GiB are given."""
-    kv_tokens: Annotated[list[int] | None, _Wholes] = None
-    """Sizes of the page pool in tokens. Without these and GiB, KV is unlimited, time stands still,
-    a running request's slot isn't counted, and answers leave no states."""
     policy: Annotated[list[str] | None, _List] = None
-    """Policies to compare, or `all`; by default auto, forks-cap2, ends, interval-cap3, interval."""
+    """Policies to compare (default vllm sglang auto)."""
     seeds: Whole = 1
     """Number of replays of each size. The first is as recorded; in the others sessions swap their
     start times, or the gaps between arrivals are shuffled. The table shows means."""
@@ -82,7 +79,8 @@ class Settings:
     json: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None
     """Write all rows to this file; `-` is standard output, in place of the table."""
     plot: Path | None = None
-    """Plot the hit rate and the p90 time to first token over memory to this file."""
+    """Plot the hit rate and the p90 time to first token over memory to this file; with `--fleet`,
+    over the number of engines."""
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -94,11 +92,8 @@ class Settings:
             raise InvalidRequestError("--routing, --prefill-engines: give --fleet")
 
     def _check_counts(self) -> None:
-        counts = {"num-slots": self.num_slots or [], "kv-tokens": self.kv_tokens or []}
-        counts |= {"fleet": self.fleet or []}
-        for name, values in counts.items():
-            if any(value < 1 for value in values):
-                raise InvalidRequestError(f"--{name} {values}: use 1 or more")
+        if any(num < 1 for num in self.fleet or ()):
+            raise InvalidRequestError(f"--fleet {self.fleet}: use 1 or more")
         for name in ("seeds", "limit", "block_size", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -107,11 +102,8 @@ class Settings:
     def _check_sizes(self) -> None:
         if not all(0 < gib <= MAX_GIB for gib in self.gib or []):
             raise InvalidRequestError(f"--gib {self.gib}: use more than 0, up to {MAX_GIB}")
-        sizes = [self.gib, self.num_slots or self.kv_tokens, self.target_hit_rate]
-        if sum(size is not None for size in sizes) > 1:
-            raise InvalidRequestError(
-                "--gib, --num-slots with --kv-tokens, --target-hit-rate: use one of them"
-            )
+        if self.gib is not None and self.target_hit_rate is not None:
+            raise InvalidRequestError("--gib, --target-hit-rate: use one of them")
         if self.target_hit_rate is not None and not 0 < self.target_hit_rate < 100:
             raise InvalidRequestError(
                 f"--target-hit-rate {self.target_hit_rate:g}: use per cent, above 0 and below 100"
@@ -120,8 +112,6 @@ class Settings:
     def _check_tiers(self) -> None:
         if self.disk_gib and not self.host_gib:
             raise InvalidRequestError("--disk-gib: give --host-gib, which copies go through")
-        if self.host_gib and not self.has_time:
-            raise InvalidRequestError("--host-gib: give --gib, the memory of the device")
         for name in ("host_gib", "disk_gib"):
             value, flag = getattr(self, name), name.replace("_", "-")
             if not 0 <= value <= MAX_GIB:
@@ -132,10 +122,8 @@ class Settings:
                 raise InvalidRequestError(f"--{flag} {value:g}: use more than 0")
 
     def _check_fleet(self, fleet: list[int]) -> None:
-        if not self.gib or self.target_hit_rate is not None:
-            raise InvalidRequestError("--fleet: give --gib, the memory of each engine")
-        if self.plot is not None:
-            raise InvalidRequestError("--plot: a fleet has none; --json writes its rows")
+        if self.target_hit_rate is not None:
+            raise InvalidRequestError("--fleet: give --gib in place of --target-hit-rate")
         if self.prefill_engines < 0:
             raise InvalidRequestError(f"--prefill-engines {self.prefill_engines}: use 0 or more")
         if not all(self.prefill_engines < num for num in fleet):
@@ -145,11 +133,25 @@ class Settings:
         for routing in self.routing or ():
             if routing not in ROUTINGS:
                 raise InvalidRequestError(f"--routing {routing}: use {', '.join(ROUTINGS)}")
-        for name in self.policy or ():
-            if not isinstance(POLICIES.get(name), CachePolicy):
+
+    @property
+    def policies(self) -> list[CachePolicy | Pooled]:
+        """The policies to compare. Raises InvalidRequestError for one that cannot run."""
+        names = self.policy or (["auto"] if self.fleet or self.host_gib else COMPARED)
+        needs_cache = (self.fleet and "events of its cache") or (self.host_gib and "tiers")
+        for name in names:
+            if name not in POLICIES:
+                raise InvalidRequestError(f"--policy {name}: use {', '.join(POLICIES)}")
+            if needs_cache and isinstance(POLICIES[name], Pooled):
                 raise InvalidRequestError(
-                    f"--policy {name}: a fleet's engines have policies of ours"
+                    f"--policy {name}: its {needs_cache} are not modelled; leave it out"
                 )
+        return [POLICIES[name] for name in names]
+
+    @property
+    def sizes(self) -> list[float]:
+        """Sizes of device memory, in GiB."""
+        return self.gib or [DEFAULT_GIB]
 
     @property
     def tiers(self) -> TierSizes | None:
@@ -162,8 +164,3 @@ class Settings:
             host_bytes_per_s=self.host_gb_s * 1e9,
             disk_bytes_per_s=self.disk_gb_s * 1e9,
         )
-
-    @property
-    def has_time(self) -> bool:
-        """Whether KV is limited, so that time passes."""
-        return bool(self.gib or self.kv_tokens or self.target_hit_rate)

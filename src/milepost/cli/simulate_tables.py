@@ -14,32 +14,28 @@ WIDTH = 80
 
 
 def hits_table(rows: Sequence[ResultRow]) -> Table:
-    """Shows hit rates and times to first token."""
-    has_time = rows[0].num_pages is not None
-    names = ["policy", _size_name(rows), "hit %", "of bound"]
+    """Shows hit rates, times to first token, and GPU time."""
     has_tiers = any(row.host_gib for row in rows)
-    names += ["loaded %"] if has_tiers else []
-    names += ["ttft p50", "p90", "p99", "refused"] if has_time else []
-    table = _table(names)
+    names = ["policy", "GiB", "hit %", *(["loaded %"] if has_tiers else [])]
+    table = _table([*names, "ttft p50", "p90", "p99", "GPU h", "saved", "refused"])
     for row in rows:
-        cells = [f"{100 * row.hit_rate:.2f}", f"{100 * row.share_of_bound:.1f} %"]
+        cells = [f"{100 * row.hit_rate:.2f}"]
         if has_tiers:
             cells.append(f"{100 * sum(row.loaded.values()) / row.queries:.2f}")
-        if has_time:
-            times = (row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s)
-            cells += ["-" if time is None else seconds(time) for time in times]
-            cells.append(f"{row.refused}")
-        table.add_row(row.policy, _size(row), *cells)
+        times = (row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s)
+        cells += ["-" if time is None else seconds(time) for time in times]
+        cells += [f"{row.gpu_hours:.2f}", f"{row.gpu_hours_saved:.2f}", f"{row.refused}"]
+        table.add_row(row.policy, f"{row.gib:.1f}", *cells)
     return table
 
 
 def rest_table(rows: Sequence[ResultRow]) -> Table:
     """Shows the computed tokens with their reasons, and the fate of the saved states."""
-    table = _table(["policy", _size_name(rows), "computed", "made", "used", "unused", "lost to"])
+    table = _table(["policy", "GiB", "computed", "made", "used", "unused", "lost to"])
     for row in rows:
         cells = [f"{row.prefill_tokens / 1e6:.2f} M", f"{row.checkpoints_made}"]
         cells += [f"{row.checkpoints_used}", f"{row.checkpoints_evicted_unused}", _losses(row)]
-        table.add_row(row.policy, _size(row), *cells)
+        table.add_row(row.policy, f"{row.gib:.1f}", *cells)
     return table
 
 
@@ -54,14 +50,6 @@ def plain_table(names: Sequence[str], texts: Sequence[str]) -> Table:
         is_text = name in texts
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "lost to")
     return table
-
-
-def _size_name(rows: Sequence[ResultRow]) -> str:
-    return "slots" if rows[0].gib is None else "GiB"
-
-
-def _size(row: ResultRow) -> str:
-    return f"{row.num_slots}" if row.gib is None else f"{row.gib:.1f}"
 
 
 def _losses(row: ResultRow) -> str:

@@ -1,4 +1,4 @@
-"""How long a step takes on a machine: measured constants from a small TOML or JSON file."""
+"""Duration of a step on a machine, from measured constants in a small TOML or JSON file."""
 
 from __future__ import annotations
 
@@ -16,45 +16,48 @@ SHIPPED = Path(__file__).with_name("costs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Seconds and bytes. A file names every field."""
+    """Seconds and bytes; a file names every field."""
 
     name: str
     step_s: float
-    """A step that prefills, before its tokens."""
+    """Fixed time of a step that prefills."""
     prefill_token_s: float
     attention_pair_s: float
-    """A prefilled token together with one token before it."""
+    """Time for one prefilled token to attend to one earlier token."""
     decode_step_s: float
-    """A step that only decodes, before its sequences."""
+    """Fixed time of a step that only decodes."""
     decode_seq_s: float
     decode_context_s: float
-    """A token before one that is decoded: its KV is read."""
+    """Time to read the KV of one token before a decoded one."""
     page_token_bytes: int
-    """KV of one token, of all attention layers."""
+    """Bytes of one token's KV in all attention layers."""
     state_bytes: int
-    """One slot."""
+    """Bytes of one slot."""
 
     def step_time_s(self, plan: StepPlan) -> float:
-        """Duration of one step."""
+        """Returns the duration of one step."""
         num_decodes = plan.num_decodes
         decodes, prefills = plan.sequences[:num_decodes], plan.sequences[num_decodes:]
         context = sum(sequence.start for sequence in decodes)
         decode_s = num_decodes * self.decode_seq_s + context * self.decode_context_s
         if not prefills:
             return self.decode_step_s + decode_s
-        tokens = sum(sequence.num_tokens for sequence in prefills)
-        pairs = sum((s.end - s.start) * (s.start + s.end) / 2 for s in prefills)
-        return (
-            self.step_s + tokens * self.prefill_token_s + pairs * self.attention_pair_s + decode_s
-        )
+        prefill_s = sum(self.prefill_s(s.start, s.end) for s in prefills)
+        return self.step_s + prefill_s + decode_s
+
+    def prefill_s(self, start: int, end: int) -> float:
+        """Returns the time that computing the tokens [start, end) adds to a step."""
+        num_tokens = end - start
+        pairs = num_tokens * (start + end) / 2
+        return num_tokens * self.prefill_token_s + pairs * self.attention_pair_s
 
     def bytes_of(self, num_pages: int, num_slots: int, page_size: int) -> int:
-        """Of so many pages and slots."""
+        """Returns the bytes of pages and slots together."""
         return num_pages * page_size * self.page_token_bytes + num_slots * self.state_bytes
 
     def split(self, num_bytes: int, page_size: int, max_num_seqs: int) -> tuple[int, int]:
-        """Pages and slots of so many bytes, as an engine with two pools divides them: a slot for
-        each request that may run, and a sixth of the rest.
+        """Returns the pages and slots that an engine with two pools makes of its bytes: a slot for
+        each request that may run, and a sixth of the rest for more.
         """
         running = min(max_num_seqs * self.state_bytes, num_bytes // 2)
         num_slots = (running + (num_bytes - running) // 6) // self.state_bytes
@@ -63,12 +66,12 @@ class CostModel:
 
 
 def shipped_costs() -> list[str]:
-    """Names of the cost models in the package."""
+    """Returns the names of the cost models in the package."""
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
 def read_cost(name: str) -> CostModel:
-    """A shipped model by name, or a file by path. Raises TraceError."""
+    """Reads a shipped model by name, or a file by path. Raises TraceError."""
     path = SHIPPED / f"{name}.toml" if name in shipped_costs() else Path(name)
     try:
         text = path.read_text(encoding="utf-8")

@@ -35,8 +35,12 @@ class Replayed:
     num_refused: int = 0
     """Requests that the page pool could never hold."""
     refused_tokens: int = 0
-    """Of their prompts."""
+    """Prompt tokens of the refused requests."""
     end_s: float = 0.0
+    busy_s: float = 0.0
+    """Time in which steps ran."""
+    saved_s: float = 0.0
+    """Time that prefilling the hits would have taken besides."""
 
 
 class Arrivals:
@@ -161,12 +165,15 @@ class Replay:
             return 0
         seconds = self._cost.step_time_s(plan)
         self._now_s += seconds
+        self.run_so_far.busy_s += seconds
         num_ended = 0
         for progress in scheduler.update(plan, outcome(plan, seconds)):
             request = progress.request
             if request.num_output_tokens == 1:
                 waited_s = self._now_s - self._arrived_s.pop(request.id)
                 self.run_so_far.ttft_s.append(waited_s)
+                assert request.report is not None, "a request with a token was admitted"
+                self.run_so_far.saved_s += self._cost.prefill_s(0, request.report.state_length)
             if progress.finish_reason is not None:
                 self._arrivals.done(int(request.id), self._now_s)
                 num_ended += 1

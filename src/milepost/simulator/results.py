@@ -7,73 +7,63 @@ from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import Any, TypeVar
 
-from milepost.cache import Cache, Stats
 from milepost.simulator.loop import Replayed
 from milepost.simulator.trace import Trace
 
 Row = TypeVar("Row")
 
 REFUSED = "refused"
-"""In place of a reason: the tokens of requests that never ran, for they need more memory than there
-is. They are among the queries, or less memory would seem to hit more.
+"""The reason that stands for the tokens of requests that never ran, because they need more memory
+than there is. They count as queries, or less memory would seem to hit more.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryGib:
-    """How much memory a replay had, by place."""
+    """Memory of a replay, by place."""
 
-    device: float | None = None
-    """None: not known in GiB."""
+    device: float
     host: float = 0.0
     disk: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """Lost tokens and hits add up to the queries. What a slots-only replay has not is None."""
+    """One replay. Lost tokens and hits add up to the queries."""
 
     trace: str
     policy: str
     seed: int = 0
     num_slots: int
-    num_pages: int | None
-    """None: KV was not limited."""
-    gib: float | None = None
-    """Of both together; None likewise."""
+    num_pages: int
+    gib: float
+    """Memory of the device for KV and states together."""
+    host_gib: float = 0.0
+    disk_gib: float = 0.0
     requests: int
     queries: int
     """Prompt tokens, each request once."""
     hits: int
     hit_rate: float
-    host_gib: float = 0.0
-    disk_gib: float = 0.0
     loaded: dict[str, int]
-    """Those of the hits that came from host memory or a disk, by which."""
+    """Hits that came from host memory or a disk, by source."""
     share_of_bound: float
-    """Of what a state at every page and unlimited KV would reuse."""
+    """Hits relative to those with a state at every page and unlimited KV."""
     lost: dict[str, int]
-    ttft_p50_s: float | None = None
-    ttft_p90_s: float | None = None
-    ttft_p99_s: float | None = None
+    ttft_p50_s: float | None
+    ttft_p90_s: float | None
+    ttft_p99_s: float | None
+    gpu_hours: float
+    """Time in which steps ran."""
+    gpu_hours_saved: float
+    """Time that prefilling the hits would have taken besides."""
     prefill_tokens: int
     checkpoints_made: int
     checkpoints_used: int
     checkpoints_evicted_unused: int
     preemptions: int = 0
     refused: int = 0
-    virtual_s: float | None = None
-
-
-def slots_row(trace: Trace, policy: str, cache: Cache, bound: float, *, seed: int = 0) -> ResultRow:
-    """Of a replay with slots alone limited; its pool has one more, for the running request."""
-    return ResultRow(
-        seed=seed,
-        num_slots=cache.slots.total - 1,
-        num_pages=None,
-        prefill_tokens=cache.stats.queries - cache.stats.hits,
-        **_counts(trace, policy, cache.stats, bound),
-    )
+    virtual_s: float
 
 
 def run_row(
@@ -84,62 +74,56 @@ def run_row(
     *,
     num_pages: int,
     num_slots: int,
-    memory: MemoryGib = MemoryGib(),
+    memory: MemoryGib,
     seed: int = 0,
 ) -> ResultRow:
-    """Of a replay in virtual time with the memory of so many pages and slots."""
-    stats = run.scheduler.stats
+    """Makes the row of a replay; the numbers of pages and slots are those of two pools."""
+    stats, cached = run.scheduler.stats, run.cache.stats
     p50, p90, p99 = (percentile(run.ttft_s, share) for share in (0.5, 0.9, 0.99))
+    queries = cached.queries + run.refused_tokens
+    rate = cached.hits / queries if queries else 0.0
+    lost = {reason.value: count for reason, count in cached.lost.items() if count}
     return ResultRow(
+        trace=trace.name,
+        policy=policy,
         seed=seed,
         num_slots=num_slots,
         num_pages=num_pages,
         gib=memory.device,
         host_gib=memory.host,
         disk_gib=memory.disk,
+        requests=len(trace.requests),
+        queries=queries,
+        hits=cached.hits,
+        hit_rate=rate,
+        loaded=dict(cached.loaded),
+        share_of_bound=rate / bound if bound else 0.0,
+        lost=lost | ({REFUSED: run.refused_tokens} if run.refused_tokens else {}),
         ttft_p50_s=p50,
         ttft_p90_s=p90,
         ttft_p99_s=p99,
+        gpu_hours=run.busy_s / 3600,
+        gpu_hours_saved=run.saved_s / 3600,
         prefill_tokens=stats.prefill_tokens,
+        checkpoints_made=cached.checkpoints_made,
+        checkpoints_used=cached.checkpoints_used,
+        checkpoints_evicted_unused=cached.checkpoints_evicted_unused,
         preemptions=stats.num_preemptions,
         refused=run.num_refused,
         virtual_s=run.end_s,
-        **_counts(trace, policy, run.cache.stats, bound, run.refused_tokens),
     )
 
 
-def _counts(
-    trace: Trace, policy: str, stats: Stats, bound: float, refused_tokens: int = 0
-) -> dict[str, Any]:
-    queries = stats.queries + refused_tokens
-    rate = stats.hits / queries if queries else 0.0
-    lost = {reason.value: count for reason, count in stats.lost.items() if count}
-    return {
-        "trace": trace.name,
-        "policy": policy,
-        "requests": len(trace.requests),
-        "queries": queries,
-        "hits": stats.hits,
-        "hit_rate": rate,
-        "loaded": dict(stats.loaded),
-        "share_of_bound": rate / bound if bound else 0.0,
-        "lost": lost | ({REFUSED: refused_tokens} if refused_tokens else {}),
-        "checkpoints_made": stats.checkpoints_made,
-        "checkpoints_used": stats.checkpoints_used,
-        "checkpoints_evicted_unused": stats.checkpoints_evicted_unused,
-    }
-
-
 def means(rows: Sequence[ResultRow]) -> list[ResultRow]:
-    """One row for each policy and size: means over the seeds, counts rounded."""
-    groups: dict[tuple[str, int, int | None], list[ResultRow]] = {}
+    """Returns one row for each policy and size: means over the seeds, counts rounded."""
+    groups: dict[tuple[str, float], list[ResultRow]] = {}
     for row in rows:
-        groups.setdefault((row.policy, row.num_slots, row.num_pages), []).append(row)
+        groups.setdefault((row.policy, row.gib), []).append(row)
     return [mean_of(group) for group in groups.values()]
 
 
 def mean_of(group: Sequence[Row]) -> Row:
-    """One row of several that differ in their seeds."""
+    """Returns the mean of rows that differ only in their seeds."""
     if len(group) == 1:
         return group[0]
     values: dict[str, Any] = {}
@@ -158,7 +142,7 @@ def mean_of(group: Sequence[Row]) -> Row:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that `share` of the values do not exceed."""
+    """Returns the smallest value that at least `share` of the values do not exceed."""
     if not values:
         return None
     ordered = sorted(values)

@@ -1,15 +1,14 @@
 import pytest
 
 from milepost.cache import Lost
-from milepost.cache.placement import place_all
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator import read_trace
 from milepost.simulator.chain import TraceChain
 from milepost.simulator.cost import read_cost
 from milepost.simulator.loop import Replay, outcome
-from milepost.simulator.one_pool import OnePool, one_pool
-from milepost.simulator.policies import POLICIES, aligned_ends
+from milepost.simulator.policies import POLICIES, Pooled
+from milepost.simulator.vllm import OnePool
 from tests.simulator.traces import DATA, Maker
 
 COST = read_cost("hybrid-35b-a3b-h200")
@@ -62,31 +61,24 @@ def test_a_block_that_is_no_multiple_of_a_page_is_told_by_the_page_it_ends_in():
 
 
 def test_blocks_may_be_smaller_than_pages():
+    """The prompt leaves the first one's path; the state there is kept for the third."""
     maker = Maker()
     pages = maker.pages(5)
     maker.ask(pages)
-    maker.ask(pages[:4] + maker.pages(10))
-    assert reused(maker.trace(), pool(100, block_size=16, placement=place_all)) == 4 * 64
+    for _ in range(2):
+        maker.ask(pages[:4] + maker.pages(10))
+    assert reused(maker.trace(), pool(100, block_size=16)) == 4 * 64
 
 
-@pytest.mark.parametrize(("options", "hits"), [({}, 0), ({"placement": aligned_ends}, 2 * 1024)])
-def test_a_shared_prefix_hits_where_its_state_is_kept(options, hits):
-    """From the third prompt on, if the second keeps a state where it leaves the first."""
+def test_a_shared_prefix_hits_where_its_state_is_kept():
+    """From the third prompt on: the second keeps a state where it leaves the first."""
     maker = Maker()
     shared = maker.pages(16)
     for _ in range(4):
         maker.ask(shared + maker.pages(9))
-    assert reused(maker.trace(), pool(100, **options)) == hits
-
-
-def test_each_chunk_keeps_the_state_at_its_last_block_boundary():
-    maker = Maker()
-    pages = maker.pages(40)
-    maker.ask(pages)
-    maker.ask(pages[:21] + maker.pages(9))
     cache = pool(100)
-    assert reused(maker.trace(), cache, max_num_batched_tokens=1024) == 1024
-    assert cache.stats.checkpoints_made == 2 + 1 + 1
+    assert reused(maker.trace(), cache) == 2 * 1024
+    assert cache.stats.checkpoints_made == 4 + 1
 
 
 def test_a_state_goes_before_the_kv_that_it_makes_usable():
@@ -122,11 +114,11 @@ def test_an_answer_leaves_kv_and_no_state():
 
 
 def test_the_pool_has_the_bytes_of_pages_and_slots_together():
-    sizes = {"num_pages": 1000, "num_slots": 10, "page_size": 64}
-    for block_size, share, blocks_a_state in ((1088, 1.0, 3), (576, 0.5, 3), (576, 1.0, 6)):
-        made = one_pool(COST, block_size=block_size, state_share=share, **sizes)
-        num_bytes = 1000 * 64 * COST.page_token_bytes + 10 * COST.state_bytes
-        assert made.blocks_a_state == blocks_a_state
+    num_bytes = 1000 * 64 * COST.page_token_bytes + 10 * COST.state_bytes
+    for share, block_size in ((1.0, 1088), (0.5, 576)):
+        policy = Pooled(name="made", about="", state_share=share)
+        made = policy.memory(COST, num_pages=1000, num_slots=10, page_size=64)
+        assert (made.blocks_a_state, made.block_size) == (3, block_size)
         assert made.blocks.total == num_bytes // (block_size * COST.page_token_bytes)
 
 

@@ -1,8 +1,8 @@
 """Equal blocks with one eviction queue: the pool of `OnePool`.
 
 A *holding* is a run of blocks that is cached under a key: the KV of one block's tokens, or a state.
-While requests use it, it is not in the queue; when the last one leaves it, it goes to the queue's
-end. The holding that has waited longest is evicted whole.
+It is not in the queue while requests use it; it joins the queue's end when the last one leaves it.
+The holding that has waited longest is evicted whole.
 
 Invariant: used + queued + free == total.
 """
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Place = tuple[int, bytes]
-"""Where a block ends: its number in the prompt, and the digest of everything up to there."""
+"""A block's end: the block's number in the prompt, and the digest of everything up to there."""
 Key = tuple[Literal["kv", "state"], Place]
-"""What is held: a block's KV, or the state at its end."""
+"""Names a holding: a block's KV, or the state at its end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,7 @@ class Holding:
     num_blocks: int
     num_users: int = 1
     num_uses: int = 0
-    """Times that a request resumed from it."""
+    """Number of requests that resumed from it."""
 
 
 class BlockPool:
@@ -49,11 +49,11 @@ class BlockPool:
 
     @property
     def room(self) -> int:
-        """Blocks that can be allocated if the whole queue gives way."""
+        """Number of blocks that can be allocated if the whole queue is evicted."""
         return self.total - self.num_used
 
     def allocate(self, num: int) -> list[tuple[Key, Holding]]:
-        """Take blocks for a request; returns what was evicted for them. The caller has checked the
+        """Takes blocks for a request; returns the evicted holdings. The caller has checked the
         room.
         """
         assert num <= self.room, "no more is allocated than is free or queued"
@@ -67,12 +67,12 @@ class BlockPool:
         return evicted
 
     def free(self, num: int) -> None:
-        """Give back blocks that have no key."""
+        """Frees blocks that have no key."""
         self.num_used -= num
 
     def hold(self, key: Key, num_blocks: int) -> bool:
-        """Give blocks in use their key. False if a request uses a copy: then they stay without. A
-        queued copy is given up for them.
+        """Names blocks in use. A queued copy is dropped for them; if a request uses a copy, they
+        stay without a name, and the result is False.
         """
         held = self._held.get(key)
         if held is not None:
@@ -84,12 +84,12 @@ class BlockPool:
         return True
 
     def queued_among(self, keys: list[Key]) -> int:
-        """Blocks of those held under `keys` that nobody uses."""
+        """Number of blocks held under `keys` and not in use."""
         held = (self._held[key] for key in keys)
         return sum(holding.num_blocks for holding in held if not holding.num_users)
 
     def use(self, key: Key) -> None:
-        """Take what is held out of the queue, or share it."""
+        """Takes a holding out of the queue, or shares it."""
         holding = self._held[key]
         if not holding.num_users:
             del self._queue[key]
@@ -98,7 +98,7 @@ class BlockPool:
         holding.num_users += 1
 
     def leave(self, key: Key) -> None:
-        """Stop using it; the last user sends it to the queue's end."""
+        """Stops using a holding; the last user sends it to the queue's end."""
         holding = self._held[key]
         holding.num_users -= 1
         if not holding.num_users:
@@ -107,7 +107,7 @@ class BlockPool:
             self.num_used -= holding.num_blocks
 
     def check(self) -> None:
-        """The invariant, from scratch; for tests."""
+        """Recounts the invariant from scratch; for tests."""
         unused = [key for key, holding in self._held.items() if not holding.num_users]
         assert sorted(unused) == sorted(self._queue), "what nobody uses is queued"
         assert self.num_queued == sum(self._held[key].num_blocks for key in unused)

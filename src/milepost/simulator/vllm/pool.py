@@ -1,62 +1,37 @@
-"""States and KV in one pool of equal blocks: to compare with, under the same scheduler.
+"""vLLM's memory: states and KV in one pool of equal blocks, under Milepost's scheduler.
 
-A model of engines that round their block up until states fit, and serve both from one pool:
-
-- a block holds the KV of `block_size` tokens; a state takes as many whole blocks as its bytes need;
-- KV is reused in whole blocks, and a request resumes only at the end of one, where a state is kept;
-- a prefill keeps the state at the last such place in each chunk; decoding keeps none;
-- what no request uses is queued by time of release (blocks.py). A kept state is released when the
-  request moves on, its KV, from its end, when the request ends. So states are evicted before the KV
-  that they make usable.
+- A block holds the KV of `block_size` tokens; a state takes as many whole blocks as its bytes need.
+- KV is reused in whole blocks. A request resumes only at the end of a block with a saved state.
+- A prefill saves its state at the last block boundary of the prompt and of the KV already cached
+  for it; decoding saves none.
+- Blocks that no request uses are queued by time of release (blocks.py). A saved state is released
+  when the request moves on, KV when the request ends, last block first. So states are evicted
+  before the KV that they make usable.
 
 A running request has one state for itself. Implements scheduler/memory.py with the cache's own
-plans, whose page tables and slots stay empty: there is no runner. Reused and lost tokens are
+plans, whose page tables and slots stay empty, since there is no runner. Reused and lost tokens are
 counted as in the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
-from milepost.cache.allocation import Allocation, State, Transition
+from milepost.cache.allocation import Allocation, Transition
 from milepost.cache.memory import ZERO_SLOT
-from milepost.cache.placement import Kind, Mode, Placement, PromptFacts, floor, place_align
+from milepost.cache.placement import Kind, Mode, floor
 from milepost.cache.plans import Export, PageMove
 from milepost.cache.report import CacheReport, Stats, explain
-from milepost.cache.tree import HYBRID, Chain, End, Match, Path, Reservation, grid_of
-from milepost.simulator.blocks import BlockPool, Key, Place
-from milepost.simulator.cost import CostModel
-
-
-@dataclass(slots=True)
-class Hold:
-    """What one running request holds, beside the blocks for its own state."""
-
-    used: list[Key]
-    """KV that it shares or has published, from the start of the path."""
-    source: Key | None
-    """The state to resume from, until the first commit."""
-    num_kv: int
-    """Blocks of its path, those it shares among them."""
-    num_full: int
-    """Those of them that are full."""
-    num_seen: int
-    """Pages that are noted as seen."""
-    exports: list[Export] = field(default_factory=list)
+from milepost.cache.tree import HYBRID, Chain, Match, Path, Reservation, grid_of
+from milepost.simulator.vllm.blocks import BlockPool, Key, Place
+from milepost.simulator.vllm.hold import Hold, aligned_ends, new_allocation
 
 
 class OnePool:
     """`num_blocks` blocks of `block_size` tokens; a state takes `blocks_a_state`."""
 
     def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        blocks_a_state: int,
-        page_size: int,
-        placement: Placement = place_align,
+        self, *, num_blocks: int, block_size: int, blocks_a_state: int, page_size: int
     ) -> None:
         self.mode: Mode = "align"
         self.grid = grid_of(HYBRID)
@@ -65,7 +40,6 @@ class OnePool:
         self.block_size = block_size
         self.blocks_a_state = blocks_a_state
         self._page_size = page_size
-        self._place = placement
         self._holds: dict[Allocation, Hold] = {}
         self._seen: set[bytes] = set()
         self._had_states: set[Place] = set()
@@ -106,14 +80,14 @@ class OnePool:
         return Reservation(due=0)
 
     def refresh(self, reservation: Reservation, match: Match) -> None:
-        """Nothing is kept for those that wait."""
+        """Does nothing: waiting requests reserve nothing."""
 
     def forget(self, reservation: Reservation) -> None:
-        """Nothing was kept for it."""
+        """Does nothing: waiting requests reserve nothing."""
 
     def _ends(self, chain: Chain, first: int, end: int) -> list[Place]:
-        """Where each of the chain's blocks [first, end) ends: its number, and the digest of the
-        page that its end lies in. A trace tells pages apart and nothing smaller.
+        """Returns the ends of the chain's blocks [first, end): their numbers, and the digests of
+        the pages that they lie in, since a trace tells nothing smaller apart.
         """
         pages = [-(-(k + 1) * self.block_size // self._page_size) - 1 for k in range(first, end)]
         digests = chain.digests(pages[-1] + 1) if pages else []
@@ -137,7 +111,7 @@ class OnePool:
         )
 
     def _num_seen(self, chain: Chain) -> int:
-        """Pages of the prompt that some request has computed before."""
+        """Returns the number of the prompt's pages that some request has computed before."""
         num = 0
         for digest in chain.full_digests():
             if digest not in self._seen:
@@ -148,7 +122,7 @@ class OnePool:
     # --- admit ------------------------------------------------------------------------------------
 
     def displaced(self, match: Match) -> float:  # noqa: ARG002
-        """Nobody is held back for what others may ask for."""
+        """Returns 0: no request is held back for what others may ask for."""
         return 0.0
 
     def admit(
@@ -177,7 +151,7 @@ class OnePool:
             self.stats.checkpoints_used += 1
         self._allocate(fresh)
         self.stats.admitted(match.report, first_time=first_time)
-        allocation = _allocation(chain, match, self.block_size)
+        allocation = new_allocation(chain, match, self.block_size)
         self._holds[allocation] = Hold(used, source, num_kv, len(used), position // self._page_size)
         return allocation
 
@@ -200,7 +174,7 @@ class OnePool:
         return True
 
     def add_branch_point(self, allocation: Allocation, position: int) -> None:  # noqa: ARG002
-        """Nobody waits for another one's prefill, so nobody asks."""
+        """Never called: no request waits for another one's prefill."""
         raise AssertionError("a branch point is asked for in mode auto alone")
 
     def take_exports(
@@ -216,7 +190,7 @@ class OnePool:
         allocation.happens(Transition.PLANNED)
         assert start < end, "A3: chunks are planned one behind the other"
         num_taken = len(hold.exports)
-        for position, kind in self._place(allocation.facts, start, end).items():
+        for position, kind in aligned_ends(allocation.facts, start, end).items():
             if self.blocks_a_state > self.blocks.room:
                 self.stats.checkpoints_skipped += 1
                 continue
@@ -237,7 +211,7 @@ class OnePool:
             self._publish_state(allocation.chain, export.position)
 
     def _publish_kv(self, chain: Chain, hold: Hold, position: int) -> None:
-        """Give the blocks that have become full their keys."""
+        """Names the blocks that have become full."""
         num_full, num_pages = position // self.block_size, position // self._page_size
         for end in self._ends(chain, hold.num_full, num_full):
             if self.blocks.hold(("kv", end), 1):
@@ -246,7 +220,7 @@ class OnePool:
         hold.num_full, hold.num_seen = num_full, num_pages
 
     def _publish_state(self, chain: Chain, position: int) -> None:
-        """Keep a state in the queue: the request itself has moved on."""
+        """Queues a saved state, since the request itself has moved on."""
         num_full = position // self.block_size
         (end,) = self._ends(chain, num_full - 1, num_full)
         if not self.blocks.hold(("state", end), self.blocks_a_state):
@@ -257,7 +231,7 @@ class OnePool:
         self.stats.checkpoints_made += 1
 
     def _end_reading(self, hold: Hold) -> None:
-        """Let go of the state that the first step has read."""
+        """Leaves the state that the first step has read."""
         if hold.source is not None:
             self.blocks.leave(hold.source)
             hold.source = None
@@ -265,7 +239,7 @@ class OnePool:
     # --- release ----------------------------------------------------------------------------------
 
     def release(self, allocation: Allocation, kind: Kind | None = None) -> None:  # noqa: ARG002
-        """The state at the answer's end, or where the request is preempted, is not kept."""
+        """Frees a request's blocks; its live state is not saved."""
         hold = self._holds.pop(allocation)
         self._end_reading(hold)
         num_states = 1 + len(hold.exports)
@@ -275,11 +249,11 @@ class OnePool:
             self.blocks.leave(key)
 
     def take_moves(self) -> tuple[PageMove, ...]:
-        """None: equal blocks serve everything where they are."""
+        """Returns nothing: equal blocks never move."""
         return ()
 
     def reset(self) -> bool:
-        """Forget everything that is kept; False, and nothing happens, while requests run."""
+        """Forgets everything cached; returns False, and changes nothing, while requests run."""
         if self._holds:
             return False
         self.blocks = BlockPool(self.blocks.total)
@@ -288,59 +262,7 @@ class OnePool:
         return True
 
     def check(self) -> None:
-        """The invariants, from scratch; for tests."""
+        """Recounts the invariants from scratch; for tests."""
         self.blocks.check()
         if not self._holds:
             assert not self.blocks.num_used, "what no request holds is queued or free"
-
-
-def _allocation(chain: Chain, match: Match, block_size: int) -> Allocation:
-    position = match.report.state_length
-    return Allocation(
-        chain=chain,
-        report=match.report,
-        state=State.READY,
-        page_table=[],
-        path=[],
-        state_length=position,
-        committed=position,
-        kv_length=position,
-        planned=position,
-        write_from=position,
-        slot_in=ZERO_SLOT,
-        slot_out=ZERO_SLOT,
-        source=None,
-        page_copy=None,
-        pinned_tail=(),
-        end=End(position=len(chain), time=0),
-        deepest_state=position,
-        facts=PromptFacts(
-            prompt_length=len(chain),
-            grid=block_size,
-            branch_points=match.branch_points,
-            block_size=block_size,
-        ),
-    )
-
-
-def one_pool(
-    cost: CostModel,
-    *,
-    num_pages: int,
-    num_slots: int,
-    page_size: int,
-    block_size: int,
-    placement: Placement = place_align,
-    state_share: float = 1.0,
-) -> OnePool:
-    """A pool of as many bytes as so many pages and slots together; its states take `state_share` of
-    the bytes of a slot."""
-    block_bytes = block_size * cost.page_token_bytes
-    total_bytes = cost.bytes_of(num_pages, num_slots, page_size)
-    return OnePool(
-        num_blocks=total_bytes // block_bytes,
-        block_size=block_size,
-        blocks_a_state=-(-int(cost.state_bytes * state_share) // block_bytes),
-        page_size=page_size,
-        placement=placement,
-    )
