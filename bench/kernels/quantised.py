@@ -96,8 +96,8 @@ def bench_gates(num_inputs: int, num_outputs: int) -> Iterator[Row]:
             weight: Fp8, raw: Tensor, output: Tensor = output, hidden: Tensor = hidden
         ) -> None:
             own, others = output.split([num_outputs, GATES], 1)
-            quantised.multiply_into(own, hidden, weight, None, lets_next_start=True)
-            linear.multiply_into(others, hidden, raw, None, lets_next_start=True)
+            quantised.multiply_into(own, hidden, weight, None, launch_dependents=True)
+            linear.multiply_into(others, hidden, raw, None, launch_dependents=True)
 
         yield {
             "op": "recurrent input and gates",

@@ -54,7 +54,7 @@ def test_multiply(
     assert relative_error(output, expected) < TOLERANCES[dtype]
     assert torch.equal(output, raw.multiply(hidden, weight, bias))
     beside = torch.zeros(num_tokens, num_outputs + 8, device="cuda", dtype=dtype)
-    raw.multiply_into(beside[:, 8:], hidden, weight, bias, lets_next_start=True)
+    raw.multiply_into(beside[:, 8:], hidden, weight, bias, launch_dependents=True)
     assert torch.equal(beside[:, 8:], output)
     assert (beside[:, :8] == 0).all()
     parts = raw.partials(hidden, weight, bias)

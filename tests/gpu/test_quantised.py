@@ -52,7 +52,7 @@ def test_gemm(num_tokens: int, name: str) -> None:
     weight = to("cuda", DENSE[name]())
     hidden = make_rows(num_tokens, weight.num_inputs).cuda().bfloat16()
     bias = torch.randn(weight.num_outputs, device="cuda")
-    product = triton.multiply(as_activations(hidden), weight, bias, lets_next_start=True)
+    product = triton.multiply(as_activations(hidden), weight, bias, launch_dependents=True)
     check(product, hidden, weight, bias, bound=5e-3)
 
 
@@ -71,11 +71,11 @@ def test_gemm_of_hopper(monkeypatch, num_tokens: int, shape: tuple[int, int], ro
     weight = to("cuda", make_fp8(*shape, rows=rows))
     hidden = make_rows(num_tokens, weight.num_inputs).cuda().bfloat16()
     nothing = torch.zeros(weight.num_outputs, device="cuda")
-    product = triton.multiply(as_activations(hidden), weight, None, lets_next_start=True)
+    product = triton.multiply(as_activations(hidden), weight, None, launch_dependents=True)
     check(product, hidden, weight, nothing, bound=5e-3)
     wide = hidden.new_zeros(num_tokens, weight.num_outputs + 8)
     assert triton.multiply_into(
-        wide[:, :-8], as_activations(hidden), weight, None, lets_next_start=True
+        wide[:, :-8], as_activations(hidden), weight, None, launch_dependents=True
     )
     check(wide[:, :-8].float(), hidden, weight, nothing, bound=5e-3)
 
@@ -101,7 +101,7 @@ def test_raw_weights_beside(shape: tuple[int, int], num_raw: int, num_tokens: in
     raw = torch.randn(num_raw, shape[1], device="cuda").to(dtype)
     hidden = make_rows(num_tokens, shape[1]).cuda().to(dtype)
     alone = hidden.new_empty(num_tokens, shape[0])
-    assert triton.multiply_into(alone, as_activations(hidden), weight, None, lets_next_start=True)
+    assert triton.multiply_into(alone, as_activations(hidden), weight, None, launch_dependents=True)
     wide = hidden.new_full((num_tokens + 1, shape[0] + num_raw + 1), float("nan"))
     for _ in range(3):
         output = wide[:num_tokens, :-1].fill_(float("nan"))
@@ -177,14 +177,15 @@ def test_gemm_of_nibbles(num_tokens: int, shape: tuple[int, int], group: int, dt
     chosen = triton._choose(as_activations(hidden), weight, None, Epilogue.PARTIALS)
     assert chosen.kernel.module == "products.hopper.int4_small_m"
     nothing = torch.zeros(weight.num_outputs, device="cuda")
-    product = triton.multiply(as_activations(hidden), weight, None, lets_next_start=True)
+    product = triton.multiply(as_activations(hidden), weight, None, launch_dependents=True)
     check(product, hidden, weight, nothing, bound=5e-3)
     assert torch.equal(
-        product[:2], triton.multiply(as_activations(hidden[:2]), weight, None, lets_next_start=True)
+        product[:2],
+        triton.multiply(as_activations(hidden[:2]), weight, None, launch_dependents=True),
     )
     wide = hidden.new_full((num_tokens, weight.num_outputs + 8), float("nan"))
     assert triton.multiply_into(
-        wide[:, :-8], as_activations(hidden), weight, None, lets_next_start=True
+        wide[:, :-8], as_activations(hidden), weight, None, launch_dependents=True
     )
     check(wide[:, :-8].float(), hidden, weight, nothing, bound=5e-3)
     assert wide[:, -8:].isnan().all()
@@ -219,7 +220,7 @@ def test_one_row(name: str, dtype: torch.dtype) -> None:
     bias = torch.randn(weight.num_outputs, device="cuda")
     wide = hidden.new_full((1, weight.num_outputs + 9), float("nan"))
     row = wide[:, :-9]
-    assert triton.multiply_into(row, as_activations(hidden), weight, bias, lets_next_start=True)
+    assert triton.multiply_into(row, as_activations(hidden), weight, bias, launch_dependents=True)
     check(row.float(), hidden, weight, bias, bound=5e-3)
     assert wide[:, -9:].isnan().all()
     gates, ups = multiply(hidden, weight).float().chunk(2, 1)

@@ -187,7 +187,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Writes KV; returns queries [T, H, E] and the whole projection."""
         norms = self.norms
-        projected = self.qkv_gate(rows, lets_next_start=ctx.decodes)
+        projected = self.qkv_gate(rows, launch_dependents=ctx.decodes)
         if norms is not None and norms.is_whole:
             self._norm_whole(projected, norms)
             norms = None

@@ -173,7 +173,7 @@ class GatedDelta(nn.Module):
             max_beta=self.shapes.max_beta,
         )
         mixed = gated_delta.mix(
-            self.projection(rows, lets_next_start=ctx.decodes),
+            self.projection(rows, launch_dependents=ctx.decodes),
             weights,
             state.conv,
             state.recurrent,

@@ -121,7 +121,7 @@ class KDA(nn.Module):
         decays, gates = products.multiply_both(
             (projected[:, first : first + rank], projected[:, first + rank : first + 2 * rank]),
             (self.decay.form, self.gate.form),
-            lets_next_start=ctx.decodes,
+            launch_dependents=ctx.decodes,
         )
         mixed = kda.mix(
             projected[:, :first],

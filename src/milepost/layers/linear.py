@@ -121,7 +121,7 @@ class Linear(nn.Module):
         *,
         epilogue: Epilogue = Epilogue.NONE,
         emit: Emit = Emit.VALUES,
-        lets_next_start: bool = True,
+        launch_dependents: bool = True,
     ) -> Inputs:
         """Multiplies `rows` [T, I] by the projection and applies the epilogue: see
         `products.multiply`. A projection with several matrices returns whole outputs, not
@@ -134,16 +134,16 @@ class Linear(nn.Module):
                 self._bias,
                 epilogue=epilogue,
                 emit=emit,
-                lets_next_start=lets_next_start,
+                launch_dependents=launch_dependents,
             )
-        output = self._multiply_apart(rows, lets_next_start=lets_next_start)
+        output = self._multiply_apart(rows, launch_dependents=launch_dependents)
         return products.gate(output, emit) if epilogue is Epilogue.GATED else output
 
     __call__ = multiply
     """Bypasses `nn.Module.__call__`: there are no hooks to run, and it costs as much as a small
     operation."""
 
-    def _multiply_apart(self, rows: Inputs, *, lets_next_start: bool) -> Tensor:
+    def _multiply_apart(self, rows: Inputs, *, launch_dependents: bool) -> Tensor:
         """Multiplies by one matrix after another, skipping the product that came with the rows."""
         output, groups = self._made_of(rows), list(range(len(self.weights)))
         if output is not None:
@@ -152,7 +152,7 @@ class Linear(nn.Module):
             made = as_activations(rows)
             output = made.new_empty(*made.shape[:-1], self._num_outputs)
         biases = self.biases or [None] * len(self.weights)
-        how = {"lets_next_start": lets_next_start}
+        how = {"launch_dependents": launch_dependents}
         beside = self._beside if len(groups) > 1 else None
         if beside is not None:
             products.multiply(rows, self._weight.form, into=output, beside=beside, **how)

@@ -149,7 +149,7 @@ class Mamba2(nn.Module):
             dt_limit=self.shapes.time_step_limit,
         )
         mixed = mamba2.mix(
-            self.projection(rows, lets_next_start=ctx.decodes),
+            self.projection(rows, launch_dependents=ctx.decodes),
             weights,
             state.conv,
             state.recurrent,

@@ -94,7 +94,7 @@ class MLA(nn.Module):
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Returns the output, or split-K partials [T, S, C] of it."""
         shapes, pool, layout = self.shapes, ctx.kv[number], ctx.step.layouts[self.operation]
-        projected = self.projection(rows, lets_next_start=ctx.decodes)
+        projected = self.projection(rows, launch_dependents=ctx.decodes)
         latents = projected[:, shapes.num_heads * shapes.key_dim :]
         # A latent serves as key and value, and uses the keys' scale.
         kv_scale, *_ = self.kv_scales.values

@@ -55,7 +55,7 @@ class ShortConv(nn.Module):
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Returns the output, or split-K partials [T, P, C] of it."""
         mixed = short_conv.mix(
-            self.projection(rows, lets_next_start=ctx.decodes),
+            self.projection(rows, launch_dependents=ctx.decodes),
             self.conv_weight,
             self.conv_bias,
             ctx.conv_states[number],

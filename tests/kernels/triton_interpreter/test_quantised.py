@@ -66,7 +66,7 @@ def test_fp8_gemm(num_tokens: int, rows: int, depth: int, input_scale: float | N
     weight = make_fp8(200, 256, rows=rows, depth=depth, input_scale=input_scale)
     hidden, bias = make_rows(num_tokens, 256), torch.randn(200)
     check(
-        triton.multiply(as_activations(hidden), weight, bias, lets_next_start=True),
+        triton.multiply(as_activations(hidden), weight, bias, launch_dependents=True),
         hidden,
         weight,
         bias,
@@ -79,7 +79,7 @@ def test_int4_gemm(num_tokens: int, group: int) -> None:
     weight = make_int4(72, 256, group=group)
     hidden, bias = make_rows(num_tokens, 256), torch.randn(72)
     check(
-        triton.multiply(as_activations(hidden), weight, bias, lets_next_start=True),
+        triton.multiply(as_activations(hidden), weight, bias, launch_dependents=True),
         hidden,
         weight,
         bias,
@@ -92,7 +92,7 @@ def test_fp4_gemm(num_tokens: int, group: int) -> None:
     weight = make_fp4(72, 384, group=group)
     hidden, bias = make_rows(num_tokens, 384), torch.randn(72)
     check(
-        triton.multiply(as_activations(hidden), weight, bias, lets_next_start=True),
+        triton.multiply(as_activations(hidden), weight, bias, launch_dependents=True),
         hidden,
         weight,
         bias,
@@ -150,7 +150,7 @@ def test_outputs_may_stand_beside_others(
         expected = hidden @ weight.T if has_kernel else target
     else:
         assert triton.multiply_into(
-            target, as_activations(hidden), weight, None, lets_next_start=True
+            target, as_activations(hidden), weight, None, launch_dependents=True
         )
         expected = multiply(hidden, weight)
     torch.testing.assert_close(target, expected, rtol=1e-2, atol=1e-2 * float(expected.std()))
@@ -276,12 +276,12 @@ def test_products_read_what_a_norm_rounded(monkeypatch, num_tokens: int) -> None
     plain = as_activations(normed.values)
     chip = probe(hidden.device)
     lines = triton_rounding.round_lines(plain, weight, chip)
-    product = triton.multiply(plain, weight, None, lets_next_start=True)
+    product = triton.multiply(plain, weight, None, launch_dependents=True)
     mixed = run_experts.mix(plain, shares, experts, up, down)
     with monkeypatch.context() as only:
         only.setattr(triton_rounding, "quantise", None)
         found = triton_rounding.round_lines(normed, weight, chip)
-        assert torch.equal(triton.multiply(normed, weight, None, lets_next_start=True), product)
+        assert torch.equal(triton.multiply(normed, weight, None, launch_dependents=True), product)
     assert [each.shape for each in found] == [each.shape for each in lines]
     assert torch.equal(found[0][:num_tokens].float(), lines[0][:num_tokens].float())
     assert torch.equal(found[1][:, :num_tokens], lines[1][:, :num_tokens])

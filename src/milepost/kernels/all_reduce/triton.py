@@ -22,7 +22,7 @@ from torch import Tensor
 
 from milepost.kernels.all_reduce import NUM_SLOTS, Mail
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 
 
 def add_norm(
@@ -110,7 +110,7 @@ def _exchange_kernel(
     RANKS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     element = total.dtype.element_ty
     i_slot = tl.program_id(0)
     i_t = i_slot.to(tl.int64)

@@ -23,7 +23,7 @@ from torch import Tensor
 from milepost.kernels.all_reduce import Boxes
 from milepost.kernels.all_reduce.triton import norm_row, wait_for_turn
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 
 
 def share_norm(
@@ -94,7 +94,7 @@ def _share_kernel(
     RANKS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     element = total.dtype.element_ty
     i_place = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, COLUMNS)

@@ -44,7 +44,7 @@ from milepost.kernels.platform.float8 import BLOCK, FP8
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import (
     OVERLAPPED,
-    let_next_start,
+    launch_dependents,
     wait_as_padding,
     wait_for_inputs,
 )
@@ -255,7 +255,7 @@ def _attend_kernel(
     HAS_FP8: tl.constexpr,
 ):
     """One item and KV head: ROWS = tokens * GROUP query rows."""
-    let_next_start()
+    launch_dependents()
     i_h = tl.program_id(0)
     item = load_item(items, tl.program_id(1))
     first, num_tokens, table_row, position, begin, end, ordinal = item

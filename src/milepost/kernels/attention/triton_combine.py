@@ -17,7 +17,7 @@ from milepost.kernels.platform.float8 import BLOCK
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import (
     OVERLAPPED,
-    let_next_start,
+    launch_dependents,
     wait_as_padding,
     wait_for_inputs,
 )
@@ -97,7 +97,7 @@ def _combine_kernel(
     base = tl.load(bases + token)
     count = tl.load(bases + token + 1) - base
     if rounded is not None:
-        let_next_start()  # a product with float8, which begins with its weights
+        launch_dependents()  # a product with float8, which begins with its weights
     if count == 0:
         wait_as_padding()
         return

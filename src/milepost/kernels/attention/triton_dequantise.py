@@ -18,7 +18,7 @@ from milepost.kernels.attention.pages import as_bytes, rows_per_page
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.float8_triton import decode
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 
 _BLOCK = 8192
 """Numbers of a program."""
@@ -69,7 +69,7 @@ def _dequantise_kernel(
     NATIVE: tl.constexpr,
 ):
     """A part of one page of one sequence."""
-    let_next_start()
+    launch_dependents()
     part, index = tl.program_id(0), tl.program_id(1)
     sequence = sequences + tl.program_id(2) * 4
     row = tl.load(sequence)

@@ -36,7 +36,11 @@ from milepost.kernels.platform.float8 import BLOCK
 from milepost.kernels.platform.gluon import load_box
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_as_padding, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import (
+    launch_dependents,
+    wait_as_padding,
+    wait_for_inputs,
+)
 
 ROWS = 128
 _LOG2_E = 1.4426950408889634
@@ -153,7 +157,7 @@ def _attend_kernel(
     """One item and KV head. Padding has no KV and no rows, so nothing is read or written for it."""
     i_h = gl.program_id(0)
     item = items + gl.program_id(1) * 8
-    let_next_start()
+    launch_dependents()
     num_tokens = gl.load(item + 1)
     if num_tokens == 0:
         wait_as_padding()

@@ -24,7 +24,11 @@ from milepost.kernels.platform.float8 import FP8
 from milepost.kernels.platform.gluon import load_box, thread_barrier
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_as_padding, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import (
+    launch_dependents,
+    wait_as_padding,
+    wait_for_inputs,
+)
 
 _LOG2_E = 1.4426950408889634
 _BLOCK, _STAGES, _WARPS = 64, 3, 4
@@ -150,7 +154,7 @@ def _attend_kernel(
     for bar in gl.static_range(2 * STAGES):
         mbarrier.init(bars.index(bar), count=1)
     thread_barrier()
-    let_next_start()
+    launch_dependents()
     first = gl.load(item)
     num_tokens = gl.load(item + 1)
     table = tables + gl.load(item + 2).to(gl.int64) * table_stride

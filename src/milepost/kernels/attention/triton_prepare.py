@@ -15,7 +15,7 @@ from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.float8 import FP8
 from milepost.kernels.platform.float8_triton import encode
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.strides import check_rows
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
@@ -99,7 +99,7 @@ def _prepare_kernel(
     NATIVE: tl.constexpr,
 ):
     """One head of TOKENS tokens."""
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     head = tl.program_id(1)
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]

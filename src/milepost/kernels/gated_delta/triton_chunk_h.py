@@ -14,7 +14,7 @@ from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.layout.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.platform.device import probe, runs_gluon
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.tiles import cdiv
 from milepost.kernels.recurrent.portable.chunks import export_state, load_state, store_state
 
@@ -107,7 +107,7 @@ def _chunk_fwd_h_kernel(
 ):
     """BLOCK_W columns of a value head's state over all chunks of a sequence."""
     i_w, i_hv, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    let_next_start()
+    launch_dependents()
     first, last = tl.load(sequence_chunk + i_n), tl.load(sequence_chunk + i_n + 1)
     if first == last:
         wait_for_inputs()

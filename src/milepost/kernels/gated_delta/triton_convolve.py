@@ -22,7 +22,7 @@ from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.layout.chunks import TILE, UNSPECIALISED, ChunkLayout
 from milepost.kernels.platform.activations import silu
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _ROWS = 32
@@ -116,7 +116,7 @@ def _conv_kernel(
     """ROWS tokens of EACH heads of a tile: convolution, SiLU and L2 norm into `query_key`
     [2 * G, T, K] or `values` [V, T, W]. The first rows also write the convolution states of the
     tile's exports, and in a sequence's first tile the final state: they alone read the old one."""
-    let_next_start()
+    launch_dependents()
     tile, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     sequence = tl.load(tile_sequence + tile)
     # Heads of queries and keys, or of values.

@@ -28,7 +28,7 @@ from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.float8_gluon import round_block
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.recurrent.hopper.states import (
     STATE,
     STATE_SIZE,
@@ -166,7 +166,7 @@ def _decode_kernel(
     following = first // UNITS
     source, target = gl.load(slot_in + following), gl.load(slot_out + following)
     wait_for_inputs()
-    let_next_start()  # the output projection, which begins with its weights
+    launch_dependents()  # the output projection, which begins with its weights
     number = 0
     for unit in range(first, num_units, stride):
         i_n, i_first = (unit // UNITS).to(gl.int64), unit % UNITS * EACH

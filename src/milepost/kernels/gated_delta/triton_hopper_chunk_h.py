@@ -30,7 +30,7 @@ from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.gluon import load_box, store_box, thread_barrier
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 
 HOST_BOUND_TOKENS = 4096
 """Up to so many the host often takes as long to launch a layer as the device to compute it, and
@@ -135,7 +135,7 @@ def _chunk_fwd_h_kernel(
 ):
     """COLUMNS of a value head's state over all chunks of a sequence."""
     dtype: gl.constexpr = w.dtype
-    let_next_start()
+    launch_dependents()
     i_n = gl.program_id(2)
     first, last = gl.load(sequence_chunk + i_n), gl.load(sequence_chunk + i_n + 1)
     wide_shape: gl.constexpr = [STAGES, C, KEY_DIM]

@@ -22,7 +22,7 @@ from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.recurrent.hopper.states import (
     BY_LINE,
     CHANNEL,
@@ -151,7 +151,7 @@ def _verify_kernel(
     o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
     norm = gl.load(norm_weight + o_v), norm_eps
     wait_for_inputs()
-    let_next_start()  # the output projection, which begins with its weights
+    launch_dependents()  # the output projection, which begins with its weights
     step = projected, projected_stride, records, row_stride, record_stride
     sequences = begin, length, fold, row, slot_out
     number = 0

@@ -20,7 +20,7 @@ from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.layout.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.platform.activations import sigmoid
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 
 
 def wy_fwd(
@@ -84,7 +84,7 @@ def _wy_fwd_kernel(
     """One value head of a chunk: `values` become u [V, T, W], `w` [V, T, K], and the sums of log
     decays from the chunk's begin `g_cumsum` [V, T]."""
     i_hv, i_t = tl.program_id(0), tl.program_id(1)
-    let_next_start()
+    launch_dependents()
     size = tl.load(chunk_size + i_t)
     wait_for_inputs()
     if size <= 0:

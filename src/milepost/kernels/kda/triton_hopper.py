@@ -14,7 +14,7 @@ from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.recurrent.hopper.states import (
     CHANNEL,
     STATE,
@@ -114,7 +114,7 @@ def _decode_kernel(
     following = first // HEADS
     source, target = gl.load(slot_in + following), gl.load(slot_out + following)
     wait_for_inputs()
-    let_next_start()  # the output projection, which begins with its weights
+    launch_dependents()  # the output projection, which begins with its weights
     for unit in range(first, num_units, stride):
         number = (unit - first) // stride
         i_n, i_h = (unit // HEADS).to(gl.int64), unit % HEADS

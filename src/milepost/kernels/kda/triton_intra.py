@@ -26,7 +26,7 @@ from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.layout.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.platform.activations import LOG2_E, sigmoid, softplus
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 
 _CHANNELS = 64
 """Of a head at a time; all at once would be more than there are registers."""
@@ -114,7 +114,7 @@ def _intra_kernel(
 ):
     """One head of a chunk."""
     i_h, i_t = tl.program_id(0), tl.program_id(1)
-    let_next_start()
+    launch_dependents()
     chunk_tokens = tl.load(chunk_size + i_t)
     wait_for_inputs()
     if chunk_tokens <= 0:

@@ -16,7 +16,7 @@ from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.recurrent.hopper.states import (
     CHANNEL,
     begin_work,
@@ -165,7 +165,7 @@ def _decode_kernel(
     o_c = gl.arange(0, HEAD_DIM, layout=CHANNEL)
     o_wide = gl.arange(0, STATE_SIZE, layout=CHANNEL)
     wait_for_inputs()
-    let_next_start()  # the output projection, which begins with its weights
+    launch_dependents()  # the output projection, which begins with its weights
     for unit in range(first, num_units, stride):
         number = (unit - first) // stride * EACH
         i_n, i_g = (unit // GROUPS).to(gl.int64), unit % GROUPS

@@ -34,7 +34,7 @@ from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.recurrent.hopper.states import (
     CHANNEL,
     begin_work,
@@ -172,7 +172,7 @@ def _walk_kernel(
     o_k = gl.arange(0, STATE_SIZE, layout=CHANNEL)
     convolution = conv_weight, conv_bias
     wait_for_inputs()
-    let_next_start()
+    launch_dependents()
     number = 0
     for unit in range(first, num_units, stride):
         sequence, first_head = unit // UNITS, unit % UNITS * EACH

@@ -17,7 +17,7 @@ from milepost.kernels.conv.triton_parts import (
 )
 from milepost.kernels.layout.chunks import UNSPECIALISED
 from milepost.kernels.platform.activations import LOG2_E, silu
-from milepost.kernels.platform.overlap import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import launch_dependents, wait_for_inputs
 from milepost.kernels.recurrent.rules.mamba2 import time_step
 
 
@@ -49,7 +49,7 @@ def convolve(
     """ROWS tokens of some channels of a tile: convolution and SiLU into `mixed` [T, C]. The first
     rows also write the convolution states of the tile's exports, and in a sequence's first tile the
     final state: they alone read the old one."""
-    let_next_start()
+    launch_dependents()
     i_tile, i_part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     sequence = tl.load(tile_sequence + i_tile)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -110,7 +110,7 @@ def discretise(
     """Of some heads of a chunk, all float32: time steps and their log decays (of base 2) added up
     from the chunk's begin, `steps` and `decay_sums` [H, T]; steps decayed up to the chunk's end,
     `to_end` [H, T], and the whole chunk's `decays` [N, H]."""
-    let_next_start()
+    launch_dependents()
     i_chunk = tl.program_id(1)
     size = tl.load(chunk_size + i_chunk)
     wait_for_inputs()

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from milepost.kernels.layout.chunks import UNSPECIALISED
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import launch_dependents, wait_for_inputs
 from milepost.kernels.recurrent.portable.chunks import load_state, store_state
 
 
@@ -42,7 +42,7 @@ def chunk_fwd_h_kernel(
     """BLOCK_K columns of a head's state over all chunks of a sequence: `states` [N, H, P, K] before
     each chunk, exports and the final state."""
     i_block, i_head, i_sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    let_next_start()
+    launch_dependents()
     first, last = tl.load(sequence_chunk + i_sequence), tl.load(sequence_chunk + i_sequence + 1)
     if first == last:
         wait_for_inputs()

@@ -26,7 +26,7 @@ from milepost.kernels.platform.float8_triton import decode
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import (
     OVERLAPPED,
-    let_next_start,
+    launch_dependents,
     wait_as_padding,
     wait_for_inputs,
 )
@@ -153,7 +153,7 @@ def _attend_kernel(
     NATIVE: tl.constexpr,
 ):
     """One item: ROWS = tokens * HEADS query rows."""
-    let_next_start()
+    launch_dependents()
     item = load_item(items, tl.program_id(0))
     first, num_tokens, table_row, position, begin, end, ordinal = item
     if num_tokens == 0:

@@ -14,7 +14,7 @@ from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.float8 import FP8
 from milepost.kernels.platform.float8_triton import encode
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 
 
 def store(
@@ -64,7 +64,7 @@ def _store_kernel(
     NATIVE: tl.constexpr,
 ):
     """One token."""
-    let_next_start()
+    launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     o_r, o_p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     is_r, is_p = o_r < LATENT, o_p < SHARED

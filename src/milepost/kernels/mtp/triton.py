@@ -11,7 +11,7 @@ from torch import Tensor
 
 from milepost.kernels.mtp.rows import Carried, CarryRows
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 
 
 def join(
@@ -73,7 +73,7 @@ def _join_kernel(
     COLUMNS: tl.constexpr,
 ):
     """The embedding of a token, or the hidden state before it."""
-    let_next_start()
+    launch_dependents()
     i_t = tl.program_id(0).to(tl.int64)
     i_half = tl.program_id(1)
     o_h = tl.arange(0, COLUMNS)
@@ -141,7 +141,7 @@ def _keep_kernel(
     COLUMNS: tl.constexpr,
 ):
     """One state: to a slot, or behind those one to a record."""
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     i_n = tl.program_id(0)
     o_h = tl.arange(0, COLUMNS)

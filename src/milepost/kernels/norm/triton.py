@@ -22,7 +22,7 @@ from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.float8 import BLOCK
 from milepost.kernels.platform.float8_triton import encode, scale_of
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.strides import check_rows
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
@@ -99,7 +99,7 @@ def _add_norm_kernel(
     DEPTH: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     i_t = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, COLUMNS)
     is_h = o_h < SIZE
@@ -185,7 +185,7 @@ def _activate(inputs: Tensor, output: Tensor, *, is_gated: bool) -> Tensor:
 def _activate_kernel(
     inputs, output, stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr
 ):
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     i_t = tl.program_id(0).to(tl.int64)
     o_i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

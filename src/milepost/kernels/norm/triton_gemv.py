@@ -13,7 +13,7 @@ from torch import Tensor
 
 from milepost.kernels.norm.triton import sum_and_norm
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.strides import check_contiguous, check_rows
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
@@ -90,7 +90,7 @@ def _norm_gemv_kernel(
     OUTPUTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_h = tl.arange(0, COLUMNS)
     is_h = o_h < SIZE

@@ -1,13 +1,14 @@
 """Triton: launches that overlap, so that short kernels do not wait for each other's start.
 
-With `OVERLAPPED` a kernel is launched as soon as every program of the kernel before it has called
-`let_next_start` or ended, and so finds its instructions, addresses and weights ready when that one
-ends. Such a kernel must call `wait_for_inputs` before it reads what a kernel wrote and before it
-writes: then everything launched before it is complete. Parameters may be read earlier. Any kernel
-may call `let_next_start`, and those with nothing of this mix freely with the others.
+With `OVERLAPPED` (programmatic dependent launch) a kernel starts as soon as every program of the
+kernel before it has called `launch_dependents` or ended, so its instructions, addresses and weights
+are ready when that one ends. Such a kernel must call `wait_for_inputs` before it reads what a
+kernel wrote and before it writes: then everything launched before it is complete. Parameters may be
+read earlier. Any kernel may call `launch_dependents`, and kernels without any of this mix freely
+with the others.
 
-The last kernel before a GEMM had better let it start by ending: started while a long kernel
-runs, its programs take the places that are free by then, on few SMs.
+The last kernel before a GEMM does better not to call it: a GEMM that starts while a long kernel
+runs has its programs placed on the few SMs that are free by then.
 
 On a GPU without this feature (before Hopper) and in Triton's interpreter nothing overlaps.
 """
@@ -32,7 +33,7 @@ OVERLAPPED: dict[str, bool] = {"launch_pdl": True} if _CAN_OVERLAP else {}
 
 
 @triton.jit
-def let_next_start():
+def launch_dependents():
     if _OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
 

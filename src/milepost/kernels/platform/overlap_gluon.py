@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def let_next_start():
+def launch_dependents():
     _control("griddepcontrol.launch_dependents; // $0")
 
 

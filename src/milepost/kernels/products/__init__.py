@@ -44,7 +44,7 @@ def multiply(
     emit: Emit = Emit.VALUES,
     into: Tensor | None = None,
     beside: Raw | None = None,
-    lets_next_start: bool = True,
+    launch_dependents: bool = True,
 ) -> Inputs:
     """`rows` [T, I] times `weight` [O, I] transposed, plus `bias` [O], through the epilogue.
 
@@ -55,7 +55,7 @@ def multiply(
     """
     if into is not None:
         assert epilogue is Epilogue.NONE, "what is whole has a place"
-        _multiply_into(into, rows, weight, bias, beside, lets_next_start=lets_next_start)
+        _multiply_into(into, rows, weight, bias, beside, launch_dependents=launch_dependents)
         return into
     if epilogue is Epilogue.GATED:
         return _multiply_gated(rows, weight, bias, emit)
@@ -64,17 +64,17 @@ def multiply(
     is_whole = epilogue is Epilogue.NONE
     if not isinstance(weight, Raw):
         run = quantised.multiply if is_whole else quantised.partials
-        return run(rows, weight, bias, lets_next_start=lets_next_start)
+        return run(rows, weight, bias, launch_dependents=launch_dependents)
     values = values_of(rows)
     if epilogue is Epilogue.FLOAT32:
         assert bias is None, "what is precise has no bias"
         return linear.multiply_precise(values, weight.values)
     run = linear.multiply if is_whole else linear.partials
-    return run(values, weight.values, bias, lets_next_start=lets_next_start)
+    return run(values, weight.values, bias, launch_dependents=launch_dependents)
 
 
 def multiply_both(
-    rows: tuple[Tensor, Tensor], weights: tuple[Form, Form], *, lets_next_start: bool
+    rows: tuple[Tensor, Tensor], weights: tuple[Form, Form], *, launch_dependents: bool
 ) -> tuple[Inputs, Inputs]:
     """`multiply` of each of the rows and its weight, in one launch where there is one."""
     first, second = weights
@@ -84,7 +84,7 @@ def multiply_both(
             return both
     return (
         multiply(rows[0], first),
-        multiply(rows[1], second, lets_next_start=lets_next_start),
+        multiply(rows[1], second, launch_dependents=launch_dependents),
     )
 
 
@@ -95,9 +95,9 @@ def _multiply_into(
     bias: Tensor | None,
     beside: Raw | None,
     *,
-    lets_next_start: bool,
+    launch_dependents: bool,
 ) -> None:
-    how = {"lets_next_start": lets_next_start}
+    how = {"launch_dependents": launch_dependents}
     if beside is not None:
         assert bias is None, "products beside each other have no bias"
         if not isinstance(weight, RawForm) and quantised.multiply_beside(

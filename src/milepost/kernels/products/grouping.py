@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 MANY_ROUTED = 6144
@@ -74,7 +74,7 @@ def _group_kernel(
     experts, order, blocks, num_routed, capacity, ROWS: tl.constexpr, CHUNK: tl.constexpr
 ):
     """One expert: count its rows and those before, then list them. No atomics: always the same."""
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     i_x, o_c = tl.program_id(0), tl.arange(0, CHUNK)
     b_before = tl.zeros([CHUNK], tl.int32)
@@ -153,7 +153,7 @@ def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
 @triton.jit(do_not_specialize=("num_routed",))
 def _count_kernel(experts, counts, num_routed, BINS: tl.constexpr, CHUNK: tl.constexpr):
     """A chunk's routed tokens by expert."""
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     i_c, o_x = tl.program_id(0), tl.arange(0, BINS)
     o_p = i_c * CHUNK + tl.arange(0, CHUNK)
@@ -167,7 +167,7 @@ def _prefix_kernel(
     counts, totals, chunks, BINS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr
 ):
     """In place: an expert's count in each chunk becomes that of all chunks before it."""
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     o_x = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     b_before = tl.zeros([WIDTH], tl.int32)
@@ -213,7 +213,7 @@ def _place_kernel(
     SHARE: tl.constexpr,
 ):
     """Place one chunk's routed tokens behind earlier chunks', and list a share of the blocks."""
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     i_c, num_chunks, o_x = tl.program_id(0), tl.num_programs(0), tl.arange(0, BINS)
     b_totals = tl.load(totals + o_x, mask=o_x < EXPERTS, other=0)

@@ -57,11 +57,11 @@ def reads(weight: Quantised) -> Emit:
 
 
 def multiply(
-    rows: Inputs, weight: Quantised, bias: Tensor | None = None, *, lets_next_start: bool = True
+    rows: Inputs, weight: Quantised, bias: Tensor | None = None, *, launch_dependents: bool = True
 ) -> Tensor:
     """`rows` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O]."""
     rows = as_activations(rows)
-    product = partials(rows, weight, bias, lets_next_start=lets_next_start)
+    product = partials(rows, weight, bias, launch_dependents=launch_dependents)
     if product.dim() == 2 or not _are_flat(rows):
         return product
     from milepost.kernels.products.portable import raw_small_m as triton
@@ -70,16 +70,16 @@ def multiply(
 
 
 def multiply_into(
-    output: Tensor, rows: Inputs, weight: Quantised, bias: Tensor | None, *, lets_next_start: bool
+    output: Tensor, rows: Inputs, weight: Quantised, bias: Tensor | None, *, launch_dependents: bool
 ) -> None:
     """`output` [T, O], whose rows may lie apart, becomes what `multiply` returns."""
     rows = as_activations(rows)
     if _run_fused(rows):
         from milepost.kernels.products import run_quantised as triton
 
-        if triton.multiply_into(output, rows, weight, bias, lets_next_start=lets_next_start):
+        if triton.multiply_into(output, rows, weight, bias, launch_dependents=launch_dependents):
             return
-    output.copy_(multiply(rows, weight, bias, lets_next_start=lets_next_start))
+    output.copy_(multiply(rows, weight, bias, launch_dependents=launch_dependents))
 
 
 def multiply_beside(output: Tensor, rows: Inputs, weight: Quantised, raw: Tensor) -> bool:
@@ -123,14 +123,14 @@ def round_gated(gate_up: Tensor) -> Activations:
 
 
 def partials(
-    rows: Inputs, weight: Quantised, bias: Tensor | None = None, *, lets_next_start: bool = True
+    rows: Inputs, weight: Quantised, bias: Tensor | None = None, *, launch_dependents: bool = True
 ) -> Tensor:
     """What `multiply` returns; or float32 split-K partials [T, P, O] that add up to it."""
     rows = as_activations(rows)
     if _run_fused(rows):
         from milepost.kernels.products import run_quantised as triton
 
-        product = triton.multiply(rows, weight, bias, lets_next_start=lets_next_start)
+        product = triton.multiply(rows, weight, bias, launch_dependents=launch_dependents)
         if product is not None:
             return product
     return multiply_plainly(values_of(rows), weight, bias)

@@ -18,13 +18,13 @@ _MAX_TOKENS = 128
 
 
 def multiply(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, lets_next_start: bool = True
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, launch_dependents: bool = True
 ) -> Tensor:
     """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O].
 
     On a GPU the kernel behind it may start early; not if it had better wait for this one's end.
     """
-    how = {"lets_next_start": lets_next_start, "is_whole": True}
+    how = {"launch_dependents": launch_dependents, "is_whole": True}
     result = _multiply(hidden, weight, bias, **how)
     if result.dim() == hidden.dim():
         return result
@@ -34,7 +34,7 @@ def multiply(
 
 
 def multiply_into(
-    output: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, lets_next_start: bool
+    output: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, launch_dependents: bool
 ) -> None:
     """`output` [T, O], whose rows may lie apart, becomes what `multiply` returns."""
     if _are_few(hidden):
@@ -45,13 +45,13 @@ def multiply_into(
 
         if raw_gemv.multiply_row_into(output, hidden, weight, bias):
             return
-        how = {"lets_next_start": lets_next_start, "is_whole": True}
+        how = {"launch_dependents": launch_dependents, "is_whole": True}
         product = _multiply(hidden, weight, bias, **how)
         if product.dim() == 3:
             raw_small_m.add_up(product, output.dtype, output)
             return
     else:
-        product = multiply(hidden, weight, bias, lets_next_start=lets_next_start)
+        product = multiply(hidden, weight, bias, launch_dependents=launch_dependents)
     output.copy_(product)
 
 
@@ -96,24 +96,24 @@ def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def partials(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, lets_next_start: bool = True
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, launch_dependents: bool = True
 ) -> Tensor:
     """What `multiply` returns, but for the order of sums; or float32 split-K partials [T, P, O]
     that add up to it, as many as suit the device.
 
     Whoever reads the result next adds them up for less than a pass of its own would cost.
     """
-    return _multiply(hidden, weight, bias, lets_next_start=lets_next_start, is_whole=False)
+    return _multiply(hidden, weight, bias, launch_dependents=launch_dependents, is_whole=False)
 
 
 def _multiply(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, lets_next_start: bool, is_whole: bool
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, launch_dependents: bool, is_whole: bool
 ) -> Tensor:
     if _are_few(hidden):
         # Imported where it is used: machines without a GPU need not have it.
         from milepost.kernels.products.portable import raw_small_m
 
-        how = {"lets_next_start": lets_next_start, "is_whole": is_whole}
+        how = {"launch_dependents": launch_dependents, "is_whole": is_whole}
         result = raw_small_m.multiply_few(hidden, weight, bias, **how)
         if result is not None:
             return result

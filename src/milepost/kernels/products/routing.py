@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.tiles import next_power_of_2
 from milepost.kernels.products.scores import SOFTMAX, Scores
 
@@ -133,7 +133,7 @@ def _route_kernel(
     SHARED: tl.constexpr,
 ):
     """One token: a softmax, and CHOSEN times the largest that is left."""
-    let_next_start()
+    launch_dependents()
     WIDTH: tl.constexpr = CHOSEN + SHARED
     i_t = tl.program_id(0)
     i_source = _source(i_t, num_real)
@@ -202,7 +202,7 @@ def _route_scores_kernel(
     GROUPS_CHOSEN: tl.constexpr,
 ):
     """One token: its scores, perhaps its best groups, and CHOSEN times the largest that is left."""
-    let_next_start()
+    launch_dependents()
     WIDTH: tl.constexpr = CHOSEN + SHARED
     i_t = tl.program_id(0)
     i_source = _source(i_t, num_real)

@@ -25,7 +25,7 @@ from milepost.kernels.products.table import MANY_ROWS, KernelChoice, Product, ch
 
 
 def multiply(
-    rows: Activations, weight: Quantised, bias: Tensor | None, *, lets_next_start: bool
+    rows: Activations, weight: Quantised, bias: Tensor | None, *, launch_dependents: bool
 ) -> Tensor | None:
     """`rows` [T, I] times `weight` [O, I], plus `bias` [O]: [T, O], or float32 partials [T, S, O];
     None where there is no kernel for it."""
@@ -38,7 +38,7 @@ def multiply(
     if choice.kernel.least > MANY_ROWS:
         return _multiply_many(rows, weight, bias, None)
     output = _new_output(rows, weight.num_outputs, choice.split_k)
-    _run(choice, output, rows, weight, bias, overlaps=lets_next_start)
+    _run(choice, output, rows, weight, bias, overlaps=launch_dependents)
     return output if choice.split_k == 1 else output.transpose(0, 1)
 
 
@@ -48,7 +48,7 @@ def multiply_into(
     weight: Quantised,
     bias: Tensor | None,
     *,
-    lets_next_start: bool,
+    launch_dependents: bool,
 ) -> bool:
     """Whether a kernel made `output` [T, O], whose rows may lie apart, the product."""
     if not suits(rows, weight) or len(rows) == 0:
@@ -56,7 +56,7 @@ def multiply_into(
     choice = _choose(rows, weight, bias, Epilogue.NONE)
     assert choice is not None, "the last kernel of the table serves all"
     if len(rows) <= MANY_ROWS:
-        _run(choice, output, rows, weight, bias, overlaps=lets_next_start)
+        _run(choice, output, rows, weight, bias, overlaps=launch_dependents)
         return True
     if choice.kernel.least <= MANY_ROWS or not isinstance(weight, Fp8) or len(rows) % LINE:
         return False

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.strides import check_contiguous
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
@@ -32,7 +32,7 @@ def take(table: Tensor, places: Tensor) -> Tensor:
 @quick
 @triton.jit(do_not_specialize_on_alignment=["places"])
 def _take_kernel(table, places, output, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    let_next_start()
+    launch_dependents()
     i_r = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_inputs()

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _BLOCK = 8192
@@ -53,7 +53,7 @@ def argmax(logits: Tensor) -> Tensor:
 @quick
 @triton.jit
 def _best_of_block_kernel(logits, best, places, stride, vocab_size, BLOCK: tl.constexpr):
-    let_next_start()
+    launch_dependents()
     i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_v = i_b * BLOCK + tl.arange(0, BLOCK)
     p_x = logits + i_r * stride + o_v
@@ -69,7 +69,7 @@ def _best_of_block_kernel(logits, best, places, stride, vocab_size, BLOCK: tl.co
 @quick
 @triton.jit
 def best_of_row_kernel(best, places, token_ids, num_blocks, BLOCKS: tl.constexpr):
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     i_r, o_b = tl.program_id(0), tl.arange(0, BLOCKS)
     is_b = o_b < num_blocks

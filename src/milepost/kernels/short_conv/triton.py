@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.short_conv.items import ShortConvItems
 
 _ROWS, _BLOCK = 16, 128
@@ -104,7 +104,7 @@ def _mix_kernel(
     ROWS: tl.constexpr,
 ):
     """ROWS tokens of BLOCK channels."""
-    let_next_start()
+    launch_dependents()
     o_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o_t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_c, is_token = o_c < CHANNELS, o_t < num_tokens
@@ -195,7 +195,7 @@ def _keep_kernel(
     BLOCK_TAPS: tl.constexpr,
 ):
     """BLOCK channels of all states that a sequence leaves, and of its drafts' records."""
-    let_next_start()
+    launch_dependents()
     i_s = tl.program_id(1)
     first, last = tl.load(sequence_place + i_s), tl.load(sequence_place + i_s + 1)
     begin = tl.load(sequence_begin + i_s)

@@ -28,7 +28,7 @@ from milepost.kernels.platform.float8 import FP8, FP8_MAX, LEAST_SCALE
 from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.fp8_experts_parts import (
     fence_async,
@@ -127,7 +127,7 @@ def _mix_kernel(
 ):
     stages = open_stages(up, row_scales, BLOCK_M, BLOCK, STAGES, WIDE)
     wait_for_inputs()
-    let_next_start()
+    launch_dependents()
     lists = (owners, counters, count)
     made = (active, active_scales, capacity)
     consumed = (up_scales, down_scales, made, shares, output, routed)

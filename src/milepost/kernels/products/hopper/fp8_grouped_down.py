@@ -16,7 +16,7 @@ from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.gluon import load_box
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.grouping import Groups
 from milepost.kernels.products.hopper.fp8_grouped_parts import (
@@ -100,7 +100,7 @@ def _down_kernel(
     STEPS: gl.constexpr = SIZE // BLOCK
     stages = open_stages(weight, HALF, BLOCK, STAGES, PARTS, 1)
     wait_for_inputs()
-    let_next_start()
+    launch_dependents()
     num_tiles = gl.load(num_blocks) * TILES
     shared = (blocks, capacity, num_tiles, stages)
     consumed = (active_scales, scale_stride, scales, shares, partials, order)

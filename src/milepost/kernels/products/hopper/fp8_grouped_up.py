@@ -22,7 +22,7 @@ from milepost.kernels.platform.float8 import FP8_MAX, LEAST_SCALE
 from milepost.kernels.platform.gluon import load_box, thread_barrier
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.grouping import Groups
 from milepost.kernels.products.hopper.fp8_grouped_down import project_down
@@ -122,7 +122,7 @@ def _up_kernel(
     STEPS: gl.constexpr = INPUTS // BLOCK
     stages = open_stages(weight, HALF, BLOCK, STAGES, PARTS, 2)
     wait_for_inputs()
-    let_next_start()
+    launch_dependents()
     num_tiles = gl.load(num_blocks) * TILES
     shared = (order, blocks, capacity, num_tiles, stages)
     consumed = (row_scales, scale_stride, scales, active, active_scales, active_stride)

@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start
+from milepost.kernels.platform.overlap_gluon import launch_dependents
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.beside import (
     Beside,
@@ -120,7 +120,7 @@ def _gemm_kernel(
     STEPS: gl.constexpr = INPUTS // (SPLIT_K * BLOCK)
     inputs, weights, bars = open_stages(rows, weight, MMA_M, MMA_N, BLOCK, STAGES, 2)
     num_units = TILES * SPLIT_K
-    let_next_start()
+    launch_dependents()
     # TMA writes from whole lines of 128 bytes on.
     HELD: gl.constexpr = max(MMA_M, 32)
     held = gl.allocate_shared_memory(gl.float32, [STAGES, 1, HELD], row_scales.layout)

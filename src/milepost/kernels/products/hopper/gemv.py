@@ -17,7 +17,7 @@ from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Int4, Quantised
 from milepost.kernels.products.hopper.gemv_parts import (
     PARTS,
@@ -164,7 +164,7 @@ def _row_kernel(
     if experts is not None:
         # In this order: the kernel behind may read as it begins who was chosen.
         wait_for_inputs()
-        let_next_start()
+        launch_dependents()
         expert = gl.load(experts + number).to(gl.int64)
         row_blocks = load_row(hidden + number // TOP_K * stride, BLOCKS, B)
         # Both are asked for ahead of it: compilers would ask for the row once they need it.
@@ -174,7 +174,7 @@ def _row_kernel(
         HEIGHT: gl.constexpr = (HALVES * OUTPUTS + SCALE_ROWS - 1) // SCALE_ROWS
         p_scale = expert * (HEIGHT * DEPTHS)
     else:
-        let_next_start()
+        launch_dependents()
     row, part = weight_rows(HALVES * EACH, GROUP)
     row = row // EACH * OUTPUTS + (first + row % EACH) % OUTPUTS
     starts = ()

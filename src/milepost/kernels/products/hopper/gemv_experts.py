@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Quantised
 from milepost.kernels.products.hopper.gemv import form_of, project_up, values_of
 from milepost.kernels.products.hopper.gemv_parts import (
@@ -88,7 +88,7 @@ def _down_kernel(
     SCALE_ROWS: gl.constexpr,
 ):
     """A tile of one token's outputs; an expert has EACH blocks."""
-    let_next_start()
+    launch_dependents()
     WIDTH: gl.constexpr = width_of(GROUP)
     token = gl.program_id(1).to(gl.int64)
     first = gl.program_id(0) * _TILE

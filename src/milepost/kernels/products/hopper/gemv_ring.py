@@ -20,7 +20,7 @@ from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.gluon import load_box, thread_barrier
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.gemv_parts import (
     OUTPUTS_LAYOUT,
@@ -92,7 +92,7 @@ def _ring_kernel(
     for bar in gl.static_range(STAGES):
         mbarrier.init(bars.index(bar), count=1)
     thread_barrier()
-    let_next_start()
+    launch_dependents()
     first, step = gl.program_id(0), gl.num_programs(0)
     count = (UNITS - first + step - 1) // step
     for number in range(gl.minimum(count * B, STAGES)):

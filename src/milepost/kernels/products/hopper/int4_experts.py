@@ -23,7 +23,7 @@ from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.hopper.fp8_experts_parts import find_down, find_place, share_down
 from milepost.kernels.products.hopper.int4_experts_parts import (
@@ -128,7 +128,7 @@ def _mix_kernel(
 ):
     stages = open_stages(rows, up, STAGES)
     wait_for_inputs()
-    let_next_start()
+    launch_dependents()
     lists = (owners, counters, count)
     consumed = (up_scales, up_zeros, down_scales, down_zeros, active, shares, output, routed)
     produced = (rows, up, active_rows, down)

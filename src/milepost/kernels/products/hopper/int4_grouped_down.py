@@ -17,7 +17,7 @@ from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.gluon import load_box
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.grouping import Groups
 from milepost.kernels.products.hopper.fp8_grouped_parts import find_block, wait_for_room
@@ -103,7 +103,7 @@ def _down_kernel(
     MAKE: gl.constexpr = _make
     stages = open_stages(active.dtype, weight, BLOCK_M, STAGES, 1)
     wait_for_inputs()
-    let_next_start()
+    launch_dependents()
     shared = (blocks, capacity, gl.load(num_blocks) * TILES, stages)
     target = (partials, shares, order, OUTPUTS)
     gl.warp_specialize(

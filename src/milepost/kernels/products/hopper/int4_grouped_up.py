@@ -22,7 +22,7 @@ from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.gluon import load_box, thread_barrier
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.grouping import Groups, group_many
 from milepost.kernels.products.hopper.fp8_grouped_parts import find_block, wait_for_room
@@ -145,7 +145,7 @@ def _up_kernel(
     MAKE: gl.constexpr = _make_gated if GATED else _make_squared
     stages = open_stages(hidden.dtype.element_ty, weight, BLOCK_M, STAGES, 2)
     wait_for_inputs()
-    let_next_start()
+    launch_dependents()
     shared = (blocks, capacity, gl.load(num_blocks) * TILES, stages)
     target = (active, SIZE)
     gl.warp_specialize(

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.hopper.int4_parts import (
     accumulate,
@@ -71,7 +71,7 @@ def _gemm_kernel(
     STEPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     WARPS: gl.constexpr = gl.num_warps()
     PRODUCTS: gl.constexpr = products_layout(WARPS)
     WEIGHTS: gl.constexpr = weights_layout(WARPS)

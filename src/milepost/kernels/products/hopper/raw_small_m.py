@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import let_next_start
+from milepost.kernels.platform.overlap_gluon import launch_dependents
 from milepost.kernels.products.hopper.gemm_parts import open_stages, produce, store_tile
 from milepost.kernels.products.hopper.raw_tiles import BLOCK_K, HopperTiles
 
@@ -40,7 +40,7 @@ def multiply(
     weight: Tensor,
     tiles: HopperTiles,
     *,
-    lets_next_start: bool = True,
+    launch_dependents: bool = True,
 ) -> Tensor:
     """`hidden` [T, I] times `weight` [O, I] transposed: [T, O].
 
@@ -68,7 +68,7 @@ def multiply(
         BLOCK_K=BLOCK_K,
         SPLIT_K=tiles.split_k,
         STAGES=tiles.num_stages,
-        LETS_NEXT_START=lets_next_start,
+        LAUNCH_DEPENDENTS=launch_dependents,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=tiles.num_warps,
         maxnreg=_registers(tiles),
@@ -98,7 +98,7 @@ def _gemm_kernel(
     BLOCK_K: gl.constexpr,
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
-    LETS_NEXT_START: gl.constexpr,
+    LAUNCH_DEPENDENTS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Every so many units, each a tile of outputs and a share of the inputs."""
@@ -106,8 +106,8 @@ def _gemm_kernel(
     STEPS: gl.constexpr = INPUTS // (SPLIT_K * BLOCK_K)
     inputs, weights, bars = open_stages(hidden, weight, BLOCK_M, MMA_M, BLOCK_K, STAGES)
     num_units = TILES * SPLIT_K
-    if LETS_NEXT_START:
-        let_next_start()
+    if LAUNCH_DEPENDENTS:
+        launch_dependents()
     consumed = (output, num_tokens, num_units, inputs, weights, bars)
     produced = (hidden, weight, num_units, inputs, weights, bars)
     gl.warp_specialize(

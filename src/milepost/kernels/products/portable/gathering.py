@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _MANY_ROUTED, _SHARING = 512, 4
@@ -124,7 +124,7 @@ def _gather_kernel(
 
     What this reads is complete once the next launch starts, which may read it at once."""
     wait_for_inputs()
-    let_next_start()
+    launch_dependents()
     o_p = tl.arange(0, CHUNK)
     o_k = tl.arange(0, triton.next_power_of_2(INPUTS))
     b_x = tl.load(experts + o_p, mask=o_p < num_routed, other=EXPERTS)

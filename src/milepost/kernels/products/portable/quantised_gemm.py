@@ -11,7 +11,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products.forms.quantised import Quantised
 from milepost.kernels.products.portable.gemm_step import (
@@ -101,7 +101,7 @@ def _gemm_kernel(
     BLOCK_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     SHARE: tl.constexpr = (INPUTS + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)

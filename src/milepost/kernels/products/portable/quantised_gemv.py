@@ -14,7 +14,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Quantised
 from milepost.kernels.products.portable.gemm_step import constants, factors, operands
 from milepost.kernels.products.portable.gemv_parts import dot, load_row, load_weights
@@ -89,7 +89,7 @@ def _dense_kernel(
     SCALE_ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     PITCH: tl.constexpr = INPUTS // 2 if GROUP else INPUTS
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(1).to(tl.int64)

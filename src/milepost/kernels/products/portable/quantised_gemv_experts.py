@@ -13,7 +13,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.products.forms.quantised import Quantised
 from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.portable.gemm_step import factors, operands
@@ -65,7 +65,7 @@ def _up_kernel(
     SCALE_ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     PITCH: tl.constexpr = INPUTS // 2 if GROUP else INPUTS
     ROWS: tl.constexpr = 2 * SIZE if GATED else SIZE
@@ -145,7 +145,7 @@ def _down_kernel(
     SCALE_ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     PITCH: tl.constexpr = SIZE // 2 if GROUP else SIZE
     routed = tl.program_id(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.tiles import Tiles, cdiv
 from milepost.kernels.products.forms.quantised import Quantised
 from milepost.kernels.products.grouping import Groups
@@ -130,7 +130,7 @@ def _up_kernel(
     BLOCK_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     TILES: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
     ROWS: tl.constexpr = 2 * SIZE if GATED else SIZE
@@ -300,7 +300,7 @@ def _down_kernel(
     BLOCK_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES

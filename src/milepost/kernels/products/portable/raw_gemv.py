@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.strides import check_rows
 
 _FEW_INPUTS = 128
@@ -91,7 +91,7 @@ def _gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(1).to(tl.int64)
     is_column = o_n < OUTPUTS
@@ -151,7 +151,7 @@ def _both_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Either of two pointers is no pointer that AMD's compiler follows.
     if tl.program_id(1) == 0:
@@ -222,7 +222,7 @@ def _heads_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """BLOCK_N outputs of a head."""
-    let_next_start()
+    launch_dependents()
     head = tl.program_id(1)
     o_n, o_k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     is_output, is_input = o_n < OUTPUTS, o_k < INPUTS

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.products.portable.activation import activate, is_gated
 
 
@@ -61,7 +61,7 @@ def _up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     routed = tl.program_id(1)
     expert = tl.load(experts + routed).to(tl.int64)
@@ -127,7 +127,7 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     routed = tl.program_id(1)
     expert = tl.load(experts + routed).to(tl.int64)

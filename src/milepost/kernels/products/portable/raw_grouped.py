@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.tiles import Tiles, cdiv
 from milepost.kernels.products.grouping import Groups
 from milepost.kernels.products.portable.activation import activate, is_gated
@@ -92,7 +92,7 @@ def _up_kernel(
     BLOCK_K: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     TILES: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
     expert, block, tile = find_tile(blocks, TILES)
@@ -172,7 +172,7 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     expert, block, tile = find_tile(blocks, TILES)

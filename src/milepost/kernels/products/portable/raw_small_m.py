@@ -16,7 +16,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.device import num_sms, probe
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.strides import check_contiguous, check_rows
 from milepost.kernels.platform.tiles import Tiles, num_programs
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
@@ -30,7 +30,7 @@ def multiply_few(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    lets_next_start: bool = True,
+    launch_dependents: bool = True,
     is_whole: bool = False,
 ) -> Tensor | None:
     """The result [T, O], or its partials [T, S, O] in float32, if that is faster here than torch's
@@ -44,7 +44,9 @@ def multiply_few(
     if choice.kernel.is_hopper:
         from milepost.kernels.products.hopper import raw_small_m
 
-        return raw_small_m.multiply(hidden, weight, choice.tiles, lets_next_start=lets_next_start)
+        return raw_small_m.multiply(
+            hidden, weight, choice.tiles, launch_dependents=launch_dependents
+        )
     if len(hidden) == 1:
         return multiply_row(hidden, weight, bias)
     return multiply(hidden, weight, bias, choice.tiles.tiles, choice.split_k)
@@ -165,7 +167,7 @@ def _gemm_kernel(
     SPLIT_K: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     # Whole steps for each split; the last may get fewer.
     SHARE: tl.constexpr = (INPUTS + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -222,7 +224,7 @@ def _add_up_kernel(
     SPLIT_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_index = index < size

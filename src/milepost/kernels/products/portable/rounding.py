@@ -24,7 +24,7 @@ from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.float8 import FP8
 from milepost.kernels.platform.float8_triton import decode, encode, scale_of
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Quantised
 from milepost.kernels.products.portable.activation import activate
@@ -126,7 +126,7 @@ def _quantise_kernel(
     GATED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     i_row = tl.program_id(0).to(tl.int64)
     o_d = tl.program_id(1) * PARTS + tl.arange(0, PARTS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, FourBits
 from milepost.kernels.products.portable import float4
 from milepost.kernels.products.portable.gemm_step import (
@@ -60,7 +60,7 @@ def _unpack_kernel(
     GROUP: tl.constexpr,
     DEPTHS: tl.constexpr,
 ):
-    let_next_start()
+    launch_dependents()
     wait_for_inputs()
     LANE: tl.constexpr = min(GROUP, 64) if GROUP > 0 else 64
     TYPE: tl.constexpr = output.dtype.element_ty

@@ -32,7 +32,7 @@ from torch import Tensor
 from milepost.kernels.layout.decode import DecodeLayout
 from milepost.kernels.layout.verify import VerifyLayout
 from milepost.kernels.platform.device import num_sms
-from milepost.kernels.platform.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.recurrent.portable.stream import (
     TokenRows,
     convolve,
@@ -241,7 +241,7 @@ def _convolve_kernel(
     """One vector of a sequence: convolution and SiLU into `mixed` [S, R, C] float32, a unit vector
     if it is a query or a key of the delta rule."""
     # The second launch may start, and load what this one does not write.
-    let_next_start()
+    launch_dependents()
     i_sequence, i_vector = tl.program_id(0).to(tl.int64), tl.program_id(1)
     written = tl.load(sequences.slot_out + i_sequence).to(tl.int64)
     if written < 0:
