@@ -44,7 +44,7 @@ class Worker:
 
         from milepost.config import EngineConfig
         from milepost.engine import heap
-        from milepost.engine.core import Engine
+        from milepost.engine.loop.core import Engine
 
         if options.pop("is_timed"):
             timeline.watch()

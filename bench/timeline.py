@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 LEAST_S = 50e-6
 WATCHED = {
-    "milepost.engine.core:Engine": "queue step hear _tell",
-    "milepost.engine.flights:Flights": "_start collect _start_ahead settle",
-    "milepost.engine.answers:Answers": "take",
-    "milepost.engine.exchange:Exchange": "lend fetch",
+    "milepost.engine.loop.core:Engine": "queue step hear _tell",
+    "milepost.engine.loop.flights:Flights": "_start collect _start_ahead settle",
+    "milepost.engine.loop.answers:Answers": "take",
+    "milepost.engine.loop.exchange:Exchange": "lend fetch",
     "milepost.scheduler.scheduler:Scheduler": "schedule follow update arrived",
     "milepost.runner.runner:Runner": "launch sample collect copy",
     "milepost.disaggregation.connector:Connector": "_pull _pulled _grant",

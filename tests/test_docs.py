@@ -67,7 +67,11 @@ def test_metrics_that_pages_name_exist():
     assert {name.removesuffix("_total") for name in names} <= known
 
 
-MAPPED = ("disaggregation", "engine", "kernels", "layers", "runner", "scheduler", "server", "tiers")
+MAPPED = (
+    *("disaggregation", "kernels", "layers", "runner", "scheduler", "server", "tiers"),
+    *("engine", "engine/text", "engine/constraints", "engine/build", "engine/loop"),
+    "engine/processes",
+)
 
 
 @pytest.mark.parametrize("package", MAPPED)

@@ -39,14 +39,26 @@ MAY_USE = {
 """What each part may use besides `SHARED`."""
 
 FLOORS = {
-    "memory": set(),
-    "tree": set(),
-    "eviction": {"memory", "tree"},
-    "allocation": {"memory", "tree", "eviction"},
+    "cache": {
+        "memory": set(),
+        "tree": set(),
+        "eviction": {"memory", "tree"},
+        "allocation": {"memory", "tree", "eviction"},
+    },
+    "engine": {
+        "text": set(),
+        "constraints": set(),
+        "build": {"text", "constraints"},
+        "loop": {"text", "constraints", "build"},
+        "processes": {"text", "constraints", "build", "loop"},
+    },
 }
-"""Folders of the cache, each used through its `__init__`, and what it may use."""
+"""Folders inside a part, each used through its `__init__`, and what it may use."""
 
-BESIDE_FLOORS = {"events", "order", "placement", "plans", "report"}
+BESIDE_FLOORS = {
+    "cache": {"events", "order", "placement", "plans", "report"},
+    "engine": {"child", "facts", "heap", "metrics", "outputs", "parent", "prompts"},
+}
 """Modules beside the folders that all of them may use."""
 
 SHARED = {
@@ -111,29 +123,33 @@ def test_imports_go_one_way():
 
 
 def reaches_past(path):
-    """Imports of an inner module of a folder of the cache, or of a folder above one's own."""
+    """Imports of an inner module of a part's folder, or of a folder above one's own."""
     inside = path.relative_to(ROOT).parts[:-1]
-    own = inside[1] if inside[:1] == ("cache",) and len(inside) > 1 else None
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom) or not node.module:
             continue
         root, part, *rest = [*node.module.split("."), "", ""]
-        rest = [name for name in rest if name]
-        if (root, part) != ("milepost", "cache") or not rest:
+        rest = [name for name in rest if name] or [node.names[0].name]
+        if root != "milepost" or part not in FLOORS:
             continue
+        floors, beside = FLOORS[part], BESIDE_FLOORS[part]
+        own = inside[1] if inside[:1] == (part,) and len(inside) > 1 else None
         floor = rest[0]
-        is_past = floor in FLOORS and len(rest) > 1 and floor != own
-        is_above = own is not None and floor not in {own, *FLOORS[own], *BESIDE_FLOORS}
+        is_past = floor in floors and len(rest) > 1 and floor != own
+        is_above = own is not None and floor not in {own, *floors[own], *beside}
         if is_past or is_above:
             found.append(f"{path.relative_to(ROOT)}:{node.lineno} imports {node.module}")
     return found
 
 
-def test_nobody_reaches_past_a_door_of_the_cache():
-    assert {path.name for path in (ROOT / "cache").iterdir() if path.is_dir()} - {
-        "__pycache__"
-    } == FLOORS.keys()
+@pytest.mark.parametrize("part", FLOORS)
+def test_every_folder_of_a_part_has_a_door(part):
+    folders = {path.name for path in (ROOT / part).iterdir() if path.is_dir()}
+    assert folders - {"__pycache__"} == FLOORS[part].keys()
+
+
+def test_nobody_reaches_past_a_door():
     assert [line for path in sorted(ROOT.rglob("*.py")) for line in reaches_past(path)] == []
 
 
@@ -146,6 +162,12 @@ def test_nobody_reaches_past_a_door_of_the_cache():
         ("cache/tree", "from milepost.cache.eviction import Reclaimer", False),
         ("cache/tree", "from milepost.cache.cache import Cache", False),
         ("cache/eviction", "from milepost.cache.report import Stats", True),
+        ("server", "from milepost.engine.text import chat", True),
+        ("server", "from milepost.engine.text.chat import ChatPrompt", False),
+        ("engine/loop", "from milepost.engine.text import chat", True),
+        ("engine/text", "from milepost.engine.loop import Engine", False),
+        ("engine/text", "from milepost.engine import llm", False),
+        ("engine/text", "from milepost.engine import heap", True),
     ],
 )
 def test_a_door_is_seen(tmp_path, monkeypatch, folder, line, is_allowed):

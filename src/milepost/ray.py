@@ -31,7 +31,7 @@ from starlette.responses import Response, StreamingResponse
 
 from milepost.cache.tree import Chain
 from milepost.config import EngineConfig
-from milepost.engine.client import EngineClient
+from milepost.engine.processes import EngineClient
 from milepost.errors import ConfigError, MilepostError
 from milepost.scheduler.routing import cost
 from milepost.server import app as http

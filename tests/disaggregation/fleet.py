@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from milepost.config import EngineConfig
-from milepost.engine.core import Engine
+from milepost.engine.loop.core import Engine
+from milepost.engine.loop.requests import Job
 from milepost.engine.prompts import Prompt
-from milepost.engine.requests import Job
 from milepost.sampling_params import SamplingParams
 from tests.engines import greedy
 from tests.invariants import check

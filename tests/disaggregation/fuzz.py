@@ -37,7 +37,7 @@ from milepost.disaggregation.messages import (
     Welcome,
 )
 from milepost.disaggregation.params import read
-from milepost.engine.requests import Job
+from milepost.engine.loop.requests import Job
 from milepost.errors import InvalidRequestError
 from tests.disaggregation.fleet import Fleet, open_engine, running
 from tests.disaggregation.hostile import VALUES, Liar, mutated

@@ -15,7 +15,7 @@ import zmq
 
 from milepost.disaggregation.messages import ENCODER, QUESTIONS, Gone, Granted, Released, Welcome
 from milepost.disaggregation.sockets import Sockets
-from milepost.engine.core import Engine
+from milepost.engine.loop.core import Engine
 
 NESTED: Any = []
 for _ in range(60):

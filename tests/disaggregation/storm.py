@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from milepost.engine.core import Engine
-from milepost.engine.requests import Job
+from milepost.engine.loop.core import Engine
+from milepost.engine.loop.requests import Job
 from tests.disaggregation.fleet import ONE_TOKEN, PREFILL, Fleet, open_engine, running
 from tests.engines import Tiny, greedy, tokens
 

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from milepost import LLM, RequestOutput, SamplingParams
+from milepost.engine.loop.requests import Job
 from milepost.engine.prompts import read_prompt
-from milepost.engine.requests import Job
 from milepost.sampling_params import StructuredOutputs
 from tests.engines import num_held
 from tests.invariants import check

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milepost import LLM, SamplingParams
+from milepost.engine.loop.requests import Job
 from milepost.engine.prompts import Prompt, read_prompt
-from milepost.engine.requests import Job
 from milepost.sampling_params import StructuredOutputs
 from tests import chatmodel
 from tests.invariants import check

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from milepost import LLM, SamplingParams
-from milepost.engine import chat
+from milepost.engine.text import chat
 
 SYSTEM = {
     "role": "system",

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from milepost.cache import Cache
-from milepost.engine import heap, process
+from milepost.engine import heap
+from milepost.engine.processes import engine as process
 from milepost.scheduler.scheduler import Scheduler
 
 

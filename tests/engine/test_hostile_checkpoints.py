@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from milepost import LLM, SamplingParams
-from milepost.engine.lengths import FewestTokens
+from milepost.engine.text.lengths import FewestTokens
 from milepost.errors import ConfigError, MilepostError
 from tests import chatmodel, checkpoints, mutations
 

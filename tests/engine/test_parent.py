@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from milepost.config import EngineConfig
-from milepost.engine import process
 from milepost.engine.parent import without_interrupts
+from milepost.engine.processes import engine as process
 from milepost.errors import ConfigError
 from tests.waiting import until
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from milepost.config import EngineConfig
-from milepost.engine.core import Engine
+from milepost.engine.loop.core import Engine
 from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidRequestError
 from milepost.runner import prompt_scores

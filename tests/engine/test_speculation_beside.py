@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from milepost import LLM, RequestOutput
+from milepost.engine.loop.requests import Job
 from milepost.engine.prompts import Prompt
-from milepost.engine.requests import Job
 from milepost.tiers.rates import MeasuredRates
 from tests.engine.speculating import Oracle, consult
 from tests.engines import WIDE_STATES, Tiny, greedy, num_held, sampled, save_tiny, tokens

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from milepost import LLM, SamplingParams
-from milepost.engine.guidance import FormGuide, form_masks
+from milepost.engine.constraints.guidance import FormGuide, form_masks
 from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import StructuredOutputs

@@ -10,9 +10,9 @@ from concurrent.futures import Future
 import msgspec
 
 from milepost.config import EngineConfig
-from milepost.engine.rank import build_rank
-from milepost.engine.rank_process import serve
-from milepost.engine.team import Order, RankOrder, Told
+from milepost.engine.build.rank import build_rank
+from milepost.engine.build.team import Order, RankOrder, Told
+from milepost.engine.processes.rank import serve
 from milepost.errors import EngineDeadError
 from milepost.parallel import Ranks
 from milepost.parallel.tickets import Tickets

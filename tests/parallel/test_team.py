@@ -20,12 +20,12 @@ import torch
 from milepost import LLM, SamplingParams
 from milepost.config import EngineConfig
 from milepost.disaggregation.orders import ReadPart
-from milepost.engine import setup, team
-from milepost.engine.client import EngineClient
-from milepost.engine.process import Engine, Loop
+from milepost.engine.build import setup, team
+from milepost.engine.build.team import RankOrder, Team, Told
+from milepost.engine.processes.client import EngineClient
+from milepost.engine.processes.engine import Engine, Loop
+from milepost.engine.processes.rank import follow
 from milepost.engine.prompts import Prompt
-from milepost.engine.rank_process import follow
-from milepost.engine.team import RankOrder, Team, Told
 from milepost.errors import ConfigError, EngineDeadError
 from milepost.kernels import norm
 from milepost.parallel.gloo import GlooLink, open_store

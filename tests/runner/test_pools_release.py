@@ -3,7 +3,7 @@
 import torch
 
 from milepost.config import EngineConfig
-from milepost.engine.core import Engine
+from milepost.engine.loop.core import Engine
 from milepost.engine.prompts import Prompt
 from milepost.sampling_params import SamplingParams
 

@@ -156,7 +156,7 @@ def assert_in_order(text, words):
 
 
 def test_claude_codes_conversation_is_read_in_order():
-    from milepost.engine.chat import render
+    from milepost.engine.text.chat import render
     from milepost.server.anthropic.convert import to_chat
     from milepost.server.anthropic.protocol import MessagesRequest
     from milepost.server.messages import for_template, tools_for_template

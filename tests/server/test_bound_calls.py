@@ -7,7 +7,7 @@ import llguidance.hf
 import pytest
 from llguidance import LLMatcher
 
-from milepost.engine.grammars import grammar_of
+from milepost.engine.constraints.grammars import grammar_of
 from milepost.errors import InvalidRequestError
 from milepost.server import forms
 from milepost.server.parsing.answer import AnswerFormat

@@ -76,7 +76,7 @@ def test_a_signal_lets_short_requests_finish_and_fails_long_ones(folder):
             with http.stream("POST", "/v1/completions", json=request) as short:
                 lines = short.iter_lines()
                 next(lines)
-                (checker,) = server.children(b"grammar_process")
+                (checker,) = server.children(b"engine.constraints")
                 server.process.send_signal(signal.SIGINT)
                 assert [line for line in lines if line][-1] == "data: [DONE]"
         with pytest.raises(openai.APIError, match="shut down"):

@@ -21,8 +21,8 @@ from uvicorn.server import ServerState
 
 from milepost.cli import serve
 from milepost.config import EngineConfig
-from milepost.engine.client import EngineClient
 from milepost.engine.metrics import Metric
+from milepost.engine.processes.client import EngineClient
 from milepost.errors import ConfigError, EngineDeadError
 from milepost.server import connections, run, stats
 from milepost.server.callers import Keys

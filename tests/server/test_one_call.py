@@ -3,8 +3,8 @@
 import asyncio
 from types import SimpleNamespace
 
-from milepost.engine.stream import Stream, StreamBell
-from milepost.engine.wire import Delta, Output
+from milepost.engine.processes.stream import Stream, StreamBell
+from milepost.engine.processes.wire import Delta, Output
 from milepost.server import conversation
 from milepost.server.chat import _ChatWriter
 from milepost.server.config import ServerConfig

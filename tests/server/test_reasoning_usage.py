@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from milepost.engine.stream import Stream, StreamBell
-from milepost.engine.wire import Delta, Output
+from milepost.engine.processes.stream import Stream, StreamBell
+from milepost.engine.processes.wire import Delta, Output
 from milepost.server import conversation
 from milepost.server.config import ServerConfig
 from milepost.server.protocol import ChatRequest

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from milepost.engine.outputs import Logprob
-from milepost.engine.stream import Stream, StreamBell
-from milepost.engine.wire import Delta, Output
+from milepost.engine.processes.stream import Stream, StreamBell
+from milepost.engine.processes.wire import Delta, Output
 from milepost.server import app
 from milepost.server.config import ServerConfig
 from milepost.server.service import Service

@@ -8,7 +8,7 @@ import json
 import pytest
 from transformers import PreTrainedTokenizer
 
-from milepost.engine import chat
+from milepost.engine.text import chat
 from milepost.errors import InvalidRequestError
 from milepost.server.config import ServerConfig
 from milepost.server.encoder import Encoder

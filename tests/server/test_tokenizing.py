@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from milepost.engine import chat
-from milepost.engine.lengths import FewestTokens
-from milepost.engine.text_process import Start, Text, TextProcess, Texts
-from milepost.engine.tokenizer import load_tokenizer
+from milepost.engine.text import chat
+from milepost.engine.text.lengths import FewestTokens
+from milepost.engine.text.process import Start, Text, TextProcess, Texts
+from milepost.engine.text.tokenizer import load_tokenizer
 from milepost.models.folder import EMBEDDED_MODEL
 from milepost.server.config import ServerConfig
 from milepost.server.encoder import Encoder
@@ -238,10 +238,10 @@ def test_a_text_is_not_tokenized_for_a_client_that_left(server, path):
     body = json.dumps(LEFT[path] | {"model": "tiny"}).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     address = urlsplit(server.url)
-    before = {pid: cpu_ticks(pid) for pid in server.children(b"text_process")}
+    before = {pid: cpu_ticks(pid) for pid in server.children(b"engine.text")}
 
     def busy() -> list[int]:
-        pids = server.children(b"text_process")
+        pids = server.children(b"engine.text")
         return [pid for pid in pids if cpu_ticks(pid) > before.get(pid, 0) + 100]
 
     with socket.create_connection((address.hostname, address.port)) as sock:

@@ -14,7 +14,7 @@ import pytest
 from milepost.cache import Cache
 from milepost.cache.memory import Split, UnifiedPool
 from milepost.config import EngineConfig
-from milepost.engine.core import Engine
+from milepost.engine.loop.core import Engine
 from milepost.engine.prompts import Prompt
 from milepost.sampling_params import SamplingParams
 from milepost.simulator.cost import read_cost

@@ -17,7 +17,7 @@ from milepost.cli.config_file import ConfigFile
 from milepost.cli.flags import Flags, add_flags
 from milepost.cli.logs import log_to_stderr
 from milepost.cli.serve import ENGINE
-from milepost.engine.tokenizer import without_torch
+from milepost.engine.text import without_torch
 from milepost.errors import ConfigError, missing
 from milepost.server.config import ServerConfig
 

@@ -14,7 +14,7 @@ from milepost.cli.config_file import ConfigFile
 from milepost.cli.flags import Flags, add_flags, one_model
 from milepost.cli.logs import log_to_stderr
 from milepost.config import EngineConfig
-from milepost.engine.tokenizer import without_torch
+from milepost.engine.text import without_torch
 from milepost.errors import missing
 from milepost.server.config import ServerConfig
 

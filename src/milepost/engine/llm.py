@@ -15,13 +15,11 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
-from milepost.engine import chat
-from milepost.engine.core import Engine
+from milepost.engine.loop import Engine, EngineThread, Job
 from milepost.engine.metrics import Metric
 from milepost.engine.outputs import RequestOutput
 from milepost.engine.prompts import Prompt, PromptLike, read_prompt
-from milepost.engine.requests import Job
-from milepost.engine.thread import EngineThread
+from milepost.engine.text import chat
 from milepost.engine.vllm_names import own_options
 from milepost.errors import ConfigError, InvalidRequestError
 from milepost.sampling_params import SamplingParams, check_unicode

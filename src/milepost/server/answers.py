@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from milepost.engine.wire import Delta
+from milepost.engine.processes import Delta
 from milepost.server.custom import CustomInput
 from milepost.server.parsing.answer import AnswerParser
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning

@@ -21,7 +21,7 @@ import msgspec
 
 from milepost.config import EngineConfig
 from milepost.engine import heap
-from milepost.engine.client import EngineClient
+from milepost.engine.processes import EngineClient
 from milepost.server import app
 from milepost.server.config import ServerConfig
 from milepost.server.errors import error_body

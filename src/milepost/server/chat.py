@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from milepost.engine.wire import Delta
+from milepost.engine.processes import Delta
 from milepost.server import logprobs, transfer
 from milepost.server.answers import AnswerEvents
 from milepost.server.conversation import ChatTurn, begin, response_id

@@ -9,8 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from milepost.engine.processes import Delta
 from milepost.engine.prompts import Prompt
-from milepost.engine.wire import Delta
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
 from milepost.server import echo, forms, logprobs, parameters, transfer

@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from milepost.engine.chat import ChatPrompt
 from milepost.engine.prompts import Prompt
+from milepost.engine.text import ChatPrompt
 from milepost.sampling_params import SamplingParams
 from milepost.server import forms, parameters, transfer
 from milepost.server.answers import AnswerEvents

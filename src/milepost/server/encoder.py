@@ -13,10 +13,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from milepost.engine import chat, heap
-from milepost.engine.conversations import Unrendered, content_of
-from milepost.engine.lengths import FewestTokens
-from milepost.engine.text_process import Encoded, Text, Texts
+from milepost.engine import heap
+from milepost.engine.text import Encoded, FewestTokens, Text, Texts, Unrendered, chat, content_of
 from milepost.errors import InvalidRequestError
 from milepost.server.errors import HttpError
 from milepost.server.logprobs import TokenBytes

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from milepost.engine.outputs import Logprob
+from milepost.engine.processes import Delta, Output, Report
 from milepost.engine.prompts import Prompt
-from milepost.engine.wire import Delta, Output, Report
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
 from milepost.server import transfer

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tokenizers import decoders
 
 from milepost.engine.outputs import Logprob
-from milepost.engine.wire import Delta
+from milepost.engine.processes import Delta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from milepost.engine.generation_config import with_defaults
+from milepost.engine.text import with_defaults
 from milepost.sampling_params import SamplingParams
 from milepost.server.protocol import ChatRequest, CompletionRequest, Sampling
 

@@ -24,11 +24,9 @@ import uvicorn
 
 from milepost.config import EngineConfig
 from milepost.engine import heap
-from milepost.engine.client import EngineClient
-from milepost.engine.generation_config import overridden
-from milepost.engine.grammar_process import FormChecks
-from milepost.engine.grammars import vocabulary_of
-from milepost.engine.tokenizer import load_tokenizer
+from milepost.engine.constraints import FormChecks, vocabulary_of
+from milepost.engine.processes import EngineClient
+from milepost.engine.text import load_tokenizer, overridden
 from milepost.errors import ConfigError, ServerClosingError
 from milepost.models.folder import EMBEDDED_MODEL, find_folder
 from milepost.server import app

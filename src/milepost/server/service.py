@@ -10,15 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from milepost.engine import chat
-from milepost.engine.client import EngineClient
-from milepost.engine.generation_config import overridden
-from milepost.engine.grammar_process import FormChecks
-from milepost.engine.grammars import check_combination
+from milepost.engine.constraints import FormChecks, check_budget, check_combination, think_ids
+from milepost.engine.processes import EngineClient, Stream, StreamBell
 from milepost.engine.prompts import Prompt, check_prompt
-from milepost.engine.restrictions import check_budget, think_ids
-from milepost.engine.special import special_texts
-from milepost.engine.stream import Stream, StreamBell
+from milepost.engine.text import chat, overridden, special_texts
 from milepost.errors import (
     ConfigError,
     EngineAsleepError,

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from milepost.engine.client import EngineClient
 from milepost.engine.metrics import Metric
+from milepost.engine.processes import EngineClient
 from milepost.errors import MilepostError
 
 logger = logging.getLogger("milepost.stats")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from milepost.engine.stream import Stream, StreamBell
-from milepost.engine.wire import Output
+from milepost.engine.processes import Output, Stream, StreamBell
 
 
 class Submission:

@@ -23,9 +23,16 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from milepost.engine.chat import ChatPrompt
-from milepost.engine.conversations import Rendered, Template, Unrendered
-from milepost.engine.text_process import Encoded, Start, TextProcess, Texts
+from milepost.engine.text import (
+    ChatPrompt,
+    Encoded,
+    Rendered,
+    Start,
+    Template,
+    TextProcess,
+    Texts,
+    Unrendered,
+)
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from milepost.engine.grammars import grammar_of
+from milepost.engine.constraints.grammars import grammar_of
 from milepost.server import forms
 from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.protocol import ChatRequest

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from milepost.engine.wire import Delta
+from milepost.engine.processes import Delta
 from milepost.server import conversation
 from milepost.server.anthropic.convert import has_breakpoints, to_chat
 from milepost.server.anthropic.errors import body_of

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from milepost.engine.grammars import JSON_OPTIONS
+from milepost.engine.constraints import JSON_OPTIONS
 
 Tools = Sequence[Mapping[str, Any]]
 """As a request has them."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from milepost.engine.wire import Delta
+from milepost.engine.processes import Delta
 from milepost.server import errors, logprobs
 from milepost.server.blocks import AnswerBlock, Blocks, Closed, Gained, Opened, Step
 from milepost.server.conversation import ChatTurn

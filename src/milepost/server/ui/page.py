@@ -14,7 +14,7 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from milepost.engine.client import EngineClient
+from milepost.engine.processes import EngineClient
 from milepost.errors import RequestTimeoutError
 from milepost.server.callers import for_anyone, for_operators
 

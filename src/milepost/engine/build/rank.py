@@ -1,0 +1,239 @@
+"""Builds what one rank needs: its part of the model, pools, a cache, a runner with kernels."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from milepost.cache import Cache
+from milepost.cache.tree import FullAttention, LayerKind, Recurrent, ShortConvolution
+from milepost.config import EngineConfig
+from milepost.disaggregation.access import Access, open_access
+from milepost.engine.build.auto import device_of, folder_of, kv_dtype_of, load_options_of
+from milepost.engine.build.drafting import accept_of
+from milepost.engine.build.sizing import max_model_len_of, pool_shape, sizes_of
+from milepost.engine.build.team import Team
+from milepost.engine.build.tiering import Hands, hands_of
+from milepost.errors import KernelError
+from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.platform.device import describe, hopper_kernels, probe, why_reference
+from milepost.kernels.platform.float8 import FP8
+from milepost.models.decoder import Decoder
+from milepost.models.identity import identify
+from milepost.models.loading import load_model
+from milepost.parallel import Ranks
+from milepost.parallel.gloo import GlooLink
+from milepost.runner.device import DeviceExecutor, measure_activations
+from milepost.runner.graphs import ladder, largest_step
+from milepost.runner.launching import most_launched_tokens
+from milepost.runner.memory import Sizes
+from milepost.runner.plain import PlainExecutor
+from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pools import Pools
+from milepost.runner.recording import PlanLog
+from milepost.runner.runner import Executor, Runner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankParts:
+    """What every rank has: its part of the model, pools, and a runner."""
+
+    model: Decoder
+    weights_bytes: int
+    device: torch.device
+    shape: PoolShape
+    sizes: Sizes
+    cache: Cache
+    max_model_len: int
+    kv_dtype: str
+    """Empty where KV has the model's type."""
+    num_graphs: int
+    runner: Runner
+    hands: Hands | None
+    """For its part of what is kept outside the device; None where nothing is."""
+    access: Access | None
+    """Of other engines to its pools; None where nothing is exchanged."""
+
+
+def build_rank(
+    config: EngineConfig,
+    ranks: Ranks,
+    *,
+    log: PlanLog | None = None,
+    team: Team | None = None,
+) -> RankParts:
+    """What one rank runs with; `log` and `team` are told what its runner is told."""
+    with hopper_kernels(config.hopper_kernels):  # an executor keeps to what it was made with
+        return _build(config, ranks, log, team)
+
+
+def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team | None) -> RankParts:
+    folder = folder_of(config)
+    device = device_of(config.device, ranks.rank)
+    if device.type == "cuda" and not ranks.is_alone:
+        ranks = _reaching(ranks, device, team)
+    model, whole = load_model(folder, load_options_of(config, folder, device, ranks))
+    weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    model.pack()
+    kv_dtype = kv_dtype_of(config, model.dtype, whole)
+    shape = pool_shape(config, model, device, kv_dtype)
+    fused = _fused(config, device, model, shape, ranks)
+    sizes = sizes_of(config, shape, device, fused.activations if fused else 0, ranks)
+    cache = _cache(config, folder, shape, sizes, model.num_positions)
+    max_model_len = max_model_len_of(config, model, shape, cache.capacity)
+    pools = sizes.allocate(shape, device)
+    logger.info("cache: %s", sizes.describe(shape))
+    # Without slots to bound them: those in their seats, and those whose last step is not read yet.
+    num_requests = sizes.num_slots if shape.uses_slots else 2 * config.max_num_seqs
+    executor = _executor(model, pools, fused, num_requests, max_model_len)
+    runner = Runner(
+        executor,
+        pools,
+        num_slots=sizes.num_slots,
+        logs=[each for each in (log, team) if each is not None],
+        accept=accept_of(config.speculative_config),
+        wait=team.wait if team is not None else None,
+    )
+    return RankParts(
+        model=model,
+        weights_bytes=weights_bytes,
+        device=device,
+        shape=shape,
+        sizes=sizes,
+        cache=cache,
+        max_model_len=max_model_len,
+        kv_dtype="" if kv_dtype is None else str(kv_dtype).removeprefix("torch."),
+        num_graphs=len(fused.captured) if fused else 0,
+        runner=runner,
+        hands=hands_of(config, runner, cache.identity, ranks),
+        access=_access(config, pools, ranks),
+    )
+
+
+def _access(config: EngineConfig, pools: Pools, ranks: Ranks) -> Access | None:
+    wanted = config.kv_exchange
+    return None if wanted is None else open_access(wanted, pools, ranks.rank, ranks.gather)
+
+
+def _reaching(ranks: Ranks, device: torch.device, team: Team | None) -> Ranks:
+    """The same ranks, whose GPUs reach each other."""
+    # Imported where it is used: machines without a GPU need not have what it needs.
+    from milepost.parallel.gpu import GpuLink
+
+    assert isinstance(ranks.link, GlooLink), "hosts reach each other first"
+    index = device.index or 0
+    torch.cuda.set_device(index)
+    link = GpuLink(ranks.link, torch.device("cuda", index))
+    if team is not None:
+        team.closing.append(link.close)
+    return replace(ranks, link=link)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fused:
+    """The steps that the fused kernels run."""
+
+    largest: Capacity
+    captured: list[Capacity]
+    activations: int
+    """Bytes that the largest takes besides weights and pools."""
+
+
+def _fused(
+    config: EngineConfig, device: torch.device, model: Decoder, shape: PoolShape, ranks: Ranks
+) -> _Fused | None:
+    """Compile the fused kernels and run the largest step once; None where the reference kernels
+    are to run.
+    """
+    if not _announce_kernels(device, model):
+        return None
+    limits = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "num_drafts": shape.num_drafts,
+    }
+    largest = largest_step(**limits)
+    most_launched = 0
+    if shape.dtype_of_kv != FP8:  # or a graph would hold as many pages in 16 bits as there may be
+        most_launched = ranks.least(most_launched_tokens(model, probe(device)))
+    captured = [] if config.enforce_eager else ladder(**limits, most_launched=most_launched)
+    try:
+        longest = min(config.max_model_len or model.num_positions, model.num_positions)
+        activations = measure_activations(model, shape, largest, captured, longest)
+    except KernelError as error:
+        logger.warning("kernels: reference, many times slower; of the fused ones %s", error)
+        return None
+    return _Fused(largest=largest, captured=captured, activations=activations)
+
+
+def _cache(
+    config: EngineConfig, folder: Path, shape: PoolShape, sizes: Sizes, num_positions: int
+) -> Cache:
+    return Cache(
+        storage=sizes.storage(),
+        page_size=config.page_size,
+        kinds=_kinds(shape),
+        identity=_identity(config, folder, shape, num_positions),
+        mode=config.mamba_cache_mode if config.enable_prefix_caching else "none",
+        block_size=config.mamba_block_size,
+    )
+
+
+def _kinds(shape: PoolShape) -> tuple[LayerKind, ...]:
+    """Of the model's layers, for the cache."""
+    kinds: list[LayerKind] = [FullAttention(page_bytes=shape.kv_bytes)]
+    if shape.convolutions:
+        kinds.append(ShortConvolution(grid=shape.page_size, page_bytes=shape.conv_bytes))
+    if shape.uses_slots:
+        kinds.append(Recurrent(grid=shape.grid, state_bytes=shape.slot_bytes))
+    return tuple(kinds)
+
+
+def _executor(
+    model: Decoder, pools: Pools, fused: _Fused | None, num_requests: int, max_model_len: int
+) -> Executor:
+    if fused is None:
+        return PlainExecutor(model, pools, num_requests=num_requests, max_model_len=max_model_len)
+    executor = DeviceExecutor(
+        model, pools, num_requests=num_requests, max_model_len=max_model_len, largest=fused.largest
+    )
+    if fused.captured:
+        executor.capture(fused.captured)
+    return executor
+
+
+def _identity(config: EngineConfig, folder: Path, shape: PoolShape, num_positions: int) -> bytes:
+    """Of the model as it is run here, for the keys of what it caches."""
+    has_weights = config.load_format != "dummy"
+    facts: dict[str, str | int] = {
+        "dtype": str(shape.dtype),
+        "quantization": config.quantization or "",
+        "state_dtype": str(shape.state_dtype),
+        "kv_dtype": str(shape.dtype_of_kv),
+        "page_size": config.page_size,
+        # The angles of some models depend on it.
+        "num_positions": num_positions,
+    }
+    if config.hf_overrides is not None:
+        facts["overrides"] = config.hf_overrides
+    if not has_weights:
+        facts["seed"] = config.seed
+    if shape.carried_size:
+        facts["head"] = "mtp"
+    if config.tensor_parallel_size > 1:
+        facts["ranks"] = config.tensor_parallel_size
+    return identify(folder, has_weights=has_weights, facts=facts)
+
+
+def _announce_kernels(device: torch.device, model: Decoder) -> bool:
+    """Say which kernels run and why not others; whether those for a GPU do."""
+    reason = why_reference(device, model.dtype, model.operations)
+    is_unexpected = reason and device.type == "cuda"
+    log = logger.warning if is_unexpected else logger.info
+    log("kernels: %s", describe(device, model.dtype, model.operations))
+    return not reason

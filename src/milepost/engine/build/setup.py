@@ -1,0 +1,171 @@
+"""Builds an engine from its configuration: model, tokenizer, pools, cache, scheduler, runner.
+
+Everything that can be wrong with a configuration and a checkpoint is found here, before the first
+request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from milepost.config import EngineConfig
+from milepost.disaggregation.access import Access
+from milepost.engine.build.auto import device_of, folder_of, load_options_of, runs_ahead
+from milepost.engine.build.drafting import speculation_of
+from milepost.engine.facts import Facts
+from milepost.engine.text import end_token_ids, sampling_defaults, within
+from milepost.engine.build.rank import RankParts, build_rank
+from milepost.engine.build.sizing import check_length
+from milepost.engine.build.team import Team
+from milepost.engine.build.tiering import Tiering, tiering_of
+from milepost.engine.text import load_tokenizer
+from milepost.errors import ConfigError
+from milepost.layers.rotary import num_positions, run_up_to
+from milepost.models.configuration import load_config
+from milepost.models.decoder import Decoder
+from milepost.models.loading import check_quantization, check_split
+from milepost.models.quantization import has_fp8_kv
+from milepost.parallel import ALONE, Ranks
+from milepost.runner.memory import OneMemory
+from milepost.runner.recording import PlanLog
+from milepost.runner.runner import Runner
+from milepost.scheduler.scheduler import Scheduler
+from milepost.speculative import Speculation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What an engine runs on."""
+
+    scheduler: Scheduler
+    runner: Runner
+    tokenizer: PreTrainedTokenizerBase | None
+    end_token_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, int | float]
+    """Fields of SamplingParams for requests that do not set them."""
+    vocab_size: int
+    max_model_len: int
+    facts: Facts
+    speculation: Speculation | None = None
+    """None where nothing is drafted."""
+    tiering: Tiering | None = None
+    """What is kept outside the device; None where nothing is."""
+    runs_ahead: bool = False
+    """Whether a step is launched before the tokens of the one before are read."""
+    team: Team | None = None
+    """The other ranks, if there are any."""
+    access: Access | None = None
+    """Of other engines to this rank's pools; None where nothing is exchanged."""
+
+
+def build(config: EngineConfig) -> EngineParts:
+    """Load and allocate everything. Raises ConfigError, UnsupportedModelError and WeightsError."""
+    folder = folder_of(config)
+    _check_settings(config, folder)
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        source = config.tokenizer or folder
+        tokenizer = load_tokenizer(source, config.revision, config.download_dir, config.hf_token)
+    log = PlanLog(config.record_plans, config) if config.record_plans else None
+    team = Team(config) if config.tensor_parallel_size > 1 else None
+    try:
+        own = build_rank(config, ALONE if team is None else team.ranks, log=log, team=team)
+    except Exception as error:
+        if team is None:
+            raise
+        # What another rank could not do says more than that it did not answer.
+        raise team.reason(error) from None
+    if team is not None:
+        team.be_prompt()
+    model = own.model
+    ends = within(end_token_ids(folder, tokenizer, config.overrides), model.vocab_size)
+    scheduler = Scheduler(
+        own.cache,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_lookahead_tokens=_num_lookahead_tokens(config, model),
+    )
+    return EngineParts(
+        scheduler=scheduler,
+        runner=own.runner,
+        tiering=tiering_of(
+            config, scheduler, own.runner, own.hands, None if team is None else team.ask
+        ),
+        speculation=speculation_of(
+            config.speculative_config,
+            scheduler,
+            own.shape.num_drafts,
+            has_head=model.mtp is not None,
+        ),
+        tokenizer=tokenizer,
+        end_token_ids=ends,
+        sampling_defaults=sampling_defaults(folder, config.generation_config),
+        vocab_size=model.vocab_size,
+        max_model_len=own.max_model_len,
+        facts=_facts(config, folder, own),
+        runs_ahead=runs_ahead(config, own.device),
+        team=team,
+        access=own.access,
+    )
+
+
+def _check_settings(config: EngineConfig, folder: Path) -> None:
+    """Raise what settings and `config.json` alone are refused for, before anything is loaded."""
+    whole = load_config(folder, config.overrides)
+    text = whole.get_text_config()
+    run_up_to(text, config.max_model_len)
+    check_length(config.max_model_len, num_positions(text))
+    if config.kv_cache_dtype == "auto":
+        has_fp8_kv(whole)
+    sampling_defaults(folder, config.generation_config)
+    if config.tensor_parallel_size > 1:
+        _check_split(config, folder)
+    else:
+        check_quantization(whole, config.quantization)
+
+
+def _check_split(config: EngineConfig, folder: Path) -> None:
+    """Raise what is wrong with so many ranks, before any of them starts."""
+    device, size = device_of(config.device), config.tensor_parallel_size
+    if device.type == "cuda" and size > torch.cuda.device_count():
+        raise ConfigError(
+            f"tensor_parallel_size={size}: torch sees {torch.cuda.device_count()} GPUs here"
+        )
+    ranks = Ranks(size=size, splits_experts=config.enable_expert_parallel)
+    check_split(folder, load_options_of(config, folder, device, ranks))
+
+
+def _facts(config: EngineConfig, folder: Path, own: RankParts) -> Facts:
+    shape = own.shape
+    return Facts(
+        device=_device_name(own.device, config.tensor_parallel_size),
+        dtype=str(shape.dtype).removeprefix("torch."),
+        state_dtype=str(shape.state_dtype).removeprefix("torch."),
+        kv_dtype=own.kv_dtype,
+        weights_bytes=own.weights_bytes,
+        page_bytes=shape.page_bytes,
+        slot_bytes=shape.slot_bytes,
+        cache_bytes=own.sizes.num_bytes(shape),
+        is_shared=isinstance(own.sizes, OneMemory),
+        num_graphs=own.num_graphs,
+        model_type=load_config(folder, config.overrides).model_type,
+    )
+
+
+def _device_name(device: torch.device, num_ranks: int) -> str:
+    times = f"{num_ranks} x " if num_ranks > 1 else ""
+    if device.type == "cuda":
+        return times + torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{times}CPU ({threads} thread{'s' * (threads != 1)})"
+
+
+def _num_lookahead_tokens(config: EngineConfig, model: Decoder) -> int:
+    """What the head drafts behind a token has to fit page tables."""
+    wanted = config.speculative_config
+    return wanted.num_tokens if wanted is not None and model.mtp is not None else 0

@@ -1,0 +1,135 @@
+"""Sizes the pools: as configured, or else by the memory that every rank has."""
+
+from __future__ import annotations
+
+import torch
+
+from milepost.config import EngineConfig
+from milepost.engine.build.drafting import num_drafts_of
+from milepost.engine.build.tiering import staging_bytes
+from milepost.errors import ConfigError
+from milepost.kernels.platform.device import why_reference
+from milepost.kernels.platform.float8 import FP8
+from milepost.models.configuration import resolve_dtype
+from milepost.models.decoder import Decoder
+from milepost.models.room import available_bytes
+from milepost.parallel import Ranks
+from milepost.runner.memory import (
+    GIB,
+    MAX_PAGES,
+    Sizes,
+    TwoPools,
+    free_bytes,
+    share,
+    split,
+    why_not_shared,
+)
+from milepost.runner.pool_shape import PoolShape
+
+
+def sizes_of(
+    config: EngineConfig, shape: PoolShape, device: torch.device, activations: int, ranks: Ranks
+) -> Sizes:
+    """What was asked for, and else what the memory of every rank has room for. Raises ConfigError
+    for more than there is."""
+    for name in ("num_pages", "num_slots"):
+        number = getattr(config, name)
+        if number is not None and number > MAX_PAGES:
+            raise ConfigError(f"{name}={number}: use at most {MAX_PAGES}, or leave it out")
+    sizes = _sizes_of(config, shape, device, activations, ranks)
+    asked = (config.num_pages, config.num_slots, config.kv_cache_memory_bytes)
+    if device.type != "cuda" or any(number is not None for number in asked):
+        _check_room(sizes, shape, device)
+    return sizes
+
+
+def _check_room(sizes: Sizes, shape: PoolShape, device: torch.device) -> None:
+    """Before the cache counts its pages one by one, and the system promises what it lacks."""
+    needed, free = sizes.num_bytes(shape), available_bytes(device)
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"the cache takes {needed / GIB:.1f} GiB, by {sizes.describe(shape)}, and {device} has "
+            f"{free / GIB:.1f} GiB free: {(needed - free) / GIB:.1f} GiB are missing; lower "
+            "num_pages, num_slots, kv_cache_memory_bytes or cpu_cache_gib, or leave them out"
+        )
+
+
+def _sizes_of(
+    config: EngineConfig, shape: PoolShape, device: torch.device, activations: int, ranks: Ranks
+) -> Sizes:
+    num_pages, num_slots = config.num_pages, config.num_slots if shape.uses_slots else 0
+    if num_pages is not None and num_slots is not None:
+        return TwoPools(num_pages=num_pages, num_slots=num_slots)
+    budget = config.kv_cache_memory_bytes or free_bytes(
+        device,
+        utilization=config.gpu_memory_utilization,
+        activations=activations,
+        cpu_cache_gib=config.cpu_cache_gib,
+    )
+    if device.type == "cuda":
+        budget -= staging_bytes(config, shape, budget)
+    budget = ranks.least(budget - shape.record_bytes)
+    may_share = num_pages is None and num_slots is None and config.cache_memory != "split"
+    if may_share and (config.cache_memory == "shared" or device.type == "cuda"):
+        one = share(budget, shape)
+        if one is not None:
+            return one
+    if config.cache_memory == "shared":
+        raise ConfigError(f"cache_memory='shared': {why_not_shared(budget, shape)}")
+    sizes = split(budget, shape, max_num_seqs=config.max_num_seqs)
+    num_slots = sizes.num_slots if num_slots is None else num_slots
+    return TwoPools(num_pages=num_pages or sizes.num_pages, num_slots=num_slots)
+
+
+def check_length(asked: int | None, limit: int) -> None:
+    """Raise ConfigError for a length that the model's positions do not reach."""
+    if asked is not None and asked > limit:
+        raise ConfigError(
+            f"max_model_len={asked}: the model's own limit is {limit} positions; lower it, or "
+            "stretch them with hf_overrides, as the model's card says"
+        )
+
+
+def max_model_len_of(config: EngineConfig, model: Decoder, shape: PoolShape, capacity: int) -> int:
+    """The longest prompt plus answer: as asked, or what the model and the cache both hold, which is
+    `capacity` tokens.
+    """
+    asked = config.max_model_len
+    check_length(asked, model.num_positions)
+    if asked is None:
+        return min(model.num_positions, capacity)
+    if asked > capacity:
+        missing = (asked - capacity) / shape.page_size * shape.page_bytes / GIB
+        halves = "" if shape.dtype_of_kv == FP8 else "use kv_cache_dtype='fp8' or more GPUs, "
+        raise ConfigError(
+            f"max_model_len={asked}: the cache holds {capacity} tokens, {missing:.3f} GiB are "
+            f"missing for the rest; lower it, {halves}or raise num_pages, gpu_memory_utilization, "
+            "kv_cache_memory_bytes or cpu_cache_gib"
+        )
+    return asked
+
+
+def pool_shape(
+    config: EngineConfig, model: Decoder, device: torch.device, kv_dtype: torch.dtype | None
+) -> PoolShape:
+    """What a page and a slot of the model hold, with room for what drafts record."""
+    state_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    if config.mamba_ssm_cache_dtype != "auto":
+        state_dtype = resolve_dtype(config.mamba_ssm_cache_dtype, model.config)
+    num_drafts = num_drafts_of(
+        config.speculative_config,
+        model.layer_specs,
+        model.mixers_without_drafts,
+        has_head=model.mtp is not None,
+        is_fused=not why_reference(device, model.dtype, model.operations),
+    )
+    return PoolShape(
+        specs=model.layer_specs,
+        page_size=config.page_size,
+        dtype=model.dtype,
+        kv_dtype=kv_dtype,
+        state_dtype=state_dtype,
+        carried_size=model.carried_size,
+        num_record_rows=config.max_num_seqs if num_drafts else 0,
+        num_drafts=num_drafts,
+    )

@@ -1,0 +1,318 @@
+"""The first rank's view of several: starts a process for each of the others, sends them what its
+own runner is told, and notices when one of them is gone.
+
+The engine's process is rank 0. So sampled tokens need no way back, and no step waits for a socket:
+plans are sent as the bytes that `--record-plans` would write, before the step is launched here.
+Each rank runs all of them, in order, and samples by itself, from the same logits with the same
+noise; a rank that samples other tokens than rank 0 reports it and ends.
+
+A rank that ends closes its socket, and whoever waits for it gets an error with the reason. A
+process that outlives rank 0 sees its socket close, and ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import torch
+
+from milepost import errors
+from milepost.config import EngineConfig
+from milepost.disaggregation import orders as exchanging
+from milepost.engine.parent import without_interrupts
+from milepost.errors import EngineDeadError, MilepostError
+from milepost.parallel import Ranks
+from milepost.parallel.gloo import GlooLink, open_store
+from milepost.parallel.records import receive, send
+from milepost.parallel.tickets import Tickets
+from milepost.runner.recording import Record
+from milepost.tiers import orders as keeping
+
+logger = logging.getLogger(__name__)
+
+START_S = 1800.0
+"""Reading the weights may take so much longer on one rank than on another."""
+HERE = 0
+"""What is asked first: that a rank has come so far that it can meet the others."""
+SILENCE_S = 60.0
+"""A step may not wait for a rank longer than this."""
+_NOTICE_S = 5.0
+"""A process that has closed its connections is over within this time."""
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """The first frame: what a rank is to be."""
+
+    config: EngineConfig
+    rank: int
+    port: int
+    """Where ranks find each other."""
+
+
+class RankFailure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """A rank's last words."""
+
+    kind: str
+    """Name of the error."""
+    message: str
+
+
+Order = keeping.Order | exchanging.Order
+
+
+class RankOrder(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What the other ranks are to do with what is kept outside their devices, or exchanged."""
+
+    ticket: int
+    order: Order
+
+
+class Answered(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A rank has done what it was asked, or could not."""
+
+    ticket: int
+    is_well: bool
+
+
+Told = Record | RankOrder
+"""Frames behind the first."""
+
+
+class Team:
+    """The ranks of one engine. `close` it, or let go of it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        size = config.tensor_parallel_size
+        self.store = open_store(0, size, START_S, is_first=True)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._telling = threading.Lock()
+        """Frames come whole, whichever thread they are of."""
+        self._members = [
+            _Member(rank, Orders(config=config, rank=rank, port=self.store.port))
+            for rank in range(1, size)
+        ]
+        self._lost = threading.Event()
+        self._tickets = Tickets(size - 1)
+        self.alarm, self._bell = socket.socketpair()
+        """Can be read once a rank is lost."""
+        self.losing: list[Callable[[], object]] = []
+        """What is done then, in a thread: nobody else may come to it."""
+        self.closing: list[Callable[[], object]] = [self.alarm.close, self._bell.close]
+        """What else ends with it."""
+        self.close = weakref.finalize(self, _end, self._members, self.closing)
+        # The thread that starts a process is the one that it ends with: this one stays.
+        started = threading.Event()
+        ticket, are_here = self._tickets.take()
+        assert ticket == HERE
+        news = _News(self._lost, self._tickets, self._bell, self.losing)
+        arguments = self._members, started, news
+        threading.Thread(target=_watch, args=arguments, name="ranks", daemon=True).start()
+        started.wait()
+        try:
+            are_here.result()
+            self._link = GlooLink(
+                self.store,
+                0,
+                size,
+                timeout_s=SILENCE_S,
+                why_lost=partial(_why_lost, self._members, self._lost),
+            )
+        except (EngineDeadError, RuntimeError) as error:
+            failure = self.failure()
+            self.close()
+            raise failure from error
+        self._link.wait_up_to(START_S)
+        self.ranks = Ranks(
+            rank=0, size=size, link=self._link, splits_experts=config.enable_expert_parallel
+        )
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the other ranks."""
+        return [member.process.pid for member in self._members if member.process is not None]
+
+    def ask(self, order: Order) -> Future[bool]:
+        """See `tiers.orders.Ask`; from any thread."""
+        ticket, answers = self._tickets.take()
+        self.write(RankOrder(ticket, order))
+        return answers
+
+    def write(self, record: Told) -> None:
+        """Tell all others. Raises EngineDeadError if one has gone, or takes nothing any more."""
+        with self._telling:
+            body = self._encoder.encode(record)
+            for member in self._members:
+                try:
+                    send(member.socket, body)
+                except OSError as error:
+                    raise self.failure() from error
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Until the device has come so far. Raises EngineDeadError if a rank is lost meanwhile: the
+        device would wait for it for ever, or has been let go on without what it had to say."""
+        deadline = time.monotonic() + SILENCE_S
+        while not event.query() and not self._lost.is_set():
+            if time.monotonic() > deadline:
+                raise self.failure()
+            time.sleep(0)
+        if self._lost.is_set():
+            raise self.failure()
+
+    def be_prompt(self) -> None:
+        """All ranks are ready: from now on a silence means that one is lost."""
+        self._link.wait_up_to(SILENCE_S)
+
+    def reason(self, error: Exception) -> Exception:
+        """Why starting failed here: if another rank was the first to fail, what it says."""
+        found = _errors(self._members)
+        self.close()
+        return found[0] if isinstance(error, EngineDeadError) and found else error
+
+    @property
+    def has_lost_one(self) -> bool:
+        """Whether a rank has ended."""
+        return self._lost.is_set()
+
+    def failure(self) -> MilepostError:
+        """What became of a rank that does not answer."""
+        return _failure(self._members, self._lost)
+
+
+class _Member:
+    """Another rank's process, and our end of the socket to it."""
+
+    def __init__(self, rank: int, orders: Orders) -> None:
+        self.rank, self._orders = rank, orders
+        self.socket, self._theirs = socket.socketpair()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.last_words: RankFailure | None = None
+
+    def start(self) -> None:
+        """Raises OSError if the system has no room for another process."""
+        descriptor = self._theirs.fileno()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "milepost.engine.processes.rank", str(descriptor)],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the first rank's to handle
+        )
+        self._theirs.close()
+        self.socket.settimeout(SILENCE_S)
+        with suppress(OSError):  # one that has ended already is heard of like any other
+            send(self.socket, msgspec.msgpack.encode(self._orders))
+
+    def hear(self, tickets: Tickets) -> bool:
+        """What it says next: False if that is the last."""
+        body = receive(self.socket)
+        if body is None:
+            self.wait()
+            return False
+        said = msgspec.msgpack.decode(body, type=RankFailure | Answered)
+        if isinstance(said, RankFailure):
+            self.last_words = said
+            return False
+        tickets.answer(said.ticket, said.is_well)
+        return True
+
+    def error(self) -> MilepostError | None:
+        """What it died of; None while it lives."""
+        if self.last_words is not None:
+            kind = getattr(errors, self.last_words.kind, EngineDeadError)
+            return kind(f"rank {self.rank}: {self.last_words.message}")
+        code = None if self.process is None else self.process.poll()
+        if code is None:
+            return None
+        ending = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+        return EngineDeadError(f"rank {self.rank} has ended: {ending}")
+
+    def wait(self) -> None:
+        """Until its process is over, if it has one."""
+        if self.process is not None:
+            self.process.wait()
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+        self.wait()
+        for end in (self.socket, self._theirs):
+            end.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _News:
+    """Who is told what becomes of ranks."""
+
+    lost: threading.Event
+    tickets: Tickets
+    bell: socket.socket
+    losing: list[Callable[[], object]]
+
+    def tell(self, members: Sequence[_Member]) -> None:
+        """That one of them is lost."""
+        self.lost.set()
+        self.tickets.fail(_failure(members, self.lost))
+        with suppress(OSError):
+            self.bell.send(b".")
+        for lose in self.losing:
+            lose()
+
+
+def _watch(members: Sequence[_Member], started: threading.Event, news: _News) -> None:
+    """Start them all, take their answers, and tell when the first of them ends."""
+    try:
+        with without_interrupts():
+            for member in members:
+                member.start()
+    except OSError as error:
+        words = f"its process cannot be started: {error.strerror or error}"
+        member.last_words = RankFailure(kind=EngineDeadError.__name__, message=words)
+        news.tell(members)
+        return
+    finally:
+        started.set()
+    poll = select.poll()
+    by_descriptor = {member.socket.fileno(): member for member in members}
+    for descriptor in by_descriptor:
+        poll.register(descriptor, select.POLLIN | select.POLLHUP)
+    while all(by_descriptor[descriptor].hear(news.tickets) for descriptor, _ in poll.poll()):
+        pass
+    news.tell(members)
+    for member in members:
+        member.wait()
+
+
+def _failure(members: Sequence[_Member], lost: threading.Event) -> MilepostError:
+    """The error of a rank that was killed, or else of one that said something."""
+    if not lost.wait(_NOTICE_S):
+        return EngineDeadError(f"a rank did not answer within {SILENCE_S:g} seconds")
+    return next(iter(_errors(members)), EngineDeadError("a rank has ended"))
+
+
+def _errors(members: Sequence[_Member]) -> list[MilepostError]:
+    """Of those that have ended, first those that had no time to say why."""
+    ended = sorted(members, key=lambda member: member.last_words is not None)
+    return [error for member in ended if (error := member.error()) is not None]
+
+
+def _why_lost(members: Sequence[_Member], lost: threading.Event) -> str:
+    return str(_failure(members, lost))
+
+
+def _end(members: Sequence[_Member], closing: Sequence[Callable[[], object]]) -> None:
+    for member in members:
+        member.end()
+    for close in closing:
+        close()

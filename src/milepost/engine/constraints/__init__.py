@@ -1,0 +1,49 @@
+"""What constrains an answer: a form, allowed tokens, bad words, a budget for reasoning.
+Its modules:
+
+    one answer's masks          guide, guidance, restrictions
+    forms as grammars           grammars
+    in a process of its own     process, __main__
+"""
+
+from milepost.engine.constraints.grammars import (
+    JSON_OPTIONS,
+    Form,
+    Forms,
+    check_combination,
+    vocabulary_of,
+)
+from milepost.engine.constraints.guidance import FormGuide, Mask, form_masks
+from milepost.engine.constraints.guide import Guide, masks, masks_along
+from milepost.engine.constraints.process import FormChecks
+from milepost.engine.constraints.restrictions import (
+    Restriction,
+    RuleBook,
+    Rules,
+    check_budget,
+    has,
+    think_ids,
+    without,
+)
+
+__all__ = [
+    "JSON_OPTIONS",
+    "Form",
+    "FormChecks",
+    "FormGuide",
+    "Forms",
+    "Guide",
+    "Mask",
+    "Restriction",
+    "RuleBook",
+    "Rules",
+    "check_budget",
+    "check_combination",
+    "form_masks",
+    "has",
+    "masks",
+    "masks_along",
+    "think_ids",
+    "vocabulary_of",
+    "without",
+]

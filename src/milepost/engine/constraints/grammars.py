@@ -1,0 +1,258 @@
+"""Turns the form that an answer must have into a grammar, and keeps those that were compiled.
+
+llguidance does the work. Building a grammar takes a millisecond for most schemas and minutes for a
+hostile one; copying one takes microseconds. So a form is compiled once, by a thread that no step
+waits for (llguidance releases the interpreter lock), and each answer follows a copy. A server first
+has a process that can be killed compile the same form (`process`), so compiling it here is
+known to end.
+
+Copies share a lexer, which remembers what it has seen, up to a limit. So a form is used for a
+limited number of tokens and then compiled again: no answer fails for what others have used up.
+
+Does not know requests, HTTP, models or torch: the process imports little more than this.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from milepost.errors import ConfigError, InvalidRequestError, missing
+from milepost.sampling_params import SamplingParams, StructuredOutputs
+
+MAX_GRAMMAR_LEN = 2**18
+"""Characters of a form."""
+MAX_KNOWN = 128
+"""Compiled forms that are kept."""
+MAX_KNOWN_LEN = 2**19
+"""Characters of their grammars together: one of them takes some 150 bytes when compiled."""
+MAX_FOLLOWED = 2**14
+"""Tokens that the copies of a form follow before it is made anew."""
+LIMITS = {
+    "max_grammar_size": 5_000,
+    "max_items_in_row": 2_000,
+    "step_max_items": 10_000,
+    "step_lexer_fuel": 20_000,
+    "max_lexer_states": 2**16,
+    "verbose_errors": False,
+}
+"""llguidance's bounds. A step waits for the masks of its answers, so what one may cost is bounded
+by counting, at about 20 ms: a row of the parser, which takes time with the square of its items, has
+no more of them than the grammar has symbols, and one over its bound is an answer's last; the others
+are sums over the rows and the lexer's work for one token. Lexer states bound memory (100 MB): JSON
+schemas with bounded strings need 16,000."""
+_TOLD_BY = {"expressions constructed": "step_lexer_fuel", "fuel": "step_lexer_fuel"}
+"""Bounds that errors do not tell by their number."""
+JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
+"""For JSON schemas: white space as people write it, but an end to it, which a small model does not
+always find."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What a grammar has to know of a tokenizer, as plain values."""
+
+    tokenizer_json: str
+    num_tokens: int
+    end_token_ids: tuple[int, ...]
+
+
+def vocabulary_of(tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...]) -> Vocabulary:
+    """Of a fast tokenizer, which may have tokens beyond the model's `vocab_size`.
+
+    Raises ConfigError for one that is not fast.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError("structured outputs need a fast tokenizer (a tokenizer.json)")
+    plain = json.loads(tokenizer.backend_tokenizer.to_str())
+    plain["padding"] = plain["truncation"] = None
+    ids = tuple(end_token_ids) or (tokenizer.eos_token_id,)
+    return Vocabulary(
+        tokenizer_json=json.dumps(plain),
+        num_tokens=max(vocab_size, len(tokenizer)),
+        end_token_ids=tuple(id_ for id_ in ids if id_ is not None),
+    )
+
+
+def llguidance() -> Any:
+    """The library. Raises ConfigError if it is not installed."""
+    try:
+        import llguidance as library
+    except ModuleNotFoundError as error:
+        raise missing("a structured output", error.name, "server") from error
+    return library
+
+
+@cache
+def _limits() -> Any:
+    return llguidance()._lib.LLParserLimits(**LIMITS)
+
+
+def check_combination(params: SamplingParams) -> None:
+    """Raise InvalidRequestError for parameters that no form can be combined with."""
+    wanted = params.structured_outputs
+    if wanted is not None and (params.ignore_eos or params.min_tokens):
+        raise InvalidRequestError(
+            f"{wanted.field}: it says where an answer ends, so leave out ignore_eos and min_tokens"
+        )
+
+
+def grammar_of(wanted: StructuredOutputs) -> str:
+    """In llguidance's own form. Raises InvalidRequestError."""
+    try:
+        kind, text = _text_of(wanted)
+        if len(text) > MAX_GRAMMAR_LEN:
+            raise ValueError(f"it has {len(text)} characters: use {MAX_GRAMMAR_LEN} or fewer")
+        matcher = llguidance().LLMatcher
+        if kind == "json":
+            return matcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
+        make = matcher.grammar_from_regex if kind == "regex" else matcher.grammar_from_lark
+        return make(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidRequestError(f"{wanted.field}: {_first_line(str(error))}") from error
+
+
+def _text_of(wanted: StructuredOutputs) -> tuple[str, str]:
+    """Kind and text; equal ones are the same form."""
+    if wanted.json is not None:
+        schema = wanted.json
+        return "json", schema if isinstance(schema, str) else json.dumps(schema)
+    if wanted.regex is not None:
+        return "regex", wanted.regex
+    if wanted.grammar is not None:
+        return "lark", wanted.grammar
+    options = " | ".join(json.dumps(choice) for choice in wanted.choice or ())
+    return "lark", f"start: {options}"
+
+
+class Compiler:
+    """llguidance with one tokenizer. Raises ConfigError if it does not take the tokenizer."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        library = llguidance()
+        self._matcher = library.LLMatcher
+        try:
+            self._tokenizer = library.LLTokenizer(
+                vocabulary.tokenizer_json,
+                n_vocab=vocabulary.num_tokens,
+                eos_token=list(vocabulary.end_token_ids) or None,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"structured outputs cannot use this tokenizer: {_first_line(str(error))}"
+            ) from error
+        added = json.loads(vocabulary.tokenizer_json).get("added_tokens") or ()
+        self.spelled: Mapping[int, int] = {
+            token["id"]: self._tokenizer.greedy_tokenize(token["content"])[0]
+            for token in added
+            if token["content"]
+        }
+        """For each added token, the first of the tokens that spell it as a text."""
+
+    def compile(self, grammar: str) -> Any:
+        """A matcher at its start. Raises ValueError saying what is wrong with the grammar.
+
+        Leaves the interpreter lock meanwhile.
+        """
+        matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+        problem = problem_of(matcher)
+        if problem is not None:
+            raise ValueError(problem)
+        return matcher
+
+
+def problem_of(matcher: Any) -> str | None:
+    """Why a matcher follows no further, in one line."""
+    if not matcher.is_error():
+        return None
+    line = _first_line(matcher.get_error().removeprefix("Parser Error: "))
+    told = {str(limit): name for name, limit in LIMITS.items()} | _TOLD_BY
+    names = [name for sign, name in told.items() if sign in line]
+    if names:
+        return f"too complex: {line} ({names[0]})"
+    is_bound = any(word in line for word in ("too many", "max is", "too large", "limit"))
+    return f"too complex: {line}" if is_bound else line
+
+
+class Form:
+    """A compiled form, of which each answer follows a copy."""
+
+    def __init__(self, matcher: Any, length: int, spelled: Mapping[int, int]) -> None:
+        self._matcher = matcher
+        self.length = length
+        self.spelled = spelled
+        self.num_followed = 0
+        """Tokens that copies have followed."""
+
+    @property
+    def is_worn(self) -> bool:
+        return self.num_followed >= MAX_FOLLOWED
+
+    def wear_out(self) -> None:
+        """No answer that begins from now on uses it."""
+        self.num_followed = MAX_FOLLOWED
+
+    def copy(self) -> Any:
+        """A matcher at its start."""
+        return self._matcher.deep_copy()
+
+
+class Forms:
+    """The forms of one engine, the least recently used of which are forgotten.
+
+    Safe to use from several threads. The tokenizer is taken over with the first form.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._compiler: Compiler | None = None
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, str], Form] = OrderedDict()
+        self.num_compiled = 0
+
+    def prepare(self) -> Compiler:
+        """Take the tokenizer over now. Raises ConfigError."""
+        if self._compiler is None:
+            self._compiler = Compiler(self._vocabulary)
+        return self._compiler
+
+    def compile(self, wanted: StructuredOutputs) -> Form:
+        """The compiled form. Raises InvalidRequestError for one that cannot be kept to."""
+        try:
+            key = _text_of(wanted)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise InvalidRequestError(f"{wanted.field}: {_first_line(str(error))}") from error
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None and not known.is_worn:
+                self._known.move_to_end(key)
+                return known
+        grammar = grammar_of(wanted)
+        try:
+            compiler = self.prepare()
+            form = Form(compiler.compile(grammar), len(grammar), compiler.spelled)
+        except (ValueError, ConfigError) as error:
+            raise InvalidRequestError(f"{wanted.field}: {error}") from error
+        with self._lock:
+            self.num_compiled += 1
+            self._known[key] = form
+            self._known.move_to_end(key)
+            while self._is_full():
+                self._known.popitem(last=False)
+        return form
+
+    def _is_full(self) -> bool:
+        total = sum(form.length for form in self._known.values())
+        return len(self._known) > MAX_KNOWN or (total > MAX_KNOWN_LEN and len(self._known) > 1)
+
+
+def _first_line(text: str) -> str:
+    """And of a regular expression, below whose first line it is shown, what is wrong with it."""
+    lines = text.strip().splitlines() or ["it cannot be read"]
+    why = [line.removeprefix("error:") for line in lines[1:] if line.startswith("error:")]
+    return lines[0] + "".join(why) if lines[0].endswith(":") else lines[0]

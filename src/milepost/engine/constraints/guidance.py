@@ -1,0 +1,155 @@
+"""Follows one answer that must match a JSON schema, a regular expression, a choice or a grammar.
+
+`grammars` compiles forms; `guide` combines this with an answer's other restrictions.
+
+Legend: W words of a mask, 32 tokens each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from milepost.engine.constraints.grammars import Form, llguidance, problem_of
+
+Mask = NDArray[np.int32]
+
+
+def mask_of(vocab_size: int, token_ids: Sequence[int]) -> Mask:
+    """[W], these tokens and no others: bit i of word w is token 32 w + i."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    flags[list(token_ids)] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)
+
+
+class FormGuide:
+    """Follows one answer."""
+
+    def __init__(
+        self,
+        form: Form,
+        vocab_size: int,
+        end_token_ids: Sequence[int],
+        starts_after: int | None,
+    ) -> None:
+        self.matcher = form.copy()
+        self.vocab_size = vocab_size
+        self._form = form
+        self._added = np.array([i for i in form.spelled if i < vocab_size], np.uint32)
+        self._end_token_ids = end_token_ids
+        self._starts_after = starts_after
+
+    @property
+    def problem(self) -> str | None:
+        """Why the form could not be followed to its end; None as long as it could."""
+        return problem_of(self.matcher)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the answer has come to its form."""
+        return self._starts_after is None
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer has its form as it is."""
+        matcher = self.matcher
+        return self.is_bound and (matcher.is_accepting() or matcher.is_stopped())
+
+    def copy(self) -> FormGuide:
+        """One that goes its own way, for tokens that are not certain."""
+        guide = copy(self)
+        guide.matcher = self.matcher.deep_copy()
+        return guide
+
+    def follows(self, token_id: int) -> bool:
+        """Go on to behind a token that is not certain; False where it may not come, or nothing
+        behind it. Of a copy."""
+        if self.matcher.is_error() or not self.allows(token_id):
+            return False
+        if self._starts_after is not None:
+            if token_id == self._starts_after:
+                self._starts_after = None
+            return True
+        self.matcher.consume_token(token_id)
+        return not self.matcher.is_error() and not self.matcher.is_stopped()
+
+    def ends(self) -> Mask:
+        """[W], the tokens that end an answer."""
+        return mask_of(self.vocab_size, self._end_token_ids)
+
+    def allows(self, token_id: int) -> bool:
+        """Whether a token may come next; for one that was sampled without a mask of its own."""
+        if self._starts_after is not None or self.matcher.is_error():
+            return True
+        return self.matcher.validate_tokens([token_id]) == 1
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these may come next; all where the answer has not come to its form."""
+        if self._starts_after is not None or self.matcher.is_error():
+            return len(token_ids)
+        return self.matcher.validate_tokens(list(token_ids))
+
+    def spell(self, mask: Mask) -> None:
+        """Put right a mask that allows an added token whose text is to be spelled.
+
+        Where only one text can follow, llguidance allows the one token that its tokenizer makes of
+        it. That may be an added token (`<tool_call>`), which its grammars know as no text.
+        """
+        bits = mask.view(np.uint32)
+        allowed = self._added[bits[self._added >> 5] >> (self._added & 31) & 1 == 1]
+        if not len(allowed) or self.matcher.is_stopped() or self.matcher.is_accepting():
+            return  # where an answer may end, more than one thing can follow
+        for added in allowed.tolist():
+            if self.matcher.validate_tokens([added]) == 0:
+                first = self._form.spelled[added]
+                bits[added >> 5] &= ~np.uint32(1 << (added & 31))
+                bits[first >> 5] |= np.uint32(1 << (first & 31))
+
+    def accept(self, token_id: int) -> None:
+        """Take note of the token that was chosen."""
+        if self._starts_after is not None:
+            if token_id == self._starts_after:
+                self._starts_after = None
+            return
+        self._form.num_followed += 1
+        if not self.matcher.is_error() and not self.matcher.is_stopped():
+            self.matcher.consume_token(token_id)
+        if self.matcher.is_error():
+            self._form.wear_out()
+
+
+def form_masks(guides: Sequence[FormGuide | None]) -> list[Mask | None]:
+    """For each answer the tokens that may come now, [W]: bit i of word w is token 32 w + i. None
+    where all may. Found side by side, on other threads.
+
+    A form that turns out too complex to follow lets its answer end; `FormGuide.problem` says so.
+    """
+    bound = {i: guide for i, guide in enumerate(guides) if guide is not None and guide.is_bound}
+    found: list[Mask | None] = [None] * len(guides)
+    if not bound:
+        return found
+    num_words = -(-max(guide.vocab_size for guide in bound.values()) // 32)
+    # A tokenizer may have more tokens than the model; what does not fit is cut.
+    words = np.zeros((len(guides), num_words), np.int32)
+    matchers = [(g.matcher, i) for i, g in bound.items() if not g.matcher.is_error()]
+    if matchers:
+        _executor().unsafe_compute_mask_ptr(
+            matchers, words.ctypes.data, words.strides[0], len(words)
+        )
+    for i, guide in bound.items():
+        if guide.matcher.is_error():
+            found[i] = guide.ends()
+        else:
+            guide.spell(words[i])
+            found[i] = words[i]
+    return found
+
+
+@cache
+def _executor() -> Any:
+    return llguidance().LLExecutor()

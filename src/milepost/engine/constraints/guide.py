@@ -1,0 +1,124 @@
+"""What constrains one answer: a form, restrictions, or both.
+
+A guide belongs to one answer and follows its tokens; before each choice it says which are allowed.
+None may be: what the form has next may be what the restrictions exclude. Then the answer is over.
+A form that has begun says by itself where reasoning is, so from there on no budget counts.
+
+Legend: W words of a mask, 32 tokens each: bit i of word w is token 32 w + i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from milepost.engine.constraints.guidance import FormGuide, Mask, form_masks
+from milepost.engine.constraints.restrictions import Restriction
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """Follows one answer, which has a form, a restriction or both."""
+
+    form: FormGuide | None
+    restriction: Restriction | None
+
+    @property
+    def problem(self) -> str | None:
+        """Why the form could not be followed to its end; None as long as it could."""
+        return None if self.form is None else self.form.problem
+
+    @property
+    def counts(self) -> bool:
+        """Whether a budget of reasoning is kept to."""
+        return self.form is None or not self.form.is_bound
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer is whole, should no token be allowed any more."""
+        return self.form is None or self.form.may_end
+
+    @property
+    def names(self) -> str:
+        """The parameters that exclude tokens."""
+        return "" if self.restriction is None else self.restriction.names
+
+    def waits_for(self, num_tokens: int) -> bool:
+        """Whether what may come next depends on the last so many tokens, which are not known."""
+        if self.form is not None:
+            return True
+        return self.restriction is not None and self.restriction.waits_for(num_tokens)
+
+    def copy(self) -> Guide:
+        """One that goes its own way, for tokens that are not certain."""
+        form, restriction = self.form, self.restriction
+        return Guide(
+            None if form is None else form.copy(),
+            None if restriction is None else restriction.copy(),
+        )
+
+    def follows(self, token_id: int) -> bool:
+        """Go on to behind a token that is not certain; False where it may not come, or nothing
+        behind it. Of a copy."""
+        if self.restriction is not None:
+            if not self.restriction.allows(token_id, counts=self.counts):
+                return False
+            self.restriction.accept(token_id)
+        return self.form is None or self.form.follows(token_id)
+
+    def allows(self, token_id: int) -> bool:
+        """Whether a token may come next; for one that was sampled without a mask of its own."""
+        own = self.restriction
+        if own is not None and not own.allows(token_id, counts=self.counts):
+            return False
+        return self.form is None or self.form.allows(token_id)
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these may come next, one behind the other."""
+        num = len(token_ids) if self.form is None else self.form.num_allowed(token_ids)
+        own = self.restriction
+        return num if own is None else own.num_allowed(token_ids[:num], counts=self.counts)
+
+    def accept(self, token_id: int) -> None:
+        """Take note of the token that was chosen."""
+        if self.restriction is not None:
+            self.restriction.accept(token_id)
+        if self.form is not None:
+            self.form.accept(token_id)
+
+
+def masks(guides: Sequence[Guide | None]) -> list[Mask | None]:
+    """For each answer the tokens that may come now, [W]; None where all may, and none where it is
+    over."""
+    found = form_masks([None if guide is None else guide.form for guide in guides])
+    for i, guide in enumerate(guides):
+        if guide is not None and guide.restriction is not None:
+            found[i] = _both(found[i], guide.restriction.mask(counts=guide.counts))
+    return found
+
+
+def masks_along(
+    guide: Guide | None, drafts: Sequence[int], first: Mask | None
+) -> list[Mask | None]:
+    """The tokens that may come behind each of an answer's drafts, if those before it come; `first`
+    is what may come now. As many as can be told: none behind a draft that may not come, nor where
+    the form turns out too complex, which the answer itself has to find.
+    """
+    if guide is None:
+        return [first] * (1 + len(drafts))
+    found, guide = [first], guide.copy()
+    for draft in drafts:
+        if not guide.follows(draft):
+            break
+        (mask,) = masks([guide])
+        if guide.problem:
+            break
+        found.append(mask)
+    return found
+
+
+def _both(form: Mask | None, own: Mask | None) -> Mask | None:
+    """What two masks allow."""
+    if form is None or own is None:
+        return own if form is None else form
+    return form & own

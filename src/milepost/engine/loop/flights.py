@@ -1,0 +1,204 @@
+"""Steps on the device: planned, launched one ahead where possible, collected, and rolled back if
+they are interrupted.
+
+Knows nothing of jobs: what a step samples goes to the answers. Single-threaded, like the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+from milepost.config import EngineConfig
+from milepost.engine.build import EngineParts
+from milepost.engine.loop.answers import Answers
+from milepost.engine.loop.exchange import Exchange
+from milepost.engine.loop.fate import Fate
+from milepost.engine.loop.pace import Pace
+from milepost.errors import EngineDeadError
+from milepost.runner.runner import Flight, RunnerOutput
+from milepost.scheduler.plans import StepPlan, StepSampling
+
+
+class Flights:
+    """The steps of one engine. A failure in one ends the engine (`fate`)."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        parts: EngineParts,
+        answers: Answers,
+        exchange: Exchange,
+        fate: Fate,
+    ) -> None:
+        self.speculation = parts.speculation
+        self.in_flight: Flight | None = None
+        self._max_num_seqs = config.max_num_seqs
+        self._scheduler = parts.scheduler
+        self.runner = parts.runner
+        self._tiering = parts.tiering
+        self._team = parts.team
+        self._runs_ahead = parts.runs_ahead
+        self._answers = answers
+        self._exchange = exchange
+        self._fate = fate
+        self._pace = Pace()
+        self._last_end_s: float | None = None
+        """When the last step was taken, if work was left then."""
+
+    @property
+    def spare_s(self) -> float:
+        """Seconds for which no step need be begun: what is added by then is in the step that is
+        planned ahead, and the device has work until then."""
+        flight = self.in_flight
+        if flight is None or not flight.is_timed or _is_mostly_verifying(flight.plan):
+            return 0.0
+        running = self._scheduler.running
+        if len(running) + len(self._scheduler.waiting) >= self._max_num_seqs:
+            return 0.0  # arrivals have to wait anyway
+        will_prefill = bool(self._scheduler.waiting) or any(r.num_left > 1 for r in running)
+        elapsed_s = self.runner.elapsed_s(flight)
+        return self._pace.spare_s(flight.plan, elapsed_s, will_prefill=will_prefill)
+
+    def current(self) -> Flight | None:
+        """The step in flight, or else a new one; None if there is nothing to do."""
+        return self.in_flight or self._start()
+
+    def _start(self) -> Flight | None:
+        """Plan a step and launch it; None if there is nothing to do."""
+        with self._fate.fatal(BaseException):
+            plan = self._scheduler.schedule()
+            can_wait = self._scheduler.num_loading or self._scheduler.outside.has_lent
+            assert plan.sequences or can_wait or not self._scheduler.has_work, (
+                "a step does some of the work"
+            )
+        if not plan.sequences:
+            self._only_copy(plan)
+            return None
+        with self.rolling_back(plan):
+            flight = self.runner.launch(plan)
+            self._exchange.fetch(plan.loads, self.runner.fence)
+            self._sample(flight, num_ahead=0)
+        return flight
+
+    def collect(self, flight: Flight) -> RunnerOutput:
+        """Launch the step behind one in flight, then wait for that one's tokens."""
+        with self.rolling_back(flight.plan):
+            self.in_flight = self._start_ahead(flight)
+            self._scheduler.prepare(flight.plan)
+            output = self.runner.collect(flight)
+            if flight.is_timed:
+                self._pace.note_step(flight.plan, flight.device_s)
+            if self._tiering is not None:
+                self._tiering.note_step(flight.plan, output.result.seconds)
+        return output
+
+    def _start_ahead(self, flight: Flight) -> Flight | None:
+        """Launch the step behind one in flight, if it can be planned without that one's tokens.
+
+        It samples at once unless sampling needs them; then it samples when they are taken.
+        """
+        if not self._runs_ahead or _is_mostly_verifying(flight.plan):
+            return None
+        began_s = perf_counter()
+        with self._fate.fatal(BaseException):
+            plan = self._scheduler.follow(flight.plan)
+        if plan is None or not plan.sequences:
+            self._only_copy(plan or StepPlan(sequences=()))
+            return None
+        ahead = self.runner.launch(plan, before=flight)
+        self._exchange.fetch(plan.loads, self.runner.fence)
+        if not self._answers.wait_for(1, plan.sequences):
+            self._sample(ahead, num_ahead=1)
+        self._pace.note_planning(plan, perf_counter() - began_s, is_late=ahead.is_late)
+        return ahead
+
+    def advance(self) -> None:
+        """Now that a step's tokens are known, have the next one sample, if it had to wait for them.
+        If drafts kept that one from being launched ahead, launch it: it runs while the tokens are
+        handed on.
+        """
+        ahead = self.in_flight
+        if ahead is not None and not ahead.is_sampled:
+            with self.rolling_back(ahead.plan):
+                self._sample(ahead, num_ahead=0)
+        waits = ahead is None and self._runs_ahead and self.speculation is not None
+        if waits and self._scheduler.has_work and not self._scheduler.only_folds:
+            self.in_flight = self._start()
+
+    def _sample(self, flight: Flight, *, num_ahead: int) -> None:
+        """Have a launched step sample; `num_ahead` tokens of its sequences are not known yet."""
+        rows = self._answers.choices(flight.plan, num_ahead)
+        num_drafts = 0 if self.speculation is None else self.speculation.num_behind(flight.plan)
+        self.runner.sample(flight, StepSampling(rows=rows, num_drafts=num_drafts))
+
+    def speculate(self, plan: StepPlan, output: RunnerOutput) -> None:
+        """Note which drafts were accepted, and propose new ones."""
+        if self.speculation is None:
+            return
+        now_s, last_s = perf_counter(), self._last_end_s
+        has_work = self._scheduler.has_work or self._exchange.is_looking
+        self._last_end_s = now_s if has_work else None
+        num_tokens = {number: len(run) for number, run in output.sampled.items()}
+        self._answers.note_drafts(plan, num_tokens)
+        self.speculation.note(plan, num_tokens, None if last_s is None else now_s - last_s)
+        self.speculation.learn(output.read_drafts())
+        self.speculation.propose(self._answers.possible)
+
+    def settle(self) -> None:
+        """Once every answer has ended, collect a step that turned out to be unneeded, and fold
+        states up to the ends of their answers.
+        """
+        if self._scheduler.has_work and not self._scheduler.only_folds:
+            return
+        flight, self.in_flight = self.in_flight, None
+        if flight is not None:
+            with self._fate.fatal(BaseException):
+                self._scheduler.update(flight.plan, self.runner.collect(flight).result)
+        if self._scheduler.only_folds:
+            last = self._start()
+            assert last is not None, "a fold is a step"
+            with self.rolling_back(last.plan):
+                output = self.runner.collect(last)
+            with self._fate.fatal(BaseException):
+                self._scheduler.update(last.plan, output.result)
+
+    @contextmanager
+    def rolling_back(self, plan: StepPlan) -> Iterator[None]:
+        """An interruption leaves half-written states, so the step and what follows it is rolled
+        back; a failure ends the engine.
+        """
+        with self._fate.fatal(Exception):
+            try:
+                yield
+            except (KeyboardInterrupt, SystemExit):
+                self.in_flight = None
+                if self._fate.is_alive:  # else it was planning that was interrupted
+                    self._roll_back(plan)
+                raise
+
+    def _roll_back(self, plan: StepPlan) -> None:
+        """Undo a step that was interrupted. With several ranks some have begun it and others have
+        not, and they would wait for each other forever: that ends the engine."""
+        if self._team is not None:
+            self._fate.end(EngineDeadError("a step was interrupted between ranks"))
+            return
+        if self._tiering is not None:
+            self._tiering.end_loads()
+        self._exchange.end_loads()
+        self._scheduler.roll_back(plan)
+        self.runner.roll_back()
+
+    def _only_copy(self, plan: StepPlan) -> None:
+        """Run a plan that computes nothing, and so has no result."""
+        if plan.only_copies:
+            with self._fate.fatal(BaseException):
+                self.runner.copy(plan)
+                self._exchange.fetch(plan.loads, self.runner.fence)
+
+
+def _is_mostly_verifying(plan: StepPlan) -> bool:
+    """Whether most of a step's sequences have drafts: then the others wait with them, rather than
+    being in steps of their own between."""
+    return 2 * sum(sequence.num_drafts > 0 for sequence in plan.sequences) > len(plan.sequences)

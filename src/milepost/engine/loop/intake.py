@@ -1,0 +1,170 @@
+"""Checks what is asked of an engine, and makes jobs of it. Queues nothing.
+
+A form is also compiled here, at its first request, and bad words are tokenized; both may be called
+from another thread.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+import numpy as np
+
+from milepost.config import EngineConfig
+from milepost.disaggregation.params import Remote
+from milepost.engine.build import EngineParts
+from milepost.engine.constraints import (
+    Form,
+    FormGuide,
+    Forms,
+    Guide,
+    Restriction,
+    RuleBook,
+    Rules,
+    check_combination,
+    form_masks,
+    has,
+    vocabulary_of,
+)
+from milepost.engine.loop.exchange import wish_of
+from milepost.engine.loop.requests import Answer, Job
+from milepost.engine.prompts import Prompt, check_prompt, check_scores
+from milepost.engine.text import TokenTexts, detokenizer_for
+from milepost.errors import InvalidRequestError
+from milepost.sampling_params import SamplingParams, StructuredOutputs
+from milepost.scheduler.request import Request
+
+
+class Intake:
+    """For an engine of these parts."""
+
+    def __init__(self, config: EngineConfig, parts: EngineParts, texts: TokenTexts | None) -> None:
+        self._config = config
+        self._tokenizer = parts.tokenizer
+        self._texts = texts
+        self._vocab_size = parts.vocab_size
+        self._max_model_len = parts.max_model_len
+        self._end_token_ids = parts.end_token_ids
+        self._chain = parts.scheduler.cache.chain
+        self._rules = RuleBook(parts.tokenizer, parts.vocab_size, parts.end_token_ids)
+        self.forms: Forms | None = None
+        """None before the first is wanted."""
+        self._num_jobs = 0
+        self._id = uuid.uuid4().hex
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raise InvalidRequestError for what cannot be served, but for the form."""
+        check_prompt(
+            prompt,
+            vocab_size=self._vocab_size,
+            max_model_len=self._max_model_len,
+            max_cache_marks=self._config.max_cache_marks,
+        )
+        wish_of(prompt, self._config)
+        params.check_vocab(self._vocab_size)
+        check_scores(prompt, params)
+        check_combination(params)
+        self._rules.rules_of(params)
+        detokenizer_for(self._texts, params)
+
+    def prepare(self, params: SamplingParams) -> Form | None:
+        """Make what takes long of parameters: spell what may not come, and return the compiled
+        form, if there is one. Raises InvalidRequestError for what cannot be kept to."""
+        self._rules.rules_of(params)
+        return self.form_of(params)
+
+    def form_of(self, params: SamplingParams) -> Form | None:
+        """The form of the answers, compiled if it is not known; None for any. Raises
+        InvalidRequestError for one that cannot be kept to."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        if self.forms is None:
+            if self._tokenizer is None:
+                raise InvalidRequestError(f"{wanted.field}: no tokenizer is loaded")
+            ends = tuple(self._end_token_ids)
+            self.forms = Forms(vocabulary_of(self._tokenizer, self._vocab_size, ends))
+        form = self.forms.compile(wanted)
+        self._check_beginning(wanted, form, self._rules.rules_of(params))
+        return form
+
+    def _check_beginning(self, wanted: StructuredOutputs, form: Form, rules: Rules | None) -> None:
+        """Raise InvalidRequestError if nothing that a form begins with may come."""
+        if rules is None or rules.allowed is None:
+            return
+        after = wanted.starts_after
+        if after is not None:
+            begins = has(rules.allowed, after)
+        else:
+            own = FormGuide(form, self._vocab_size, self._end_token_ids, None)
+            (mask,) = form_masks([own])
+            begins = mask is None or bool((mask & rules.allowed).any())
+        if not begins:
+            raise InvalidRequestError(
+                f"{wanted.field}: {rules.names} exclude every token that it can begin with"
+            )
+
+    def remote(self, prompt: Prompt) -> Remote | None:
+        """Where another engine has something of a prompt."""
+        wish = wish_of(prompt, self._config)
+        return wish.remote if wish is not None else None
+
+    def job(self, prompt: Prompt, params: SamplingParams, priority: int, form: Form | None) -> Job:
+        """A checked prompt with its answers, whose form this is."""
+        number, self._num_jobs = self._num_jobs, self._num_jobs + 1
+        wish = wish_of(prompt, self._config)
+        job = Job(number=number, prompt=prompt, params=params)
+        job.prefills = wish is not None and wish.prefills and len(prompt.token_ids) > 1
+        salt = self._salt(prompt, params, number)
+        job.answers = [
+            Answer(
+                index=index,
+                request=self._request(index, job, priority, salt),
+                text=detokenizer_for(self._texts, params),
+                seed=params.sample_seed(
+                    index, engine_seed=self._config.seed, request_number=number
+                ),
+                guide=self._guide(prompt, params, form),
+            )
+            for index in range(params.n)
+        ]
+        return job
+
+    def _salt(self, prompt: Prompt, params: SamplingParams, number: int) -> str:
+        """What is to be scored must be computed, all of it: under a salt of its own it hits
+        nothing, and nothing that another engine has lent or left on disk either."""
+        if params.prompt_logprobs is None:
+            return prompt.cache_salt
+        return f"{prompt.cache_salt}\0scored {number} by {self._id}"
+
+    def _request(self, index: int, job: Job, priority: int, salt: str) -> Request:
+        prompt, params = job.prompt, job.params
+        tokens = prompt.packed[:-1] if job.prefills else prompt.packed
+        room = self._max_model_len - len(prompt.token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        own = params.stop_token_ids or ()
+        ends = () if params.ignore_eos else self._end_token_ids
+        request = Request(
+            id=f"{job.number}-{index}",
+            chain=self._chain(tokens, salt),
+            max_tokens=max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=frozenset((*own, *ends)),
+            marks=tuple(sorted({mark for mark in prompt.cache_marks if mark <= len(tokens)})),
+            priority=priority,
+        )
+        request.num_prompt_logprobs = params.prompt_logprobs if index == 0 else None
+        request.keeps_history = params.has_penalties
+        return request
+
+    def _guide(self, prompt: Prompt, params: SamplingParams, form: Form | None) -> Guide | None:
+        rules = self._rules.rules_of(params)
+        if form is None and rules is None:
+            return None
+        own = None
+        if form is not None:
+            after = params.structured_outputs.starts_after
+            own = FormGuide(form, self._vocab_size, self._end_token_ids, after)
+        if rules is None:
+            return Guide(own, None)
+        return Guide(own, Restriction(rules, np.frombuffer(prompt.packed, np.uint32)))

@@ -1,0 +1,280 @@
+"""The engine's side of a request: its prompt, its n answers, and their text.
+
+A prompt with n > 1 becomes n requests of the scheduler, which share the prompt through the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from milepost.engine.constraints import Guide, Mask, masks_along, without
+from milepost.engine.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    token_logprobs,
+)
+from milepost.engine.prompts import Prompt
+from milepost.engine.text import AnswerText, TokenTexts
+from milepost.runner.choice import SampledToken
+from milepost.runner.prompt_scores import PromptScores
+from milepost.sampling_params import SamplingParams
+from milepost.scheduler.plans import SamplingPlan
+from milepost.scheduler.request import FinishReason, Request
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Answer:
+    """One of a request's n answers."""
+
+    index: int
+    request: Request
+    text: AnswerText
+    seed: int
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Of the whole prompt once it is computed, if that was asked for; the first token has none."""
+    stop_reason: int | str | None = None
+    guide: Guide | None = None
+    """Keeps the answer to its form and what else was asked for."""
+    ending: FinishReason | None = None
+    """How its text or its form has ended it, which the scheduler does not know of."""
+    dead_end: FinishReason | None = None
+    """How it ends before the token that is sampled next, since none may come; None as long as one
+    may."""
+    num_left_out: int = 0
+    """Tokens that were sampled at a dead end: who follows the samples counts them."""
+    num_draft_tokens: int = 0
+    """Verified so far."""
+    num_accepted_tokens: int = 0
+    """Of those."""
+    _num_known: int | None = None
+    """Tokens of the run under way that were sampled as its form has it; None for all."""
+
+    def waits_for(self, num_tokens: int, params: SamplingParams, *, counts_are_kept: bool) -> bool:
+        """Whether the host has to know the last so many tokens before it can have the next one
+        sampled; with `counts_are_kept` penalties don't ask for that.
+        """
+        if params.has_penalties and not counts_are_kept:
+            return True
+        return self.guide is not None and self.guide.waits_for(num_tokens)
+
+    def samplings(
+        self, params: SamplingParams, *, drafts: Sequence[int], mask: Mask | None
+    ) -> Iterator[SamplingPlan]:
+        """What the choices of the next token and of those behind each draft depend on; `mask` is
+        the next one's."""
+        along = masks_along(self.guide, drafts, mask)
+        behind = range(1, len(along))
+        ends = (n for n in behind if self.is_dead_end(params, along[n], num_behind=n))
+        along = along[: next(ends, len(along))]
+        self._num_known = len(along)
+        for num in range(1 + len(drafts)):
+            own = along[num] if num < len(along) else None
+            yield self.sampling(params, mask=own, num_behind=num, num_drafts=len(drafts))
+
+    def sampling(
+        self,
+        params: SamplingParams,
+        *,
+        mask: Mask | None,
+        num_ahead: int = 0,
+        num_behind: int = 0,
+        num_drafts: int = 0,
+    ) -> SamplingPlan:
+        """What the choice of the next token depends on; `num_ahead` tokens before it are not known
+        yet, and it stands behind `num_behind` of so many drafts.
+        """
+        request = self.request
+        index = request.num_output_tokens + self.num_left_out + num_ahead + num_behind
+        return SamplingPlan(
+            number=request.number,
+            params=params,
+            seed=self.seed,
+            num_prompt_tokens=request.num_prompt_tokens,
+            index=index,
+            num_ahead=num_ahead,
+            num_drafts=num_drafts,
+            suppressed_ids=self._suppressed(params, index),
+            mask=None if mask is None else mask.tobytes(),
+        )
+
+    def _suppressed(self, params: SamplingParams, index: int) -> tuple[int, ...]:
+        """The tokens that may not come yet, since they would end the answer."""
+        return tuple(sorted(self.request.stop_token_ids)) if index < params.min_tokens else ()
+
+    def is_dead_end(
+        self, params: SamplingParams, mask: Mask | None, *, num_behind: int = 0
+    ) -> bool:
+        """Whether none of these tokens may come, so many behind the next one."""
+        if mask is None:
+            return False
+        suppressed = self._suppressed(params, self.request.num_output_tokens + num_behind)
+        return not (without(mask, suppressed) if suppressed else mask).any()
+
+    def note_dead_end(self, params: SamplingParams) -> None:
+        """Nothing may come next: what is sampled now is none of the answer's."""
+        assert self.guide is not None, "some token may come of all"
+        if self.guide.may_end:
+            self.dead_end = FinishReason.STOP
+            return
+        self.dead_end = FinishReason.ERROR
+        assert params.structured_outputs is not None, "an answer without a form may end anywhere"
+        why = self.guide.problem or f"nothing is left of it beside {self.guide.names}"
+        self.stop_reason = f"{params.structured_outputs.field}: {why}"
+
+    def take(
+        self,
+        run: Sequence[SampledToken],
+        params: SamplingParams,
+        texts: TokenTexts | None,
+    ) -> list[int]:
+        """Take in what was sampled behind the answer; returns the ids that belong to it: those up
+        to its end, as far as its form was known, and up to where that would have another.
+        """
+        run, self._num_known = run[: self._num_known], None
+        token_ids = [sampled.token_id for sampled in run]
+        num_tokens, reason = self.request.cut(token_ids)
+        if run and reason is None and self.guide is None and run[0].logprob is None:
+            return self._take_text(token_ids)  # most often
+        for index, sampled in enumerate(run[:num_tokens]):
+            if index and self.guide is not None and not self.guide.allows(sampled.token_id):
+                return token_ids[:index]
+            is_last = index + 1 == num_tokens
+            self.ending = self._take(sampled, params, texts, reason if is_last else None)
+            if self.ending is not None:
+                return token_ids[: index + 1]
+        return token_ids[:num_tokens]
+
+    def _take_text(self, token_ids: list[int]) -> list[int]:
+        """Take in tokens of which nothing but the text is wanted, and of which none is the last for
+        another reason; returns those up to the one that completes a stop string."""
+        for num, token_id in enumerate(token_ids, start=1):
+            stop = self.text.append(token_id)
+            if stop is not None:
+                self.stop_reason, self.ending = stop, FinishReason.STOP
+                return token_ids[:num]
+        return token_ids
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Note what became of its drafts."""
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+
+    def _take(
+        self,
+        sampled: SampledToken,
+        params: SamplingParams,
+        texts: TokenTexts | None,
+        reason: FinishReason | None,
+    ) -> FinishReason | None:
+        """Take in one token; returns how it ends the answer beyond the `reason` that it may be the
+        last for.
+        """
+        token_id = sampled.token_id
+        if sampled.logprob is not None:
+            self._add_logprobs(sampled, texts)
+        if reason is FinishReason.STOP and token_id in (params.stop_token_ids or ()):
+            self.stop_reason = token_id
+        if self.guide is not None:
+            self.guide.accept(token_id)
+            if reason is not FinishReason.LENGTH and self.guide.problem:
+                # Too complex to follow: what there is of the answer is none.
+                self.stop_reason = f"{params.structured_outputs.field}: {self.guide.problem}"
+                self.text.flush()
+                return FinishReason.ERROR
+        stop = self._add_text(token_id, reason)
+        if stop is None:
+            return None
+        self.stop_reason = stop
+        return FinishReason.STOP
+
+    def _add_text(self, token_id: int, reason: FinishReason | None) -> str | None:
+        """Feed the text with a token; returns the stop string that it completes, if it does."""
+        if reason is FinishReason.STOP:
+            self.text.append_stop(token_id)
+            return None
+        stop = self.text.append(token_id)
+        if stop is None and reason is not None:
+            self.text.flush()
+        return stop
+
+    def _add_logprobs(self, sampled: SampledToken, texts: TokenTexts | None) -> None:
+        """Record how likely the token was."""
+        assert sampled.logprob is not None, "likelihoods were asked for"
+        likely = sampled.logprob, sampled.rank, sampled.top_logprobs or {}
+        known = {} if texts is None else {"text_of": texts.alone}
+        entry = token_logprobs(sampled.token_id, *likely, **known)
+        if self.logprobs is None:
+            self.logprobs = []
+        self.logprobs.append(entry)
+        self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sampled.logprob
+
+    def add_prompt_scores(self, scores: PromptScores) -> None:
+        """Record how likely a chunk of the prompt was; one that is computed again is the same."""
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = [None] * self.request.num_prompt_tokens
+        for position, token in enumerate(scores.tokens, start=scores.start):
+            assert token.logprob is not None, "scores have log-probabilities"
+            top = token.top_logprobs or {}
+            entry = token_logprobs(token.token_id, token.logprob, token.rank, top)
+            self.prompt_logprobs[position] = entry
+
+    def output(self) -> CompletionOutput:
+        reason = self.request.finish_reason
+        return CompletionOutput(
+            index=self.index,
+            text=self.text.text,
+            token_ids=self.request.output_token_ids,
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=list(self.logprobs) if self.logprobs is not None else None,
+            finish_reason=reason.value if reason is not None else None,
+            stop_reason=self.stop_reason,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """One prompt with its answers, from `add` until all have ended."""
+
+    number: int
+    """The order in which jobs were added."""
+    prompt: Prompt
+    params: SamplingParams
+    answers: list[Answer] = field(default_factory=list)
+    prefills: bool = False
+    """Its prompt, but for the last token, is computed for another engine."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """For that one, once it is over."""
+
+    @property
+    def id(self) -> str:
+        return str(self.number)
+
+    @property
+    def is_finished(self) -> bool:
+        return None not in [answer.request.finish_reason for answer in self.answers]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(answer.request.num_output_tokens for answer in self.answers)
+
+    def output(self) -> RequestOutput:
+        """The answers so far, as the caller sees them."""
+        report = self.answers[0].request.report
+        return RequestOutput(
+            request_id=self.id,
+            prompt=self.prompt.text,
+            prompt_token_ids=self.prompt.token_ids,
+            prompt_logprobs=self.answers[0].prompt_logprobs,
+            outputs=[answer.output() for answer in self.answers],
+            finished=self.is_finished,
+            num_cached_tokens=report.reused if report else 0,
+            cache_report=report,
+        )

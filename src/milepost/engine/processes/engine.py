@@ -1,0 +1,265 @@
+"""The engine in a process of its own: messages in from a socket, steps, messages out.
+
+Single-threaded. Between two steps it takes whatever has arrived, so an abort frees what a request
+held before the next step is planned. It knows nothing of HTTP. It ends when it is told to, when a
+step fails, or when the client goes away: then at once, even while it loads. The client handles
+Ctrl-C and SIGTERM, since it may want to finish answers first.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from milepost.config import EngineConfig
+from milepost.engine import heap
+from milepost.engine.constraints import Form
+from milepost.engine.loop import Engine, Job, Watch
+from milepost.engine.parent import end_with_parent
+from milepost.engine.processes.compiling import Compiling
+from milepost.engine.processes.tasks import Sent, Task
+from milepost.engine.processes.wire import (
+    Abort,
+    Add,
+    Ask,
+    Died,
+    Failed,
+    Frames,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    Stop,
+    ToEngine,
+    frame,
+)
+from milepost.errors import EngineDeadError, InvalidRequestError, MilepostError
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 2**18
+REST_S = 1.0
+"""So long after its last step the engine counts as idle."""
+TEND_S = 0.002
+"""Between two looks at copies that are made while nothing runs."""
+TRIM_S = 60.0
+"""An engine that never rests gives free memory back so often, between two steps: it takes some
+milliseconds."""
+
+
+class Loop:
+    """Joins one engine with one socket."""
+
+    def __init__(self, engine: Engine, sock: socket.socket) -> None:
+        self._engine = engine
+        self._socket = sock
+        self._frames: Frames[ToEngine] = Frames(ToEngine)
+        self._tasks: dict[int, Task] = {}
+        self._by_job: dict[Job, Task] = {}
+        self._queued: dict[int, Task] = {}
+        self._compiling = Compiling(engine)
+        self._watch = Watch(engine.scheduler, engine.facts)
+        self._lookers: list[int] = []
+        """Ids of questions that the look under way answers."""
+        self._is_open = True
+        self._has_rested = True
+        self._trimmed_at: float | None = None
+
+    def run(self) -> None:
+        """Serve until Stop, or until the client is gone. Raises EngineDeadError."""
+        while self._is_open:
+            is_idle = not self._engine.has_work or self._engine.awaits_others
+            if is_idle and not self._has_rested and not self._watch.is_looking:
+                self._rest()
+            timeout = self._engine.rest_s if is_idle and not self._watch.is_looking else 0
+            if is_idle and self._engine.do_idle_work():
+                timeout = TEND_S
+            self._receive(timeout)
+            while self._is_open and (spare_s := self._engine.spare_s):
+                self._receive(spare_s)
+            if self._is_open and self._engine.has_work and not self._engine.awaits_others:
+                self._step()
+            self._look()
+
+    def close(self) -> None:
+        """Free what `run` needs, when it is over."""
+        self._compiling.close()
+
+    @property
+    def _sources(self) -> list[socket.socket]:
+        bell, alarm = self._engine.bell, self._engine.alarm
+        others = [*([bell.socket] if bell else []), *([alarm] if alarm else [])]
+        return [self._socket, self._compiling.done, *others]
+
+    def _rest(self) -> None:
+        """Give memory back, unless something comes soon."""
+        self._watch.note_time(time.monotonic())
+        if not select.select(self._sources, [], [], REST_S)[0]:
+            heap.give_back()
+            self._has_rested = True
+
+    def _receive(self, timeout: float | None) -> None:
+        """Handle what has arrived, or what comes within so many seconds; None: whenever."""
+        while self._is_open and (ready := select.select(self._sources, [], [], timeout)[0]):
+            if self._compiling.done in ready:
+                for add, form, problem in self._compiling.take():
+                    self._add(add, form, problem)
+            if self._engine.alarm is not None and self._engine.alarm in ready:
+                self._engine.check_ranks()
+            if self._engine.bell is not None and self._engine.bell.socket in ready:
+                self._engine.poll()
+            if self._socket in ready:
+                self._read()
+            timeout = 0
+
+    def _read(self) -> None:
+        data = self._socket.recv(READ_BYTES)
+        if not data:
+            self._is_open = False
+        for message in self._frames.feed(data):
+            self._handle(message)
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Add() if message.params.takes_preparing:
+                self._compiling.begin(message)
+            case Add():
+                self._add(message)
+            case Abort():
+                self._abort(message.id)
+            case Ask(what="state"):
+                self._lookers.append(message.id)
+                self._watch.look()
+            case Ask():
+                self.send(self._answer(message))
+            case Stop():
+                self._is_open = False
+
+    def _add(self, message: Add, form: Form | None = None, problem: str = "") -> None:
+        try:
+            if problem:
+                raise InvalidRequestError(problem)
+            job = self._engine.add(
+                message.prompt, message.params, priority=message.priority, form=form
+            )
+        except InvalidRequestError as error:
+            self.send(Refused(id=message.id, message=str(error)))
+            return
+        task = Task(message.id, job, [Sent(answer) for answer in job.answers])
+        self._tasks[message.id] = self._queued[message.id] = task
+        self._by_job[job] = task
+
+    def _abort(self, id_: int) -> None:
+        self._compiling.forget(id_)
+        task = self._tasks.get(id_)
+        if task is not None:
+            self._engine.abort(task.job)
+            self._forget(task)
+
+    def _answer(self, ask: Ask) -> Reply:
+        if ask.what == "reset_prefix_cache":
+            return Reply(id=ask.id, done=self._engine.reset_prefix_cache())
+        if ask.what == "release_cache":
+            done = self._engine.release_cache()
+            heap.give_back()
+            return Reply(id=ask.id, done=done)
+        if ask.what == "metrics":
+            return Reply(id=ask.id, metrics=self._engine.get_metrics())
+        assert ask.what == "alive", f"no such question: {ask.what!r}"
+        return Reply(id=ask.id)
+
+    def _look(self) -> None:
+        """Some of the look under way, if there is one, and its answer when it is whole."""
+        state = self._watch.go_on(time.monotonic)
+        if state is not None:
+            lookers, self._lookers = self._lookers, []
+            for id_ in lookers:
+                self.send(Reply(id=id_, state=state))
+
+    def _step(self) -> None:
+        start = time.monotonic()
+        self._watch.note_time(start)
+        self._has_rested = False
+        jobs = self._engine.step()
+        self._note_admissions(start)
+        tasks = [self._by_job[job] for job in jobs]
+        outputs = [task.output() for task in tasks]
+        for task, output in zip(tasks, outputs, strict=True):
+            if output.finished:
+                self._forget(task)
+        if outputs:
+            self.send(Outputs(outputs))
+        self._trim(start)
+
+    def _trim(self, now: float) -> None:
+        """Give memory back, if the last time was long ago."""
+        if self._trimmed_at is None:
+            self._trimmed_at = now
+        elif now - self._trimmed_at >= TRIM_S:
+            heap.give_back()
+            self._trimmed_at = now
+
+    def _note_admissions(self, now: float) -> None:
+        admitted = [
+            task for task in self._queued.values() if task.job.answers[0].request.report is not None
+        ]
+        for task in admitted:
+            task.admitted_at = now
+            self._watch.note_admission(task.job.answers[0].request, now)
+            del self._queued[task.id]
+
+    def _forget(self, task: Task) -> None:
+        del self._tasks[task.id], self._by_job[task.job]
+        self._queued.pop(task.id, None)
+
+    def send(self, message: object) -> None:
+        """To the client; one that has gone ends the loop."""
+        try:
+            self._socket.sendall(frame(message))
+        except (BrokenPipeError, ConnectionResetError):
+            self._is_open = False
+
+
+def main(config: EngineConfig, sock: socket.socket, make_engine: Callable) -> None:
+    """The process: build the engine, say how that went, serve. Exit status 1 after a failure."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent(sock.fileno())
+    heap.bound_plans()
+    with sock:
+        try:
+            engine = make_engine(config)
+        except MilepostError as error:
+            sock.sendall(frame(Failed(kind=type(error).__name__, message=str(error))))
+            raise SystemExit(1) from None
+        heap.settle()
+        sock.sendall(frame(_ready(engine)))
+        loop = Loop(engine, sock)
+        try:
+            loop.run()
+        except EngineDeadError as error:
+            logger.exception("the step loop failed")
+            loop.send(Died(message=str(error)))
+            raise SystemExit(1) from None
+        finally:
+            loop.close()
+            engine.close()
+
+
+def _ready(engine: Engine) -> Ready:
+    cache = engine.scheduler.cache
+    return Ready(
+        model=engine.config.model or "milepost-tiny",
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        page_size=cache.page_size,
+        num_pages=cache.pages.capacity,
+        num_slots=cache.slots.capacity,
+        sampling_defaults=dict(engine.sampling_defaults),
+        facts=engine.facts,
+        identity=cache.identity,
+    )

@@ -1,0 +1,153 @@
+"""A rank but the first, in a process of its own: runs what rank 0 runs, plan by plan.
+
+It has a part of the model, of the pools and of what is kept outside them, and no scheduler: it does
+only what arrives over its socket. It ends when the socket closes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from milepost.engine import heap
+from milepost.engine.build import (
+    HERE,
+    SILENCE_S,
+    START_S,
+    Answered,
+    Orders,
+    RankFailure,
+    RankOrder,
+    RankParts,
+    Told,
+    build_rank,
+    porter_of,
+)
+from milepost.engine.loop import reader_of
+from milepost.engine.parent import end_with_parent
+from milepost.errors import EngineDeadError, MilepostError
+from milepost.parallel import Ranks
+from milepost.parallel.gloo import GlooLink, open_store
+from milepost.parallel.records import received, send
+from milepost.runner.recording import Record
+from milepost.runner.replay import replay
+from milepost.runner.runner import Runner
+from milepost.tiers import orders as keeping
+
+if TYPE_CHECKING:
+    from milepost.disaggregation.part_reader import PartReader
+    from milepost.tiers.porter import Porter
+
+logger = logging.getLogger(__name__)
+
+Answer = Callable[[int, bool], None]
+"""A ticket, and whether what was asked with it went well."""
+
+
+def main() -> int:
+    """The process; its one argument is the socket's descriptor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    end_with_parent(sock.fileno())
+    heap.bound_plans()
+    say = _Voice(sock)
+    try:
+        _run(sock, say)
+    except Exception as error:  # noqa: BLE001 - said, and the end
+        _fail(say, error)
+    return 0
+
+
+def _fail(say: _Voice, error: Exception) -> NoReturn:
+    """Say why, and end."""
+    kind = type(error) if isinstance(error, MilepostError) else EngineDeadError
+    if kind is not type(error):
+        logger.error("the rank failed", exc_info=error)
+    say(RankFailure(kind=kind.__name__, message=str(error) if kind is type(error) else repr(error)))
+    # At once: what threads and the device are at may never be over.
+    logging.shutdown()
+    os._exit(1)
+
+
+class _Voice:
+    """What this rank says, from any of its threads."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket, self._lock = sock, threading.Lock()
+
+    def __call__(self, said: RankFailure | Answered) -> None:
+        with suppress(OSError), self._lock:
+            send(self._socket, msgspec.msgpack.encode(said))
+
+
+def _run(sock: socket.socket, say: _Voice) -> None:
+    frames = received(sock)
+    orders = msgspec.msgpack.decode(next(frames), type=Orders)
+    config, rank = orders.config, orders.rank
+    size = config.tensor_parallel_size
+    store = open_store(orders.port, size, START_S, is_first=False)
+    lost = "another rank does not answer"
+    say(Answered(HERE, True))
+    link = GlooLink(store, rank, size, timeout_s=SILENCE_S, why_lost=lambda: lost)
+    link.wait_up_to(START_S)
+    ranks = Ranks(rank=rank, size=size, link=link, splits_experts=config.enable_expert_parallel)
+    parts = build_rank(config, ranks)
+    heap.settle()
+    link.wait_up_to(SILENCE_S)
+    answer: Answer = lambda ticket, is_well: say(Answered(ticket, is_well))  # noqa: E731
+    serve(_told(frames), parts, answer, partial(_fail, say))
+
+
+def serve(
+    told: Iterable[Told], parts: RankParts, answer: Answer, fail: Callable[[Exception], object]
+) -> None:
+    """Do all that rank 0 tells this one; `fail` ends it, from another thread."""
+    porter = porter_of(parts.runner, parts.hands, answer)
+    reader = reader_of(parts.runner, parts.access, answer, fail)
+    follow(_records(told, porter, reader), parts.runner)
+    if reader is not None:
+        reader.close()
+
+
+def follow(records: Iterable[Record], runner: Runner) -> None:
+    """Run what rank 0 runs. Raises EngineDeadError where something else is sampled."""
+    for recorded, found in replay(records, runner):
+        if found.tokens != recorded.tokens:
+            raise EngineDeadError(
+                f"sampled {found.tokens} where rank 0 sampled {recorded.tokens}: they no longer "
+                "hold the same numbers"
+            )
+
+
+def _records(
+    told: Iterable[Told], porter: Porter | None, reader: PartReader | None
+) -> Iterator[Record]:
+    """What is the runner's; the rest is done."""
+    for each in told:
+        if not isinstance(each, RankOrder):
+            yield each
+        elif isinstance(each.order, keeping.Order):
+            assert porter is not None, "nothing is asked of who keeps nothing"
+            porter.do(each.ticket, each.order)
+        else:
+            assert reader is not None, "nothing is asked of who exchanges nothing"
+            reader.do(each.ticket, each.order)
+
+
+def _told(frames: Iterator[bytes]) -> Iterator[Told]:
+    decoder = msgspec.msgpack.Decoder(Told)
+    return map(decoder.decode, frames)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

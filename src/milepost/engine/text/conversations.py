@@ -1,0 +1,150 @@
+"""Renders conversations in a process that can be ended (`process`), within limits.
+
+A chat template is a program that somebody else wrote. Jinja's sandbox keeps it from the system,
+but bounds neither its loops nor what one expression takes: `'x' * 10**10` and `([0] * n).count(1)`
+run in C, where nothing in the process can interrupt them. So a template has processor time and
+memory, and what goes beyond them ends: by an exception where Python runs, which leaves the process
+as it was, and by a signal where it does not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import signal
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from milepost.engine.child import bound_memory
+from milepost.engine.text import chat
+from milepost.errors import InvalidRequestError
+
+MAX_BYTES = 2 * 2**30
+"""Memory that rendering may ask the system for, besides what the process has."""
+
+
+class Unrendered(msgspec.Struct, array_like=True, frozen=True, tag="conversation"):
+    """What a template is given. `content` is JSON, since messages may have numbers of any size."""
+
+    content: bytes
+    max_chars: int
+    """A longer text is refused."""
+    max_tokenized: int
+    """One that is longer is not tokenized here."""
+    limit_s: float
+    """Processor time."""
+
+
+class Template(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a tokenizer a conversation is rendered with."""
+
+    chat_template: str | dict[str, str]
+    special_tokens: dict[str, Any]
+    special: str | None
+    """Pattern of what is read as text in messages (`special`)."""
+
+
+class Rendered(msgspec.Struct, array_like=True, frozen=True):
+    """A conversation as text, or why there is none."""
+
+    pieces: list[str] = []
+    ends: list[int] = []
+    """As in `chat.Composed`."""
+    refusal: str = ""
+    is_slow: bool = False
+    """It is refused for the time that it takes."""
+
+    @property
+    def composed(self) -> chat.Composed:
+        return chat.Composed(pieces=self.pieces, ends=self.ends)
+
+
+def too_slow(limit_s: float) -> Rendered:
+    """Of a conversation whose rendering was ended."""
+    return Rendered(
+        refusal=f"the chat template takes more than {limit_s:g} seconds to render the messages",
+        is_slow=True,
+    )
+
+
+def content_of(messages: Sequence[Mapping[str, Any]], **options: Any) -> bytes:
+    """`Unrendered.content`, with options of `chat.compose`. Raises InvalidRequestError."""
+    try:
+        return json.dumps({"messages": messages, **options}).encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidRequestError(f"messages: {error}") from error
+
+
+# --- in the process -------------------------------------------------------------------------------
+
+
+class _TooSlow(BaseException):
+    """The time is over: nothing between here and there may catch it."""
+
+
+class Renderer:
+    """One template. transformers is imported with the first."""
+
+    def __init__(self, template: Template) -> None:
+        from milepost.engine.text.tokenizer import without_torch
+
+        without_torch()
+        import transformers.utils.chat_template_utils  # noqa: F401 - else the first template pays
+        from transformers import PreTrainedTokenizerBase as Known
+
+        class Stand:
+            """The part of a tokenizer that renders."""
+
+            chat_template = template.chat_template
+            special_tokens_map = template.special_tokens
+            get_chat_template = Known.get_chat_template
+            apply_chat_template = Known.apply_chat_template
+
+        self._tokenizer: Any = Stand()
+        self._special = None if template.special is None else re.compile(template.special)
+        self._memory = resource.getrlimit(resource.RLIMIT_AS)
+        signal.signal(signal.SIGPROF, _stop)
+
+    def render(self, asked: Unrendered) -> Rendered:
+        try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 2 * asked.limit_s)  # ends the process
+            bound_memory(MAX_BYTES)
+            signal.setitimer(signal.ITIMER_PROF, asked.limit_s)
+            composed = self._composed(asked)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        except InvalidRequestError as error:
+            return Rendered(refusal=str(error))
+        except MemoryError:
+            return Rendered(
+                refusal=f"the chat template takes more than {MAX_BYTES >> 20} MiB to render the "
+                "messages"
+            )
+        except _TooSlow:
+            return too_slow(asked.limit_s)
+        finally:  # whichever of these an alarm may have interrupted
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            resource.setrlimit(resource.RLIMIT_AS, self._memory)
+        return Rendered(pieces=composed.pieces, ends=composed.ends)
+
+    def _composed(self, asked: Unrendered) -> chat.Composed:
+        def check(text: str) -> None:
+            if len(text) > asked.max_chars:
+                raise InvalidRequestError(
+                    f"the chat template makes {len(text)} characters of the messages, of "
+                    f"{asked.max_chars} at most"
+                )
+
+        content = json.loads(asked.content)
+        messages = content.pop("messages")
+        return chat.compose(
+            self._tokenizer, messages, special=self._special, check=check, **content
+        )
+
+
+def _stop(_signal: int, _frame: FrameType | None) -> None:
+    raise _TooSlow

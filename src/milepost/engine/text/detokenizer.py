@@ -1,0 +1,296 @@
+"""Turns the tokens of one answer into text as they come, and finds the stop strings in it.
+
+Two things delay text: bytes that may be the beginning of a character, and text that may be the
+beginning of a stop string. Text is never retracted, and in the end all of it equals what decoding
+all tokens at once returns (cut at the stop string, if one ended the answer). Stop strings count
+only behind the reasoning, where the request says which tokens are around it.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Protocol
+
+from milepost.engine.text.token_texts import INCOMPLETE, TokenTexts
+from milepost.errors import InvalidRequestError
+from milepost.sampling_params import ReasoningTokens, SamplingParams
+
+_MAX_PENDING = 32
+"""Tokens that may wait for the rest of a character, which has four bytes at most."""
+
+
+class AnswerText(Protocol):
+    """The text side of one answer."""
+
+    def append(self, token_id: int) -> str | None: ...
+    def append_stop(self, token_id: int) -> None: ...
+    def flush(self) -> None: ...
+    def delta(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
+def detokenizer_for(texts: TokenTexts | None, params: SamplingParams) -> AnswerText:
+    """A `Detokenizer`, or `NoText` where no text is wanted or no tokenizer is there.
+
+    Raises InvalidRequestError for stop strings without a tokenizer.
+    """
+    if texts is None and params.stop:
+        raise InvalidRequestError(
+            f"stop={params.stop!r}: stop strings need a tokenizer; use stop_token_ids, "
+            "or an engine without skip_tokenizer_init=True"
+        )
+    if texts is None or not params.detokenize:
+        return NoText()
+    return Detokenizer(texts, params)
+
+
+class NoText:
+    """Stands for a `Detokenizer` where answers are token ids only."""
+
+    text = ""
+
+    def append(self, token_id: int) -> None:  # noqa: ARG002
+        return None
+
+    def append_stop(self, token_id: int) -> None:
+        """Nothing to show."""
+
+    def flush(self) -> None:
+        """Nothing to show."""
+
+    def delta(self) -> str:
+        return ""
+
+
+class Detokenizer:
+    """The text of one answer. Costs a look into a table for a token whose text is known by itself,
+    else two decodings of a few tokens.
+
+    Call `append` for each token until it returns a stop string or the engine ends the answer; in
+    the second case call `flush` once. A token that ends the answer (end of sequence, or one of
+    stop_token_ids) goes to `append_stop`, which shows it only with include_stop_str_in_output.
+    """
+
+    def __init__(self, texts: TokenTexts, params: SamplingParams) -> None:
+        self._pieces = _Pieces(texts, params.skip_special_tokens)
+        self._stops = [_Stop(text) for text in params.stop or ()]
+        self._behind = None
+        if self._stops and params.reasoning is not None:
+            self._behind = _BehindReasoning(params.reasoning)
+        self._min_tokens = params.min_tokens
+        self._keeps_stop = params.include_stop_str_in_output
+        self._num_tokens = 0
+        self._safe: list[str] = []
+        self._num_handed_out = 0
+        self._held = ""
+        """May be the beginning of a stop string."""
+        self._has_ended = False
+
+    @property
+    def text(self) -> str:
+        """The text that is safe to show: after the end all of it, before it what cannot change."""
+        return "".join(self._safe)
+
+    def delta(self) -> str:
+        """The part of `text` that no earlier call returned."""
+        start, self._num_handed_out = self._num_handed_out, len(self._safe)
+        return "".join(self._safe[start:])
+
+    def append(self, token_id: int) -> str | None:
+        """Add a token; returns the stop string that it completes, with which the answer ends.
+
+        Of several, the one that begins first. None is found while the answer has no more than
+        min_tokens tokens.
+        """
+        assert not self._has_ended, "no token follows the end of an answer"
+        self._num_tokens += 1
+        piece = self._pieces.append(token_id)
+        if not self._stops:
+            self._safe.append(piece)
+            return None
+        if self._behind is not None:
+            piece = self._counted(token_id, piece)
+        held = self._held + piece
+        stop = self._find_stop(piece, held)
+        if stop is None:
+            num_held = 0 if self._keeps_stop else max(stop.num_matched for stop in self._stops)
+            self._safe.append(held[: len(held) - num_held])
+            self._held = held[len(held) - num_held :]
+        return stop
+
+    def _counted(self, token_id: int, piece: str) -> str:
+        """The end of a piece, in which stop strings count; what is before it is safe."""
+        assert self._behind is not None, "stop strings count everywhere"
+        num_free = self._behind.num_free(token_id, piece)
+        if self._behind.is_settled:
+            self._behind = None
+        if num_free:
+            self._safe.append(self._held + piece[:num_free])
+            self._held = ""
+            for stop in self._stops:
+                stop.num_matched = 0
+        return piece[num_free:]
+
+    def append_stop(self, token_id: int) -> None:
+        """Add the token that ends the answer, and flush."""
+        if self._keeps_stop:
+            self._held += self._pieces.append(token_id)
+        self.flush()
+
+    def flush(self) -> None:
+        """The answer ended without a stop string: whatever waited becomes text."""
+        self._safe.append(self._held + self._pieces.flush())
+        self._held = ""
+        self._has_ended = True
+
+    def _find_stop(self, piece: str, held: str) -> str | None:
+        """Look for stop strings that end in `piece`; cut the text at the one that begins first."""
+        finds = self._num_tokens > self._min_tokens
+        ends = [(stop.advance(piece, finds=finds), stop.text) for stop in self._stops]
+        found = [(end - len(text), end, text) for end, text in ends if end is not None]
+        if not found:
+            return None
+        start, end, text = min(found, key=lambda match: match[0])
+        cut = len(held) - len(piece) + (end if self._keeps_stop else start)
+        self._safe.append(held[:cut])
+        self._held = ""
+        self._has_ended = True
+        return text
+
+
+class _Phase(Enum):
+    START = auto()
+    """Nothing but white space has come."""
+    REASONING = auto()
+    GAP = auto()
+    """Behind the reasoning, and the line breaks that follow it."""
+    BEHIND = auto()
+
+
+class _BehindReasoning:
+    """Tells where in an answer stop strings count: not in its reasoning, with which it begins, nor
+    in the line breaks between that and the rest."""
+
+    def __init__(self, tokens: ReasoningTokens) -> None:
+        self._tokens = tokens
+        self._phase = _Phase.REASONING if tokens.is_open else _Phase.START
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether they count in all that comes."""
+        return self._phase is _Phase.BEHIND
+
+    def num_free(self, token_id: int, piece: str) -> int:
+        """How much of the piece that comes with a token they do not count in, from its start."""
+        if self._phase is _Phase.START:
+            if token_id != self._tokens.opens:
+                if piece.strip():
+                    self._phase = _Phase.BEHIND
+                return 0
+            self._phase = _Phase.REASONING
+        elif self._phase is _Phase.REASONING and token_id == self._tokens.closes:
+            self._phase = _Phase.GAP
+        elif self._phase is _Phase.GAP and (rest := piece.lstrip("\n")):
+            self._phase = _Phase.BEHIND
+            return len(piece) - len(rest)
+        return len(piece)
+
+
+class _Stop:
+    """Follows how much of a stop string the text ends with (Knuth, Morris and Pratt, 1977): a few
+    steps for each character, whatever the two are."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        self._borders = [0, 0]
+
+    def advance(self, piece: str, *, finds: bool) -> int | None:
+        """Take in more text; with `finds`, where in it the stop string first ends, if it does."""
+        text, matched, at = self.text, self.num_matched, 0
+        while at < len(piece):
+            if matched == 0:
+                at = piece.find(text[0], at)
+                if at < 0:
+                    break
+            character = piece[at]
+            while matched and text[matched] != character:
+                matched = self._border(matched)
+            matched += text[matched] == character
+            at += 1
+            if matched == len(text):
+                if finds:
+                    return at
+                matched = self._border(matched)
+        self.num_matched = matched
+        return None
+
+    def _border(self, length: int) -> int:
+        """The longest beginning of the stop string's first `length` characters, not all of them,
+        with which they end too."""
+        text, borders = self.text, self._borders
+        while len(borders) <= length:
+            last, border = text[len(borders) - 1], borders[-1]
+            while border and text[border] != last:
+                border = borders[border]
+            borders.append(border + (text[border] == last))
+        return borders[length]
+
+
+class _Pieces:
+    """Decodes a growing sequence piece by piece.
+
+    A token's text can depend on the tokens before it (a character's first bytes, a word's leading
+    space), so each is decoded in a window: the tokens of the last complete piece, then those since.
+    Tokens that are bytes need no window behind a complete piece.
+    """
+
+    def __init__(self, texts: TokenTexts, skip_special_tokens: bool) -> None:
+        self._decode = texts.decode(skip_special_tokens=skip_special_tokens)
+        self._skipped = texts.special_ids if skip_special_tokens else frozenset()
+        self._whole = texts.whole
+        self._are_bytes = texts.are_bytes
+        self._window: list[int] = []
+        self._num_context = 0
+        self._num_shown = 0
+
+    def append(self, token_id: int) -> str:
+        """The text that this token completes."""
+        if token_id in self._skipped:
+            return ""
+        if not self._window and (piece := self._whole(token_id)) is not None:
+            return piece
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        num_whole = len(text.rstrip(INCOMPLETE))
+        if num_whole <= self._num_shown:
+            is_waiting = len(self._window) - self._num_context <= _MAX_PENDING
+            return "" if is_waiting else self._give_up(text)
+        piece = text[self._num_shown : num_whole]
+        self._num_shown = num_whole
+        if num_whole == len(text):
+            self._move_window()
+        return piece
+
+    def _give_up(self, text: str) -> str:
+        """Show what can be no character any more, so that the window does not grow: all but the
+        last tokens, if the bytes of none of them belong to the same sequence as those before."""
+        old, last = self._window[:-4], self._window[-4:]
+        shown = self._decode(old)
+        if shown + self._decode(last) != text:
+            return ""
+        piece = shown[self._num_shown :]
+        self._window, self._num_context, self._num_shown = last, 0, 0
+        return piece
+
+    def flush(self) -> str:
+        """The text of what is left; incomplete bytes show as U+FFFD."""
+        piece = self._decode(self._window)[self._num_shown :]
+        self._num_shown += len(piece)
+        return piece
+
+    def _move_window(self) -> None:
+        self._window = [] if self._are_bytes else self._window[self._num_context :]
+        self._num_context = len(self._window)
+        self._num_shown = len(self._decode(self._window)) if self._window else 0

@@ -1,0 +1,103 @@
+"""What was asked of an engine is written down without a word of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from milepost import LLM, SamplingParams
+from milepost.cache.tree import Chain
+from milepost.engine.loop.trace_recording import TraceRecorder
+from milepost.errors import ConfigError
+from milepost.simulator import read_trace
+
+
+def job(number, tokens, num_answer_tokens=3):
+    chain = Chain(tokens, 16)
+    request = SimpleNamespace(
+        chain=chain, num_prompt_tokens=len(tokens), num_output_tokens=num_answer_tokens
+    )
+    return SimpleNamespace(number=number, answers=[SimpleNamespace(request=request)])
+
+
+def test_lines_stand_in_order_of_arrival_however_requests_end(tmp_path):
+    path, now = tmp_path / "trace", iter([5.0, 5.5, 6.0, 7.25])
+    recorder = TraceRecorder(str(path), now=lambda: next(now))
+    jobs = [job(number, [number] * 40, number + 1) for number in range(3)]
+    for each in jobs:
+        recorder.begin(each)
+    recorder.end(jobs[1])
+    assert not path.read_bytes(), "the first one is not over"
+    recorder.end(jobs[0])
+    recorder.end(jobs[0])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["timestamp_ms"] for row in rows] == [500, 1000]
+    assert [row["output_length"] for row in rows] == [1, 2]
+    recorder.close()
+    assert len(path.read_text().splitlines()) == 2
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_the_same_page_has_another_hash_in_another_recording(tmp_path):
+    ids = []
+    for name in ("one", "two"):
+        recorder = TraceRecorder(str(tmp_path / name))
+        asked = job(0, [7] * 40)
+        recorder.begin(asked)
+        recorder.end(asked)
+        ids.append(json.loads((tmp_path / name).read_text())["hash_ids"])
+        recorder.close()
+    assert len(ids[0]) == len(ids[1]) == 2
+    assert not set(ids[0]) & set(ids[1])
+
+
+def test_what_an_engine_served_can_be_replayed(tmp_path):
+    path = tmp_path / "trace"
+    options = {"page_size": 16, "num_pages": 64, "num_slots": 8, "max_num_seqs": 4}
+    llm = LLM(device="cpu", record_trace=str(path), **options)
+    prompts = [[5] * 40 + [number] * 9 for number in (1, 2)]
+    wishes = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    for prompt in prompts:
+        llm.generate([{"prompt_token_ids": prompt}], wishes, use_tqdm=False)
+    trace = read_trace(path, block_size=16)
+    assert [request.input_length for request in trace.requests] == [49, 49]
+    assert [request.output_length for request in trace.requests] == [4, 4]
+    first, second = (list(request.page_ids) for request in trace.requests)
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="record_trace="):
+        TraceRecorder(str(tmp_path / "none" / "trace"))
+
+
+def test_a_disk_that_is_full_ends_the_recording_and_no_answer(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "trace"
+    llm = LLM(device="cpu", record_trace=str(path), page_size=16, num_pages=64, num_slots=8)
+    wishes = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+    def answered(number):
+        prompt = {"prompt_token_ids": [number] * 20}
+        (output,) = llm.generate([prompt], wishes, use_tqdm=False)
+        return len(output.outputs[0].token_ids)
+
+    assert answered(5) == 4
+    whole, write = path.read_bytes(), os.write
+
+    def torn(file, data):
+        """Takes a part of a line, and then nothing."""
+        if len(data) < 10:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data[: len(data) - 5])
+
+    with monkeypatch.context() as context:
+        context.setattr(os, "write", torn)
+        assert answered(6) == 4
+    assert answered(7) == 4
+    assert path.read_bytes() == whole
+    assert caplog.text.count("No space left") == 1

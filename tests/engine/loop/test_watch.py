@@ -1,0 +1,112 @@
+"""A look between steps: bounded, shared, and nothing is done for it between looks."""
+
+import itertools
+import json
+
+import pytest
+
+from milepost.cache import Cache
+from milepost.engine.facts import Facts
+from milepost.engine.loop import watch as watch_module
+from milepost.engine.loop.watch import MAX_PROMPTS, MAX_SAMPLES, SAMPLE_S, Watch
+from milepost.scheduler.request import Request
+from milepost.scheduler.scheduler import Scheduler
+
+FACTS = Facts(
+    device="CPU",
+    dtype="float32",
+    state_dtype="float32",
+    weights_bytes=1,
+    page_bytes=1,
+    slot_bytes=1,
+    cache_bytes=1,
+    is_shared=False,
+    num_graphs=0,
+)
+
+
+@pytest.fixture
+def scheduler():
+    cache = Cache(num_pages=64, num_slots=8)
+    return Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=2048)
+
+
+def seen(scheduler, name, tokens):
+    """A request that has been admitted."""
+    request = Request(id=name, chain=scheduler.cache.chain(tokens), max_tokens=4)
+    scheduler.add(request)
+    scheduler.schedule()
+    return request
+
+
+def look(watch, now=0.0):
+    """A whole look, and how many steps it lasted."""
+    watch.look()
+    num_steps = 0
+    while (state := watch.go_on(lambda: now)) is None:
+        num_steps += 1
+    assert not watch.is_looking
+    return json.loads(state), num_steps
+
+
+def test_samples_are_taken_every_two_seconds_and_end(scheduler):
+    watch = Watch(scheduler, FACTS)
+    for tenths in range(10 * 600):
+        watch.note_time(tenths / 10)
+    samples = look(watch, 600.0)[0]["samples"]
+    assert len(samples) == MAX_SAMPLES + 1
+    ages = [sample[0] for sample in samples]
+    assert ages[-2:] == [SAMPLE_S, 0.0]
+    assert ages[0] == MAX_SAMPLES * SAMPLE_S
+
+
+def test_running_requests_stand_where_they_are(scheduler):
+    watch = Watch(scheduler, FACTS)
+    request = seen(scheduler, "a-0", range(100))
+    watch.note_admission(request, 3.0)
+    state, _ = look(watch, 5.0)
+    assert state["running"] == [["a-0", None, 0, 100, 100]]
+    (prompt,) = state["prompts"]
+    assert (prompt["id"], prompt["at"], prompt["lost"]) == ("a-0", 2.0, {"unseen": 100})
+
+
+def test_only_the_last_prompts_are_kept(scheduler):
+    watch = Watch(scheduler, FACTS)
+    request = seen(scheduler, "a-0", range(100))
+    for now in range(3 * MAX_PROMPTS):
+        watch.note_admission(request, float(now))
+    prompts = look(watch, 3.0 * MAX_PROMPTS)[0]["prompts"]
+    assert [prompt["at"] for prompt in prompts] == [float(n) for n in range(MAX_PROMPTS, 0, -1)]
+
+
+def test_two_that_look_share_one_survey(scheduler, monkeypatch):
+    begun = []
+
+    def counting(*arguments):
+        begun.append(arguments)
+        return survey(*arguments)
+
+    survey = watch_module.survey
+    monkeypatch.setattr(watch_module, "survey", counting)
+    watch = Watch(scheduler, FACTS)
+    watch.note_time(0.0)
+    assert begun == []
+    watch.look()
+    watch.look()
+    look(watch)
+    assert len(begun) == 1
+
+
+def test_a_look_gives_way_to_steps(scheduler):
+    """Each reading of the clock is a millisecond later: two slices between two steps."""
+    tree = scheduler.cache.tree
+    for path in range(8):
+        chain = scheduler.cache.chain([path] * 64 * 2000)
+        tree.insert(chain, tree.root(chain), range(2000 * path, 2000 * path + 2000))
+    watch = Watch(scheduler, FACTS)
+    watch.look()
+    now, num_steps = itertools.count(), 0
+    while watch.go_on(lambda: next(now) / 1000) is None:
+        num_steps += 1
+    assert 3 <= num_steps <= 6
+    assert look(watch)[1] == 0
