@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from milepost.engine.build import rank, setup
+from milepost.engine.assembly import rank, setup
 from milepost.kernels import norm
 from milepost.parallel import Ranks
 

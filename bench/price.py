@@ -30,7 +30,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from milepost import LLM, SamplingParams
-from milepost.engine.build import rank
+from milepost.engine.assembly import rank
 from milepost.kernels import norm
 from milepost.kernels.layout import emit
 from milepost.kernels.layout.batch import Capacity

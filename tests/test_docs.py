@@ -69,7 +69,7 @@ def test_metrics_that_pages_name_exist():
 
 MAPPED = (
     *("disaggregation", "kernels", "layers", "runner", "scheduler", "server", "tiers"),
-    *("engine", "engine/text", "engine/constraints", "engine/build", "engine/loop"),
+    *("engine", "engine/text", "engine/constraints", "engine/assembly", "engine/loop"),
     "engine/processes",
 )
 

@@ -48,9 +48,9 @@ FLOORS = {
     "engine": {
         "text": set(),
         "constraints": set(),
-        "build": {"text", "constraints"},
-        "loop": {"text", "constraints", "build"},
-        "processes": {"text", "constraints", "build", "loop"},
+        "assembly": {"text", "constraints"},
+        "loop": {"text", "constraints", "assembly"},
+        "processes": {"text", "constraints", "assembly", "loop"},
     },
 }
 """Folders inside a part, each used through its `__init__`, and what it may use."""

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from milepost.config import EngineConfig
-from milepost.engine.build.sizing import pool_shape
+from milepost.engine.assembly.sizing import pool_shape
 from milepost.models.decoder import Decoder
 from milepost.models.loading import outline
 from milepost.runner.memory import GIB, MIB, OneMemory, share, split

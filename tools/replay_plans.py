@@ -14,7 +14,7 @@ import json
 import sys
 from dataclasses import replace
 
-from milepost.engine.build.setup import build
+from milepost.engine.assembly.setup import build
 from milepost.runner.recording import Heading, read_records
 from milepost.runner.replay import digest, replay
 

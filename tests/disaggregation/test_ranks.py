@@ -19,7 +19,7 @@ from milepost.disaggregation.messages import Layout, MemoryRows
 from milepost.disaggregation.orders import AddPeer, RankEndpoint, ReadPart, Synchronize
 from milepost.disaggregation.part_reader import PartReader
 from milepost.disaggregation.transport import TransferError
-from milepost.engine.build import setup
+from milepost.engine.assembly import setup
 from milepost.engine.processes import rank as rank_process
 from milepost.errors import EngineDeadError
 from tests.disaggregation import test_beside, test_faults, test_transfers

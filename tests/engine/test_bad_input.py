@@ -15,7 +15,7 @@ import torch
 
 from milepost import LLM, SamplingParams
 from milepost.config import EngineConfig
-from milepost.engine.build import sizing
+from milepost.engine.assembly import sizing
 from milepost.errors import (
     ConfigError,
     InvalidRequestError,

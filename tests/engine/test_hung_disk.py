@@ -154,7 +154,7 @@ def test_an_engine_starts_though_the_directory_does_not_answer(
 ):
     (first,) = written(tiny, tmp_path, tokens(300))
     monkeypatch.setattr(disk_module, "SCAN_S", 0.01)
-    monkeypatch.setattr("milepost.engine.build.tiering.MAKE_S", 0.01)
+    monkeypatch.setattr("milepost.engine.assembly.tiering.MAKE_S", 0.01)
     gate.hold(monkeypatch, name)
     llm, tiering, tiers = opened(tiny, tmp_path)
     outputs = []

@@ -10,7 +10,7 @@ import torch
 from milepost import LLM
 from milepost.cache.memory import Split, UnifiedPool
 from milepost.config import EngineConfig
-from milepost.engine.build import sizing
+from milepost.engine.assembly import sizing
 from milepost.errors import ConfigError
 from milepost.parallel import ALONE
 from milepost.runner.memory import OneMemory, TwoPools

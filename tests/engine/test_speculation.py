@@ -14,8 +14,8 @@ import torch
 from msgspec import structs
 
 from milepost import LLM
-from milepost.engine.build.drafting import num_drafts_of
-from milepost.engine.build.setup import build
+from milepost.engine.assembly.drafting import num_drafts_of
+from milepost.engine.assembly.setup import build
 from milepost.engine.processes.stream import _joined
 from milepost.engine.processes.tasks import Sent, Task
 from milepost.engine.prompts import Prompt
@@ -474,7 +474,7 @@ def _accepts_one_more(monkeypatch):
 
     monkeypatch.setattr(acceptance, "accept_equal", wrong)
     monkeypatch.setattr(runner, "accept_equal", wrong)
-    monkeypatch.setattr("milepost.engine.build.drafting.accept_equal", wrong)
+    monkeypatch.setattr("milepost.engine.assembly.drafting.accept_equal", wrong)
 
 
 @pytest.mark.parametrize("break_it", [_folds_one_less, _shifts_rows, _accepts_one_more])

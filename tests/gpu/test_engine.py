@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from milepost import LLM, SamplingParams
-from milepost.engine.build import sizing
+from milepost.engine.assembly import sizing
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import probe
 from milepost.kernels.products import moe

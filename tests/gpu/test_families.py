@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from milepost.engine.build import sizing
+from milepost.engine.assembly import sizing
 from milepost.runner.device import DeviceExecutor
 from tests.engines import open_llm, save_tiny
 from tests.models.resuming import Resuming

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from milepost import LLM, SamplingParams
-from milepost.engine.build import sizing
+from milepost.engine.assembly import sizing
 from milepost.sampling_params import StructuredOutputs
 
 pytestmark = [

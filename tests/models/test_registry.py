@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from milepost.config import EngineConfig
-from milepost.engine.build.auto import folder_of
+from milepost.engine.assembly.auto import folder_of
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.context import AttentionSpec, RecurrentSpec
 from milepost.models import LoadOptions, architectures, find_folder, load_model

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 import msgspec
 
 from milepost.config import EngineConfig
-from milepost.engine.build.rank import build_rank
-from milepost.engine.build.team import Order, RankOrder, Told
+from milepost.engine.assembly.rank import build_rank
+from milepost.engine.assembly.team import Order, RankOrder, Told
 from milepost.engine.processes.rank import serve
 from milepost.errors import EngineDeadError
 from milepost.parallel import Ranks

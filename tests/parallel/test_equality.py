@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from milepost import LLM, RequestOutput
-from milepost.engine.build import setup
+from milepost.engine.assembly import setup
 from milepost.errors import EngineDeadError
 from milepost.sampling_params import StructuredOutputs
 from tests import engines

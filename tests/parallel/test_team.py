@@ -20,8 +20,8 @@ import torch
 from milepost import LLM, SamplingParams
 from milepost.config import EngineConfig
 from milepost.disaggregation.orders import ReadPart
-from milepost.engine.build import setup, team
-from milepost.engine.build.team import RankOrder, Team, Told
+from milepost.engine.assembly import setup, team
+from milepost.engine.assembly.team import RankOrder, Team, Told
 from milepost.engine.processes.client import EngineClient
 from milepost.engine.processes.engine import Engine, Loop
 from milepost.engine.processes.rank import follow

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from milepost.engine.build import setup
+from milepost.engine.assembly import setup
 from milepost.errors import EngineDeadError
 from milepost.parallel.tickets import Tickets
 from milepost.tiers import disk as disk_module

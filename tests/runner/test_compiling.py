@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from milepost import LLM
-from milepost.engine.build import rank
+from milepost.engine.assembly import rank
 from milepost.errors import KernelError
 from milepost.kernels.platform.device import Chip
 from milepost.runner.plain import PlainExecutor

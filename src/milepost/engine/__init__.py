@@ -1,7 +1,7 @@
 """Turns requests into steps and steps into answers, in the caller's process or in one of its own.
 
 Five rooms, each used through its `__init__`; a room uses only those above it: `text/`,
-`constraints/`, `build/`, `loop/`, `processes/`. Beside them stands what all of them use:
+`constraints/`, `assembly/`, `loop/`, `processes/`. Beside them stands what all of them use:
 
     Python API                  llm, vllm_names
     prompts and outputs         prompts, outputs

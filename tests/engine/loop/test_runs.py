@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from milepost.cache import Cache
 from milepost.config import EngineConfig
-from milepost.engine.build.setup import EngineParts
+from milepost.engine.assembly.setup import EngineParts
 from milepost.engine.loop.core import Engine
 from milepost.engine.loop.requests import Job
 from milepost.engine.processes.stream import _joined

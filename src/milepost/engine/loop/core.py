@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
 from milepost.disaggregation.params import Remote
-from milepost.engine.build import EngineParts, build
+from milepost.engine.assembly import EngineParts, build
 from milepost.engine.constraints import Form
 from milepost.engine.loop.answers import Answers
 from milepost.engine.loop.exchange import Exchange

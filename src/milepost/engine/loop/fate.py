@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from milepost.engine.build import Team
+from milepost.engine.assembly import Team
 from milepost.errors import EngineDeadError
 
 

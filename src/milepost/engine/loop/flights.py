@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from time import perf_counter
 
 from milepost.config import EngineConfig
-from milepost.engine.build import EngineParts
+from milepost.engine.assembly import EngineParts
 from milepost.engine.loop.answers import Answers
 from milepost.engine.loop.exchange import Exchange
 from milepost.engine.loop.fate import Fate

@@ -12,7 +12,7 @@ import numpy as np
 
 from milepost.config import EngineConfig
 from milepost.disaggregation.params import Remote
-from milepost.engine.build import EngineParts
+from milepost.engine.assembly import EngineParts
 from milepost.engine.constraints import (
     Form,
     FormGuide,

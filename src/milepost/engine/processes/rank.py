@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from milepost.engine import heap
-from milepost.engine.build import (
+from milepost.engine.assembly import (
     HERE,
     SILENCE_S,
     START_S,

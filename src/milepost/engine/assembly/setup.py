@@ -15,15 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
 from milepost.disaggregation.access import Access
-from milepost.engine.build.auto import device_of, folder_of, load_options_of, runs_ahead
-from milepost.engine.build.drafting import speculation_of
+from milepost.engine.assembly.auto import device_of, folder_of, load_options_of, runs_ahead
+from milepost.engine.assembly.drafting import speculation_of
+from milepost.engine.assembly.rank import RankParts, build_rank
+from milepost.engine.assembly.sizing import check_length
+from milepost.engine.assembly.team import Team
+from milepost.engine.assembly.tiering import Tiering, tiering_of
 from milepost.engine.facts import Facts
-from milepost.engine.text import end_token_ids, sampling_defaults, within
-from milepost.engine.build.rank import RankParts, build_rank
-from milepost.engine.build.sizing import check_length
-from milepost.engine.build.team import Team
-from milepost.engine.build.tiering import Tiering, tiering_of
-from milepost.engine.text import load_tokenizer
+from milepost.engine.text import end_token_ids, load_tokenizer, sampling_defaults, within
 from milepost.errors import ConfigError
 from milepost.layers.rotary import num_positions, run_up_to
 from milepost.models.configuration import load_config

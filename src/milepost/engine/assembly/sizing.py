@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from milepost.config import EngineConfig
-from milepost.engine.build.drafting import num_drafts_of
-from milepost.engine.build.tiering import staging_bytes
+from milepost.engine.assembly.drafting import num_drafts_of
+from milepost.engine.assembly.tiering import staging_bytes
 from milepost.errors import ConfigError
 from milepost.kernels.platform.device import why_reference
 from milepost.kernels.platform.float8 import FP8

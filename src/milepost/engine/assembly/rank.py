@@ -12,11 +12,11 @@ from milepost.cache import Cache
 from milepost.cache.tree import FullAttention, LayerKind, Recurrent, ShortConvolution
 from milepost.config import EngineConfig
 from milepost.disaggregation.access import Access, open_access
-from milepost.engine.build.auto import device_of, folder_of, kv_dtype_of, load_options_of
-from milepost.engine.build.drafting import accept_of
-from milepost.engine.build.sizing import max_model_len_of, pool_shape, sizes_of
-from milepost.engine.build.team import Team
-from milepost.engine.build.tiering import Hands, hands_of
+from milepost.engine.assembly.auto import device_of, folder_of, kv_dtype_of, load_options_of
+from milepost.engine.assembly.drafting import accept_of
+from milepost.engine.assembly.sizing import max_model_len_of, pool_shape, sizes_of
+from milepost.engine.assembly.team import Team
+from milepost.engine.assembly.tiering import Hands, hands_of
 from milepost.errors import KernelError
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import describe, hopper_kernels, probe, why_reference

@@ -1,0 +1,39 @@
+"""Builds an engine from its configuration: settings, sizes, ranks, tiers.
+Its modules:
+
+        the whole                   setup, auto, sizing, drafting
+        one rank of several         rank, team
+        tiers                       tiering
+"""
+
+from milepost.engine.assembly.rank import RankParts, build_rank
+from milepost.engine.assembly.setup import EngineParts, build
+from milepost.engine.assembly.team import (
+    HERE,
+    SILENCE_S,
+    START_S,
+    Answered,
+    Orders,
+    RankFailure,
+    RankOrder,
+    Team,
+    Told,
+)
+from milepost.engine.assembly.tiering import porter_of
+
+__all__ = [
+    "HERE",
+    "SILENCE_S",
+    "START_S",
+    "Answered",
+    "EngineParts",
+    "Orders",
+    "RankFailure",
+    "RankOrder",
+    "RankParts",
+    "Team",
+    "Told",
+    "build",
+    "build_rank",
+    "porter_of",
+]
