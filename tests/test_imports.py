@@ -242,3 +242,28 @@ def test_no_two_classes_have_one_name():
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert not {name: where for name, where in homes.items() if len(where) > 1}
+
+
+SERVERS_OWN = (
+    "aiohttp fastapi httptools llguidance nixl prometheus_client pydantic ray starlette uvicorn zmq"
+)
+PLAIN = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split():
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from milepost import LLM, SamplingParams
+
+llm = LLM(max_model_len=256)
+(output,) = llm.generate(["Once upon"], SamplingParams(max_tokens=2, ignore_eos=True))
+print(len(output.outputs[0].token_ids))
+"""
+
+
+def test_python_needs_nothing_that_only_a_server_does():
+    command = [sys.executable, "-c", PLAIN, SERVERS_OWN]
+    assert subprocess.check_output(command, text=True).split()[-1] == "2"

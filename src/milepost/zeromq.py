@@ -15,6 +15,8 @@ HANDSHAKE_MS = 5000
 MAX_UNREAD = 8
 """Messages of a connection that are held before they are read; then its sender waits."""
 MAX_FRAMES = 5
+MAX_QUEUED = 4096
+"""Most messages queued to another engine: more than the number of waiting requests."""
 
 S = TypeVar("S", bound="zmq.Socket[Any]")
 
@@ -27,6 +29,13 @@ def bound(socket: S, *, max_bytes: int, max_queued: int, max_unread: int = MAX_U
     socket.setsockopt(zmq.SNDHWM, max_queued)
     socket.setsockopt(zmq.RCVHWM, max_unread)
     return socket
+
+
+def between_engines(socket: S, max_bytes: int) -> S:
+    """Prepares a socket, IPv6 too, for another engine's messages: `bound`, and closed at once."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    return bound(socket, max_bytes=max_bytes, max_queued=MAX_QUEUED)
 
 
 def received(socket: zmq.Socket[Any]) -> list[bytes]:

@@ -35,13 +35,12 @@ from milepost.disaggregation.messages import (
     Welcome,
     decoded,
     endpoint,
-    limited,
     misfit,
 )
 from milepost.disaggregation.outcomes import Asked, Outcome, Read
 from milepost.errors import ConfigError
 from milepost.kv_transfer_config import PeerNetworks
-from milepost.zeromq import received
+from milepost.zeromq import between_engines, received
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ class Lender:
         self._tell = tell
         self._complaints = Complaints(clock)
         self.door = Door(context, peers, self._complaints)
-        self.socket = limited(context.socket(zmq.ROUTER), MAX_QUESTION_BYTES)
+        self.socket = between_engines(context.socket(zmq.ROUTER), MAX_QUESTION_BYTES)
         self.door.guard(self.socket)
         self.hello = msgspec.structs.replace(hello, port=self._bind(hello))
         self._hellos: dict[bytes, tuple[str, int]] = {}

@@ -13,13 +13,10 @@ are used, or raises BadMessageError.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
-import zmq
 from msgspec import Meta
-
-from milepost.zeromq import bound
 
 VERSION = 3
 MAX_QUESTION_BYTES = 16 * 2**20
@@ -28,8 +25,6 @@ MAX_ANSWER_BYTES = 4 * 2**20
 """Most bytes in a frame of an answer; the longest names each page of a prompt, or describes each
 rank's memory.
 """
-MAX_QUEUED = 4096
-"""Most messages queued to another engine: more than the number of waiting requests."""
 MAX_PIECES = 2**31 - 1
 """Most pieces in a layout: NIXL numbers pieces with 32 bits."""
 
@@ -170,13 +165,6 @@ def decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
     # Bytes that are not UTF-8 raise ValueError, and deep nesting exhausts Python's stack.
     except (msgspec.DecodeError, ValueError, RecursionError, MemoryError) as error:
         raise BadMessageError(str(error) or type(error).__name__) from error
-
-
-def limited(socket: zmq.Socket[Any], max_bytes: int) -> zmq.Socket[Any]:
-    """Prepares a socket for messages of at most `max_bytes`."""
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.IPV6, 1)
-    return bound(socket, max_bytes=max_bytes, max_queued=MAX_QUEUED)
 
 
 def endpoint(host: str, port: int | None = None) -> str:

@@ -30,11 +30,10 @@ from milepost.disaggregation.messages import (
     Welcome,
     decoded,
     endpoint,
-    limited,
 )
 from milepost.disaggregation.transport import TransferError, Transport
 from milepost.kv_transfer_config import PeerNetworks
-from milepost.zeromq import received
+from milepost.zeromq import between_engines, received
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +250,7 @@ class Peers:
         except zmq.ZMQError as error:  # no file, no memory, or ZeroMQ's limit
             raise TransferError(f"no socket for {host}:{port}: {error}") from error
         try:
-            limited(socket, MAX_ANSWER_BYTES).connect(endpoint(host, port))
+            between_engines(socket, MAX_ANSWER_BYTES).connect(endpoint(host, port))
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise TransferError(f"{host}:{port}: {error}") from error
