@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from milepost import LLM, CompletionOutput, RequestOutput, SamplingParams
-from milepost.kernels.platform.float8 import FP8
+from milepost.kernels.platform.tensors import FP8
 from milepost.models import load_model
 from milepost.runner.choice import SampledToken
 from milepost.runner.sampling import SamplingRow, choose

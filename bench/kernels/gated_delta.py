@@ -34,7 +34,7 @@ from tests.kernels.mixers import (
 
 from milepost.kernels.gated_delta import CHUNK, GatedDeltaWeights, mix
 from milepost.kernels.layout.chunks import lay_out
-from milepost.kernels.layout.decode import lay_out_decodes
+from milepost.kernels.layout.verify import lay_out_decodes
 from milepost.runner.staging import on_device
 
 STATE_BYTES = 4 * REAL.value_heads * REAL.key_dim * REAL.value_dim

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
-from milepost.kernels.platform.float8 import FP8
+from milepost.kernels.platform.tensors import FP8
 from tests.engine import test_equality as ways
 from tests.engines import THREE_LAYERS, Tiny, ask, cached, save_tiny, tokens
 from tests.numbers import relative_error

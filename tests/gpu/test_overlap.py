@@ -14,8 +14,8 @@ from milepost.kernels import attention, gated_delta, norm, products
 from milepost.kernels.attention import items as work
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.layout.chunks import lay_out
-from milepost.kernels.layout.decode import DecodeLayout
-from milepost.kernels.platform.float8 import FP8
+from milepost.kernels.layout.verify import DecodeLayout
+from milepost.kernels.platform.tensors import FP8
 from milepost.kernels.products import Epilogue, Raw, moe
 from milepost.kernels.products import raw as linear
 from tests.kernels.mixers import REAL, Batch, make_pools, make_weights, send_layout

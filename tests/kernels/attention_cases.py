@@ -15,7 +15,7 @@ from torch import Tensor
 from milepost.kernels.attention import items as work
 from milepost.kernels.attention import pages, reference
 from milepost.kernels.layout.batch import Capacity
-from milepost.kernels.platform.float8 import FP8, round_fp8
+from milepost.kernels.platform.tensors import FP8, round_fp8
 from tests.batches import Part, build_batch, build_pages
 
 POISON = float("nan")

@@ -21,10 +21,9 @@ from milepost.kernels.gated_delta import (
     reference,
 )
 from milepost.kernels.layout.batch import Operation
-from milepost.kernels.layout.chunk_rows import ChunkRows, lay_out_chunks
-from milepost.kernels.layout.chunks import ChunkLayout, lay_out
-from milepost.kernels.layout.decode import lay_out_decodes
+from milepost.kernels.layout.chunks import ChunkLayout, ChunkRows, lay_out, lay_out_chunks
 from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.layout.verify import lay_out_decodes
 from milepost.runner.staging import on_device
 from tests.numbers import relative_error
 

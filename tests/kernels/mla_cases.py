@@ -14,7 +14,7 @@ from milepost.kernels import mla
 from milepost.kernels.attention import rows_per_page
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.float8 import FP8, round_fp8
+from milepost.kernels.platform.tensors import FP8, round_fp8
 from milepost.runner.staging import on_device
 from tests.batches import Part, build_batch, build_pages
 

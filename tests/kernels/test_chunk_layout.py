@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from milepost.kernels.layout.chunk_rows import lay_out_chunks
-from milepost.kernels.layout.chunks import ChunkLayout, lay_out
+from milepost.kernels.layout.chunks import ChunkLayout, lay_out, lay_out_chunks
 
 
 def chunks_of(layout: ChunkLayout) -> list[tuple[int, int, int]]:

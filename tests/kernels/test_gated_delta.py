@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.gated_delta import CHUNK, reference
-from milepost.kernels.layout.chunk_rows import lay_out_chunks
+from milepost.kernels.layout.chunks import lay_out_chunks
 from tests.kernels.mixers import space
 from tests.numbers import relative_error
 

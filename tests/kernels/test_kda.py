@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from milepost.kernels.kda import reference
-from milepost.kernels.layout.chunk_rows import lay_out_chunks
+from milepost.kernels.layout.chunks import lay_out_chunks
 from milepost.kernels.platform.device import probe
 from tests.kernels.kimi import HALF, ODD, REAL, SMALL, Shapes, make_weights, recur, run
 from tests.kernels.mixers import Batch, make_pools, make_projected

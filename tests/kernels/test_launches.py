@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,6 +26,13 @@ class OnDevice(torch.Tensor):
     """A tensor of the host that says it is on a GPU."""
 
     is_cuda = True
+
+
+class Pair(NamedTuple):
+    """Two arguments as one."""
+
+    one: Any
+    other: Any
 
 
 @JITFunction  # which tests elsewhere have interpreted
@@ -51,6 +58,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(launches, "_ORDINARY", run)
     monkeypatch.setattr(launches, "_TENSORS", (OnDevice, torch.Tensor))
+    monkeypatch.setattr(launches, "_TAKES_TUPLES", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: state.device)
     monkeypatch.setattr(launches, "_current_stream", lambda device: 100 + device)
     return state
@@ -76,6 +84,23 @@ def test_launch_like_an_earlier_one_skips_triton(gpu: SimpleNamespace, kernel: A
     assert gpu.done == [(1, 7, 1, 1, 100, 7, (4, 1, 0), None, None, None, *arguments)]
 
 
+def test_fields_of_an_argument_become_addresses(gpu: SimpleNamespace, kernel: Any) -> None:
+    pairs = [Pair(_tensor(), 5), Pair(_tensor(), 7), Pair(_tensor(torch.float16), 7)]
+    for pair in pairs:
+        kernel[(1,)](_tensor(), pair, 5, SIZE=4)
+    assert len(gpu.asked) == 2
+    assert gpu.done[0][11] == (pairs[1].one.data_ptr(), 7)
+
+
+def test_fields_are_left_to_a_triton_whose_launcher_was_not_read(
+    gpu: SimpleNamespace, kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches, "_TAKES_TUPLES", False)
+    for _ in range(2):
+        kernel[(1,)](_tensor(), Pair(_tensor(), 5), 5, SIZE=4)
+    assert len(gpu.asked) == 2
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -91,6 +116,7 @@ def test_launch_like_an_earlier_one_skips_triton(gpu: SimpleNamespace, kernel: A
         {"third": lambda: 5.0},
         {"SIZE": lambda: 8},
         {"SIZE": lambda: True},
+        {"SIZE": lambda: (1,)},
         {"GATED": lambda: True},
         {"num_warps": lambda: 8},
         {"launch_pdl": lambda: True},
@@ -108,6 +134,12 @@ def test_what_triton_tells_apart_is_asked_again(
         kernel[(1,)](*args, SIZE=call["SIZE"], **options)
     assert len(gpu.asked) == 2
     assert [number for number, *_ in gpu.done] == [1, 2]
+
+
+def test_types_inside_a_constant_tell_launches_apart(gpu: SimpleNamespace, kernel: Any) -> None:
+    for size in (Pair(1, 2), Pair(True, 2), Pair(1, 2), (1, 2)):
+        kernel[(1,)](_tensor(), _tensor(), 5, SIZE=size)
+    assert len(gpu.asked) == 3
 
 
 def test_constant_before_an_argument_leaves_a_kernel_as_it_was() -> None:
@@ -210,7 +242,8 @@ def _boxes(draw: st.DrawFn) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(base.as_subclass(OnDevice), box, padding)
 
 
-_ARGUMENTS = st.one_of(_INTS, _TENSORS, _boxes(), st.floats(), st.booleans(), st.none())
+_SIMPLE = st.one_of(_INTS, _TENSORS, st.floats(), st.booleans(), st.none())
+_ARGUMENTS = st.one_of(_SIMPLE, _boxes(), st.builds(Pair, _SIMPLE, _SIMPLE))
 
 
 def _box(shape: tuple[int, ...], *box: int, dtype: torch.dtype = torch.int32) -> TensorDescriptor:
@@ -236,6 +269,7 @@ _FEW = 16, 32
         ((1 << 63) - 1, (1 << 63) + 1),
         (-(1 << 31), -(1 << 31) - 16),
         (0, None),
+        (Pair(1, 5), Pair(5, 1)),
     ],
     ids=[
         "alignment",
@@ -251,11 +285,13 @@ _FEW = 16, 32
         "uint64",
         "negative",
         "none",
+        "fields",
     ],
 )
 def test_kinds_that_triton_compiles_apart_differ(one: Any, other: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launches, "_TENSORS", (OnDevice,))
+        patch.setattr(launches, "_TAKES_TUPLES", True)
         assert _kind((one, 5)) != _kind((other, 5))
     assert _by_triton((one, 5)) != _by_triton((other, 5)), "or the case says nothing"
 
@@ -270,6 +306,7 @@ def test_kind_is_no_coarser_than_tritons(first: tuple[Any, Any], second: tuple[A
     """Beside Triton's own specialisation, as its launches compute it on NVIDIA's chips."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launches, "_TENSORS", (OnDevice,))
+        patch.setattr(launches, "_TAKES_TUPLES", True)
         kinds = [_kind(call) for call in (first, second)]
     if kinds[0] == kinds[1]:
         assert _by_triton(first) == _by_triton(second)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from milepost.kernels.layout.chunk_rows import lay_out_chunks
+from milepost.kernels.layout.chunks import lay_out_chunks
 from milepost.kernels.mamba2 import Mamba2Operation, choose_chunk, reference
 from tests.kernels.mixers import Batch, Pools, make_pools, make_projected
 from tests.kernels.ssd import (

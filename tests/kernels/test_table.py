@@ -17,7 +17,7 @@ from milepost.cli.display import Screen
 from milepost.cli.kernels import kernels_command
 from milepost.errors import ConfigError
 from milepost.kernels.platform import device
-from milepost.kernels.platform.chips import CHIPS
+from milepost.kernels.platform.device import CHIPS
 from milepost.kernels.products import describe, expert_table, table
 from milepost.kernels.products.expert_table import Mixture, choose_experts
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw

@@ -18,7 +18,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from milepost.kernels.platform.chips import CHIPS as KNOWN
+from milepost.kernels.platform.device import CHIPS as KNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from milepost.kernels import norm
 from milepost.kernels.layout.emit import Activations, Emit, Inputs
-from milepost.kernels.platform.precision import cast
+from milepost.kernels.platform.tensors import cast
 from milepost.layers.linear import Begun
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placement, Placements, cut_all

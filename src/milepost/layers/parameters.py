@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from milepost.kernels.platform.precision import accumulation_dtype
+from milepost.kernels.platform.tensors import accumulation_dtype
 from milepost.layers.weights import RAW, Precision
 from milepost.parallel import ALONE, Ranks
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from milepost.errors import ConfigError
-from milepost.kernels.platform.chips import CHIPS
-from milepost.kernels.platform.device import Chip, probe
+from milepost.kernels.platform.device import CHIPS, Chip, probe
 from milepost.kernels.products.describe import Span, dense_spans, expert_spans
 from milepost.kernels.products.expert_table import Mixture
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix

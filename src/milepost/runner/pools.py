@@ -20,7 +20,7 @@ from torch import Tensor
 from milepost.cache.plans import PageMove
 from milepost.kernels.attention import rows_per_page
 from milepost.kernels.mtp import Carried
-from milepost.kernels.platform.float8 import FP8
+from milepost.kernels.platform.tensors import FP8
 from milepost.layers.context import AttentionSpec, RecurrentState, ShortConvSpec
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.zeroed import drop, zeros

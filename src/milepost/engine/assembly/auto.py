@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from milepost.config import DType, EngineConfig
 from milepost.errors import ConfigError
-from milepost.kernels.platform.float8 import FP8
+from milepost.kernels.platform.tensors import FP8
 from milepost.models.configuration import load_config, resolve_dtype
 from milepost.models.folder import EMBEDDED_MODEL, find_folder
 from milepost.models.loading import Head, LoadOptions

@@ -20,7 +20,7 @@ from milepost.engine.assembly.tiering import Hands, hands_of
 from milepost.errors import KernelError
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import describe, hopper_kernels, probe, why_reference
-from milepost.kernels.platform.float8 import FP8
+from milepost.kernels.platform.tensors import FP8
 from milepost.models.decoder import Decoder
 from milepost.models.identity import identify
 from milepost.models.loading import load_model

@@ -9,7 +9,7 @@ from milepost.engine.assembly.drafting import num_drafts_of
 from milepost.engine.assembly.tiering import staging_bytes
 from milepost.errors import ConfigError
 from milepost.kernels.platform.device import why_reference
-from milepost.kernels.platform.float8 import FP8
+from milepost.kernels.platform.tensors import FP8
 from milepost.models.configuration import resolve_dtype
 from milepost.models.decoder import Decoder
 from milepost.models.room import available_bytes

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from milepost.kernels.all_reduce import Boxes
 from milepost.kernels.all_reduce.triton import norm_row, wait_for_turn
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 
 
 def share_norm(

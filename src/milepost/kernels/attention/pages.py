@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from milepost.kernels.platform.float8 import FP8, round_fp8
+from milepost.kernels.platform.tensors import FP8, round_fp8
 
 MAX_ROWS = 2**31
 """TMA counts them in 32 bits."""

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from milepost.kernels.attention.pages import as_rows, read_rows, write_rows
 from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
-from milepost.kernels.platform.precision import cast
+from milepost.kernels.platform.tensors import cast
 
 _QUERY_TILE = 512
 """Queries at a time where earlier tokens are attended to: bounds the mask to a tile of rows."""

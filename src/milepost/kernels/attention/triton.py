@@ -40,15 +40,14 @@ from milepost.kernels.layout.emit import (
     room_for,
 )
 from milepost.kernels.platform.device import probe, runs_gluon
-from milepost.kernels.platform.float8 import BLOCK, FP8
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import (
+from milepost.kernels.platform.launches import (
     OVERLAPPED,
     launch_dependents,
+    quick,
     wait_as_padding,
     wait_for_inputs,
 )
-from milepost.kernels.platform.strides import check_rows
+from milepost.kernels.platform.tensors import BLOCK, FP8, check_rows
 from milepost.kernels.platform.tiles import next_power_of_2
 
 _LOG2_E = 1.4426950408889634

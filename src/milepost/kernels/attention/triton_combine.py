@@ -13,14 +13,14 @@ from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.triton_parts import round_heads
 from milepost.kernels.layout.emit import Fp8Rows, as_arguments, keeps_values
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.float8 import BLOCK
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import (
+from milepost.kernels.platform.launches import (
     OVERLAPPED,
     launch_dependents,
+    quick,
     wait_as_padding,
     wait_for_inputs,
 )
+from milepost.kernels.platform.tensors import BLOCK
 
 _PROGRAMS = 256
 """A result of few tokens is divided among so many: of long sequences they have many partial ones,

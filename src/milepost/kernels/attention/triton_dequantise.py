@@ -16,9 +16,8 @@ from torch import Tensor
 from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.pages import as_bytes, rows_per_page
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.float8_triton import decode
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import decode
 
 _BLOCK = 8192
 """Numbers of a program."""

@@ -32,15 +32,14 @@ from milepost.kernels.attention.triton_hopper_parts import (
     store,
 )
 from milepost.kernels.layout.emit import Fp8Rows, keeps_values
-from milepost.kernels.platform.float8 import BLOCK
-from milepost.kernels.platform.gluon import load_box
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import (
+from milepost.kernels.platform.gluon import (
     launch_dependents,
+    load_box,
     wait_as_padding,
     wait_for_inputs,
 )
+from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.tensors import BLOCK
 
 ROWS = 128
 _LOG2_E = 1.4426950408889634

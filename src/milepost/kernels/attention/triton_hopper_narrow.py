@@ -20,15 +20,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.attention.pages import MAX_ROWS, as_bytes, as_rows, rows_per_page
-from milepost.kernels.platform.float8 import FP8
-from milepost.kernels.platform.gluon import load_box, thread_barrier
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import (
+from milepost.kernels.platform.gluon import (
     launch_dependents,
+    load_box,
+    thread_barrier,
     wait_as_padding,
     wait_for_inputs,
 )
+from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.tensors import FP8
 
 _LOG2_E = 1.4426950408889634
 _BLOCK, _STAGES, _WARPS = 64, 3, 4

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from milepost.kernels.platform.float8_gluon import round_block
+from milepost.kernels.platform.gluon import round_block
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.platform.float8_triton import decode
+from milepost.kernels.platform.numerics import decode
 
 _UNPACK = tl.constexpr("""{
     .reg .b16 low0, high0, low1, high1;

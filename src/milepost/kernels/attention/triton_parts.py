@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.attention.tiles import ITEM_SIZE
-from milepost.kernels.platform.float8 import BLOCK
-from milepost.kernels.platform.float8_triton import encode, scale_of
+from milepost.kernels.platform.numerics import encode, scale_of
+from milepost.kernels.platform.tensors import BLOCK
 
 _ITEM_SIZE = tl.constexpr(ITEM_SIZE)
 _DEPTH = tl.constexpr(BLOCK)

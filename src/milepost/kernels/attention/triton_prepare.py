@@ -12,11 +12,9 @@ from torch import Tensor
 
 from milepost.kernels.attention.pages import as_bytes
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.float8 import FP8
-from milepost.kernels.platform.float8_triton import encode
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
-from milepost.kernels.platform.strides import check_rows
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import encode
+from milepost.kernels.platform.tensors import FP8, check_rows
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _FEW_TOKENS = 256

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.layout import slots
-from milepost.kernels.platform.precision import accumulation_dtype, cast, rows_apart
+from milepost.kernels.platform.tensors import accumulation_dtype, cast, rows_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

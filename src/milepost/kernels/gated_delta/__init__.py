@@ -22,11 +22,15 @@ from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.layout import chunks
 from milepost.kernels.layout.batch import Batch
 from milepost.kernels.layout.chunks import ChunkLayout
-from milepost.kernels.layout.decode import DecodeLayout, lay_out_decodes
 from milepost.kernels.layout.emit import Emit, Inputs
-from milepost.kernels.layout.verify import VerifyLayout, lay_out_verifies
+from milepost.kernels.layout.verify import (
+    DecodeLayout,
+    VerifyLayout,
+    lay_out_decodes,
+    lay_out_verifies,
+)
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.strides import check_rows, check_slots
+from milepost.kernels.platform.tensors import check_rows, check_slots
 from milepost.kernels.recurrent.mixer_rows import MixerRows, lay_out_rows
 
 __all__ = [

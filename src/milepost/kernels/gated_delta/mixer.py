@@ -15,7 +15,7 @@ from torch import Tensor
 from milepost.kernels import conv
 from milepost.kernels.gated_delta import reference
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
-from milepost.kernels.platform.precision import cast, rows_apart
+from milepost.kernels.platform.tensors import cast, rows_apart
 from milepost.kernels.recurrent.mixer_rows import MixerRows, PrefillRows, Steps, run
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.layout.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.platform.device import probe, runs_gluon
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import cdiv
 from milepost.kernels.recurrent.portable.chunks import export_state, load_state, store_state
 

@@ -24,10 +24,9 @@ from milepost.kernels.layout.emit import (
     room_for,
 )
 from milepost.kernels.platform.device import probe, runs_gluon
-from milepost.kernels.platform.float8 import BLOCK, LEAST_SCALE
-from milepost.kernels.platform.float8_triton import encode, scale_of
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import encode, scale_of
+from milepost.kernels.platform.tensors import BLOCK, LEAST_SCALE
 from milepost.kernels.recurrent.rules.gated_delta import finish
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)

@@ -20,9 +20,8 @@ from milepost.kernels.gated_delta.triton_parts import unit_scale
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.layout.chunks import TILE, UNSPECIALISED, ChunkLayout
-from milepost.kernels.platform.activations import silu
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import silu
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _ROWS = 32

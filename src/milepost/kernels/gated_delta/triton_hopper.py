@@ -25,10 +25,8 @@ from triton.experimental.gluon import language as gl
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.layout.emit import Emit, Inputs, handed_on, room_for
 from milepost.kernels.platform.device import num_sms
-from milepost.kernels.platform.float8_gluon import round_block
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
+from milepost.kernels.platform.gluon import launch_dependents, round_block, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.recurrent.hopper.states import (
     STATE,
     STATE_SIZE,

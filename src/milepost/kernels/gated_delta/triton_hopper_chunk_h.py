@@ -27,10 +27,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.layout.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.gluon import load_box, store_box, thread_barrier
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
+from milepost.kernels.platform.gluon import (
+    launch_dependents,
+    load_box,
+    store_box,
+    thread_barrier,
+    wait_for_inputs,
+)
+from milepost.kernels.platform.launches import OVERLAPPED, quick
 
 HOST_BOUND_TOKENS = 4096
 """Up to so many the host often takes as long to launch a layer as the device to compute it, and

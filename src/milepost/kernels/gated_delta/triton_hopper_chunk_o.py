@@ -25,13 +25,10 @@ from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.layout.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.layout.emit import Fp8Rows
-from milepost.kernels.platform.activations import silu
-from milepost.kernels.platform.float8 import LEAST_SCALE
-from milepost.kernels.platform.float8_gluon import round_block
-from milepost.kernels.platform.gluon import load_box, thread_barrier
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import wait_for_inputs
+from milepost.kernels.platform.gluon import load_box, round_block, thread_barrier, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.numerics import silu
+from milepost.kernels.platform.tensors import LEAST_SCALE
 
 _SIZE = 128
 """Of keys and of values."""

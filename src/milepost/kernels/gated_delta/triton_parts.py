@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.platform.activations import softplus
+from milepost.kernels.platform.numerics import softplus
 
 
 @triton.jit

@@ -6,9 +6,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
-from milepost.kernels.layout.decode import DecodeLayout
 from milepost.kernels.layout.emit import Emit, Inputs
-from milepost.kernels.layout.verify import VerifyLayout
+from milepost.kernels.layout.verify import DecodeLayout, VerifyLayout
 from milepost.kernels.platform.device import num_sms, runs_gluon
 from milepost.kernels.recurrent.portable import step
 from milepost.kernels.recurrent.rules import gated_delta

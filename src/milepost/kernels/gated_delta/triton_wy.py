@@ -18,9 +18,8 @@ from milepost.kernels.gated_delta.triton_parts import log_decay, pairwise_decay
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.layout.chunks import UNSPECIALISED, ChunkLayout
-from milepost.kernels.platform.activations import sigmoid
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import sigmoid
 
 
 def wy_fwd(

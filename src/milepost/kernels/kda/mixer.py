@@ -14,7 +14,7 @@ from torch import Tensor
 from milepost.kernels.gated_delta.mixer import steps_of
 from milepost.kernels.kda.reference import prefill
 from milepost.kernels.kda.weights import KDAWeights
-from milepost.kernels.platform.precision import cast, rows_apart
+from milepost.kernels.platform.tensors import cast, rows_apart
 from milepost.kernels.recurrent.mixer_rows import MixerRows, run
 
 

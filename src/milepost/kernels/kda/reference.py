@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.gated_delta.reference import Chunks, chunk_fwd, chunked, normalise
-from milepost.kernels.layout.chunk_rows import ChunkRows
+from milepost.kernels.layout.chunks import ChunkRows
 
 
 def prefill(

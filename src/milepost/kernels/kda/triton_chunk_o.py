@@ -13,8 +13,7 @@ from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.kda.triton_intra import ChunkBuffers
 from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.layout.chunks import UNSPECIALISED, ChunkLayout
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, quick, wait_for_inputs
 from milepost.kernels.recurrent.rules.kda import finish
 
 

@@ -17,10 +17,8 @@ from triton.experimental.gluon import language as gl
 from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.layout.verify import VerifyLayout
 from milepost.kernels.platform.device import num_sms
-from milepost.kernels.platform.gluon import thread_barrier
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
+from milepost.kernels.platform.gluon import launch_dependents, thread_barrier, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.recurrent.hopper.states import (
     BY_LINE,
     CHANNEL,

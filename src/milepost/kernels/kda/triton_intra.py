@@ -24,9 +24,8 @@ from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.triton_wy import invert, split
 from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.layout.chunks import UNSPECIALISED, ChunkLayout
-from milepost.kernels.platform.activations import LOG2_E, sigmoid, softplus
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import LOG2_E, sigmoid, softplus
 
 _CHANNELS = 64
 """Of a head at a time; all at once would be more than there are registers."""

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from milepost.kernels.gated_delta.triton_step import suits_hopper
 from milepost.kernels.kda.weights import KDAWeights
-from milepost.kernels.layout.decode import DecodeLayout
-from milepost.kernels.layout.verify import VerifyLayout
+from milepost.kernels.layout.verify import DecodeLayout, VerifyLayout
 from milepost.kernels.recurrent.portable import step
 from milepost.kernels.recurrent.rules import kda
 

@@ -1,8 +1,8 @@
 """Where a step's tokens, chunks and states lie, and in what form rows are handed on.
 
-batch                       a step's batch on the host
-chunks, chunk_rows          prefills in chunks of the absolute grid
-decode, verify              what decodes and drafts need to know of a step
-slots                       states in the slots of a pool
-emit                        rows in the model's dtype, in FP8, or both
+batch       a step's batch on the host
+chunks      prefills in chunks of the absolute grid
+verify      decodes, with and without drafts
+slots       states in the slots of a pool
+emit        rows in the model's dtype, in FP8, or both
 """

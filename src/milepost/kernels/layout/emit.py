@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.platform.device import runs_gluon
-from milepost.kernels.platform.float8 import BLOCK, FP8
+from milepost.kernels.platform.tensors import BLOCK, FP8
 
 LINE = 4
 """Rows that torch's GEMM takes at a time; scales that TMA does."""

@@ -82,3 +82,16 @@ def _lay_out_prefills(batch: Batch, chunk: int) -> PrefillLayout:
         slot_in=padded(batch.slot_in[decodes:], capacity.num_sequences, 0),
         slot_out=padded(batch.slot_out[decodes:], capacity.num_sequences, -1),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLayout:
+    """Where every sequence decodes."""
+
+    arrivals: Array
+    """[S, G] zeros: programs of a group that have read all they need. The last one resets it, so
+    that all layers of a step share it."""
+
+
+def lay_out_decodes(num_sequences: int, num_groups: int) -> DecodeLayout:
+    return DecodeLayout(arrivals=np.zeros((num_sequences, num_groups), np.int32))

@@ -20,12 +20,16 @@ from torch import Tensor
 from milepost.kernels.layout import chunks
 from milepost.kernels.layout.batch import Batch
 from milepost.kernels.layout.chunks import ChunkLayout
-from milepost.kernels.layout.decode import DecodeLayout, lay_out_decodes
-from milepost.kernels.layout.verify import VerifyLayout, lay_out_verifies
+from milepost.kernels.layout.verify import (
+    DecodeLayout,
+    VerifyLayout,
+    lay_out_decodes,
+    lay_out_verifies,
+)
 from milepost.kernels.mamba2 import mixer
 from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.strides import check_rows, check_slots
+from milepost.kernels.platform.tensors import check_rows, check_slots
 from milepost.kernels.recurrent.mixer_rows import MixerRows, lay_out_rows
 
 __all__ = ["Mamba2Operation", "Mamba2Weights", "choose_chunk", "mix"]

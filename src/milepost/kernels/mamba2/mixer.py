@@ -14,7 +14,7 @@ from torch import Tensor
 from milepost.kernels import conv
 from milepost.kernels.mamba2 import reference
 from milepost.kernels.mamba2.weights import Mamba2Weights
-from milepost.kernels.platform.precision import cast, rows_apart
+from milepost.kernels.platform.tensors import cast, rows_apart
 from milepost.kernels.recurrent.mixer_rows import MixerRows, PrefillRows, Steps, run
 
 

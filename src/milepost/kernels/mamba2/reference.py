@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.layout import slots
-from milepost.kernels.layout.chunk_rows import ChunkRows
-from milepost.kernels.platform.precision import accumulation_dtype, cast
+from milepost.kernels.layout.chunks import ChunkRows
+from milepost.kernels.platform.tensors import accumulation_dtype, cast
 
 
 def decode(

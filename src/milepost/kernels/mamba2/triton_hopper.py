@@ -14,9 +14,8 @@ from triton.experimental.gluon import language as gl
 
 from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.platform.device import num_sms
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
+from milepost.kernels.platform.gluon import launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.recurrent.hopper.states import (
     CHANNEL,
     begin_work,

@@ -16,8 +16,8 @@ from milepost.kernels.conv.triton_parts import (
     slide,
 )
 from milepost.kernels.layout.chunks import UNSPECIALISED
-from milepost.kernels.platform.activations import LOG2_E, silu
-from milepost.kernels.platform.overlap import launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import launch_dependents, wait_for_inputs
+from milepost.kernels.platform.numerics import LOG2_E, silu
 from milepost.kernels.recurrent.rules.mamba2 import time_step
 
 

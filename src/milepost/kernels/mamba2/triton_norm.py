@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.platform.overlap import wait_for_inputs
+from milepost.kernels.platform.launches import wait_for_inputs
 from milepost.kernels.recurrent.rules.mamba2 import gate_first, norm_first
 
 

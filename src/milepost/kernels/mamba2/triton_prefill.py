@@ -28,7 +28,7 @@ from milepost.kernels.mamba2.triton_norm import norm
 from milepost.kernels.mamba2.triton_states import chunk_fwd_h_kernel, chunk_fwd_o_kernel
 from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.platform.device import num_sms
-from milepost.kernels.platform.overlap import OVERLAPPED
+from milepost.kernels.platform.launches import OVERLAPPED
 
 _CONVOLVED_ROWS = 16
 """Rows of a tile in one program of `convolve`, no fewer than taps."""

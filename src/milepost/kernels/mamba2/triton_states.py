@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.layout.chunks import UNSPECIALISED
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import launch_dependents, quick, wait_for_inputs
 from milepost.kernels.recurrent.portable.chunks import load_state, store_state
 
 

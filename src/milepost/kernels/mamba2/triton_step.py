@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from milepost.kernels.layout.decode import DecodeLayout
-from milepost.kernels.layout.verify import VerifyLayout
+from milepost.kernels.layout.verify import DecodeLayout, VerifyLayout
 from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.platform.device import runs_gluon
 from milepost.kernels.recurrent.portable import step

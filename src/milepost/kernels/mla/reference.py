@@ -17,7 +17,7 @@ from torch import Tensor
 
 from milepost.kernels.attention.pages import as_rows, read_rows, write_rows
 from milepost.kernels.attention.reference import AttentionRows, Decodes, attend_in_tiles
-from milepost.kernels.platform.precision import cast
+from milepost.kernels.platform.tensors import cast
 
 
 def store(

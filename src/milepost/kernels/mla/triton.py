@@ -21,16 +21,15 @@ from milepost.kernels.attention.pages import as_bytes, as_rows, rows_per_page
 from milepost.kernels.attention.triton_combine import combine
 from milepost.kernels.attention.triton_parts import dot, fit_float16, load_item, online_softmax
 from milepost.kernels.platform.device import Chip, probe
-from milepost.kernels.platform.float8 import FP8
-from milepost.kernels.platform.float8_triton import decode
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import (
+from milepost.kernels.platform.launches import (
     OVERLAPPED,
     launch_dependents,
+    quick,
     wait_as_padding,
     wait_for_inputs,
 )
-from milepost.kernels.platform.strides import check_contiguous, check_rows
+from milepost.kernels.platform.numerics import decode
+from milepost.kernels.platform.tensors import FP8, check_contiguous, check_rows
 
 _LOG2_E = 1.4426950408889634
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from milepost.kernels.attention.pages import as_bytes
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.float8 import FP8
-from milepost.kernels.platform.float8_triton import encode
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import encode
+from milepost.kernels.platform.tensors import FP8
 
 
 def store(

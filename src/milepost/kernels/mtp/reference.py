@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.mtp.rows import Carried, CarryRows
-from milepost.kernels.platform.precision import cast
+from milepost.kernels.platform.tensors import cast
 
 
 def join(

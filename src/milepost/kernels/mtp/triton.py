@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.mtp.rows import Carried, CarryRows
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 
 
 def join(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.platform.precision import cast
+from milepost.kernels.platform.tensors import cast
 
 
 def add_norm(

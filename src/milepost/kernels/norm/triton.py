@@ -19,11 +19,9 @@ from milepost.kernels.layout.emit import (
     room_for,
 )
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.float8 import BLOCK
-from milepost.kernels.platform.float8_triton import encode, scale_of
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
-from milepost.kernels.platform.strides import check_rows
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import encode, scale_of
+from milepost.kernels.platform.tensors import BLOCK, check_rows
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _COLUMNS = 1024

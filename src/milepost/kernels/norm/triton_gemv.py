@@ -12,9 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.norm.triton import sum_and_norm
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
-from milepost.kernels.platform.strides import check_contiguous, check_rows
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.tensors import check_contiguous, check_rows
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _MOST_INPUTS, _MOST_OUTPUTS = 4096, 512

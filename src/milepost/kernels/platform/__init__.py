@@ -1,10 +1,9 @@
-"""The chip that kernels run on, the ways to launch them, and the numbers they compute with.
+"""The chip that kernels run on, how they are launched, and the numbers they compute with.
 
-device, chips               capabilities of a GPU, and of one that is not there
-launches                    launches like an earlier one in a fraction of the time
-overlap, overlap_gluon      launches that start before the one ahead has ended
-gluon                       differences between Triton's versions
-tiles, strides, precision   sizes of programs, layouts that kernels take, types of sums
-activations, float8, float8_gluon, float8_triton
-                            functions and number types, on the device and in torch
+device      capabilities of a GPU, present or not, and which kernels run on it
+launches    Triton launches that are cheap to repeat, and that overlap with the one before
+gluon       differences between Triton's versions; overlapping launches and FP8 in Gluon
+numerics    activations and FP8 in Triton
+tensors     number types and strides, in torch
+tiles       how a GEMM is cut into programs
 """

@@ -1,15 +1,53 @@
-"""What Gluon calls differently in the versions of Triton that we run with: 3.6 to 3.9."""
+"""Gluon: names that differ between the versions of Triton that we support (3.6 to 3.9), overlapping
+launches (see `launches`), and rounding to FP8."""
 
 from __future__ import annotations
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from milepost.kernels.platform.tensors import FP8_MAX, LEAST_SCALE
+
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-"""All threads of a program wait for each other; `barrier` from 3.7 on."""
+"""All threads of a program wait for each other; called `barrier` from 3.7 on."""
 
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-"""Have TMA bring a box of a tensor to shared memory; `async_load` from 3.8 on."""
+"""TMA copies a box of a tensor to shared memory; called `async_load` from 3.8 on."""
 
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-"""Have TMA write a box of a tensor from shared memory; `async_store` from 3.8 on."""
+"""TMA writes a box of a tensor from shared memory; called `async_store` from 3.8 on."""
+
+_LARGEST, _LEAST_SCALE = gl.constexpr(FP8_MAX), gl.constexpr(LEAST_SCALE)
+
+
+@gluon.jit
+def launch_dependents():
+    _control("griddepcontrol.launch_dependents; // $0")
+
+
+@gluon.jit
+def wait_for_inputs():
+    _control("griddepcontrol.wait; // $0")
+
+
+@gluon.jit
+def wait_as_padding():
+    if gl.program_id(0) + gl.program_id(1) + gl.program_id(2) == 0:
+        wait_for_inputs()
+
+
+@gluon.jit
+def _control(instruction: gl.constexpr):
+    gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def round_block(x, AXIS: gl.constexpr):
+    """Round float32 to FP8 as `forms.quantise_rows` does. Returns the numbers and the scales that
+    they share along the last axis, AXIS."""
+    scale = gl.maximum(gl.max(gl.abs(x), AXIS) / _LARGEST, _LEAST_SCALE)
+    shared = scale
+    if AXIS:
+        shared = gl.expand_dims(scale, AXIS)
+    return gl.minimum(gl.maximum(x / shared, -_LARGEST), _LARGEST).to(gl.float8e4nv), scale

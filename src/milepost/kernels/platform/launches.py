@@ -1,10 +1,21 @@
-"""Triton: launches that are like an earlier one, in a fraction of the time on the host.
+"""Triton launches: cheap to repeat (`quick`), and overlapping (programmatic dependent launch).
 
-For each launch Triton describes every argument, spells the description and its options out, reads
-its settings from the environment and asks the driver about every pointer, which takes longer than
-many a kernel runs. A kernel marked with `quick` remembers what it was compiled to for arguments
-that Triton tells no further apart, and hands those over. What is new, watched, or of a kind not
-known here goes Triton's own way. Triton's settings hold as they were at the first launch.
+For each launch Triton describes every argument, spells out the description and its options, reads
+its settings from the environment and asks the driver about every pointer: more time than many a
+kernel runs. A kernel marked `quick` remembers what it was compiled to for arguments that Triton
+does not tell apart, and launches that. New, watched or unknown kinds of launches go through Triton.
+Triton's settings hold as they were at the first launch.
+
+With `OVERLAPPED` a kernel starts as soon as every program of the kernel before it has called
+`launch_dependents` or ended, so its instructions, addresses and weights are ready when that one
+ends. Such a kernel must call `wait_for_inputs` before it reads what a kernel wrote and before it
+writes: then everything launched before it is complete. Parameters may be read earlier. Any kernel
+may call `launch_dependents`, and kernels without any of this mix freely with the others.
+
+The last kernel before a GEMM does better not to call it: a GEMM that starts while a long kernel
+runs has its programs placed on the few SMs that are free by then.
+
+On a GPU without this feature (before Hopper) and in Triton's interpreter nothing overlaps.
 """
 
 from __future__ import annotations
@@ -15,14 +26,50 @@ from typing import Any, TypeVar
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools import tensor_descriptor
 
-from milepost.kernels.platform.device import triton_version
+from milepost.kernels.platform.device import probe, triton_version
+
+_CAN_OVERLAP = (
+    not triton.knobs.runtime.interpret
+    and torch.cuda.is_available()
+    and probe(torch.device("cuda")).can_overlap
+)
+_OVERLAPS = tl.constexpr(_CAN_OVERLAP)
+
+OVERLAPPED: dict[str, bool] = {"launch_pdl": True} if _CAN_OVERLAP else {}
+"""Launch options of a kernel that starts early."""
+
+
+@triton.jit
+def launch_dependents():
+    if _OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_inputs():
+    if _OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait_as_padding():
+    """For programs without work: one of a launch waits, so that a launch with no work at all does
+    not end before the one ahead of it. The others exit at once."""
+    if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
+        wait_for_inputs()
+
+
+# --- launches that are remembered -----------------------------------------------------------------
 
 _TRITONS = ((3, 6), (3, 9))
 """First and last version whose way to specialise and to launch was read."""
+_TAKES_TUPLES = triton_version() == (3, 6)
+"""Whether a compiled kernel takes an argument's fields as a tuple of numbers."""
 _ORDINARY = JITFunction.run
 _INT32, _INT64 = 1 << 31, 1 << 63
 
@@ -65,10 +112,10 @@ def _ends_in_constants(kernel: JITFunction[Any]) -> bool:
 
 
 def describe(args: tuple[Any, ...]) -> tuple[Kind, list[Any]] | None:
-    """All that Triton specialises a kernel's arguments by, and what to launch it with instead of
-    them; None for what a launch cannot be remembered by.
+    """Returns all that Triton specialises a kernel's arguments by, and what to launch it with in
+    their place; None if a launch cannot be remembered by them.
 
-    Tensors become addresses: of those on a GPU the driver need not be asked."""
+    Tensors become addresses: the driver need not be asked about those on a GPU."""
     kind: list[object] = []
     values: list[Any] = []
     for value in args:
@@ -85,6 +132,12 @@ def describe(args: tuple[Any, ...]) -> tuple[Kind, list[Any]] | None:
             kind.append(_kind_of_int(value))
         elif own in _PLAIN:
             kind.append(own)
+        elif _TAKES_TUPLES and isinstance(value, tuple):
+            described = describe(value)
+            if described is None:
+                return None
+            kind.append((own, described[0]))
+            value = tuple(described[1])
         elif own in _DESCRIPTORS:
             if not value.base.is_cuda:
                 return None
@@ -113,6 +166,12 @@ def _kind_of_descriptor(descriptor: Any) -> Kind:
         if name not in _OWN_OF_DESCRIPTORS
     ]
     return (descriptor.base.dtype, *rest)
+
+
+def _types_of(constant: object) -> object:
+    """The type of a constant, and of what is in it."""
+    own = type(constant)
+    return (own, *map(_types_of, constant)) if isinstance(constant, tuple) else own
 
 
 def _current_stream(device: int) -> int:
@@ -145,7 +204,7 @@ def _remembering(kernel: JITFunction[Any]) -> Callable[..., Any]:
             return ordinary(kernel, *args, grid=grid, warmup=warmup, **options)
         device, given = torch.cuda.current_device(), options.values()
         # Types, too, for True is 1.
-        kind = (device, described[0], *options, *given, *map(type, given))
+        kind = (device, described[0], *options, *given, *map(_types_of, given))
         found = known.get(kind)
         if found is None:
             compiled = ordinary(kernel, *args, grid=grid, warmup=False, **options)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.platform.precision import accumulation_dtype, cast
+from milepost.kernels.platform.tensors import accumulation_dtype, cast
 from milepost.kernels.products.scores import SOFTMAX, Scores
 
 _DENSE_TOKENS = 32

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.platform.device import runs_triton
-from milepost.kernels.platform.precision import accumulation_dtype, cast
+from milepost.kernels.platform.tensors import accumulation_dtype, cast
 
 _MAX_TOKENS = 128
 """Up to this many `triton` is asked whether it is faster."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.strides import check_contiguous, check_rows
+from milepost.kernels.platform.tensors import check_contiguous, check_rows
 from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products.expert_table import Mixture, choose_experts
 from milepost.kernels.products.forms.matrix import Matrix, Raw

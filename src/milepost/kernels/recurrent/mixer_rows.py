@@ -19,7 +19,7 @@ from torch import Tensor
 
 from milepost.kernels import conv
 from milepost.kernels.layout.batch import Batch, Ints
-from milepost.kernels.layout.chunk_rows import ChunkRows, lay_out_chunks
+from milepost.kernels.layout.chunks import ChunkRows, lay_out_chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.short_conv.items import ShortConvItems
 
 _ROWS, _BLOCK = 16, 128

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from milepost.kernels.platform.float8 import BLOCK
+from milepost.kernels.platform.tensors import BLOCK
 from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4
 
 _PACKED_ROWS = 16

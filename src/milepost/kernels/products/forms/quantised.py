@@ -18,8 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from milepost.kernels.platform.float8 import BLOCK, FP8, FP8_MAX, LEAST_SCALE, round_fp8
-from milepost.kernels.platform.precision import accumulation_dtype
+from milepost.kernels.platform.tensors import (
+    BLOCK,
+    FP8,
+    FP8_MAX,
+    LEAST_SCALE,
+    accumulation_dtype,
+    round_fp8,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.float8 import FP8_MAX, LEAST_SCALE
-from milepost.kernels.platform.gluon import load_box, thread_barrier
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
+from milepost.kernels.platform.gluon import (
+    launch_dependents,
+    load_box,
+    thread_barrier,
+    wait_for_inputs,
+)
+from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.tensors import FP8_MAX, LEAST_SCALE
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.grouping import Groups
 from milepost.kernels.products.hopper.fp8_grouped_down import project_down

@@ -25,9 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import launch_dependents
+from milepost.kernels.platform.gluon import launch_dependents
+from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.beside import (
     Beside,

@@ -11,8 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from milepost.kernels.platform.gluon import load_box
-from milepost.kernels.platform.overlap_gluon import wait_for_inputs
+from milepost.kernels.platform.gluon import load_box, wait_for_inputs
 
 
 @gluon.jit

@@ -14,10 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.gluon import thread_barrier
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
+from milepost.kernels.platform.gluon import launch_dependents, thread_barrier, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.products.forms.quantised import BLOCK, Int4, Quantised
 from milepost.kernels.products.hopper.gemv_parts import (
     PARTS,

@@ -18,8 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from milepost.kernels.platform.float8_gluon import round_block
-from milepost.kernels.platform.gluon import thread_barrier
+from milepost.kernels.platform.gluon import round_block, thread_barrier
 from milepost.kernels.products.forms.quantised import BLOCK
 
 PARTS = 8

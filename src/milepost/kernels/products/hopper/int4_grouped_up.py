@@ -19,10 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.gluon import load_box, thread_barrier
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import launch_dependents, wait_for_inputs
+from milepost.kernels.platform.gluon import (
+    launch_dependents,
+    load_box,
+    thread_barrier,
+    wait_for_inputs,
+)
+from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.grouping import Groups, group_many
 from milepost.kernels.products.hopper.fp8_grouped_parts import find_block, wait_for_room

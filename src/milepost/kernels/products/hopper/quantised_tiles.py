@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.float8 import BLOCK
+from milepost.kernels.platform.tensors import BLOCK
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 MMA_M = 64

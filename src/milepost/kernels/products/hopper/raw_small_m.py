@@ -25,9 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.platform.device import num_sms
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED
-from milepost.kernels.platform.overlap_gluon import launch_dependents
+from milepost.kernels.platform.gluon import launch_dependents
+from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.products.hopper.gemm_parts import open_stages, produce, store_tile
 from milepost.kernels.products.hopper.raw_tiles import BLOCK_K, HopperTiles
 

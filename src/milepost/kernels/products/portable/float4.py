@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.platform.float8_triton import decode
+from milepost.kernels.platform.numerics import decode
 
 UNIT = tl.constexpr(128.0)
 _OF_BFLOAT16 = tl.constexpr(2.0**127)

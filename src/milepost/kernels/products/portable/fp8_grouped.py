@@ -16,8 +16,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.float8_triton import decode, encode, scale_of
 from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.numerics import decode, encode, scale_of
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.grouping import Groups
 from milepost.kernels.products.portable.activation import activate

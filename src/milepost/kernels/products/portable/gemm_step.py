@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.float8_triton import decode, encode, scale_of
+from milepost.kernels.platform.numerics import decode, encode, scale_of
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Quantised
 from milepost.kernels.products.portable import float4
 from milepost.kernels.products.portable.rounding import readable

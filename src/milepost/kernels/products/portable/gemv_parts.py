@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.platform.float8_triton import encode, scale_of
+from milepost.kernels.platform.numerics import encode, scale_of
 from milepost.kernels.products.portable import float4
 from milepost.kernels.products.portable.rounding import widen
 

@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.products.forms.quantised import Quantised
 from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.portable.gemm_step import factors, operands

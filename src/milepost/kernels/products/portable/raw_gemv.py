@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
-from milepost.kernels.platform.strides import check_rows
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.tensors import check_rows
 
 _FEW_INPUTS = 128
 _NARROW = {"block_n": 32, "block_k": _FEW_INPUTS, "num_warps": 4}

@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.device import num_sms, probe
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
-from milepost.kernels.platform.strides import check_contiguous, check_rows
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.tensors import check_contiguous, check_rows
 from milepost.kernels.platform.tiles import Tiles, num_programs
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
 from milepost.kernels.products.portable.raw_gemv import gemv, multiply_row

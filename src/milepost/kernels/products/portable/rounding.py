@@ -21,10 +21,9 @@ from milepost.kernels.layout.emit import (
     values_of,
 )
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.float8 import FP8
-from milepost.kernels.platform.float8_triton import decode, encode, scale_of
-from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import decode, encode, scale_of
+from milepost.kernels.platform.tensors import FP8
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Quantised
 from milepost.kernels.products.portable.activation import activate

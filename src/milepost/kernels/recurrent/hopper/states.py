@@ -22,8 +22,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.activations import LOG2_E
 from milepost.kernels.platform.gluon import load_box, thread_barrier
+from milepost.kernels.platform.numerics import LOG2_E
 
 STATE_SIZE = 128
 """Of a key and a value of Gated DeltaNet and KDA: a thread for each of their channels."""

@@ -29,10 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.layout.decode import DecodeLayout
-from milepost.kernels.layout.verify import VerifyLayout
+from milepost.kernels.layout.verify import DecodeLayout, VerifyLayout
 from milepost.kernels.platform.device import num_sms
-from milepost.kernels.platform.overlap import OVERLAPPED, launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, wait_for_inputs
 from milepost.kernels.recurrent.portable.stream import (
     TokenRows,
     convolve,

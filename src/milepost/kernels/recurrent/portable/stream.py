@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from milepost.kernels.platform.activations import silu
+from milepost.kernels.platform.numerics import silu
 
 
 class TokenRows(NamedTuple):

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
-from milepost.kernels.platform.activations import sigmoid, silu, softplus
+from milepost.kernels.platform.numerics import sigmoid, silu, softplus
 from milepost.kernels.recurrent.portable.step import Mixer
 from milepost.kernels.recurrent.portable.stream import load_place
 from milepost.kernels.recurrent.structures import MixerInputs, MixerSizes, ProjectedRows

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.kda.weights import KDAWeights
-from milepost.kernels.platform.activations import sigmoid, softplus
+from milepost.kernels.platform.numerics import sigmoid, softplus
 from milepost.kernels.recurrent.portable.step import Mixer
 from milepost.kernels.recurrent.portable.stream import load_place
 from milepost.kernels.recurrent.rules.gated_delta import DeltaWeights, advance, read

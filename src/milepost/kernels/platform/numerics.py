@@ -1,0 +1,86 @@
+"""Triton device functions on numbers: activations in float32, and float8_e4m3fn on chips with and
+without instructions for it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from milepost.kernels.platform.tensors import FP8_MAX, LEAST_SCALE
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LARGEST = tl.constexpr(FP8_MAX)
+_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1 / (1 + _exp_negative(x.to(tl.float32)))
+
+
+@triton.jit
+def silu(x):
+    return x / (1 + _exp_negative(x))
+
+
+@triton.jit
+def _exp_negative(x):
+    """exp(-x) by exp2: one instruction, while tl.exp also handles subnormal numbers."""
+    return tl.exp2(x * -LOG2_E)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)); a polynomial for the logarithm takes half of the instructions."""
+    e = _exp_negative(tl.abs(x))
+    # log(1 + e) / e on [0, 1], interpolated at Chebyshev nodes: error below 1.7e-7.
+    p = e * 0.005126102361828089 - 0.029074065387248993
+    p = p * e + 0.0775160863995552
+    p = p * e - 0.13602247834205627
+    p = p * e + 0.19076880812644958
+    p = p * e - 0.2483539879322052
+    p = p * e + 0.3331812024116516
+    p = p * e - 0.4999944567680359
+    p = p * e + 0.9999999403953552
+    return tl.maximum(x, 0, propagate_nan=tl.PropagateNan.ALL) + e * p
+
+
+@triton.jit
+def scale_of(x, AXIS: tl.constexpr):
+    """Scale of numbers that share one along an axis."""
+    return tl.maximum(tl.max(tl.abs(x), AXIS) / LARGEST, _LEAST_SCALE)
+
+
+@triton.jit
+def encode(x, NATIVE: tl.constexpr):
+    """Round float32 to float8_e4m3fn and return the bits."""
+    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    if NATIVE:  # noqa: SIM108
+        bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = _encode_plainly(x)
+    return bits
+
+
+@triton.jit
+def _encode_plainly(x):
+    """Round to three mantissa bits, ties to even; below 2^-6 to multiples of 2^-9."""
+    wide = x.to(tl.int32, bitcast=True)
+    normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    # Floats about 1.5 * 2^13 are 2^-10 apart.
+    small = ((x * 0.5 + 12288.0) - 12288.0) * 2
+    rounded = tl.where(tl.abs(x) < 0.015625, small, normal)
+    half = (rounded * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True)
+    return (((half >> 8) & 0x80) | ((half >> 7) & 0x7F)).to(tl.uint8)
+
+
+@triton.jit
+def decode(bits, NATIVE: tl.constexpr):
+    """Turn bits of float8_e4m3fn into numbers: FP8 itself if the chip has it (the input may be FP8
+    already), else float16 divided by 256."""
+    if NATIVE:
+        values = bits.to(tl.float8e4nv, bitcast=True)
+    else:
+        wide = bits.to(tl.int16)
+        values = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return values

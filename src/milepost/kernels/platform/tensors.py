@@ -1,0 +1,60 @@
+"""Number types and strides of the tensors that kernels take, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""Largest value of float8_e4m3fn."""
+BLOCK = 128
+"""Inputs that share a scale, of weights and of activations, in the published block format."""
+LEAST_SCALE = 1e-12
+"""Smallest scale of activations, so that all zeros are not divided by zero."""
+
+
+def round_fp8(values: Tensor) -> Tensor:
+    """Round to the nearest FP8 value, ties to even; larger values become the largest."""
+    return values.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type of intermediate sums: float32, or float64 if the inputs are float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def rows_apart(like: Tensor, *shape: int) -> Tensor:
+    """An empty tensor [..., rows, columns] with a gap between rows. Torch computes such rows one by
+    one, so an element's bits do not depend on the other rows."""
+    return like.new_empty(*shape[:-1], shape[-1] + 1)[..., :-1]
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, cheaper if that changes nothing: a step asks a hundred times."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+# Kernels step through a row or slot element by element: any other layout would be misread silently.
+
+
+def check_rows(**tensors: Tensor | None) -> None:
+    """Raise ValueError unless the last dimension of each tensor has a stride of 1."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name}: its last dimension has a stride of {tensor.stride(-1)}")
+
+
+def check_contiguous(**tensors: Tensor) -> None:
+    """Raise ValueError unless each tensor is contiguous."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: it has strides of {tensor.stride()}, not contiguous ones")
+
+
+def check_slots(**pools: Tensor) -> None:
+    """Raise ValueError unless each slot of each pool [slots, ...] is contiguous; slots need not be
+    adjacent."""
+    for name, pool in pools.items():
+        if len(pool) and not pool[0].is_contiguous():
+            raise ValueError(f"{name}: a slot has strides of {pool.stride()[1:]}")
