@@ -35,8 +35,10 @@ from milepost.kernels import norm
 from milepost.kernels.layout import emit
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform import device
-from milepost.kernels.products import expert_table, quantised, table
+from milepost.kernels.products import quantised
+from milepost.kernels.products.expert_table import EXPERTS
 from milepost.kernels.products.forms.quantised import Fp8, Int4
+from milepost.kernels.products.table import PRODUCTS
 from milepost.runner import graphs as runner_graphs
 from milepost.runner.graphs import Graphs, largest_step
 
@@ -88,29 +90,14 @@ def _no_begun() -> Iterator[None]:
 
 
 def _without(*modules: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Rows of the tables that are left out, all of them with their module's name."""
+    """Leaves out the rows of the tables with these modules."""
 
     @contextmanager
     def without() -> Iterator[None]:
-        dense = tuple(each for each in table.KERNELS if each.module not in modules)
-        experts = tuple(each for each in expert_table.EXPERT_KERNELS if each.module not in modules)
-        assert (dense, experts) != (table.KERNELS, expert_table.EXPERT_KERNELS), modules
-        try:
-            with (
-                mock.patch.object(table, "KERNELS", dense),
-                mock.patch.object(expert_table, "EXPERT_KERNELS", experts),
-            ):
-                _forget()
-                yield
-        finally:
-            _forget()
+        with PRODUCTS.without(*modules), EXPERTS.without(*modules):
+            yield
 
     return without
-
-
-def _forget() -> None:
-    table._choose.cache_clear()
-    expert_table._choose.cache_clear()
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def run_all(weight: Form, hidden: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     # Partials of quantised weights are added up by a launch behind them.
     epilogue = products.Epilogue.NONE if isinstance(weight, Raw) else products.Epilogue.PARTIALS
     product = table.Product(weight=Matrix.of(weight), num_rows=len(hidden), epilogue=epilogue)
-    choice = table.choose(product, probe(hidden.device))
+    choice = table.PRODUCTS.choose(product, probe(hidden.device))
     if choice is None:
         return
     yield choice.kernel.name, choice.order, products.multiply(hidden, weight)

@@ -372,7 +372,7 @@ def test_experts_of_hopper(monkeypatch, wide_experts, num_tokens: int, num_chose
     given = *choose(num_tokens, num_chosen), *wide_experts
     if 5 * num_chosen > expert_table.UNGROUPED:
         mixture = triton_mix._mixture(as_activations(given[0]), given[2], *wide_experts)
-        kernel = expert_table.choose_experts(mixture, probe(given[0].device))
+        kernel = expert_table.EXPERTS.choose(mixture, probe(given[0].device)).kernel
         assert kernel.module == "products.hopper.fp8_experts"
     mixed = mix(*given)
     check_experts(mixed, *given)

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
-from milepost.kernels.products import expert_table, table
+from milepost.kernels.products.expert_table import EXPERTS
+from milepost.kernels.products.table import PRODUCTS
+
+TABLES = PRODUCTS, EXPERTS
 
 
 @contextmanager
 def without(*left_out: str) -> Iterator[None]:
     """Inside, no product is given to a kernel with one of these modules or names."""
-    all_kernels = table.KERNELS, expert_table.EXPERT_KERNELS
-    dense, experts = (
-        tuple(each for each in kernels if {each.module, each.name}.isdisjoint(left_out))
-        for kernels in all_kernels
-    )
-    assert len(dense) + len(experts) < len(table.KERNELS) + len(expert_table.EXPERT_KERNELS)
-    try:
-        with (
-            mock.patch.object(table, "KERNELS", dense),
-            mock.patch.object(expert_table, "EXPERT_KERNELS", experts),
-        ):
-            forget()
-            yield
-    finally:
-        forget()
+    before = sum(len(table.kernels) for table in TABLES)
+    with PRODUCTS.without(*left_out), EXPERTS.without(*left_out):
+        assert sum(len(table.kernels) for table in TABLES) < before
+        yield
 
 
 def forget() -> None:
     """Have everything chosen again."""
-    table._choose.cache_clear()
-    expert_table._choose.cache_clear()
+    for table in TABLES:
+        table.forget()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,23 +17,24 @@ from milepost.cli.kernels import kernels_command
 from milepost.errors import ConfigError
 from milepost.kernels.platform import device
 from milepost.kernels.platform.device import CHIPS
-from milepost.kernels.products import describe, expert_table, table
-from milepost.kernels.products.expert_table import Mixture, choose_experts
+from milepost.kernels.products import describe
+from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4
-from milepost.kernels.products.table import KERNELS, Product, choose
+from milepost.kernels.products.table import PRODUCTS, Product
+from tests.kernels.choices import TABLES, forget
 
 ROOT = Path(__file__).parents[2]
 H200, L4 = CHIPS["sm_90"][1], CHIPS["sm_89"][1]
 BLOCKS = {"rows": 128, "depth": 128}
 PAGES = {
     "gpus.md": {
-        "products": describe.dense_table(),
-        "experts": describe.expert_table(),
+        "products": describe.to_markdown(PRODUCTS),
+        "experts": describe.to_markdown(EXPERTS),
     },
     "quantization.md": {
-        "quantised products": describe.dense_table(describe.QUANTISED),
-        "quantised experts": describe.expert_table(describe.QUANTISED),
+        "quantised products": describe.to_markdown(PRODUCTS, describe.QUANTISED),
+        "quantised experts": describe.to_markdown(EXPERTS, describe.QUANTISED),
     },
 }
 
@@ -43,8 +43,7 @@ PAGES = {
 def hopper(monkeypatch):
     """As with a Triton whose Gluon is known, whatever is installed here."""
     monkeypatch.setattr(device, "triton_version", lambda: (3, 6))
-    table._choose.cache_clear()
-    expert_table._choose.cache_clear()
+    forget()
 
 
 def fp8(num_outputs: int, num_inputs: int) -> Matrix:
@@ -77,14 +76,14 @@ def raw(num_outputs: int, num_inputs: int) -> Matrix:
         (int4(12288, 2048), 32, "int4 small_m, Hopper", "gemm"),
         (int4(12288, 2048), 33, "gemm", "gemm"),
         (int4(12288, 2048), 65, "16-bit weights made first, torch's GEMM", None),
-        (replace(int4(12288, 2048, 16), form=Fp4), 1, "gemv", "gemv"),
-        (replace(int4(12288, 2048, 16), form=Fp4), 20, "gemm", "gemm"),
+        (int4(12288, 2048, 16)._replace(form=Fp4), 1, "gemv", "gemv"),
+        (int4(12288, 2048, 16)._replace(form=Fp4), 20, "gemm", "gemm"),
     ],
 )
 def test_kernels_as_they_were_measured(weight, num_rows, on_hopper, elsewhere):
     product = Product(weight=weight, num_rows=num_rows)
-    assert choose(product, H200).kernel.name == on_hopper
-    assert choose(product, L4).kernel.name == (elsewhere or on_hopper)
+    assert PRODUCTS.choose(product, H200).kernel.name == on_hopper
+    assert PRODUCTS.choose(product, L4).kernel.name == (elsewhere or on_hopper)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +109,15 @@ def test_kernels_as_they_were_measured(weight, num_rows, on_hopper, elsewhere):
 )
 def test_experts_kernels_as_they_were_measured(up, down, num_tokens, on_hopper, elsewhere):
     mixture = Mixture(up=up, down=down, num_experts=257, num_tokens=num_tokens, num_chosen=9)
-    assert choose_experts(mixture, H200).name == on_hopper
-    assert choose_experts(mixture, L4).name == (elsewhere or on_hopper)
+    assert EXPERTS.choose(mixture, H200).kernel.name == on_hopper
+    assert EXPERTS.choose(mixture, L4).kernel.name == (elsewhere or on_hopper)
 
 
 def test_tall_blocks_without_hoppers_own_instructions():
     mixture = Mixture(
         up=fp8(1024, 2048), down=fp8(2048, 512), num_experts=8, num_tokens=999, num_chosen=2
     )
-    assert choose_experts(mixture, CHIPS["sm_100"][1]).name == "fp8 grouped, tall"
+    assert EXPERTS.choose(mixture, CHIPS["sm_100"][1]).kernel.name == "fp8 grouped, tall"
 
 
 MATRICES = st.builds(
@@ -151,34 +150,35 @@ def test_every_product_has_a_kernel(weight, num_rows, epilogue, has_bias, alignm
         has_bias=has_bias,
         alignment=alignment,
     )
-    choice = choose(product, chip)
+    choice = PRODUCTS.choose(product, chip)
     kernel = choice.kernel
     assert weight.form in kernel.forms
-    assert kernel.least <= num_rows <= (kernel.most or num_rows)
+    assert kernel.rows.have(num_rows)
     assert kernel.takes_bias or not has_bias
     assert arch == "sm_90" or not kernel.is_hopper
     if epilogue is Epilogue.NONE and weight.form is not Raw:
         assert choice.split_k == 1, "nobody adds partials up"
     assert choice.order
-    assert all(reason for _, reason in table.refusals(product, chip))
+    assert all(reason for _, reason in PRODUCTS.refusals(product, chip))
 
 
 def test_hopper_kernels_may_be_turned_off():
     """What was chosen before does not stay."""
     product = Product(weight=fp8(12288, 2048), num_rows=2)
-    assert choose(product, H200).kernel.is_hopper
+    assert PRODUCTS.choose(product, H200).kernel.is_hopper
     with device.hopper_kernels(False):
-        assert choose(product, H200).kernel.name == "gemm"
-    assert choose(product, H200).kernel.is_hopper
+        assert PRODUCTS.choose(product, H200).kernel.name == "gemm"
+    assert PRODUCTS.choose(product, H200).kernel.is_hopper
 
 
 def test_every_row_names_a_module():
-    modules = [each.module for each in (*KERNELS, *expert_table.EXPERT_KERNELS) if each.module]
+    modules = [each.module for table in TABLES for each in table.kernels if each.module]
     folder = ROOT / "src" / "milepost" / "kernels"
     assert [
         each for each in modules if not (folder / f"{each.replace('.', '/')}.py").exists()
     ] == []
-    assert len({each.name for each in KERNELS}) == len(KERNELS)
+    for table in TABLES:
+        assert len({each.name for each in table.kernels}) == len(table.kernels)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -220,6 +220,6 @@ def test_a_chip_that_nobody_knows_is_refused():
 @pytest.mark.skipif(find_spec("triton") is None, reason="kernels need triton")
 def test_every_module_of_the_tables_has_its_door():
     """What the runners call."""
-    for each in KERNELS:
+    for each in PRODUCTS.kernels:
         if each.module and not each.is_hopper:
             __import__(f"milepost.kernels.{each.module}")

@@ -12,10 +12,10 @@ import torch
 
 from milepost.errors import ConfigError
 from milepost.kernels.platform.device import CHIPS, Chip, probe
-from milepost.kernels.products.describe import Span, dense_spans, expert_spans
-from milepost.kernels.products.expert_table import Mixture
+from milepost.kernels.products.describe import Span, spans
+from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix
-from milepost.kernels.products.table import Product
+from milepost.kernels.products.table import PRODUCTS, Product
 from milepost.layers.linear import Linear
 from milepost.layers.moe import MoE
 from milepost.layers.weights import Weight
@@ -43,20 +43,20 @@ def list_kernels(model: str, chip_name: str, quantization: str | None) -> Iterat
                     matrix, make = _dense(path.rpartition(".")[2], weight)
                     if (path, matrix) not in seen:
                         seen.add((path, matrix))
-                        yield from _cells(name, matrix, dense_spans(make, chip))
+                        yield from _cells(name, matrix, spans(PRODUCTS, make, chip))
             elif isinstance(module, MoE):
                 make_mixture = _experts(module)
                 mixture = make_mixture(1)
                 if (path, mixture) not in seen:
                     seen.add((path, mixture))
-                    spans = expert_spans(make_mixture, chip)
-                    yield from _cells(f"{name} experts", mixture.up, spans)
+                    served = spans(EXPERTS, make_mixture, chip)
+                    yield from _cells(f"{name} experts", mixture.up, served)
 
 
-def _cells(name: str, matrix: Matrix, spans: Sequence[Span]) -> Iterator[tuple[str, ...]]:
+def _cells(name: str, matrix: Matrix, served: Sequence[Span]) -> Iterator[tuple[str, ...]]:
     """Yields rows of a table; only the first names the weight."""
     shape = f"{matrix.form.__name__.lower()}, {matrix.num_outputs} x {matrix.num_inputs}"
-    for index, span in enumerate(spans):
+    for index, span in enumerate(served):
         whose = ("", "") if index else (name, shape)
         yield *whose, span.tokens, span.kernel, span.order, span.refused
 

@@ -1,38 +1,31 @@
-"""The tables of kernels for people: in Markdown for the pages, and what serves one weight."""
+"""Shows the tables of kernels to people: in Markdown for the pages, and what serves one weight."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.products.expert_table import (
-    EXPERT_KERNELS,
-    Mixture,
-    choose_experts,
-    expert_refusals,
-)
 from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4
-from milepost.kernels.products.table import KERNELS, Product, choose, refusals
+from milepost.kernels.products.kernels import KernelTable, P
 
 QUANTISED = (Fp8, Int4, Fp4)
 _PROBED = (*range(1, 130), 160, 256, 512, 1024, 2048, 4096, 8192)
-"""Tokens that are asked about."""
-_HEAD = ("kernel", "forms", "rows", "needs", "epilogues", "order of sums", "in `kernels/`")
+"""Numbers of tokens that are looked up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Tokens that one kernel serves."""
+    """Numbers of tokens that one kernel serves."""
 
     first: int
     last: int
     kernel: str
     order: str
     refused: str
-    """Why the kernel ahead of it in the table does not serve them."""
+    """Why the kernel before it in the table does not serve them."""
 
     @property
     def tokens(self) -> str:
@@ -41,109 +34,64 @@ class Span:
         return str(self.first) if self.first == self.last else f"{self.first} to {self.last}"
 
 
-def dense_table(forms: Sequence[type[Any]] | None = None) -> str:
-    """The rows of `table.KERNELS` with one of these forms, in Markdown."""
-    rows = [
-        (
-            each.name,
-            _forms(each.forms),
-            each.rows,
-            each.needs or "any chip",
-            ", ".join(epilogue.value for epilogue in each.epilogues),
-            each.order.replace("{tiles.tiles.block_k}", "128"),
-            _place(each.module),
-        )
-        for each in KERNELS
-        if _has_one(each.forms, forms)
+def to_markdown(table: KernelTable[Any], forms: Sequence[type[Any]] | None = None) -> str:
+    """Returns the rows of a table with one of these forms, in Markdown."""
+    kernels = [
+        each for each in table.kernels if forms is None or not set(each.forms).isdisjoint(forms)
     ]
-    return _markdown(_HEAD, rows)
-
-
-def expert_table(forms: Sequence[type[Any]] | None = None) -> str:
-    """The rows of `expert_table.EXPERT_KERNELS` with one of these forms, in Markdown."""
-    rows = [
-        (
-            each.name,
-            _forms(each.forms),
-            each.rows,
-            each.needs or "any chip",
-            each.order,
-            _place(each.module),
-        )
-        for each in EXPERT_KERNELS
-        if _has_one(each.forms, forms)
+    has_epilogues = any(each.epilogues for each in kernels)
+    lines = [
+        {
+            "kernel": each.name,
+            "forms": ", ".join(form.__name__.lower() for form in each.forms),
+            "rows": str(each.rows),
+            "needs": each.needs or "any chip",
+            **(
+                {"epilogues": ", ".join(epilogue.value for epilogue in each.epilogues)}
+                if has_epilogues
+                else {}
+            ),
+            "order of sums": each.order.replace("{tiles.tiles.block_k}", "128"),
+            "in `kernels/`": f"`{each.module.replace('.', '/')}.py`" if each.module else "torch",
+        }
+        for each in kernels
     ]
-    return _markdown((*_HEAD[:4], *_HEAD[5:]), rows)
+    cells = [list(lines[0]), ["---"] * len(lines[0]), *(list(line.values()) for line in lines)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
-def dense_spans(make: Callable[[int], Product], chip: Chip) -> list[Span]:
-    """Which kernels serve a weight, by the number of tokens."""
-
-    def one(num_tokens: int) -> tuple[str, str, str]:
-        product = make(num_tokens)
-        choice = choose(product, chip)
-        if choice is None:
-            return "two launches", "", "no kernel has the epilogue"
-        return choice.kernel.name, choice.order, _last(refusals(product, chip))
-
-    return list(_spans(one))
+class _Served(NamedTuple):
+    kernel: str
+    order: str
 
 
-def expert_spans(make: Callable[[int], Mixture], chip: Chip) -> list[Span]:
-    """Which kernels serve a mixture, by the number of tokens."""
+def spans(table: KernelTable[P], make: Callable[[int], P], chip: Chip) -> list[Span]:
+    """Returns which kernels of the table serve the problems that `make` returns for a number of
+    tokens."""
 
-    def one(num_tokens: int) -> tuple[str, str, str]:
-        mixture = make(num_tokens)
-        kernel = choose_experts(mixture, chip)
-        return kernel.name, kernel.order, _last(expert_refusals(mixture, chip))
+    def find(num_tokens: int) -> _Served:
+        choice = table.choose(make(num_tokens), chip)
+        return _Served(choice.kernel.name, choice.order) if choice else _Served("two launches", "")
 
-    return list(_spans(one))
+    def span(first: int, last: int) -> Span:
+        refused = list(table.refusals(make(first), chip))
+        reason = f"{refused[-1][0].name}: {refused[-1][1]}" if refused else ""
+        return Span(first=first, last=last, **find(first)._asdict(), refused=reason)
+
+    starts = [_PROBED[0], *_changes(find)]
+    return [span(first, after - 1) for first, after in pairwise([*starts, _PROBED[-1] + 1])]
 
 
-def _spans(one: Callable[[int], tuple[str, str, str]]) -> Iterator[Span]:
-    first, held = _PROBED[0], one(_PROBED[0])
+def _changes(find: Callable[[int], _Served]) -> Iterator[int]:
+    """Yields the numbers of tokens from which on another kernel serves."""
     for before, num_tokens in pairwise(_PROBED):
-        found = one(num_tokens)
-        if found[:2] != held[:2]:
-            change = _change(before, num_tokens, lambda num: one(num)[:2])
-            yield _span(first, change - 1, held)
-            first, held = change, one(change)
-    yield _span(first, _PROBED[-1], held)
-
-
-def _change(before: int, behind: int, one: Callable[[int], tuple[str, str]]) -> int:
-    """The first number that is served as the one behind is."""
-    while behind - before > 1:
-        middle = (before + behind) // 2
-        if one(middle) == one(behind):
-            behind = middle
-        else:
-            before = middle
-    return behind
-
-
-def _span(first: int, last: int, held: tuple[str, str, str]) -> Span:
-    return Span(first=first, last=last, kernel=held[0], order=held[1], refused=held[2])
-
-
-def _last(refused: Iterator[tuple[Any, str]]) -> str:
-    """The nearest row ahead, and why it does not serve."""
-    found = list(refused)
-    return f"{found[-1][0].name}: {found[-1][1]}" if found else ""
-
-
-def _forms(forms: Sequence[type[Any]]) -> str:
-    return ", ".join(form.__name__.lower() for form in forms)
-
-
-def _has_one(own: Sequence[type[Any]], wanted: Sequence[type[Any]] | None) -> bool:
-    return wanted is None or not set(own).isdisjoint(wanted)
-
-
-def _place(module: str) -> str:
-    return f"`{module.replace('.', '/')}.py`" if module else "torch"
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        served = find(num_tokens)
+        if served == find(before):
+            continue
+        while num_tokens - before > 1:
+            middle = (before + num_tokens) // 2
+            if find(middle) == served:
+                num_tokens = middle
+            else:
+                before = middle
+        yield num_tokens

@@ -1,4 +1,4 @@
-"""Which kernels multiply routed experts: `EXPERT_KERNELS` is the table, read as `table` is.
+"""Which kernels multiply routed experts: `EXPERTS` is the table.
 
 Launches depend on shapes alone, never on what was chosen. Rows are a token's, one for each of its
 experts; an expert has them on average.
@@ -8,15 +8,13 @@ Legend: T tokens, N experts of a token, P = T * N rows, X experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.products.forms.matrix import Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4
-from milepost.kernels.products.table import HOPPER, why_no_hopper
+from milepost.kernels.products.kernels import HOPPER, Kernel, KernelTable, Rows
 
 UNGROUPED = 40
 """Up to so many rows (four tokens, nine experts each) nothing is grouped."""
@@ -30,6 +28,8 @@ _TALL, _UNPACKED = 32, 112
 weights of four bits first."""
 _TALL_BYTES, _RAW_TALL_BYTES = 200 << 10, 128 << 10
 """Shared memory that tall blocks take, and then some."""
+_IN_ALL, _TOKENS, _EACH = "in all", "tokens", "an expert"
+"""Units of `Rows`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,18 @@ class Mixture:
     alignment: int = 16
     """As a `table.Product` has it."""
     has_16_bits: bool = True
+
+    @property
+    def form(self) -> type[Any]:
+        return self.up.form
+
+    def count(self, unit: str) -> float:
+        if unit == _TOKENS:
+            return self.num_tokens
+        return self.num_routed if unit == _IN_ALL else self.rows_each
+
+    def why_not(self, kernel: Kernel[Any]) -> str:  # noqa: ARG002
+        return ""
 
     @property
     def num_routed(self) -> int:
@@ -62,63 +74,11 @@ class Mixture:
         return self.up.has_whole_groups and self.down.has_whole_groups
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertKernel:
-    """A row of the table; what it takes is said by `refuses`."""
-
-    name: str
-    module: str
-    """Under `milepost.kernels`."""
-    forms: tuple[type[Any], ...]
-    rows: str
-    """For people."""
-    needs: str = ""
-    refuses: Callable[[Mixture, Chip], str]
-    """Why the kernel does not serve the mixture; empty if it does."""
-    order: str
-
-    def why_not(self, mixture: Mixture, chip: Chip) -> str:
-        """Why others serve the mixture; empty if this one may."""
-        if mixture.up.form not in self.forms:
-            return "another form"
-        if self.needs == HOPPER and (reason := why_no_hopper(chip)):
-            return reason
-        return self.refuses(mixture, chip)
-
-
-def choose_experts(mixture: Mixture, chip: Chip) -> ExpertKernel:
-    """The first kernel of the table that serves the mixture on the chip."""
-    return _choose(mixture, chip, why_no_hopper(chip))
-
-
-@lru_cache(maxsize=1 << 12)
-def _choose(mixture: Mixture, chip: Chip, reason: str) -> ExpertKernel:  # noqa: ARG001
-    return next(each for each in EXPERT_KERNELS if not each.why_not(mixture, chip))
-
-
-def expert_refusals(mixture: Mixture, chip: Chip) -> Iterator[tuple[ExpertKernel, str]]:
-    """The kernels of the form ahead of the one that serves the mixture, and why they do not."""
-    for kernel in EXPERT_KERNELS:
-        if mixture.up.form in kernel.forms:
-            reason = kernel.why_not(mixture, chip)
-            if not reason:
-                return
-            yield kernel, reason
-
-
 # --- what a kernel refuses ------------------------------------------------------------------------
 
 
-def _nothing(mixture: Mixture, chip: Chip) -> str:  # noqa: ARG001
-    return ""
-
-
-def _many(mixture: Mixture, chip: Chip) -> str:  # noqa: ARG001
-    return "" if mixture.num_routed <= UNGROUPED else f"more than {UNGROUPED} rows"
-
-
-def _many_or_small_groups(mixture: Mixture, chip: Chip) -> str:
-    return _many(mixture, chip) or _small_groups(mixture)
+def _refuses_small_groups(mixture: Mixture, chip: Chip) -> str:  # noqa: ARG001
+    return _small_groups(mixture)
 
 
 def _small_groups(mixture: Mixture) -> str:
@@ -126,8 +86,6 @@ def _small_groups(mixture: Mixture) -> str:
 
 
 def _refuses_at_once(mixture: Mixture, chip: Chip) -> str:  # noqa: ARG001
-    if mixture.num_tokens > _TOKENS_AT_ONCE:
-        return f"more than {_TOKENS_AT_ONCE} tokens"
     up, down = mixture.up, mixture.down
     if not (up.is_blocked and down.is_blocked):
         return "scales are not of whole blocks"
@@ -136,8 +94,6 @@ def _refuses_at_once(mixture: Mixture, chip: Chip) -> str:  # noqa: ARG001
 
 
 def _refuses_int4_tall(mixture: Mixture, chip: Chip) -> str:  # noqa: ARG001
-    if mixture.rows_each <= _FEW_INT4:
-        return f"up to {_FEW_INT4} rows an expert"
     if mixture.alignment < 16:
         return "rows are not aligned"
     both = mixture.up, mixture.down
@@ -149,8 +105,6 @@ def _refuses_int4_tall(mixture: Mixture, chip: Chip) -> str:  # noqa: ARG001
 
 
 def _refuses_int4_few(mixture: Mixture, chip: Chip) -> str:  # noqa: ARG001
-    if mixture.rows_each > _FEW_INT4:
-        return f"more than {_FEW_INT4} rows an expert"
     size, hidden_size = mixture.down.num_inputs, mixture.down.num_outputs
     if mixture.up.num_inputs != hidden_size or mixture.up.num_outputs not in (size, 2 * size):
         return "outputs are no whole units"
@@ -158,8 +112,6 @@ def _refuses_int4_few(mixture: Mixture, chip: Chip) -> str:  # noqa: ARG001
 
 
 def _refuses_tall(mixture: Mixture, chip: Chip) -> str:
-    if mixture.rows_each <= _TALL:
-        return f"up to {_TALL} rows an expert"
     if not chip.has_tma or chip.shared_bytes < _TALL_BYTES:
         return f"TMA and {_TALL_BYTES >> 10} KiB of shared memory are missing"
     both = mixture.up, mixture.down
@@ -168,13 +120,7 @@ def _refuses_tall(mixture: Mixture, chip: Chip) -> str:
     return "" if is_whole and is_blocked else "scales are not of whole blocks"
 
 
-def _refuses_unpacked(mixture: Mixture, chip: Chip) -> str:  # noqa: ARG001
-    return "" if mixture.rows_each > _UNPACKED else f"up to {_UNPACKED} rows an expert"
-
-
 def _refuses_raw_tall(mixture: Mixture, chip: Chip) -> str:
-    if mixture.rows_each <= _TALL:
-        return f"up to {_TALL} rows an expert"
     if not chip.has_tma or chip.shared_bytes < _RAW_TALL_BYTES:
         return f"TMA and {_RAW_TALL_BYTES >> 10} KiB of shared memory are missing"
     is_whole = mixture.down.num_inputs % 64 == 0 and mixture.up.num_inputs % 128 == 0
@@ -182,110 +128,105 @@ def _refuses_raw_tall(mixture: Mixture, chip: Chip) -> str:
 
 
 _QUANTISED, _BLOCKED = (Fp8, Int4, Fp4), (Fp8, Int4)
-_FEW_ROWS = f"up to {UNGROUPED} in all"
+_FEW_ROWS = Rows(most=UNGROUPED, unit=_IN_ALL)
+_MANY_ROWS = Rows(above=_TALL, unit=_EACH)
 
-EXPERT_KERNELS: tuple[ExpertKernel, ...] = (
-    ExpertKernel(
+EXPERTS: KernelTable[Mixture] = KernelTable(
+    Kernel(
         name="raw gemv",
         module="products.portable.raw_gemv_experts",
         forms=(Raw,),
         rows=_FEW_ROWS,
-        refuses=_many,
         order="lanes, tree",
     ),
-    ExpertKernel(
+    Kernel(
         name="raw grouped, tall",
         module="products.portable.raw_grouped_large",
         forms=(Raw,),
-        rows=f"from {_TALL + 1} an expert",
+        rows=_MANY_ROWS,
         needs="TMA",
         refuses=_refuses_raw_tall,
         order="64 seq",
     ),
-    ExpertKernel(
+    Kernel(
         name="raw grouped",
         module="products.portable.raw_grouped",
         forms=(Raw,),
-        rows="any",
-        refuses=_nothing,
         order="64 or 128 seq, by rows",
     ),
-    ExpertKernel(
+    Kernel(
         name="gemv, Hopper",
         module="products.hopper.gemv_experts",
         forms=_BLOCKED,
         rows=_FEW_ROWS,
         needs=HOPPER,
-        refuses=_many_or_small_groups,
+        refuses=_refuses_small_groups,
         order="8 parts, 128 seq; a token's experts in one sum",
     ),
-    ExpertKernel(
+    Kernel(
         name="gemv",
         module="products.portable.quantised_gemv_experts",
         forms=_QUANTISED,
         rows=_FEW_ROWS,
-        refuses=_many_or_small_groups,
+        refuses=_refuses_small_groups,
         order="lanes, tree",
     ),
-    ExpertKernel(
+    Kernel(
         name="fp8 in one launch, Hopper",
         module="products.hopper.fp8_experts",
         forms=(Fp8,),
-        rows=f"up to {_TOKENS_AT_ONCE} tokens",
+        rows=Rows(most=_TOKENS_AT_ONCE, unit=_TOKENS),
         needs=HOPPER,
         refuses=_refuses_at_once,
         order="128 seq",
     ),
-    ExpertKernel(
+    Kernel(
         name="int4 grouped, tall, Hopper",
         module="products.hopper.int4_grouped_up",
         forms=(Int4,),
-        rows=f"from {_FEW_INT4 + 1} an expert",
+        rows=Rows(above=_FEW_INT4, unit=_EACH),
         needs=HOPPER,
         refuses=_refuses_int4_tall,
         order="128 seq",
     ),
-    ExpertKernel(
+    Kernel(
         name="int4 in one launch, Hopper",
         module="products.hopper.int4_experts",
         forms=(Int4,),
-        rows=f"up to {_FEW_INT4} an expert",
+        rows=Rows(most=_FEW_INT4, unit=_EACH),
         needs=HOPPER,
         refuses=_refuses_int4_few,
         order="128 seq",
     ),
-    ExpertKernel(
+    Kernel(
         name="fp8 grouped, tall, Hopper",
         module="products.hopper.fp8_grouped_up",
         forms=(Fp8,),
-        rows=f"from {_TALL + 1} an expert",
+        rows=_MANY_ROWS,
         needs=HOPPER,
         refuses=_refuses_tall,
         order="128 seq",
     ),
-    ExpertKernel(
+    Kernel(
         name="fp8 grouped, tall",
         module="products.portable.fp8_grouped",
         forms=(Fp8,),
-        rows=f"from {_TALL + 1} an expert",
+        rows=_MANY_ROWS,
         needs="TMA",
         refuses=_refuses_tall,
         order="128 seq",
     ),
-    ExpertKernel(
+    Kernel(
         name="16-bit weights made first, raw grouped",
         module="products.portable.unpack",
         forms=(Int4, Fp4),
-        rows=f"from {_UNPACKED + 1} an expert",
-        refuses=_refuses_unpacked,
+        rows=Rows(above=_UNPACKED, unit=_EACH),
         order="64 seq",
     ),
-    ExpertKernel(
+    Kernel(
         name="grouped",
         module="products.portable.quantised_grouped",
         forms=_QUANTISED,
-        rows="any",
-        refuses=_nothing,
         order="128 seq",
     ),
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from milepost.kernels.layout.emit import Activations, values_of
 from milepost.kernels.platform.device import Chip, probe
 from milepost.kernels.products import moe
-from milepost.kernels.products.expert_table import UNGROUPED, Mixture, choose_experts
+from milepost.kernels.products.expert_table import EXPERTS, UNGROUPED, Mixture
 from milepost.kernels.products.forms.matrix import Matrix
 from milepost.kernels.products.forms.quantised import BLOCK, FP8, FourBits, Fp8, Int4, Quantised
 from milepost.kernels.products.grouping import MANY_ROUTED, Groups, group_few, group_many
@@ -39,8 +39,9 @@ def mix(
     if not suits(rows, up, down):
         return None
     chip, (num_tokens, num_chosen) = probe(rows.device), experts.shape
-    kernel = choose_experts(_mixture(rows, experts, up, down), chip)
-    name = kernel.module.rpartition(".")[2]
+    choice = EXPERTS.choose(_mixture(rows, experts, up, down), chip)
+    assert choice is not None, "the last row of a form serves all"
+    name = choice.kernel.module.rpartition(".")[2]
     given = rows, shares, experts, up, down
     if name == "gemv_experts":
         from milepost.kernels.products.hopper import gemv_experts

@@ -14,6 +14,7 @@ from milepost.kernels.layout.emit import LINE, Activations, values_of
 from milepost.kernels.platform.device import probe
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix
 from milepost.kernels.products.forms.quantised import FourBits, Fp8, Int4, Quantised
+from milepost.kernels.products.kernels import KernelChoice
 from milepost.kernels.products.portable import (
     quantised_gemm,
     quantised_gemv,
@@ -21,7 +22,7 @@ from milepost.kernels.products.portable import (
     unpack,
 )
 from milepost.kernels.products.portable.quantised_tiles import FEW, suits
-from milepost.kernels.products.table import MANY_ROWS, KernelChoice, Product, choose
+from milepost.kernels.products.table import MANY_ROWS, PRODUCTS, Product
 
 
 def multiply(
@@ -35,7 +36,7 @@ def multiply(
         return rows.new_empty(0, weight.num_outputs)
     choice = _choose(rows, weight, bias, Epilogue.PARTIALS)
     assert choice is not None, "the last kernel of the table serves all"
-    if choice.kernel.least > MANY_ROWS:
+    if choice.kernel.rows.above >= MANY_ROWS:
         return _multiply_many(rows, weight, bias, None)
     output = _new_output(rows, weight.num_outputs, choice.split_k)
     _run(choice, output, rows, weight, bias, overlaps=launch_dependents)
@@ -58,7 +59,7 @@ def multiply_into(
     if len(rows) <= MANY_ROWS:
         _run(choice, output, rows, weight, bias, overlaps=launch_dependents)
         return True
-    if choice.kernel.least <= MANY_ROWS or not isinstance(weight, Fp8) or len(rows) % LINE:
+    if choice.kernel.rows.above < MANY_ROWS or not isinstance(weight, Fp8) or len(rows) % LINE:
         return False
     _multiply_many(rows, weight, bias, output)
     return True
@@ -99,7 +100,7 @@ def multiply_gated(rows: Activations, weight: Quantised) -> Tensor | None:
 
 def _choose(
     rows: Activations, weight: Quantised, bias: Tensor | None, epilogue: Epilogue
-) -> KernelChoice | None:
+) -> KernelChoice[Product] | None:
     values, alignment = rows.values, 16
     if values is not None and (values.stride(0) % 16 or values.data_ptr() % 16):
         alignment = 1
@@ -110,7 +111,7 @@ def _choose(
         has_bias=bias is not None,
         alignment=alignment,
     )
-    return choose(product, probe(rows.device))
+    return PRODUCTS.choose(product, probe(rows.device))
 
 
 def _new_output(rows: Activations, num_outputs: int, split_k: int) -> Tensor:
@@ -121,7 +122,7 @@ def _new_output(rows: Activations, num_outputs: int, split_k: int) -> Tensor:
 
 
 def _run(
-    choice: KernelChoice,
+    choice: KernelChoice[Product],
     output: Tensor,
     rows: Activations,
     weight: Quantised,
@@ -155,7 +156,7 @@ def _run(
 
 
 def _run_row(
-    choice: KernelChoice,
+    choice: KernelChoice[Product],
     output: Tensor,
     row: Tensor,
     weight: Quantised,

@@ -18,7 +18,7 @@ from torch import Tensor
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tensors import check_contiguous, check_rows
 from milepost.kernels.platform.tiles import Tiles
-from milepost.kernels.products.expert_table import Mixture, choose_experts
+from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms.matrix import Matrix, Raw
 from milepost.kernels.products.grouping import MANY_ROUTED, group_few, group_many
 from milepost.kernels.products.portable import (
@@ -94,7 +94,9 @@ def partials(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down:
         num_chosen=top_k,
         has_16_bits=hidden.element_size() == 2,
     )
-    kernel = choose_experts(mixture, chip)
+    choice = EXPERTS.choose(mixture, chip)
+    assert choice is not None, "the last row of a form serves all"
+    kernel = choice.kernel
     if kernel.module == "products.portable.raw_gemv_experts":
         block_k = 2048 if hidden.shape[1] <= 2048 else 1024
         raw_gemv_experts.project_up(

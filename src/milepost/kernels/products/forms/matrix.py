@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,9 +78,8 @@ class Epilogue(Enum):
     """Unrounded (float64 for float64 rows): [T, O] or partials."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matrix:
-    """What of a weight decides which kernel multiplies it; hashable, and without its numbers."""
+class Matrix(NamedTuple):
+    """What decides which kernel multiplies with a weight, without its values."""
 
     form: type[Any]
     num_outputs: int

@@ -19,9 +19,10 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.tensors import check_contiguous, check_rows
 from milepost.kernels.platform.tiles import Tiles, num_programs
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
+from milepost.kernels.products.kernels import KernelChoice
 from milepost.kernels.products.portable.raw_gemv import gemv, multiply_row
 from milepost.kernels.products.portable.raw_tiles import FEW_OUTPUTS
-from milepost.kernels.products.table import KernelChoice, Product, choose
+from milepost.kernels.products.table import PRODUCTS, Product
 
 
 def multiply_few(
@@ -66,7 +67,7 @@ def multiply_precise(hidden: Tensor, weight: Tensor) -> Tensor | None:
 
 def _choose(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue
-) -> KernelChoice | None:
+) -> KernelChoice[Product] | None:
     if len(hidden) == 0:
         return None
     is_aligned = hidden.data_ptr() % 16 == weight.data_ptr() % 16 == hidden.stride(0) % 8 == 0
@@ -78,7 +79,7 @@ def _choose(
         alignment=8 if is_aligned else 1,
         is_contiguous=hidden.stride(1) == 1,
     )
-    return choose(product, probe(hidden.device))
+    return PRODUCTS.choose(product, probe(hidden.device))
 
 
 def multiply(

@@ -1,0 +1,192 @@
+"""Tables of kernels: what a row states, and how the kernel that serves a problem is chosen.
+
+`table` has the rows of dense products, `expert_table` those of routed experts. The first row that
+serves a problem is its kernel; rows after it are for those that it refuses. Nothing here imports
+Triton or needs a GPU.
+
+A kernel's order is the one in which an output's terms are added; kernels with different orders
+return different bits. "128 seq" adds blocks of 128 inputs one after the other in float32, "split S"
+adds S parts that were added so, and "tree" adds parts pairwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from importlib import import_module
+from typing import Any, Generic, Protocol, TypeVar
+
+from milepost.kernels.platform.device import Chip, why_no_gluon
+
+HOPPER = "sm_90"
+"""What a kernel needs that uses Hopper's own instructions."""
+_MOST_REMEMBERED = 1 << 14
+"""Choices that are kept."""
+
+
+class Problem(Hashable, Protocol):
+    """What is multiplied, as far as it decides which kernel runs."""
+
+    @property
+    def form(self) -> type[Any]:
+        """The form of its weights."""
+        ...
+
+    def count(self, unit: str) -> float:
+        """Number of rows, in a unit that `Rows` names."""
+        ...
+
+    def why_not(self, kernel: Kernel[Any]) -> str:
+        """Why the kernel does not serve the problem, as far as its row's other fields say; empty if
+        it may."""
+        ...
+
+
+P = TypeVar("P", bound=Problem)
+Cut = Callable[[P, Chip], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Numbers of rows that a kernel serves."""
+
+    above: int = 0
+    most: int | None = None
+    unit: str = ""
+    """What rows are counted by, such as "an expert"; empty for all rows of a product."""
+
+    def have(self, count: float) -> bool:
+        return count > self.above and (self.most is None or count <= self.most)
+
+    def __str__(self) -> str:
+        first, unit = self.above + 1, self.unit and f" {self.unit}"
+        if self.most is None:
+            return f"from {first}{unit}" if self.above else "any"
+        return f"{first}{unit}" if first == self.most else f"{first} to {self.most}{unit}"
+
+
+def refuses_nothing(problem: Problem, chip: Chip) -> str:  # noqa: ARG001
+    """Serves all problems that the row's other fields allow."""
+    return ""
+
+
+def not_cut(problem: Problem, chip: Chip) -> None:
+    """Leaves the tiles to the kernel's own module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel(Generic[P]):
+    """A row of a table."""
+
+    name: str
+    module: str
+    """Path below `milepost.kernels` of a module whose `run` launches the kernel."""
+    forms: tuple[type[Any], ...]
+    rows: Rows = field(default_factory=Rows)
+    needs: str = ""
+    """What the chip must have: Hopper's own instructions, something that `refuses` asks for, or
+    nothing."""
+    epilogues: tuple[Any, ...] = ()
+    takes_bias: bool = True
+    refuses: Callable[[P, Chip], str] = refuses_nothing
+    """Returns why the kernel does not serve a problem with such rows; empty if it does."""
+    cut: Cut[P] = not_cut
+    """Returns the tiles of a problem that the kernel serves."""
+    order: str
+    """May name fields of the tiles."""
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.needs == HOPPER
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        """The module's `run`. The module is imported here, for it may need Triton."""
+        return _find_run(self.module)
+
+    def why_not(self, problem: P, chip: Chip) -> str:
+        """Returns why another kernel serves the problem; empty if this one may."""
+        if problem.form not in self.forms:
+            return "another form"
+        if not self.rows.have(problem.count(self.rows.unit)):
+            return f"rows: {self.rows}"
+        if reason := problem.why_not(self):
+            return reason
+        if self.is_hopper and (reason := why_no_hopper(chip)):
+            return reason
+        return self.refuses(problem, chip)
+
+
+@cache
+def _find_run(module: str) -> Callable[..., Any]:
+    run: Callable[..., Any] = import_module(f"milepost.kernels.{module}").run
+    return run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelChoice(Generic[P]):
+    """The kernel that serves a problem, and its tiles."""
+
+    kernel: Kernel[P]
+    tiles: Any
+
+    @property
+    def split_k(self) -> int:
+        return getattr(self.tiles, "split_k", 1)
+
+    @property
+    def order(self) -> str:
+        """The order in which an output's terms are added."""
+        split = f", split {self.split_k}" if self.split_k > 1 else ""
+        return self.kernel.order.format(tiles=self.tiles) + split
+
+
+class KernelTable(Generic[P]):
+    """Rows of kernels, and the choices that were made from them."""
+
+    def __init__(self, *kernels: Kernel[P]) -> None:
+        self.kernels: Sequence[Kernel[P]] = kernels
+        self._remembered = lru_cache(maxsize=_MOST_REMEMBERED)(self._choose)
+
+    def choose(self, problem: P, chip: Chip) -> KernelChoice[P] | None:
+        """Returns the first kernel that serves the problem on the chip, or None."""
+        return self._remembered(problem, chip, why_no_hopper(chip))
+
+    def _choose(self, problem: P, chip: Chip, reason: str) -> KernelChoice[P] | None:  # noqa: ARG002
+        for kernel in self.kernels:
+            if not kernel.why_not(problem, chip):
+                return KernelChoice(kernel=kernel, tiles=kernel.cut(problem, chip))
+        return None
+
+    def refusals(self, problem: P, chip: Chip) -> Iterator[tuple[Kernel[P], str]]:
+        """Yields the kernels of the form before the one that serves the problem, and why they do
+        not."""
+        for kernel in self.kernels:
+            if problem.form in kernel.forms:
+                reason = kernel.why_not(problem, chip)
+                if not reason:
+                    return
+                yield kernel, reason
+
+    @contextmanager
+    def without(self, *names: str) -> Iterator[None]:
+        """Inside, rows with one of these names or modules are left out: for tests and prices."""
+        kernels = self.kernels
+        self.kernels = [each for each in kernels if {each.name, each.module}.isdisjoint(names)]
+        self.forget()
+        try:
+            yield
+        finally:
+            self.kernels = kernels
+            self.forget()
+
+    def forget(self) -> None:
+        """Has every kernel chosen again."""
+        self._remembered.cache_clear()
+
+
+def why_no_hopper(chip: Chip) -> str:
+    """Returns why Hopper's own kernels do not run on the chip; empty if they do."""
+    return "no interpreter runs Gluon" if chip.arch == "cpu" else why_no_gluon(chip)
