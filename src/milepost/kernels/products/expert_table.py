@@ -1,6 +1,6 @@
 """Which kernels multiply routed experts: `EXPERTS` is the table.
 
-Launches depend on shapes alone, never on what was chosen. Rows are a token's, one for each of its
+Launches depend on shapes alone, never on what was chosen. RowRange are a token's, one for each of its
 experts; an expert has them on average.
 
 Legend: T tokens, N experts of a token, P = T * N rows, X experts.
@@ -14,7 +14,7 @@ from typing import Any
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.products.forms.matrix import Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4
-from milepost.kernels.products.kernels import HOPPER, Kernel, KernelTable, Rows
+from milepost.kernels.products.kernels import HOPPER, Kernel, KernelTable, RowRange
 
 UNGROUPED = 40
 """Up to so many rows (four tokens, nine experts each) nothing is grouped."""
@@ -29,7 +29,7 @@ weights of four bits first."""
 _TALL_BYTES, _RAW_TALL_BYTES = 200 << 10, 128 << 10
 """Shared memory that tall blocks take, and then some."""
 _IN_ALL, _TOKENS, _EACH = "in all", "tokens", "an expert"
-"""Units of `Rows`."""
+"""Units of `RowRange`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +128,8 @@ def _refuses_raw_tall(mixture: Mixture, chip: Chip) -> str:
 
 
 _QUANTISED, _BLOCKED = (Fp8, Int4, Fp4), (Fp8, Int4)
-_FEW_ROWS = Rows(most=UNGROUPED, unit=_IN_ALL)
-_MANY_ROWS = Rows(above=_TALL, unit=_EACH)
+_FEW_ROWS = RowRange(most=UNGROUPED, unit=_IN_ALL)
+_MANY_ROWS = RowRange(above=_TALL, unit=_EACH)
 
 EXPERTS: KernelTable[Mixture] = KernelTable(
     Kernel(
@@ -175,7 +175,7 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
         name="fp8 in one launch, Hopper",
         module="products.hopper.fp8_experts",
         forms=(Fp8,),
-        rows=Rows(most=_TOKENS_AT_ONCE, unit=_TOKENS),
+        rows=RowRange(most=_TOKENS_AT_ONCE, unit=_TOKENS),
         needs=HOPPER,
         refuses=_refuses_at_once,
         order="128 seq",
@@ -184,7 +184,7 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
         name="int4 grouped, tall, Hopper",
         module="products.hopper.int4_grouped_up",
         forms=(Int4,),
-        rows=Rows(above=_FEW_INT4, unit=_EACH),
+        rows=RowRange(above=_FEW_INT4, unit=_EACH),
         needs=HOPPER,
         refuses=_refuses_int4_tall,
         order="128 seq",
@@ -193,7 +193,7 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
         name="int4 in one launch, Hopper",
         module="products.hopper.int4_experts",
         forms=(Int4,),
-        rows=Rows(most=_FEW_INT4, unit=_EACH),
+        rows=RowRange(most=_FEW_INT4, unit=_EACH),
         needs=HOPPER,
         refuses=_refuses_int4_few,
         order="128 seq",
@@ -220,7 +220,7 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
         name="16-bit weights made first, raw grouped",
         module="products.portable.unpack",
         forms=(Int4, Fp4),
-        rows=Rows(above=_UNPACKED, unit=_EACH),
+        rows=RowRange(above=_UNPACKED, unit=_EACH),
         order="64 seq",
     ),
     Kernel(

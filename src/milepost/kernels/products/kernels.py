@@ -35,7 +35,7 @@ class Problem(Hashable, Protocol):
         ...
 
     def count(self, unit: str) -> float:
-        """Number of rows, in a unit that `Rows` names."""
+        """Number of rows, in a unit that `RowRange` names."""
         ...
 
     def why_not(self, kernel: Kernel[Any]) -> str:
@@ -49,7 +49,7 @@ Cut = Callable[[P, Chip], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class RowRange:
     """Numbers of rows that a kernel serves."""
 
     above: int = 0
@@ -84,7 +84,7 @@ class Kernel(Generic[P]):
     module: str
     """Path below `milepost.kernels` of a module whose `run` launches the kernel."""
     forms: tuple[type[Any], ...]
-    rows: Rows = field(default_factory=Rows)
+    rows: RowRange = field(default_factory=RowRange)
     needs: str = ""
     """What the chip must have: Hopper's own instructions, something that `refuses` asks for, or
     nothing."""
@@ -144,7 +144,7 @@ class KernelChoice(Generic[P]):
 
 
 class KernelTable(Generic[P]):
-    """Rows of kernels, and the choices that were made from them."""
+    """RowRange of kernels, and the choices that were made from them."""
 
     def __init__(self, *kernels: Kernel[P]) -> None:
         self.kernels: Sequence[Kernel[P]] = kernels

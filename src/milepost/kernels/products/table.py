@@ -14,7 +14,7 @@ from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4
 from milepost.kernels.products.hopper import quantised_tiles as hopper_tiles
 from milepost.kernels.products.hopper import raw_tiles as raw_hopper
-from milepost.kernels.products.kernels import HOPPER, Kernel, KernelTable, Rows
+from milepost.kernels.products.kernels import HOPPER, Kernel, KernelTable, RowRange
 from milepost.kernels.products.portable import quantised_tiles, raw_tiles
 
 _HOPPER_WEIGHTS = 1 << 22
@@ -26,7 +26,7 @@ _PARTS, _TILE = 8, 16
 MANY_ROWS = 64
 """From so many on torch's GEMM is as fast as ours, or it is faster to make 16-bit weights first."""
 _FEW = 128
-"""Rows up to which raw weights have kernels of ours."""
+"""RowRange up to which raw weights have kernels of ours."""
 
 
 class Product(NamedTuple):
@@ -166,7 +166,7 @@ def _cut_gemm(product: Product, chip: Chip) -> raw_tiles.SplitTiles:
 
 
 _QUANTISED, _BLOCKED = (Fp8, Int4, Fp4), (Fp8, Int4)
-_ONE, _MANY = Rows(most=1), Rows(above=MANY_ROWS)
+_ONE, _MANY = RowRange(most=1), RowRange(above=MANY_ROWS)
 _PLAIN = Epilogue.NONE, Epilogue.PARTIALS
 _ALL, _OR_GATED = (*_PLAIN, Epilogue.FLOAT32), (*_PLAIN, Epilogue.GATED)
 
@@ -184,7 +184,7 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         name="raw small_m, Hopper",
         module="products.hopper.raw_small_m",
         forms=(Raw,),
-        rows=Rows(above=1, most=MANY_ROWS),
+        rows=RowRange(above=1, most=MANY_ROWS),
         needs=HOPPER,
         epilogues=_PLAIN,
         takes_bias=False,
@@ -196,7 +196,7 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         name="raw small_m",
         module="products.portable.raw_small_m",
         forms=(Raw,),
-        rows=Rows(above=1, most=_FEW),
+        rows=RowRange(above=1, most=_FEW),
         epilogues=_ALL,
         refuses=_refuses_raw_some,
         cut=_cut_raw_some,
@@ -242,7 +242,7 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         name="fp8 small_m, Hopper",
         module="products.hopper.fp8_small_m",
         forms=(Fp8,),
-        rows=Rows(most=MANY_ROWS),
+        rows=RowRange(most=MANY_ROWS),
         needs=HOPPER,
         epilogues=_PLAIN,
         takes_bias=False,
@@ -254,7 +254,7 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         name="int4 small_m, Hopper",
         module="products.hopper.int4_small_m",
         forms=(Int4,),
-        rows=Rows(most=32),
+        rows=RowRange(most=32),
         needs=HOPPER,
         epilogues=_PLAIN,
         takes_bias=False,
