@@ -1,7 +1,7 @@
 """Which kernels multiply routed experts: `EXPERTS` is the table.
 
-Launches depend on shapes alone, never on what was chosen. RowRange are a token's, one for each of its
-experts; an expert has them on average.
+Launches depend on shapes alone, never on what was chosen. A token has a row for each of its
+experts; an expert has rows on average.
 
 Legend: T tokens, N experts of a token, P = T * N rows, X experts.
 """
