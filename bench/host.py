@@ -43,7 +43,7 @@ VOCAB_SIZE = 151_936
 LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
 ATTENTION = AttentionOperation(num_heads=16, num_kv_heads=2, head_dim=256)
 FIRST = (GatedDeltaOperation(conv_width=4, num_key_heads=16, num_value_heads=32),)
-SECOND = (ATTENTION, replace(ATTENTION, only_ends=True))
+SECOND = (ATTENTION, replace(ATTENTION, last_tokens_only=True))
 """What the layers before the first attention read, and what those behind do."""
 GEOMETRY = arrays.Geometry(
     operations=FIRST + SECOND,

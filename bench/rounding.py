@@ -39,7 +39,7 @@ from milepost.kernels.gated_delta import triton_chunk_o, triton_hopper
 from milepost.kernels.layout import emit
 from milepost.kernels.norm import triton as norm_triton
 from milepost.layers.context import Context
-from milepost.layers.parts import Block
+from milepost.layers.parts import ResidualBlock
 from milepost.runner.graphs import Graphs
 
 _STEPS = ([70], [2049], [4100], [8192], [6000, 700, 5000])
@@ -104,9 +104,11 @@ def _ask(llm: LLM, lengths: list[int], num_out: int, rng: random.Random) -> floa
 
 def _compare(llm: LLM, lengths: list[int]) -> dict[str, Any]:
     """Each block of each step is run both ways on the same inputs and states."""
-    run, sizes, differing = Block.run, Counter[int](), []
+    run, sizes, differing = ResidualBlock.run, Counter[int](), []
 
-    def both(block: Block, hidden: Tensor, delta: Any, ctx: Context, *args: Any, **how: Any) -> Any:
+    def both(
+        block: ResidualBlock, hidden: Tensor, delta: Any, ctx: Context, *args: Any, **how: Any
+    ) -> Any:
         kept = _states(ctx, args[0])
         with by_launches():
             expected = run(block, hidden, delta, ctx, *args, **how)
@@ -123,7 +125,7 @@ def _compare(llm: LLM, lengths: list[int]) -> dict[str, Any]:
         return found
 
     with (
-        mock.patch.object(Block, "run", both),
+        mock.patch.object(ResidualBlock, "run", both),
         mock.patch.object(Graphs, "find", return_value=None),
     ):
         _ask(llm, lengths, 3, random.Random(sum(lengths)))

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 LEAST_S = 50e-6
 WATCHED = {
     "milepost.engine.loop.core:Engine": "queue step hear _tell",
-    "milepost.engine.loop.flights:Flights": "_start collect _start_ahead settle",
-    "milepost.engine.loop.answers:Answers": "take",
+    "milepost.engine.loop.pipeline:StepPipeline": "_start collect _start_ahead settle",
+    "milepost.engine.loop.completions:Answers": "take",
     "milepost.engine.loop.exchange:Exchange": "lend fetch",
     "milepost.scheduler.scheduler:Scheduler": "schedule follow update arrived",
     "milepost.runner.runner:Runner": "launch sample collect copy",

@@ -53,7 +53,7 @@ class Pools:
     carried: Carried | None = None
 
     def context(
-        self, parts: list[Part], num_decodes: int = 0, *, only_ends: bool = False
+        self, parts: list[Part], num_decodes: int = 0, *, last_tokens_only: bool = False
     ) -> Context:
         """The context of a step with these sequences, of which the first `num_decodes` decode."""
         page_rows = rows_per_page(next(iter(self.kv.values()))) if self.kv else 0
@@ -67,7 +67,7 @@ class Pools:
             states=self.states,
             conv_states=self.conv_states,
             carried=self.carried,
-            only_ends=only_ends,
+            last_tokens_only=last_tokens_only,
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from milepost import LLM
 from milepost.cache.plans import PageCopy
-from milepost.runner.flight import Flight
+from milepost.runner.in_flight import InFlightStep
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pools import Pools
 from milepost.runner.runner import Executor, Runner
@@ -41,7 +41,7 @@ class SharedRunner(Runner):
         """Have what was a page's become a slot's; nothing is held or cached."""
         self._swapped ^= 1
 
-    def launch(self, plan: StepPlan, before: Flight | None = None) -> Flight:
+    def launch(self, plan: StepPlan, before: InFlightStep | None = None) -> InFlightStep:
         moved = structs.replace(plan, sequences=tuple(map(self._move, plan.sequences)))
         return replace(super().launch(moved, before), plan=plan)
 

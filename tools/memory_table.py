@@ -21,8 +21,8 @@ from milepost.config import EngineConfig
 from milepost.engine.assembly.sizing import pool_shape
 from milepost.models.decoder import Decoder
 from milepost.models.loading import outline
-from milepost.runner.memory import GIB, MIB, OneMemory, share, split
 from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pool_sizes import GIB, MIB, OneMemory, share, split
 
 MODELS = Path(__file__).parent.parent / "bench" / "models"
 CONFIGS: dict[str, str | Path] = {

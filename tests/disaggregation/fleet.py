@@ -9,7 +9,7 @@ from typing import Any
 
 from milepost.config import EngineConfig
 from milepost.engine.loop.core import Engine
-from milepost.engine.loop.requests import Job
+from milepost.engine.loop.requests import RequestGroup
 from milepost.engine.prompts import Prompt
 from milepost.sampling_params import SamplingParams
 from tests.engines import greedy
@@ -33,7 +33,7 @@ def open_engine(folder: Path, transport: str, **options: Any) -> Engine:
 class Fleet:
     def __init__(self, *engines: Engine) -> None:
         self.engines = list(engines)
-        self.last_prefill: Job | None = None
+        self.last_prefill: RequestGroup | None = None
 
     def turn(self) -> None:
         """A step of each that has something to do; others hear what they are told."""
@@ -43,7 +43,7 @@ class Fleet:
             else:
                 engine.poll()
 
-    def run(self, *jobs: Job) -> None:
+    def run(self, *jobs: RequestGroup) -> None:
         self.until(lambda: all(job.is_finished for job in jobs))
 
     def until(self, holds: Any) -> None:
@@ -74,7 +74,7 @@ class Fleet:
         tokens: Sequence[int],
         params: dict[str, Any] | None,
         sampling: SamplingParams | None = None,
-    ) -> Job:
+    ) -> RequestGroup:
         job = self.add(engine, tokens, params, sampling)
         self.run(job)
         return job
@@ -85,7 +85,7 @@ class Fleet:
         tokens: Sequence[int],
         params: dict[str, Any] | None,
         sampling: SamplingParams | None = None,
-    ) -> Job:
+    ) -> RequestGroup:
         prompt = Prompt(token_ids=list(tokens), kv_transfer_params=params)
         return engine.add(prompt, sampling or greedy(4))
 

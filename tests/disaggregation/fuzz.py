@@ -37,7 +37,7 @@ from milepost.disaggregation.messages import (
     Welcome,
 )
 from milepost.disaggregation.params import read
-from milepost.engine.loop.requests import Job
+from milepost.engine.loop.requests import RequestGroup
 from milepost.errors import InvalidRequestError
 from tests.disaggregation.fleet import Fleet, open_engine, running
 from tests.disaggregation.hostile import VALUES, Liar, mutated
@@ -81,7 +81,7 @@ class Fuzz:
             self._judge(job)
         self._judge_both()
 
-    def _mistake(self, prompt: list[int], params: dict[str, Any], jobs: list[Job]) -> None:
+    def _mistake(self, prompt: list[int], params: dict[str, Any], jobs: list[RequestGroup]) -> None:
         """Parameters that are almost right; none of them leads to anybody but the first."""
         given = {**params, self.random.choice(list(params)): self.random.choice(VALUES)}
         try:
@@ -92,7 +92,7 @@ class Fuzz:
         except InvalidRequestError:
             self.counts["parameters refused"] += 1
 
-    def _judge(self, job: Job) -> None:
+    def _judge(self, job: RequestGroup) -> None:
         (answer,) = job.answers
         output = answer.request.output_token_ids
         if job.prefills:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from milepost.engine.loop.core import Engine
-from milepost.engine.loop.requests import Job
+from milepost.engine.loop.requests import RequestGroup
 from tests.disaggregation.fleet import ONE_TOKEN, PREFILL, Fleet, open_engine, running
 from tests.engines import Tiny, greedy, tokens
 
@@ -85,7 +85,7 @@ class Storm:
             self.fleet.wait()
         self.fleet.turn()
 
-    def _judge(self, prompts: list[list[int]], jobs: list[Job]) -> None:
+    def _judge(self, prompts: list[list[int]], jobs: list[RequestGroup]) -> None:
         compared = 0
         for prompt, job in zip(prompts, jobs, strict=True):
             request = job.answers[0].request

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from milepost.disaggregation import sockets
-from milepost.disaggregation.memory import RegisteredMemory
 from milepost.disaggregation.messages import Layout, MemoryRows
+from milepost.disaggregation.registered_pools import RegisteredMemory
 from milepost.disaggregation.sockets import Sockets
 from milepost.disaggregation.transport import TransferError
 from milepost.kv_transfer_config import KVTransferConfig

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from milepost import LLM, RequestOutput, SamplingParams
-from milepost.engine.loop.requests import Job
+from milepost.engine.loop.requests import RequestGroup
 from milepost.engine.prompts import read_prompt
 from milepost.sampling_params import StructuredOutputs
 from tests.engines import num_held
@@ -115,7 +115,7 @@ def sampling(rng: random.Random, vocab_size: int) -> SamplingParams:
 class Asked:
     prompt: dict[str, Any]
     params: SamplingParams
-    job: Job
+    job: RequestGroup
 
 
 class Traffic:

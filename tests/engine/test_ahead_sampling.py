@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milepost import LLM, SamplingParams
-from milepost.engine.loop.requests import Job
+from milepost.engine.loop.requests import RequestGroup
 from milepost.engine.prompts import Prompt, read_prompt
 from milepost.sampling_params import StructuredOutputs
 from tests import chatmodel
@@ -72,7 +72,7 @@ class Side:
         return self.answers[wish]
 
 
-def token_ids(job: Job) -> list[list[int]]:
+def token_ids(job: RequestGroup) -> list[list[int]]:
     return [list(answer.token_ids) for answer in job.output().outputs]
 
 
@@ -98,7 +98,7 @@ def side(tmp_path_factory) -> Side:
 def test_answers_are_those_of_the_plain_loop(side, wanted):
     """Of (wish, step at which it comes, steps until it is given up)."""
     engine = side.ahead.llm_engine
-    jobs: list[tuple[str, int, Job]] = []
+    jobs: list[tuple[str, int, RequestGroup]] = []
     for step in range(10_000):
         for wish, comes, _ in wanted:
             if comes == step:

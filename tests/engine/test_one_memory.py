@@ -13,8 +13,8 @@ from milepost.config import EngineConfig
 from milepost.engine.assembly import sizing
 from milepost.errors import ConfigError
 from milepost.parallel import ALONE
-from milepost.runner.memory import OneMemory, TwoPools
 from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pool_sizes import OneMemory, TwoPools
 from milepost.runner.pools import Pools
 from tests.engines import (
     answer,

@@ -21,7 +21,7 @@ from milepost.engine.processes.tasks import Sent, Task
 from milepost.engine.prompts import Prompt
 from milepost.errors import UnsupportedModelError
 from milepost.layers.gated_delta import Arrangement, GatedDelta, GatedDeltaShapes
-from milepost.layers.parameters import ParameterKind
+from milepost.layers.parameters import ModuleScope
 from milepost.runner import acceptance, runner
 from milepost.runner.acceptance import accept_at, accept_equal
 from milepost.runner.choice import SampledToken
@@ -577,7 +577,7 @@ def test_heads_of_odd_sizes_take_drafts_by_the_reference_alone(sizes, caplog):
             conv_width=4,
             norm_eps=1e-6,
         )
-        kind = ParameterKind(dtype=torch.float32, device=torch.device("meta"))
+        kind = ModuleScope(dtype=torch.float32, device=torch.device("meta"))
         layer = GatedDelta(shapes, kind, Arrangement(sections=lambda _: [("in", 16)]))
         config = SpeculativeConfig(method=method, num_speculative_tokens=3)
         return num_drafts_of(config, [layer.spec], [], has_head=True, is_fused=is_fused)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from milepost import LLM, RequestOutput
-from milepost.engine.loop.requests import Job
+from milepost.engine.loop.requests import RequestGroup
 from milepost.engine.prompts import Prompt
 from milepost.tiers.rates import MeasuredRates
 from tests.engine.speculating import Oracle, consult
@@ -77,7 +77,7 @@ def ask_second(llm: LLM, first: list[RequestOutput]) -> list[RequestOutput]:
     return [job.output() for job in jobs]
 
 
-def run(llm: LLM, jobs: list[Job], aborted: Job | None = None) -> None:
+def run(llm: LLM, jobs: list[RequestGroup], aborted: RequestGroup | None = None) -> None:
     """To their ends; one is given up in the middle of its answer."""
     engine = llm.llm_engine
     while engine.has_work:

@@ -20,7 +20,7 @@ from milepost.models import LoadOptions, load_model
 from milepost.models.folder import EMBEDDED_MODEL
 from milepost.runner import arrays, device
 from milepost.runner.device import DeviceExecutor
-from milepost.runner.graphs import Graphs, Outcome, ladder, largest_step
+from milepost.runner.graphs import Graphs, StepOutputs, ladder, largest_step
 from milepost.runner.launching import most_launched_tokens
 from milepost.runner.plain import PlainExecutor
 from tests.engines import Tiny, ask, cached, greedy, num_held, save_tiny, tokens
@@ -196,7 +196,7 @@ def test_a_graph_returns_the_bits_of_its_kernels(tiny, dtype, monkeypatch):
     built, compared = [], []
     begin, replay = arrays.begin, Graphs.replay
 
-    def beside_plain(graphs: Graphs, capacity: Capacity, between) -> Outcome:
+    def beside_plain(graphs: Graphs, capacity: Capacity, between) -> StepOutputs:
         outcome = replay(graphs, capacity, between)
         if not capacity.decodes:
             ours = outcome.logits.clone()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from milepost.kernels.all_reduce import NUM_SLOTS, Boxes, Mail
+from milepost.kernels.all_reduce import NUM_SLOTS, OneShotBuffers, TwoShotBuffers
 
 
-def mails(size: int, hidden_size: int, dtype: torch.dtype) -> tuple[list[Mail], list[Tensor]]:
+def mails(
+    size: int, hidden_size: int, dtype: torch.dtype
+) -> tuple[list[OneShotBuffers], list[Tensor]]:
     """Each rank's, and what lies behind its addresses."""
     kept: list[Tensor] = []
     values, signals = [], []
@@ -18,7 +20,7 @@ def mails(size: int, hidden_size: int, dtype: torch.dtype) -> tuple[list[Mail], 
     kept += [*values, *signals]
     addresses = [torch.tensor([each.data_ptr() for each in held]) for held in (values, signals)]
     found = [
-        Mail(
+        OneShotBuffers(
             rank=rank,
             size=size,
             values=addresses[0],
@@ -34,7 +36,7 @@ def mails(size: int, hidden_size: int, dtype: torch.dtype) -> tuple[list[Mail], 
 
 def boxes(
     size: int, num_rows: int, hidden_size: int, dtype: torch.dtype
-) -> tuple[list[Boxes], list[Tensor]]:
+) -> tuple[list[TwoShotBuffers], list[Tensor]]:
     """The same for many rows, so many of each rank."""
     values = [
         torch.full((2, size, num_rows, hidden_size), torch.nan, dtype=dtype) for _ in range(size)
@@ -42,7 +44,7 @@ def boxes(
     signals = [torch.zeros(2, num_rows, size, dtype=torch.int32) for _ in range(size)]
     addresses = [torch.tensor([each.data_ptr() for each in held]) for held in (values, signals)]
     found = [
-        Boxes(
+        TwoShotBuffers(
             rank=rank,
             size=size,
             boxes=addresses[0],

@@ -14,7 +14,7 @@ from milepost.cache import Cache
 from milepost.cache.placement import Kind
 from milepost.config import EngineConfig
 from milepost.errors import ConfigError
-from milepost.kv_events import EventPublisher, Messages
+from milepost.kv_events import EventPublisher, MessageWriter
 from milepost.kv_events import messages as told
 from milepost.kv_events_config import KVEventsConfig
 from tests.follower import Follower
@@ -40,7 +40,7 @@ def run(cache: Cache, tokens: list[int], salt: str = "") -> None:
 def test_a_router_knows_what_can_be_reached_and_nothing_else(form):
     random, cache = Random(3), Cache(num_pages=60, num_slots=6, page_size=PAGE)
     cache.listen()
-    follower, router, messages = Follower(PAGE), Router(PAGE), Messages(PAGE, form, "bytes")
+    follower, router, messages = Follower(PAGE), Router(PAGE), MessageWriter(PAGE, form, "bytes")
     texts = [[random.randrange(50) for _ in range(300)] for _ in range(4)]
     lengths = set()
     for step in range(300):
@@ -60,11 +60,11 @@ def test_a_router_knows_what_can_be_reached_and_nothing_else(form):
 
 
 def test_events_of_nothing_that_routers_know_are_no_message():
-    assert not list(Messages(PAGE, "map", "bytes").payloads((), 0.0))
+    assert not list(MessageWriter(PAGE, "map", "bytes").payloads((), 0.0))
     cache = Cache(num_pages=60, num_slots=6, page_size=PAGE)
     cache.listen()
     run(cache, list(range(100)), "mine")
-    assert not list(Messages(PAGE, "map", "bytes").payloads(cache.take_events(), 0.0))
+    assert not list(MessageWriter(PAGE, "map", "bytes").payloads(cache.take_events(), 0.0))
 
 
 def test_a_hash_is_the_last_64_bits_of_a_digest_unless_all_of_it_is_wanted():
@@ -75,7 +75,7 @@ def test_a_hash_is_the_last_64_bits_of_a_digest_unless_all_of_it_is_wanted():
     first, second = cache.chain(range(32)).full_digests()
     events = cache.take_events()
     for hashes in ("int", "bytes"):
-        (payload,) = Messages(PAGE, "map", hashes).payloads(events, 0.0)
+        (payload,) = MessageWriter(PAGE, "map", hashes).payloads(events, 0.0)
         found[hashes] = msgspec.msgpack.decode(payload)[1][0]["block_hashes"]
     assert found["bytes"] == [first, second]
     assert found["int"] == [int.from_bytes(each[8:], "big") for each in (first, second)]
@@ -89,7 +89,7 @@ def test_no_message_is_larger_than_routers_take(monkeypatch):
     cache.listen()
     for own in range(5):
         run(cache, [7] * 160 + [own] * 40)
-    making = Messages(PAGE, "map", "bytes")
+    making = MessageWriter(PAGE, "map", "bytes")
     messages += making.payloads(cache.take_events(), 0.0)
     assert len(messages) > 3
     for payload in messages:
@@ -105,7 +105,10 @@ def test_no_message_is_larger_than_routers_take(monkeypatch):
 
 
 def test_a_reset_withdraws_each_page_for_who_passes_over_the_event_of_all():
-    cache, making = Cache(num_pages=60, num_slots=6, page_size=PAGE), Messages(PAGE, "map", "int")
+    cache, making = (
+        Cache(num_pages=60, num_slots=6, page_size=PAGE),
+        MessageWriter(PAGE, "map", "int"),
+    )
     cache.listen()
     run(cache, list(range(100)))
     run(cache, list(range(100)), "mine")

@@ -12,11 +12,11 @@ from milepost.kernels import norm
 from milepost.kernels.layout.emit import Activations, Emit, Projected, values_of
 from milepost.layers.linear import Linear, Sections
 from milepost.layers.norm import RMSNorm
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.parts import Block
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import ResidualBlock
 from milepost.layers.weights import RAW, RawPrecision, RawWeight
 
-KIND = ParameterKind(
+KIND = ModuleScope(
     dtype=torch.float32,
     device=torch.device("cpu"),
     precision_of=lambda path: Other() if path.startswith("other") else RAW,
@@ -45,7 +45,7 @@ class Projecting(nn.Module):
 
 def run(part: Projecting, num_tokens: int) -> tuple[Tensor, Tensor]:
     hidden = torch.randn(num_tokens, 6, generator=torch.Generator().manual_seed(1))
-    block = Block(part, pre=RMSNorm(6, 1e-6, replace(KIND)))
+    block = ResidualBlock(part, pre=RMSNorm(6, 1e-6, replace(KIND)))
     block.pre.fill(1.0, torch.Generator())
     return block.run(hidden, 2 * hidden, None, (0,))
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from milepost.kernels.products import moe
 from milepost.kernels.products.moe import Scores
 from milepost.layers.moe import ExpertShapes, MoE
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Holder, merge
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.weight_slots import Holder, merge
 from milepost.layers.weights import ExpertNames
 from tests.numbers import relative_error
 
 HIDDEN, SIZE, EXPERTS = 12, 6, 5
-KIND = ParameterKind(dtype=torch.float64, device=torch.device("cpu"))
+KIND = ModuleScope(dtype=torch.float64, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("scores", [Scores(), Scores(kind="sigmoid", gates_shared=False)], ids=str)

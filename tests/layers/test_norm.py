@@ -12,15 +12,15 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from milepost.kernels.gated_delta import GatedDeltaWeights
 from milepost.kernels.gated_delta.mixer import gated_norm
 from milepost.layers.norm import HeadNorms, RMSNorm
-from milepost.layers.parameters import ParameterKind
+from milepost.layers.parameters import ModuleScope
 from milepost.parallel import Cut
 from tests.numbers import relative_error
 
 SIZE, EPS = 24, 1e-6
 
 
-def kind(dtype: torch.dtype) -> ParameterKind:
-    return ParameterKind(dtype=dtype, device=torch.device("cpu"))
+def kind(dtype: torch.dtype) -> ModuleScope:
+    return ModuleScope(dtype=dtype, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

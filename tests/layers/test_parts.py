@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels.layout.emit import Emit
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.parts import Block
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import ResidualBlock
 from milepost.models.configuration import load_config
 from milepost.models.quantization import read_quantization
 from milepost.models.registry import find_architecture
@@ -25,7 +25,7 @@ GATES += ["mlp.gate", "shared_expert_gate"]
 class Norm(nn.Module):
     """Notes what is asked of it."""
 
-    ranks = ParameterKind(dtype=torch.float32, device=torch.device("cpu")).ranks
+    ranks = ModuleScope(dtype=torch.float32, device=torch.device("cpu")).ranks
 
     def add(
         self, hidden: Tensor, delta: Tensor | None, *, emit: Emit, begun: Any
@@ -60,7 +60,7 @@ def test_rows_are_left_out_where_all_parts_read_their_rounding(
     parts: tuple[Emit, ...], expected: Emit
 ) -> None:
     norm = Norm()
-    Block(*map(Part, parts), pre=norm).run(torch.ones(3, 2), None, None, (0,) * len(parts))
+    ResidualBlock(*map(Part, parts), pre=norm).run(torch.ones(3, 2), None, None, (0,) * len(parts))
     assert norm.emit is expected
 
 
@@ -82,7 +82,7 @@ def test_who_needs_a_norms_rows(name: str, left: list[str], expected: dict[str, 
     modules = [f"model.layers.{i}.{each}" for i in range(4) for each in left]
     settings = FP8 | {"modules_to_not_convert": modules}
     forms = read_quantization(settings, (), has_files=False)
-    kind = ParameterKind(
+    kind = ModuleScope(
         dtype=torch.bfloat16, device=torch.device("meta"), precision_of=forms.precision_of
     )
     decoder = find_architecture(config.model_type).decoder(text, kind, is_tied=False)

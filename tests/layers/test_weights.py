@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from milepost.errors import WeightsError
 from milepost.kernels import products
 from milepost.layers.linear import Linear
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placements, place_scattered, place_whole, scale
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.weight_slots import WeightSlots, place_scattered, place_whole, scale
 from milepost.layers.weights import RAW, RawPrecision
 from milepost.models import load_config
 from milepost.models.registry import find_architecture
@@ -26,7 +26,7 @@ from tests.batches import Part, build_pools
 from tests.checkpoints import save
 from tests.numbers import relative_error
 
-KIND = ParameterKind(dtype=torch.float32, device=torch.device("cpu"))
+KIND = ModuleScope(dtype=torch.float32, device=torch.device("cpu"))
 
 
 class Int8Weight(nn.Module):
@@ -41,7 +41,7 @@ class Int8Weight(nn.Module):
     def form(self) -> products.Raw:
         return products.Raw(values=self.values * self.scales)
 
-    def place(self, rows: Tensor, path: str) -> Placements:  # noqa: ARG002
+    def place(self, rows: Tensor, path: str) -> WeightSlots:  # noqa: ARG002
         return {
             "weight": replace(place_scattered(self.values, rows), types=("I8",)),
             "weight_scale": place_scattered(self.scales, rows),
@@ -55,7 +55,7 @@ class Int8Weight(nn.Module):
 class Int8(RawPrecision):
     """Experts stay raw."""
 
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> Int8Weight:  # noqa: ARG002
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> Int8Weight:  # noqa: ARG002
         return Int8Weight(num_outputs, num_inputs)
 
 
@@ -80,7 +80,7 @@ def quantise(folder: Path) -> None:
     save_file(stored, folder / "model.safetensors")
 
 
-def logits(folder: Path, kind: ParameterKind) -> Tensor:
+def logits(folder: Path, kind: ModuleScope) -> Tensor:
     text, files = load_config(folder), WeightFiles(folder)
     architecture = find_architecture(text.model_type)
     model = architecture.decoder(text, replace(kind, names=files.by_name), is_tied=False)
@@ -161,7 +161,7 @@ class BesideWeight(Int8Weight):
 
 @dataclass(frozen=True)
 class Beside(RawPrecision):
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> BesideWeight:  # noqa: ARG002
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> BesideWeight:  # noqa: ARG002
         return BesideWeight(num_outputs, num_inputs)
 
 

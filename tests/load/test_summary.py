@@ -1,4 +1,4 @@
-from milepost.load.client import Result
+from milepost.load.client import RequestResult
 from milepost.load.summary import percentiles, summarize
 
 USAGE = {
@@ -11,7 +11,7 @@ USAGE = {
 def result(start=0.0, **changes):
     options = {"first": start + 0.1, "end": start + 0.5, "finish_reason": "length"}
     arrivals = [start + 0.1, start + 0.2, start + 0.5]
-    return Result(start=start, arrivals=arrivals, usage=USAGE, **(options | changes))
+    return RequestResult(start=start, arrivals=arrivals, usage=USAGE, **(options | changes))
 
 
 def test_percentiles():
@@ -38,7 +38,9 @@ def test_an_answer_without_an_end_is_a_failure():
 def test_a_server_that_reports_no_cache():
     row = summarize([result()], 1.0)
     assert row["hit_rate"] == 0.6
-    bare = Result(start=0, first=0.1, end=0.2, finish_reason="stop", usage={"prompt_tokens": 5})
+    bare = RequestResult(
+        start=0, first=0.1, end=0.2, finish_reason="stop", usage={"prompt_tokens": 5}
+    )
     row = summarize([bare], 1.0)
     assert (row["hit_rate"], row["cached_tokens"], row["prompt_tokens"]) == (None, None, 5)
     assert row["completion_tokens"] is row["output_tokens_per_s"] is None

@@ -15,14 +15,14 @@ from milepost.layers.context import AttentionSpec, RecurrentSpec
 from milepost.layers.gated_delta import SEPARATE, GatedDelta, GatedDeltaShapes
 from milepost.layers.mlp import MLP
 from milepost.layers.norm import RMSNorm
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.parts import Block, Layer
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import Layer, ResidualBlock
 from milepost.models.decoder import Decoder, DecoderParts
 from tests.batches import Part, Pools, build_pools
 from tests.numbers import relative_error
 
 SIZE = 16
-KIND = ParameterKind(dtype=torch.float64, device=torch.device("cpu"), path="model")
+KIND = ModuleScope(dtype=torch.float64, device=torch.device("cpu"), path="model")
 CONFIG = SimpleNamespace(vocab_size=31, hidden_size=SIZE, initializer_range=0.3)
 ATTENTION = AttentionShapes(hidden_size=SIZE, num_heads=4, num_kv_heads=2, head_dim=8)
 GATED_DELTA = GatedDeltaShapes(
@@ -40,10 +40,10 @@ def norm(name: str) -> RMSNorm:
     return RMSNorm(SIZE, 1e-6, KIND.under(name))
 
 
-def both(name: str) -> Block:
+def both(name: str) -> ResidualBlock:
     """Attention and Gated DeltaNet side by side, norms before and behind them."""
     kind = KIND.under(name)
-    return Block(
+    return ResidualBlock(
         Attention(ATTENTION, kind.under("attn"), rotary=None),
         GatedDelta(GATED_DELTA, kind.under("delta"), SEPARATE),
         pre=norm(f"{name}.pre"),
@@ -77,9 +77,9 @@ def run(model: Decoder, *edges: int) -> Tensor:
 
 def test_mixers_side_by_side_and_layers_without_one() -> None:
     model = decoder(
-        Layer(Block(MLP(SIZE, 24, KIND.under("first")), pre=norm("first_norm"))),
+        Layer(ResidualBlock(MLP(SIZE, 24, KIND.under("first")), pre=norm("first_norm"))),
         Layer(both("both")),
-        Layer(Block(MLP(SIZE, 24, KIND.under("bare")))),
+        Layer(ResidualBlock(MLP(SIZE, 24, KIND.under("bare")))),
     )
     kinds = [type(spec) for spec in model.layer_specs]
     assert kinds == [AttentionSpec, RecurrentSpec]
@@ -88,16 +88,20 @@ def test_mixers_side_by_side_and_layers_without_one() -> None:
     assert whole.std() > 0.1
 
 
-def attention(name: str) -> Block:
-    return Block(Attention(ATTENTION, KIND.under(name), rotary=None), pre=norm(f"{name}.pre"))
+def attention(name: str) -> ResidualBlock:
+    return ResidualBlock(
+        Attention(ATTENTION, KIND.under(name), rotary=None), pre=norm(f"{name}.pre")
+    )
 
 
-def gated_delta(name: str) -> Block:
-    return Block(GatedDelta(GATED_DELTA, KIND.under(name), SEPARATE), pre=norm(f"{name}.pre"))
+def gated_delta(name: str) -> ResidualBlock:
+    return ResidualBlock(
+        GatedDelta(GATED_DELTA, KIND.under(name), SEPARATE), pre=norm(f"{name}.pre")
+    )
 
 
-def mlp(name: str) -> Block:
-    return Block(MLP(SIZE, 24, KIND.under(name)), pre=norm(f"{name}.pre"))
+def mlp(name: str) -> ResidualBlock:
+    return ResidualBlock(MLP(SIZE, 24, KIND.under(name)), pre=norm(f"{name}.pre"))
 
 
 @pytest.mark.parametrize("last", [attention, gated_delta, both])
@@ -111,7 +115,7 @@ def test_only_rows_that_are_sampled_go_on_behind_the_last_cache(last) -> None:
     tokens, ends = torch.arange(68) * 7 % 31, [49, 50, 67]
     pools, same = (build_pools(model, page_size=16) for _ in range(2))
     expected = model(tokens, pools.context(parts))[ends]
-    found = model(tokens, same.context(parts, only_ends=True))
+    found = model(tokens, same.context(parts, last_tokens_only=True))
     assert relative_error(found, expected) < 1e-12
     for mine, other in zip(contents(same), contents(pools), strict=True):
         assert torch.equal(mine.nan_to_num(), other.nan_to_num())
@@ -142,7 +146,9 @@ def test_a_block_in_two_layers_has_one_set_of_weights_and_two_caches() -> None:
 
 def test_a_tensor_is_filled_by_one_module() -> None:
     kind = replace(KIND, path="model.twice")
-    model = decoder(Layer(Block(MLP(SIZE, 8, kind))), Layer(Block(MLP(SIZE, 8, kind))))
+    model = decoder(
+        Layer(ResidualBlock(MLP(SIZE, 8, kind))), Layer(ResidualBlock(MLP(SIZE, 8, kind)))
+    )
     with pytest.raises(AssertionError, match=r"one module fills 'model\.twice\.\w+\.weight'"):
         model.placements()
 
@@ -158,7 +164,7 @@ def test_partials_leave_the_stream_in_its_type():
             return hidden.new_ones(len(hidden), 2, SIZE, dtype=torch.float32)
 
     hidden = torch.zeros(3, SIZE, dtype=torch.bfloat16)
-    block = Block(Adds())
+    block = ResidualBlock(Adds())
     for _ in range(2):
         hidden, delta = block.run(hidden, hidden.new_ones(3, 2, SIZE).float(), None, (0,))
         assert hidden.dtype == torch.bfloat16

@@ -18,7 +18,7 @@ from torch import Tensor
 from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
 from milepost.kernels.products import Packed
 from milepost.layers.mlp import MLP
-from milepost.layers.parameters import ParameterKind
+from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
 from milepost.layers.quantised.base import QuantisedExperts, QuantisedMatrix
 from milepost.layers.quantised.fp4 import Fp4Stack
@@ -72,10 +72,10 @@ class Rounding(RawPrecision):
     depth: int | None = None
     scale: float | None = None
 
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> RawWeight:
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> RawWeight:
         return RoundingWeight(kind.empty(num_outputs, num_inputs), self)
 
-    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> RawExperts:
+    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope) -> RawExperts:
         experts = RoundingExperts(sizes, names, kind)
         experts.rounding = self
         return experts
@@ -129,7 +129,7 @@ def load_meant(
     config, files = load_config(folder), WeightFiles(folder)
     settings = json.loads((stored / "config.json").read_text())["quantization_config"]
     forms = read_quantization(settings, WeightFiles(stored).by_name, has_files=True)
-    kind = ParameterKind(
+    kind = ModuleScope(
         dtype=torch.float64,
         device=torch.device("cpu"),
         names=files.by_name,
@@ -293,7 +293,7 @@ def test_experts_of_any_size_are_whole_blocks(
 
 def test_four_bits_of_one_matrix_have_factors_of_their_own() -> None:
     """Each projection's is kept as the checkpoint has it: none is scaled to another's."""
-    kind = ParameterKind(dtype=torch.float32, device=torch.device("cpu"))
+    kind = ModuleScope(dtype=torch.float32, device=torch.device("cpu"))
     stack = Fp4Stack(Fp4Precision(maker="modelopt"), (16, 128), 128, kind)
     for rows, factor in ((range(8), 0.3), (range(8, 16), 0.7)):
         places = stack.place_projection(Rows(torch.tensor(rows)), (), "any")
@@ -308,7 +308,7 @@ def test_four_bits_of_one_matrix_have_factors_of_their_own() -> None:
 def test_scales_that_are_powers_of_two_may_be_of_any_size() -> None:
     """Rows have factors, so that float8 holds a row's scales, but for those that are nothing beside
     its largest."""
-    kind = ParameterKind(dtype=torch.float32, device=torch.device("cpu"))
+    kind = ModuleScope(dtype=torch.float32, device=torch.device("cpu"))
     stack = Fp4Stack(Fp4Precision(maker="compressed-tensors", group=32), (2, 128), 128, kind)
     places = stack.place_projection(Rows(torch.arange(2)), (), "any")
     places["weight_packed"].store(torch.full((2, 64), 0x77, dtype=torch.uint8))
@@ -320,7 +320,7 @@ def test_scales_that_are_powers_of_two_may_be_of_any_size() -> None:
 
 
 def test_projections_of_one_matrix_share_the_largest_scale_of_their_inputs() -> None:
-    kind = ParameterKind(dtype=torch.float32, device=torch.device("cpu"))
+    kind = ModuleScope(dtype=torch.float32, device=torch.device("cpu"))
     precision = Fp8Precision(strategy="tensor", is_static=True)
     stack = Fp8Stack(precision, (16, 128), 128, kind, rows=1)
     for rows, scale in ((range(8), 0.5), (range(8, 16), 0.25)):
@@ -335,7 +335,7 @@ def test_the_rows_of_experts_are_found_out_once_for_all(monkeypatch, precision) 
     compared: list[int] = []
     equal = torch.equal
     monkeypatch.setattr(torch, "equal", lambda *a: compared.append(1) or equal(*a))
-    kind = ParameterKind(dtype=torch.float32, device=torch.device("cpu"))
+    kind = ModuleScope(dtype=torch.float32, device=torch.device("cpu"))
     counts = []
     for num_experts in (2, 64):
         whole = Cut.all_of(128)
@@ -542,7 +542,7 @@ def test_dummy_weights_follow_the_configurations_lists() -> None:
 def test_dummy_numbers_of_four_bits_have_no_common_direction(group: int) -> None:
     """Else each product adds to it, and routers send all tokens to few experts."""
     form = Int4Precision(layout="awq", group=group, is_symmetric=False)
-    kind = ParameterKind(dtype=torch.float32, device=torch.device("cpu"))
+    kind = ModuleScope(dtype=torch.float32, device=torch.device("cpu"))
     matrix = form.matrix(512, 1024, kind)
     matrix.fill(0.02, torch.Generator().manual_seed(0))
     weight = matrix.stack.form.dequantise(torch.float32)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from milepost.errors import ConfigError
-from milepost.layers.parameters import ParameterKind
+from milepost.layers.parameters import ModuleScope
 from milepost.models import LoadOptions, load_model, loading, room
 from tests.checkpoints import save
 from tests.quantised import write
@@ -73,7 +73,7 @@ def test_tied_weights_count_once(tmp_path, monkeypatch):
     ],
 )
 def test_what_would_help_on_a_gpu_is_named(monkeypatch, dtype, needed, words):
-    kind = ParameterKind(dtype=dtype, device=torch.device("cuda"))
+    kind = ModuleScope(dtype=dtype, device=torch.device("cuda"))
     outline = SimpleNamespace(num_bytes=needed * room.GIB)
     monkeypatch.setattr(room, "available_bytes", lambda _device: 139 * room.GIB)
     with pytest.raises(ConfigError, match=words) as refused:

@@ -11,7 +11,7 @@ import msgspec
 
 from milepost.config import EngineConfig
 from milepost.engine.assembly.rank import build_rank
-from milepost.engine.assembly.team import Order, RankOrder, Told
+from milepost.engine.assembly.team import RankCommand, RankMessage, TicketedCommand
 from milepost.engine.processes.rank import serve
 from milepost.errors import EngineDeadError
 from milepost.parallel import Ranks
@@ -43,12 +43,12 @@ class ThreadTeam:
             threading.Thread(target=_run, args=arguments, daemon=True).start()
         self.close = weakref.finalize(self, _end, self._orders, meeting)
 
-    def ask(self, order: Order) -> Future[bool]:
+    def ask(self, order: RankCommand) -> Future[bool]:
         ticket, answers = self.tickets.take()
-        self.write(RankOrder(ticket, order))
+        self.write(TicketedCommand(ticket, order))
         return answers
 
-    def write(self, record: Told) -> None:
+    def write(self, record: RankMessage) -> None:
         body = self._encoder.encode(record)
         for orders in self._orders:
             orders.put(body)
@@ -73,7 +73,7 @@ def _run(
     meeting: Meeting,
     tickets: Tickets,
 ) -> None:
-    decoder = msgspec.msgpack.Decoder(Told)
+    decoder = msgspec.msgpack.Decoder(RankMessage)
     try:
         told = map(decoder.decode, iter(orders.get, b""))
         serve(told, build_rank(config, ranks), tickets.answer, tickets.fail)

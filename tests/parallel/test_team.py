@@ -21,7 +21,7 @@ from milepost import LLM, SamplingParams
 from milepost.config import EngineConfig
 from milepost.disaggregation.orders import ReadPart
 from milepost.engine.assembly import setup, team
-from milepost.engine.assembly.team import RankOrder, Team, Told
+from milepost.engine.assembly.team import RankMessage, Team, TicketedCommand
 from milepost.engine.processes.client import EngineClient
 from milepost.engine.processes.engine import Engine, Loop
 from milepost.engine.processes.rank import follow
@@ -127,10 +127,12 @@ def test_what_several_threads_tell_ranks_comes_whole():
     long = ReadPart(transfer=1, peer=1, lease="1-1", local=list(range(300_000)), remote=[])
     with ThreadPoolExecutor(4) as threads:
         for _ in range(4):
-            threads.submit(lambda: [team.write(RankOrder(5, long)) for _ in range(3)])
+            threads.submit(lambda: [team.write(TicketedCommand(5, long)) for _ in range(3)])
         frames = received(theirs)
         for _ in range(12):
-            assert msgspec.msgpack.decode(next(frames), type=Told) == RankOrder(5, long)
+            assert msgspec.msgpack.decode(next(frames), type=RankMessage) == TicketedCommand(
+                5, long
+            )
     ours.close()
     theirs.close()
 

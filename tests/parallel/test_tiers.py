@@ -13,7 +13,7 @@ from milepost.engine.assembly import setup
 from milepost.errors import EngineDeadError
 from milepost.parallel.tickets import Tickets
 from milepost.tiers import disk as disk_module
-from milepost.tiers.porter import Porter
+from milepost.tiers.rank_worker import RankTierWorker
 from milepost.tiers.rates import MeasuredRates
 from tests.engines import NUM_TOKENS, THREE_LAYERS, answer, ask, save_tiny, tokens
 from tests.parallel.team import ThreadTeam
@@ -84,8 +84,8 @@ def gate(monkeypatch):
     """Other ranks' copies and files: while this is clear they are not over."""
     gate = threading.Event()
     gate.set()
-    run = Porter._run
-    monkeypatch.setattr(Porter, "_run", lambda *given: gate.wait(WAIT_S) and run(*given))
+    run = RankTierWorker._run
+    monkeypatch.setattr(RankTierWorker, "_run", lambda *given: gate.wait(WAIT_S) and run(*given))
     yield gate
     gate.set()
 
@@ -133,8 +133,10 @@ def test_a_rank_whose_files_do_not_come_is_not_waited_for(tiny, tmp_path, monkey
     (first,) = ask(llm, tokens(300))
     llm.llm_engine.close()
     llm = opened(tiny, cache_dir=str(tmp_path))
-    gate, on_disk = threading.Event(), Porter._on_disk
-    monkeypatch.setattr(Porter, "_on_disk", lambda *given: gate.wait(WAIT_S) and on_disk(*given))
+    gate, on_disk = threading.Event(), RankTierWorker._on_disk
+    monkeypatch.setattr(
+        RankTierWorker, "_on_disk", lambda *given: gate.wait(WAIT_S) and on_disk(*given)
+    )
     tiers = llm.llm_engine._tiering.tiers
     ask_again(llm, tiny, first, {})
     assert tiers.stats.disk_rests == 1
@@ -146,7 +148,7 @@ def test_a_rank_whose_files_do_not_come_is_not_waited_for(tiny, tmp_path, monkey
 
 
 def test_a_rank_that_cannot_copy_ends_the_engine(tiny, monkeypatch):
-    monkeypatch.setattr(Porter, "_run", lambda self, ticket, _: self._answer(ticket, False))
+    monkeypatch.setattr(RankTierWorker, "_run", lambda self, ticket, _: self._answer(ticket, False))
     llm = opened(tiny)
     with pytest.raises(EngineDeadError, match="could not copy its part"):
         ask(llm, tokens(300))

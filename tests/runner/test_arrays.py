@@ -26,7 +26,7 @@ from milepost.runner.tables import HostTables
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
 ATTENTION = AttentionOperation(num_heads=8, num_kv_heads=2, head_dim=128)
-ENDING = replace(ATTENTION, only_ends=True)
+ENDING = replace(ATTENTION, last_tokens_only=True)
 GATED_DELTA = GatedDeltaOperation(conv_width=4, num_key_heads=16, num_value_heads=32)
 GEOMETRY = Geometry(
     operations=(ATTENTION, ENDING, GATED_DELTA),

@@ -12,9 +12,9 @@ from tests.shared import memory_of, serve, share_memory
 from milepost.cache.plans import PageMove
 from milepost.layers.context import AttentionSpec, RecurrentSpec, ShortConvSpec
 from milepost.runner import plain
-from milepost.runner.memory import share
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pool_sizes import share
 from milepost.runner.pools import allocate
 from milepost.runner.shared import allocate_shared, best_unit, unit_of, why_apart
 from milepost.scheduler.admission import Admission

@@ -9,7 +9,7 @@ from milepost.cache.plans import What
 from milepost.scheduler.plans import StepPlan, Store
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers.loads import Fetch
-from milepost.tiers.names import Finds, Name
+from milepost.tiers.names import FileName, Finds
 from milepost.tiers.policy import Tiers
 from milepost.tiers.tier import Item
 from tests.fakes import EMPTY, FakeRunner
@@ -54,7 +54,7 @@ class FakeCopier:
         scheduler.outside.add_source(tiers)
         finds = Finds(tiers.holdings.head, lambda _: False)
         finds.add(
-            Name(what=what, key=key, parent=parent, position=position)
+            FileName(what=what, key=key, parent=parent, position=position)
             for (what, key), (parent, position, _) in self.files.held.items()
         )
         for _ in range(2):

@@ -23,11 +23,11 @@ from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers import disk as disk_module
 from milepost.tiers import files as files_module
 from milepost.tiers.arena import Arena, ItemTensors
-from milepost.tiers.copier import Copier
+from milepost.tiers.device_copies import CopyList, DeviceEvent, DeviceHostCopies, Passed
 from milepost.tiers.disk import Disk
 from milepost.tiers.files import ALIGNMENT, Files
-from milepost.tiers.mover import Copies, DeviceEvent, Mover, Passed
 from milepost.tiers.policy import Tiers
+from milepost.tiers.transfers import TierTransfers
 from tests.fakes import EMPTY, FakeRunner
 
 IDENTITY = b"i" * 16
@@ -184,7 +184,7 @@ class Link:
 
     def __init__(self, runner: FakeRunner, host: Arena) -> None:
         self._runner, self._host = runner, host
-        self.pending: list[tuple[LateEvent, Copies]] = []
+        self.pending: list[tuple[LateEvent, CopyList]] = []
 
     def now(self) -> DeviceEvent:
         return Passed()
@@ -192,7 +192,7 @@ class Link:
     def order(self, event: DeviceEvent) -> None:  # noqa: ARG002
         raise AssertionError("nobody waits on the device")
 
-    def copy(self, copies: Copies) -> None:
+    def copy(self, copies: CopyList) -> None:
         for target, _, what, first, other, num in copies:
             for index in range(num):
                 if target is self._host:
@@ -200,7 +200,7 @@ class Link:
                 else:
                     self._put_up(what, first + index, other + index)
 
-    def copy_behind(self, event: DeviceEvent, copies: Copies, *, up: bool) -> DeviceEvent:  # noqa: ARG002
+    def copy_behind(self, event: DeviceEvent, copies: CopyList, *, up: bool) -> DeviceEvent:  # noqa: ARG002
         done = LateEvent()
         self.pending.append((done, copies))
         return done
@@ -255,13 +255,13 @@ class FaultyCopier:
         runner.carriers = {}
         runner.filled = lambda *_: None
         self.link = Link(runner, self.host)
-        mover = Mover(
+        mover = DeviceHostCopies(
             Arena(pages=self.host.pages, states=self.host.states), self.host, self.link, (0, 0)
         )
         self.files = Files(folder, IDENTITY)
         self.files.make()
         self.disk = Disk(self.files, tiers, self.host)
-        self.copier = Copier(scheduler, runner, tiers, mover, self.disk)
+        self.copier = TierTransfers(scheduler, runner, tiers, mover, self.disk)
         self.threads: tuple[Threads, ...] = (self.disk._readers, self.disk._writer)
         runner.store = lambda store: self.copier.store([store])
         scheduler.outside.add_keeper(tiers)

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import torch
 
+from milepost.tiers import device_copies as mover_module
 from milepost.tiers import disk as disk_module
-from milepost.tiers import mover as mover_module
 from milepost.tiers.arena import Arena, ItemTensors
+from milepost.tiers.device_copies import DirectLink, Passed
 from milepost.tiers.disk import Reads
-from milepost.tiers.mover import DirectLink, Passed
 from milepost.tiers.threads import Threads
 
 

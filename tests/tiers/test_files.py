@@ -15,18 +15,18 @@ import pytest
 
 from milepost.cache.tree import checkpoint_key
 from milepost.tiers.files import ALIGNMENT, NUM_FOLDERS, Files
-from milepost.tiers.names import Name
+from milepost.tiers.names import FileName
 
 IDENTITY, PARENT = b"i" * 16, b"p" * 16
 TOKENS = array("I", range(16)).tobytes()
-PAGE = Name(
+PAGE = FileName(
     what="page",
     key=blake2b(PARENT + TOKENS, digest_size=16).digest(),
     parent=PARENT,
     position=32,
 )
-STATE = Name(what="state", key=PARENT, parent=PARENT, position=16)
-TAIL = Name(what="tail", key=checkpoint_key(PARENT, TOKENS[:12]), parent=PARENT, position=19)
+STATE = FileName(what="state", key=PARENT, parent=PARENT, position=16)
+TAIL = FileName(what="tail", key=checkpoint_key(PARENT, TOKENS[:12]), parent=PARENT, position=19)
 
 
 def in_the_folder_of(name):

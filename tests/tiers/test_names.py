@@ -8,7 +8,7 @@ from hashlib import blake2b
 import pytest
 
 from milepost.tiers.holdings import Holdings, Limits
-from milepost.tiers.names import Finds, Name
+from milepost.tiers.names import FileName, Finds
 from milepost.tiers.rates import MeasuredRates
 from milepost.tiers.writes import Writes
 
@@ -57,12 +57,12 @@ def conversation(number, num_pages, *, has_tail=True, has_state=True):
     names, parent = [], ROOT
     for index in range(num_pages):
         key = blake2b(f"{number} {index}".encode(), digest_size=16).digest()
-        names.append(Name(what="page", key=key, parent=parent, position=(index + 1) * SIZE))
+        names.append(FileName(what="page", key=key, parent=parent, position=(index + 1) * SIZE))
         parent = key
     key = blake2b(f"{number}".encode(), digest_size=16).digest() if has_tail else parent
     end = num_pages * SIZE + has_tail * 3
     heads = ("tail", "state") if has_tail else ("state",)
-    own = [Name(what=what, key=key, parent=parent, position=end) for what in heads]
+    own = [FileName(what=what, key=key, parent=parent, position=end) for what in heads]
     return names + own * has_state
 
 

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from milepost.kv_events import Messages
+from milepost.kv_events import MessageWriter
 from milepost.scheduler.request import FinishReason
 from milepost.tiers import reach as reach_module
 from milepost.tiers.holdings import ready
@@ -24,7 +24,7 @@ class Told(Engine):
 
     def __init__(self, *, form="map", **options):
         super().__init__(**options)
-        self.router, self._messages = Router(PAGE_SIZE), Messages(PAGE_SIZE, form, "bytes")
+        self.router, self._messages = Router(PAGE_SIZE), MessageWriter(PAGE_SIZE, form, "bytes")
         self.scheduler.outside.add_listener(self._hear)
 
     def _hear(self, events):

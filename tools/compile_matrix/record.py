@@ -253,7 +253,7 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
     so many tokens."""
     # Imported here: kernels ask for the chip as they are imported.
     from milepost.kernels.layout.batch import Capacity
-    from milepost.layers.parameters import ParameterKind
+    from milepost.layers.parameters import ModuleScope
     from milepost.models.configuration import load_config, resolve_dtype
     from milepost.models.quantization import read_quantization
     from milepost.models.registry import find_architecture
@@ -268,7 +268,7 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
     if not case.is_whole and "num_hidden_layers" not in (case.overrides or {}):
         text.layer_types = ["full_attention"] if case.only_attention else text.layer_types[:4]
         text.num_hidden_layers = len(text.layer_types)
-    kind = ParameterKind(
+    kind = ModuleScope(
         dtype=resolve_dtype(case.dtype, config),
         device=torch.device("meta"),
         ranks=_first_of(case.num_ranks),

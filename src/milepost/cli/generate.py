@@ -27,7 +27,7 @@ SAMPLING = Flags(
 )
 ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=3), renamed={})
 
-Prompt = str | Mapping[str, Any]
+PromptInput = str | Mapping[str, Any]
 
 
 class StreamingEngine(Protocol):
@@ -39,7 +39,9 @@ class StreamingEngine(Protocol):
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the sampling parameters used for flags that are not given."""
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: PromptInput, sampling_params: SamplingParams
+    ) -> Iterator[RequestOutput]:
         """Yields outputs of one prompt: a string, or {"prompt_token_ids": [...]}."""
 
     def stream_chat(

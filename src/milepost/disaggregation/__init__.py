@@ -5,6 +5,6 @@ never waits for it. The modules:
     the thread                     links, door, peers, messages
     what is lent                   leases, lender
     what is borrowed               borrowed, pulls
-    how bytes get there            transport, nixl, sockets, memory, access
+    how bytes get there            transport, nixl, sockets, registered_pools, access
     several ranks                  all_ranks, orders, part_reader
 """

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from milepost.disaggregation.all_ranks import AllRanks
-from milepost.disaggregation.memory import memory_of
-from milepost.disaggregation.orders import Ask, RankEndpoint
+from milepost.disaggregation.orders import RankEndpoint, SendTransferCommand
+from milepost.disaggregation.registered_pools import memory_of
 from milepost.disaggregation.transport import Transport, make
 from milepost.kv_transfer_config import KVTransferConfig
 
@@ -32,7 +32,7 @@ class Access:
     endpoints: list[RankEndpoint]
     """Endpoints of all ranks, in order of rank."""
 
-    def of_all_ranks(self, ask: Ask) -> Access:
+    def of_all_ranks(self, ask: SendTransferCommand) -> Access:
         """Returns access to the pools of all ranks; `ask` has the other ranks do the same as this
         one.
         """

@@ -18,7 +18,6 @@ import msgspec
 from milepost.disaggregation.messages import BadMessageError, Layout, decoded
 from milepost.disaggregation.orders import (
     AddPeer,
-    Ask,
     CancelRead,
     EndLoan,
     Filled,
@@ -27,6 +26,7 @@ from milepost.disaggregation.orders import (
     RankEndpoint,
     ReadPart,
     RemovePeer,
+    SendTransferCommand,
     StopProgress,
     Synchronize,
 )
@@ -58,7 +58,9 @@ class AllRanks:
     move theirs. `endpoints` are those of all ranks, in order.
     """
 
-    def __init__(self, own: Transport, endpoints: list[RankEndpoint], ask: Ask) -> None:
+    def __init__(
+        self, own: Transport, endpoints: list[RankEndpoint], ask: SendTransferCommand
+    ) -> None:
         self._own, self._endpoints, self._ask = own, endpoints, ask
         assert all(_counts(endpoint) == _counts(endpoints[0]) for endpoint in endpoints), (
             "all ranks have the same pages and slots"
@@ -163,7 +165,9 @@ class AllRanks:
         self._own.close()
 
 
-def filling(filled: Callable[[int, int], None], ask: Ask) -> Callable[[int, int], None]:
+def filling(
+    filled: Callable[[int, int], None], ask: SendTransferCommand
+) -> Callable[[int, int], None]:
     """Returns a function that records on all ranks the number of tokens in a slot."""
 
     def fill(slot: int, position: int) -> None:
@@ -173,7 +177,9 @@ def filling(filled: Callable[[int, int], None], ask: Ask) -> Callable[[int, int]
     return fill
 
 
-def fencing(fence: Callable[[], Callable[[], bool]], ask: Ask) -> Callable[[], Callable[[], bool]]:
+def fencing(
+    fence: Callable[[], Callable[[], bool]], ask: SendTransferCommand
+) -> Callable[[], Callable[[], bool]]:
     """Returns `fence` for all ranks: its fences pass once everything queued before on any rank is
     done.
     """

@@ -20,7 +20,6 @@ from milepost.disaggregation.messages import (
     ENCODER,
     MAX_QUESTION_BYTES,
     QUESTIONS,
-    Answer,
     BadMessageError,
     Beat,
     Claim,
@@ -29,6 +28,7 @@ from milepost.disaggregation.messages import (
     Gone,
     Granted,
     Hello,
+    PeerAnswer,
     Reading,
     Release,
     Released,
@@ -157,7 +157,7 @@ class Lender:
         self._num_finds -= 1
         self.reply(asked.who, asked.number, answer)
 
-    def reply(self, who: bytes, number: bytes, answer: Answer) -> None:
+    def reply(self, who: bytes, number: bytes, answer: PeerAnswer) -> None:
         self.socket.send_multipart([who, b"", number, ENCODER.encode(answer)])
 
     def _greeted(self, who: bytes, question: Hello) -> Welcome | Declined:

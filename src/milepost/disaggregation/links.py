@@ -19,7 +19,7 @@ import zmq
 from milepost.disaggregation.borrowed import Borrowed
 from milepost.disaggregation.leases import Leases
 from milepost.disaggregation.lender import Lender
-from milepost.disaggregation.messages import Answer, Find, Gone, Granted, Hello
+from milepost.disaggregation.messages import Find, Gone, Granted, Hello, PeerAnswer
 from milepost.disaggregation.outcomes import Asked, Outcome, RemoteMatch
 from milepost.disaggregation.params import Remote
 from milepost.disaggregation.peers import Peers
@@ -222,7 +222,7 @@ class Links:
         self._ring()
 
     def _find(self, number: int, where: tuple[str, int], find: Find) -> None:
-        def found(answer: Answer | str) -> None:
+        def found(answer: PeerAnswer | str) -> None:
             remote = None
             if isinstance(answer, Granted):
                 remote = Remote(

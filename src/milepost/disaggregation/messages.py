@@ -32,7 +32,7 @@ Address = Annotated[int, Meta(ge=0, lt=2**62)]
 Bytes = Annotated[int, Meta(ge=0, lt=2**40)]
 Number = Annotated[int, Meta(ge=0, le=MAX_PIECES)]
 Position = Annotated[int, Meta(ge=0, lt=2**32)]
-Text = Annotated[str, Meta(max_length=256)]
+ShortText = Annotated[str, Meta(max_length=256)]
 Digest = Annotated[bytes, Meta(max_length=64)]
 LeaseId = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
@@ -74,9 +74,9 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     version: int
     identity: Digest
     """Identity of the model as it is run and of the page size; keys are computed from it."""
-    engine_id: Text
-    transport: Text
-    host: Text
+    engine_id: ShortText
+    transport: ShortText
+    host: ShortText
     port: Annotated[int, Meta(ge=0, lt=2**16)]
     """Port at which the sender can be asked in turn."""
     layout: Layout
@@ -87,7 +87,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Answer to a hello if the two engines can exchange."""
 
-    engine_id: Text
+    engine_id: ShortText
     layout: Layout
     metadata: bytes
     """The transport's metadata."""
@@ -146,10 +146,10 @@ class Find(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Fewest tokens that are of use."""
 
 
-Question = Hello | Claim | Beat | Reading | Release | Find
-Answer = Welcome | Declined | Granted | Gone | Released
-QUESTIONS = msgspec.msgpack.Decoder(Question)
-ANSWERS = msgspec.msgpack.Decoder(Answer)
+PeerQuestion = Hello | Claim | Beat | Reading | Release | Find
+PeerAnswer = Welcome | Declined | Granted | Gone | Released
+QUESTIONS = msgspec.msgpack.Decoder(PeerQuestion)
+ANSWERS = msgspec.msgpack.Decoder(PeerAnswer)
 ENCODER = msgspec.msgpack.Encoder()
 M = TypeVar("M")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from milepost.disaggregation.memory import RegisteredMemory
 from milepost.disaggregation.messages import Layout
+from milepost.disaggregation.registered_pools import RegisteredMemory
 from milepost.disaggregation.transport import TransferError
 from milepost.errors import ConfigError, missing
 

@@ -85,7 +85,7 @@ class StopProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Stops making progress, since nobody reads here any more."""
 
 
-Order = (
+TransferCommand = (
     AddPeer
     | RemovePeer
     | ReadPart
@@ -98,5 +98,5 @@ Order = (
     | StopProgress
 )
 
-Ask = Callable[[Order], Future[bool]]
+SendTransferCommand = Callable[[TransferCommand], Future[bool]]
 """Sends an order to all other ranks, like `tiers.orders.Ask`; may be called from any thread."""

@@ -23,12 +23,12 @@ from milepost.disaggregation.orders import (
     Filled,
     Lend,
     MakeProgress,
-    Order,
     RankEndpoint,
     ReadPart,
     RemovePeer,
     StopProgress,
     Synchronize,
+    TransferCommand,
 )
 from milepost.disaggregation.transport import TransferError, Transport, look_s
 from milepost.runner.runner import Runner
@@ -49,8 +49,9 @@ class _PartReading:
 
 
 class PartReader:
-    """A `Carrier` of `runner`, on rank `rank`. Its thread calls `answer` with an order's ticket and
-    whether it succeeded, and `fail` with an exception that ends the thread. `close` it at the end.
+    """A `PoolTransfers` of `runner`, on rank `rank`. Its thread calls `answer` with an order's
+    ticket and whether it succeeded, and `fail` with an exception that ends the thread. `close` it
+    at the end.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class PartReader:
         """Takes a fence: launches from now on do not conflict with the load."""
         self._last_load = self._runner.fence()
 
-    def do(self, ticket: int, order: Order) -> None:
+    def do(self, ticket: int, order: TransferCommand) -> None:
         """Begins to carry out an order of the first rank."""
         match order:
             case Filled(slot=slot, position=position):
@@ -141,7 +142,7 @@ class PartReader:
             while True:
                 self._commands.get_nowait()()
 
-    def _obey(self, ticket: int, order: Order) -> None:
+    def _obey(self, ticket: int, order: TransferCommand) -> None:
         match order:
             case AddPeer():
                 self._meet(order.peer, order.endpoints[self._rank])

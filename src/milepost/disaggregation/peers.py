@@ -19,13 +19,13 @@ from milepost.disaggregation.messages import (
     ENCODER,
     MAX_ANSWER_BYTES,
     MAX_QUESTION_BYTES,
-    Answer,
     BadMessageError,
     Beat,
     Declined,
     Hello,
     Layout,
-    Question,
+    PeerAnswer,
+    PeerQuestion,
     Reading,
     Welcome,
     decoded,
@@ -54,11 +54,11 @@ connection of a closed endpoint until the process ends (NIXL 1.5.1).
 """
 HINT_S = 2.0
 """How long a prefill waits to hear what another engine has of its prompt."""
-Then = Callable[["Answer | str"], None]
+Then = Callable[["PeerAnswer | str"], None]
 """A callback for the answer, or for the reason why there is none."""
 
 
-class _Asked(NamedTuple):
+class _OpenQuestion(NamedTuple):
     """A question that has no answer yet."""
 
     deadline: float
@@ -75,7 +75,7 @@ class Peer:
         self.engine_id = ""
         self.layout = Layout([], [])
         self.handle: Any = None
-        self.asked: dict[bytes, _Asked] = {}
+        self.asked: dict[bytes, _OpenQuestion] = {}
         """Number -> question without an answer."""
         self.used_at = 0.0
         """Time of the last message to it."""
@@ -84,7 +84,7 @@ class Peer:
         self._is_known = False
         self._over = ""
         """Reason why it was dropped, once it is."""
-        self._waiting: list[tuple[Question, Then, bool]] = []
+        self._waiting: list[tuple[PeerQuestion, Then, bool]] = []
         """Questions that wait until it has said welcome."""
         self._send(peers.hello, self._welcomed)
 
@@ -97,7 +97,7 @@ class Peer:
         """Whether it has said welcome."""
         return self._is_known
 
-    def ask(self, question: Question, then: Then, *, is_hint: bool = False) -> None:
+    def ask(self, question: PeerQuestion, then: Then, *, is_hint: bool = False) -> None:
         """Asks a question. If it is only a hint, it is given up soon, and the peer is not dropped
         for that.
         """
@@ -141,7 +141,7 @@ class Peer:
         for then in waiting:
             then(why)
 
-    def _send(self, question: Question, then: Then, is_hint: bool = False) -> None:
+    def _send(self, question: PeerQuestion, then: Then, is_hint: bool = False) -> None:
         self.used_at = self._peers.now
         body = ENCODER.encode(question)
         if len(body) > MAX_QUESTION_BYTES:
@@ -149,7 +149,7 @@ class Peer:
             return
         self._num_asked += 1
         number = self._num_asked.to_bytes(8, "big")
-        self.asked[number] = _Asked(self._peers.deadline(is_hint), then, is_hint)
+        self.asked[number] = _OpenQuestion(self._peers.deadline(is_hint), then, is_hint)
         self._put(number, body)
 
     def _put(self, number: bytes, body: bytes) -> None:
@@ -159,7 +159,7 @@ class Peer:
         with suppress(zmq.Again):
             self.socket.send_multipart([b"", number, body], zmq.NOBLOCK)
 
-    def _welcomed(self, answer: Answer | str) -> None:
+    def _welcomed(self, answer: PeerAnswer | str) -> None:
         try:
             self._take_welcome(answer)
         except TransferError as error:
@@ -170,7 +170,7 @@ class Peer:
         for entry in waiting:
             self._send(*entry)
 
-    def _take_welcome(self, answer: Answer | str) -> None:
+    def _take_welcome(self, answer: PeerAnswer | str) -> None:
         """Handles a welcome. Raises TransferError unless the peer's memory can be read, piece for
         piece, into this engine's.
         """

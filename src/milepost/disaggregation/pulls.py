@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from milepost.disaggregation.borrowed import Borrowed
-from milepost.disaggregation.memory import pieces_of
 from milepost.disaggregation.messages import (
-    Answer,
     Claim,
     Granted,
     Hello,
+    PeerAnswer,
     Reading,
     Release,
     Released,
@@ -28,6 +27,7 @@ from milepost.disaggregation.messages import (
 from milepost.disaggregation.outcomes import Pulled
 from milepost.disaggregation.params import Remote
 from milepost.disaggregation.peers import Peer, Peers
+from milepost.disaggregation.registered_pools import pieces_of
 from milepost.disaggregation.transport import TransferError, Transport
 from milepost.errors import MilepostError
 
@@ -68,7 +68,7 @@ class _Claimed:
     """The contents of a lease, and the pulls that wait to learn them."""
 
     peer: Peer | None = None
-    answer: Answer | str | None = None
+    answer: PeerAnswer | str | None = None
     waiting: list[Pull] = field(default_factory=list)
 
 
@@ -172,7 +172,7 @@ class Pulls:
     def _claim(self, remote: Remote) -> _Claimed:
         claim = self._claims[remote] = _Claimed()
 
-        def told(answer: Answer | str) -> None:
+        def told(answer: PeerAnswer | str) -> None:
             claim.answer = answer
             waiting, claim.waiting = claim.waiting, []
             for pull in waiting:
@@ -186,7 +186,7 @@ class Pulls:
             claim.peer.ask(Claim(remote.lease), told)
         return claim
 
-    def _claimed(self, pull: Pull, answer: Answer | str) -> None:
+    def _claimed(self, pull: Pull, answer: PeerAnswer | str) -> None:
         if pull.is_over:
             return
         if not isinstance(answer, Granted):
@@ -236,7 +236,7 @@ class Pulls:
     def _confirm(self, pull: Pull) -> None:
         """Confirms a finished read: it counts if the lease was valid until now."""
 
-        def released(answer: Answer | str) -> None:
+        def released(answer: PeerAnswer | str) -> None:
             if pull.is_over:
                 return
             if isinstance(answer, Released) and answer.was_valid and not pull.problem:

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from milepost.disaggregation.door import Complaints
-from milepost.disaggregation.memory import RegisteredMemory
 from milepost.disaggregation.messages import BadMessageError, Layout, MemoryRows, decoded
+from milepost.disaggregation.registered_pools import RegisteredMemory
 from milepost.disaggregation.transport import TransferError
 from milepost.errors import ConfigError
 from milepost.kv_transfer_config import KVTransferConfig

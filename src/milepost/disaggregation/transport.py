@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from milepost.disaggregation.memory import RegisteredMemory
 from milepost.disaggregation.messages import Layout
+from milepost.disaggregation.registered_pools import RegisteredMemory
 from milepost.kv_transfer_config import KVTransferConfig
 
 LOOK_S = (50e-6, 1e-3)

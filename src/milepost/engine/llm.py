@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
-from milepost.engine.loop import Engine, EngineThread, Job
+from milepost.engine.loop import Engine, EngineThread, RequestGroup
 from milepost.engine.metrics import Metric
 from milepost.engine.outputs import RequestOutput
 from milepost.engine.prompts import Prompt, PromptLike, read_prompt
@@ -26,7 +26,7 @@ from milepost.sampling_params import SamplingParams, check_unicode
 
 logger = logging.getLogger(__name__)
 
-Messages = Sequence[Mapping[str, Any]]
+ChatMessages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -72,7 +72,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Messages | Sequence[Messages],
+        messages: ChatMessages | Sequence[ChatMessages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -119,7 +119,7 @@ class LLM:
         return self._stream(self._prompt(prompt), sampling_params)
 
     def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
+        self, messages: ChatMessages, sampling_params: SamplingParams | None = None, **options: Any
     ) -> Iterator[RequestOutput]:
         """Like `stream`, for one conversation; options are those of `chat`."""
         return self._stream(self._render(messages, **options), sampling_params)
@@ -154,7 +154,7 @@ class LLM:
 
     def _render(
         self,
-        messages: Messages,
+        messages: ChatMessages,
         *,
         cache_salt: str | None = None,
         chat_template: str | None = None,
@@ -199,7 +199,7 @@ class LLM:
         params = self._params_for(sampling_params, len(prompts))
         wanted = list(zip(prompts, params, strict=True))
         self._thread.run(self._check, wanted)
-        jobs: list[Job] = []
+        jobs: list[RequestGroup] = []
         try:
             self._thread.run(self._queue, wanted, jobs)
             self._finish(jobs, use_tqdm)
@@ -209,7 +209,7 @@ class LLM:
             self._log_stats()
         return [job.output() for job in jobs]
 
-    def _finish(self, jobs: list[Job], use_tqdm: bool) -> None:
+    def _finish(self, jobs: list[RequestGroup], use_tqdm: bool) -> None:
         """Have steps run until all jobs are over."""
         left = jobs
         with _bar(len(jobs), is_shown=use_tqdm) as advance:
@@ -230,7 +230,7 @@ class LLM:
         """Queues the prompt when the first output is asked for: an iterator that is never begun
         leaves nothing behind.
         """
-        jobs: list[Job] = []
+        jobs: list[RequestGroup] = []
         num_shown = 0
         try:
             self._thread.run(self._queue, [(prompt, params)], jobs)
@@ -255,13 +255,15 @@ class LLM:
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from error
 
-    def _queue(self, wanted: Sequence[tuple[Prompt, SamplingParams]], jobs: list[Job]) -> None:
+    def _queue(
+        self, wanted: Sequence[tuple[Prompt, SamplingParams]], jobs: list[RequestGroup]
+    ) -> None:
         """Queue prompts that have passed `_check`. `jobs` has those that are queued, also for a
         caller that no longer waits."""
         for prompt, params in wanted:
             jobs.append(self.llm_engine.queue(prompt, params))
 
-    def _give_up(self, jobs: Sequence[Job]) -> None:
+    def _give_up(self, jobs: Sequence[RequestGroup]) -> None:
         """Leave nothing of these jobs running."""
         for job in jobs:
             if not job.is_finished:
@@ -309,7 +311,7 @@ def _is_prompt(prompts: object) -> TypeGuard[PromptLike]:
     return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
 
 
-def _is_conversation(messages: Messages | Sequence[Messages]) -> TypeGuard[Messages]:
+def _is_conversation(messages: ChatMessages | Sequence[ChatMessages]) -> TypeGuard[ChatMessages]:
     """One conversation is a list of messages, several are a list of such lists."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise InvalidRequestError(f"messages={messages!r}: use a list of messages")

@@ -1,6 +1,6 @@
 """Tells routers how much of a prompt is cached here, in vLLM's KV event messages."""
 
-from milepost.kv_events.messages import Messages
+from milepost.kv_events.messages import MessageWriter
 from milepost.kv_events.publisher import EventPublisher
 
-__all__ = ["EventPublisher", "Messages"]
+__all__ = ["EventPublisher", "MessageWriter"]

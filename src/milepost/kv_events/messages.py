@@ -30,7 +30,7 @@ forget everything they know of the server.
 _Fields = dict[str, Any]
 
 
-class Messages:
+class MessageWriter:
     """Turns events into messages, and remembers the announced pages. Only those are withdrawn, so
     salted pages are not. When the cache is cleared, each page is withdrawn first, since llm-d's
     index ignores `AllBlocksCleared` (llm-d-kv-cache at 0117c0e, pkg/kvevents/pool.go).

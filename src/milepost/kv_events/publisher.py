@@ -21,7 +21,7 @@ import zmq
 
 from milepost.cache.events import Event
 from milepost.errors import ConfigError
-from milepost.kv_events.messages import Messages
+from milepost.kv_events.messages import MessageWriter
 from milepost.kv_events_config import KVEventsConfig
 from milepost.zeromq import bound, received
 
@@ -46,7 +46,7 @@ class EventPublisher:
     ) -> None:
         self._config = config
         self._clock = clock
-        self._messages = Messages(page_size, config.format, config.hashes)
+        self._messages = MessageWriter(page_size, config.format, config.hashes)
         self._topic = config.topic.encode()
         self._queue: queue.Queue[tuple[float, tuple[Event, ...]]] = queue.Queue(
             config.max_queue_size

@@ -5,5 +5,5 @@ the folder `quantised`:
     mixers             attention, mla, gated_delta, kda, mamba2, short_conv
     feed-forwards      mlp, moe
     around them        embedding, norm, rotary, mtp
-    weights            weights, linear, placements, kv_scales
+    weights            weights, linear, weight_slots, kv_scales
 """

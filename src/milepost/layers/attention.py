@@ -21,10 +21,10 @@ from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
 from milepost.layers.norm import HeadNorms, NormedPart, norm_over_ranks
-from milepost.layers.parameters import ParameterKind
+from milepost.layers.parameters import ModuleScope
 from milepost.layers.rotary import Rotary
 
-HeadNorm = Literal["each", "whole", "none"]
+HeadNormScope = Literal["each", "whole", "none"]
 """How query and key heads are normed: each head by itself, all query heads as one and all key heads
 as one, or not at all."""
 
@@ -38,7 +38,7 @@ class AttentionShapes:
     num_kv_heads: int
     head_dim: int
     bias: bool = False
-    norm: HeadNorm = "none"
+    norm: HeadNormScope = "none"
     norm_eps: float = 0.0
     norm_offset: float = 0.0
     has_gate: bool = False
@@ -71,7 +71,7 @@ class Attention(nn.Module):
     def __init__(
         self,
         shapes: AttentionShapes,
-        kind: ParameterKind,
+        kind: ModuleScope,
         *,
         rotary: Rotary | None,
         names: AttentionNames = AttentionNames(),
@@ -130,8 +130,8 @@ class Attention(nn.Module):
 
     @cached_property
     def ending(self) -> AttentionOperation:
-        """The operation whose layout `run_ends` needs too."""
-        return replace(self.operation, only_ends=True)
+        """The operation whose layout `run_last_tokens` needs too."""
+        return replace(self.operation, last_tokens_only=True)
 
     @property
     def first(self) -> Linear | None:
@@ -149,7 +149,7 @@ class Attention(nn.Module):
         query, projected = self._prepare(rows, ctx, number, layout)
         return self._attend(query, self._gate(projected), ctx, number, layout)
 
-    def run_ends(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
+    def run_last_tokens(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Returns the output of the sampled positions only, or partials of it; writes the KV of all
         tokens."""
         step = ctx.step

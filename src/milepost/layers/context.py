@@ -150,7 +150,7 @@ class Context:
     conv_records: Mapping[int, Tensor] = field(default_factory=dict)
     """Mixer's number -> recorded inputs [rows, num_recorded, channels] of drafts that its states
     stored with pages may have to take in; empty if nothing is drafted."""
-    only_ends: bool = False
+    last_tokens_only: bool = False
     """Whether only sampled positions are computed after the last layer that has a cache."""
     angles: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Rotary embedding -> cosines and sines of the step's positions; the model fills it."""

@@ -18,9 +18,9 @@ from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import (
-    Placements,
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.weight_slots import (
+    WeightSlots,
     cut_all,
     fill_matrix,
     place_rates,
@@ -95,7 +95,7 @@ class GatedDelta(nn.Module):
     rotary = None
 
     def __init__(
-        self, shapes: GatedDeltaShapes, kind: ParameterKind, arrangement: Arrangement
+        self, shapes: GatedDeltaShapes, kind: ModuleScope, arrangement: Arrangement
     ) -> None:
         super().__init__()
         self.full, self.kind, self.arrangement = shapes, kind, arrangement
@@ -185,7 +185,7 @@ class GatedDelta(nn.Module):
         )
         return self.out(mixed, epilogue=Epilogue.PARTIALS)
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         heads = self._segments(self.full.num_value_heads)
         tensors = {
             "A_log": cut_all(place_rates(self.decay_rate), heads),
@@ -195,7 +195,7 @@ class GatedDelta(nn.Module):
         }
         return {self.kind.full(name): place for name, place in tensors.items()}
 
-    def _convolutions(self) -> Placements:
+    def _convolutions(self) -> WeightSlots:
         """Places one convolution for all channels, or one each for queries, keys and values."""
         full, weight = self.full, self.conv_weight.unsqueeze(1)
         sizes = (full.keys_size, full.keys_size, full.values_size)

@@ -17,9 +17,9 @@ from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import (
-    Placements,
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.weight_slots import (
+    WeightSlots,
     cut_all,
     fill_matrix,
     place_rates,
@@ -56,7 +56,7 @@ class KDA(nn.Module):
 
     rotary = None
 
-    def __init__(self, shapes: KDAShapes, kind: ParameterKind) -> None:
+    def __init__(self, shapes: KDAShapes, kind: ModuleScope) -> None:
         super().__init__()
         self.kind = kind
         self.head_cut = kind.ranks.share(shapes.num_heads, f"{kind.path} num_heads")
@@ -137,7 +137,7 @@ class KDA(nn.Module):
         )
         return self.out(mixed, epilogue=Epilogue.PARTIALS)
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         tensors = {
             f"{self.forget}A_log": cut_all(
                 place_rates(self.decay_rate.view(1, 1, -1, 1)), self.head_cut, 2
@@ -148,7 +148,7 @@ class KDA(nn.Module):
         }
         return {self.kind.full(name): place for name, place in tensors.items()}
 
-    def _convolutions(self) -> Placements:
+    def _convolutions(self) -> WeightSlots:
         """Places one convolution for all channels, or one each for queries, keys and values."""
         size, weight = self.shapes.size, self.conv_weight.unsqueeze(1)
         if self.kind.has("conv1d.weight"):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from milepost.errors import WeightsError
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placement, Placements
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.weight_slots import WeightSlot, WeightSlots
 
 _NAMES = {
     0: ("k_scale", "k_proj.k_scale", "k_proj.output_scale"),
@@ -24,19 +24,19 @@ _NAMES = {
 class KVScales(nn.Module):
     """`values` [2, G]: the scales of keys and of values; 1 if the checkpoint has none."""
 
-    def __init__(self, num_kv_heads: int, kind: ParameterKind) -> None:
+    def __init__(self, num_kv_heads: int, kind: ModuleScope) -> None:
         super().__init__()
         self.kind = kind
         self.values = kind.empty_precise(2, num_kv_heads)
         self.values.data.fill_(1)
 
-    def placements(self) -> Placements:
-        places: Placements = {}
+    def placements(self) -> WeightSlots:
+        places: WeightSlots = {}
         for row, names in _NAMES.items():
             name = next(filter(self.kind.has, names), None)
             if name is not None:
                 full = self.kind.full(name)
-                places[full] = Placement((1,), partial(_store, full, self.values.data[row]))
+                places[full] = WeightSlot((1,), partial(_store, full, self.values.data[row]))
         return places
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002

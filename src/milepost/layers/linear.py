@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from milepost.kernels import norm, products
 from milepost.kernels.layout.emit import Activations, Emit, Inputs, Projected, as_activations
 from milepost.kernels.products import Epilogue, Form, Raw
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import (
-    Placement,
-    Placements,
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.weight_slots import (
+    WeightSlot,
+    WeightSlots,
     cut_all,
     cut_inputs,
     cut_outputs,
@@ -69,7 +69,7 @@ class Linear(nn.Module):
         self,
         num_inputs: int,
         sections: Sections,
-        kind: ParameterKind,
+        kind: ModuleScope,
         *,
         bias: bool = False,
         orders: Mapping[str, Tensor] | None = None,
@@ -216,9 +216,9 @@ class Linear(nn.Module):
         for weight in self.weights:
             weight.pack()
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         """Places each projection's weight tensors and bias."""
-        placements: Placements = {}
+        placements: WeightSlots = {}
         names = dict.fromkeys(section.name for section in self._sections)
         for name in () if self.is_tied else names:
             if name is None:
@@ -231,7 +231,7 @@ class Linear(nn.Module):
             placements |= {f"{prefix}.{tensor}": place for tensor, place in tensors.items()}
         return placements
 
-    def _place(self, name: str, group: int, rows: Tensor, path: str) -> Placements:
+    def _place(self, name: str, group: int, rows: Tensor, path: str) -> WeightSlots:
         """Returns places for the projection's tensors, keyed by their names within it."""
         weight, cut = self.weights[group], self._cuts.get(name)
         tensors = weight.place(rows, path)
@@ -243,7 +243,7 @@ class Linear(nn.Module):
             place = place_scattered(self.biases[group], rows)
             tensors["bias"] = place if cut is None else cut_all(place, cut)
         elif self._has_bias:
-            tensors["bias"] = Placement((len(rows),), len)
+            tensors["bias"] = WeightSlot((len(rows),), len)
         return tensors
 
     def fill(self, spread: float, generator: torch.Generator) -> None:

@@ -18,9 +18,9 @@ from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.norm import NormedPart, norm_over_ranks
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import (
-    Placements,
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.weight_slots import (
+    WeightSlots,
     cut_all,
     fill_matrix,
     place_rates,
@@ -70,7 +70,7 @@ class Mamba2(nn.Module):
 
     rotary = None
 
-    def __init__(self, shapes: Mamba2Shapes, kind: ParameterKind) -> None:
+    def __init__(self, shapes: Mamba2Shapes, kind: ModuleScope) -> None:
         super().__init__()
         self.kind = kind
         what = f"{kind.path} num_heads"
@@ -169,7 +169,7 @@ class Mamba2(nn.Module):
         own = NormedPart(mixed, scale, column=self._group, num_features=num_features)
         return norm_over_ranks([own], self.shapes.norm_eps, self._num_groups, ranks)[0]
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         heads, channels = self.head_cut, self.channel_cut
         tensors = {
             "A_log": cut_all(place_rates(self.rate), heads),

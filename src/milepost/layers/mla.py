@@ -19,9 +19,9 @@ from milepost.kernels.products import Epilogue, raw
 from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placements, fill_matrix, place_whole
+from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.expanded import place_expanded
+from milepost.layers.weight_slots import WeightSlots, fill_matrix, place_whole
 
 _NORM_EPS = 1e-6
 """Epsilon of the latents' norm, regardless of the model's epsilon."""
@@ -55,7 +55,7 @@ class MLA(nn.Module):
 
     rotary = None
 
-    def __init__(self, shapes: MLAShapes, kind: ParameterKind) -> None:
+    def __init__(self, shapes: MLAShapes, kind: ModuleScope) -> None:
         super().__init__()
         self.kind = kind
         self.cut = kind.ranks.share(shapes.num_heads, f"{kind.path} num_attention_heads")
@@ -107,7 +107,7 @@ class MLA(nn.Module):
         output = raw.multiply_heads(attended, self.up_value.mT)
         return self.out(output.flatten(1), epilogue=Epilogue.PARTIALS)
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         """Places tensors. The checkpoint's `kv_b_proj` holds, head by head, the rows of its key and
         then of its value."""
         shapes = self.shapes

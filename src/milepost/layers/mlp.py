@@ -12,7 +12,7 @@ from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
-from milepost.layers.parameters import ParameterKind
+from milepost.layers.parameters import ModuleScope
 from milepost.parallel.cut import join
 
 
@@ -31,7 +31,7 @@ class MLP(nn.Module):
         self,
         hidden_size: int,
         size: int,
-        kind: ParameterKind,
+        kind: ModuleScope,
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         super().__init__()

@@ -25,8 +25,8 @@ from milepost.kernels.products.moe import SOFTMAX, Scores
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
 from milepost.layers.mlp import MLP
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placement, Placements, place_whole
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.weight_slots import WeightSlot, WeightSlots, place_whole
 from milepost.layers.weights import USUAL_NAMES, ExpertNames, ExpertSizes, Precision
 from milepost.parallel import Cut
 
@@ -65,7 +65,7 @@ class MoE(nn.Module):
         self,
         hidden_size: int,
         shapes: ExpertShapes,
-        kind: ParameterKind,
+        kind: ModuleScope,
         names: ExpertNames = USUAL_NAMES,
     ) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class MoE(nn.Module):
         own = "|".join(str(number) for _, number in self.experts.sizes.numbers)
         return rf"{re.escape(self.kind.full(self.names.single))}\.(?!({own})\.)\d+\."
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         """Places the router's bias. Without a shared expert, the shared expert's tensors that the
         checkpoint may still hold are read and ignored."""
         placements = {}
@@ -201,7 +201,7 @@ class MoE(nn.Module):
             "shared_expert_gate.weight": (1, self.hidden_size),
         }
         return placements | {
-            self.kind.full(name): Placement(shape, len)
+            self.kind.full(name): WeightSlot(shape, len)
             for name, shape in shapes.items()
             if self.kind.has(name)
         }
@@ -218,7 +218,7 @@ def elsewhere_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(pattern for pattern in patterns if pattern)
 
 
-def _precision_of(names: ExpertNames, kind: ParameterKind) -> Precision:
+def _precision_of(names: ExpertNames, kind: ModuleScope) -> Precision:
     """Returns the form of the experts' weights in the checkpoint."""
     # A tensor of stacked experts may be named like a module.
     stacked = names.stacked[0].removesuffix(".weight")
@@ -226,7 +226,7 @@ def _precision_of(names: ExpertNames, kind: ParameterKind) -> Precision:
     return kind.precision(stacked if is_module else names.single)
 
 
-def _cuts(shapes: ExpertShapes, kind: ParameterKind) -> tuple[Cut, Cut]:
+def _cuts(shapes: ExpertShapes, kind: ModuleScope) -> tuple[Cut, Cut]:
     """Returns the experts that this rank has, and the units of each. Raises ConfigError if the rank
     has fewer experts than a token chooses."""
     ranks = kind.ranks
@@ -241,6 +241,6 @@ def _cuts(shapes: ExpertShapes, kind: ParameterKind) -> tuple[Cut, Cut]:
     return experts, Cut.all_of(shapes.size)
 
 
-def _units(size: int, kind: ParameterKind) -> Cut:
+def _units(size: int, kind: ModuleScope) -> Cut:
     """Returns this rank's units of an expert of `size` units."""
     return kind.ranks.share(size, f"{kind.path} moe_intermediate_size")

@@ -28,7 +28,7 @@ from milepost.layers.context import Context
 from milepost.layers.embedding import embed
 from milepost.layers.linear import Linear
 from milepost.layers.norm import RMSNorm
-from milepost.layers.parameters import ParameterKind
+from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Layer
 
 FIRST_ROW = 1
@@ -41,7 +41,7 @@ class MTPHead(nn.Module):
     rotary = None
 
     def __init__(
-        self, hidden_size: int, layer: Layer, kind: ParameterKind, *, eps: float, offset: float
+        self, hidden_size: int, layer: Layer, kind: ModuleScope, *, eps: float, offset: float
     ) -> None:
         super().__init__()
 

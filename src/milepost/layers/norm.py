@@ -17,8 +17,8 @@ from milepost.kernels import norm
 from milepost.kernels.layout.emit import Activations, Emit, Inputs
 from milepost.kernels.platform.tensors import cast
 from milepost.layers.linear import Begun
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placement, Placements, cut_all
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.weight_slots import WeightSlot, WeightSlots, cut_all
 from milepost.parallel import Cut, Ranks
 
 
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         self,
         size: int,
         eps: float,
-        kind: ParameterKind,
+        kind: ModuleScope,
         *,
         offset: float = 0.0,
         multiplier: float = 1.0,
@@ -76,7 +76,7 @@ class RMSNorm(nn.Module):
             return total, Activations(values=normed, projected=begun.projected)
         return norm.add_norm(hidden, delta, *how, emit=emit)
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         return {self.kind.full("weight"): place_scale(self.scale, self.offset)}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
@@ -110,7 +110,7 @@ class HeadNorms(nn.Module):
         self,
         groups: Mapping[str, Cut],
         head_dim: int,
-        kind: ParameterKind,
+        kind: ModuleScope,
         *,
         offset: float,
         is_whole: bool,
@@ -120,7 +120,7 @@ class HeadNorms(nn.Module):
         self._sizes = [heads.size for heads in groups.values()]
         self.scale = kind.empty_precise(sum(self._sizes), head_dim)
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         placements, parts = {}, self.scale.split(self._sizes)
         for (name, heads), scale in zip(self.groups.items(), parts, strict=True):
             like = scale.view(-1) if self.is_whole else scale
@@ -135,14 +135,14 @@ class HeadNorms(nn.Module):
         self.scale.fill_(1)
 
 
-def place_scale(scale: Tensor, offset: float) -> Placement:
+def place_scale(scale: Tensor, offset: float) -> WeightSlot:
     """Places a tensor that is all of `scale` [..., N], or each of its rows, minus `offset`."""
 
     def store(weight: Tensor) -> None:
         # Adds in the scale's dtype: bfloat16 cannot represent 1 + w for a small w.
         scale.copy_(weight.to(scale.dtype) + offset)
 
-    return Placement(tuple(scale.shape[-1:]), store)
+    return WeightSlot(tuple(scale.shape[-1:]), store)
 
 
 def norm_over_ranks(

@@ -21,7 +21,7 @@ def _raw(_: str) -> Precision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterKind:
+class ModuleScope:
     """Dtype and device of a module's parameters, where the checkpoint stores them, and in which
     form."""
 
@@ -36,11 +36,11 @@ class ParameterKind:
     ranks: Ranks = ALONE
     """The ranks that the parameters are split over, and this one's number."""
 
-    def under(self, name: str) -> ParameterKind:
+    def under(self, name: str) -> ModuleScope:
         """Returns the kind for a submodule."""
         return replace(self, path=self.full(name))
 
-    def root(self) -> ParameterKind:
+    def root(self) -> ModuleScope:
         """Returns the kind for modules outside the model's layers."""
         return replace(self, path="")
 

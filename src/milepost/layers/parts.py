@@ -48,20 +48,20 @@ class Part(Protocol):
 
 
 @runtime_checkable
-class EndingPart(Protocol):
+class LastTokensPart(Protocol):
     """A part that has less to do if only sampled positions are needed after it."""
 
     @property
     def ending(self) -> Operation:
-        """The operation that needs a layout for `run_ends`, besides `operation`."""
+        """The operation that needs a layout for `run_last_tokens`, besides `operation`."""
         ...
 
-    def run_ends(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
+    def run_last_tokens(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Like `run`, but returns the output [R, C] of the sampled positions."""
         ...
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """One addition to the residual stream: a norm before it, parts side by side, a norm after it.
 
         hidden += post(sum of part(pre(hidden)))
@@ -118,8 +118,8 @@ class Block(nn.Module):
         return hidden, added
 
     def _run(self, part: Part, rows: Inputs, ctx: Context, number: int, *, ends: bool) -> Tensor:
-        if ends and isinstance(part, EndingPart):
-            return part.run_ends(rows, ctx, number)
+        if ends and isinstance(part, LastTokensPart):
+            return part.run_last_tokens(rows, ctx, number)
         output = part.run(rows, ctx, number)
         return output[ctx.step.last_tokens] if ends else output
 
@@ -131,7 +131,7 @@ class Block(nn.Module):
 class Layer(nn.Module):
     """Blocks one after another, with the numbers of their parts' caches."""
 
-    def __init__(self, *blocks: Block) -> None:
+    def __init__(self, *blocks: ResidualBlock) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.numbers: list[tuple[int, ...]] = []

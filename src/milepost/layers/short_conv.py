@@ -14,8 +14,8 @@ from milepost.kernels.products import Epilogue
 from milepost.kernels.short_conv import ShortConvOperation
 from milepost.layers.context import Context, ShortConvSpec
 from milepost.layers.linear import Linear
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placements, cut_all, fill_matrix, place_whole
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.weight_slots import WeightSlots, cut_all, fill_matrix, place_whole
 from milepost.parallel.cut import join
 
 
@@ -30,7 +30,7 @@ class ShortConv(nn.Module):
     rotary = None
 
     def __init__(
-        self, hidden_size: int, conv_width: int, kind: ParameterKind, *, bias: bool = False
+        self, hidden_size: int, conv_width: int, kind: ModuleScope, *, bias: bool = False
     ) -> None:
         super().__init__()
         self.kind = kind
@@ -64,7 +64,7 @@ class ShortConv(nn.Module):
         )
         return self.out(mixed, epilogue=Epilogue.PARTIALS)
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         tensors = {"conv.weight": cut_all(place_whole(self.conv_weight.unsqueeze(1)), self.cut)}
         if self.conv_bias is not None:
             tensors["conv.bias"] = cut_all(place_whole(self.conv_bias), self.cut)

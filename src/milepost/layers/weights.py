@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from milepost.kernels import products
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products.forms.matrix import Form, Packed, RawForm, pack
-from milepost.layers.placements import (
-    Placement,
-    Placements,
+from milepost.layers.weight_slots import (
+    WeightSlot,
+    WeightSlots,
     cut_all,
     fill_matrix,
     place_rows,
@@ -35,7 +35,7 @@ from milepost.parallel import Axes, Cut
 from milepost.parallel.cut import join
 
 if TYPE_CHECKING:
-    from milepost.layers.parameters import ParameterKind
+    from milepost.layers.parameters import ModuleScope
 
 
 class Weight(Protocol):
@@ -51,7 +51,7 @@ class Weight(Protocol):
         """The form that products read."""
         ...
 
-    def place(self, rows: Tensor, path: str) -> Placements:
+    def place(self, rows: Tensor, path: str) -> WeightSlots:
         """Returns placements for the tensors of the projection at `path`, keyed by their names
         within it. The projection's output i is row `rows[i]`."""
         ...
@@ -90,7 +90,7 @@ class Experts(Protocol):
         returns partials [T, P, I]: see `products.mix`."""
         ...
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         """Returns placements keyed by full names."""
         ...
 
@@ -159,11 +159,11 @@ class Precision(Protocol):
     """Largest number of experts that a shared one may be stored as: each is one more that every
     token chooses."""
 
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> Weight:
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> Weight:
         """Returns an unfilled matrix for one or several projections."""
         ...
 
-    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> Experts:
+    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope) -> Experts:
         """Returns unfilled matrices for a mixture's experts."""
         ...
 
@@ -174,10 +174,10 @@ class RawPrecision:
 
     max_shared: ClassVar[int] = 4
 
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> Weight:
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> Weight:
         return RawWeight(kind.empty(num_outputs, num_inputs))
 
-    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> Experts:
+    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope) -> Experts:
         return RawExperts(sizes, names, kind)
 
 
@@ -198,7 +198,7 @@ class RawWeight(nn.Module):
     def form(self) -> RawForm:
         return self._packed or products.Raw(values=self._unpacked())
 
-    def place(self, rows: Tensor, path: str) -> Placements:  # noqa: ARG002
+    def place(self, rows: Tensor, path: str) -> WeightSlots:  # noqa: ARG002
         return {"weight": place_scattered(self._unpacked(), rows)}
 
     def clear(self, first: int, count: int) -> None:
@@ -222,7 +222,7 @@ class RawExperts(nn.Module):
     """Raw experts. The gate and up projections of an expert, or its up projection alone, share one
     matrix."""
 
-    def __init__(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> None:
+    def __init__(self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope) -> None:
         super().__init__()
         self.sizes, self.names, self.kind = sizes, names, kind
         count = sizes.num_experts + sizes.num_shared
@@ -241,7 +241,7 @@ class RawExperts(nn.Module):
     def mix(self, rows: Inputs, shares: Tensor, experts: Tensor) -> Tensor:
         return products.mix(rows, shares, experts, *self.forms)
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         names, sizes, full = self.names, self.sizes, self.kind.full
         placements = self._shared() if sizes.num_shared else {}
         *up, down = names.projections
@@ -262,7 +262,7 @@ class RawExperts(nn.Module):
                 placements[f"{prefix}.{down}.weight"] = cut_all(whole, sizes.units, 1)
         return placements
 
-    def _shared(self) -> Placements:
+    def _shared(self) -> WeightSlots:
         """Places the shared expert's units, split evenly over the experts that it is stored as."""
         count, (hidden_size, size) = self.sizes.num_shared, self.down.shape[1:]
         own, out = (each[-count:] for each in (self.up, self.down))
@@ -282,9 +282,9 @@ class RawExperts(nn.Module):
         units = self.sizes.shared_units
         placements = {}
         for name, parts in groups.items():
-            place = Placement((len(parts) * count * size, hidden_size), partial(store, parts))
+            place = WeightSlot((len(parts) * count * size, hidden_size), partial(store, parts))
             placements[f"{prefix}.{name}.weight"] = cut_all(place, join(*[units] * len(parts)))
-        place = Placement((hidden_size, count * size), store_down)
+        place = WeightSlot((hidden_size, count * size), store_down)
         return placements | {f"{prefix}.{down}.weight": cut_all(place, units, 1)}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:

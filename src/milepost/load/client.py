@@ -11,7 +11,7 @@ import aiohttp
 
 
 @dataclass(slots=True, kw_only=True)
-class Result:
+class RequestResult:
     """The outcome of one request. Times are seconds of the given clock."""
 
     start: float
@@ -48,10 +48,10 @@ class Endpoint:
         self._options = dict(options)
         self._clock = clock
 
-    async def ask(self, messages: list[Mapping[str, Any]], max_tokens: int) -> Result:
+    async def ask(self, messages: list[Mapping[str, Any]], max_tokens: int) -> RequestResult:
         """Send a request. The result carries any error of the server or network; nothing is raised
         for it."""
-        result = Result(start=self._clock())
+        result = RequestResult(start=self._clock())
         body = {
             "model": self._model,
             "messages": messages,
@@ -74,7 +74,7 @@ class Endpoint:
             result.error = "the stream ended without a finish reason"
         return result
 
-    async def _read(self, response: aiohttp.ClientResponse, result: Result) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, result: RequestResult) -> None:
         """Read server-sent events; lines without data (comments, names, ids) are skipped."""
         buffer = bytearray()
         async for piece in response.content.iter_any():
@@ -85,7 +85,7 @@ class Endpoint:
                 self._take_line(bytes(line), result)
         self._take_line(bytes(buffer), result)
 
-    def _take_line(self, line: bytes, result: Result) -> None:
+    def _take_line(self, line: bytes, result: RequestResult) -> None:
         name, _, data = line.partition(b":")
         if name == b"data" and data.strip() not in (b"", b"[DONE]"):
             chunk = json.loads(data)
@@ -95,7 +95,7 @@ class Endpoint:
                 what = f"the server sent what is no chunk: {str(chunk)[:40]!r}"
                 raise ValueError(what) from error
 
-    def _take(self, chunk: Any, result: Result) -> None:
+    def _take(self, chunk: Any, result: RequestResult) -> None:
         if chunk.get("error"):
             result.error = str(chunk["error"])[:200]
             return

@@ -11,16 +11,16 @@ from typing import Any
 import aiohttp
 
 from milepost.errors import ConfigError
-from milepost.load.client import Endpoint, Result, find_model, reason_of
+from milepost.load.client import Endpoint, RequestResult, find_model, reason_of
 from milepost.load.config import DriveConfig
 from milepost.load.workloads import Session
 
-Progress = Callable[[Result], None]
+OnResult = Callable[[RequestResult], None]
 
 
 async def drive(
-    config: DriveConfig, load: Sequence[Session], *, seed: int, progress: Progress
-) -> tuple[list[Result], float]:
+    config: DriveConfig, load: Sequence[Session], *, seed: int, progress: OnResult
+) -> tuple[list[RequestResult], float]:
     """Run all sessions. Returns the results in order of completion, and the duration in seconds.
 
     Raises ConfigError if the server does not answer.
@@ -30,9 +30,9 @@ async def drive(
     async with aiohttp.ClientSession(connector=limits, timeout=timeout) as http:
         endpoint = await _endpoint(config, http)
         await _warm_up(endpoint, config)
-        results: list[Result] = []
+        results: list[RequestResult] = []
 
-        def note(result: Result) -> None:
+        def note(result: RequestResult) -> None:
             results.append(result)
             progress(result)
 
@@ -80,7 +80,7 @@ async def _warm_up(endpoint: Endpoint, config: DriveConfig) -> None:
             raise ConfigError(f"base_url={config.base_url!r} refuses a request: {result.error}")
 
 
-async def _play(endpoint: Endpoint, session: Session, note: Progress) -> None:
+async def _play(endpoint: Endpoint, session: Session, note: OnResult) -> None:
     """Run one conversation; it ends at the first turn that fails."""
     messages: list[Mapping[str, Any]] = []
     for turn in session.turns:

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from milepost.load.client import Result
+from milepost.load.client import RequestResult
 
 PERCENTILES = (50, 90, 99)
 
 
-def summarize(results: Sequence[Result], seconds: float) -> dict[str, Any]:
+def summarize(results: Sequence[RequestResult], seconds: float) -> dict[str, Any]:
     """Returns one JSON row: counts, rates, latencies in milliseconds, and the tokens that came from
     the cache.
 
@@ -54,12 +54,12 @@ def _total(counts: Iterable[Any]) -> int | None:
     return sum(known) if known else None
 
 
-def _cached(result: Result) -> int | None:
+def _cached(result: RequestResult) -> int | None:
     details = result.usage.get("prompt_tokens_details")
     return details.get("cached_tokens") if isinstance(details, dict) else None
 
 
-def _per_token(result: Result) -> float | None:
+def _per_token(result: RequestResult) -> float | None:
     """Returns an answer's mean time per token, without the first token."""
     num_tokens = result.usage.get("completion_tokens")
     if not isinstance(num_tokens, int) or num_tokens < 2 or result.first is None:

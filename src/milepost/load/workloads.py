@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from milepost.errors import ConfigError
 
-Kind = Literal["shared-prefix", "multi-turn", "agent", "trace"]
+WorkloadKind = Literal["shared-prefix", "multi-turn", "agent", "trace"]
 
 MAX_LENGTH = 10_000_000
 """Largest length that a trace may give. More words take long to make up, and no model accepts them.
@@ -46,7 +46,7 @@ class Session:
 class WorkloadConfig:
     """Shape of the load; raises ConfigError."""
 
-    workload: Kind = "shared-prefix"
+    workload: WorkloadKind = "shared-prefix"
     """`shared-prefix`: groups of single requests with a common system prompt; `multi-turn`: chats;
     `agent`: long growing conversations with short answers; `trace`: a file of hash ids."""
     num_sessions: int = 64

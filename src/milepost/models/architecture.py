@@ -13,7 +13,7 @@ from milepost.layers.attention import AttentionShapes
 from milepost.layers.gated_delta import GatedDeltaShapes
 from milepost.layers.mamba2 import Mamba2Shapes
 from milepost.layers.mtp import MTPHead
-from milepost.layers.parameters import ParameterKind
+from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Layer
 from milepost.layers.rotary import Rotary
 from milepost.models.decoder import Decoder, DecoderParts
@@ -41,7 +41,7 @@ class Architecture:
 
     model_types: tuple[str, ...]
     """`model_type` of the configurations, or of the text part of multimodal ones."""
-    build: Callable[[PreTrainedConfig, ParameterKind], DecoderParts]
+    build: Callable[[PreTrainedConfig, ModuleScope], DecoderParts]
     """Builds the layers of a text configuration; their tensors are under `kind.path`."""
     layer_types: tuple[str, ...] = ("full_attention", "linear_attention")
     """Layer types that `build` supports."""
@@ -58,7 +58,7 @@ class Architecture:
     prefixes: tuple[str, ...] = ("model.language_model", "model")
     """Paths that the text model may have in a checkpoint; the first with an embedding is used."""
     embedding: str = "embed_tokens"
-    head: Callable[[PreTrainedConfig, ParameterKind, Rotary], MTPHead] | None = None
+    head: Callable[[PreTrainedConfig, ModuleScope, Rotary], MTPHead] | None = None
     """Builds the MTP head, with tensors under `kind.path` and the model's rotary embedding; None if
     the family has none."""
     skipped: tuple[str, ...] = (r"model\.visual\.",)
@@ -68,7 +68,7 @@ class Architecture:
     def decoder(
         self,
         config: PreTrainedConfig,
-        kind: ParameterKind,
+        kind: ModuleScope,
         *,
         is_tied: bool,
         has_head: bool = False,
@@ -81,7 +81,7 @@ class Architecture:
         return Decoder(config, parts, own, is_tied=is_tied, embedding=self.embedding)
 
     def head_of(
-        self, config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary | None = None
+        self, config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary | None = None
     ) -> MTPHead:
         """Returns the unfilled head alone."""
         assert self.head is not None, "only architectures that have heads are asked for one"

@@ -22,20 +22,20 @@ from milepost.layers.linear import Linear
 from milepost.layers.moe import elsewhere_of
 from milepost.layers.mtp import MTPHead
 from milepost.layers.norm import RMSNorm
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.parts import Block, EndingPart, Layer
-from milepost.layers.placements import (
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import LastTokensPart, Layer, ResidualBlock
+from milepost.layers.rotary import num_positions
+from milepost.layers.weight_slots import (
     FLOATS,
     Holder,
-    Placement,
-    Placements,
+    WeightSlot,
+    WeightSlots,
     cut_all,
     fill_matrix,
     merge,
     place_whole,
     scale,
 )
-from milepost.layers.rotary import num_positions
 from milepost.layers.weights import RawWeight
 
 
@@ -65,7 +65,7 @@ class Decoder(nn.Module):
         self,
         config: PreTrainedConfig,
         parts: DecoderParts,
-        kind: ParameterKind,
+        kind: ModuleScope,
         *,
         is_tied: bool,
         embedding: str = "embed_tokens",
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         end."""
         if self._last is not None and self.mtp is None:
             lasts = self._last[1].parts
-            self.ending = _once(part.ending for part in lasts if isinstance(part, EndingPart))
+            self.ending = _once(part.ending for part in lasts if isinstance(part, LastTokensPart))
         self.operations: tuple[Operation, ...] = (
             *_once(part.operation for part in own),
             *self.ending,
@@ -160,7 +160,7 @@ class Decoder(nn.Module):
 
         The head, if there is one, takes in the tokens. `layers` replace the model's layers, as if
         it had no others. Calls `before` before each layer, with the number of layers already run.
-        If `ctx.only_ends`, returns hidden states [R, C] of the step's `last_tokens` only.
+        If `ctx.last_tokens_only`, returns hidden states [R, C] of the step's `last_tokens` only.
         """
         self._turn(ctx)
         hidden, delta = self._embed(token_ids), None
@@ -168,12 +168,12 @@ class Decoder(nn.Module):
             if before is not None:
                 before(index)
             for block, numbers in zip(layer.blocks, layer.numbers, strict=True):
-                ends = ctx.only_ends and (layer, block) == self._last
+                ends = ctx.last_tokens_only and (layer, block) == self._last
                 hidden, delta = block.run(hidden, delta, ctx, numbers, ends=ends)
                 ctx = ctx.at_ends() if ends else ctx
         hidden = self.norm.add(hidden, delta)[1]
         if self.mtp is not None:
-            assert not ctx.only_ends, "a head takes in every token"
+            assert not ctx.last_tokens_only, "a head takes in every token"
             self.mtp.note(token_ids, self.embedding, hidden, ctx)
         return hidden
 
@@ -192,7 +192,7 @@ class Decoder(nn.Module):
         logits = self.ranks.all_gather(self.lm_head(hidden))
         return logits if self._multipliers[1] == 1 else logits * self._multipliers[1]
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         """Returns the placement of each checkpoint tensor, keyed by its full name."""
         own = {self._embedding_name: cut_all(place_whole(self.embedding), self._vocab)}
         placements = merge([own, *(holder.placements() for holder in self._holders())])
@@ -202,7 +202,7 @@ class Decoder(nn.Module):
                 placements[name] = scale(placements[name], factor)
         return placements
 
-    def _refuse_quantised(self, name: str, place: Placement, end: str) -> None:
+    def _refuse_quantised(self, name: str, place: WeightSlot, end: str) -> None:
         """Raises UnsupportedModelError if a factor applies to a weight that is not stored as plain
         floats."""
         if f".{end.rpartition('.')[0]}." in name and place.types != FLOATS:
@@ -249,7 +249,7 @@ class Decoder(nn.Module):
                 yield module
 
 
-def _last_with_cache(layers: list[Layer]) -> tuple[Layer, Block] | None:
+def _last_with_cache(layers: list[Layer]) -> tuple[Layer, ResidualBlock] | None:
     blocks = ((layer, block) for layer in reversed(layers) for block in reversed(layer.blocks))
     has_cache = (each for each in blocks if any(part.spec for part in each[1].parts))
     return next(has_cache, None)

@@ -19,11 +19,11 @@ from milepost.json_settings import decode_floats
 MAX_BYTES = 2**28
 """Largest file that is read; an index of a million tensors is half as large."""
 
-Kind = type[ConfigError] | type[WeightsError]
+ErrorKind = type[ConfigError] | type[WeightsError]
 
 
 @contextmanager
-def reading(what: Path | str, kind: Kind = ConfigError) -> Iterator[None]:
+def reading(what: Path | str, kind: ErrorKind = ConfigError) -> Iterator[None]:
     """Raises `kind`, naming the file, for any error but Milepost's own: a library that reads an
     untrusted file may fail in any way. Panics of Rust libraries are caught too, though they are no
     Exception."""
@@ -41,7 +41,7 @@ def reading(what: Path | str, kind: Kind = ConfigError) -> Iterator[None]:
         raise kind(f"{what}: cannot be read ({_reason(error)})") from error
 
 
-def read_object(path: Path, kind: Kind = ConfigError) -> dict[str, Any]:
+def read_object(path: Path, kind: ErrorKind = ConfigError) -> dict[str, Any]:
     """Returns the JSON object in a regular file; raises `kind`, naming the file. Numbers that
     transformers writes as `{"__float__": "Infinity"}` are read as numbers."""
     with reading(path, kind):

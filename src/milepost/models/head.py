@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 
 from milepost.errors import MilepostError, UnsupportedModelError
 from milepost.layers.moe import elsewhere_of
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import merge
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.weight_slots import merge
 from milepost.models.architecture import HEAD, Architecture
 from milepost.models.weights import WeightFiles
 
@@ -29,7 +29,7 @@ def depth_of(config: PreTrainedConfig) -> int:
 def check_head(
     architecture: Architecture,
     config: PreTrainedConfig,
-    kind: ParameterKind,
+    kind: ModuleScope,
     files: WeightFiles | None,
 ) -> None:
     """Raises UnsupportedModelError or WeightsError if the head cannot run, naming the setting or
@@ -54,7 +54,7 @@ def check_head(
 def why_no_head(
     architecture: Architecture,
     config: PreTrainedConfig,
-    kind: ParameterKind,
+    kind: ModuleScope,
     files: WeightFiles | None,
 ) -> str:
     """Returns the message of `check_head`'s error; empty if the head can run."""

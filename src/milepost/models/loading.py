@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from milepost.config import DType, LoadFormat
 from milepost.errors import ConfigError, UnsupportedModelError
-from milepost.layers.parameters import ParameterKind
+from milepost.layers.parameters import ModuleScope
 from milepost.layers.rotary import run_up_to
 from milepost.models.architecture import HEAD, Architecture
 from milepost.models.configuration import Overrides, load_config, resolve_dtype
@@ -124,7 +124,7 @@ class _Plan:
 
     config: PreTrainedConfig
     architecture: Architecture
-    kind: ParameterKind
+    kind: ModuleScope
     files: WeightFiles | None
     """The checkpoint's files; None for dummy weights, which are filled from `seed`."""
     seed: int
@@ -143,7 +143,7 @@ class _Plan:
         """Returns the model with parameters that have shapes but no memory."""
         return self._decoder(replace(self.kind, device=META))
 
-    def _decoder(self, kind: ParameterKind) -> Decoder:
+    def _decoder(self, kind: ModuleScope) -> Decoder:
         text = self.config.get_text_config()
         return self.architecture.decoder(text, kind, is_tied=self.is_tied, has_head=self.has_head)
 
@@ -157,7 +157,7 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
     names = () if files is None else files.by_name
     _check_embedding(architecture, names)
     forms = _find_forms(config, options.quantization, names, has_files=files is not None)
-    kind = ParameterKind(
+    kind = ModuleScope(
         dtype=resolve_dtype(options.dtype, config),
         device=torch.device(options.device),
         names=names,
@@ -197,7 +197,7 @@ def _has_head(
     head: Head,
     architecture: Architecture,
     config: PreTrainedConfig,
-    kind: ParameterKind,
+    kind: ModuleScope,
     files: WeightFiles | None,
 ) -> bool:
     """Whether the model gets a head. Raises the errors of `check_head` if a head is required."""

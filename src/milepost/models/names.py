@@ -18,7 +18,7 @@ from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.models.architecture import Architecture
 from milepost.models.bounds import refuse_sizes
 
-Settings = dict[str, Any]
+ConfigValues = dict[str, Any]
 
 TEXT = "text_config"
 _OVERRIDES = "hf_overrides"
@@ -48,7 +48,7 @@ def read_settings(
     overrides: Mapping[str, Any],
     architecture: Architecture,
     kind: type[PreTrainedConfig],
-) -> Settings:
+) -> ConfigValues:
     """Returns settings under the names of `kind`, the architecture's configuration class, with
     `overrides` applied. Raises ConfigError for a setting that is given twice with different values,
     for an override of a setting that the configuration does not have, and for numbers that no model
@@ -69,7 +69,7 @@ def read_settings(
     return found
 
 
-def take_same(settings: Settings, name: str, other: str, value: Any, where: str = "") -> None:
+def take_same(settings: ConfigValues, name: str, other: str, value: Any, where: str = "") -> None:
     """Sets `name` to the value found as `other`. Raises ConfigError if it already has a different
     value. Null is no value."""
     if settings.get(name) is None:
@@ -110,8 +110,8 @@ def _copied(value: Any) -> Any:
 
 
 def _nested(
-    raw: Settings, kind: type[PreTrainedConfig], inner: type[PreTrainedConfig] | None
-) -> Settings:
+    raw: ConfigValues, kind: type[PreTrainedConfig], inner: type[PreTrainedConfig] | None
+) -> ConfigValues:
     """Returns settings with those of the text part in `text_config`, even if a file has them
     flat."""
     if inner is None:
@@ -139,8 +139,8 @@ def _nested(
 
 
 def _renamed(
-    settings: Settings, architecture: Architecture, kind: type[PreTrainedConfig], where: str
-) -> Settings:
+    settings: ConfigValues, architecture: Architecture, kind: type[PreTrainedConfig], where: str
+) -> ConfigValues:
     """Renames settings to those of the class, and of the text part's class, in place."""
     inner = _inner(kind)
     if inner is None:
@@ -156,14 +156,14 @@ def _renamed(
     return settings
 
 
-def _refuse_other_type(text: Settings, architecture: Architecture, where: str) -> None:
+def _refuse_other_type(text: ConfigValues, architecture: Architecture, where: str) -> None:
     own = text.get("model_type")
     if own is not None and own not in architecture.model_types:
         known = " or ".join(architecture.model_types)
         raise _error(where, f"{TEXT}.model_type={own!r} does not belong to {known}")
 
 
-def _rename(settings: Settings, aliases: Mapping[str, str], where: str) -> None:
+def _rename(settings: ConfigValues, aliases: Mapping[str, str], where: str) -> None:
     """Moves values from aliases to the names that they stand for; `a.b` is b in the object a."""
     for alias, name in aliases.items():
         owner, _, last = alias.rpartition(".")
@@ -172,12 +172,12 @@ def _rename(settings: Settings, aliases: Mapping[str, str], where: str) -> None:
             take_same(settings, name, alias, holder.pop(last), where)
 
 
-def _gather_rope(settings: Settings, where: str) -> None:
+def _gather_rope(settings: ConfigValues, where: str) -> None:
     """Collects all settings of rotary positions in `rope_parameters`."""
     given = [name for name in (_ROPE, *_ROPE_NAMES, _ORIGINAL) if name in settings]
     if not given or (given == [_ROPE] and settings[_ROPE] is None):
         return
-    found: Settings = {}
+    found: ConfigValues = {}
     for name in given:
         value = settings.pop(name)
         if name in (_ROPE, "rope_scaling"):
@@ -192,7 +192,7 @@ def _gather_rope(settings: Settings, where: str) -> None:
     settings[_ROPE] = found
 
 
-def _take_rope(found: Settings, key: str, other: str, value: Any, where: str) -> None:
+def _take_rope(found: ConfigValues, key: str, other: str, value: Any, where: str) -> None:
     if key in ("type", "rope_type"):
         key, value = "rope_type", _ROPE_TYPES.get(value, value) if isinstance(value, str) else value
     if key in found and None not in (found[key], value) and found[key] != value:
@@ -201,7 +201,7 @@ def _take_rope(found: Settings, key: str, other: str, value: Any, where: str) ->
 
 
 def _check_known(
-    given: Settings, own: Settings, architecture: Architecture, kind: type[PreTrainedConfig]
+    given: ConfigValues, own: ConfigValues, architecture: Architecture, kind: type[PreTrainedConfig]
 ) -> None:
     """Raises ConfigError for an override of a setting that nothing reads."""
     inner = _inner(kind)
@@ -229,7 +229,7 @@ def _check_known(
             raise ConfigError(f"hf_overrides: config.json has no {TEXT}.{name} to override")
 
 
-def _leave_out_others(own: Settings, given: Settings, architecture: Architecture) -> None:
+def _leave_out_others(own: ConfigValues, given: ConfigValues, architecture: Architecture) -> None:
     """Drops the file's settings that express the same as an override."""
     if isinstance(given.get(TEXT), dict):
         _leave_out_others(own[TEXT], given[TEXT], architecture)
@@ -239,7 +239,7 @@ def _leave_out_others(own: Settings, given: Settings, architecture: Architecture
                 own.pop(name, None)
 
 
-def _merged(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> Settings:
+def _merged(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> ConfigValues:
     found = dict(own)
     for name, value in overrides.items():
         inner = found.get(name)
@@ -248,7 +248,7 @@ def _merged(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> Settings:
     return found
 
 
-def _check_lengths(text: Settings) -> None:
+def _check_lengths(text: ConfigValues) -> None:
     """Raises ConfigError if lists of layers differ in length from the model's depth."""
     count = text.get("num_hidden_layers")
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
@@ -260,13 +260,15 @@ def _check_lengths(text: Settings) -> None:
             )
 
 
-def _drop_unread_length(text: Settings) -> None:
+def _drop_unread_length(text: ConfigValues) -> None:
     rope = text.get(_ROPE)
     if isinstance(rope, dict) and rope.get("rope_type", "default") not in _STRETCHED:
         rope.pop(_ORIGINAL, None)
 
 
-def listed_layers(settings: Settings, indices: Iterable[Any], name: str, others: str) -> list[str]:
+def listed_layers(
+    settings: ConfigValues, indices: Iterable[Any], name: str, others: str
+) -> list[str]:
     """Returns the types of all layers, given the indices of those with attention. Raises
     UnsupportedModelError for an index that no layer has."""
     count = settings.get("num_hidden_layers")

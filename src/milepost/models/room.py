@@ -12,7 +12,7 @@ import torch
 
 from milepost.errors import ConfigError
 from milepost.layers.linear import Linear
-from milepost.layers.parameters import ParameterKind
+from milepost.layers.parameters import ModuleScope
 from milepost.models.decoder import Decoder
 
 GIB = 2**30
@@ -22,7 +22,7 @@ _MEMINFO = Path("/proc/meminfo")
 """File in which Linux says how much memory can be taken without swapping."""
 
 
-def check_room(outline: Decoder, kind: ParameterKind, *, is_quantised: bool) -> None:
+def check_room(outline: Decoder, kind: ModuleScope, *, is_quantised: bool) -> None:
     """Raises ConfigError if the device of `kind` has too little free memory for the parameters of
     `outline`, which have shapes but no memory."""
     free = available_bytes(kind.device)
@@ -48,7 +48,7 @@ def check_room(outline: Decoder, kind: ParameterKind, *, is_quantised: bool) -> 
         )
 
 
-def _advise(kind: ParameterKind, needed: int, free: int, *, is_quantised: bool) -> str:
+def _advise(kind: ModuleScope, needed: int, free: int, *, is_quantised: bool) -> str:
     """Suggests ways to make the weights smaller, or to spread them over more GPUs."""
     advice = ""
     if not is_quantised and kind.dtype.itemsize >= 4:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from milepost.errors import WeightsError
 from milepost.layers.parameters import VALUES
-from milepost.layers.placements import Placement, Placements
+from milepost.layers.weight_slots import WeightSlot, WeightSlots
 from milepost.models.decoder import Decoder
 from milepost.models.files import read_object, reading
 from milepost.models.reading import Header, Reader, read_extents, read_header
@@ -61,7 +61,7 @@ class WeightFiles:
 
     def read_into(
         self,
-        placements: Placements,
+        placements: WeightSlots,
         skipped: Sequence[str] = (),
         device: torch.device | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class WeightFiles:
             for file in files:
                 self._read_file(file, names[file], placements, pattern, reader, note_bytes)
 
-    def check(self, placements: Placements, prefix: str, elsewhere: Sequence[str] = ()) -> None:
+    def check(self, placements: WeightSlots, prefix: str, elsewhere: Sequence[str] = ()) -> None:
         """Raises WeightsError, naming file and tensor, unless the tensors whose names begin with
         `prefix` are exactly the placed ones or match a pattern in `elsewhere`. Reads no values."""
         pattern = re.compile("|".join(elsewhere) or "(?!)")
@@ -99,7 +99,7 @@ class WeightFiles:
                     elif name not in placements:
                         _refuse_unplaced(file, name, tensors, placements)
 
-    def _refuse_missing(self, placements: Placements) -> None:
+    def _refuse_missing(self, placements: WeightSlots) -> None:
         for name in placements:
             if name not in self.by_name:
                 raise WeightsError(
@@ -111,7 +111,7 @@ class WeightFiles:
         self,
         file: Path,
         wanted: Sequence[str],
-        placements: Placements,
+        placements: WeightSlots,
         skipped: re.Pattern[str],
         reader: Reader | None,
         note_bytes: Callable[[int], object],
@@ -185,7 +185,7 @@ def fill_from_files(model: Decoder, files: WeightFiles, skipped: Sequence[str]) 
         files.read_into(model.placements(), others, device if device.type == "cuda" else None)
 
 
-def _refuse_unplaced(file: Path, name: str, tensors: safe_open, placements: Placements) -> None:
+def _refuse_unplaced(file: Path, name: str, tensors: safe_open, placements: WeightSlots) -> None:
     """Raises WeightsError for a tensor that would change an answer. Zeros that some tools write for
     every projection do not."""
     path, _, last = name.rpartition(".")
@@ -200,7 +200,7 @@ def _refuse_unplaced(file: Path, name: str, tensors: safe_open, placements: Plac
     )
 
 
-def _store(name: str, tensors: safe_open, placement: Placement) -> int:
+def _store(name: str, tensors: safe_open, placement: WeightSlot) -> int:
     """Stores a tensor, or a part of it, from the page cache of its file; returns its bytes
     there."""
     view = tensors.get_slice(name)
@@ -209,13 +209,13 @@ def _store(name: str, tensors: safe_open, placement: Placement) -> int:
     return tensor.nbytes
 
 
-def _place(tensor: Tensor, placement: Placement) -> None:
+def _place(tensor: Tensor, placement: WeightSlot) -> None:
     # A single number may have no dimension, or several of size 1.
     is_one = tensor.numel() == 1 and not placement.cuts
     placement.store(tensor.view(placement.shape) if is_one else tensor)
 
 
-def _check_fits(file: Path, name: str, tensors: safe_open, placement: Placement) -> None:
+def _check_fits(file: Path, name: str, tensors: safe_open, placement: WeightSlot) -> None:
     view = tensors.get_slice(name)
     shape, dtype = tuple(view.get_shape()), view.get_dtype()
     if shape != placement.shape and (math.prod(shape), math.prod(placement.shape)) != (1, 1):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from milepost.errors import ConfigError
 from milepost.kernels import all_reduce, norm
-from milepost.kernels.all_reduce import NUM_SLOTS, Boxes, Mail
+from milepost.kernels.all_reduce import NUM_SLOTS, OneShotBuffers, TwoShotBuffers
 from milepost.parallel.gloo import GlooLink
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class GpuLink:
             device_id=device,
         )
         self._hosts, self._device = hosts, device
-        self._mails: dict[tuple[int, torch.dtype], Mail | None] = {}
-        self._boxes: dict[tuple[int, torch.dtype], Boxes | None] = {}
+        self._mails: dict[tuple[int, torch.dtype], OneShotBuffers | None] = {}
+        self._boxes: dict[tuple[int, torch.dtype], TwoShotBuffers | None] = {}
         self._kept: list[Tensor] = []
         self._waits: list[tuple[Tensor, Tensor]] = []
         """Signals that launches on this rank wait for, each with the turns it has reached."""
@@ -103,7 +103,7 @@ class GpuLink:
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
-    def _mail(self, hidden_size: int, dtype: torch.dtype) -> Mail | None:
+    def _mail(self, hidden_size: int, dtype: torch.dtype) -> OneShotBuffers | None:
         """Returns the one-shot buffers for rows of this size, made at first use, or None if some
         rank cannot reach the others' memory."""
         key = hidden_size, dtype
@@ -111,7 +111,7 @@ class GpuLink:
             is_aligned = hidden_size * dtype.itemsize % 16 == 0
             sizes = all_reduce.mail_bytes(hidden_size, dtype, self._hosts.size)
             found = self._share(*sizes, num_turns=NUM_SLOTS) if is_aligned else None
-            self._mails[key] = found and Mail(
+            self._mails[key] = found and OneShotBuffers(
                 rank=self._hosts.rank,
                 size=self._hosts.size,
                 values=found[0],
@@ -122,7 +122,7 @@ class GpuLink:
             )
         return self._mails[key]
 
-    def _boxes_for(self, hidden: Tensor) -> Boxes | None:
+    def _boxes_for(self, hidden: Tensor) -> TwoShotBuffers | None:
         """Returns the two-shot buffers for many rows, or None like `_mail`. The first call must
         have the most rows."""
         (count, hidden_size), dtype, size = hidden.shape, hidden.dtype, self._hosts.size
@@ -131,7 +131,7 @@ class GpuLink:
             num_rows = -(-count // size)
             sizes = all_reduce.box_bytes(num_rows, hidden_size, dtype, size)
             found = self._share(*sizes, num_turns=num_rows)
-            self._boxes[key] = found and Boxes(
+            self._boxes[key] = found and TwoShotBuffers(
                 rank=self._hosts.rank,
                 size=size,
                 boxes=found[0],

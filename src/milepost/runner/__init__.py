@@ -2,11 +2,11 @@
 
 Its modules:
 
-    a step                  runner, flight, plain, device, graphs, pieces
+    a step                  runner, in_flight, plain, device, graphs, graph_split
     its arrays              arrays, staging, tables, records, histories, counts
     what it chooses         sampling, sampler, choice, prompt_scores
     drafts                  acceptance, drafting, device_drafting
-    memory                  pool_shape, pools, shared, memory, zeroed
+    memory                  pool_shape, pools, shared, pool_sizes, zeroed
     before the first step   compiling, launching
     the same steps again    growing, recording, replay
 """

@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 from milepost.runner.choice import SampledToken
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
-Run = list[SampledToken]
+TokenRun = list[SampledToken]
 _BITS = 2**64 - 1
-Accept = Callable[[SequencePlan, Sequence[int], Sequence[SampledToken]], Run]
+Accept = Callable[[SequencePlan, Sequence[int], Sequence[SampledToken]], TokenRun]
 """Returns the run of a sequence, given its drafts and the tokens sampled before each draft and
 after the last."""
 
 
 def accept_equal(
     _sequence: SequencePlan, drafts: Sequence[int], sampled: Sequence[SampledToken]
-) -> Run:
+) -> TokenRun:
     """Accepts the sampled tokens up to the first that differs from its draft."""
     num = 0
     while num < len(drafts) and sampled[num].token_id == drafts[num]:
@@ -37,7 +37,7 @@ def accept_at(rates: Sequence[float]) -> Accept:
 
     def accept(
         sequence: SequencePlan, drafts: Sequence[int], sampled: Sequence[SampledToken]
-    ) -> Run:
+    ) -> TokenRun:
         draw, num = _uniform(sequence.number << 32 | sequence.start), 0
         while num < len(drafts) and draw < rates[num]:
             num += 1
@@ -55,7 +55,7 @@ def _uniform(number: int) -> float:
     return (mixed ^ mixed >> 31) / (_BITS + 1)
 
 
-def runs_of(plan: StepPlan, sampled: Run, accept: Accept) -> dict[int, Run]:
+def runs_of(plan: StepPlan, sampled: TokenRun, accept: Accept) -> dict[int, TokenRun]:
     """Returns the run of each request that samples. `sampled` holds all tokens that a step sampled,
     request by request."""
     runs, first = {}, 0

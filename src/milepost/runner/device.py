@@ -31,9 +31,9 @@ from milepost.runner.acceptance import accept_equal
 from milepost.runner.arrays import Capacity, Geometry
 from milepost.runner.choice import Drafts, SampledToken, choice_of, tensor_beside
 from milepost.runner.device_drafting import DeviceDrafting
-from milepost.runner.flight import Flight
-from milepost.runner.graphs import Cut, Graphs, Outcome, exact_capacity
-from milepost.runner.pieces import Pieces
+from milepost.runner.graph_split import GraphSplit
+from milepost.runner.graphs import Graphs, SplitHere, StepOutputs, exact_capacity
+from milepost.runner.in_flight import InFlightStep
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pools import Pools, allocate
 from milepost.runner.prompt_scores import PromptScores, score_prompts, wants_scores
@@ -90,7 +90,7 @@ class DeviceExecutor:
             for capacity in {largest, replace(largest, num_drafts=0)}
         ]
         self._staging = Staging(pools.device, max(map(num_staged_bytes, most)))
-        self._pieces = Pieces(model)
+        self._pieces = GraphSplit(model)
         seconds = [{each: step.layouts[each] for each in self._pieces.second} for step in most]
         self._second_staging = Staging(pools.device, max(map(num_staged_bytes, seconds)))
         """Sends the arrays that only the second piece of a step reads."""
@@ -114,7 +114,7 @@ class DeviceExecutor:
 
     @torch.inference_mode()
     @_as_made
-    def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
+    def launch(self, plan: StepPlan, before: InFlightStep | None) -> InFlightStep:
         """Queue one forward pass."""
         new_pages = self._tables.host.update(plan)
         self._records.follow(plan)
@@ -153,9 +153,9 @@ class DeviceExecutor:
             assert views is not None
             outcome, scores = self._launch(plan, views, capacity, send_rest if is_cut else None)
         if not numbers:
-            return Flight(plan=plan, numbers=numbers, prompt_scores=scores)
+            return InFlightStep(plan=plan, numbers=numbers, prompt_scores=scores)
         num = len(numbers)
-        return Flight(
+        return InFlightStep(
             plan=plan,
             numbers=numbers,
             begun=begun,
@@ -173,7 +173,7 @@ class DeviceExecutor:
         views: StepArrays,
         capacity: Capacity,
         send_rest: Callable[[], dict[Operation, Any]] | None,
-    ) -> tuple[Outcome, list[PromptScores]]:
+    ) -> tuple[StepOutputs, list[PromptScores]]:
         """Launches kernel by kernel. `send_rest` sends the arrays of the second piece, once the
         kernels of the first are launched."""
         layouts = dict(views.layouts)
@@ -182,15 +182,17 @@ class DeviceExecutor:
             if send_rest is not None:
                 layouts.update(self._second_staging.views(send_rest()))
 
-        only_ends = self.model.ends_early(capacity) and not wants_scores(plan)
+        last_tokens_only = self.model.ends_early(capacity) and not wants_scores(plan)
         step = replace(views, layouts=layouts)
-        hidden = self._forward(step, cut=cut, only_ends=only_ends)
-        outcome = self._outcome(hidden, step, len(plan.sampled_numbers), only_ends=only_ends)
+        hidden = self._forward(step, cut=cut, last_tokens_only=last_tokens_only)
+        outcome = self._outcome(
+            hidden, step, len(plan.sampled_numbers), last_tokens_only=last_tokens_only
+        )
         return outcome, score_prompts(plan, hidden, self.model.compute_logits)
 
     @torch.inference_mode()
     @_as_made
-    def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:
+    def sample(self, flight: InFlightStep, rows: Sequence[SamplingRow]) -> None:
         """Queue the sampling of a flight's tokens."""
         assert flight.logits is not None
         assert flight.best is not None
@@ -223,7 +225,7 @@ class DeviceExecutor:
         return token_ids
 
     @_as_made
-    def draft(self, flight: Flight, rows: Sequence[SamplingRow], num_drafts: int) -> None:
+    def draft(self, flight: InFlightStep, rows: Sequence[SamplingRow], num_drafts: int) -> None:
         """Queue the head's drafting passes."""
         assert self._drafting is not None, "only a model with a head drafts"
         numbers = list(dict.fromkeys(flight.numbers))
@@ -253,7 +255,7 @@ class DeviceExecutor:
         for capacity in tqdm(capacities, desc="capturing CUDA graphs", dynamic_ncols=True):
             views, is_cut = self._padding(capacity), self._pieces.cut(capacity)
 
-            def run(cut: Cut, views=views, capacity=capacity, is_cut=is_cut) -> Outcome:
+            def run(cut: SplitHere, views=views, capacity=capacity, is_cut=is_cut) -> StepOutputs:
                 return self._run(capacity, views, cut if is_cut else None)
 
             self._graphs.capture(capacity, run)
@@ -290,21 +292,21 @@ class DeviceExecutor:
         self,
         capacity: Capacity,
         step: StepArrays,
-        cut: Cut | None = None,
+        cut: SplitHere | None = None,
         *,
         layers: Sequence[Layer] | None = None,
-    ) -> Outcome:
-        only_ends = self.model.ends_early(capacity)
-        hidden = self._forward(step, layers, cut, only_ends=only_ends)
-        return self._outcome(hidden, step, capacity.num_sampled, only_ends=only_ends)
+    ) -> StepOutputs:
+        last_tokens_only = self.model.ends_early(capacity)
+        hidden = self._forward(step, layers, cut, last_tokens_only=last_tokens_only)
+        return self._outcome(hidden, step, capacity.num_sampled, last_tokens_only=last_tokens_only)
 
     def _forward(
         self,
         step: StepArrays,
         layers: Sequence[Layer] | None = None,
-        cut: Cut | None = None,
+        cut: SplitHere | None = None,
         *,
-        only_ends: bool,
+        last_tokens_only: bool,
     ) -> Tensor:
         """Returns hidden states [T, features] of the step's tokens, or of the sampled positions
         only."""
@@ -316,7 +318,7 @@ class DeviceExecutor:
             conv_states=self._pools.conv_states,
             carried=self._pools.carried,
             conv_records=self._pools.conv_records,
-            only_ends=only_ends,
+            last_tokens_only=last_tokens_only,
         )
 
         def before(index: int) -> None:
@@ -326,14 +328,14 @@ class DeviceExecutor:
         return self.model.forward(step.token_ids, context, layers, before)
 
     def _outcome(
-        self, hidden: Tensor, step: StepArrays, num_rows: int, *, only_ends: bool
-    ) -> Outcome:
-        own = hidden[:num_rows] if only_ends else take(hidden, step.last_tokens[:num_rows])
+        self, hidden: Tensor, step: StepArrays, num_rows: int, *, last_tokens_only: bool
+    ) -> StepOutputs:
+        own = hidden[:num_rows] if last_tokens_only else take(hidden, step.last_tokens[:num_rows])
         logits = self.model.compute_logits(own)
-        return Outcome(logits=logits, hidden=own, best=argmax(logits))
+        return StepOutputs(logits=logits, hidden=own, best=argmax(logits))
 
 
-def _forced(flight: Flight) -> list[int]:
+def _forced(flight: InFlightStep) -> list[int]:
     """Returns how many drafts of each sampling request are accepted whatever is sampled, or -1 if
     the sampled tokens decide."""
     sampling = [sequence for sequence in flight.plan.sequences if sequence.samples]

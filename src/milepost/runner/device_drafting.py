@@ -28,7 +28,7 @@ from milepost.kernels.sampling import rows as layout
 from milepost.layers.context import Context, StepArrays
 from milepost.models.decoder import Decoder
 from milepost.runner.arrays import Geometry
-from milepost.runner.flight import Flight
+from milepost.runner.in_flight import InFlightStep
 from milepost.runner.pools import Pools
 from milepost.runner.sampling import SamplingRow, temperature_of
 from milepost.runner.staging import Staging, num_staged_bytes
@@ -108,7 +108,7 @@ class DeviceDrafting:
     @torch.inference_mode()
     def draft(
         self,
-        flight: Flight,
+        flight: InFlightStep,
         rows: Sequence[SamplingRow],
         forced: Sequence[int] | np.ndarray,
         num_drafts: int,

@@ -39,12 +39,12 @@ _MAX_FOUND = 4096
 """Number of step sizes whose graph is remembered."""
 
 
-Cut = Callable[[], None]
+SplitHere = Callable[[], None]
 """Ends the graph being recorded at the current point of a step, and begins the next."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutputs:
     """The results that a step leaves on the device; a graph's next run overwrites them."""
 
     logits: Tensor
@@ -152,12 +152,12 @@ class Graphs:
     """Captured steps by capacity."""
 
     def __init__(self) -> None:
-        self._graphs: dict[Capacity, tuple[list[torch.cuda.CUDAGraph], Outcome]] = {}
+        self._graphs: dict[Capacity, tuple[list[torch.cuda.CUDAGraph], StepOutputs]] = {}
         self._found: dict[Capacity, Capacity | None] = {}
         """Maps the capacity that a plan needs to the captured one."""
         self._pool: tuple[int, int] | None = None
 
-    def capture(self, capacity: Capacity, run: Callable[[Cut], Outcome]) -> None:
+    def capture(self, capacity: Capacity, run: Callable[[SplitHere], StepOutputs]) -> None:
         """Record the launches of `run`, which must use the same addresses each time. `run` may cut
         the record in pieces; one piece runs while the host prepares the next."""
         run(_no_cut)  # compiles kernels that are not compiled yet
@@ -189,7 +189,9 @@ class Graphs:
             self._found[exact] = smallest(tuple(self._graphs), exact)
         return self._found[exact]
 
-    def replay(self, capacity: Capacity, between: Callable[[], object] | None = None) -> Outcome:
+    def replay(
+        self, capacity: Capacity, between: Callable[[], object] | None = None
+    ) -> StepOutputs:
         """Launch the graph; `between` is called once the first of several pieces is launched."""
         (first, *others), outcome = self._graphs[capacity]
         first.replay()

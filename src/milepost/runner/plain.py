@@ -9,8 +9,8 @@ from milepost.models.decoder import Decoder
 from milepost.runner import arrays
 from milepost.runner.arrays import Geometry
 from milepost.runner.drafting import Drafting, beginnings
-from milepost.runner.flight import Flight
 from milepost.runner.graphs import exact_capacity
+from milepost.runner.in_flight import InFlightStep
 from milepost.runner.pools import Pools
 from milepost.runner.prompt_scores import score_prompts, wants_scores
 from milepost.runner.records import RecordRows
@@ -44,7 +44,7 @@ class PlainExecutor:
         has_head = model.mtp is not None
         self._drafting = Drafting(model, pools, self._tables, self._geometry) if has_head else None
 
-    def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
+    def launch(self, plan: StepPlan, before: InFlightStep | None) -> InFlightStep:
         """Run one forward pass."""
         self._tables.update(plan)
         self._records.follow(plan)
@@ -57,7 +57,7 @@ class PlainExecutor:
                 step.token_ids[: len(places)] = before.token_ids[places]
         numbers = plan.sampled_numbers
         is_even = len(numbers) == capacity.num_sampled  # each row is a sampled token
-        only_ends = is_even and self.model.ends_early(capacity) and not wants_scores(plan)
+        last_tokens_only = is_even and self.model.ends_early(capacity) and not wants_scores(plan)
         context = Context(
             step=step,
             tables=None,
@@ -66,14 +66,14 @@ class PlainExecutor:
             conv_states=self._pools.conv_states,
             carried=self._pools.carried,
             conv_records=self._pools.conv_records,
-            only_ends=only_ends,
+            last_tokens_only=last_tokens_only,
         )
         hidden = self.model.forward(step.token_ids, context)
         scores = score_prompts(plan, hidden, self.model.compute_logits)
         if not numbers:
-            return Flight(plan=plan, numbers=numbers, prompt_scores=scores)
-        own = hidden if only_ends else hidden[step.last_tokens[: len(numbers)]]
-        return Flight(
+            return InFlightStep(plan=plan, numbers=numbers, prompt_scores=scores)
+        own = hidden if last_tokens_only else hidden[step.last_tokens[: len(numbers)]]
+        return InFlightStep(
             plan=plan,
             numbers=numbers,
             logits=self.model.compute_logits(own),
@@ -81,12 +81,12 @@ class PlainExecutor:
             prompt_scores=scores,
         )
 
-    def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:
+    def sample(self, flight: InFlightStep, rows: Sequence[SamplingRow]) -> None:
         """Sample with the reference."""
         assert flight.logits is not None
         flight.choice = choose(flight.logits, rows)
 
-    def draft(self, flight: Flight, rows: Sequence[SamplingRow], num_drafts: int) -> None:
+    def draft(self, flight: InFlightStep, rows: Sequence[SamplingRow], num_drafts: int) -> None:
         """Draft pass by pass."""
         assert self._drafting is not None, "only a model with a head drafts"
         assert flight.hidden is not None

@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 import torch
 
-from milepost.runner.flight import Flight
+from milepost.runner.in_flight import InFlightStep
 from milepost.runner.pools import Pools
 from milepost.runner.recording import PoolRelease, Record, Rollback
 from milepost.runner.runner import Runner
@@ -21,7 +21,7 @@ def replay(records: Iterable[Record], runner: Runner) -> Iterator[tuple[StepResu
     A step that was rolled back runs to its end here, though it may not have at the time: the state
     that it leaves in the pools is never read.
     """
-    under_way: deque[Flight] = deque()
+    under_way: deque[InFlightStep] = deque()
     for record in records:
         match record:
             case StepPlan(sequences=()) if record.only_copies:

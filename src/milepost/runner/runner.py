@@ -20,8 +20,8 @@ import torch
 from milepost.cache.memory import ZERO_SLOT
 from milepost.runner.acceptance import Accept, accept_equal
 from milepost.runner.choice import SampledToken
-from milepost.runner.flight import Flight
 from milepost.runner.histories import Histories
+from milepost.runner.in_flight import InFlightStep
 from milepost.runner.pools import Pools
 from milepost.runner.prompt_scores import PromptScores
 from milepost.runner.recording import Log, PoolRelease, Record, Rollback
@@ -50,25 +50,25 @@ class Executor(Protocol):
     """Whether it counts the tokens of answers itself, so that penalties need not wait for tokens to
     be read."""
 
-    def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
+    def launch(self, plan: StepPlan, before: InFlightStep | None) -> InFlightStep:
         """Queue a forward pass after the work that is queued already.
 
         A sequence that is ahead takes its token from the flight `before`.
         """
         ...
 
-    def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:
+    def sample(self, flight: InFlightStep, rows: Sequence[SamplingRow]) -> None:
         """Queue the sampling of a flight's tokens, with a row for each of its requests, in order.
         Call once, before the next forward pass."""
         ...
 
-    def draft(self, flight: Flight, rows: Sequence[SamplingRow], num_drafts: int) -> None:
+    def draft(self, flight: InFlightStep, rows: Sequence[SamplingRow], num_drafts: int) -> None:
         """Queue up to `num_drafts` drafts of the model's head for each request of a flight. Call
         right after `sample`, with its rows."""
         ...
 
 
-class Carrier(Protocol):
+class PoolTransfers(Protocol):
     """Copies between the pools and another place. Calls may return before anything is copied;
     copies keep their order among the device's launches."""
 
@@ -103,9 +103,9 @@ class Runner:
         self._wait = wait
         self._positions = [0] + [-1] * num_slots
         self._collected_s = 0.0
-        self.carriers: dict[str, Carrier] = {}
+        self.carriers: dict[str, PoolTransfers] = {}
 
-    def launch(self, plan: StepPlan, before: Flight | None = None) -> Flight:
+    def launch(self, plan: StepPlan, before: InFlightStep | None = None) -> InFlightStep:
         """Queue a step: page moves and copies, then one forward pass. `sample` queues its sampling.
 
         A plan made ahead takes tokens from the step `before`, which may still be running.
@@ -156,7 +156,7 @@ class Runner:
         if slot != ZERO_SLOT:
             self._positions[slot] = position
 
-    def sample(self, flight: Flight, sampling: StepSampling) -> None:
+    def sample(self, flight: InFlightStep, sampling: StepSampling) -> None:
         """Queue the sampling of a step's tokens, with a row for each request and one more for each
         of its drafts."""
         assert flight.numbers == [row.number for row in sampling.rows], "a row for who samples"
@@ -167,7 +167,7 @@ class Runner:
             if sampling.num_drafts:
                 self.executor.draft(flight, rows, sampling.num_drafts)
 
-    def collect(self, flight: Flight) -> RunnerOutput:
+    def collect(self, flight: InFlightStep) -> RunnerOutput:
         """Wait for a step's tokens, through `wait` if a device has to be waited for."""
         if self._wait is not None and flight.choice is not None:
             event = flight.choice.is_copied
@@ -195,7 +195,7 @@ class Runner:
         began_s, self._collected_s = max(launched_s, self._collected_s), perf_counter()
         return self._collected_s - began_s
 
-    def elapsed_s(self, flight: Flight) -> float:
+    def elapsed_s(self, flight: InFlightStep) -> float:
         """Returns how long the device has been running a step that follows the last collected
         one."""
         return perf_counter() - max(flight.queued_s, self._collected_s)

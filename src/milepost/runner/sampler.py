@@ -28,8 +28,8 @@ _ROWS_AT_ONCE = 64
 _STAGED_BYTES = 1 << 16
 
 Entries = tuple[np.ndarray, np.ndarray]
-Known = tuple[SamplingParams | None, Sequence[int], Entries]
-_NONE: Known = (None, (), (np.empty(0, np.int32), np.empty(0, np.float32)))
+KnownEntries = tuple[SamplingParams | None, Sequence[int], Entries]
+_NONE: KnownEntries = (None, (), (np.empty(0, np.int32), np.empty(0, np.float32)))
 
 
 class Sampler:
@@ -43,7 +43,7 @@ class Sampler:
         self._staging = Staging(device, _STAGED_BYTES)
         self._device = device
         self._bounds = np.arange(num_blocks(vocab_size) + 1) * block_size(vocab_size)
-        self._entries: dict[int, Known] = {}
+        self._entries: dict[int, KnownEntries] = {}
         """Maps a request's number to its parameters, its suppressed ids, and the entries they add
         to logits."""
 

@@ -38,7 +38,7 @@ class TierSizes:
     disk_bytes_per_s: float = 2e9
 
 
-Link = Literal["down", "up", "write", "read"]
+TierLink = Literal["down", "up", "write", "read"]
 
 
 class Copies:
@@ -75,7 +75,7 @@ class Copies:
         self.tiers = Tiers(cache, limits, rates)
         scheduler.outside.add_keeper(self.tiers)
         scheduler.outside.add_source(self.tiers)
-        self._free_s: dict[Link, float] = dict.fromkeys(("down", "up", "write", "read"), 0.0)
+        self._free_s: dict[TierLink, float] = dict.fromkeys(("down", "up", "write", "read"), 0.0)
         self._under_way: list[tuple[float, int, Callable[[], None]]] = []
         self._num_begun = 0
         self._num_writes = 0
@@ -131,7 +131,7 @@ class Copies:
         self._num_writes -= 1
         self.tiers.writes.written(item, copy, is_there=True)
 
-    def _cross(self, link: Link, now_s: float, num_bytes: int) -> float:
+    def _cross(self, link: TierLink, now_s: float, num_bytes: int) -> float:
         """When so many bytes have crossed a link, behind all that it has to copy."""
         sizes = self._sizes
         rate = sizes.host_bytes_per_s if link in ("down", "up") else sizes.disk_bytes_per_s

@@ -18,7 +18,7 @@ from milepost.speculative.drafter import Drafter, DraftWish
 from milepost.speculative.head import HeadDrafter
 from milepost.speculative.policy import Policy, Standing, Verified
 
-Cut = Callable[[Request, Sequence[int]], Sequence[int]]
+AllowedDrafts = Callable[[Request, Sequence[int]], Sequence[int]]
 """Returns the part of a request's drafts that its output constraint allows."""
 
 
@@ -70,7 +70,7 @@ class Speculation:
         is_pure = len(decodes) == len(computing)
         self.policy.note(len(decodes), verified, seconds if is_pure else None)
 
-    def propose(self, cut: Cut) -> None:
+    def propose(self, cut: AllowedDrafts) -> None:
         """Hand drafts to the scheduler for the next step to be planned."""
         requests = [r for r in self._scheduler.running if r.num_output_tokens and r.may_go_on]
         wanted = self.policy.allot([Standing(r.number, r.num_tokens) for r in requests])

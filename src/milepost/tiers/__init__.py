@@ -3,7 +3,7 @@ two rows are pure: they make the decisions, and know neither tensors nor files.
 
     what goes down, comes up   policy, stores, writes, loads, reach
     what there is              holdings, tier, rates, names
-    how it moves               copier, mover, arena
+    how it moves               transfers, device_copies, arena
     files                      disk, files, threads
-    several ranks              orders, porter
+    several ranks              orders, rank_worker
 """

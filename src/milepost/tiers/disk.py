@@ -20,8 +20,8 @@ from milepost.errors import MilepostError
 from milepost.tiers.arena import Arena
 from milepost.tiers.files import NUM_FOLDERS, Files
 from milepost.tiers.loads import Fetch
-from milepost.tiers.names import Finds, Name, News, name_of
-from milepost.tiers.orders import Ask, OnDisk
+from milepost.tiers.names import FileName, Finds, News, name_of
+from milepost.tiers.orders import OnDisk, SendTierCommand
 from milepost.tiers.policy import Tiers
 from milepost.tiers.threads import Threads
 from milepost.tiers.tier import Item
@@ -108,9 +108,12 @@ class _Write:
 
 
 class Disk:
-    """Moves the files of `tiers` from and to places in host memory; `ask` is as for `Copier`."""
+    """Moves the files of `tiers` from and to places in host memory. `ask` is as for
+    `TierTransfers`."""
 
-    def __init__(self, files: Files, tiers: Tiers, host: Arena, ask: Ask | None = None) -> None:
+    def __init__(
+        self, files: Files, tiers: Tiers, host: Arena, ask: SendTierCommand | None = None
+    ) -> None:
         self._files, self._tiers, self._host, self._ask = files, tiers, host, ask
         self._readers = Threads(NUM_READERS, "tiers-read")
         self._writer = Threads(1, "tiers-write")
@@ -123,8 +126,8 @@ class Disk:
         self._num_folders = 0
         self._finds = Finds(tiers.holdings.head, self._is_needed)
         self._num_looked = 0
-        self._known: deque[tuple[Callable[[Name], None], Name]] = deque()
-        self._tokens_read: Future[list[tuple[Name, bytes | None]]] | None = None
+        self._known: deque[tuple[Callable[[FileName], None], FileName]] = deque()
+        self._tokens_read: Future[list[tuple[FileName, bytes | None]]] | None = None
         self._scan: Future[News] | None = self._readers.submit(self._find, NUM_FOLDERS)
         wait([self._scan], timeout=SCAN_S)
         self._take_names(ITEMS_AT_START)
@@ -157,7 +160,7 @@ class Disk:
         news.lost = gone
         return news
 
-    def _is_needed(self, name: Name) -> bool:
+    def _is_needed(self, name: FileName) -> bool:
         return self._tiers.disk.is_needed(name.what, name.key)
 
     def _take_names(self, most: int) -> None:
@@ -325,7 +328,7 @@ class Disk:
         order = OnDisk(do="write", name=name, tokens=item.tokens, place=item.place)
         return [own, *self._others(order)]
 
-    def _of(self, item: Item) -> tuple[Name, list[memoryview]]:
+    def _of(self, item: Item) -> tuple[FileName, list[memoryview]]:
         return name_of(item), self._host.of(item.what).buffers(item.place)
 
     def _bytes(self, fetch: Fetch) -> int:

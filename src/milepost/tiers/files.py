@@ -27,7 +27,7 @@ from zlib import crc32
 
 from milepost.cache.plans import What
 from milepost.cache.tree import checkpoint_key
-from milepost.tiers.names import Name
+from milepost.tiers.names import FileName
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Files:
         """Folder -> its modification time when it was last scanned."""
         self._held: dict[str, set[str]] = {}
         """Folder -> files that were there at the last scan."""
-        self._undeleted: deque[Name] = deque()
+        self._undeleted: deque[FileName] = deque()
         """Files that could not be deleted; nobody counts them."""
         self._folders = cycle([f"{number:02x}" for number in range(NUM_FOLDERS)])
         self._complained: set[str] = set()
@@ -80,17 +80,17 @@ class Files:
         """Creates the directory. Raises OSError if it cannot."""
         self._space.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def path(self, name: Name) -> Path:
+    def path(self, name: FileName) -> Path:
         key = name.key.hex()
         file = f"{key}-{name.parent.hex()}-{name.position}.{name.what}"
         return self._space / key[:2] / file
 
-    def look(self, num_folders: int = NUM_FOLDERS) -> tuple[list[Name], list[Name]]:
+    def look(self, num_folders: int = NUM_FOLDERS) -> tuple[list[FileName], list[FileName]]:
         """Returns the files that have come and gone since the last look, in the next `num_folders`
         folders. Reads only names. One thread may call it at a time.
         """
-        come: list[Name] = []
-        gone: list[Name] = []
+        come: list[FileName] = []
+        gone: list[FileName] = []
         while self._undeleted:
             path = self.path(self._undeleted.popleft())
             self._held.get(path.parent.name, set()).discard(path.name)
@@ -130,7 +130,7 @@ class Files:
             self._seen[folder] = changed_ns
         return files
 
-    def write(self, name: Name, tokens: bytes, contents: Sequence[memoryview]) -> bool:
+    def write(self, name: FileName, tokens: bytes, contents: Sequence[memoryview]) -> bool:
         """Writes a file. Returns whether it is there; logs each cause of failure once. A directory
         that somebody has removed is created again.
         """
@@ -169,25 +169,25 @@ class Files:
         finally:
             os.close(file)
 
-    def _head(self, name: Name, tokens: bytes, contents: Sequence[memoryview]) -> bytes:
+    def _head(self, name: FileName, tokens: bytes, contents: Sequence[memoryview]) -> bytes:
         num_bytes, checksum = 0, 0
         for piece in contents:
             num_bytes, checksum = num_bytes + piece.nbytes, crc32(piece, checksum)
         return _packed(self._identity, name, tokens, num_bytes, checksum)
 
-    def read(self, name: Name, contents: Sequence[memoryview]) -> bool:
+    def read(self, name: FileName, contents: Sequence[memoryview]) -> bool:
         """Fills `contents`. Returns False, with `contents` undefined, if the file is missing or
         unusable. A file that is unusable or unreadable is deleted.
         """
         return self._opened(name, lambda file: self._read(file, name, contents)) is not None
 
-    def tokens(self, name: Name) -> bytes | None:
+    def tokens(self, name: FileName) -> bytes | None:
         """Returns the packed token ids in a file's head, or None where `read` would return
         False.
         """
         return self._opened(name, lambda file: self._read_head(file, name)[0])
 
-    def _opened(self, name: Name, use: Callable[[FileIO], T]) -> T | None:
+    def _opened(self, name: FileName, use: Callable[[FileIO], T]) -> T | None:
         path = self.path(name)
         try:
             with path.open("rb", buffering=0) as file:
@@ -205,7 +205,7 @@ class Files:
         self._unlink(path)
         return None
 
-    def _read_head(self, file: FileIO, name: Name) -> tuple[bytes, int, int, int]:
+    def _read_head(self, file: FileIO, name: FileName) -> tuple[bytes, int, int, int]:
         """Returns the token ids, the sizes of head and contents in bytes, and the contents'
         checksum.
         """
@@ -223,7 +223,7 @@ class Files:
             raise BadFileError("of other tokens")
         return tokens, len(expected), num_bytes, checksum
 
-    def _read(self, file: FileIO, name: Name, contents: Sequence[memoryview]) -> bytes:
+    def _read(self, file: FileIO, name: FileName, contents: Sequence[memoryview]) -> bytes:
         tokens, start, num_bytes, checksum = self._read_head(file, name)
         if num_bytes != sum(piece.nbytes for piece in contents):
             raise BadFileError("not what it should be")
@@ -238,7 +238,7 @@ class Files:
             raise BadFileError("damaged")
         return tokens
 
-    def remove(self, name: Name) -> None:
+    def remove(self, name: FileName) -> None:
         """Deletes a file, if it still exists. One that cannot be deleted is reported again by
         `look`.
         """
@@ -262,7 +262,7 @@ class Files:
             )  # fmt: skip
 
 
-def _packed(identity: bytes, name: Name, tokens: bytes, num_bytes: int, checksum: int) -> bytes:
+def _packed(identity: bytes, name: FileName, tokens: bytes, num_bytes: int, checksum: int) -> bytes:
     """Returns the head of a file, padded."""
     fields = (
         MAGIC, VERSION, KINDS.index(name.what), identity, name.key, name.parent, name.position,
@@ -273,7 +273,7 @@ def _packed(identity: bytes, name: Name, tokens: bytes, num_bytes: int, checksum
     return head + bytes(-len(head) % ALIGNMENT)
 
 
-def _is_key(name: Name, tokens: bytes) -> bool:
+def _is_key(name: FileName, tokens: bytes) -> bool:
     """Whether the name's key is the key of these tokens after its parent."""
     if name.what == "page":
         return blake2b(name.parent + tokens, digest_size=16).digest() == name.key
@@ -289,12 +289,12 @@ def _read_into(file: FileIO, piece: memoryview) -> None:
         rest = rest[num:]
 
 
-def _parse(file: str) -> Name | None:
+def _parse(file: str) -> FileName | None:
     found = _NAME.fullmatch(file)
     if found is None:
         return None
     key, parent, position, what = found.groups()
-    return Name(
+    return FileName(
         what=_KIND_OF[what],
         key=bytes.fromhex(key),
         parent=bytes.fromhex(parent),

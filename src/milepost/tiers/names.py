@@ -12,7 +12,7 @@ from milepost.tiers.tier import Item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Name:
+class FileName:
     """The name of a file: kind, key, parent and position of the item it holds."""
 
     what: What
@@ -21,21 +21,21 @@ class Name:
     position: int
 
 
-def name_of(item: Item) -> Name:
-    return Name(what=item.what, key=item.key, parent=item.parent, position=item.position)
+def name_of(item: Item) -> FileName:
+    return FileName(what=item.what, key=item.key, parent=item.parent, position=item.position)
 
 
 @dataclass(slots=True, kw_only=True)
 class News:
     """Results of a look at a directory."""
 
-    found: list[Name] = field(default_factory=list)
+    found: list[FileName] = field(default_factory=list)
     """New files, in the order in which to register them: if room runs out, items without dependents
     are evicted first, then those registered longest ago.
     """
-    loose: list[Name] = field(default_factory=list)
+    loose: list[FileName] = field(default_factory=list)
     """Parts that nothing needs, although there was time for their heads to appear."""
-    lost: list[Name] = field(default_factory=list)
+    lost: list[FileName] = field(default_factory=list)
     """Files that were there at the last look and have gone."""
 
 
@@ -45,14 +45,14 @@ class Finds:
     that no collected item needs.
     """
 
-    def __init__(self, head: What, is_needed: Callable[[Name], bool]) -> None:
+    def __init__(self, head: What, is_needed: Callable[[FileName], bool]) -> None:
         self._head = head
         self._is_needed = is_needed
-        self._new: list[Name] = []
-        self._waiting: list[Name] = []
+        self._new: list[FileName] = []
+        self._waiting: list[FileName] = []
         """Parts of items that may have been half written when they were found."""
 
-    def add(self, names: Iterable[Name]) -> None:
+    def add(self, names: Iterable[FileName]) -> None:
         self._new += names
 
     def end_round(self) -> News:
@@ -63,10 +63,10 @@ class Finds:
         self._new, self._waiting = [], [name for name in rest if name in new]
         return News(found=found + needed, loose=[name for name in rest if name not in new])
 
-    def _parted(self, rest: list[Name]) -> tuple[list[Name], list[Name]]:
+    def _parted(self, rest: list[FileName]) -> tuple[list[FileName], list[FileName]]:
         """Splits parts into those that a registered item needs and the others."""
-        needed: list[Name] = []
-        others: list[Name] = []
+        needed: list[FileName] = []
+        others: list[FileName] = []
         parents: set[bytes] = set()
         for name in sorted(rest, key=_order, reverse=True):
             if name.key in parents or self._is_needed(name):
@@ -77,7 +77,9 @@ class Finds:
         return needed, others
 
 
-def _with_their_pages(names: Iterable[Name], head: What) -> tuple[list[Name], list[Name]]:
+def _with_their_pages(
+    names: Iterable[FileName], head: What
+) -> tuple[list[FileName], list[FileName]]:
     """Returns heads, the shallowest first, each after those of its parts not returned yet, and the
     parts that no head needs. Heads are states or, without states, the last pages of paths.
     """
@@ -86,7 +88,7 @@ def _with_their_pages(names: Iterable[Name], head: What) -> tuple[list[Name], li
     heads = [name for name in parts.values() if name.what == head]
     if head == "page":
         heads = [name for name in heads if name.key not in inner]
-    found: list[Name] = []
+    found: list[FileName] = []
     for one in sorted(heads, key=_order):
         path = [parts.pop((one.what, one.key))]
         tail = parts.pop(("tail", one.key), None)
@@ -100,5 +102,5 @@ def _with_their_pages(names: Iterable[Name], head: What) -> tuple[list[Name], li
     return found, list(parts.values())
 
 
-def _order(name: Name) -> tuple[int, bytes, str]:
+def _order(name: FileName) -> tuple[int, bytes, str]:
     return name.position, name.key, name.what

@@ -13,9 +13,9 @@ from typing import Literal
 import msgspec
 
 from milepost.cache.plans import What
-from milepost.tiers.names import Name
+from milepost.tiers.names import FileName
 
-Run = tuple[What, int, int, int]
+ItemRun = tuple[What, int, int, int]
 """A run of items to copy to the device: kind, first id there, first place in host memory,
 number.
 """
@@ -23,7 +23,7 @@ number.
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks for an answer once the copies that a plan named are in host memory. There is one order
-    for each call of `Carrier.store`, in the same sequence.
+    for each call of `PoolTransfers.store`, in the same sequence.
     """
 
 
@@ -32,22 +32,22 @@ class Bring(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True
 
     number: int
     """The request's number."""
-    runs: tuple[Run, ...] = ()
+    runs: tuple[ItemRun, ...] = ()
 
 
 class OnDisk(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """Reads, writes or deletes a file."""
 
     do: Literal["read", "write", "remove"]
-    name: Name
+    name: FileName
     tokens: bytes = b""
     place: int = 0
     """Place in host memory."""
 
 
-Order = Stored | Bring | OnDisk
+TierCommand = Stored | Bring | OnDisk
 
-Ask = Callable[[Order], Future[bool]]
+SendTierCommand = Callable[[TierCommand], Future[bool]]
 """Sends an order to all other ranks. The future resolves once all have done it, with whether all
 succeeded. Raises EngineDeadError, as does the future, if a rank is lost.
 """

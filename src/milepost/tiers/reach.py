@@ -29,7 +29,7 @@ from milepost.cache.events import (
 )
 from milepost.cache.plans import What
 from milepost.tiers.holdings import Holdings, ready
-from milepost.tiers.names import Name, name_of
+from milepost.tiers.names import FileName, name_of
 from milepost.tiers.tier import Item
 
 PLACES: Final[tuple[Where, ...]] = ("host", "disk")
@@ -73,7 +73,7 @@ class Reach:
         self._gone: dict[tuple[bool, bytes], None] = {}
         """(whether it is a state, key) of items that are readable in one memory less."""
         self._events: list[Event] = []
-        self._unread: deque[Name] = deque()
+        self._unread: deque[FileName] = deque()
         self._disk_rests = holdings.disk_rests
         for tier in (holdings.host, holdings.disk):
             tier.on_change = self._note_item
@@ -184,7 +184,7 @@ class Reach:
         """Whether there are files whose tokens are unknown."""
         return bool(self._unread)
 
-    def take_unread(self, most: int) -> list[Name]:
+    def take_unread(self, most: int) -> list[FileName]:
         """Returns at most `most` pages on disk that cannot be reported before their tokens are
         known. The caller reads the tokens and calls `learn`.
         """

@@ -34,10 +34,10 @@ class Item:
     pins: int = 0
 
 
-Budget = Literal["pages", "states"]
+BudgetName = Literal["pages", "states"]
 
 
-def budget_of(what: What) -> Budget:
+def budget_of(what: What) -> BudgetName:
     """Returns the budget that an item counts towards."""
     return "states" if what == "state" else "pages"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from milepost.tiers.holdings import Holdings, ready
-from milepost.tiers.names import Name, name_of
+from milepost.tiers.names import FileName, name_of
 from milepost.tiers.tier import Item
 
 MAX_UNWRITTEN = 4096
@@ -25,7 +25,7 @@ class Writes:
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()
         """States (or pages, in a model without states) that may be written."""
         self._gone: list[Item] = []
-        self._unneeded: list[Name] = []
+        self._unneeded: list[FileName] = []
 
     def want(self, key: bytes, position: int) -> None:
         """Queues an item that is being stored in host memory for writing to disk."""
@@ -111,7 +111,7 @@ class Writes:
         if item.what == self._holdings.head:
             self.want(item.key, item.position)
 
-    def found(self, name: Name) -> None:
+    def found(self, name: FileName) -> None:
         """Adds a file that was there at the start, or was written by another engine."""
         if self._disk.get(name.what, name.key) is not None:
             return
@@ -119,7 +119,7 @@ class Writes:
         if self._disk.make_room(1 - num_states, num_states, name.parent, self._gone):
             self._file(name)
 
-    def found_loose(self, name: Name) -> None:
+    def found_loose(self, name: FileName) -> None:
         """Adds a file that nothing needs if there is a free page; nothing is evicted for it."""
         if self._disk.get(name.what, name.key) is not None:
             return
@@ -128,16 +128,16 @@ class Writes:
         else:
             self._unneeded.append(name)
 
-    def _file(self, name: Name) -> None:
+    def _file(self, name: FileName) -> None:
         self._disk.fill(self._disk.add(name.what, name.key, name.parent, b"", name.position))
 
-    def lost(self, name: Name) -> None:
+    def lost(self, name: FileName) -> None:
         """Removes a file that another engine has deleted."""
         item = self._disk.get(name.what, name.key)
         if item is not None and not item.pins:
             self._disk.remove(item)
 
-    def take_gone(self) -> list[Name]:
+    def take_gone(self) -> list[FileName]:
         """Returns the files to delete since the last call."""
         gone = [name_of(item) for item in self._gone] + self._unneeded
         self._gone, self._unneeded = [], []

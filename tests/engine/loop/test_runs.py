@@ -19,12 +19,12 @@ from milepost.cache import Cache
 from milepost.config import EngineConfig
 from milepost.engine.assembly.setup import EngineParts
 from milepost.engine.loop.core import Engine
-from milepost.engine.loop.requests import Job
+from milepost.engine.loop.requests import RequestGroup
 from milepost.engine.processes.stream import _joined
 from milepost.engine.processes.tasks import Sent, Task
 from milepost.engine.prompts import Prompt
 from milepost.runner.choice import SampledToken
-from milepost.runner.flight import Flight
+from milepost.runner.in_flight import InFlightStep
 from milepost.runner.runner import RunnerOutput
 from milepost.sampling_params import SamplingParams, StructuredOutputs
 from milepost.scheduler.plans import SamplingPlan, StepPlan, StepResult, StepSampling
@@ -78,16 +78,16 @@ class ScriptedRunner:
         self.rows: dict[int, SamplingPlan] = {}
         self.num_tokens: list[int] = []
 
-    def launch(self, plan: StepPlan, before: Flight | None = None) -> Flight:  # noqa: ARG002
-        return Flight(plan=plan, numbers=[s.number for s in plan.sequences if s.samples])
+    def launch(self, plan: StepPlan, before: InFlightStep | None = None) -> InFlightStep:  # noqa: ARG002
+        return InFlightStep(plan=plan, numbers=[s.number for s in plan.sequences if s.samples])
 
-    def sample(self, flight: Flight, sampling: StepSampling) -> None:  # noqa: ARG002
+    def sample(self, flight: InFlightStep, sampling: StepSampling) -> None:  # noqa: ARG002
         self.rows = {row.number: row for row in sampling.rows}
 
     def fence(self) -> None:
         raise AssertionError("nothing is fetched from elsewhere")
 
-    def collect(self, flight: Flight) -> RunnerOutput:
+    def collect(self, flight: InFlightStep) -> RunnerOutput:
         sampled: dict[int, Sequence[SampledToken]] = {}
         for sequence in flight.plan.sequences:
             sampled[sequence.number] = ()
@@ -137,7 +137,7 @@ def answers(wishes: Sequence[Wish], most: int, seed: int = 0) -> tuple[list[Any]
     engine = engine_of(scripts, most, seed)
     jobs = [engine.add(_prompt(number, wish), wish.params) for number, wish in enumerate(wishes)]
     tasks = [Task(0, job, [Sent(answer) for answer in job.answers]) for job in jobs]
-    streams: dict[Job, Any] = {}
+    streams: dict[RequestGroup, Any] = {}
     while engine.has_work:
         for job in engine.step():
             new = replace_report(tasks[jobs.index(job)].output())

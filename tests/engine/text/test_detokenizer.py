@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from milepost.engine.text.detokenizer import Detokenizer, NoText, detokenizer_for
+from milepost.engine.text.detokenizer import NoText, TextDetokenizer, detokenizer_for
 from milepost.engine.text.token_texts import TokenTexts
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import ReasoningTokens, SamplingParams
@@ -18,7 +18,7 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 def stream(tokenizer, token_ids, **params):
     """(deltas, stop string) of a whole answer."""
-    detokenizer = Detokenizer(TokenTexts(tokenizer), SamplingParams(max_tokens=None, **params))
+    detokenizer = TextDetokenizer(TokenTexts(tokenizer), SamplingParams(max_tokens=None, **params))
     deltas = []
     for token_id in token_ids:
         stop = detokenizer.append(token_id)
@@ -96,7 +96,7 @@ def test_a_token_of_whole_characters_is_decoded_once_for_all_answers(tokenizer):
     texts, token_ids = TokenTexts(tokenizer), tokenizer.encode("The fox, naïve 日本")
     decoded = []
     for _ in range(2):
-        answer = Detokenizer(texts, SamplingParams())
+        answer = TextDetokenizer(texts, SamplingParams())
         decode = answer._pieces._decode
         answer._pieces._decode = lambda ids, decode=decode: decoded.append(ids) or decode(ids)
         for token_id in token_ids:
@@ -158,7 +158,7 @@ def test_no_stop_string_ends_an_answer_within_min_tokens(tokenizer):
 @pytest.mark.parametrize(("keep", "text"), [(False, "fox"), (True, "fox!")])
 def test_a_stop_token_is_shown_only_if_asked(tokenizer, keep, text):
     params = SamplingParams(include_stop_str_in_output=keep)
-    detokenizer = Detokenizer(TokenTexts(tokenizer), params)
+    detokenizer = TextDetokenizer(TokenTexts(tokenizer), params)
     for token_id in tokenizer.encode("fox"):
         detokenizer.append(token_id)
     detokenizer.append_stop(bytes_of(tokenizer, "!")[0])
@@ -175,7 +175,7 @@ def test_without_text_there_is_none(tokenizer):
     silent.flush()
     assert (silent.text, silent.delta()) == ("", "")
     assert isinstance(detokenizer_for(None, SamplingParams()), NoText)
-    assert isinstance(detokenizer_for(TokenTexts(tokenizer), SamplingParams()), Detokenizer)
+    assert isinstance(detokenizer_for(TokenTexts(tokenizer), SamplingParams()), TextDetokenizer)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():
@@ -186,7 +186,7 @@ def test_stop_strings_without_a_tokenizer_are_refused():
 def lines_run(work):
     """Lines of the detokenizer's own code that `work` runs."""
     count = 0
-    file = Detokenizer.append.__code__.co_filename
+    file = TextDetokenizer.append.__code__.co_filename
 
     def trace(frame, event, _):
         nonlocal count
@@ -223,7 +223,7 @@ def test_bytes_that_never_become_a_character_do_not_pile_up(tokenizer):
     for token_ids in ([byte] * 200, ([byte] * 50 + bytes_of(tokenizer, "日é🙂")) * 3):
         deltas, _ = stream(tokenizer, token_ids)
         assert "".join(deltas) == tokenizer.decode(token_ids)
-    counted = Detokenizer(TokenTexts(tokenizer), SamplingParams(max_tokens=None))
+    counted = TextDetokenizer(TokenTexts(tokenizer), SamplingParams(max_tokens=None))
     counted._pieces._decode = decode
     for _ in range(500):
         counted.append(byte)

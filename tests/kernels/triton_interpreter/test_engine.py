@@ -5,7 +5,7 @@ import torch
 
 from milepost.kernels.attention import triton_prepare
 from milepost.kernels.layout.batch import Capacity
-from milepost.layers.parts import Block
+from milepost.layers.parts import ResidualBlock
 from milepost.runner import arrays
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import Graphs, largest_step
@@ -77,7 +77,7 @@ def test_a_step_in_two_pieces(tiny, llm):
 
 def test_a_step_that_is_no_graph_is_laid_out_beside_its_first_layers(tiny, llm, monkeypatch):
     executor, params, order = llm.llm_engine.runner.executor, greedy(1), []
-    pieces, lay_out, run = executor._pieces, arrays.lay_out, Block.run
+    pieces, lay_out, run = executor._pieces, arrays.lay_out, ResidualBlock.run
 
     def laid_out(batch, operations):
         order.append(operations)
@@ -88,7 +88,7 @@ def test_a_step_that_is_no_graph_is_laid_out_beside_its_first_layers(tiny, llm, 
         return run(block, *args, **options)
 
     monkeypatch.setattr(arrays, "lay_out", laid_out)
-    monkeypatch.setattr(Block, "run", ran)
+    monkeypatch.setattr(ResidualBlock, "run", ran)
     executor._second_staging._device_buffer.fill_(0x3F)
     outputs = ask(llm, tokens(40, 40), params=params)
     tiny.check(outputs, params)

@@ -1,9 +1,9 @@
 """Builds an engine from its configuration: settings, sizes, ranks, tiers.
 Its modules:
 
-        the whole                   setup, auto, sizing, drafting
-        one rank of several         rank, team
-        tiers                       tiering
+    the whole                   setup, auto, sizing, drafting
+    one rank of several         rank, team
+    tiers                       tiering
 """
 
 from milepost.engine.assembly.rank import RankParts, build_rank
@@ -13,11 +13,11 @@ from milepost.engine.assembly.team import (
     SILENCE_S,
     START_S,
     Answered,
-    Orders,
+    RankConfig,
     RankFailure,
-    RankOrder,
+    RankMessage,
     Team,
-    Told,
+    TicketedCommand,
 )
 from milepost.engine.assembly.tiering import porter_of
 
@@ -27,12 +27,12 @@ __all__ = [
     "START_S",
     "Answered",
     "EngineParts",
-    "Orders",
+    "RankConfig",
     "RankFailure",
-    "RankOrder",
+    "RankMessage",
     "RankParts",
     "Team",
-    "Told",
+    "TicketedCommand",
     "build",
     "build_rank",
     "porter_of",

@@ -16,7 +16,7 @@ from milepost.engine.assembly.auto import device_of, folder_of, kv_dtype_of, loa
 from milepost.engine.assembly.drafting import accept_of
 from milepost.engine.assembly.sizing import max_model_len_of, pool_shape, sizes_of
 from milepost.engine.assembly.team import Team
-from milepost.engine.assembly.tiering import Hands, hands_of
+from milepost.engine.assembly.tiering import RankTierState, hands_of
 from milepost.errors import KernelError
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import describe, hopper_kernels, probe, why_reference
@@ -29,9 +29,9 @@ from milepost.parallel.gloo import GlooLink
 from milepost.runner.device import DeviceExecutor, measure_activations
 from milepost.runner.graphs import ladder, largest_step
 from milepost.runner.launching import most_launched_tokens
-from milepost.runner.memory import Sizes
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pool_sizes import Sizes
 from milepost.runner.pools import Pools
 from milepost.runner.recording import PlanLog
 from milepost.runner.runner import Executor, Runner
@@ -54,7 +54,7 @@ class RankParts:
     """Empty where KV has the model's type."""
     num_graphs: int
     runner: Runner
-    hands: Hands | None
+    hands: RankTierState | None
     """For its part of what is kept outside the device; None where nothing is."""
     access: Access | None
     """Of other engines to its pools; None where nothing is exchanged."""

@@ -30,7 +30,7 @@ from milepost.models.decoder import Decoder
 from milepost.models.loading import check_quantization, check_split
 from milepost.models.quantization import has_fp8_kv
 from milepost.parallel import ALONE, Ranks
-from milepost.runner.memory import OneMemory
+from milepost.runner.pool_sizes import OneMemory
 from milepost.runner.recording import PlanLog
 from milepost.runner.runner import Runner
 from milepost.scheduler.scheduler import Scheduler

@@ -14,7 +14,8 @@ from milepost.models.configuration import resolve_dtype
 from milepost.models.decoder import Decoder
 from milepost.models.room import available_bytes
 from milepost.parallel import Ranks
-from milepost.runner.memory import (
+from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pool_sizes import (
     GIB,
     MAX_PAGES,
     Sizes,
@@ -24,7 +25,6 @@ from milepost.runner.memory import (
     split,
     why_not_shared,
 )
-from milepost.runner.pool_shape import PoolShape
 
 
 def sizes_of(

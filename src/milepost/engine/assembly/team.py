@@ -53,7 +53,7 @@ _NOTICE_S = 5.0
 """A process that has closed its connections is over within this time."""
 
 
-class Orders(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+class RankConfig(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The first frame: what a rank is to be."""
 
     config: EngineConfig
@@ -70,14 +70,14 @@ class RankFailure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
     message: str
 
 
-Order = keeping.Order | exchanging.Order
+RankCommand = keeping.TierCommand | exchanging.TransferCommand
 
 
-class RankOrder(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class TicketedCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What the other ranks are to do with what is kept outside their devices, or exchanged."""
 
     ticket: int
-    order: Order
+    order: RankCommand
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -87,7 +87,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag=True):
     is_well: bool
 
 
-Told = Record | RankOrder
+RankMessage = Record | TicketedCommand
 """Frames behind the first."""
 
 
@@ -101,7 +101,7 @@ class Team:
         self._telling = threading.Lock()
         """Frames come whole, whichever thread they are of."""
         self._members = [
-            _Member(rank, Orders(config=config, rank=rank, port=self.store.port))
+            _Member(rank, RankConfig(config=config, rank=rank, port=self.store.port))
             for rank in range(1, size)
         ]
         self._lost = threading.Event()
@@ -144,13 +144,13 @@ class Team:
         """Process ids of the other ranks."""
         return [member.process.pid for member in self._members if member.process is not None]
 
-    def ask(self, order: Order) -> Future[bool]:
+    def ask(self, order: RankCommand) -> Future[bool]:
         """See `tiers.orders.Ask`; from any thread."""
         ticket, answers = self._tickets.take()
-        self.write(RankOrder(ticket, order))
+        self.write(TicketedCommand(ticket, order))
         return answers
 
-    def write(self, record: Told) -> None:
+    def write(self, record: RankMessage) -> None:
         """Tell all others. Raises EngineDeadError if one has gone, or takes nothing any more."""
         with self._telling:
             body = self._encoder.encode(record)
@@ -194,7 +194,7 @@ class Team:
 class _Member:
     """Another rank's process, and our end of the socket to it."""
 
-    def __init__(self, rank: int, orders: Orders) -> None:
+    def __init__(self, rank: int, orders: RankConfig) -> None:
         self.rank, self._orders = rank, orders
         self.socket, self._theirs = socket.socketpair()
         self.process: subprocess.Popen[bytes] | None = None

@@ -24,12 +24,12 @@ from milepost.tiers.rates import MIN_TOKENS
 if TYPE_CHECKING:
     from milepost.runner.pool_shape import PoolShape
     from milepost.runner.runner import Runner
-    from milepost.tiers.copier import Copier
+    from milepost.tiers.device_copies import DeviceHostCopies
     from milepost.tiers.files import Files
-    from milepost.tiers.mover import Mover
-    from milepost.tiers.orders import Ask
+    from milepost.tiers.orders import SendTierCommand
     from milepost.tiers.policy import Tiers
-    from milepost.tiers.porter import Porter
+    from milepost.tiers.rank_worker import RankTierWorker
+    from milepost.tiers.transfers import TierTransfers
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +66,10 @@ def under_way(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hands:
+class RankTierState:
     """What a rank has for its part of the tiers."""
 
-    mover: Mover
+    mover: DeviceHostCopies
     files: Files | None
     num_pages: int
     num_states: int
@@ -81,7 +81,9 @@ class Hands:
 class Tiering:
     """What an engine's loop calls."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, tiers: Tiers, copier: Copier) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, tiers: Tiers, copier: TierTransfers
+    ) -> None:
         self._scheduler, self._runner = scheduler, runner
         self.tiers = tiers
         self.copier = copier
@@ -168,7 +170,9 @@ class Tiering:
         self.copier.close()
 
 
-def hands_of(config: EngineConfig, runner: Runner, identity: bytes, ranks: Ranks) -> Hands | None:
+def hands_of(
+    config: EngineConfig, runner: Runner, identity: bytes, ranks: Ranks
+) -> RankTierState | None:
     """This rank's part of the host memory and of the disk that are asked for; None where none are,
     or where the system refuses the memory to any rank. Raises ConfigError if the directory cannot
     be made."""
@@ -176,8 +180,8 @@ def hands_of(config: EngineConfig, runner: Runner, identity: bytes, ranks: Ranks
         return None
     # Imported where it is used: most engines have none.
     from milepost.tiers.arena import allocate_host, device_memory
+    from milepost.tiers.device_copies import CudaLink, DeviceHostCopies, DirectLink, HostLink
     from milepost.tiers.holdings import split
-    from milepost.tiers.mover import CudaLink, DirectLink, HostLink, Mover
 
     files = _files(config.cache_dir, identity, ranks.rank)
     device, memory = runner.pools.device, device_memory(runner.pools)
@@ -196,8 +200,8 @@ def hands_of(config: EngineConfig, runner: Runner, identity: bytes, ranks: Ranks
         pool_bytes = sum(storage.nbytes() for storage in runner.pools.storages())
         own = under_way(config, pool_bytes, host.pages.item_bytes, host.states.item_bytes)
         num_staged = ranks.least(own[0]), ranks.least(own[1])
-    return Hands(
-        mover=Mover(memory, host, link, num_staged),
+    return RankTierState(
+        mover=DeviceHostCopies(memory, host, link, num_staged),
         files=files,
         num_pages=num_pages,
         num_states=num_states,
@@ -206,17 +210,17 @@ def hands_of(config: EngineConfig, runner: Runner, identity: bytes, ranks: Ranks
 
 
 def porter_of(
-    runner: Runner, hands: Hands | None, answer: Callable[[int, bool], None]
-) -> Porter | None:
+    runner: Runner, hands: RankTierState | None, answer: Callable[[int, bool], None]
+) -> RankTierWorker | None:
     """Of a rank but the first."""
     if hands is None:
         return None
     from milepost.tiers.policy import Tiers
-    from milepost.tiers.porter import Porter
+    from milepost.tiers.rank_worker import RankTierWorker
 
     device = runner.pools.device
     begin_thread = partial(torch.cuda.set_device, device) if device.type == "cuda" else int
-    porter = Porter(runner, hands.mover, hands.files, answer, begin_thread)
+    porter = RankTierWorker(runner, hands.mover, hands.files, answer, begin_thread)
     runner.carriers[Tiers.name] = porter
     return porter
 
@@ -225,16 +229,16 @@ def tiering_of(
     config: EngineConfig,
     scheduler: Scheduler,
     runner: Runner,
-    hands: Hands | None,
-    ask: Ask | None,
+    hands: RankTierState | None,
+    ask: SendTierCommand | None,
 ) -> Tiering | None:
-    """None where none are asked for or could be made; `ask` as for a `Copier`."""
+    """None where none are asked for or could be made; `ask` as for a `TierTransfers`."""
     if hands is None:
         return None
-    from milepost.tiers.copier import Copier
     from milepost.tiers.disk import Disk
     from milepost.tiers.holdings import Limits, split
     from milepost.tiers.policy import Tiers
+    from milepost.tiers.transfers import TierTransfers
 
     host, outside = hands.mover.host, scheduler.outside
     page_bytes, state_bytes = host.pages.item_bytes, host.states.item_bytes
@@ -256,7 +260,7 @@ def tiering_of(
     disk = None if hands.files is None else Disk(hands.files, tiers, host, ask)
     outside.add_keeper(tiers)
     outside.add_source(tiers)
-    copier = Copier(scheduler, runner, tiers, hands.mover, disk, ask)
+    copier = TierTransfers(scheduler, runner, tiers, hands.mover, disk, ask)
     logger.info(
         "tiers: %d pages and %d states in host memory, %d items on disk",
         hands.num_pages, hands.num_states, len(tiers.disk),

@@ -8,7 +8,7 @@ Its modules:
 
 from milepost.engine.constraints.grammars import (
     JSON_OPTIONS,
-    Form,
+    CompiledForm,
     Forms,
     check_combination,
     vocabulary_of,
@@ -28,7 +28,7 @@ from milepost.engine.constraints.restrictions import (
 
 __all__ = [
     "JSON_OPTIONS",
-    "Form",
+    "CompiledForm",
     "FormChecks",
     "FormGuide",
     "Forms",

@@ -179,7 +179,7 @@ def problem_of(matcher: Any) -> str | None:
     return f"too complex: {line}" if is_bound else line
 
 
-class Form:
+class CompiledForm:
     """A compiled form, of which each answer follows a copy."""
 
     def __init__(self, matcher: Any, length: int, spelled: Mapping[int, int]) -> None:
@@ -212,7 +212,7 @@ class Forms:
         self._vocabulary = vocabulary
         self._compiler: Compiler | None = None
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], Form] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], CompiledForm] = OrderedDict()
         self.num_compiled = 0
 
     def prepare(self) -> Compiler:
@@ -221,7 +221,7 @@ class Forms:
             self._compiler = Compiler(self._vocabulary)
         return self._compiler
 
-    def compile(self, wanted: StructuredOutputs) -> Form:
+    def compile(self, wanted: StructuredOutputs) -> CompiledForm:
         """The compiled form. Raises InvalidRequestError for one that cannot be kept to."""
         try:
             key = _text_of(wanted)
@@ -235,7 +235,7 @@ class Forms:
         grammar = grammar_of(wanted)
         try:
             compiler = self.prepare()
-            form = Form(compiler.compile(grammar), len(grammar), compiler.spelled)
+            form = CompiledForm(compiler.compile(grammar), len(grammar), compiler.spelled)
         except (ValueError, ConfigError) as error:
             raise InvalidRequestError(f"{wanted.field}: {error}") from error
         with self._lock:

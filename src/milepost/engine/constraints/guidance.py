@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from milepost.engine.constraints.grammars import Form, llguidance, problem_of
+from milepost.engine.constraints.grammars import CompiledForm, llguidance, problem_of
 
 Mask = NDArray[np.int32]
 
@@ -32,7 +32,7 @@ class FormGuide:
 
     def __init__(
         self,
-        form: Form,
+        form: CompiledForm,
         vocab_size: int,
         end_token_ids: Sequence[int],
         starts_after: int | None,

@@ -1,7 +1,7 @@
 """The step loop: requests in, plans to the runner, tokens back to the answers.
 Its modules:
 
-    a step                      core, intake, requests, answers, flights, pace, fate
+    a step                      core, intake, requests, completions, pipeline, pace, failure
     outside the device          exchange, bell
     one thread for an engine    thread
     observers                   watch, survey, trace_recording
@@ -9,15 +9,15 @@ Its modules:
 
 from milepost.engine.loop.core import Engine
 from milepost.engine.loop.exchange import reader_of
-from milepost.engine.loop.requests import Answer, Job
+from milepost.engine.loop.requests import Completion, RequestGroup
 from milepost.engine.loop.thread import EngineThread
 from milepost.engine.loop.watch import Watch
 
 __all__ = [
-    "Answer",
+    "Completion",
     "Engine",
     "EngineThread",
-    "Job",
+    "RequestGroup",
     "Watch",
     "reader_of",
 ]

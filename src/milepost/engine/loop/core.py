@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from milepost.config import EngineConfig
 from milepost.disaggregation.params import Remote
 from milepost.engine.assembly import EngineParts, build
-from milepost.engine.constraints import Form
-from milepost.engine.loop.answers import Answers
+from milepost.engine.constraints import CompiledForm
+from milepost.engine.loop.completions import RunningCompletions
 from milepost.engine.loop.exchange import Exchange
-from milepost.engine.loop.fate import Fate
-from milepost.engine.loop.flights import Flights
+from milepost.engine.loop.failure import FailureLatch
 from milepost.engine.loop.intake import Intake
-from milepost.engine.loop.requests import Answer, Job
+from milepost.engine.loop.pipeline import StepPipeline
+from milepost.engine.loop.requests import Completion, RequestGroup
 from milepost.engine.loop.trace_recording import TraceRecorder
 from milepost.engine.metrics import Metric, collect
 from milepost.engine.prompts import Prompt
@@ -49,15 +49,15 @@ class Engine:
         texts = TokenTexts(self.tokenizer) if self.tokenizer is not None else None
         self._intake = Intake(config, parts, texts)
         counts_are_kept = self.runner.executor.keeps_counts
-        self._answers = Answers(self.scheduler, texts, counts_are_kept=counts_are_kept)
+        self._answers = RunningCompletions(self.scheduler, texts, counts_are_kept=counts_are_kept)
         ask = None if parts.team is None else parts.team.ask
         self._exchange = Exchange(config, self.scheduler, self.runner, parts.access, ask)
         self.connector, self.bell = self._exchange.connector, self._exchange.bell
         self._tiering = parts.tiering
         self._trace = TraceRecorder(config.record_trace) if config.record_trace else None
         self._team = parts.team
-        self._fate = Fate(parts.team)
-        self.flights = Flights(config, parts, self._answers, self._exchange, self._fate)
+        self._fate = FailureLatch(parts.team)
+        self.flights = StepPipeline(config, parts, self._answers, self._exchange, self._fate)
         self._is_stuck = False
 
     # --- what there is to do ----------------------------------------------------------------------
@@ -88,7 +88,7 @@ class Engine:
         self._fate.check()
         self._intake.check(prompt, params)
 
-    def prepare(self, params: SamplingParams) -> Form | None:
+    def prepare(self, params: SamplingParams) -> CompiledForm | None:
         """Do the slow work before `add`, which then finds it done. Returns the compiled form of the
         answers, None without one. May be called from another thread. Raises InvalidRequestError
         for a form that cannot be enforced."""
@@ -100,8 +100,8 @@ class Engine:
         params: SamplingParams,
         *,
         priority: int = 0,
-        form: Form | None = None,
-    ) -> Job:
+        form: CompiledForm | None = None,
+    ) -> RequestGroup:
         """Queue a prompt; `form` is what `prepare` made for it, if it was called before.
 
         Raises InvalidRequestError, and then nothing has changed.
@@ -115,8 +115,8 @@ class Engine:
         params: SamplingParams,
         *,
         priority: int = 0,
-        form: Form | None = None,
-    ) -> Job:
+        form: CompiledForm | None = None,
+    ) -> RequestGroup:
         """Queue a prompt that has passed `check`; if it is interrupted, nothing stays queued."""
         form = form or self._intake.form_of(params)
         job = self._intake.job(prompt, params, priority, form)
@@ -133,13 +133,13 @@ class Engine:
             raise
         return job
 
-    def _enter(self, job: Job, answer: Answer, remote: Remote | None) -> None:
+    def _enter(self, job: RequestGroup, answer: Completion, remote: Remote | None) -> None:
         """Have the scheduler serve a request, which may fetch something from elsewhere."""
         self.scheduler.add(answer.request)
         self._exchange.want(answer, remote)
         self._answers.add(job, answer)
 
-    def abort(self, job: Job) -> None:
+    def abort(self, job: RequestGroup) -> None:
         """End a job's unfinished answers; what they hold is freed at once."""
         self._forget(job)
         for answer in self._exchange.drop(job):
@@ -153,7 +153,7 @@ class Engine:
         self.flights.settle()
         self._publish()
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: RequestGroup) -> None:
         if self._trace is not None:
             self._trace.end(job)
         for request in self._answers.forget(job):
@@ -162,7 +162,7 @@ class Engine:
 
     # --- the step ---------------------------------------------------------------------------------
 
-    def step(self) -> list[Job]:
+    def step(self) -> list[RequestGroup]:
         """Run one step; returns the jobs that have new tokens, in the order of being added.
 
         Raises EngineDeadError if the step fails: the state of its requests is lost, and so is the

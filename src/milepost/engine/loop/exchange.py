@@ -11,7 +11,7 @@ from milepost.config import EngineConfig
 from milepost.disaggregation.all_ranks import fencing, filling
 from milepost.disaggregation.params import Remote, TransferWish, check_exchange, read
 from milepost.engine.loop.bell import Bell
-from milepost.engine.loop.requests import Answer, Job
+from milepost.engine.loop.requests import Completion, RequestGroup
 from milepost.engine.metrics import Metric
 from milepost.engine.prompts import Prompt
 from milepost.errors import missing
@@ -24,7 +24,7 @@ from milepost.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from milepost.disaggregation.access import Access
     from milepost.disaggregation.connector import Connector
-    from milepost.disaggregation.orders import Ask
+    from milepost.disaggregation.orders import SendTransferCommand
     from milepost.disaggregation.part_reader import PartReader
     from milepost.kv_events import EventPublisher
 
@@ -41,20 +41,20 @@ class Exchange:
         scheduler: Scheduler,
         runner: Runner,
         access: Access | None,
-        ask: Ask | None,
+        ask: SendTransferCommand | None,
     ) -> None:
         self._cache = scheduler.cache
         self.bell = Bell() if config.kv_exchange is not None else None
         self._publisher = publishing(config, scheduler.outside)
         self.connector = connecting(config, scheduler, runner, self.bell, access, ask)
-        self._looking: dict[int, tuple[Job, Answer]] = {}
+        self._looking: dict[int, tuple[RequestGroup, Completion]] = {}
         """Not queued yet: another engine is asked what it has of them."""
 
     @property
     def is_looking(self) -> bool:
         return bool(self._looking)
 
-    def look(self, job: Job, answer: Answer) -> bool:
+    def look(self, job: RequestGroup, answer: Completion) -> bool:
         """Ask another engine for what an answer that is to be prefilled here goes on from; False
         if there is nobody to be asked."""
         if not job.prefills or self.connector is None:
@@ -64,7 +64,7 @@ class Exchange:
             self._looking[number] = (job, answer)
         return number is not None
 
-    def want(self, answer: Answer, remote: Remote | None) -> None:
+    def want(self, answer: Completion, remote: Remote | None) -> None:
         """The request of an answer was queued, and may fetch something from there; not where its
         prompt is scored, and so is computed whole."""
         if remote is None or self.connector is None:
@@ -74,7 +74,7 @@ class Exchange:
         else:
             self.connector.want(answer.request, remote)
 
-    def found(self) -> Iterator[tuple[Job, Answer, Remote | None]]:
+    def found(self) -> Iterator[tuple[RequestGroup, Completion, Remote | None]]:
         """Take in what has come from other engines: answers that can be queued by now, and where
         something of them is."""
         if self.connector is None or self.bell is None:
@@ -86,7 +86,7 @@ class Exchange:
             elif found.remote is not None:
                 self.connector.refuse(found.remote)
 
-    def drop(self, job: Job) -> list[Answer]:
+    def drop(self, job: RequestGroup) -> list[Completion]:
         """Queue none of a job's answers any more; returns those."""
         numbers = [number for number, known in self._looking.items() if known[0] is job]
         return [self._looking.pop(number)[1] for number in numbers]
@@ -101,7 +101,7 @@ class Exchange:
         if self.connector is not None:
             self.connector.end_loads()
 
-    def lend(self, job: Job) -> None:
+    def lend(self, job: RequestGroup) -> None:
         """Keep what was prefilled for other engines, and say where it is."""
         if self.connector is not None and job.prefills:
             salt = job.answers[0].request.chain.salt
@@ -139,7 +139,7 @@ def connecting(
     runner: Runner,
     bell: Bell | None,
     access: Access | None,
-    ask: Ask | None,
+    ask: SendTransferCommand | None,
 ) -> Connector | None:
     """What fetches from other engines and lends to them, if that is asked for. Raises
     ConfigError."""

@@ -14,7 +14,7 @@ from milepost.config import EngineConfig
 from milepost.disaggregation.params import Remote
 from milepost.engine.assembly import EngineParts
 from milepost.engine.constraints import (
-    Form,
+    CompiledForm,
     FormGuide,
     Forms,
     Guide,
@@ -27,7 +27,7 @@ from milepost.engine.constraints import (
     vocabulary_of,
 )
 from milepost.engine.loop.exchange import wish_of
-from milepost.engine.loop.requests import Answer, Job
+from milepost.engine.loop.requests import Completion, RequestGroup
 from milepost.engine.prompts import Prompt, check_prompt, check_scores
 from milepost.engine.text import TokenTexts, detokenizer_for
 from milepost.errors import InvalidRequestError
@@ -67,13 +67,13 @@ class Intake:
         self._rules.rules_of(params)
         detokenizer_for(self._texts, params)
 
-    def prepare(self, params: SamplingParams) -> Form | None:
+    def prepare(self, params: SamplingParams) -> CompiledForm | None:
         """Make what takes long of parameters: spell what may not come, and return the compiled
         form, if there is one. Raises InvalidRequestError for what cannot be kept to."""
         self._rules.rules_of(params)
         return self.form_of(params)
 
-    def form_of(self, params: SamplingParams) -> Form | None:
+    def form_of(self, params: SamplingParams) -> CompiledForm | None:
         """The form of the answers, compiled if it is not known; None for any. Raises
         InvalidRequestError for one that cannot be kept to."""
         wanted = params.structured_outputs
@@ -88,7 +88,9 @@ class Intake:
         self._check_beginning(wanted, form, self._rules.rules_of(params))
         return form
 
-    def _check_beginning(self, wanted: StructuredOutputs, form: Form, rules: Rules | None) -> None:
+    def _check_beginning(
+        self, wanted: StructuredOutputs, form: CompiledForm, rules: Rules | None
+    ) -> None:
         """Raise InvalidRequestError if nothing that a form begins with may come."""
         if rules is None or rules.allowed is None:
             return
@@ -109,15 +111,17 @@ class Intake:
         wish = wish_of(prompt, self._config)
         return wish.remote if wish is not None else None
 
-    def job(self, prompt: Prompt, params: SamplingParams, priority: int, form: Form | None) -> Job:
+    def job(
+        self, prompt: Prompt, params: SamplingParams, priority: int, form: CompiledForm | None
+    ) -> RequestGroup:
         """A checked prompt with its answers, whose form this is."""
         number, self._num_jobs = self._num_jobs, self._num_jobs + 1
         wish = wish_of(prompt, self._config)
-        job = Job(number=number, prompt=prompt, params=params)
+        job = RequestGroup(number=number, prompt=prompt, params=params)
         job.prefills = wish is not None and wish.prefills and len(prompt.token_ids) > 1
         salt = self._salt(prompt, params, number)
         job.answers = [
-            Answer(
+            Completion(
                 index=index,
                 request=self._request(index, job, priority, salt),
                 text=detokenizer_for(self._texts, params),
@@ -137,7 +141,7 @@ class Intake:
             return prompt.cache_salt
         return f"{prompt.cache_salt}\0scored {number} by {self._id}"
 
-    def _request(self, index: int, job: Job, priority: int, salt: str) -> Request:
+    def _request(self, index: int, job: RequestGroup, priority: int, salt: str) -> Request:
         prompt, params = job.prompt, job.params
         tokens = prompt.packed[:-1] if job.prefills else prompt.packed
         room = self._max_model_len - len(prompt.token_ids)
@@ -157,7 +161,9 @@ class Intake:
         request.keeps_history = params.has_penalties
         return request
 
-    def _guide(self, prompt: Prompt, params: SamplingParams, form: Form | None) -> Guide | None:
+    def _guide(
+        self, prompt: Prompt, params: SamplingParams, form: CompiledForm | None
+    ) -> Guide | None:
         rules = self._rules.rules_of(params)
         if form is None and rules is None:
             return None

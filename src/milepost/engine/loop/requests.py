@@ -17,7 +17,7 @@ from milepost.engine.outputs import (
     token_logprobs,
 )
 from milepost.engine.prompts import Prompt
-from milepost.engine.text import AnswerText, TokenTexts
+from milepost.engine.text import Detokenizer, TokenTexts
 from milepost.runner.choice import SampledToken
 from milepost.runner.prompt_scores import PromptScores
 from milepost.sampling_params import SamplingParams
@@ -26,12 +26,12 @@ from milepost.scheduler.request import FinishReason, Request
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Answer:
+class Completion:
     """One of a request's n answers."""
 
     index: int
     request: Request
-    text: AnswerText
+    text: Detokenizer
     seed: int
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
@@ -239,14 +239,14 @@ class Answer:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Job:
+class RequestGroup:
     """One prompt with its answers, from `add` until all have ended."""
 
     number: int
     """The order in which jobs were added."""
     prompt: Prompt
     params: SamplingParams
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Completion] = field(default_factory=list)
     prefills: bool = False
     """Its prompt, but for the last token, is computed for another engine."""
     kv_transfer_params: dict[str, Any] | None = None

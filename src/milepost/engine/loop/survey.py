@@ -37,7 +37,7 @@ class CheckpointView:
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class PageRun:
     """Pages one behind the other, up to where paths part or end; a root has none."""
 
     id: int
@@ -63,7 +63,7 @@ class Run:
 class View:
     """A whole tree. A run may stand before the one that it continues."""
 
-    runs: list[Run]
+    runs: list[PageRun]
     places: dict[Node, int]
     """For each resident node that was asked after: the index of its run, or of the nearest listed
     one above."""
@@ -239,7 +239,7 @@ class _Surveyor:
     def view(self) -> Generator[None, None, View]:
         """The kept runs in the order in which they came, each with what is not listed below it."""
         index = {number: place for place, number in enumerate(self._kept)}
-        runs: list[Run] = []
+        runs: list[PageRun] = []
         for number in self._kept:
             runs.append(self._run(number, index))
             if len(runs) % self._num_runs == 0:
@@ -253,10 +253,10 @@ class _Surveyor:
                 above.other_checkpoints -= self._num_checkpoints(number)
         return View(runs=runs, places=self._places(index), num_runs=len(self._bottom_up))
 
-    def _run(self, number: int, index: dict[int, int]) -> Run:
+    def _run(self, number: int, index: dict[int, int]) -> PageRun:
         """With all that is below it, of which `view` takes off what is listed."""
         checkpoints = self._checkpoints.get(number, [])
-        return Run(
+        return PageRun(
             id=self._id[number],
             parent=index.get(self._above[number]),
             first=self._first[number],

@@ -20,8 +20,10 @@ import torch
 from milepost.engine.loop.core import Engine
 
 T = TypeVar("T")
-_Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
-_Todo = SimpleQueue[_Work | None]  # may be put to from a collector's callback, unlike an executor
+_QueuedCall = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+_Todo = SimpleQueue[
+    _QueuedCall | None
+]  # may be put to from a collector's callback, unlike an executor
 
 SLICE_S = 0.1
 """Seconds of steps for one caller, until it hears how far its requests have come."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from milepost.engine.loop.requests import Answer, Job
+from milepost.engine.loop.requests import Completion, RequestGroup
 from milepost.runner.growing import GrowingFile
 
 ID_BYTES = 6
@@ -46,7 +46,7 @@ class TraceRecorder:
         """By number of the job, in order of arrival."""
         self._order: deque[int] = deque()
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: RequestGroup) -> None:
         """A request has come."""
         if self._file.is_full:
             return
@@ -54,7 +54,7 @@ class TraceRecorder:
         self._entries[job.number] = _Entry(arrived_ms)
         self._order.append(job.number)
 
-    def end(self, job: Job) -> None:
+    def end(self, job: RequestGroup) -> None:
         """It is over, however it ended."""
         entry = self._entries.get(job.number)
         if entry is None or entry.lines is not None:
@@ -75,7 +75,7 @@ class TraceRecorder:
         self._order.clear()
         self._file.close()
 
-    def _row(self, arrived_ms: int, answer: Answer) -> dict[str, Any]:
+    def _row(self, arrived_ms: int, answer: Completion) -> dict[str, Any]:
         request = answer.request
         num_pages = request.num_prompt_tokens // request.chain.page_size
         digests = request.chain.digests(num_pages)[:num_pages]

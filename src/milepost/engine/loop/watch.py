@@ -16,7 +16,7 @@ import msgspec
 from milepost.cache.memory import Pool
 from milepost.cache.tree import Node
 from milepost.engine.facts import Facts
-from milepost.engine.loop.survey import Run, View, survey
+from milepost.engine.loop.survey import PageRun, View, survey
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 
@@ -198,7 +198,7 @@ def _running(request: Request, view: View, node: Node | None) -> Sequence[Any]:
     return [request.id, place, request.num_computed_tokens, prompt, tokens]
 
 
-def _run(run: Run) -> Sequence[Any]:
+def _run(run: PageRun) -> Sequence[Any]:
     """A run as [id, parent, first page, pages, strays, [[position, kind, uses], ...], checkpoints,
     [runs, pages, checkpoints] that are not listed below it, or None]."""
     others = (run.num_others, run.other_pages, run.other_checkpoints) if run.num_others else None

@@ -6,7 +6,7 @@ import queue
 import socket
 import threading
 
-from milepost.engine.constraints import Form
+from milepost.engine.constraints import CompiledForm
 from milepost.engine.loop import Engine
 from milepost.engine.processes.wire import Add
 
@@ -17,7 +17,7 @@ class Compiling:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._wanted: queue.SimpleQueue[Add] = queue.SimpleQueue()
-        self._made: queue.SimpleQueue[tuple[Add, Form | None, str]] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[tuple[Add, CompiledForm | None, str]] = queue.SimpleQueue()
         self.done, self._bell = socket.socketpair()
         self._pending: set[int] = set()
         self._thread: threading.Thread | None = None
@@ -41,7 +41,7 @@ class Compiling:
         if self._thread is None:
             self._bell.close()
 
-    def take(self) -> list[tuple[Add, Form | None, str]]:
+    def take(self) -> list[tuple[Add, CompiledForm | None, str]]:
         """What has become of the requests: the form, or what is wrong with it."""
         self.done.recv(4096)
         found = []

@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 from milepost.config import EngineConfig
 from milepost.engine import heap
-from milepost.engine.constraints import Form
-from milepost.engine.loop import Engine, Job, Watch
+from milepost.engine.constraints import CompiledForm
+from milepost.engine.loop import Engine, RequestGroup, Watch
 from milepost.engine.parent import end_with_parent
 from milepost.engine.processes.compiling import Compiling
 from milepost.engine.processes.tasks import Sent, Task
@@ -59,7 +59,7 @@ class Loop:
         self._socket = sock
         self._frames: Frames[ToEngine] = Frames(ToEngine)
         self._tasks: dict[int, Task] = {}
-        self._by_job: dict[Job, Task] = {}
+        self._by_job: dict[RequestGroup, Task] = {}
         self._queued: dict[int, Task] = {}
         self._compiling = Compiling(engine)
         self._watch = Watch(engine.scheduler, engine.facts)
@@ -139,7 +139,7 @@ class Loop:
             case Stop():
                 self._is_open = False
 
-    def _add(self, message: Add, form: Form | None = None, problem: str = "") -> None:
+    def _add(self, message: Add, form: CompiledForm | None = None, problem: str = "") -> None:
         try:
             if problem:
                 raise InvalidRequestError(problem)

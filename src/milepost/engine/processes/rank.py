@@ -25,11 +25,11 @@ from milepost.engine.assembly import (
     SILENCE_S,
     START_S,
     Answered,
-    Orders,
+    RankConfig,
     RankFailure,
-    RankOrder,
+    RankMessage,
     RankParts,
-    Told,
+    TicketedCommand,
     build_rank,
     porter_of,
 )
@@ -46,11 +46,11 @@ from milepost.tiers import orders as keeping
 
 if TYPE_CHECKING:
     from milepost.disaggregation.part_reader import PartReader
-    from milepost.tiers.porter import Porter
+    from milepost.tiers.rank_worker import RankTierWorker
 
 logger = logging.getLogger(__name__)
 
-Answer = Callable[[int, bool], None]
+ReportDone = Callable[[int, bool], None]
 """A ticket, and whether what was asked with it went well."""
 
 
@@ -92,7 +92,7 @@ class _Voice:
 
 def _run(sock: socket.socket, say: _Voice) -> None:
     frames = received(sock)
-    orders = msgspec.msgpack.decode(next(frames), type=Orders)
+    orders = msgspec.msgpack.decode(next(frames), type=RankConfig)
     config, rank = orders.config, orders.rank
     size = config.tensor_parallel_size
     store = open_store(orders.port, size, START_S, is_first=False)
@@ -104,12 +104,15 @@ def _run(sock: socket.socket, say: _Voice) -> None:
     parts = build_rank(config, ranks)
     heap.settle()
     link.wait_up_to(SILENCE_S)
-    answer: Answer = lambda ticket, is_well: say(Answered(ticket, is_well))  # noqa: E731
+    answer: ReportDone = lambda ticket, is_well: say(Answered(ticket, is_well))  # noqa: E731
     serve(_told(frames), parts, answer, partial(_fail, say))
 
 
 def serve(
-    told: Iterable[Told], parts: RankParts, answer: Answer, fail: Callable[[Exception], object]
+    told: Iterable[RankMessage],
+    parts: RankParts,
+    answer: ReportDone,
+    fail: Callable[[Exception], object],
 ) -> None:
     """Do all that rank 0 tells this one; `fail` ends it, from another thread."""
     porter = porter_of(parts.runner, parts.hands, answer)
@@ -130,13 +133,13 @@ def follow(records: Iterable[Record], runner: Runner) -> None:
 
 
 def _records(
-    told: Iterable[Told], porter: Porter | None, reader: PartReader | None
+    told: Iterable[RankMessage], porter: RankTierWorker | None, reader: PartReader | None
 ) -> Iterator[Record]:
     """What is the runner's; the rest is done."""
     for each in told:
-        if not isinstance(each, RankOrder):
+        if not isinstance(each, TicketedCommand):
             yield each
-        elif isinstance(each.order, keeping.Order):
+        elif isinstance(each.order, keeping.TierCommand):
             assert porter is not None, "nothing is asked of who keeps nothing"
             porter.do(each.ticket, each.order)
         else:
@@ -144,8 +147,8 @@ def _records(
             reader.do(each.ticket, each.order)
 
 
-def _told(frames: Iterator[bytes]) -> Iterator[Told]:
-    decoder = msgspec.msgpack.Decoder(Told)
+def _told(frames: Iterator[bytes]) -> Iterator[RankMessage]:
+    decoder = msgspec.msgpack.Decoder(RankMessage)
     return map(decoder.decode, frames)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from milepost.engine.loop import Answer, Job
+from milepost.engine.loop import Completion, RequestGroup
 from milepost.engine.processes.wire import Delta, Output, Report
 
 
@@ -13,7 +13,7 @@ from milepost.engine.processes.wire import Delta, Output, Report
 class Sent:
     """How much of one answer the client has."""
 
-    answer: Answer
+    answer: Completion
     num_tokens: int = 0
     num_logprobs: int = 0
     num_draft_tokens: int = 0
@@ -59,7 +59,7 @@ class Task:
     """A request of the client."""
 
     id: int
-    job: Job
+    job: RequestGroup
     sent: list[Sent] = field(default_factory=list)
     admitted_at: float | None = None
     has_report: bool = False

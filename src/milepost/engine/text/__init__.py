@@ -10,7 +10,7 @@ Its modules:
 
 from milepost.engine.text.chat import ChatPrompt
 from milepost.engine.text.conversations import Rendered, Template, Unrendered, content_of
-from milepost.engine.text.detokenizer import AnswerText, detokenizer_for
+from milepost.engine.text.detokenizer import Detokenizer, detokenizer_for
 from milepost.engine.text.generation_config import (
     end_token_ids,
     overridden,
@@ -25,8 +25,8 @@ from milepost.engine.text.token_texts import TokenTexts
 from milepost.engine.text.tokenizer import load_tokenizer, without_torch
 
 __all__ = [
-    "AnswerText",
     "ChatPrompt",
+    "Detokenizer",
     "Encoded",
     "FewestTokens",
     "Rendered",

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from milepost.engine.text import roles
+from milepost.engine.text.roles import ChatMessage
 from milepost.engine.text.special import CUT, cut
 from milepost.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Message = Mapping[str, Any]
 
 _REFUSALS = (
     TemplateError,
@@ -96,7 +95,7 @@ class Composed:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage], **options: Any
 ) -> ChatPrompt:
     """Token ids and marks of a conversation: `compose`, which has the options, and `tokenized`."""
     return tokenized(tokenizer, compose(tokenizer, messages, **options))
@@ -110,7 +109,7 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, composed: Composed) -> ChatPro
 
 def compose(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     *,
     tools: Sequence[Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -152,8 +151,11 @@ def compose(
 
 
 def _taken(
-    conversation: _Conversation, messages: Sequence[Message], ending: Mapping[str, bool], joint: str
-) -> tuple[Sequence[Message], list[dict[str, Any]], str]:
+    conversation: _Conversation,
+    messages: Sequence[ChatMessage],
+    ending: Mapping[str, bool],
+    joint: str,
+) -> tuple[Sequence[ChatMessage], list[dict[str, Any]], str]:
     """The conversation as the template takes it, the same with texts for contents, and all of it
     as text. Raises InvalidRequestError if it is refused however it is put."""
     for message in messages:
@@ -172,7 +174,7 @@ def _taken(
     raise InvalidRequestError(f"the chat template refuses the messages: {why}") from refusal
 
 
-def _check_role(message: Message) -> None:
+def _check_role(message: ChatMessage) -> None:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"message {message!r}: use a dict with a role and a content")
 
@@ -193,7 +195,7 @@ class _Conversation:
                 "one with chat_template_kwargs={'chat_template': ...}"
             )
 
-    def text(self, messages: Sequence[Message], ending: Mapping[str, bool]) -> str:
+    def text(self, messages: Sequence[ChatMessage], ending: Mapping[str, bool]) -> str:
         return self.tokenizer.apply_chat_template(
             list(messages),
             tools=self.tools,
@@ -202,7 +204,7 @@ class _Conversation:
             **self.template_kwargs,
         )
 
-    def text_if_taken(self, messages: Sequence[Message]) -> str | None:
+    def text_if_taken(self, messages: Sequence[ChatMessage]) -> str | None:
         """Without a generation prompt; None if the template refuses these messages."""
         try:
             return self.text(messages, {"add_generation_prompt": False})
@@ -214,7 +216,7 @@ _PARTS = ("\ue0b2", "\ue0b3")
 """Two texts that no template has."""
 
 
-def _joint(conversation: _Conversation, messages: Sequence[Message]) -> str:
+def _joint(conversation: _Conversation, messages: Sequence[ChatMessage]) -> str:
     """What stands between the text parts of a message: what the template puts there, where it reads
     parts at all, and else a line break."""
     if all(len(_parts(message)) < 2 for message in messages if isinstance(message, Mapping)):
@@ -225,7 +227,7 @@ def _joint(conversation: _Conversation, messages: Sequence[Message]) -> str:
     return between[0] if between[1] and not between[0].strip() else "\n"
 
 
-def _checked(message: Message, joint: str) -> dict[str, Any]:
+def _checked(message: ChatMessage, joint: str) -> dict[str, Any]:
     """A copy without breakpoints, whose content is text: a list of parts becomes one string."""
     content = message.get("content")
     if isinstance(content, list | tuple):
@@ -285,7 +287,7 @@ MAX_BREAKPOINTS = 8
 
 def _breakpoints(
     conversation: _Conversation,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     checked: list[dict[str, Any]],
     text: str,
     ending: Mapping[str, bool],
@@ -307,7 +309,7 @@ def _breakpoints(
     return ends
 
 
-def _last_places(messages: Sequence[Message]) -> list[tuple[int, int]]:
+def _last_places(messages: Sequence[ChatMessage]) -> list[tuple[int, int]]:
     """(Message, part) of the last MAX_BREAKPOINTS breakpoints, the last one first."""
     found: list[tuple[int, int]] = []
     for index in range(len(messages) - 1, -1, -1):
@@ -322,13 +324,13 @@ def _last_places(messages: Sequence[Message]) -> list[tuple[int, int]]:
     return found
 
 
-def _parts(message: Message) -> Sequence[Any]:
+def _parts(message: ChatMessage) -> Sequence[Any]:
     """A content that is one text is one part."""
     content = message.get("content")
     return content if isinstance(content, list | tuple) else [{"text": content or ""}]
 
 
-def _marked(message: Message, place: int) -> Message:
+def _marked(message: ChatMessage, place: int) -> ChatMessage:
     """The message with the character added to one of its parts."""
     parts = _parts(message)
     text = f"{parts[place].get('text', '')}{_BREAKPOINT}"

@@ -94,15 +94,15 @@ class Renderer:
 
         without_torch()
         import transformers.utils.chat_template_utils  # noqa: F401 - else the first template pays
-        from transformers import PreTrainedTokenizerBase as Known
+        from transformers import PreTrainedTokenizerBase as KnownTokenizer
 
         class Stand:
             """The part of a tokenizer that renders."""
 
             chat_template = template.chat_template
             special_tokens_map = template.special_tokens
-            get_chat_template = Known.get_chat_template
-            apply_chat_template = Known.apply_chat_template
+            get_chat_template = KnownTokenizer.get_chat_template
+            apply_chat_template = KnownTokenizer.apply_chat_template
 
         self._tokenizer: Any = Stand()
         self._special = None if template.special is None else re.compile(template.special)

@@ -19,7 +19,7 @@ _MAX_PENDING = 32
 """Tokens that may wait for the rest of a character, which has four bytes at most."""
 
 
-class AnswerText(Protocol):
+class Detokenizer(Protocol):
     """The text side of one answer."""
 
     def append(self, token_id: int) -> str | None: ...
@@ -30,8 +30,8 @@ class AnswerText(Protocol):
     def text(self) -> str: ...
 
 
-def detokenizer_for(texts: TokenTexts | None, params: SamplingParams) -> AnswerText:
-    """A `Detokenizer`, or `NoText` where no text is wanted or no tokenizer is there.
+def detokenizer_for(texts: TokenTexts | None, params: SamplingParams) -> Detokenizer:
+    """A `TextDetokenizer`, or `NoText` where no text is wanted or no tokenizer is there.
 
     Raises InvalidRequestError for stop strings without a tokenizer.
     """
@@ -42,11 +42,11 @@ def detokenizer_for(texts: TokenTexts | None, params: SamplingParams) -> AnswerT
         )
     if texts is None or not params.detokenize:
         return NoText()
-    return Detokenizer(texts, params)
+    return TextDetokenizer(texts, params)
 
 
 class NoText:
-    """Stands for a `Detokenizer` where answers are token ids only."""
+    """Stands for a `TextDetokenizer` where answers are token ids only."""
 
     text = ""
 
@@ -63,7 +63,7 @@ class NoText:
         return ""
 
 
-class Detokenizer:
+class TextDetokenizer:
     """The text of one answer. Costs a look into a table for a token whose text is known by itself,
     else two decodings of a few tokens.
 
@@ -73,7 +73,7 @@ class Detokenizer:
     """
 
     def __init__(self, texts: TokenTexts, params: SamplingParams) -> None:
-        self._pieces = _Pieces(texts, params.skip_special_tokens)
+        self._pieces = _TokenDecoder(texts, params.skip_special_tokens)
         self._stops = [_Stop(text) for text in params.stop or ()]
         self._behind = None
         if self._stops and params.reasoning is not None:
@@ -238,7 +238,7 @@ class _Stop:
         return borders[length]
 
 
-class _Pieces:
+class _TokenDecoder:
     """Decodes a growing sequence piece by piece.
 
     A token's text can depend on the tokens before it (a character's first bytes, a word's leading

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-Message = Mapping[str, Any]
-Shown = Callable[[Sequence[Message]], str | None]
+ChatMessage = Mapping[str, Any]
+RenderOrNone = Callable[[Sequence[ChatMessage]], str | None]
 """Renders a conversation; None if the template refuses it."""
 
 SYSTEM = ("system", "developer")
-_NOTHING: Message = {"role": "user", "content": ""}
+_NOTHING: ChatMessage = {"role": "user", "content": ""}
 _MARK = "\ue0b4"
 """A text that no template has."""
 
 
-def placed(messages: Sequence[Message], shown: Shown, joint: str) -> list[Message]:
+def placed(messages: Sequence[ChatMessage], shown: RenderOrNone, joint: str) -> list[ChatMessage]:
     """With one system message at the head, and others only if the template shows them there: else
     the user says them. `joint` stands between the parts of a message."""
     end = _head_length(messages)
@@ -33,7 +33,7 @@ def placed(messages: Sequence[Message], shown: Shown, joint: str) -> list[Messag
     return [*head, *rest]
 
 
-def mends(messages: Sequence[Message], joint: str) -> Iterator[list[Message]]:
+def mends(messages: Sequence[ChatMessage], joint: str) -> Iterator[list[ChatMessage]]:
     """Conversations that say the same, to try one after the other where a template refuses this
     one: with something that the user says, without a system message, beginning with the user, and
     in turns."""
@@ -53,28 +53,28 @@ def mends(messages: Sequence[Message], joint: str) -> Iterator[list[Message]]:
         yield taken
 
 
-def _role(message: Message) -> Any:
+def _role(message: ChatMessage) -> Any:
     return message.get("role") if isinstance(message, Mapping) else None
 
 
-def _head_length(messages: Sequence[Message]) -> int:
+def _head_length(messages: Sequence[ChatMessage]) -> int:
     for number, message in enumerate(messages):
         if _role(message) not in SYSTEM:
             return number
     return len(messages)
 
 
-def _as_user(message: Message) -> Message:
+def _as_user(message: ChatMessage) -> ChatMessage:
     return {**message, "role": "user"}
 
 
-def _shows_later_ones(shown: Shown) -> bool:
+def _shows_later_ones(shown: RenderOrNone) -> bool:
     users = [{"role": "user", "content": text} for text in "ab"]
     text = shown([users[0], {"role": "system", "content": _MARK}, users[1]])
     return text is not None and _MARK in text
 
 
-def _with_user(messages: list[Message]) -> list[Message]:
+def _with_user(messages: list[ChatMessage]) -> list[ChatMessage]:
     """The last of the system messages at the head becomes the user's. Where there is none, the
     user says nothing."""
     if messages and _role(messages[0]) in SYSTEM:
@@ -82,9 +82,9 @@ def _with_user(messages: list[Message]) -> list[Message]:
     return [_NOTHING, *messages]
 
 
-def _in_turns(messages: list[Message], joint: str) -> list[Message]:
+def _in_turns(messages: list[ChatMessage], joint: str) -> list[ChatMessage]:
     """With neighbours of the user's, and of the assistant's without calls, in one message."""
-    found: list[Message] = []
+    found: list[ChatMessage] = []
     for message in messages:
         is_same = bool(found) and _role(found[-1]) == _role(message)
         is_plain = _role(message) in ("user", "assistant") and not message.get("tool_calls")
@@ -95,7 +95,7 @@ def _in_turns(messages: list[Message], joint: str) -> list[Message]:
     return found
 
 
-def _joined(messages: Sequence[Message], joint: str) -> Message:
+def _joined(messages: Sequence[ChatMessage], joint: str) -> ChatMessage:
     """One message with the parts of all, an empty line between them."""
     gap = "\n\n".removeprefix(joint)
     parts: list[Any] = []
@@ -109,7 +109,7 @@ def _joined(messages: Sequence[Message], joint: str) -> Message:
     return {**first, "content": parts}
 
 
-def _parts(message: Message) -> list[Any]:
+def _parts(message: ChatMessage) -> list[Any]:
     """A `cache_control` of the message is one of its last part."""
     content = message.get("content")
     if isinstance(content, list | tuple):

@@ -22,7 +22,7 @@ NUM_SLOTS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mail:
+class OneShotBuffers:
     """Memory that all ranks reach, and where they are in it."""
 
     rank: int
@@ -45,7 +45,7 @@ class Mail:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Boxes:
+class TwoShotBuffers:
     """Memory that all ranks reach, for many rows: each is one rank's to add up."""
 
     rank: int
@@ -57,7 +57,7 @@ class Boxes:
     """[R] int64, the address of each rank's signals: [2, B, R] int32, the last turn of a place in
     the boxes that each other rank has written."""
     turns: Tensor
-    """[B] int32, as those of a `Mail`."""
+    """[B] int32, as those of a `OneShotBuffers`."""
     dtype: torch.dtype
     hidden_size: int
 
@@ -82,7 +82,7 @@ def add_norm(
     partials: Tensor,
     scale: Tensor,
     eps: float,
-    mail: Mail,
+    mail: OneShotBuffers,
     multiplier: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`norm.add_norm` of all ranks' `partials` [T, P, C], each rank's rounded to the type of
@@ -97,7 +97,7 @@ def share_norm(
     partials: Tensor,
     scale: Tensor,
     eps: float,
-    boxes: Boxes,
+    boxes: TwoShotBuffers,
     multiplier: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`add_norm` of many rows, each of which one rank adds up."""
@@ -106,7 +106,7 @@ def share_norm(
     return triton_shared.share_norm(hidden, partials, scale, eps, boxes, multiplier)
 
 
-def add_up(values: Tensor, mail: Mail) -> Tensor:
+def add_up(values: Tensor, mail: OneShotBuffers) -> Tensor:
     """The sum of all ranks' `values` [T, C]."""
     from milepost.kernels.all_reduce import triton
 

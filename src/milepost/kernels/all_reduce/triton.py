@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.all_reduce import NUM_SLOTS, Mail
+from milepost.kernels.all_reduce import NUM_SLOTS, OneShotBuffers
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 
 
@@ -29,7 +29,7 @@ def add_norm(
     partials: Tensor,
     scale: Tensor,
     eps: float,
-    mail: Mail,
+    mail: OneShotBuffers,
     multiplier: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """See `all_reduce.add_norm`; rows of `hidden` and `partials` may lie apart. Sums are
@@ -40,7 +40,7 @@ def add_norm(
     return total, normed
 
 
-def add_up(values: Tensor, mail: Mail) -> Tensor:
+def add_up(values: Tensor, mail: OneShotBuffers) -> Tensor:
     """See `all_reduce.add_up`."""
     total = torch.empty_like(values, memory_format=torch.contiguous_format)
     _launch(None, values[:, None], None, total, None, 0.0, mail, 1.0)
@@ -54,7 +54,7 @@ def _launch(
     total: Tensor,
     normed: Tensor | None,
     eps: float,
-    mail: Mail,
+    mail: OneShotBuffers,
     multiplier: float,
 ) -> None:
     num_tokens, num_parts, size = partials.shape

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.all_reduce import Boxes
+from milepost.kernels.all_reduce import TwoShotBuffers
 from milepost.kernels.all_reduce.triton import norm_row, wait_for_turn
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 
@@ -30,7 +30,7 @@ def share_norm(
     partials: Tensor,
     scale: Tensor,
     eps: float,
-    boxes: Boxes,
+    boxes: TwoShotBuffers,
     multiplier: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """See `all_reduce.share_norm`; rows of `hidden` and `partials` may lie apart. Sums are

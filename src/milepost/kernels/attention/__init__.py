@@ -74,12 +74,12 @@ class AttentionOperation:
     norm: HeadNorm = "each"
     first_row: int = 0
     """KV before this position is not attended to."""
-    only_ends: bool = False
+    last_tokens_only: bool = False
     """Only the tokens behind which a prefill samples attend."""
 
     def lay_out(self, batch: Batch) -> AttentionLayout | None:
         """Items for the fused kernels, or rows for the reference."""
-        if self.only_ends:
+        if self.last_tokens_only:
             if not batch.capacity.ends_early:
                 return None
             batch = batch.ends()

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from milepost.kernels.platform.device import Capable, Chip
 
 Ints = NDArray[np.int64]
-Export = tuple[int, int, int]
+StateExport = tuple[int, int, int]
 """Write the state of a sequence (index in the batch) after exactly so many tokens (its position) to
 a slot: start < position <= start + length."""
 
@@ -82,7 +82,7 @@ class Batch:
     """[S] slot that each sequence's state is read from (0: zeros)."""
     slot_out: Ints
     """[S] slot that each sequence's state is written to; may equal slot_in; never 0."""
-    exports: tuple[Export, ...]
+    exports: tuple[StateExport, ...]
     tables: NDArray[np.int32]
     """[rows, pages]; entries past a sequence's own table hold anything."""
     page_size: int

@@ -74,7 +74,7 @@ _ORDINARY = JITFunction.run
 _INT32, _INT64 = 1 << 31, 1 << 63
 
 Kernel = TypeVar("Kernel")
-Kind = tuple[object, ...]
+LaunchKind = tuple[object, ...]
 
 
 def _descriptors() -> tuple[type, ...]:
@@ -111,7 +111,7 @@ def _ends_in_constants(kernel: JITFunction[Any]) -> bool:
     return are_constant == sorted(are_constant)
 
 
-def describe(args: tuple[Any, ...]) -> tuple[Kind, list[Any]] | None:
+def describe(args: tuple[Any, ...]) -> tuple[LaunchKind, list[Any]] | None:
     """Returns all that Triton specialises a kernel's arguments by, and what to launch it with in
     their place; None if a launch cannot be remembered by them.
 
@@ -157,7 +157,7 @@ def _kind_of_int(value: int) -> str:
     return width + "16" if value % 16 == 0 else width
 
 
-def _kind_of_descriptor(descriptor: Any) -> Kind:
+def _kind_of_descriptor(descriptor: Any) -> LaunchKind:
     """A box of numbers of a type; in Gluon it has a layout."""
     fields = vars(descriptor)
     rest = [
@@ -189,7 +189,7 @@ class _Compiled:
 
 def _remembering(kernel: JITFunction[Any]) -> Callable[..., Any]:
     """What stands in for the kernel's `run`."""
-    known: dict[Kind, _Compiled] = {}
+    known: dict[LaunchKind, _Compiled] = {}
     num_arguments = sum(not param.is_constexpr for param in kernel.params)
     runtime, hooks = triton.knobs.runtime, kernel.pre_run_hooks
 

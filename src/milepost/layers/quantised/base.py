@@ -16,21 +16,21 @@ from milepost.kernels import products
 from milepost.kernels.layout.emit import Inputs
 from milepost.kernels.products import quantised
 from milepost.kernels.products.quantised import Quantised
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placements, cut_inputs, cut_outputs
+from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.rows import Rows
+from milepost.layers.weight_slots import WeightSlots, cut_inputs, cut_outputs
 from milepost.layers.weights import ExpertNames, ExpertSizes
 from milepost.parallel import Axes, Cut
 from milepost.parallel.cut import join
 
 
-def empty(kind: ParameterKind, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+def empty(kind: ModuleScope, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
     """Returns an unfilled parameter of a quantised form."""
     values = torch.empty(shape, dtype=dtype, device=kind.device)
     return nn.Parameter(values, requires_grad=False)
 
 
-def ones(kind: ParameterKind, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+def ones(kind: ModuleScope, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
     """Returns scales of 1. Those of padding are never filled, so they must have a defined value."""
     values = torch.ones(shape, dtype=dtype, device=kind.device)
     return nn.Parameter(values, requires_grad=False)
@@ -49,7 +49,7 @@ class Stack(Protocol):
         """The form that the kernels read."""
         ...
 
-    def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> Placements:
+    def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:
         """Returns placements for the tensors of a projection with these `rows` of the matrix `at`;
         `path` is the projection's."""
         ...
@@ -78,7 +78,7 @@ class QuantisedMatrix(nn.Module):
     def form(self) -> Quantised:
         return self.stack.form
 
-    def place(self, rows: Tensor, path: str) -> Placements:
+    def place(self, rows: Tensor, path: str) -> WeightSlots:
         return self.stack.place_projection(Rows(rows), (), path)
 
     def clear(self, first: int, count: int) -> None:
@@ -96,7 +96,7 @@ class QuantisedExperts(nn.Module):
     that pad an expert to whole blocks are zeros."""
 
     def __init__(
-        self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind, up: Stack, down: Stack
+        self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope, up: Stack, down: Stack
     ) -> None:
         super().__init__()
         self.sizes, self.names, self.kind, self.up, self.down = sizes, names, kind, up, down
@@ -115,7 +115,7 @@ class QuantisedExperts(nn.Module):
     def mix(self, rows: Inputs, shares: Tensor, experts: Tensor) -> Tensor:
         return products.mix(rows, shares, experts, *self.forms)
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         return place_experts(self.sizes, self.names, self.kind, self.up, self.down)
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
@@ -148,8 +148,8 @@ def unit_rows(sizes: ExpertSizes, count: int) -> list[Tensor]:
 
 
 def place_experts(
-    sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind, up: Stack, down: Stack
-) -> Placements:
+    sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope, up: Stack, down: Stack
+) -> WeightSlots:
     """Places experts that the checkpoint stores one by one, and the shared one."""
     placements = place_shared(sizes, names, kind, up, down)
     projections = _projections(sizes, names.projections, sizes.units, up, down)
@@ -159,8 +159,8 @@ def place_experts(
 
 
 def place_shared(
-    sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind, up: Stack, down: Stack
-) -> Placements:
+    sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope, up: Stack, down: Stack
+) -> WeightSlots:
     """Places the shared expert, if it is stored among the others."""
     if not sizes.num_shared:
         return {}
@@ -202,8 +202,8 @@ def _projections(
     ]
 
 
-def _place_expert(projections: Sequence[_Projection], prefix: str, expert: int) -> Placements:
-    placements: Placements = {}
+def _place_expert(projections: Sequence[_Projection], prefix: str, expert: int) -> WeightSlots:
+    placements: WeightSlots = {}
     for each in projections:
         path = f"{prefix}.{each.name}"
         tensors = each.stack.place_projection(each.rows, (expert,), path)

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placement, Placements, cut_all, cut_outputs
+from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import QuantisedMatrix
+from milepost.layers.weight_slots import WeightSlot, WeightSlots, cut_all, cut_outputs
 from milepost.layers.weights import RawPrecision
 from milepost.parallel import Cut
 
@@ -22,15 +22,15 @@ from milepost.parallel import Cut
 def place_expanded(
     name: str,
     shape: tuple[int, int],
-    kind: ParameterKind,
+    kind: ModuleScope,
     cut: Cut,
     store: Callable[[Tensor], object],
-) -> Placements:
+) -> WeightSlots:
     """Returns placements for the tensors of a projection, keyed by their names within it. `store`
     gets its weight [O, I] once all of them are there; O are the outputs that `cut` keeps."""
     precision = kind.precision(name)
     if isinstance(precision, RawPrecision):
-        return {"weight": cut_all(Placement(shape, store), cut)}
+        return {"weight": cut_all(WeightSlot(shape, store), cut)}
     path = kind.full(name)
     matrix = precision.matrix(*shape, kind)
     assert isinstance(matrix, QuantisedMatrix), f"{path} is raw or quantised"
@@ -38,7 +38,7 @@ def place_expanded(
     cut_outputs(tensors, matrix.axes, cut, path)
     missing = set(tensors)
 
-    def note(part: str, place: Placement, values: Tensor) -> None:
+    def note(part: str, place: WeightSlot, values: Tensor) -> None:
         place.store(values)
         missing.discard(part)
         if not missing:

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.kernels.products.quantised import BLOCK, FP4_LANE, FP8, Fp4, pack
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import FLOATS, Placement, Placements
+from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
     QuantisedExperts,
     QuantisedMatrix,
@@ -29,6 +28,7 @@ from milepost.layers.quantised.base import (
     shapes_of,
 )
 from milepost.layers.quantised.rows import Rows
+from milepost.layers.weight_slots import FLOATS, WeightSlot, WeightSlots
 from milepost.layers.weights import ExpertNames, ExpertSizes
 from milepost.parallel import Axes
 
@@ -73,11 +73,11 @@ class Fp4Precision:
         """Tensor names that mark a projection as this form: it has at least one of them."""
         return (self.factor if self.maker == "modelopt" else self.values,)
 
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> QuantisedMatrix:
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> QuantisedMatrix:
         return QuantisedMatrix(Fp4Stack(self, (num_outputs, num_inputs), num_inputs, kind))
 
     def experts(
-        self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind
+        self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope
     ) -> QuantisedExperts:
         stacks = (Fp4Stack(self, *shape, kind) for shape in shapes_of(sizes, names))
         return QuantisedExperts(sizes, names, kind, *stacks)
@@ -102,7 +102,7 @@ class Fp4Stack(nn.Module):
         precision: Fp4Precision,
         shape: tuple[int, ...],
         num_placed: int,
-        kind: ParameterKind,
+        kind: ModuleScope,
     ) -> None:
         super().__init__()
         *rows, num_inputs = shape
@@ -134,23 +134,23 @@ class Fp4Stack(nn.Module):
             num_inputs=self.num_inputs,
         )
 
-    def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> Placements:
+    def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:
         """Returns places for the tensors of a projection with these `rows` of the matrix `at`."""
         precision, count, is_mx = self.precision, rows.count, self.precision.group == _MX_GROUP
         numbers, groups = (count, self.num_placed // 2), (count, self.num_placed // precision.group)
         store = partial(self._store_powers if is_mx else self._store_scales, rows, at)
         types = _BYTES if is_mx else ("F8_E4M3",)
         places = {
-            precision.values: Placement(
+            precision.values: WeightSlot(
                 numbers, partial(self._store_numbers, rows, at), types=_BYTES
             ),
-            "weight_scale": Placement(groups, store, types=types),
+            "weight_scale": WeightSlot(groups, store, types=types),
         }
         if not is_mx:
             store = partial(self._store_factor, rows, at)
-            places[precision.factor] = Placement((1,), store, types=("F32",))
+            places[precision.factor] = WeightSlot((1,), store, types=("F32",))
         if f"{path}.{precision.of_inputs}" in self.kind.names:
-            places[precision.of_inputs] = Placement((1,), len, types=FLOATS)
+            places[precision.of_inputs] = WeightSlot((1,), len, types=FLOATS)
         return places
 
     def _store_numbers(self, rows: Rows, at: tuple[int, ...], pairs: Tensor) -> None:

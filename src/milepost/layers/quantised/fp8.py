@@ -17,13 +17,7 @@ from torch import Tensor, nn
 
 from milepost.errors import UnsupportedModelError
 from milepost.kernels.products.quantised import BLOCK, FP8, FP8_MAX, Fp8, quantise_fp8
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import (
-    Placement,
-    Placements,
-    cut_all,
-    cut_one,
-)
+from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
     QuantisedExperts,
     QuantisedMatrix,
@@ -34,6 +28,12 @@ from milepost.layers.quantised.base import (
     unit_rows,
 )
 from milepost.layers.quantised.rows import Rows
+from milepost.layers.weight_slots import (
+    WeightSlot,
+    WeightSlots,
+    cut_all,
+    cut_one,
+)
 from milepost.layers.weights import ExpertNames, ExpertSizes
 from milepost.parallel import Axes
 from milepost.parallel.cut import join
@@ -67,12 +67,12 @@ class Fp8Precision:
     def has_blocks(self) -> bool:
         return self.strategy in ("block", "none")
 
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> QuantisedMatrix:
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> QuantisedMatrix:
         rows = BLOCK if self.has_blocks else 1
         shape = num_outputs, num_inputs
         return QuantisedMatrix(Fp8Stack(self, shape, num_inputs, kind, rows=rows))
 
-    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> Fp8Experts:
+    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope) -> Fp8Experts:
         return Fp8Experts(self, sizes, names, kind)
 
     @property
@@ -99,7 +99,7 @@ class Fp8Stack(nn.Module):
         precision: Fp8Precision,
         shape: tuple[int, ...],
         num_placed: int,
-        kind: ParameterKind,
+        kind: ModuleScope,
         *,
         rows: int,
     ) -> None:
@@ -138,24 +138,24 @@ class Fp8Stack(nn.Module):
         rows: Rows,
         at: tuple[int, ...],
         path: str,  # noqa: ARG002
-    ) -> Placements:
+    ) -> WeightSlots:
         """Returns places for the tensors of a projection with these `rows` of the matrix `at`."""
         precision, num_inputs = self.precision, self.num_placed
         if self.rows == BLOCK and not rows.are_blocks_of(self.values.shape[-2]):
             self._part_blocks()
         shape = (rows.count, num_inputs)
         if precision.strategy == "none":
-            return {"weight": Placement(shape, partial(self._round, rows, at))}
+            return {"weight": WeightSlot(shape, partial(self._round, rows, at))}
         store = partial(self._store_values, rows, at)
-        places = {"weight": Placement(shape, store, types=_VALUES)}
+        places = {"weight": WeightSlot(shape, store, types=_VALUES)}
         across = -(-num_inputs // BLOCK) if precision.has_blocks else 1
         down = precision.count_scales(rows.count)
         shape = (1,) if precision.strategy == "tensor" else (down, across)
-        places[precision.scale] = Placement(
+        places[precision.scale] = WeightSlot(
             shape, partial(self._store_scales, rows, at, (down, across))
         )
         if precision.is_static:
-            places["input_scale"] = Placement((1,), self._input_scaling(at))
+            places["input_scale"] = WeightSlot((1,), self._input_scaling(at))
         return places
 
     def _part_blocks(self) -> None:
@@ -222,7 +222,7 @@ class Fp8Experts(QuantisedExperts):
         precision: Fp8Precision,
         sizes: ExpertSizes,
         names: ExpertNames,
-        kind: ParameterKind,
+        kind: ModuleScope,
     ) -> None:
         fits = sizes.size % BLOCK == 0 and sizes.hidden_size % BLOCK == 0
         rows = BLOCK if precision.has_blocks and fits else 1
@@ -230,7 +230,7 @@ class Fp8Experts(QuantisedExperts):
         super().__init__(sizes, names, kind, *stacks)
         self.precision = precision
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         names = self.names
         if not self.kind.has(names.stacked[0]):
             return super().placements()
@@ -240,7 +240,7 @@ class Fp8Experts(QuantisedExperts):
             **place_shared(self.sizes, names, self.kind, self.up, self.down),
         }
 
-    def _place_stacked(self, name: str, stack: Fp8Stack) -> Placements:
+    def _place_stacked(self, name: str, stack: Fp8Stack) -> WeightSlots:
         """Places one tensor with all experts that the checkpoint stacks, and one with their
         scales."""
         count = self.sizes.num_experts
@@ -268,7 +268,7 @@ class Fp8Experts(QuantisedExperts):
         placements, units = {}, self.sizes.units
         for tensor, place in own[0].items():
             name, axes = self.kind.full(names[tensor]), stack.axes[tensor].behind(1)
-            placed = Placement((count, *place.shape), storing(tensor), types=place.types)
+            placed = WeightSlot((count, *place.shape), storing(tensor), types=place.types)
             if stack is self.down:
                 placed = cut_one(placed, axes.inputs, units, name)
             else:

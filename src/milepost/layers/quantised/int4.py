@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
 from milepost.kernels.products.quantised import Int4, lane_of, pack
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placement, Placements
+from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
     QuantisedExperts,
     QuantisedMatrix,
@@ -25,6 +24,7 @@ from milepost.layers.quantised.base import (
     shapes_of,
 )
 from milepost.layers.quantised.rows import Rows
+from milepost.layers.weight_slots import WeightSlot, WeightSlots
 from milepost.layers.weights import ExpertNames, ExpertSizes
 from milepost.parallel import Axes
 
@@ -58,11 +58,11 @@ class Int4Precision:
         """Tensor names that mark a projection as this form: it has at least one of them."""
         return ("weight_packed",) if self.layout == "packed" else ("qweight",)
 
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> QuantisedMatrix:
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> QuantisedMatrix:
         return QuantisedMatrix(_Int4Stack(self, (num_outputs, num_inputs), num_inputs, kind))
 
     def experts(
-        self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind
+        self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope
     ) -> QuantisedExperts:
         stacks = (_Int4Stack(self, *shape, kind) for shape in shapes_of(sizes, names))
         return QuantisedExperts(sizes, names, kind, *stacks)
@@ -87,7 +87,7 @@ class Int4Precision:
             "g_idx": Axes(None, (0, 1)),
         }
 
-    def group_of(self, num_inputs: int, num_placed: int, kind: ParameterKind) -> int:
+    def group_of(self, num_inputs: int, num_placed: int, kind: ModuleScope) -> int:
         """Returns the number of inputs that share a scale, for a matrix whose projections have
         `num_placed` inputs. Raises UnsupportedModelError or ConfigError if groups do not fit."""
         group = num_inputs if self.group == -1 else self.group
@@ -110,7 +110,7 @@ class _Int4Stack(nn.Module):
         precision: Int4Precision,
         shape: tuple[int, ...],
         num_placed: int,
-        kind: ParameterKind,
+        kind: ModuleScope,
     ) -> None:
         super().__init__()
         *stack, num_outputs, num_inputs = shape
@@ -130,7 +130,7 @@ class _Int4Stack(nn.Module):
     def form(self) -> Int4:
         return Int4(packed=self.packed, scales=self.scales, zeros=self.zeros, group=self.group)
 
-    def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> Placements:
+    def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:
         """Returns places for the tensors of a projection with these `rows` of the matrix `at`."""
         count, inputs = rows.count, self.num_placed
         groups = -(-inputs // self.group)
@@ -144,28 +144,28 @@ class _Int4Stack(nn.Module):
         if self.precision.has_order:
             name = "g_idx" if self.precision.layout == "gptq" else "weight_g_idx"
             if f"{path}.{name}" in self.kind.names:
-                places[name] = Placement((inputs,), self._check_order, types=(*_WORDS, "I64"))
+                places[name] = WeightSlot((inputs,), self._check_order, types=(*_WORDS, "I64"))
         return places
 
-    def _place_packed(self, scatter: _Scatter, count: int, inputs: int, groups: int) -> Placements:
+    def _place_packed(self, scatter: _Scatter, count: int, inputs: int, groups: int) -> WeightSlots:
         """Places compressed-tensors' layout: words run along inputs, and numbers have an offset of
         eight."""
         places = {
-            "weight_packed": Placement(
+            "weight_packed": WeightSlot(
                 (count, inputs // 8), lambda words: scatter.numbers(split(words, -1)), types=_WORDS
             ),
-            "weight_scale": Placement((count, groups), scatter.scales),
-            "weight_shape": Placement((2,), len, types=(*_WORDS, "I64")),
+            "weight_scale": WeightSlot((count, groups), scatter.scales),
+            "weight_shape": WeightSlot((2,), len, types=(*_WORDS, "I64")),
         }
         if not self.precision.is_symmetric:
-            places["weight_zero_point"] = Placement(
+            places["weight_zero_point"] = WeightSlot(
                 (count // 8, groups), lambda words: scatter.zeros(split(words, 0)), types=_WORDS
             )
         return places
 
     def _place_transposed(
         self, scatter: _Scatter, count: int, inputs: int, groups: int
-    ) -> Placements:
+    ) -> WeightSlots:
         """Places layouts whose rows are inputs. Words run along outputs (AWQ, and all zero points)
         or inputs (GPTQ)."""
         is_awq, offset = self.precision.layout == "awq", self.precision.zero_offset
@@ -179,9 +179,9 @@ class _Int4Stack(nn.Module):
             scatter.zeros((split(words, 1, order).T + offset) & 15)
 
         return {
-            "qweight": Placement(shape, store_numbers, types=_WORDS),
-            "scales": Placement((groups, count), lambda scales: scatter.scales(scales.T)),
-            "qzeros": Placement((groups, count // 8), store_zeros, types=_WORDS),
+            "qweight": WeightSlot(shape, store_numbers, types=_WORDS),
+            "scales": WeightSlot((groups, count), lambda scales: scatter.scales(scales.T)),
+            "qzeros": WeightSlot((groups, count // 8), store_zeros, types=_WORDS),
         }
 
     def _check_order(self, order: Tensor) -> None:

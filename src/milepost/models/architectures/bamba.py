@@ -12,15 +12,15 @@ from milepost.layers.attention import Attention
 from milepost.layers.mamba2 import Mamba2
 from milepost.layers.mlp import MLP
 from milepost.layers.norm import RMSNorm
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.parts import Block, Layer
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import Layer, ResidualBlock
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture, attention_shapes, is_unset, mamba2_shapes
 from milepost.models.decoder import DecoderParts
 from milepost.models.names import take_same
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
+def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     _refuse_other_rotary(config)
     rotary = Rotary(config, kind.device)
     layers = []
@@ -34,8 +34,8 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
         mlp = MLP(config.hidden_size, config.intermediate_size, own.under("feed_forward"))
         layers.append(
             Layer(
-                Block(mixer, pre=_norm(config, own.under("input_layernorm"))),
-                Block(mlp, pre=_norm(config, own.under("pre_ff_layernorm"))),
+                ResidualBlock(mixer, pre=_norm(config, own.under("input_layernorm"))),
+                ResidualBlock(mlp, pre=_norm(config, own.under("pre_ff_layernorm"))),
             )
         )
     return DecoderParts(layers=layers, norm=_norm(config, kind.under("final_layernorm")))
@@ -51,7 +51,7 @@ def _refuse_other_rotary(config: PreTrainedConfig) -> None:
         )
 
 
-def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
+def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
 
 

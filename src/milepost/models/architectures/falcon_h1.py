@@ -14,8 +14,8 @@ from milepost.layers.attention import Attention
 from milepost.layers.mamba2 import Mamba2, Mamba2Shapes
 from milepost.layers.mlp import MLP
 from milepost.layers.norm import RMSNorm
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.parts import Block, Layer
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import Layer, ResidualBlock
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import (
     Architecture,
@@ -27,7 +27,7 @@ from milepost.models.architecture import (
 from milepost.models.decoder import DecoderParts
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
+def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     rotary, size = Rotary(config, kind.device), config.hidden_size
     mamba = mamba2_shapes(
         config, has_norm=config.mamba_rms_norm, norm_before_gate=config.mamba_norm_before_gate
@@ -42,8 +42,8 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
         mlp = MLP(size, config.intermediate_size, own.under("feed_forward"))
         layers.append(
             Layer(
-                Block(*mixers, pre=_norm(config, own.under("input_layernorm"))),
-                Block(mlp, pre=_norm(config, own.under("pre_ff_layernorm"))),
+                ResidualBlock(*mixers, pre=_norm(config, own.under("input_layernorm"))),
+                ResidualBlock(mlp, pre=_norm(config, own.under("pre_ff_layernorm"))),
             )
         )
     return DecoderParts(
@@ -76,7 +76,7 @@ def _factors(config: PreTrainedConfig, mamba: Mamba2Shapes) -> dict[str, Tensor 
     }
 
 
-def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
+def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
 
 

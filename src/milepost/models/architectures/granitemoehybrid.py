@@ -11,8 +11,8 @@ from milepost.layers.mamba2 import Mamba2
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.norm import RMSNorm
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.parts import Block, Layer, Part
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import Layer, Part, ResidualBlock
 from milepost.layers.rotary import Rotary
 from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import Architecture, attention_shapes, mamba2_shapes
@@ -35,7 +35,7 @@ _TRANSFORMERS = ExpertNames(
 )
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
+def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     rotary = Rotary(config, kind.device) if config.position_embedding_type == "rope" else None
     attention = attention_shapes(config, scale=config.attention_multiplier)
     layers = []
@@ -51,8 +51,8 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
         )
         layers.append(
             Layer(
-                Block(mixer, pre=pre),
-                Block(_feed_forward(config, own), pre=between),
+                ResidualBlock(mixer, pre=pre),
+                ResidualBlock(_feed_forward(config, own), pre=between),
             )
         )
     return DecoderParts(
@@ -63,7 +63,7 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     )
 
 
-def _feed_forward(config: PreTrainedConfig, kind: ParameterKind) -> Part:
+def _feed_forward(config: PreTrainedConfig, kind: ModuleScope) -> Part:
     if not config.num_local_experts:
         size, own = config.shared_intermediate_size, kind.under("shared_mlp")
         return MLP(config.hidden_size, size, own, _SHARED)
@@ -79,7 +79,7 @@ def _feed_forward(config: PreTrainedConfig, kind: ParameterKind) -> Part:
     return MoE(config.hidden_size, shapes, kind, names)
 
 
-def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
+def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
     """Returns a norm that multiplies the previous block's output before adding it to the residual
     stream."""
     multiplier = config.residual_multiplier

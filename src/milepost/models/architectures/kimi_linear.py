@@ -15,8 +15,8 @@ from milepost.layers.mla import MLA, MLAShapes
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertNames, ExpertShapes, MoE
 from milepost.layers.norm import RMSNorm
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.parts import Block, Layer
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import Layer, ResidualBlock
 from milepost.models.architecture import Architecture, is_true_or_unset, is_unset
 from milepost.models.decoder import DecoderParts
 from milepost.models.names import listed_layers, take_same
@@ -24,7 +24,7 @@ from milepost.models.names import listed_layers, take_same
 _EXPERT_NAMES = ExpertNames(shared="shared_experts", projections=("w1", "w3", "w2"))
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
+def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     hidden_size, experts = config.hidden_size, _expert_shapes(config)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
@@ -40,14 +40,14 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
             mlp = MoE(hidden_size, experts, _feed_forward(own, "gate"), _EXPERT_NAMES)
         layers.append(
             Layer(
-                Block(mixer, pre=_norm(config, own.under("input_layernorm"))),
-                Block(mlp, pre=_norm(config, own.under("post_attention_layernorm"))),
+                ResidualBlock(mixer, pre=_norm(config, own.under("input_layernorm"))),
+                ResidualBlock(mlp, pre=_norm(config, own.under("post_attention_layernorm"))),
             )
         )
     return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm")))
 
 
-def _feed_forward(kind: ParameterKind, projection: str) -> ParameterKind:
+def _feed_forward(kind: ModuleScope, projection: str) -> ModuleScope:
     """Returns the path of a layer's feed-forward. Published checkpoints use a different path for
     experts; transformers uses one for all layers."""
     own = kind.under("block_sparse_moe")
@@ -94,7 +94,7 @@ def _expert_shapes(config: PreTrainedConfig) -> ExpertShapes:
     )
 
 
-def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
+def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
 
 

@@ -13,8 +13,8 @@ from milepost.layers.attention import Attention, AttentionNames, AttentionShapes
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertNames, ExpertShapes, MoE
 from milepost.layers.norm import RMSNorm
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.parts import Block, Layer
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import Layer, ResidualBlock
 from milepost.layers.rotary import Rotary
 from milepost.layers.short_conv import ShortConv
 from milepost.models.architecture import Architecture, is_true_or_unset
@@ -25,21 +25,21 @@ _NAMES = AttentionNames(out="out_proj", query_norm="q_layernorm", key_norm="k_la
 _GATE_UP_DOWN = "w1", "w3", "w2"
 _EXPERT_NAMES = ExpertNames(bias="expert_bias", projections=_GATE_UP_DOWN)
 
-FeedForward = Callable[[int, ParameterKind], MLP | MoE]
+FeedForward = Callable[[int, ModuleScope], MLP | MoE]
 """Builds the feed-forward of the layer with this index, whose tensors are under this kind's
 path."""
 
 
-def _dense(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
+def _dense(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     size = _feed_forward_size(config)
 
-    def feed_forward(_: int, own: ParameterKind) -> MLP:
+    def feed_forward(_: int, own: ModuleScope) -> MLP:
         return MLP(config.hidden_size, size, own, _GATE_UP_DOWN)
 
     return _parts(config, kind, feed_forward)
 
 
-def _sparse(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
+def _sparse(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     shapes = ExpertShapes(
         num_experts=config.num_experts,
         num_chosen=config.num_experts_per_tok,
@@ -50,7 +50,7 @@ def _sparse(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
         has_bias=config.use_expert_bias,
     )
 
-    def feed_forward(index: int, own: ParameterKind) -> MLP | MoE:
+    def feed_forward(index: int, own: ModuleScope) -> MLP | MoE:
         if index < config.num_dense_layers:
             return MLP(config.hidden_size, config.intermediate_size, own, _GATE_UP_DOWN)
         return MoE(config.hidden_size, shapes, own, _EXPERT_NAMES)
@@ -58,9 +58,7 @@ def _sparse(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     return _parts(config, kind, feed_forward)
 
 
-def _parts(
-    config: PreTrainedConfig, kind: ParameterKind, feed_forward: FeedForward
-) -> DecoderParts:
+def _parts(config: PreTrainedConfig, kind: ModuleScope, feed_forward: FeedForward) -> DecoderParts:
     size, rotary = config.hidden_size, Rotary(config, kind.device)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
@@ -72,8 +70,8 @@ def _parts(
         )
         layers.append(
             Layer(
-                Block(mixer, pre=_norm(config, own.under("operator_norm"))),
-                Block(
+                ResidualBlock(mixer, pre=_norm(config, own.under("operator_norm"))),
+                ResidualBlock(
                     feed_forward(index, own.under("feed_forward")),
                     pre=_norm(config, own.under("ffn_norm")),
                 ),
@@ -107,7 +105,7 @@ def _feed_forward_size(config: PreTrainedConfig) -> int:
     return -(-int(config.block_ffn_dim_multiplier * size) // step) * step
 
 
-def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
+def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.norm_eps, kind)
 
 

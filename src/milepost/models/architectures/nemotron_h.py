@@ -19,8 +19,8 @@ from milepost.layers.mamba2 import Mamba2, Mamba2Shapes
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.norm import RMSNorm
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.parts import Block, Layer, Part
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import Layer, Part, ResidualBlock
 from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import Architecture, is_unset
 from milepost.models.decoder import DecoderParts
@@ -34,16 +34,16 @@ _NAMES = ExpertNames(
 )
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
+def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     layers = []
     for index, layer_type in enumerate(config.layer_types):
         own = kind.under(f"layers.{index}")
         part = _PARTS[layer_type](config, own.under("mixer"))
-        layers.append(Layer(Block(part, pre=_norm(config, own.under("norm")))))
+        layers.append(Layer(ResidualBlock(part, pre=_norm(config, own.under("norm")))))
     return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm_f")))
 
 
-def _mamba2(config: PreTrainedConfig, kind: ParameterKind) -> Part:
+def _mamba2(config: PreTrainedConfig, kind: ModuleScope) -> Part:
     shapes = Mamba2Shapes(
         hidden_size=config.hidden_size,
         num_heads=config.mamba_num_heads,
@@ -60,7 +60,7 @@ def _mamba2(config: PreTrainedConfig, kind: ParameterKind) -> Part:
     return Mamba2(shapes, kind)
 
 
-def _attention(config: PreTrainedConfig, kind: ParameterKind) -> Part:
+def _attention(config: PreTrainedConfig, kind: ModuleScope) -> Part:
     shapes = AttentionShapes(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -70,11 +70,11 @@ def _attention(config: PreTrainedConfig, kind: ParameterKind) -> Part:
     return Attention(shapes, kind, rotary=None)
 
 
-def _mlp(config: PreTrainedConfig, kind: ParameterKind) -> Part:
+def _mlp(config: PreTrainedConfig, kind: ModuleScope) -> Part:
     return MLP(config.hidden_size, config.intermediate_size, kind, ("up_proj", "down_proj"))
 
 
-def _experts(config: PreTrainedConfig, kind: ParameterKind) -> Part:
+def _experts(config: PreTrainedConfig, kind: ModuleScope) -> Part:
     shapes = ExpertShapes(
         num_experts=config.n_routed_experts,
         num_chosen=config.num_experts_per_tok,
@@ -102,7 +102,7 @@ _PARTS = {
 }
 
 
-def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
+def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.layer_norm_epsilon, kind)
 
 

@@ -13,8 +13,8 @@ from milepost.layers.attention import Attention
 from milepost.layers.gated_delta import BY_LETTER, GatedDelta
 from milepost.layers.mlp import MLP
 from milepost.layers.norm import RMSNorm
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.parts import Block, Layer
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import Layer, ResidualBlock
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture, attention_shapes, gated_delta_shapes
 from milepost.models.decoder import DecoderParts
@@ -27,7 +27,7 @@ _OLMO_CORE_NAMES = {
 }
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
+def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     has_positions = (config.rope_parameters or {}).get("rope_theta") is not None
     rotary = Rotary(config, kind.device) if has_positions else None
     layers = [
@@ -39,18 +39,20 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm")))
 
 
-def _attention(config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary | None) -> Layer:
+def _attention(config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary | None) -> Layer:
     shapes = attention_shapes(config, norm="whole")
     return Layer(
-        Block(
+        ResidualBlock(
             Attention(shapes, kind.under("self_attn"), rotary=rotary),
             post=_norm(config, _in_dialect(kind, "post_attention_layernorm")),
         ),
-        Block(_mlp(config, kind), post=_norm(config, kind.under("post_feedforward_layernorm"))),
+        ResidualBlock(
+            _mlp(config, kind), post=_norm(config, kind.under("post_feedforward_layernorm"))
+        ),
     )
 
 
-def _recurrent(config: PreTrainedConfig, kind: ParameterKind) -> Layer:
+def _recurrent(config: PreTrainedConfig, kind: ModuleScope) -> Layer:
     shapes = gated_delta_shapes(
         config,
         norm_eps=_GATED_NORM_EPS,
@@ -58,23 +60,25 @@ def _recurrent(config: PreTrainedConfig, kind: ParameterKind) -> Layer:
     )
     mixer = GatedDelta(shapes, kind.under("linear_attn"), BY_LETTER)
     return Layer(
-        Block(mixer, pre=_norm(config, _in_dialect(kind, "input_layernorm"))),
-        Block(_mlp(config, kind), pre=_norm(config, _in_dialect(kind, "post_attention_layernorm"))),
+        ResidualBlock(mixer, pre=_norm(config, _in_dialect(kind, "input_layernorm"))),
+        ResidualBlock(
+            _mlp(config, kind), pre=_norm(config, _in_dialect(kind, "post_attention_layernorm"))
+        ),
     )
 
 
-def _in_dialect(kind: ParameterKind, name: str) -> ParameterKind:
+def _in_dialect(kind: ModuleScope, name: str) -> ModuleScope:
     """Returns the path of the norm that transformers calls `name`. transformers' own saving renames
     it in every layer."""
     other = _OLMO_CORE_NAMES[name]
     return kind.under(other if kind.has(f"{other}.weight") else name)
 
 
-def _mlp(config: PreTrainedConfig, kind: ParameterKind) -> MLP:
+def _mlp(config: PreTrainedConfig, kind: ModuleScope) -> MLP:
     return MLP(config.hidden_size, config.intermediate_size, kind.under("mlp"))
 
 
-def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
+def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from milepost.layers.gated_delta import SEPARATE
 from milepost.layers.mtp import MTPHead
-from milepost.layers.parameters import ParameterKind
+from milepost.layers.parameters import ModuleScope
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture, is_unset
 from milepost.models.architectures.qwen3_next import (
@@ -21,20 +21,20 @@ from milepost.models.architectures.qwen3_next import (
 from milepost.models.decoder import DecoderParts
 
 
-def _dense(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
+def _dense(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     return qwen_parts(config, kind, SEPARATE, [None] * config.num_hidden_layers)
 
 
-def _sparse(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
+def _sparse(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     experts = expert_shapes(config, normalise=True)
     return qwen_parts(config, kind, SEPARATE, [experts] * config.num_hidden_layers)
 
 
-def _dense_head(config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary) -> MTPHead:
+def _dense_head(config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary) -> MTPHead:
     return qwen_head(config, kind, rotary, None)
 
 
-def _sparse_head(config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary) -> MTPHead:
+def _sparse_head(config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary) -> MTPHead:
     return qwen_head(config, kind, rotary, expert_shapes(config, normalise=True))
 
 

@@ -13,8 +13,8 @@ from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.mtp import FIRST_ROW, MTPHead
 from milepost.layers.norm import RMSNorm
-from milepost.layers.parameters import ParameterKind
-from milepost.layers.parts import Block, Layer, Part
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import Layer, Part, ResidualBlock
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture, attention_shapes, gated_delta_shapes
 from milepost.models.decoder import DecoderParts
@@ -34,7 +34,7 @@ def expert_shapes(config: PreTrainedConfig, *, normalise: bool) -> ExpertShapes:
 
 def qwen_parts(
     config: PreTrainedConfig,
-    kind: ParameterKind,
+    kind: ModuleScope,
     arrangement: Arrangement,
     experts: list[ExpertShapes | None],
 ) -> DecoderParts:
@@ -52,7 +52,7 @@ def qwen_parts(
 
 
 def qwen_head(
-    config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary, experts: ExpertShapes | None
+    config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary, experts: ExpertShapes | None
 ) -> MTPHead:
     """Builds the head. Its layer is one of the model's attention layers, or a dense one if the
     checkpoint's head is dense."""
@@ -63,7 +63,7 @@ def qwen_head(
 
 
 def _attention(
-    config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary, *, first_row: int = 0
+    config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary, *, first_row: int = 0
 ) -> Attention:
     shapes = attention_shapes(
         config, norm="each", norm_offset=1.0, has_gate=True, first_row=first_row
@@ -72,19 +72,19 @@ def _attention(
 
 
 def _layer(
-    config: PreTrainedConfig, kind: ParameterKind, mixer: Part, experts: ExpertShapes | None
+    config: PreTrainedConfig, kind: ModuleScope, mixer: Part, experts: ExpertShapes | None
 ) -> Layer:
     size, own = config.hidden_size, kind.under("mlp")
     mlp = MLP(size, config.intermediate_size, own) if experts is None else MoE(size, experts, own)
     norms = [_norm(config, kind.under(f"{name}_layernorm")) for name in ("input", "post_attention")]
-    return Layer(Block(mixer, pre=norms[0]), Block(mlp, pre=norms[1]))
+    return Layer(ResidualBlock(mixer, pre=norms[0]), ResidualBlock(mlp, pre=norms[1]))
 
 
-def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
+def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, kind, offset=1.0)
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
+def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     shapes = expert_shapes(config, normalise=config.norm_topk_prob)
     experts = [
         shapes
@@ -97,7 +97,7 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     return qwen_parts(config, kind, INTERLEAVED, experts)
 
 
-def _head(config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary) -> MTPHead:
+def _head(config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary) -> MTPHead:
     shapes = expert_shapes(config, normalise=config.norm_topk_prob)
     return qwen_head(config, kind, rotary, shapes if config.num_experts > 0 else None)
 

@@ -32,8 +32,8 @@ from milepost.models.quantization.methods import (
 from milepost.models.quantization.rules import (
     FOUR_BIT_FLOATS,
     USE_INSTEAD,
-    Form,
     Group,
+    LowPrecision,
     Rule,
     mapping_of,
 )
@@ -114,7 +114,7 @@ class Quantization:
                 return form
         return RAW
 
-    def _holds(self, path: str, examples: Iterable[str], form: Form) -> bool:
+    def _holds(self, path: str, examples: Iterable[str], form: LowPrecision) -> bool:
         if isinstance(form, Fp8Precision) and form.strategy == "none":
             return not any(self.is_left(each) for each in (path, *examples))
         found = [f"{each}.{marker}" for each in examples for marker in form.markers]

@@ -11,10 +11,10 @@ from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
 from milepost.models.quantization.rules import (
     FOUR_BIT_FLOATS,
     USE_INSTEAD,
-    Form,
     Group,
-    Read,
+    LowPrecision,
     Rule,
+    RuleSet,
     any_of,
     group_size_of,
     mapping_of,
@@ -53,7 +53,7 @@ _FP4_GROUPS: Mapping[tuple[Any, Any, Any], Literal[16, 32]] = {
 """(format, strategy, `group_size`) -> inputs that share a scale."""
 
 
-def read_compressed(settings: Mapping[str, Any]) -> Read:
+def read_compressed(settings: Mapping[str, Any]) -> RuleSet:
     """Reads a `quantization_config` of compressed-tensors. Raises UnsupportedModelError, naming the
     setting."""
     where = "quantization_config"
@@ -87,7 +87,7 @@ def _read_group(name: str, group: Mapping[str, Any], layout: str | None) -> Grou
     inputs = None if inputs is None else mapping_of(inputs, f"{name}.input_activations")
     kind = weights.get("type", "int"), weights.get("num_bits")
     if kind == ("float", 8):
-        form: Form = _fp8(name, weights, inputs, layout)
+        form: LowPrecision = _fp8(name, weights, inputs, layout)
     elif kind == ("int", 4) and inputs is None:
         form = _int4(name, weights, layout)
     elif kind == ("float", 4) and _are_four_bits(inputs):
@@ -108,7 +108,7 @@ def _read_group(name: str, group: Mapping[str, Any], layout: str | None) -> Grou
 
 def _fp8(
     name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: str | None
-) -> Form:
+) -> LowPrecision:
     strategy = weights.get("strategy")
     if strategy not in ("block", "channel", "tensor"):
         raise UnsupportedModelError(
@@ -157,7 +157,7 @@ def _are_four_bits(inputs: Mapping[str, Any] | None) -> bool:
     return inputs is None or (inputs.get("type"), inputs.get("num_bits")) == ("float", 4)
 
 
-def _fp4(name: str, weights: Mapping[str, Any], layout: str | None) -> Form:
+def _fp4(name: str, weights: Mapping[str, Any], layout: str | None) -> LowPrecision:
     kind = layout, weights.get("strategy"), weights.get("group_size")
     if kind not in _FP4_GROUPS:
         raise UnsupportedModelError(
@@ -172,7 +172,7 @@ def _fp4(name: str, weights: Mapping[str, Any], layout: str | None) -> Form:
     return Fp4Precision(maker="compressed-tensors", group=_FP4_GROUPS[kind])
 
 
-def _int4(name: str, weights: Mapping[str, Any], layout: str | None) -> Form:
+def _int4(name: str, weights: Mapping[str, Any], layout: str | None) -> LowPrecision:
     if layout != "pack-quantized" or weights.get("strategy") not in ("group", "channel"):
         raise UnsupportedModelError(
             f"{name}: format={layout!r} with strategy={weights.get('strategy')!r} is not "

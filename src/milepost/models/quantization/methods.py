@@ -12,9 +12,9 @@ from milepost.models.quantization.rules import (
     FOUR_BIT_FLOATS,
     USE_INSTEAD,
     Expression,
-    Form,
     Group,
-    Read,
+    LowPrecision,
+    RuleSet,
     any_of,
     below,
     expression,
@@ -36,7 +36,7 @@ _KNOWN_OF_MODELOPT = {
 }
 _KNOWN_OF_MODELOPT_GROUP = {"weights", "input_activations", "targets"}
 _NVFP4 = Fp4Precision(maker="modelopt")
-_MODELOPT: Mapping[Any, Form] = {
+_MODELOPT: Mapping[Any, LowPrecision] = {
     "FP8": Fp8Precision(strategy="tensor", is_static=True),
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,
@@ -79,7 +79,7 @@ _KNOWN_OF_AUTOROUND = _KNOWN_OF_PACKED | {
 _AUTOROUND_KEYS = ("bits", "group_size", "sym", "data_type")
 
 
-def read_fp8(settings: Mapping[str, Any]) -> Read:
+def read_fp8(settings: Mapping[str, Any]) -> RuleSet:
     """Reads DeepSeek's and Qwen's own format, which transformers calls fine-grained FP8."""
     if settings.get("weight_block_size") is None:
         raise UnsupportedModelError(
@@ -95,13 +95,13 @@ def read_fp8(settings: Mapping[str, Any]) -> Read:
     return (Group(form),), any_of(settings[left[0]] if left else None, "".join(left[:1]))
 
 
-def read_awq(settings: Mapping[str, Any]) -> Read:
+def read_awq(settings: Mapping[str, Any]) -> RuleSet:
     want_known(settings, _KNOWN_OF_PACKED, where=_CONFIG)
     want(settings, "method", "awq", None)
     return _read_awq(settings)
 
 
-def _read_awq(settings: Mapping[str, Any]) -> Read:
+def _read_awq(settings: Mapping[str, Any]) -> RuleSet:
     _check_packed(settings)
     for name in ("version", "format", "checkpoint_format"):
         want(settings, name, "gemm", "GEMM", None)
@@ -120,13 +120,13 @@ def _read_awq(settings: Mapping[str, Any]) -> Read:
     return (Group(form),), lambda path: is_named(path) or any(each.match(path) for each in left)
 
 
-def read_gptq(settings: Mapping[str, Any]) -> Read:
+def read_gptq(settings: Mapping[str, Any]) -> RuleSet:
     want_known(settings, _KNOWN_OF_PACKED, where=_CONFIG)
     want(settings, "method", "gptq", None)
     return _read_gptq(settings)
 
 
-def _read_gptq(settings: Mapping[str, Any]) -> Read:
+def _read_gptq(settings: Mapping[str, Any]) -> RuleSet:
     _check_packed(settings)
     want(settings, "checkpoint_format", "gptq", "gptq_v2", None)
     want(settings, "format", "gptq", "gptq_v2", None)
@@ -175,7 +175,7 @@ def _left_out(settings: Mapping[str, Any]) -> list[Expression]:
     return left
 
 
-def read_autoround(settings: Mapping[str, Any]) -> Read:
+def read_autoround(settings: Mapping[str, Any]) -> RuleSet:
     """Reads AutoRound's own format; its tensors are those of GPTQ or of AWQ."""
     packing = str(settings.get("packing_format", "auto_round:auto_gptq"))
     layout = packing.rpartition(":")[2]
@@ -211,7 +211,7 @@ def _is_left_in_16_bits(settings: Mapping[str, Any], extra: Any, where: str) -> 
     return False
 
 
-def read_modelopt(settings: Mapping[str, Any]) -> Read:
+def read_modelopt(settings: Mapping[str, Any]) -> RuleSet:
     """Reads NVIDIA's ModelOpt: FP8 with one scale per projection and one for its activations,
     NVFP4, or both for different projections."""
     want_known(settings, _KNOWN_OF_MODELOPT, where=_CONFIG)
@@ -230,7 +230,7 @@ def read_modelopt(settings: Mapping[str, Any]) -> Read:
 
 
 def _mixed(layers: Mapping[str, Any]) -> tuple[Group, ...]:
-    paths: dict[Form, list[str]] = {}
+    paths: dict[LowPrecision, list[str]] = {}
     for name, own in layers.items():
         where = f"quantized_layers[{name!r}]"
         form = _modelopt_form(mapping_of(own, where), where)
@@ -244,7 +244,7 @@ def _mixed(layers: Mapping[str, Any]) -> tuple[Group, ...]:
     return tuple(Group(form, below(own)) for form, own in paths.items())
 
 
-def _modelopt_form(settings: Mapping[str, Any], where: str) -> Form:
+def _modelopt_form(settings: Mapping[str, Any], where: str) -> LowPrecision:
     algorithm = settings.get("quant_algo")
     if algorithm not in _MODELOPT:
         advice = FOUR_BIT_FLOATS if "FP4" in str(algorithm) else USE_INSTEAD

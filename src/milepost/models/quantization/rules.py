@@ -17,7 +17,7 @@ from milepost.errors import UnsupportedModelError
 from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
 
 Rule = Callable[[str], bool]
-Form = Fp4Precision | Fp8Precision | Int4Precision
+LowPrecision = Fp4Precision | Fp8Precision | Int4Precision
 
 USE_INSTEAD = (
     "use the model's FP8 or 4-bit integer checkpoint, or its raw one with quantization='fp8'"
@@ -36,11 +36,11 @@ NOTHING = (None, False, "", 0, [], {})
 class Group:
     """Projections with one form."""
 
-    form: Form
+    form: LowPrecision
     targets: Rule = field(default=lambda _: True)
 
 
-Read = tuple[tuple[Group, ...], Rule]
+RuleSet = tuple[tuple[Group, ...], Rule]
 """Groups, and the rule for projections that are left in the model's dtype."""
 
 

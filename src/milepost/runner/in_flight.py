@@ -16,7 +16,7 @@ from milepost.scheduler.plans import StepPlan
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Flight:
+class InFlightStep:
     """A step that was launched and may still be running."""
 
     plan: StepPlan

@@ -23,7 +23,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class WeightSlot:
     """The destination of one checkpoint tensor of exactly `shape` and one of `types`. `store` is
     called with its values, or with the parts that `cuts` keep along some dimensions; then only
     these parts are read."""
@@ -51,7 +51,7 @@ class Placement:
         return replace(self, cuts=own).take(values)
 
 
-Placements = dict[str, Placement]
+WeightSlots = dict[str, WeightSlot]
 
 
 class Sliceable(Protocol):
@@ -60,20 +60,20 @@ class Sliceable(Protocol):
     def __getitem__(self, key: Any, /) -> Tensor: ...
 
 
-def cut_outputs(placements: Placements, axes: Mapping[str, Axes], cut: Cut, path: str) -> None:
+def cut_outputs(placements: WeightSlots, axes: Mapping[str, Axes], cut: Cut, path: str) -> None:
     """Restricts a projection's placements, keyed by tensor name, to the outputs that `cut` keeps of
     the checkpoint's. Raises ConfigError."""
     for name, place in placements.items():
         placements[name] = cut_one(place, axes[name].outputs, cut, f"{path}.{name}")
 
 
-def cut_inputs(placements: Placements, axes: Mapping[str, Axes], cut: Cut, path: str) -> None:
+def cut_inputs(placements: WeightSlots, axes: Mapping[str, Axes], cut: Cut, path: str) -> None:
     """Restricts a projection's placements to the inputs that `cut` keeps. Raises ConfigError."""
     for name, place in placements.items():
         placements[name] = cut_one(place, axes[name].inputs, cut, f"{path}.{name}")
 
 
-def cut_one(place: Placement, axis: tuple[int, int] | None, cut: Cut, name: str) -> Placement:
+def cut_one(place: WeightSlot, axis: tuple[int, int] | None, cut: Cut, name: str) -> WeightSlot:
     """Restricts a placement to a rank's part along an axis, if the tensor has that axis."""
     if cut.is_whole or axis is None:
         return place
@@ -84,7 +84,7 @@ def cut_one(place: Placement, axis: tuple[int, int] | None, cut: Cut, name: str)
     return replace(place, shape=shape, cuts=(*place.cuts, (dim, own)))
 
 
-def cut_all(place: Placement, cut: Cut, dim: int = 0) -> Placement:
+def cut_all(place: WeightSlot, cut: Cut, dim: int = 0) -> WeightSlot:
     """Restricts a placement to a rank's part of a tensor with one entry per item that is split."""
     return cut_one(place, (dim, 1), cut, "")
 
@@ -93,7 +93,7 @@ def cut_all(place: Placement, cut: Cut, dim: int = 0) -> Placement:
 class Holder(Protocol):
     """A module that holds parameters itself."""
 
-    def placements(self) -> Placements:
+    def placements(self) -> WeightSlots:
         """Returns placements keyed by the full names of a checkpoint's tensors, for the module's
         own parameters only."""
         ...
@@ -104,9 +104,9 @@ class Holder(Protocol):
         ...
 
 
-def merge(parts: Iterable[Placements]) -> Placements:
+def merge(parts: Iterable[WeightSlots]) -> WeightSlots:
     """Merges placements; no tensor may have two."""
-    merged: Placements = {}
+    merged: WeightSlots = {}
     for placements in parts:
         twice = merged.keys() & placements.keys()
         assert not twice, f"one module fills {sorted(twice)[0]!r}, not two"
@@ -114,21 +114,21 @@ def merge(parts: Iterable[Placements]) -> Placements:
     return merged
 
 
-def place_whole(parameter: Tensor) -> Placement:
+def place_whole(parameter: Tensor) -> WeightSlot:
     """Places a tensor that is the parameter as it is."""
-    return Placement(tuple(parameter.shape), parameter.copy_)
+    return WeightSlot(tuple(parameter.shape), parameter.copy_)
 
 
-def place_rates(parameter: Tensor) -> Placement:
+def place_rates(parameter: Tensor) -> WeightSlot:
     """Places `A_log`. The parameter is -exp(`A_log`), the decay rate that multiplies time steps."""
 
     def store(values: Tensor) -> None:
         parameter.copy_(values.to(parameter.dtype).exp().neg())
 
-    return Placement(tuple(parameter.shape), store)
+    return WeightSlot(tuple(parameter.shape), store)
 
 
-def scale(placement: Placement, factor: Tensor | float) -> Placement:
+def scale(placement: WeightSlot, factor: Tensor | float) -> WeightSlot:
     """Returns a placement that stores the tensor times `factor`, rounded once."""
 
     def store(values: Tensor) -> None:
@@ -139,12 +139,12 @@ def scale(placement: Placement, factor: Tensor | float) -> Placement:
     return replace(placement, store=store)
 
 
-def place_rows(parameter: Tensor, first: int, count: int) -> Placement:
+def place_rows(parameter: Tensor, first: int, count: int) -> WeightSlot:
     """Places a tensor that is `count` rows of the parameter."""
     return place_whole(parameter[first : first + count])
 
 
-def place_scattered(parameter: Tensor, rows: Tensor) -> Placement:
+def place_scattered(parameter: Tensor, rows: Tensor) -> WeightSlot:
     """Places a tensor whose row i is row `rows[i]` of the parameter."""
     count, first = len(rows), int(rows[0]) if len(rows) else 0
     if torch.equal(rows, torch.arange(first, first + count)):
@@ -153,7 +153,7 @@ def place_scattered(parameter: Tensor, rows: Tensor) -> Placement:
     def store(tensor: Tensor) -> None:
         parameter[rows.to(parameter.device)] = tensor.to(parameter.device, parameter.dtype)
 
-    return Placement((count, *parameter.shape[1:]), store)
+    return WeightSlot((count, *parameter.shape[1:]), store)
 
 
 def fill_matrix(weight: Tensor, spread: float, generator: torch.Generator) -> None:

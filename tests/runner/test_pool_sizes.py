@@ -7,8 +7,8 @@ import torch
 
 from milepost.errors import ConfigError
 from milepost.layers.context import AttentionSpec, RecurrentSpec, ShortConvSpec
-from milepost.runner.memory import GIB, MAX_PAGES, OneMemory, free_bytes, share, split
 from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pool_sizes import GIB, MAX_PAGES, OneMemory, free_bytes, share, split
 
 CUDA = torch.device("cuda")
 

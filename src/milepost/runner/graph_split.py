@@ -11,7 +11,7 @@ from milepost.layers.parts import Layer
 from milepost.models.decoder import Decoder
 
 
-class Pieces:
+class GraphSplit:
     """The two pieces of one model."""
 
     def __init__(self, model: Decoder) -> None:

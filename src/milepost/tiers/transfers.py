@@ -21,10 +21,10 @@ from milepost.runner.runner import Runner
 from milepost.scheduler.plans import Load, Store
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers.arena import runs
+from milepost.tiers.device_copies import DeviceEvent, DeviceHostCopies
 from milepost.tiers.disk import Disk, Reads
 from milepost.tiers.loads import Fetch
-from milepost.tiers.mover import DeviceEvent, Mover
-from milepost.tiers.orders import Ask, Bring, Run, Stored
+from milepost.tiers.orders import Bring, ItemRun, SendTierCommand, Stored
 from milepost.tiers.policy import Tiers
 
 MAX_RUN = 16
@@ -81,7 +81,7 @@ class OnAll:
         return self.own.seconds()
 
 
-class Copier:
+class TierTransfers:
     """Carries out the decisions of `tiers` with this rank's mover and files. `ask`, if there are
     other ranks, has them do the same.
     """
@@ -91,9 +91,9 @@ class Copier:
         scheduler: Scheduler,
         runner: Runner,
         tiers: Tiers,
-        mover: Mover,
+        mover: DeviceHostCopies,
         disk: Disk | None = None,
-        ask: Ask | None = None,
+        ask: SendTierCommand | None = None,
     ) -> None:
         self._scheduler, self._runner, self._tiers = scheduler, runner, tiers
         self.mover = mover
@@ -142,7 +142,7 @@ class Copier:
         """Queues the copies of a load whose parts are all in host memory."""
         pages = [f for f in loading.fetches if f.item.what != "state"]
         states = [f for f in loading.fetches if f.item.what == "state"]
-        copies: list[Run] = []
+        copies: list[ItemRun] = []
         for what, fetches in (("page", pages), ("state", states)):
             pairs = [(fetch.arrival.id, fetch.item.place) for fetch in fetches]
             kind: What = "page" if what == "page" else "state"

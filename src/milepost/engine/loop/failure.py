@@ -11,7 +11,7 @@ from milepost.engine.assembly import Team
 from milepost.errors import EngineDeadError
 
 
-class Fate:
+class FailureLatch:
     """Of one engine, and of the other ranks if there are any."""
 
     def __init__(self, team: Team | None) -> None:

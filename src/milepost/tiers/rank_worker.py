@@ -11,22 +11,22 @@ from collections.abc import Callable, Sequence
 
 from milepost.runner.runner import Runner
 from milepost.scheduler.plans import Load, Store
+from milepost.tiers.device_copies import DeviceEvent, DeviceHostCopies
 from milepost.tiers.disk import NUM_READERS
 from milepost.tiers.files import Files
-from milepost.tiers.mover import DeviceEvent, Mover
-from milepost.tiers.orders import Bring, OnDisk, Order, Stored
+from milepost.tiers.orders import Bring, OnDisk, Stored, TierCommand
 from milepost.tiers.threads import Threads
 
 
-class Porter:
-    """A `Carrier` of `runner`. Calls `answer`, from any thread, with an order's ticket and whether
-    it succeeded. Each thread calls `begin_thread` first.
+class RankTierWorker:
+    """A `PoolTransfers` of `runner`. Calls `answer`, from any thread, with an order's ticket and
+    whether it succeeded. Each thread calls `begin_thread` first.
     """
 
     def __init__(
         self,
         runner: Runner,
-        mover: Mover,
+        mover: DeviceHostCopies,
         files: Files | None,
         answer: Callable[[int, bool], None],
         begin_thread: Callable[[], object],
@@ -44,7 +44,7 @@ class Porter:
     def load(self, load: Load) -> None:
         self._loads[load.number] = load, self._mover.now()
 
-    def do(self, ticket: int, order: Order) -> None:
+    def do(self, ticket: int, order: TierCommand) -> None:
         """Begins to carry out an order of the first rank."""
         match order:
             case Stored():

@@ -12,28 +12,28 @@ from time import perf_counter
 
 from milepost.config import EngineConfig
 from milepost.engine.assembly import EngineParts
-from milepost.engine.loop.answers import Answers
+from milepost.engine.loop.completions import RunningCompletions
 from milepost.engine.loop.exchange import Exchange
-from milepost.engine.loop.fate import Fate
+from milepost.engine.loop.failure import FailureLatch
 from milepost.engine.loop.pace import Pace
 from milepost.errors import EngineDeadError
-from milepost.runner.runner import Flight, RunnerOutput
+from milepost.runner.runner import InFlightStep, RunnerOutput
 from milepost.scheduler.plans import StepPlan, StepSampling
 
 
-class Flights:
+class StepPipeline:
     """The steps of one engine. A failure in one ends the engine (`fate`)."""
 
     def __init__(
         self,
         config: EngineConfig,
         parts: EngineParts,
-        answers: Answers,
+        answers: RunningCompletions,
         exchange: Exchange,
-        fate: Fate,
+        fate: FailureLatch,
     ) -> None:
         self.speculation = parts.speculation
-        self.in_flight: Flight | None = None
+        self.in_flight: InFlightStep | None = None
         self._max_num_seqs = config.max_num_seqs
         self._scheduler = parts.scheduler
         self.runner = parts.runner
@@ -61,11 +61,11 @@ class Flights:
         elapsed_s = self.runner.elapsed_s(flight)
         return self._pace.spare_s(flight.plan, elapsed_s, will_prefill=will_prefill)
 
-    def current(self) -> Flight | None:
+    def current(self) -> InFlightStep | None:
         """The step in flight, or else a new one; None if there is nothing to do."""
         return self.in_flight or self._start()
 
-    def _start(self) -> Flight | None:
+    def _start(self) -> InFlightStep | None:
         """Plan a step and launch it; None if there is nothing to do."""
         with self._fate.fatal(BaseException):
             plan = self._scheduler.schedule()
@@ -82,7 +82,7 @@ class Flights:
             self._sample(flight, num_ahead=0)
         return flight
 
-    def collect(self, flight: Flight) -> RunnerOutput:
+    def collect(self, flight: InFlightStep) -> RunnerOutput:
         """Launch the step behind one in flight, then wait for that one's tokens."""
         with self.rolling_back(flight.plan):
             self.in_flight = self._start_ahead(flight)
@@ -94,7 +94,7 @@ class Flights:
                 self._tiering.note_step(flight.plan, output.result.seconds)
         return output
 
-    def _start_ahead(self, flight: Flight) -> Flight | None:
+    def _start_ahead(self, flight: InFlightStep) -> InFlightStep | None:
         """Launch the step behind one in flight, if it can be planned without that one's tokens.
 
         It samples at once unless sampling needs them; then it samples when they are taken.
@@ -127,7 +127,7 @@ class Flights:
         if waits and self._scheduler.has_work and not self._scheduler.only_folds:
             self.in_flight = self._start()
 
-    def _sample(self, flight: Flight, *, num_ahead: int) -> None:
+    def _sample(self, flight: InFlightStep, *, num_ahead: int) -> None:
         """Have a launched step sample; `num_ahead` tokens of its sequences are not known yet."""
         rows = self._answers.choices(flight.plan, num_ahead)
         num_drafts = 0 if self.speculation is None else self.speculation.num_behind(flight.plan)

@@ -18,7 +18,7 @@ import torch
 from milepost.cache.plans import What
 from milepost.scheduler.plans import Store
 from milepost.tiers.arena import Arena, allocate_staging
-from milepost.tiers.orders import Run
+from milepost.tiers.orders import ItemRun
 
 
 class DeviceEvent(Protocol):
@@ -35,7 +35,7 @@ class DeviceEvent(Protocol):
         ...
 
 
-Copies = Sequence[tuple[Arena, Arena, What, int, int, int]]
+CopyList = Sequence[tuple[Arena, Arena, What, int, int, int]]
 """Copies to make, each as: target, source, kind, first place in the target, first place in the
 source, number.
 """
@@ -54,11 +54,11 @@ class HostLink(Protocol):
         """Makes steps that are launched from now on wait for an event."""
         ...
 
-    def copy(self, copies: Copies) -> None:
+    def copy(self, copies: CopyList) -> None:
         """Copies now, ordered with the steps."""
         ...
 
-    def copy_behind(self, event: DeviceEvent, copies: Copies, *, up: bool) -> DeviceEvent:
+    def copy_behind(self, event: DeviceEvent, copies: CopyList, *, up: bool) -> DeviceEvent:
         """Copies in parallel with the steps, once an event has passed."""
         ...
 
@@ -90,11 +90,11 @@ class DirectLink:
     def order(self, event: DeviceEvent) -> None:
         event.synchronize()
 
-    def copy(self, copies: Copies) -> None:
+    def copy(self, copies: CopyList) -> None:
         for target, source, what, first, other, num in copies:
             target.of(what).copy(first, source.of(what), other, num)
 
-    def copy_behind(self, event: DeviceEvent, copies: Copies, *, up: bool) -> DeviceEvent:  # noqa: ARG002
+    def copy_behind(self, event: DeviceEvent, copies: CopyList, *, up: bool) -> DeviceEvent:  # noqa: ARG002
         event.synchronize()
         begun_s = time.perf_counter()
         self.copy(copies)
@@ -140,7 +140,7 @@ class CudaLink(DirectLink):
         assert isinstance(event, CudaEvent)
         torch.cuda.current_stream().wait_event(event.end)
 
-    def copy_behind(self, event: DeviceEvent, copies: Copies, *, up: bool) -> DeviceEvent:
+    def copy_behind(self, event: DeviceEvent, copies: CopyList, *, up: bool) -> DeviceEvent:
         stream = self._up if up else self._down
         assert isinstance(event, CudaEvent)
         done = CudaEvent()
@@ -152,7 +152,7 @@ class CudaLink(DirectLink):
         return done
 
 
-class Mover:
+class DeviceHostCopies:
     """Makes one rank's copies. If the link needs staging, at most `num_staged` pages and states may
     be leaving the device at a time.
     """
@@ -190,7 +190,7 @@ class Mover:
         """Makes steps that are launched from now on wait for an event."""
         self._link.order(event)
 
-    def bring(self, after: DeviceEvent, runs: Sequence[Run]) -> DeviceEvent:
+    def bring(self, after: DeviceEvent, runs: Sequence[ItemRun]) -> DeviceEvent:
         """Copies to the device, once `after` has passed."""
         copies = [(self._device, self.host, *run) for run in runs]
         return self._link.copy_behind(after, copies, up=True)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from milepost.tiers.mover import DirectLink
+from milepost.tiers.device_copies import DirectLink
 from milepost.tiers.rates import MeasuredRates
 from tests.engines import THREE_LAYERS, ask, save_tiny, tokens
 
@@ -82,7 +82,7 @@ def tiny(tmp_path_factory):
 def late(tiny, monkeypatch):
     """An engine whose copies are made one with each step at most."""
     link = LateLink()
-    monkeypatch.setattr("milepost.tiers.mover.DirectLink", lambda: link)
+    monkeypatch.setattr("milepost.tiers.device_copies.DirectLink", lambda: link)
     llm = tiny.open(
         num_pages=14, num_slots=4, max_num_seqs=3, max_num_batched_tokens=128, cache_host_gib=0.05
     )
@@ -207,7 +207,7 @@ def alone(late, monkeypatch):
 
     monkeypatch.setattr(engine.runner, "launch", begun)
     clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: link.go_on())
-    monkeypatch.setattr("milepost.tiers.copier.time", clock)
+    monkeypatch.setattr("milepost.tiers.transfers.time", clock)
     return llm, link
 
 
@@ -216,7 +216,7 @@ def test_a_step_is_launched_behind_what_comes_soon_when_nothing_else_runs(
     alone, tiny, monkeypatch, is_long
 ):
     if is_long:
-        monkeypatch.setattr("milepost.tiers.copier.HASTE_S", -1.0)
+        monkeypatch.setattr("milepost.tiers.transfers.HASTE_S", -1.0)
     llm, link = alone
     ordered = []
     order, link.order = link.order, lambda event: (ordered.append(event), order(event))

@@ -10,7 +10,7 @@ from operator import attrgetter
 from msgspec import structs
 
 from milepost.engine.constraints import masks
-from milepost.engine.loop.requests import Answer, Job
+from milepost.engine.loop.requests import Completion, RequestGroup
 from milepost.engine.text import TokenTexts
 from milepost.runner.runner import RunnerOutput
 from milepost.scheduler.plans import SamplingPlan, SequencePlan, StepPlan
@@ -18,7 +18,7 @@ from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 
 
-class Answers:
+class RunningCompletions:
     """By request number, from when the scheduler has their requests until their jobs are over.
 
     With `counts_are_kept` the executor counts the tokens of answers itself.
@@ -34,20 +34,20 @@ class Answers:
         self._scheduler = scheduler
         self._texts = texts
         self._counts_are_kept = counts_are_kept
-        self._known: dict[int, tuple[Job, Answer]] = {}
+        self._known: dict[int, tuple[RequestGroup, Completion]] = {}
         self._held: set[int] = set()
         """Requests of which a token may have to be known before the next is sampled."""
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def add(self, job: Job, answer: Answer) -> None:
+    def add(self, job: RequestGroup, answer: Completion) -> None:
         number = answer.request.number
         self._known[number] = (job, answer)
         if answer.guide is not None or job.params.has_penalties:
             self._held.add(number)
 
-    def forget(self, job: Job) -> list[Request]:
+    def forget(self, job: RequestGroup) -> list[Request]:
         """A job is over; returns those of its requests that were known."""
         numbers = [answer.request.number for answer in job.answers]
         self._held.difference_update(numbers)
@@ -87,7 +87,7 @@ class Answers:
                 rows.append(answer.sampling(job.params, num_ahead=unknown, mask=mask))
         return tuple(rows)
 
-    def take(self, plan: StepPlan, output: RunnerOutput) -> list[Job]:
+    def take(self, plan: StepPlan, output: RunnerOutput) -> list[RequestGroup]:
         """Hand each run of tokens to its answer, then what of it belongs to the answer to the
         scheduler; returns the jobs that have new ones, in the order of being added."""
         for scores in output.prompt_scores:
@@ -95,7 +95,7 @@ class Answers:
             if known is not None:
                 known[1].add_prompt_scores(scores)
         tokens = dict(output.result.tokens)
-        progressed: dict[Job, None] = {}
+        progressed: dict[RequestGroup, None] = {}
         for number, run in output.sampled.items():
             job, answer = self._known.get(number, (None, None))
             if answer is None or answer.request.finish_reason is not None:
