@@ -138,15 +138,15 @@ KERNELS: dict[str, Kernel] = {
     "nibbles_tall": Kernel(
         forms=("int4",),
         steps=FEW + MANY,
-        without=_without("products.hopper.int4_grouped_up"),
+        without=_without("products.hopper.int4_grouped"),
     ),
     "tall_hopper": Kernel(
-        forms=("fp8",), steps=MANY, without=_without("products.hopper.fp8_grouped_up")
+        forms=("fp8",), steps=MANY, without=_without("products.hopper.fp8_grouped")
     ),
     "tall": Kernel(
         forms=("fp8",),
         steps=MANY,
-        without=_without("products.portable.fp8_grouped"),
+        without=_without("products.portable.grouped_large"),
         beside=_no_hopper,
     ),
     "rounded": Kernel(forms=("fp8",), steps=FEW + MANY, without=_put(emit, "runs_gluon", _never)),
@@ -154,7 +154,7 @@ KERNELS: dict[str, Kernel] = {
         forms=("fp8",), steps=FEW + MANY, without=_put(quantised, "can_round_gated", _never)
     ),
     "raw_tall": Kernel(
-        forms=("raw",), steps=MANY, without=_without("products.portable.raw_grouped_large")
+        forms=("raw",), steps=MANY, without=_without("products.portable.grouped_large")
     ),
     "quick": Kernel(forms=FORMS, steps=MANY, without=_ordinary_launches),
     "hopper": Kernel(forms=FORMS, steps=(*ONE, *FEW, *MANY), without=_no_hopper),

@@ -42,6 +42,7 @@ from tests.kernels.mixers import (
     make_projected,
     make_weights,
 )
+from tests.kernels.routed import as_routed
 from tests.kernels.verifying import Kind, Mixer
 from tests.numbers import relative_error
 
@@ -50,7 +51,7 @@ from milepost.kernels.attention import triton_prepare as preparation
 from milepost.kernels.platform.device import probe
 from milepost.kernels.products import experts_reference, moe
 from milepost.kernels.products import raw as linear
-from milepost.kernels.products.portable import raw_gemv_experts
+from milepost.kernels.products.portable import gemv_experts
 
 DTYPE, BOUND = torch.bfloat16, 1e-2
 HIDDEN, SIZE, EXPERTS, CHOSEN = 256, 128, 8, 4
@@ -204,11 +205,11 @@ def _count(output, first: gl.constexpr, num_warps: gl.constexpr):
 
 
 def check_planted() -> None:
-    hidden, weights, experts, _, down = (each.cuda() for each in make_experts(16))
-    active = hidden.new_zeros(experts.numel(), SIZE)
-    output = hidden.new_empty(15, CHOSEN + 1, HIDDEN)
-    how = {"block_n": 8, "block_k": 512, "num_warps": 4}
-    raw_gemv_experts.project_down(active, weights, experts, down, output, **how)
+    routed = as_routed(*(each.cuda() for each in make_experts(16)))
+    active = routed.values.new_zeros(routed.num_routed, SIZE)
+    output = routed.values.new_empty(15, CHOSEN + 1, HIDDEN)
+    cut = gemv_experts.RowCut(block_n=8, block=512)
+    gemv_experts.project_down(active, routed, output, cut)
 
 
 def compare(name: str, actual: Tensor, expected: Tensor) -> None:

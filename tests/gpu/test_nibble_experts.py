@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from milepost.kernels.platform.device import probe
 from milepost.kernels.products.quantised import Int4, mix
 from tests.kernels.quantised_cases import make_int4, to
+from tests.kernels.routed import as_routed, poisoned_outputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,10 +98,8 @@ def test_partials(name: str, num_tokens: int, num_among: int) -> None:
     given = draw(num_tokens, 11, num_among, up)
 
     def mix_all(given: tuple[Tensor, ...]) -> Tensor:
-        output = given[0].new_full((*given[2].shape, down.num_outputs), torch.nan)
-        chip = probe(output.device)
-        int4_experts.mix(*given, up, down, output, chip)
-        return output
+        with poisoned_outputs():
+            return int4_experts.run(as_routed(*given, up, down))
 
     mixed = mix_all(given)
     assert error_of(mixed, expect(*given, up, down)) < BOUNDS[mixed.dtype]
@@ -115,8 +113,7 @@ def test_a_graph_holds_it(num_tokens: int) -> None:
 
     up, down = make("gates")
     given = draw(num_tokens, 9, EXPERTS - 1, up)
-    alone = given[0].new_empty(num_tokens, 9, down.num_outputs)
-    int4_experts.mix(*given, up, down, alone, probe(alone.device))
+    alone = int4_experts.run(as_routed(*given, up, down))
     assert torch.equal(mix(*given, up, down), alone)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -145,7 +142,7 @@ def test_all_programs_are_resident(monkeypatch) -> None:
     monkeypatch.setattr(kernels, "_mix_kernel", Watched())
     up, down = make("gates")
     given = draw(8, 9, EXPERTS - 1, up)
-    kernels.mix(*given, up, down, given[0].new_empty(8, 9, 1024), probe(given[0].device))
+    kernels.run(as_routed(*given, up, down))
     (compiled,) = found
     chip = torch.cuda.get_device_properties()
     threads = 32 * compiled.metadata.num_warps

@@ -10,9 +10,7 @@ import torch
 
 from milepost.kernels import norm, products
 from milepost.kernels.layout.emit import Emit, as_activations, values_of
-from milepost.kernels.platform.device import probe
 from milepost.kernels.products import Epilogue, expert_table, moe, table
-from milepost.kernels.products import run_experts as triton_mix
 from milepost.kernels.products import run_quantised as triton
 from milepost.kernels.products.quantised import Quantised, mix, multiply, partials, reads
 from tests.kernels.choices import forget, without
@@ -26,6 +24,7 @@ from tests.kernels.quantised_cases import (
     route,
     to,
 )
+from tests.kernels.routed import as_routed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -371,8 +370,8 @@ def test_experts_of_hopper(monkeypatch, wide_experts, num_tokens: int, num_chose
     tokens an expert has more rows than a block."""
     given = *choose(num_tokens, num_chosen), *wide_experts
     if 5 * num_chosen > expert_table.UNGROUPED:
-        mixture = triton_mix._mixture(as_activations(given[0]), given[2], *wide_experts)
-        kernel = expert_table.EXPERTS.choose(mixture, probe(given[0].device)).kernel
+        routed = as_routed(*given)
+        kernel = expert_table.EXPERTS.choose(routed.mixture, routed.chip).kernel
         assert kernel.module == "products.hopper.fp8_experts"
     mixed = mix(*given)
     check_experts(mixed, *given)

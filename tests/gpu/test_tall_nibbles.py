@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.platform.device import probe
 from milepost.kernels.products import expert_table
 from milepost.kernels.products.quantised import Int4, mix
 from tests.kernels.quantised_cases import make_int4, to
+from tests.kernels.routed import as_routed, poisoned_outputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,7 +73,7 @@ def expect(hidden: Tensor, shares: Tensor, experts: Tensor, up: Int4, down: Int4
 @pytest.mark.parametrize("name", FORMS)
 def test_partials(name: str, num_tokens: int) -> None:
     """A token's bits depend neither on the blocks' height nor on its neighbours."""
-    from milepost.kernels.products.hopper import int4_grouped_up
+    from milepost.kernels.products.hopper import int4_grouped
 
     dtype = torch.bfloat16 if name == "gates" else torch.float16
     up, down = make(name, dtype)
@@ -81,9 +81,8 @@ def test_partials(name: str, num_tokens: int) -> None:
     expected = expect(*given, up, down)
 
     def mix_all(given: tuple[Tensor, ...], block_m: int) -> Tensor:
-        output = given[0].new_full((len(given[0]), CHOSEN, HIDDEN), torch.nan)
-        int4_grouped_up.mix(*given, up, down, output, probe(output.device), block_m)
-        return output
+        with poisoned_outputs():
+            return int4_grouped.run_blocks(as_routed(*given, up, down), block_m)
 
     made = mix_all(given, 128)
     error = (made.view(-1, HIDDEN) - expected).norm(dim=1) / expected.norm(dim=1)
@@ -95,15 +94,14 @@ def test_partials(name: str, num_tokens: int) -> None:
 
 def test_mix_takes_them() -> None:
     """From so many rows an expert on, in place of kernels for any chip."""
-    from milepost.kernels.products.hopper import int4_grouped_up
+    from milepost.kernels.products.hopper import int4_grouped
 
     up, down = make("gates", torch.bfloat16)
     hidden, shares, _ = draw(EXPERTS * (expert_table._FEW_INT4 + 1) // CHOSEN + 1, torch.bfloat16)
     # The kernel of fewer rows takes no token that has an expert twice.
     chosen = torch.rand(len(hidden), EXPERTS, device="cuda").argsort(1)[:, :CHOSEN]
     given = hidden, shares, chosen.int()
-    output = given[0].new_empty(len(given[0]), CHOSEN, HIDDEN)
-    int4_grouped_up.mix(*given, up, down, output, probe(output.device), 64)
+    output = int4_grouped.run_blocks(as_routed(*given, up, down), 64)
     assert torch.equal(mix(*given, up, down), output)
     few = tuple(each[: EXPERTS * expert_table._FEW_INT4 // CHOSEN] for each in given)
     assert not torch.equal(mix(*few, up, down), output[: len(few[0])])

@@ -8,14 +8,13 @@ from torch import Tensor
 
 from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products import experts_reference as reference
-from milepost.kernels.products import run_raw_experts as triton
+from milepost.kernels.products import routing as triton
+from milepost.kernels.products.experts_reference import Scores
+from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.grouping import group_few, group_many
-from milepost.kernels.products.portable import (
-    raw_gemv_experts,
-    raw_grouped,
-    raw_grouped_large,
-)
-from milepost.kernels.products.scores import Scores
+from milepost.kernels.products.portable import gemv_experts, grouped, grouped_large
+from milepost.kernels.products.run_experts import mix
+from tests.kernels.routed import as_routed
 from tests.numbers import relative_error
 
 HIDDEN, SIZE = 40, 24
@@ -30,6 +29,12 @@ def make(num_tokens: int, num_experts: int, hidden_size: int = HIDDEN, size: int
         (num_experts, hidden_size, size),
     )
     return tuple(torch.randn(shape, generator=random) for shape in shapes)
+
+
+def partials(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    parts = mix(hidden, weights, experts, Raw(values=up), Raw(values=down))
+    assert parts is not None
+    return parts
 
 
 @pytest.mark.parametrize("num_shared", [0, 1])
@@ -164,7 +169,7 @@ def check(num_tokens: int, num_experts: int, num_chosen: int, **sizes: int) -> N
     hidden, logits, gate_up, down = make(num_tokens, num_experts, **sizes)
     weights, experts = reference.route(logits, num_chosen, normalise=True)
     expected = reference.apply(hidden, weights, experts, gate_up, down)
-    parts = triton.partials(hidden, weights, experts.int(), gate_up, down)
+    parts = partials(hidden, weights, experts.int(), gate_up, down)
     assert parts.shape == (num_tokens, num_chosen, hidden.shape[1])
     assert relative_error(parts.sum(1), expected) < 1e-5
 
@@ -188,8 +193,8 @@ def test_hidden_rows_may_lie_apart() -> None:
     for count in (3, 21):  # so few that nothing is grouped, and more
         rows = slice(count)
         arguments = weights[rows], experts[rows].int(), gate_up, down
-        parts = triton.partials(apart[rows, HIDDEN : 2 * HIDDEN], *arguments)
-        assert torch.equal(parts, triton.partials(hidden[rows], *arguments))
+        parts = partials(apart[rows, HIDDEN : 2 * HIDDEN], *arguments)
+        assert torch.equal(parts, partials(hidden[rows], *arguments))
 
 
 def test_experts_that_no_token_chose_are_not_read() -> None:
@@ -197,7 +202,7 @@ def test_experts_that_no_token_chose_are_not_read() -> None:
     logits[:, 2] = -torch.inf
     gate_up[2] = down[2] = torch.nan
     weights, experts = triton.route(logits, 2, normalise=True, num_shared=0)
-    assert triton.partials(hidden, weights, experts, gate_up, down).isfinite().all()
+    assert partials(hidden, weights, experts, gate_up, down).isfinite().all()
 
 
 @pytest.mark.parametrize("is_swapped", [False, True])
@@ -211,8 +216,9 @@ def test_every_output_is_written(hidden_size: int, is_swapped: bool) -> None:
         block_m=16, block_n=16, block_k=32, num_warps=4, num_stages=2, is_swapped=is_swapped
     )
     groups = group_few(experts.int(), 4, 16)
-    raw_grouped.project_up(hidden, gate_up, active, groups, tiles)
-    raw_grouped.project_down(active, weights, down, output, groups, tiles)
+    given = as_routed(hidden, weights, experts, gate_up, down)
+    grouped.project_up((hidden, None), given, active, groups, tiles)
+    grouped.project_down((active, None), given, output, groups, tiles)
     expected = reference.apply(hidden, weights, experts, gate_up, down)
     assert relative_error(output.sum(1), expected) < 1e-5
 
@@ -222,12 +228,9 @@ def test_vectors_write_every_output() -> None:
     weights, experts = reference.route(logits, 2, normalise=False)
     active = torch.full((6, SIZE), torch.nan)
     output = torch.full((3, 2, HIDDEN), torch.nan)
-    raw_gemv_experts.project_up(
-        hidden, experts.int(), gate_up, active, block_n=16, block_k=32, num_warps=4
-    )
-    raw_gemv_experts.project_down(
-        active, weights, experts.int(), down, output, block_n=16, block_k=16, num_warps=4
-    )
+    given = as_routed(hidden, weights, experts, gate_up, down)
+    gemv_experts.project_up(given, active, gemv_experts.RowCut(block_n=16, block=32))
+    gemv_experts.project_down(active, given, output, gemv_experts.RowCut(block_n=16, block=16))
     expected = reference.apply(hidden, weights, experts, gate_up, down)
     assert relative_error(output.sum(1), expected) < 1e-5
 
@@ -237,7 +240,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     hidden, logits, gate_up, down = (tensor.to(dtype) for tensor in make(40, 4))
     weights, experts = triton.route(logits, 2, normalise=True, num_shared=0)
     assert weights.dtype == dtype
-    parts: Tensor = triton.partials(hidden, weights, experts, gate_up, down)
+    parts: Tensor = partials(hidden, weights, experts, gate_up, down)
     wide = (tensor.float() for tensor in (hidden, weights))
     expected = reference.apply(*wide, experts.long(), gate_up.float(), down.float())
     assert parts.dtype == dtype
@@ -253,9 +256,10 @@ def test_tall_blocks(num_tokens: int) -> None:
     weights, experts = triton.route(logits, 2, normalise=True, num_shared=0)
     active = torch.full((2 * num_tokens, 128), torch.nan, dtype=torch.half)
     output = torch.full((num_tokens, 2, 128), torch.nan, dtype=torch.half)
-    groups = group_many(experts, 4, raw_grouped_large.BLOCK_M)
-    raw_grouped_large.project_up(hidden, gate_up / 16, active, groups)
-    raw_grouped_large.project_down(active, weights, down / 16, output, groups)
+    groups = group_many(experts, 4, grouped_large.BLOCK_M)
+    given = as_routed(hidden, weights, experts, gate_up / 16, down / 16)
+    grouped_large.project_up((hidden, None), given, (active, None), groups)
+    grouped_large.project_down((active, None), given, output, groups)
     expected = reference.apply(
         hidden.float(), weights.float(), experts.long(), gate_up.float() / 16, down.float() / 16
     )
@@ -271,18 +275,22 @@ def test_experts_without_gates(kernel: str) -> None:
     weights, experts = triton.route(logits, 2, normalise=True, num_shared=0)
     active = torch.full((2 * num_tokens, 192), torch.nan, dtype=torch.half)
     output = torch.full((num_tokens, 2, 128), torch.nan, dtype=torch.half)
-    small = {"block_n": 16, "block_k": 64, "num_warps": 4}
+    given = as_routed(hidden, weights, experts, up, down)
     if kernel == "gemv":
-        raw_gemv_experts.project_up(hidden, experts, up, active, **small)
-        raw_gemv_experts.project_down(active, weights, experts, down, output, **small)
+        cut = gemv_experts.RowCut(block_n=16, block=64)
+        gemv_experts.project_up(given, active, cut)
+        gemv_experts.project_down(active, given, output, cut)
     elif kernel == "tall":
-        groups = group_many(experts, 4, raw_grouped_large.BLOCK_M)
-        raw_grouped_large.project_up(hidden, up, active, groups)
-        raw_grouped_large.project_down(active, weights, down, output, groups)
+        groups = group_many(experts, 4, grouped_large.BLOCK_M)
+        grouped_large.project_up((hidden, None), given, (active, None), groups)
+        grouped_large.project_down((active, None), given, output, groups)
     else:
-        tiles = Tiles(block_m=16, num_stages=2, is_swapped=kernel == "swapped", **small)
+        is_swapped = kernel == "swapped"
+        tiles = Tiles(
+            block_m=16, block_n=16, block_k=64, num_warps=4, num_stages=2, is_swapped=is_swapped
+        )
         groups = group_few(experts, 4, 16)
-        raw_grouped.project_up(hidden, up, active, groups, tiles)
-        raw_grouped.project_down(active, weights, down, output, groups, tiles)
+        grouped.project_up((hidden, None), given, active, groups, tiles)
+        grouped.project_down((active, None), given, output, groups, tiles)
     wide = hidden.float(), weights.float(), experts.long(), up.float(), down.float()
     assert relative_error(output.float().sum(1), reference.apply(*wide)) < 5e-3

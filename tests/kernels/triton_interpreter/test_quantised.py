@@ -26,13 +26,13 @@ from milepost.kernels.products import (
 from milepost.kernels.products.forms.quantised import multiply, quantise_rows
 from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.portable import (
-    fp8_grouped,
+    gathering as triton_gathering,
+)
+from milepost.kernels.products.portable import (
+    grouped_large,
     quantised_gemm,
     raw_gemv,
     unpack,
-)
-from milepost.kernels.products.portable import (
-    gathering as triton_gathering,
 )
 from milepost.kernels.products.portable import (
     rounding as triton_rounding,
@@ -48,6 +48,7 @@ from tests.kernels.quantised_cases import (
     route,
     to,
 )
+from tests.kernels.routed import as_routed
 
 
 @pytest.mark.parametrize(
@@ -236,17 +237,14 @@ def test_tall_experts(up_rows: int) -> None:
     up, down = make_fp8(2, up_rows, 256), make_fp8(2, 256, 256, seed=2)
     hidden, shares, experts = route(75, 3, 0.1)
     experts = experts % 2
-    chip = probe(hidden.device)
-    groups = group_many(experts, 2, fp8_grouped.BLOCK_M)
-    rows, scales = triton_rounding.quantise(hidden, 128, chip)
-    active = hidden.new_empty(150, 256, dtype=torch.float8_e4m3fn)
-    active_scales = scales.new_full((2, 150), float("nan"))
+    routed = as_routed(hidden, shares, experts, up, down)
+    groups = group_many(experts, 2, grouped_large.BLOCK_M)
+    rows = triton_rounding.quantise(hidden, 128, routed.chip)
+    active = grouped_large.new_rounded(routed, 150)
+    active[1].fill_(float("nan"))
     output = hidden.new_full((75, 2, 256), float("nan"))
-    fp8_grouped.project_up(
-        rows, scales, up, active, active_scales, groups, chip,
-        is_gated=up_rows == 512, is_bfloat=False,
-    )  # fmt: skip
-    fp8_grouped.project_down(active, active_scales, shares, down, output, groups, chip)
+    grouped_large.project_up(rows, routed, active, groups)
+    grouped_large.project_down(active, routed, output, groups)
     check_experts(output, hidden, shares, experts, up, down)
 
 

@@ -13,11 +13,14 @@ from milepost.kernels.attention import triton as attention
 from milepost.kernels.attention import triton_prepare
 from milepost.kernels.mla import triton as mla
 from milepost.kernels.norm import triton as norm
-from milepost.kernels.products import run_raw_experts
+from milepost.kernels.products import run_experts
+from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.portable import raw_small_m
 
 ROWS, SLOTS = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32)
 STATES, CONV = torch.zeros(3, 2, 4, 4), torch.zeros(3, 8, 3)
+CHOSEN = torch.zeros(2, 2, dtype=torch.int32)
+UP, DOWN = Raw(values=STATES[0]), Raw(values=STATES[0].mT)
 
 
 def apart(tensor: Tensor) -> Tensor:
@@ -44,7 +47,10 @@ CALLS: dict[str, tuple[str, Callable[[], object]]] = {
     "mamba2": ("conv_pool", lambda: mamba2.mix(ROWS, None, CONV.mT, STATES, SLOTS, SLOTS, None)),
     "norm": ("delta", lambda: norm.add_norm(ROWS, apart(ROWS), ROWS[0], 1e-6)),
     "linear": ("weight", lambda: raw_small_m.multiply(ROWS, ROWS.T, None, None, 1)),
-    "moe": ("down", lambda: run_raw_experts.partials(ROWS, SLOTS, SLOTS, STATES, STATES.mT)),
+    "moe": (
+        "down",
+        lambda: run_experts.mix(ROWS, CHOSEN, CHOSEN, UP, DOWN),
+    ),
 }
 
 

@@ -134,14 +134,14 @@ _MANY_ROWS = RowRange(above=_TALL, unit=_EACH)
 EXPERTS: KernelTable[Mixture] = KernelTable(
     Kernel(
         name="raw gemv",
-        module="products.portable.raw_gemv_experts",
+        module="products.portable.gemv_experts",
         forms=(Raw,),
         rows=_FEW_ROWS,
         order="lanes, tree",
     ),
     Kernel(
         name="raw grouped, tall",
-        module="products.portable.raw_grouped_large",
+        module="products.portable.grouped_large",
         forms=(Raw,),
         rows=_MANY_ROWS,
         needs="TMA",
@@ -150,7 +150,7 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
     ),
     Kernel(
         name="raw grouped",
-        module="products.portable.raw_grouped",
+        module="products.portable.grouped",
         forms=(Raw,),
         order="64 or 128 seq, by rows",
     ),
@@ -165,7 +165,7 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
     ),
     Kernel(
         name="gemv",
-        module="products.portable.quantised_gemv_experts",
+        module="products.portable.gemv_experts",
         forms=_QUANTISED,
         rows=_FEW_ROWS,
         refuses=_refuses_small_groups,
@@ -182,7 +182,7 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
     ),
     Kernel(
         name="int4 grouped, tall, Hopper",
-        module="products.hopper.int4_grouped_up",
+        module="products.hopper.int4_grouped",
         forms=(Int4,),
         rows=RowRange(above=_FEW_INT4, unit=_EACH),
         needs=HOPPER,
@@ -200,7 +200,7 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
     ),
     Kernel(
         name="fp8 grouped, tall, Hopper",
-        module="products.hopper.fp8_grouped_up",
+        module="products.hopper.fp8_grouped",
         forms=(Fp8,),
         rows=_MANY_ROWS,
         needs=HOPPER,
@@ -209,7 +209,7 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
     ),
     Kernel(
         name="fp8 grouped, tall",
-        module="products.portable.fp8_grouped",
+        module="products.portable.grouped_large",
         forms=(Fp8,),
         rows=_MANY_ROWS,
         needs="TMA",
@@ -218,14 +218,14 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
     ),
     Kernel(
         name="16-bit weights made first, raw grouped",
-        module="products.portable.unpack",
+        module="products.portable.grouped_unpacked",
         forms=(Int4, Fp4),
         rows=RowRange(above=_UNPACKED, unit=_EACH),
         order="64 seq",
     ),
     Kernel(
         name="grouped",
-        module="products.portable.quantised_grouped",
+        module="products.portable.grouped",
         forms=_QUANTISED,
         order="128 seq",
     ),

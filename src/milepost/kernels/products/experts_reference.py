@@ -7,17 +7,46 @@ has no gate, and squares a ReLU. `down` is [X, H, I].
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.platform.tensors import accumulation_dtype, cast
-from milepost.kernels.products.scores import SOFTMAX, Scores
 
 _DENSE_TOKENS = 32
 _DENSE_WEIGHTS = 1 << 15
 """Up to this many tokens, and weights in an expert's first matrix, running every expert at once is
 cheaper than visiting those that are hit: the visits cost more than the arithmetic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """How a router's logits become choices and routing weights; hashable."""
+
+    kind: Literal["softmax", "sigmoid"] = "softmax"
+    """Sigmoid scores are taken from logits as they are, unrounded."""
+    num_groups: int = 1
+    """Groups of neighbouring experts. A token chooses among those groups only whose two best
+    experts have the greatest sums."""
+    num_groups_chosen: int = 1
+    norm_eps: float = 0.0
+    """Added to the sum that routing weights are divided by."""
+    scale: float = 1.0
+    """Factor of all routing weights but the shared experts'."""
+    gates_shared: bool = True
+    """Whether the shared experts' routing weight is the sigmoid of the last logit; else it is 1,
+    and there is no such logit."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a softmax is all, and shared experts have a gate."""
+        return self == Scores()
+
+
+SOFTMAX = Scores()
 
 
 def route(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import next_power_of_2
-from milepost.kernels.products.scores import SOFTMAX, Scores
+from milepost.kernels.products.experts_reference import SOFTMAX, Scores
 
 LOWEST = tl.constexpr(-(2**31))
 """Less than any key."""

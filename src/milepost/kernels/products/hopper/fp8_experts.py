@@ -23,10 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.gluon import launch_dependents, thread_barrier, wait_for_inputs
 from milepost.kernels.platform.launches import OVERLAPPED, quick
-from milepost.kernels.platform.tensors import FP8, FP8_MAX, LEAST_SCALE
+from milepost.kernels.platform.tensors import FP8_MAX, LEAST_SCALE
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.fp8_experts_parts import (
     fence_async,
@@ -37,6 +36,9 @@ from milepost.kernels.products.hopper.fp8_experts_parts import (
     share_down,
 )
 from milepost.kernels.products.portable.gathering import gather
+from milepost.kernels.products.portable.grouped_large import new_rounded
+from milepost.kernels.products.portable.rounding import round_lines
+from milepost.kernels.products.run_experts import RoutedRows
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _SCALES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -47,23 +49,16 @@ _STAGES = 4
 _REGISTERS, _PRODUCER_REGISTERS = 128, 56
 
 
-def mix(
-    rows: Tensor,
-    row_scales: Tensor,
-    shares: Tensor,
-    experts: Tensor,
-    up: Fp8,
-    down: Fp8,
-    output: Tensor,
-    chip: Chip,
-) -> None:
-    """`output` [T, N, H]: see `reference.mix`. `rows` [T or more, H] are rounded with `row_scales`
-    [D, T or more]; `experts` [T, N] has no token's expert twice."""
-    size, num_inputs = down.num_inputs, up.num_inputs
-    given = gather(rows, row_scales, experts, len(up.scales), _BLOCK_M)
-    capacity = len(given.rows)
-    active = rows.new_empty(capacity, size, dtype=FP8)
-    active_scales = row_scales.new_empty(size // BLOCK, capacity)
+def run(routed: RoutedRows) -> Tensor:
+    """Partials [T, N, H]."""
+    up, down, chip = routed.up, routed.down, routed.chip
+    assert isinstance(up, Fp8), "the kernel's form"
+    assert isinstance(down, Fp8), "experts have one form"
+    size, num_inputs = routed.size, up.num_inputs
+    rows, row_scales = round_lines(routed.rows, up, chip)
+    given = gather(rows, row_scales, routed.experts, routed.num_experts, _BLOCK_M)
+    active, active_scales = new_rounded(routed, len(given.rows))
+    output = routed.new_output(routed.experts.shape[1])
     _mix_kernel[(chip.num_sms,)](
         TensorDescriptor.from_tensor(given.rows, [_BLOCK_M, BLOCK], _LAYOUT),
         TensorDescriptor.from_tensor(given.scales, [1, _BLOCK_M], _SCALES),
@@ -75,13 +70,13 @@ def mix(
         down.scales,
         active,
         active_scales,
-        shares,
+        routed.routing_weights,
         output,
         given.routed,
         given.experts,
         given.counters,
         given.count,
-        capacity,
+        len(active),
         INPUTS=num_inputs,
         SIZE=size,
         BLOCK_M=_BLOCK_M,
@@ -93,6 +88,7 @@ def mix(
         maxnreg=_REGISTERS,
         **OVERLAPPED,
     )
+    return output
 
 
 @quick

@@ -15,10 +15,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.platform.launches import OVERLAPPED, quick
-from milepost.kernels.products.forms.quantised import BLOCK, Quantised
+from milepost.kernels.products.forms.matrix import RawForm
+from milepost.kernels.products.forms.quantised import BLOCK
 from milepost.kernels.products.hopper.gemv import form_of, project_up, values_of
 from milepost.kernels.products.hopper.gemv_parts import (
     PARTS,
@@ -33,26 +33,27 @@ from milepost.kernels.products.hopper.gemv_parts import (
     weight_rows,
     width_of,
 )
+from milepost.kernels.products.run_experts import RoutedRows
 
 _HELD = 5
 """Blocks of a row that a thread holds at a time."""
 _TILE, _BLOCK = gl.constexpr(TILE), gl.constexpr(BLOCK)
 
 
-def mix(
-    hidden: Tensor, shares: Tensor, experts: Tensor, up: Quantised, down: Quantised, chip: Chip
-) -> Tensor:
-    """[T, 1, H]: see `reference.mix`."""
-    num_tokens, num_chosen = experts.shape
-    size, num_outputs = down.num_inputs, down.num_outputs
-    active = hidden.new_empty(experts.numel(), size)
-    project_up(hidden, experts, up, active, chip, is_gated=up.num_outputs == 2 * size)
-    output = active.new_empty(num_tokens, 1, num_outputs)
-    num_blocks = num_chosen * (size // BLOCK)
+def run(routed: RoutedRows) -> Tensor:
+    """Partials [T, 1, H]: the token's experts are added up."""
+    (num_tokens, num_chosen), size, chip = routed.experts.shape, routed.size, routed.chip
+    up, down = routed.up, routed.down
+    assert not isinstance(up, RawForm), "the kernel's forms"
+    assert not isinstance(down, RawForm), "the kernel's forms"
+    active = routed.values.new_empty(routed.num_routed, size)
+    project_up(routed.values, routed.experts, up, active, chip, is_gated=routed.is_gated)
+    output = routed.new_output(1)
+    num_outputs, num_blocks = output.shape[-1], num_chosen * (size // BLOCK)
     _down_kernel[(triton.cdiv(num_outputs, TILE), num_tokens)](
         active,
-        shares,
-        experts,
+        routed.routing_weights,
+        routed.experts,
         *values_of(down, chip),
         output,
         BLOCKS=num_blocks,
@@ -71,7 +72,7 @@ def mix(
 @gluon.jit
 def _down_kernel(
     active,
-    shares,
+    routing_weights,
     experts,
     weight,
     scales,
@@ -94,7 +95,7 @@ def _down_kernel(
     # Who was chosen was so before the kernel ahead let this one start. The caches nearby may not
     # know it yet.
     experts += token * (BLOCKS // EACH)
-    shares += token * (BLOCKS // EACH)
+    routing_weights += token * (BLOCKS // EACH)
     row, part = weight_rows(_TILE, GROUP)
     row = (first + row) % OUTPUTS
     starts = ()
@@ -110,7 +111,7 @@ def _down_kernel(
     for b in gl.static_range(B):
         block = gl.minimum(part * B + b, BLOCKS - 1)
         expert = gl.load(experts + block // EACH, cache_modifier=".cg").to(gl.int64)
-        share = gl.load(shares + block // EACH, cache_modifier=".cg").to(gl.float32)
+        share = gl.load(routing_weights + block // EACH, cache_modifier=".cg").to(gl.float32)
         place = (expert * HEIGHT + row // SCALE_ROWS) * DEPTHS + scale_place(block % EACH, GROUP)
         scale += (gl.load(scales + place).to(gl.float32) * share,)
         zero += (gl.load(zeros + place) if GROUP else 0,)

@@ -19,7 +19,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.gluon import launch_dependents, thread_barrier, wait_for_inputs
 from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
@@ -42,6 +41,7 @@ from milepost.kernels.products.hopper.int4_experts_products import (
 )
 from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.portable.gathering import gather
+from milepost.kernels.products.run_experts import RoutedRows
 
 _BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(HALF)
 _STAGES = 3
@@ -50,19 +50,15 @@ PROGRAMS = 3
 REGISTERS, _PRODUCER_REGISTERS = 80, 24
 
 
-def mix(
-    hidden: Tensor,
-    shares: Tensor,
-    experts: Tensor,
-    up: Int4,
-    down: Int4,
-    output: Tensor,
-    chip: Chip,
-) -> None:
-    """`output` [T, N, H]: see `reference.mix`. `experts` [T, N] has no token's expert twice."""
-    size, num_inputs = down.num_inputs, up.num_inputs
-    given = gather(hidden, None, experts, len(up.scales), BLOCK_M)
-    active = hidden.new_empty(len(given.rows), size)
+def run(routed: RoutedRows) -> Tensor:
+    """Partials [T, N, H]."""
+    up, down, chip = routed.up, routed.down, routed.chip
+    assert isinstance(up, Int4), "the kernel's form"
+    assert isinstance(down, Int4), "experts have one form"
+    size, num_inputs = routed.size, up.num_inputs
+    given = gather(routed.values, None, routed.experts, routed.num_experts, BLOCK_M)
+    active = routed.values.new_empty(len(given.rows), size)
+    output = routed.new_output(routed.experts.shape[1])
     _mix_kernel[(PROGRAMS * chip.num_sms,)](
         _boxes(given.rows, BLOCK_M, HALF, ROWS_LAYOUT),
         _boxes(up.packed.view(-1, num_inputs // 2), HALF, BLOCK, WEIGHTS_LAYOUT),
@@ -73,7 +69,7 @@ def mix(
         down.scales,
         down.zeros,
         active,
-        shares,
+        routed.routing_weights,
         output,
         given.routed,
         given.experts,
@@ -81,7 +77,7 @@ def mix(
         given.count,
         INPUTS=num_inputs,
         SIZE=size,
-        GATED=up.num_outputs == 2 * size,
+        GATED=routed.is_gated,
         UP_GROUP=up.group,
         DOWN_GROUP=down.group,
         STAGES=_STAGES,
@@ -90,6 +86,7 @@ def mix(
         maxnreg=REGISTERS,
         **OVERLAPPED,
     )
+    return output
 
 
 def _boxes(

@@ -1,16 +1,9 @@
-"""Triton: what stands between an expert's projections."""
+"""Triton: the activation between an expert's projections."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-
-def is_gated(up: Tensor, size: int) -> bool:
-    """Whether experts of this size are SwiGLU, whose `up` [X, 2 * I, H] holds gates too, or square
-    a ReLU of `up` [X, I, H]."""
-    return up.shape[1] == 2 * size
 
 
 @triton.jit

@@ -42,6 +42,7 @@ from milepost.kernels.products.hopper.int4_grouped_parts import (
     open_stages,
 )
 from milepost.kernels.products.portable.activation import activate
+from milepost.kernels.products.run_experts import RoutedRows
 
 _BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(HALF)
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
@@ -52,29 +53,22 @@ _SOME_ROWS = 48
 us, blocks of 128 315; with 72 rows 442 and 411)."""
 
 
-def choose_rows(num_rows: float) -> int:
-    """Rows of a block, where an expert has so many on average."""
-    return 64 if num_rows <= _SOME_ROWS else 128
+def run(routed: RoutedRows) -> Tensor:
+    """Partials [T, N, H]."""
+    return run_blocks(routed, 64 if routed.rows_each <= _SOME_ROWS else 128)
 
 
-def mix(
-    hidden: Tensor,
-    shares: Tensor,
-    experts: Tensor,
-    up: Int4,
-    down: Int4,
-    output: Tensor,
-    chip: Chip,
-    block_m: int,
-) -> None:
-    """`output` [T, N, H], a partial for each routed token: `shares` [T, N] times what `experts`
-    [T, N] make of `hidden` [T, H]. Blocks have `block_m` rows; the bits do not depend on it."""
-    size = down.num_inputs
-    groups = group_many(experts, len(up.scales), block_m)
-    active = hidden.new_empty(experts.numel(), size)
-    is_gated = up.num_outputs == 2 * size
-    project_up(hidden, up, active, groups, block_m, chip, is_gated=is_gated)
-    project_down(active, shares, down, output, groups, block_m, chip)
+def run_blocks(routed: RoutedRows, block_m: int) -> Tensor:
+    """`run` with blocks of `block_m` rows; the bits do not depend on it."""
+    up, down, chip = routed.up, routed.down, routed.chip
+    assert isinstance(up, Int4), "the kernel's form"
+    assert isinstance(down, Int4), "experts have one form"
+    groups = group_many(routed.experts, routed.num_experts, block_m)
+    active = routed.values.new_empty(routed.num_routed, routed.size)
+    output = routed.new_output(routed.experts.shape[1])
+    project_up(routed.values, up, active, groups, block_m, chip, is_gated=routed.is_gated)
+    project_down(active, routed.routing_weights, down, output, groups, block_m, chip)
+    return output
 
 
 def project_up(

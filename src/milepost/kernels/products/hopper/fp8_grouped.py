@@ -10,6 +10,7 @@ of a row.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,9 +28,10 @@ from milepost.kernels.platform.gluon import (
 from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.platform.tensors import FP8_MAX, LEAST_SCALE
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
-from milepost.kernels.products.grouping import Groups
+from milepost.kernels.products.grouping import Groups, group_many
 from milepost.kernels.products.hopper.fp8_grouped_down import project_down
 from milepost.kernels.products.hopper.fp8_grouped_parts import (
+    BLOCK_M,
     HALF,
     LAYOUT,
     REGISTERS,
@@ -40,12 +42,29 @@ from milepost.kernels.products.hopper.fp8_grouped_parts import (
     skip,
     wait_for_room,
 )
-
-__all__ = ["project_down", "project_up"]
+from milepost.kernels.products.portable.grouped_large import new_rounded
+from milepost.kernels.products.portable.rounding import round_rows
+from milepost.kernels.products.run_experts import RoutedRows
 
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
 _LARGEST = gl.constexpr(FP8_MAX)
 _LEAST_SCALE = gl.constexpr(LEAST_SCALE)
+
+
+def run(routed: RoutedRows) -> Tensor:
+    """Partials [T, N, H]."""
+    up, down, chip = routed.up, routed.down, routed.chip
+    assert isinstance(up, Fp8), "the kernel's form"
+    assert isinstance(down, Fp8), "experts have one form"
+    groups = group_many(routed.experts, routed.num_experts, BLOCK_M)
+    active, active_scales = new_rounded(routed, groups.blocks.shape[1] * BLOCK_M)
+    output = routed.new_output(routed.experts.shape[1])
+    values, scales = round_rows(routed.rows, up, chip, are_few=False)
+    assert scales is not None, "rows are rounded in blocks"
+    how = {"is_gated": routed.is_gated, "is_bfloat": routed.rows.dtype == torch.bfloat16}
+    project_up(values, scales, up, active, active_scales, groups, chip, **how)
+    project_down(active, active_scales, routed.routing_weights, down, output, groups, chip)
+    return output
 
 
 def project_up(

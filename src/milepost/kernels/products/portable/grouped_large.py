@@ -1,0 +1,347 @@
+"""Triton: the experts' GEMMs for so many rows an expert that arithmetic is what costs.
+
+Weights, and activations that lie row by row, come in through bulk TMA copies, which needs whole
+tiles: `products.expert_table` says for which shapes. Rows are the left operand. In FP8 a tile is as
+wide as a block that shares a scale, and the up projection rounds what it stores for the down
+projection.
+
+Legend: P routed tokens, N experts of a token, H hidden size, I an expert's size, M rows of a block,
+D scales of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from milepost.kernels.platform.launches import quick
+from milepost.kernels.platform.numerics import decode, encode, scale_of
+from milepost.kernels.platform.tiles import cdiv
+from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.forms.quantised import BLOCK, FP8
+from milepost.kernels.products.grouping import Groups, group_many
+from milepost.kernels.products.portable.activation import activate
+from milepost.kernels.products.portable.expert_parts import RowGroups
+from milepost.kernels.products.portable.grouped import Rows
+from milepost.kernels.products.portable.rounding import readable, round_rows
+from milepost.kernels.products.run_experts import RoutedRows
+
+BLOCK_M = 128
+_BLOCK_N = 128
+_RAW_DEPTH = 64
+_PROGRAMS = 2
+"""Programs of raw weights' down projection that share an SM."""
+
+
+class RowBase(NamedTuple):
+    """Rows as kernels take them, and their scales [D, rows], or None."""
+
+    base: Any
+    scales: Any
+
+
+class UpShape(NamedTuple):
+    """The up projection and its tiles; a constant on the device."""
+
+    top_k: int
+    inputs: int
+    size: int
+    is_gated: bool
+    block_n: int
+    block_k: int
+    is_bfloat: bool
+    is_native: bool
+    """Whether the chip knows float8."""
+
+
+def run(routed: RoutedRows) -> Tensor:
+    """Partials [T, N, H]."""
+    groups = group_many(routed.experts, routed.num_experts, BLOCK_M)
+    output = routed.new_output(routed.experts.shape[1])
+    rows: Rows = routed.values, None
+    active: Rows = routed.rows.new_empty(routed.num_routed, routed.size), None
+    if not isinstance(routed.up, Raw):
+        rows = round_rows(routed.rows, routed.up, routed.chip, are_few=False)
+        active = new_rounded(routed, routed.num_routed)
+    project_up(rows, routed, active, groups)
+    project_down(active, routed, output, groups)
+    return output
+
+
+def new_rounded(routed: RoutedRows, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Unfilled activations [num_rows, I] in FP8 and their scales [D, num_rows]."""
+    values = routed.rows.new_empty(num_rows, routed.size, dtype=FP8)
+    scales = routed.rows.new_empty(routed.size // BLOCK, num_rows, dtype=torch.float32)
+    return values, scales
+
+
+def project_up(rows: Rows, routed: RoutedRows, active: Rows, groups: Groups) -> None:
+    """`active` [P, I], by `groups.order`: the tokens' `rows` [T, H] through `up` and the
+    activation."""
+    (values, scales), up, is_gated, chip = rows, routed.up, routed.is_gated, routed.chip
+    size, num_inputs, capacity = active[0].shape[1], values.shape[1], groups.blocks.shape[1]
+    if isinstance(up, Raw):
+        # A tile holds the gate rows of its outputs, then their up rows; or twice as many up rows.
+        # What lies past an expert's last row reads as zeros.
+        block_n = _BLOCK_N if is_gated else 2 * _BLOCK_N
+        weights = up.values.view(-1, 1 + is_gated, size, num_inputs)
+        box = [1, 1 + is_gated, block_n, _RAW_DEPTH]
+    else:
+        weights, block_n, box = readable(up.values, chip).view(-1, num_inputs), BLOCK, [BLOCK] * 2
+    _up_kernel[(capacity * cdiv(size, block_n),)](
+        RowBase(readable(values, chip), scales),
+        TensorDescriptor.from_tensor(weights, box),
+        None if isinstance(up, Raw) else up.scales,
+        RowBase(_bits(active[0]), active[1]),
+        RowGroups(groups.order, groups.blocks),
+        values.stride(0),
+        0 if scales is None else scales.stride(0),
+        len(active[0]),
+        capacity,
+        MAKE=_make_raw if isinstance(up, Raw) else _make_fp8,
+        SHAPE=UpShape(
+            routed.experts.shape[1],
+            num_inputs,
+            size,
+            is_gated,
+            block_n,
+            box[-1],
+            routed.rows.dtype == torch.bfloat16,
+            chip.has_fp8,
+        ),
+        BLOCK_M=BLOCK_M,
+        num_warps=8,
+        num_stages=4 if isinstance(up, Raw) else 3,
+    )
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Float8 as kernels store it."""
+    return values.view(torch.uint8) if values.dtype == FP8 else values
+
+
+@quick
+@triton.jit(do_not_specialize=("scales_stride", "num_rows", "capacity"))
+def _up_kernel(
+    rows,
+    up,
+    scales,
+    active,
+    groups,
+    stride,
+    scales_stride,
+    num_rows,
+    capacity,
+    MAKE: tl.constexpr,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """A tile of a block's activations, made by MAKE."""
+    TILES: tl.constexpr = (SHAPE.size + SHAPE.block_n - 1) // SHAPE.block_n
+    block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    expert = tl.load(groups.blocks + block)
+    if expert < 0:
+        return
+    first_row = tl.load(groups.blocks + capacity + block)
+    end = tl.load(groups.blocks + 2 * capacity + block)
+    # An expert's last block is often less than half full: then half the rows are multiplied.
+    # fmt: off
+    if end - first_row <= BLOCK_M // 2:
+        MAKE(rows, up, scales, active, groups.order, expert, first_row, end, tile, stride,
+             scales_stride, num_rows, SHAPE, BLOCK_M // 2)
+    else:
+        MAKE(rows, up, scales, active, groups.order, expert, first_row, end, tile, stride,
+             scales_stride, num_rows, SHAPE, BLOCK_M)
+    # fmt: on
+
+
+@triton.jit
+def _make_raw(
+    rows,
+    up,
+    scales,
+    active,
+    order,
+    expert,
+    first_row,
+    end,
+    tile,
+    stride,
+    scales_stride,
+    num_rows,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """A tile of activations of the rows from `first_row` on, all in one product."""
+    GATED: tl.constexpr = SHAPE.is_gated
+    BLOCK_N: tl.constexpr = SHAPE.block_n
+    BLOCK_K: tl.constexpr = SHAPE.block_k
+    WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    o_m = first_row + tl.arange(0, BLOCK_M)
+    is_row = o_m < end
+    # Rows beyond the expert's read token 0; they are not stored.
+    token = tl.load(order + o_m, mask=is_row, other=0) // SHAPE.top_k
+    p_x = rows.base + token.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_K)[None, :]
+    o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    both = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    for i_k in range(0, SHAPE.inputs, BLOCK_K):
+        b_w = up.load([expert, 0, tile * BLOCK_N, i_k]).reshape(WIDTH, BLOCK_K)
+        both = tl.dot(tl.load(p_x + i_k), tl.trans(b_w), both)
+    if GATED:
+        gate, both = tl.split(tl.permute(tl.reshape(both, [BLOCK_M, 2, BLOCK_N]), (0, 2, 1)))
+    else:
+        gate = both
+    b_o = activate(both, gate, GATED).to(active.base.dtype.element_ty)
+    target = active.base + o_m.to(tl.int64)[:, None] * SHAPE.size + o_n[None, :]
+    tl.store(target, b_o, mask=is_row[:, None] & (o_n < SHAPE.size)[None, :])
+
+
+@triton.jit
+def _make_fp8(
+    rows,
+    up,
+    scales,
+    active,
+    order,
+    expert,
+    first_row,
+    end,
+    tile,
+    stride,
+    scales_stride,
+    num_rows,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """A tile of activations, rounded."""
+    GATED: tl.constexpr = SHAPE.is_gated
+    NATIVE: tl.constexpr = SHAPE.is_native
+    BLOCK_N: tl.constexpr = SHAPE.block_n
+    BLOCK_K: tl.constexpr = SHAPE.block_k
+    DEPTHS: tl.constexpr = SHAPE.inputs // BLOCK_K
+    HEIGHT: tl.constexpr = 2 * SHAPE.size if GATED else SHAPE.size
+    o_m = first_row + tl.arange(0, BLOCK_M)
+    is_row = o_m < end
+    # Rows beyond the expert's read token 0; they are not stored.
+    token = tl.load(order + o_m, mask=is_row, other=0) // SHAPE.top_k
+    place = token[:, None] * stride + tl.arange(0, BLOCK_K)[None, :]
+    p_row_scale = rows.scales + token
+    # Up rows stand after the gates'.
+    gate_row = expert * HEIGHT + tile * BLOCK_N
+    up_row = gate_row + (HEIGHT - SHAPE.size)
+    p_gate_scale = scales + (gate_row // BLOCK_N).to(tl.int64) * DEPTHS
+    p_up_scale = scales + (up_row // BLOCK_N).to(tl.int64) * DEPTHS
+    b_gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    b_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i_d in range(DEPTHS):
+        b_x = decode(tl.load(rows.base + i_d * BLOCK_K + place), NATIVE)
+        row_scale = tl.load(p_row_scale + i_d * scales_stride)
+        if GATED:
+            b_w = decode(up.load([gate_row, i_d * BLOCK_K]), NATIVE)
+            scale = row_scale * tl.load(p_gate_scale + i_d)
+            b_gate += tl.dot(b_x, tl.trans(b_w)) * scale[:, None]
+        b_w = decode(up.load([up_row, i_d * BLOCK_K]), NATIVE)
+        b_up += tl.dot(b_x, tl.trans(b_w)) * (row_scale * tl.load(p_up_scale + i_d))[:, None]
+    if not NATIVE:
+        b_gate *= 65536.0
+        b_up *= 65536.0
+    # Between the projections activations have 16 bits, whatever computes them.
+    b_o = (
+        activate(b_up, b_gate, GATED)
+        .to(tl.bfloat16 if SHAPE.is_bfloat else tl.float16)
+        .to(tl.float32)
+    )
+    scale = scale_of(b_o, 1)
+    b_q = encode(b_o / scale[:, None], NATIVE)
+    o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    target = active.base + o_m.to(tl.int64)[:, None] * SHAPE.size + o_n[None, :]
+    tl.store(target, b_q, mask=is_row[:, None])
+    tl.store(active.scales + tile * num_rows + o_m, scale, mask=is_row)
+
+
+def project_down(active: Rows, routed: RoutedRows, output: Tensor, groups: Groups) -> None:
+    """`output` [P, H], by routed token: the routing weights times `active` [P, I] (by
+    `groups.order`) through `down`. `groups` must have no gaps."""
+    (values, scales), down, chip = active, routed.down, routed.chip
+    is_raw, size = isinstance(down, Raw), values.shape[1]
+    depth, num_programs = (
+        (_RAW_DEPTH, _PROGRAMS * chip.num_sms) if is_raw else (BLOCK, chip.num_sms)
+    )
+    assert isinstance(down, Raw) or scales is not None, "FP8 rows have scales"
+    weights = readable(down.values, chip).view(-1, size)
+    _down_kernel[(num_programs,)](
+        TensorDescriptor.from_tensor(readable(values, chip), [BLOCK_M, depth]),
+        scales,
+        TensorDescriptor.from_tensor(weights, [_BLOCK_N, depth]),
+        None if isinstance(down, Raw) else down.scales,
+        routed.routing_weights,
+        output,
+        RowGroups(groups.order, groups.blocks, groups.num_blocks),
+        len(values),
+        groups.blocks.shape[1],
+        SIZE=size,
+        OUTPUTS=output.shape[-1],
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=depth,
+        PROGRAMS=num_programs,
+        NATIVE=chip.has_fp8,
+        num_warps=4 if is_raw else 8,
+        num_stages=3,
+    )
+
+
+@quick
+@triton.jit(do_not_specialize=("num_rows", "capacity"))
+def _down_kernel(
+    active,
+    row_scales,
+    down,
+    scales,
+    routing_weights,
+    output,
+    groups,
+    num_rows,
+    capacity,
+    SIZE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Each program takes every PROGRAMS-th tile, and loads for the next while it stores one."""
+    TILES: tl.constexpr = OUTPUTS // BLOCK_N
+    DEPTHS: tl.constexpr = SIZE // BLOCK_K
+    num_tiles = tl.load(groups.num_blocks) * TILES
+    for index in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
+        block, tile = index // TILES, index % TILES
+        expert = tl.load(groups.blocks + block)
+        first_row = tl.load(groups.blocks + capacity + block)
+        o_m = first_row + tl.arange(0, BLOCK_M)
+        is_row = o_m < tl.load(groups.blocks + 2 * capacity + block)
+        column = expert * OUTPUTS + tile * BLOCK_N
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for i_d in range(DEPTHS):
+            b_x = active.load([first_row, i_d * BLOCK_K])
+            b_w = down.load([column, i_d * BLOCK_K])
+            if scales is None:
+                acc = tl.dot(b_x, tl.trans(b_w), acc)
+            else:
+                row_scale = tl.load(row_scales + i_d * num_rows + o_m, mask=is_row, other=0.0)
+                scale = tl.load(scales + (column // BLOCK_N).to(tl.int64) * DEPTHS + i_d)
+                b_dot = tl.dot(decode(b_x, NATIVE), tl.trans(decode(b_w, NATIVE)))
+                acc += b_dot * (row_scale * scale)[:, None]
+        if scales is not None and not NATIVE:
+            acc *= 65536.0
+        routed = tl.load(groups.order + o_m, mask=is_row, other=0).to(tl.int64)
+        weight = tl.load(routing_weights + routed, mask=is_row, other=0.0).to(tl.float32)
+        b_o = (acc * weight[:, None]).to(output.dtype.element_ty)
+        o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        tl.store(output + routed[:, None] * OUTPUTS + o_n[None, :], b_o, mask=is_row[:, None])

@@ -1,0 +1,42 @@
+"""Rows with the experts that they were routed to, as kernels' `run` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from milepost.kernels.layout.emit import as_activations
+from milepost.kernels.platform.device import probe
+from milepost.kernels.products.forms.matrix import Form, Raw
+from milepost.kernels.products.run_experts import RoutedRows
+
+
+def as_routed(
+    hidden: Tensor, weights: Tensor, experts: Tensor, up: Form | Tensor, down: Form | Tensor
+) -> RoutedRows:
+    """A tensor stands for raw weights."""
+    up, down = (Raw(values=each) if isinstance(each, Tensor) else each for each in (up, down))
+    return RoutedRows(
+        rows=as_activations(hidden),
+        routing_weights=weights,
+        experts=experts.int(),
+        up=up,
+        down=down,
+        chip=probe(hidden.device),
+    )
+
+
+@contextmanager
+def poisoned_outputs() -> Iterator[None]:
+    """Inside, partials are full of NaN before a kernel fills them."""
+    new_output = RoutedRows.new_output
+
+    def poison(routed: RoutedRows, num_partials: int) -> Tensor:
+        return new_output(routed, num_partials).fill_(torch.nan)
+
+    with mock.patch.object(RoutedRows, "new_output", poison):
+        yield
