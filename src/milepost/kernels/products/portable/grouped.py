@@ -41,7 +41,7 @@ from milepost.kernels.products.portable.gemm_step import (
 from milepost.kernels.products.portable.rounding import readable, round_rows
 from milepost.kernels.products.run_experts import RoutedRows
 
-Rows = tuple[Tensor, Tensor | None]
+RoundedRows = tuple[Tensor, Tensor | None]
 """Rows and, if they are rounded, their scales [D, rows]."""
 
 
@@ -81,7 +81,7 @@ def run(routed: RoutedRows) -> Tensor:
 
 
 def project_up(
-    rows: Rows, routed: RoutedRows, active: Tensor, groups: Groups | None, tiles: Tiles
+    rows: RoundedRows, routed: RoutedRows, active: Tensor, groups: Groups | None, tiles: Tiles
 ) -> None:
     """`active` [P, I], by `groups.order`: the tokens' `rows` [T, H] through `up` and the
     activation."""
@@ -89,7 +89,7 @@ def project_up(
 
 
 def project_down(
-    rows: Rows, routed: RoutedRows, output: Tensor, groups: Groups | None, tiles: Tiles
+    rows: RoundedRows, routed: RoutedRows, output: Tensor, groups: Groups | None, tiles: Tiles
 ) -> None:
     """`output` [P, H], by routed token: the routing weights times `rows` [P, I] (by
     `groups.order`) through `down`."""
@@ -97,7 +97,7 @@ def project_down(
 
 
 def _launch(
-    rows: Rows,
+    rows: RoundedRows,
     routed: RoutedRows,
     output: Tensor,
     groups: Groups | None,

@@ -27,7 +27,7 @@ from milepost.kernels.products.forms.quantised import BLOCK, FP8
 from milepost.kernels.products.grouping import Groups, group_many
 from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.portable.expert_parts import RowGroups
-from milepost.kernels.products.portable.grouped import Rows
+from milepost.kernels.products.portable.grouped import RoundedRows
 from milepost.kernels.products.portable.rounding import readable, round_rows
 from milepost.kernels.products.run_experts import RoutedRows
 
@@ -63,8 +63,8 @@ def run(routed: RoutedRows) -> Tensor:
     """Partials [T, N, H]."""
     groups = group_many(routed.experts, routed.num_experts, BLOCK_M)
     output = routed.new_output(routed.experts.shape[1])
-    rows: Rows = routed.values, None
-    active: Rows = routed.rows.new_empty(routed.num_routed, routed.size), None
+    rows: RoundedRows = routed.values, None
+    active: RoundedRows = routed.rows.new_empty(routed.num_routed, routed.size), None
     if not isinstance(routed.up, Raw):
         rows = round_rows(routed.rows, routed.up, routed.chip, are_few=False)
         active = new_rounded(routed, routed.num_routed)
@@ -80,7 +80,7 @@ def new_rounded(routed: RoutedRows, num_rows: int) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def project_up(rows: Rows, routed: RoutedRows, active: Rows, groups: Groups) -> None:
+def project_up(rows: RoundedRows, routed: RoutedRows, active: RoundedRows, groups: Groups) -> None:
     """`active` [P, I], by `groups.order`: the tokens' `rows` [T, H] through `up` and the
     activation."""
     (values, scales), up, is_gated, chip = rows, routed.up, routed.is_gated, routed.chip
@@ -264,7 +264,7 @@ def _make_fp8(
     tl.store(active.scales + tile * num_rows + o_m, scale, mask=is_row)
 
 
-def project_down(active: Rows, routed: RoutedRows, output: Tensor, groups: Groups) -> None:
+def project_down(active: RoundedRows, routed: RoutedRows, output: Tensor, groups: Groups) -> None:
     """`output` [P, H], by routed token: the routing weights times `active` [P, I] (by
     `groups.order`) through `down`. `groups` must have no gaps."""
     (values, scales), down, chip = active, routed.down, routed.chip
