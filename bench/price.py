@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,11 +31,10 @@ from triton.runtime.jit import JITFunction
 
 from milepost import LLM, SamplingParams
 from milepost.engine.assembly import rank
-from milepost.kernels import norm
+from milepost.kernels import products
 from milepost.kernels.layout import emit
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform import device
-from milepost.kernels.products import quantised
 from milepost.kernels.products.expert_table import EXPERTS
 from milepost.kernels.products.forms.quantised import Fp8, Int4
 from milepost.kernels.products.table import PRODUCTS
@@ -84,9 +83,15 @@ def _no_hopper() -> Iterator[None]:
 
 
 @contextmanager
-def _no_begun() -> Iterator[None]:
-    with mock.patch.object(norm, "multiplies_too", _never):
+def _no_beside() -> Iterator[None]:
+    kernels = [
+        replace(each, epilogues=tuple(set(each.epilogues) - {products.Epilogue.BESIDE}))
+        for each in PRODUCTS.kernels
+    ]
+    with mock.patch.object(PRODUCTS, "kernels", kernels):
+        PRODUCTS.forget()
         yield
+    PRODUCTS.forget()
 
 
 def _without(*modules: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -113,7 +118,7 @@ def _ordinary_launches() -> Iterator[None]:
 
 _ROW, _RING = "products.hopper.gemv", "products.hopper.gemv_ring"
 KERNELS: dict[str, Kernel] = {
-    "begun": Kernel(forms=FORMS, steps=ONE, without=_no_begun),
+    "begun": Kernel(forms=FORMS, steps=ONE, without=_without("norm.triton")),
     "row_experts": Kernel(
         forms=("fp8", "int4"), steps=ONE, without=_without("products.hopper.gemv_experts")
     ),
@@ -122,7 +127,7 @@ KERNELS: dict[str, Kernel] = {
     "linear_hopper": Kernel(
         forms=FORMS, steps=FEW, without=_without("products.hopper.raw_small_m")
     ),
-    "beside": Kernel(forms=("fp8",), steps=FEW, without=_put(quantised, "multiply_beside", _never)),
+    "beside": Kernel(forms=("fp8",), steps=FEW, without=_no_beside),
     "hopper_rows": Kernel(
         forms=("fp8",), steps=FEW, without=_without("products.hopper.fp8_small_m")
     ),
@@ -151,7 +156,7 @@ KERNELS: dict[str, Kernel] = {
     ),
     "rounded": Kernel(forms=("fp8",), steps=FEW + MANY, without=_put(emit, "runs_gluon", _never)),
     "round_gated": Kernel(
-        forms=("fp8",), steps=FEW + MANY, without=_put(quantised, "can_round_gated", _never)
+        forms=("fp8",), steps=FEW + MANY, without=_put(products, "rounds_gated", _never)
     ),
     "raw_tall": Kernel(
         forms=("raw",), steps=MANY, without=_without("products.portable.grouped_large")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from milepost.kernels.products.quantised import quantise_fp8
+from milepost.kernels.products.forms.quantised import quantise_fp8
 from tests.checkpoints import save
 from tests.mtp import add_head
 

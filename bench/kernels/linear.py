@@ -1,6 +1,6 @@
 """Linear projections of few rows on a GPU, beside torch's GEMM and the time to read the weight.
 
-PYTHONPATH=src:. python bench/kernels/raw.py [--out FILE] [--copy-gbps N] [--tflops N]
+PYTHONPATH=src:. python bench/kernels/linear.py [--out FILE] [--copy-gbps N] [--tflops N]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.kernels.timing import Row, parse, report, time_us
 
-from milepost.kernels.products import raw
+from milepost.kernels.products import Raw, multiply
 
 TOKENS = (1, 8, 16, 64)
 SHAPES = {
@@ -60,7 +60,7 @@ def bench() -> Iterator[Row]:
                 "op": name,
                 "shape": [num_inputs, num_outputs],
                 "tokens": num_tokens,
-                "median_us": time_us([partial(raw.multiply, hidden, w) for w in weights]),
+                "median_us": time_us([partial(multiply, hidden, Raw(values=w)) for w in weights]),
                 "torch_us": time_us([partial(F.linear, hidden, w) for w in weights]),
                 "bytes": num_bytes + 2 * num_tokens * (num_inputs + num_outputs),
                 "flops": 2 * num_tokens * num_inputs * num_outputs,

@@ -22,9 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.kernels.timing import Row, parse, report, time_us
 
 from milepost.kernels.platform.device import hopper_kernels
-from milepost.kernels.products import moe, quantised
-from milepost.kernels.products import raw as linear
-from milepost.kernels.products.quantised import BLOCK, FP8, Fp4, Fp8, Int4, Quantised
+from milepost.kernels.products import Epilogue, Raw, mix, moe, multiply
+from milepost.kernels.products.forms.quantised import BLOCK, FP8, Fp4, Fp8, Int4, Quantised
 
 TOKENS = (1, 16, 64, 512, 8192)
 EXPERTS_TOKENS = (1, 5, 8, 16, 32, 64, 512, 2048, 8192)
@@ -66,7 +65,10 @@ def bench() -> Iterator[Row]:
 def bench_dense(name: str, num_inputs: int, num_outputs: int) -> Iterator[Row]:
     count = max(3, int(_ROTATED_BYTES // (num_inputs * num_outputs)))
     shape = num_outputs, num_inputs
-    raw = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    raw = [
+        Raw(values=torch.randn(shape, device="cuda", dtype=torch.bfloat16)) for _ in range(count)
+    ]
+    multiply_partly = partial(multiply, epilogue=Epilogue.PARTIALS)
     for form, make in FORMS.items():
         weights = [make(*shape) for _ in range(2 * count)]
         for num_tokens in TOKENS:
@@ -75,8 +77,8 @@ def bench_dense(name: str, num_inputs: int, num_outputs: int) -> Iterator[Row]:
                 "op": name,
                 "form": form,
                 "tokens": num_tokens,
-                "median_us": time_us([partial(quantised.partials, hidden, w) for w in weights]),
-                "bfloat16_us": time_us([partial(linear.partials, hidden, w) for w in raw]),
+                "median_us": time_us([partial(multiply_partly, hidden, w) for w in weights]),
+                "bfloat16_us": time_us([partial(multiply_partly, hidden, w) for w in raw]),
                 "bytes": bytes_of(weights[0]) + 2 * num_tokens * (num_inputs + num_outputs),
                 "flops": 2 * num_tokens * num_inputs * num_outputs,
             }
@@ -85,7 +87,10 @@ def bench_dense(name: str, num_inputs: int, num_outputs: int) -> Iterator[Row]:
 def bench_gates(num_inputs: int, num_outputs: int) -> Iterator[Row]:
     """A recurrent input whose gates are raw; `apart_us` is that of a product each."""
     weights = [
-        (make_fp8(num_outputs, num_inputs), torch.randn(GATES, num_inputs).cuda().bfloat16())
+        (
+            make_fp8(num_outputs, num_inputs),
+            Raw(values=torch.randn(GATES, num_inputs).cuda().bfloat16()),
+        )
         for _ in range(6)
     ]
     for num_tokens in (16, 64):
@@ -93,18 +98,21 @@ def bench_gates(num_inputs: int, num_outputs: int) -> Iterator[Row]:
         output = hidden.new_empty(num_tokens, num_outputs + GATES)
 
         def multiply_apart(
-            weight: Fp8, raw: Tensor, output: Tensor = output, hidden: Tensor = hidden
+            weight: Fp8, raw: Raw, output: Tensor = output, hidden: Tensor = hidden
         ) -> None:
             own, others = output.split([num_outputs, GATES], 1)
-            quantised.multiply_into(own, hidden, weight, None, launch_dependents=True)
-            linear.multiply_into(others, hidden, raw, None, launch_dependents=True)
+            multiply(hidden, weight, into=own)
+            multiply(hidden, raw, into=others)
 
         yield {
             "op": "recurrent input and gates",
             "form": "fp8",
             "tokens": num_tokens,
             "median_us": time_us(
-                [partial(quantised.multiply_beside, output, hidden, *each) for each in weights]
+                [
+                    partial(multiply, hidden, weight, into=output, beside=raw)
+                    for weight, raw in weights
+                ]
             ),
             "apart_us": time_us([partial(multiply_apart, *each) for each in weights]),
             "bytes": bytes_of(weights[0][0])
@@ -127,8 +135,7 @@ def bench_experts(form: str, num_chosen: int, up: Quantised, down: Quantised) ->
         routed = [moe.route(each, num_chosen, normalise=True, num_shared=1) for each in logits]
         touched = sum(experts.unique().numel() for _, experts in routed) / len(turns)
         calls = [
-            partial(quantised.mix, own, *route, up, down)
-            for own, route in zip(hidden, routed, strict=True)
+            partial(mix, own, *route, up, down) for own, route in zip(hidden, routed, strict=True)
         ]
         num_rows = num_tokens * (num_chosen + 1)
         weight_bytes = (bytes_of(up) + bytes_of(down)) * touched / num_experts

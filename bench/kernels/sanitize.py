@@ -49,8 +49,7 @@ from tests.numbers import relative_error
 from milepost.kernels import attention
 from milepost.kernels.attention import triton_prepare as preparation
 from milepost.kernels.platform.device import probe
-from milepost.kernels.products import experts_reference, moe
-from milepost.kernels.products import raw as linear
+from milepost.kernels.products import Raw, experts_reference, moe, multiply
 from milepost.kernels.products.portable import gemv_experts
 
 DTYPE, BOUND = torch.bfloat16, 1e-2
@@ -110,7 +109,7 @@ def check_gemms() -> None:
     for num_tokens in (3, 16, 32, 50):
         for num_inputs, num_outputs in ((256, 8200), (8192, 2048), (4096, 4096), (4096, 2048)):
             hidden, weight = draw(num_tokens, num_inputs), draw(num_outputs, num_inputs)
-            output = linear.multiply(hidden.cuda(), weight.cuda())
+            output = multiply(hidden.cuda(), Raw(values=weight.cuda()))
             expected = F.linear(hidden.float(), weight.float())
             compare(f"{num_tokens} by {num_inputs} by {num_outputs}", output, expected)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from milepost.kernels import products
-from milepost.kernels.products import Epilogue, Raw, raw
+from milepost.kernels.products import Epilogue, Raw
 from tests.numbers import relative_error
 
 pytestmark = [
@@ -48,16 +48,17 @@ def test_multiply(
     hidden = wide[:, 64:]
     weight = torch.randn(num_outputs, num_inputs, generator=random, device="cuda", dtype=dtype)
     bias = weight[:, 0].contiguous() if has_bias else None
-    output = raw.multiply(hidden, weight, bias)
+    form = Raw(values=weight)
+    output = products.multiply(hidden, form, bias)
     expected = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
     assert output.dtype == dtype
     assert relative_error(output, expected) < TOLERANCES[dtype]
-    assert torch.equal(output, raw.multiply(hidden, weight, bias))
+    assert torch.equal(output, products.multiply(hidden, form, bias))
     beside = torch.zeros(num_tokens, num_outputs + 8, device="cuda", dtype=dtype)
-    raw.multiply_into(beside[:, 8:], hidden, weight, bias, launch_dependents=True)
+    products.multiply(hidden, form, bias, into=beside[:, 8:])
     assert torch.equal(beside[:, 8:], output)
     assert (beside[:, :8] == 0).all()
-    parts = raw.partials(hidden, weight, bias)
+    parts = products.multiply(hidden, form, bias, epilogue=Epilogue.PARTIALS)
     summed = parts if parts.dim() == 2 else parts.sum(1)
     assert relative_error(summed, expected) < TOLERANCES[dtype]
 

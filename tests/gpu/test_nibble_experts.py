@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from milepost.kernels.products.quantised import Int4, mix
+from milepost.kernels.products import mix
+from milepost.kernels.products.forms.quantised import Int4
 from tests.kernels.quantised_cases import make_int4, to
 from tests.kernels.routed import as_routed, poisoned_outputs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from milepost.kernels import norm
+from milepost.kernels import norm, products
 from milepost.kernels.norm import reference
 from tests.numbers import relative_error
 
@@ -53,7 +53,7 @@ def test_add_norm_and_multiply(
     if num_parts is not None:
         sizes = (1, num_parts, size) if num_parts else (1, size)
         delta = torch.randn(sizes, generator=random, device="cuda", dtype=dtype)
-    assert norm.multiplies_too(hidden, weight)
+    assert products.norms_too(hidden, products.Raw(values=weight))
     wide = torch.full((1, num_outputs + 16), torch.nan, device="cuda", dtype=dtype)
     how = scale, 1e-6, 1.0, weight, wide[:, 8:-8]
     total, normed = norm.add_norm_and_multiply(hidden, delta, *how)

@@ -17,7 +17,6 @@ from milepost.kernels.layout.chunks import lay_out
 from milepost.kernels.layout.verify import DecodeLayout
 from milepost.kernels.platform.tensors import FP8
 from milepost.kernels.products import Epilogue, Raw, moe
-from milepost.kernels.products import raw as linear
 from tests.kernels.mixers import REAL, Batch, make_pools, make_weights, send_layout
 
 pytestmark = [
@@ -46,20 +45,20 @@ def test_a_chain_of_layers(num_tokens: int) -> None:
         for (enter, leave, router), (widen, narrow) in zip(weights, dense, strict=True):
             hidden, normed = norm.add_norm(hidden, delta, scale, 1e-6)
             pause()
-            wide = linear.multiply(normed, enter)
+            wide = products.multiply(normed, Raw(values=enter))
             pause()
             active = norm.silu_mul(wide)
             pause()
-            mixed = linear.partials(active, leave)
+            mixed = products.multiply(active, Raw(values=leave), epilogue=Epilogue.PARTIALS)
             pause()
-            if norm.multiplies_too(hidden, router):
+            if products.norms_too(hidden, Raw(values=router)):
                 logits = torch.empty_like(hidden[:, : len(router)])
                 how = scale, 1e-6, 1.0, router, logits
                 hidden, normed = norm.add_norm_and_multiply(hidden, mixed, *how)
             else:
                 hidden, normed = norm.add_norm(hidden, mixed, scale, 1e-6)
                 pause()
-                logits = linear.partials(normed, router)
+                logits = products.multiply(normed, Raw(values=router), epilogue=Epilogue.PARTIALS)
             logits = logits[..., :EXPERTS]
             pause()
             how = {"normalise": True, "num_shared": 1, "dtype": normed.dtype}
@@ -72,7 +71,7 @@ def test_a_chain_of_layers(num_tokens: int) -> None:
             pause()
             active = products.multiply(normed, Raw(values=widen), epilogue=Epilogue.GATED)
             pause()
-            delta = linear.partials(active, narrow)
+            delta = products.multiply(active, Raw(values=narrow), epilogue=Epilogue.PARTIALS)
             pause()
             outputs += [hidden, normed, active, delta]
         return outputs
@@ -126,17 +125,17 @@ def test_a_chain_of_mixers(num_sequences: int, length: int, kv_dtype: torch.dtyp
         for enter, leave, enter_attention, leave_attention in weights:
             hidden, normed = norm.add_norm(hidden, delta, scale, 1e-6)
             pause()
-            projected = linear.multiply(normed, enter)
+            projected = products.multiply(normed, Raw(values=enter))
             pause()
             mixed = mix(projected, pause)
-            delta = linear.multiply(mixed, leave)
+            delta = products.multiply(mixed, Raw(values=leave))
             pause()
             hidden, normed = norm.add_norm(hidden, delta, scale, 1e-6)
             pause()
-            projected = linear.multiply(normed, enter_attention)
+            projected = products.multiply(normed, Raw(values=enter_attention))
             pause()
             attended = attend(projected, pause)
-            delta = linear.multiply(attended, leave_attention)
+            delta = products.multiply(attended, Raw(values=leave_attention))
             pause()
             outputs += [mixed, attended, delta]
         return [*outputs, *(tensor.clone() for tensor in (*changed, pool))]

@@ -10,10 +10,9 @@ import torch
 
 from milepost.kernels import norm, products
 from milepost.kernels.layout.emit import Emit, as_activations, values_of
-from milepost.kernels.products import Epilogue, expert_table, moe, table
-from milepost.kernels.products import run_quantised as triton
-from milepost.kernels.products.quantised import Quantised, mix, multiply, partials, reads
-from tests.kernels.choices import forget, without
+from milepost.kernels.products import Epilogue, expert_table, mix, moe, multiply, reads, table
+from milepost.kernels.products.forms.quantised import Quantised
+from tests.kernels.choices import forget, multiplication, run_kernel, without
 from tests.kernels.quantised_cases import (
     check,
     check_experts,
@@ -51,7 +50,7 @@ def test_gemm(num_tokens: int, name: str) -> None:
     weight = to("cuda", DENSE[name]())
     hidden = make_rows(num_tokens, weight.num_inputs).cuda().bfloat16()
     bias = torch.randn(weight.num_outputs, device="cuda")
-    product = triton.multiply(as_activations(hidden), weight, bias, launch_dependents=True)
+    product = run_kernel(hidden, weight, bias)
     check(product, hidden, weight, bias, bound=5e-3)
 
 
@@ -70,12 +69,10 @@ def test_gemm_of_hopper(monkeypatch, num_tokens: int, shape: tuple[int, int], ro
     weight = to("cuda", make_fp8(*shape, rows=rows))
     hidden = make_rows(num_tokens, weight.num_inputs).cuda().bfloat16()
     nothing = torch.zeros(weight.num_outputs, device="cuda")
-    product = triton.multiply(as_activations(hidden), weight, None, launch_dependents=True)
+    product = run_kernel(hidden, weight)
     check(product, hidden, weight, nothing, bound=5e-3)
     wide = hidden.new_zeros(num_tokens, weight.num_outputs + 8)
-    assert triton.multiply_into(
-        wide[:, :-8], as_activations(hidden), weight, None, launch_dependents=True
-    )
+    assert run_kernel(hidden, weight, into=wide[:, :-8]) is not None
     check(wide[:, :-8].float(), hidden, weight, nothing, bound=5e-3)
 
 
@@ -100,11 +97,11 @@ def test_raw_weights_beside(shape: tuple[int, int], num_raw: int, num_tokens: in
     raw = torch.randn(num_raw, shape[1], device="cuda").to(dtype)
     hidden = make_rows(num_tokens, shape[1]).cuda().to(dtype)
     alone = hidden.new_empty(num_tokens, shape[0])
-    assert triton.multiply_into(alone, as_activations(hidden), weight, None, launch_dependents=True)
+    assert run_kernel(hidden, weight, into=alone) is not None
     wide = hidden.new_full((num_tokens + 1, shape[0] + num_raw + 1), float("nan"))
     for _ in range(3):
         output = wide[:num_tokens, :-1].fill_(float("nan"))
-        assert triton.multiply_beside(output, as_activations(hidden), weight, raw)
+        assert run_kernel(hidden, weight, into=output, beside=raw) is not None
         assert torch.equal(output[:, : shape[0]], alone)
         expected = hidden.double() @ raw.double().T
         error = (output[:, shape[0] :] - expected).norm(dim=1) / expected.norm(dim=1)
@@ -133,7 +130,7 @@ def test_a_chain_of_rows_and_raw_weights_beside(num_tokens: int) -> None:
             hidden, normed = norm.add_norm(hidden, delta, scale, 1e-6, emit=Emit.BOTH)
             pause()
             wide = hidden.new_empty(num_tokens, 12288 + 64)
-            assert triton.multiply_beside(wide, as_activations(normed), enter, raw)
+            assert run_kernel(normed, enter, into=wide, beside=raw) is not None
             pause()
             delta = multiply(wide[:, 8256:].contiguous(), leave)
             pause()
@@ -173,19 +170,17 @@ def test_gemm_of_nibbles(num_tokens: int, shape: tuple[int, int], group: int, dt
     """A token's result does not depend on how many others there are."""
     weight = to("cuda", make_int4(*shape, group=group))
     hidden = make_rows(num_tokens, weight.num_inputs).cuda().to(dtype)
-    chosen = triton._choose(as_activations(hidden), weight, None, Epilogue.PARTIALS)
+    chosen = table.PRODUCTS.choose(multiplication(hidden, weight).product, probe(hidden.device))
     assert chosen.kernel.module == "products.hopper.int4_small_m"
     nothing = torch.zeros(weight.num_outputs, device="cuda")
-    product = triton.multiply(as_activations(hidden), weight, None, launch_dependents=True)
+    product = run_kernel(hidden, weight)
     check(product, hidden, weight, nothing, bound=5e-3)
     assert torch.equal(
         product[:2],
-        triton.multiply(as_activations(hidden[:2]), weight, None, launch_dependents=True),
+        run_kernel(hidden[:2], weight),
     )
     wide = hidden.new_full((num_tokens, weight.num_outputs + 8), float("nan"))
-    assert triton.multiply_into(
-        wide[:, :-8], as_activations(hidden), weight, None, launch_dependents=True
-    )
+    assert run_kernel(hidden, weight, into=wide[:, :-8]) is not None
     check(wide[:, :-8].float(), hidden, weight, nothing, bound=5e-3)
     assert wide[:, -8:].isnan().all()
 
@@ -219,7 +214,7 @@ def test_one_row(name: str, dtype: torch.dtype) -> None:
     bias = torch.randn(weight.num_outputs, device="cuda")
     wide = hidden.new_full((1, weight.num_outputs + 9), float("nan"))
     row = wide[:, :-9]
-    assert triton.multiply_into(row, as_activations(hidden), weight, bias, launch_dependents=True)
+    assert run_kernel(hidden, weight, bias, into=row) is not None
     check(row.float(), hidden, weight, bias, bound=5e-3)
     assert wide[:, -9:].isnan().all()
     gates, ups = multiply(hidden, weight).float().chunk(2, 1)
@@ -279,7 +274,7 @@ def test_gemm_of_gated_rows(num_tokens: int, name: str) -> None:
     weight = to("cuda", DENSE[name]())
     gate_up = make_rows(num_tokens, 2 * weight.num_inputs).cuda().bfloat16()
     gated = products.gate(gate_up, reads(weight))
-    product = partials(gated, weight)
+    product = products.multiply(gated, weight, epilogue=Epilogue.PARTIALS)
     active = norm.silu_mul(gate_up)
     check(product, active, weight, torch.zeros(weight.num_outputs, device="cuda"), bound=2e-2)
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.products import expert_table
-from milepost.kernels.products.quantised import Int4, mix
+from milepost.kernels.products import expert_table, mix
+from milepost.kernels.products.forms.quantised import Int4
 from tests.kernels.quantised_cases import make_int4, to
 from tests.kernels.routed import as_routed, poisoned_outputs
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.products import quantised_reference
-from milepost.kernels.products.forms.quantised import multiply
-from milepost.kernels.products.quantised import (
+from milepost.kernels.products.forms.quantised import (
     FP4_LANE,
     Fp4,
     Fp8,
     Int4,
     Quantised,
     lane_of,
+    multiply,
     pack,
     quantise_fp8,
 )

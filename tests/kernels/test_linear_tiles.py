@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from milepost.kernels.products.hopper import raw_tiles
+from milepost.kernels.platform.device import CHIPS
+from milepost.kernels.products import Epilogue, Raw, tiles
+from milepost.kernels.products.forms.matrix import Matrix
+from milepost.kernels.products.table import Product
 
-NUM_SMS = 132
+H200 = CHIPS["sm_90"][1]
+NUM_SMS = H200.num_sms
 
 
-def tiles_of(num_tokens, num_inputs, num_outputs, **how):
-    return raw_tiles.find_tiles(num_tokens, (num_outputs, num_inputs), NUM_SMS, **how)
+def tiles_of(num_tokens, num_inputs, num_outputs, *, is_whole=False):
+    weight = Matrix(form=Raw, num_outputs=num_outputs, num_inputs=num_inputs)
+    epilogue = Epilogue.NONE if is_whole else Epilogue.PARTIALS
+    product = Product(weight=weight, num_rows=num_tokens, epilogue=epilogue)
+    return tiles.cut_raw_hopper(product, H200)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 16, 17, 64])
@@ -31,7 +38,7 @@ def test_few_outputs_are_cut_along_their_inputs_for_who_adds_them_up(sizes, num_
         assert num_tokens <= 16, "triton's tiles are as fast"
     else:
         assert found.split_k > 1
-        assert sizes[0] % (raw_tiles.BLOCK_K * found.split_k) == 0
+        assert sizes[0] % (tiles.RAW_BLOCK_K * found.split_k) == 0
 
 
 def test_few_inputs_and_outputs_that_nobody_adds_up_are_left_to_others():

@@ -221,5 +221,5 @@ def test_a_chip_that_nobody_knows_is_refused():
 def test_every_module_of_the_tables_has_its_door():
     """What the runners call."""
     for each in PRODUCTS.kernels:
-        if each.module and not each.is_hopper:
-            __import__(f"milepost.kernels.{each.module}")
+        if not each.is_hopper:
+            assert callable(each.run)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import norm
+from milepost.kernels import norm, products
 from milepost.kernels.layout.emit import Activations, Emit, Projected, values_of
 from milepost.layers.linear import Linear, Sections
 from milepost.layers.norm import RMSNorm
@@ -86,7 +86,7 @@ def test_a_block_has_its_norm_multiply(
         weight.fill_(torch.nan)
         return total, normed
 
-    monkeypatch.setattr(norm, "multiplies_too", lambda *_: True)
+    monkeypatch.setattr(products, "norms_too", lambda *_: True)
     monkeypatch.setattr(norm, "add_norm_and_multiply", both)
     for tensor, wanted in zip(run(part, num_tokens), expected, strict=True):
         torch.testing.assert_close(tensor, wanted)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import norm, products
+from milepost.kernels import products
 from milepost.kernels.layout.emit import Activations, Emit, Inputs, Projected, as_activations
 from milepost.kernels.products import Epilogue, Form, Raw
 from milepost.layers.parameters import ModuleScope
@@ -184,7 +184,7 @@ class Linear(nn.Module):
         place, form = self._place_of(len(self.weights) - 1), self.weights[-1].form
         if place is None or not isinstance(form, Raw) or self._has_bias:
             return None
-        if self.reads is not Emit.VALUES or not norm.multiplies_too(row, form.values):
+        if self.reads is not Emit.VALUES or not products.norms_too(row, form):
             return None
         output = row.new_empty(*row.shape[:-1], self._num_outputs)
         projected = Projected(owner=self, output=output)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from milepost.kernels import mla
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.mla import MLAOperation
-from milepost.kernels.products import Epilogue, raw
+from milepost.kernels.products import Epilogue, multiply_heads
 from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
@@ -101,10 +101,10 @@ class MLA(nn.Module):
         mla.store(latents, self.norm_weight, _NORM_EPS, pool, ctx.step.kv_rows, layout, kv_scale)
         queries = projected[:, : -latents.shape[1]].unflatten(-1, (shapes.num_heads, -1))
         own, shared = queries.split((shapes.own_dim, shapes.shared_dim), -1)
-        query = raw.multiply_heads(own, self.up_key)
+        query = multiply_heads(own, self.up_key)
         scale = shapes.key_dim**-0.5
         attended = mla.attend(query, shared, pool, ctx.tables, layout, scale, kv_scale)
-        output = raw.multiply_heads(attended, self.up_value.mT)
+        output = multiply_heads(attended, self.up_value.mT)
         return self.out(output.flatten(1), epilogue=Epilogue.PARTIALS)
 
     def placements(self) -> WeightSlots:

@@ -6,9 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tiles import Tiles
-from milepost.kernels.products.portable import raw_gemv as triton_gemv
-from milepost.kernels.products.portable import raw_small_m as triton
+from milepost.kernels.products import Epilogue, Raw
+from milepost.kernels.products.portable import raw_gemv, raw_small_m
+from milepost.kernels.products.table import PRODUCTS
+from milepost.kernels.products.tiles import GemvTiles, SplitTiles
+from tests.kernels.choices import multiplication, run_kernel
 from tests.numbers import relative_error
 
 
@@ -29,13 +33,14 @@ def test_multiply(
     tiles = Tiles(
         block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2, is_swapped=is_swapped
     )
-    output = triton.multiply(hidden, weight, bias, tiles, splits)
+    given = multiplication(hidden, Raw(values=weight), bias)
+    output = raw_small_m.run(given, SplitTiles(tiles=tiles, split_k=splits))
     if splits > 1:
         assert output.shape == (num_tokens, splits, num_outputs)
         assert output.dtype == torch.float32
         wide = torch.full((num_tokens, num_outputs + 3), 7.0)
-        triton.add_up(output, hidden.dtype, wide[:, :num_outputs])
-        output = triton.add_up(output, hidden.dtype)
+        raw_small_m.add_up(output, hidden.dtype, wide[:, :num_outputs])
+        output = raw_small_m.add_up(output, hidden.dtype)
         assert torch.equal(wide[:, :num_outputs], output)
         assert (wide[:, num_outputs:] == 7).all()
     torch.testing.assert_close(output, F.linear(hidden, weight, bias), rtol=1e-4, atol=1e-4)
@@ -45,28 +50,36 @@ def test_multiply(
 def test_gemv(has_bias: bool) -> None:
     hidden, weight = randn(2, 75)[:, :70], randn(37, 70)
     bias = randn(37) if has_bias else None
-    output = triton_gemv.gemv(hidden, weight, bias, block_n=8, block_k=32, num_warps=4)
+    given = multiplication(hidden, Raw(values=weight), bias)
+    output = raw_gemv.run(given, GemvTiles(block_n=8, block_k=32, num_warps=4))
     torch.testing.assert_close(output, F.linear(hidden, weight, bias), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_outputs", "is_taken"),
-    [(0, 40, False), (1, 40, True), (2, 40, True), (17, 40, True), (17, 1030, False)],
+    [(1, 40, True), (2, 40, True), (17, 40, True), (17, 1030, False)],
 )
-def test_multiply_few(num_tokens: int, num_outputs: int, is_taken: bool) -> None:
+def test_a_few_rows(num_tokens: int, num_outputs: int, is_taken: bool) -> None:
     hidden, weight = randn(num_tokens, 300).half(), randn(num_outputs, 300).half()
-    output = triton.multiply_few(hidden, weight, None)
-    assert (output is not None) == is_taken
-    if output is not None:
-        output = output.sum(1) if output.dim() == 3 else output
-        assert relative_error(output, F.linear(hidden.float(), weight.float())) < 1e-3
+    given = multiplication(hidden, Raw(values=weight))
+    kernel = PRODUCTS.choose(given.product, probe(hidden.device)).kernel
+    assert (kernel.name != "torch's GEMM") == is_taken
+    output = run_kernel(hidden, Raw(values=weight))
+    output = output.sum(1) if output.dim() == 3 else output
+    assert relative_error(output, F.linear(hidden.float(), weight.float())) < 1e-3
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.PARTIALS, Epilogue.FLOAT32])
+def test_no_rows(epilogue: Epilogue) -> None:
+    output = run_kernel(randn(0, 300).half(), Raw(values=randn(40, 300).half()), epilogue=epilogue)
+    assert output.shape == (0, 40)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 40])
 def test_multiply_precise(num_tokens: int) -> None:
     """Nothing is rounded to the operands' type on the way."""
     hidden, weight = randn(num_tokens, 300).half(), randn(24, 300).half()
-    output = triton.multiply_precise(hidden, weight)
+    output = run_kernel(hidden, Raw(values=weight), epilogue=Epilogue.FLOAT32)
     output = output.sum(1) if output.dim() == 3 else output
     assert output.dtype == torch.float32
     assert relative_error(output, F.linear(hidden.float(), weight.float())) < 1e-5
@@ -76,18 +89,13 @@ def test_multiply_precise(num_tokens: int) -> None:
 def test_multiply_heads(is_transposed: bool) -> None:
     hidden = randn(1, 3, 50)[..., :37]
     weight = randn(3, 70, 37).mT if is_transposed else randn(3, 37, 70)
-    output = triton_gemv.multiply_heads(hidden, weight)
-    assert output is not None
+    output = raw_gemv.multiply_heads(hidden, weight)
     assert relative_error(output, torch.einsum("thi,hio->tho", hidden, weight)) < 1e-6
-    assert triton_gemv.multiply_heads(randn(2, 3, 37), weight) is None
 
 
-def test_multiply_both() -> None:
+def test_multiply_pair() -> None:
     hidden, weights = randn(1, 90).half(), (randn(75, 40).half(), randn(75, 40).half() + 1)
     inputs = hidden[:, :40], hidden[:, 50:]
-    outputs = triton_gemv.multiply_both(inputs, weights)
-    assert outputs is not None
+    outputs = raw_gemv.multiply_pair(inputs, weights)
     for output, row, weight in zip(outputs, inputs, weights, strict=True):
         assert relative_error(output, F.linear(row.float(), weight.float())) < 1e-3
-    assert triton_gemv.multiply_both((randn(2, 40), randn(2, 40)), weights) is None
-    assert triton_gemv.multiply_both(inputs, (weights[0], weights[1][:70])) is None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from milepost.kernels import products
 from milepost.kernels.layout import emit
 from milepost.kernels.layout.emit import Emit, as_activations
-from milepost.kernels.norm import reference, triton, triton_gemv
+from milepost.kernels.norm import reference, triton
 from milepost.kernels.platform.device import probe
 from milepost.kernels.products.portable import rounding
 from tests.numbers import relative_error
@@ -94,16 +95,18 @@ def test_many_rounded_rows_may_be_alone(monkeypatch, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("num_parts", [0, 1, 3])
 @pytest.mark.parametrize(("size", "num_outputs"), [(70, 5), (512, 37), (4096, 6)])
-def test_a_norm_and_a_product(num_parts: int, size: int, num_outputs: int) -> None:
+def test_a_norm_and_a_product(monkeypatch, num_parts: int, size: int, num_outputs: int) -> None:
     """One launch makes what two make; it writes no more than its outputs."""
     hidden, scale, weight = randn(1, size).half(), randn(size), randn(num_outputs, size).half()
     delta = randn(1, num_parts, size).half() if num_parts else None
     if num_parts == 1:
         delta = delta[:, 0]
     wide = torch.full((1, num_outputs + 2), 7.0, dtype=torch.float16)
-    assert triton_gemv.suits(hidden, weight)
+    monkeypatch.setattr(products, "runs_triton", lambda _: True)
+    form = products.Raw(values=weight)
+    assert products.norms_too(hidden, form)
     how = scale, EPS, 0.5, weight, wide[:, 1:-1]
-    total, normed = triton_gemv.add_norm_and_multiply(hidden, delta, *how)
+    total, normed = triton.add_norm_and_multiply(hidden, delta, *how)
     exact = None if delta is None else delta.double()
     expected = reference.add_norm(hidden.double(), exact, scale.double(), EPS, 0.5)
     assert relative_error(total, expected[0]) < 2e-3
@@ -111,5 +114,5 @@ def test_a_norm_and_a_product(num_parts: int, size: int, num_outputs: int) -> No
     product = normed.float() @ weight.float().t()
     torch.testing.assert_close(wide[:, 1:-1].float(), product, rtol=1e-2, atol=1e-2)
     assert wide[0, 0] == wide[0, -1] == 7
-    assert not triton_gemv.suits(hidden.expand(2, -1), weight)
-    assert not triton_gemv.suits(hidden, weight.float())
+    assert not products.norms_too(hidden.expand(2, -1), form)
+    assert not products.norms_too(hidden, products.Raw(values=weight.float()))

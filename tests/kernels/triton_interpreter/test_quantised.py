@@ -20,10 +20,8 @@ from milepost.kernels.products import (
     quantised_reference,
     run_experts,
 )
-from milepost.kernels.products import (
-    run_quantised as triton,
-)
-from milepost.kernels.products.forms.quantised import multiply, quantise_rows
+from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.forms.quantised import FP8, Quantised, multiply, quantise_rows
 from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.portable import (
     gathering as triton_gathering,
@@ -31,13 +29,14 @@ from milepost.kernels.products.portable import (
 from milepost.kernels.products.portable import (
     grouped_large,
     quantised_gemm,
-    raw_gemv,
     unpack,
 )
 from milepost.kernels.products.portable import (
     rounding as triton_rounding,
 )
-from milepost.kernels.products.quantised import FP8, Quantised
+from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.tiles import SplitTiles
+from tests.kernels.choices import multiplication, run_kernel
 from tests.kernels.quantised_cases import (
     check,
     check_experts,
@@ -66,12 +65,7 @@ from tests.kernels.routed import as_routed
 def test_fp8_gemm(num_tokens: int, rows: int, depth: int, input_scale: float | None) -> None:
     weight = make_fp8(200, 256, rows=rows, depth=depth, input_scale=input_scale)
     hidden, bias = make_rows(num_tokens, 256), torch.randn(200)
-    check(
-        triton.multiply(as_activations(hidden), weight, bias, launch_dependents=True),
-        hidden,
-        weight,
-        bias,
-    )
+    check(run_kernel(hidden, weight, bias), hidden, weight, bias)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
@@ -79,12 +73,7 @@ def test_fp8_gemm(num_tokens: int, rows: int, depth: int, input_scale: float | N
 def test_int4_gemm(num_tokens: int, group: int) -> None:
     weight = make_int4(72, 256, group=group)
     hidden, bias = make_rows(num_tokens, 256), torch.randn(72)
-    check(
-        triton.multiply(as_activations(hidden), weight, bias, launch_dependents=True),
-        hidden,
-        weight,
-        bias,
-    )
+    check(run_kernel(hidden, weight, bias), hidden, weight, bias)
 
 
 @pytest.mark.parametrize("group", [16, 32])
@@ -92,24 +81,20 @@ def test_int4_gemm(num_tokens: int, group: int) -> None:
 def test_fp4_gemm(num_tokens: int, group: int) -> None:
     weight = make_fp4(72, 384, group=group)
     hidden, bias = make_rows(num_tokens, 384), torch.randn(72)
-    check(
-        triton.multiply(as_activations(hidden), weight, bias, launch_dependents=True),
-        hidden,
-        weight,
-        bias,
-    )
+    check(run_kernel(hidden, weight, bias), hidden, weight, bias)
 
 
 @pytest.mark.parametrize("make", [make_fp8, make_fp4, partial(make_int4, group=64)])
-def test_parts_along_the_inputs_add_up(make: Callable[..., Quantised]) -> None:
+def test_parts_along_the_inputs_add_up(monkeypatch, make: Callable[..., Quantised]) -> None:
     """The interpreter has one SM, for which no product is cut."""
     weight, hidden, bias = make(72, 512), make_rows(3, 512), torch.randn(72)
     parts = torch.full((2, 3, 72), float("nan"))
     tiles = Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=2)
-    quantised_gemm.gemm(
-        hidden, None, weight, bias, parts, tiles, probe(hidden.device), split_k=len(parts)
-    )
-    check(parts.transpose(0, 1), hidden, weight, bias)
+    monkeypatch.setattr(Multiplication, "output", lambda *_: parts)
+    given = multiplication(hidden, weight, bias)
+    output = quantised_gemm.run(given, SplitTiles(tiles=tiles, split_k=len(parts)))
+    assert output.shape == (3, 2, 72)
+    check(output, hidden, weight, bias)
 
 
 @pytest.mark.parametrize(
@@ -145,15 +130,11 @@ def test_outputs_may_stand_beside_others(
     wide = torch.full((num_tokens, 100), 7.0).half()
     target = wide[:, 8:80]
     if isinstance(weight, Tensor):
-        weight = weight.half()
-        has_kernel = raw_gemv.multiply_row_into(target, hidden, weight, None)
-        assert has_kernel == (num_tokens == 1)
-        expected = hidden @ weight.T if has_kernel else target
+        weight = Raw(values=weight.half())
+        expected = hidden @ weight.values.T
     else:
-        assert triton.multiply_into(
-            target, as_activations(hidden), weight, None, launch_dependents=True
-        )
         expected = multiply(hidden, weight)
+    assert run_kernel(hidden, weight, into=target) is target
     torch.testing.assert_close(target, expected, rtol=1e-2, atol=1e-2 * float(expected.std()))
     assert (wide[:, :8] == 7).all()
     assert (wide[:, 80:] == 7).all()
@@ -274,12 +255,12 @@ def test_products_read_what_a_norm_rounded(monkeypatch, num_tokens: int) -> None
     plain = as_activations(normed.values)
     chip = probe(hidden.device)
     lines = triton_rounding.round_lines(plain, weight, chip)
-    product = triton.multiply(plain, weight, None, launch_dependents=True)
+    product = run_kernel(plain, weight)
     mixed = run_experts.mix(plain, shares, experts, up, down)
     with monkeypatch.context() as only:
         only.setattr(triton_rounding, "quantise", None)
         found = triton_rounding.round_lines(normed, weight, chip)
-        assert torch.equal(triton.multiply(normed, weight, None, launch_dependents=True), product)
+        assert torch.equal(run_kernel(normed, weight), product)
     assert [each.shape for each in found] == [each.shape for each in lines]
     assert torch.equal(found[0][:num_tokens].float(), lines[0][:num_tokens].float())
     assert torch.equal(found[1][:, :num_tokens], lines[1][:, :num_tokens])

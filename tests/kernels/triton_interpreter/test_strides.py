@@ -16,6 +16,8 @@ from milepost.kernels.norm import triton as norm
 from milepost.kernels.products import run_experts
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.portable import raw_small_m
+from milepost.kernels.products.tiles import SplitTiles
+from tests.kernels.choices import multiplication
 
 ROWS, SLOTS = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32)
 STATES, CONV = torch.zeros(3, 2, 4, 4), torch.zeros(3, 8, 3)
@@ -46,11 +48,13 @@ CALLS: dict[str, tuple[str, Callable[[], object]]] = {
     "kda": ("gate", lambda: kda.mix(*[ROWS] * 2, apart(ROWS), None, CONV, STATES, SLOTS, SLOTS, 0)),
     "mamba2": ("conv_pool", lambda: mamba2.mix(ROWS, None, CONV.mT, STATES, SLOTS, SLOTS, None)),
     "norm": ("delta", lambda: norm.add_norm(ROWS, apart(ROWS), ROWS[0], 1e-6)),
-    "linear": ("weight", lambda: raw_small_m.multiply(ROWS, ROWS.T, None, None, 1)),
-    "moe": (
-        "down",
-        lambda: run_experts.mix(ROWS, CHOSEN, CHOSEN, UP, DOWN),
+    "linear": (
+        "weight",
+        lambda: raw_small_m.run(
+            multiplication(ROWS, Raw(values=ROWS.T)), SplitTiles(tiles=None, split_k=1)
+        ),
     ),
+    "moe": ("down", lambda: run_experts.mix(ROWS, CHOSEN, CHOSEN, UP, DOWN)),
 }
 
 

@@ -15,7 +15,7 @@ from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.norm import reference
 from milepost.kernels.platform.device import runs_triton
 
-__all__ = ["add_norm", "add_norm_and_multiply", "multiplies_too", "relu_squared", "silu_mul"]
+__all__ = ["add_norm", "add_norm_and_multiply", "relu_squared", "silu_mul"]
 
 
 def add_norm(
@@ -44,20 +44,11 @@ def add_norm_and_multiply(
     weight: Tensor,
     output: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `add_norm` of `hidden` [1, H], where `multiplies_too`; `output` [1, O] becomes `weight`
-    [O, H] times the norm."""
-    from milepost.kernels.norm import triton_gemv
+    """As `add_norm` of `hidden` [1, H], where `products.norms_too`; `output` [1, O] becomes the
+    norm times `weight` [O, H]."""
+    from milepost.kernels.norm import triton
 
-    return triton_gemv.add_norm_and_multiply(hidden, delta, scale, eps, multiplier, weight, output)
-
-
-def multiplies_too(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether one launch norms `hidden` [T, H] and multiplies it with `weight` [O, H]."""
-    if not runs_triton(hidden):
-        return False
-    from milepost.kernels.norm import triton_gemv
-
-    return triton_gemv.suits(hidden, weight)
+    return triton.add_norm_and_multiply(hidden, delta, scale, eps, multiplier, weight, output)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

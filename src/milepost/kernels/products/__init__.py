@@ -1,21 +1,36 @@
 """Products of rows with a weight of any form, and routed experts: `multiply` and `mix`.
 
-This is the door to all of them: layers import it from here, whatever computes it. What becomes of
-an output on the way out is its epilogue; the products behind it say what they read of it.
+This is the door: layers import products from here, whatever computes them. What becomes of an
+output is its epilogue. `table` says which kernel runs, `run_products` runs it; where no kernel
+does, the definition in plain torch does.
 
-Legend: T tokens, I inputs, O outputs, R raw outputs, P split-K partials, X experts, N experts of a
-token.
+Legend: T tokens, I inputs, O outputs, R raw outputs, P split-K partials, H heads, X experts, N
+experts of a token.
 """
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels import norm
-from milepost.kernels.layout.emit import Emit, Inputs, values_of
-from milepost.kernels.products import moe, quantised
-from milepost.kernels.products import raw as linear
-from milepost.kernels.products.forms.matrix import Epilogue, Form, Packed, Raw, RawForm
+from milepost.kernels.layout.emit import FEW, Activations, Emit, Inputs, as_activations, values_of
+from milepost.kernels.platform.device import probe, runs_gluon, runs_triton
+from milepost.kernels.platform.tensors import accumulation_dtype, cast
+from milepost.kernels.products import moe, quantised_reference
+from milepost.kernels.products.forms import quantised
+from milepost.kernels.products.forms.matrix import (
+    Epilogue,
+    Form,
+    Matrix,
+    Packed,
+    Raw,
+    RawForm,
+)
+from milepost.kernels.products.forms.quantised import BLOCK, Fp8
+from milepost.kernels.products.run_products import Multiplication, run
+from milepost.kernels.products.table import PRODUCTS, Product
 
 __all__ = [
     "Epilogue",
@@ -26,13 +41,17 @@ __all__ = [
     "mix",
     "multiply",
     "multiply_both",
+    "multiply_heads",
+    "norms_too",
     "reads",
 ]
 
 
 def reads(weight: Form) -> Emit:
-    """What products with the weight read of their rows."""
-    return Emit.VALUES if isinstance(weight, RawForm) else quantised.reads(weight)
+    """Returns what products with the weight read: FP8 if rows are rounded in blocks, each with a
+    scale of its own."""
+    rounds = isinstance(weight, Fp8) and weight.depth == BLOCK and weight.input_scale is None
+    return Emit.FP8 if rounds else Emit.VALUES
 
 
 def multiply(
@@ -46,97 +65,146 @@ def multiply(
     beside: Raw | None = None,
     launch_dependents: bool = True,
 ) -> Inputs:
-    """`rows` [T, I] times `weight` [O, I] transposed, plus `bias` [O], through the epilogue.
+    """Multiplies `rows` [T, I] by the transposed `weight` [O, I], adds `bias` [O] and applies the
+    epilogue.
 
-    What is gated is handed on as `emit` asks; all else is a tensor. Whole products may go `into` a
-    tensor [T, O] whose rows may lie apart; or [T, O + R] with what the raw weight `beside` it makes
-    of the rows behind them. On a GPU the kernel behind it may start early; not if it had better
-    wait for this one's end.
+    Gated outputs are returned as `emit` asks; all others are tensors. Whole products may go `into`
+    a tensor [T, O], whose rows may lie apart; with `beside`, a raw weight for the same rows, into
+    [T, O + R]. On a GPU the next kernel may start early, unless `launch_dependents` is False.
     """
-    if into is not None:
-        assert epilogue is Epilogue.NONE, "what is whole has a place"
-        _multiply_into(into, rows, weight, bias, beside, launch_dependents=launch_dependents)
-        return into
+    assert into is None or epilogue is Epilogue.NONE, "only whole products have a place"
+    given = Multiplication(
+        as_activations(rows), weight, bias, epilogue, into, beside, launch_dependents
+    )
+    if beside is not None:
+        return _multiply_beside(given, beside)
     if epilogue is Epilogue.GATED:
-        return _multiply_gated(rows, weight, bias, emit)
+        gated = run(given) if _runs_kernels(given) else None
+        if gated is not None:
+            return gated
+        return gate(_multiply(given._replace(epilogue=Epilogue.NONE)), emit)
+    return _multiply(given)
+
+
+def _multiply(given: Multiplication) -> Tensor:
+    product = run(given) if _runs_kernels(given) else None
+    if product is not None:
+        return product
+    product = _define(values_of(given.rows), given.weight, given.bias, given.epilogue)
+    return product if given.into is None else given.into.copy_(product)
+
+
+def _multiply_beside(given: Multiplication, beside: Raw) -> Tensor:
+    assert given.into is not None, "the outputs of both have a place"
+    assert given.bias is None, "products beside each other have no bias"
+    values = given.rows.values
+    if values is not None and values.dtype == beside.values.dtype and _runs_kernels(given):
+        both = run(given._replace(epilogue=Epilogue.BESIDE))
+        if both is not None:
+            return both
+    into, split = given.into, given.weight.num_outputs
+    _multiply(given._replace(into=into[..., :split], beside=None))
+    _multiply(given._replace(into=into[..., split:], weight=beside, beside=None))
+    return into
+
+
+def _runs_kernels(given: Multiplication) -> bool:
+    """Whether kernels multiply the rows; rows that were made in FP8 alone were made for them."""
+    values = given.rows.values
+    if isinstance(given.weight, Packed):
+        return False
+    return values is None or (values.dim() == 2 and runs_triton(values))
+
+
+def _define(values: Tensor, weight: Form, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+    """Multiplies in plain torch."""
     if isinstance(weight, Packed):
-        return weight.multiply(values_of(rows), bias)
-    is_whole = epilogue is Epilogue.NONE
+        return weight.multiply(values, bias)
     if not isinstance(weight, Raw):
-        run = quantised.multiply if is_whole else quantised.partials
-        return run(rows, weight, bias, launch_dependents=launch_dependents)
-    values = values_of(rows)
-    if epilogue is Epilogue.FLOAT32:
-        assert bias is None, "what is precise has no bias"
-        return linear.multiply_precise(values, weight.values)
-    run = linear.multiply if is_whole else linear.partials
-    return run(values, weight.values, bias, launch_dependents=launch_dependents)
+        return quantised.multiply(values, weight, bias)
+    if epilogue is not Epilogue.FLOAT32:
+        return F.linear(values, weight.values, bias)
+    dtype = accumulation_dtype(values.dtype)
+    return F.linear(cast(values, dtype), cast(weight.values, dtype))
 
 
 def multiply_both(
     rows: tuple[Tensor, Tensor], weights: tuple[Form, Form], *, launch_dependents: bool
 ) -> tuple[Inputs, Inputs]:
-    """`multiply` of each of the rows and its weight, in one launch where there is one."""
+    """Multiplies each of the rows by its weight, in one launch if there is one."""
     first, second = weights
-    if isinstance(first, Raw) and isinstance(second, Raw):
-        both = linear.multiply_both(rows, (first.values, second.values))
-        if both is not None:
-            return both
+    if isinstance(first, Raw) and isinstance(second, Raw) and runs_triton(rows[0]):
+        are_alike = first.values.shape == second.values.shape and rows[0].shape == rows[1].shape
+        given = Multiplication(Activations(values=rows[0]), first, epilogue=Epilogue.PAIR)
+        if are_alike and (choice := PRODUCTS.choose(given.product, given.chip)) is not None:
+            pair: tuple[Tensor, Tensor] = choice.kernel.run(rows, (first.values, second.values))
+            return pair
     return (
         multiply(rows[0], first),
         multiply(rows[1], second, launch_dependents=launch_dependents),
     )
 
 
-def _multiply_into(
-    output: Tensor,
-    rows: Inputs,
-    weight: Form,
-    bias: Tensor | None,
-    beside: Raw | None,
-    *,
-    launch_dependents: bool,
-) -> None:
-    how = {"launch_dependents": launch_dependents}
-    if beside is not None:
-        assert bias is None, "products beside each other have no bias"
-        if not isinstance(weight, RawForm) and quantised.multiply_beside(
-            output, rows, weight, beside.values
-        ):
-            return
-        split = weight.num_outputs
-        _multiply_into(output[..., :split], rows, weight, None, None, **how)
-        _multiply_into(output[..., split:], rows, beside, None, None, **how)
-    elif isinstance(weight, Raw):
-        linear.multiply_into(output, values_of(rows), weight.values, bias, **how)
-    elif isinstance(weight, Packed):
-        output.copy_(weight.multiply(values_of(rows), bias))
-    else:
-        quantised.multiply_into(output, rows, weight, bias, **how)
+def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Multiplies `hidden` [T, H, I] by `weight` [H, I, O], head by head: [T, H, O] with tokens as
+    the outer dimension in memory."""
+    num_tokens, num_heads, num_inputs = hidden.shape
+    if runs_triton(hidden):
+        matrix = Matrix(form=Raw, num_outputs=weight.shape[2], num_inputs=num_inputs)
+        product = Product(
+            weight=matrix,
+            num_rows=num_tokens,
+            epilogue=Epilogue.HEADS,
+            is_contiguous=hidden.stride(2) == 1 and hidden.element_size() == 2,
+        )
+        if (choice := PRODUCTS.choose(product, probe(hidden.device))) is not None:
+            output: Tensor = choice.kernel.run(hidden, weight)
+            return output
+    output = hidden.new_empty(num_tokens, num_heads, weight.shape[2])
+    torch.bmm(hidden.transpose(0, 1), weight, out=output.transpose(0, 1))
+    return output
 
 
-def _multiply_gated(rows: Inputs, weight: Form, bias: Tensor | None, emit: Emit) -> Inputs:
-    if bias is None and not isinstance(weight, RawForm):
-        gated = quantised.multiply_gated(rows, weight)
-        if gated is not None:
-            return gated
-    product = multiply(rows, weight, bias)
-    assert isinstance(product, Tensor), "nothing is gated yet"
-    return gate(product, emit)
+def norms_too(row: Tensor, weight: Raw) -> bool:
+    """Whether `norm.add_norm_and_multiply` norms `row` [T, I] and multiplies it by the weight in
+    one launch."""
+    if not runs_triton(row) or row.dtype != weight.values.dtype or row.element_size() != 2:
+        return False
+    product = Product(weight=Matrix.of(weight), num_rows=len(row), epilogue=Epilogue.NORMED)
+    return PRODUCTS.choose(product, probe(row.device)) is not None
 
 
 def gate(gate_up: Tensor, emit: Emit = Emit.VALUES) -> Inputs:
-    """SiLU of the first half of the columns times the second: [T, 2 * I] to [T, I]."""
-    if emit is Emit.FP8 and quantised.can_round_gated(gate_up):
-        return quantised.round_gated(gate_up)
+    """Multiplies SiLU of the first half of the columns by the second: [T, 2 * I] to [T, I]."""
+    if emit is Emit.FP8 and rounds_gated(gate_up):
+        from milepost.kernels.products.portable import rounding
+
+        return rounding.gate(gate_up, probe(gate_up.device))
     return norm.silu_mul(gate_up)
 
 
+def rounds_gated(gate_up: Tensor) -> bool:
+    """Whether gated columns are rounded to FP8 as they are made: for products of many rows, or of
+    some on Hopper, which read rounded ones."""
+    is_whole = gate_up.dim() == 2 and gate_up.shape[-1] % (2 * BLOCK) == 0
+    if not is_whole or gate_up.element_size() != 2 or gate_up.stride(-1) != 1:
+        return False
+    is_read = len(gate_up) > FEW or (len(gate_up) > 1 and runs_gluon(gate_up))
+    return is_read and runs_triton(gate_up)
+
+
 def mix(rows: Inputs, shares: Tensor, experts: Tensor, up: Form, down: Form) -> Tensor:
-    """`rows` [T, I] through each token's `experts` [T, N], of all X, times their `shares` [T, N]:
-    partials [T, P, I], which add up to it."""
+    """Multiplies `rows` [T, I] by each token's `experts` [T, N], weighted by `shares` [T, N], and
+    returns partials [T, P, I]."""
     if isinstance(up, Raw) and isinstance(down, Raw):
         return moe.partials(values_of(rows), shares, experts, up.values, down.values)
     assert not isinstance(up, RawForm), "experts have one form"
     assert not isinstance(down, RawForm), "experts have one form"
-    return quantised.mix(rows, shares, experts, up, down)
+    given = as_activations(rows)
+    if given.values is None or (given.values.dim() == 2 and runs_triton(given.values)):
+        from milepost.kernels.products import run_experts
+
+        mixed = run_experts.mix(given, shares, experts, up, down)
+        if mixed is not None:
+            return mixed
+    return quantised_reference.mix(values_of(given), shares, experts, up, down)

@@ -52,7 +52,7 @@ def to_markdown(table: KernelTable[Any], forms: Sequence[type[Any]] | None = Non
                 else {}
             ),
             "order of sums": each.order.replace("{tiles.tiles.block_k}", "128"),
-            "in `kernels/`": f"`{each.module.replace('.', '/')}.py`" if each.module else "torch",
+            "in `kernels/`": f"`{each.module.replace('.', '/')}.py`",
         }
         for each in kernels
     ]

@@ -82,7 +82,9 @@ class Kernel(Generic[P]):
 
     name: str
     module: str
-    """Path below `milepost.kernels` of a module whose `run` launches the kernel."""
+    """Path below `milepost.kernels`."""
+    entry: str = "run"
+    """Name of the module's function that launches the kernel."""
     forms: tuple[type[Any], ...]
     rows: RowRange = field(default_factory=RowRange)
     needs: str = ""
@@ -103,8 +105,8 @@ class Kernel(Generic[P]):
 
     @property
     def run(self) -> Callable[..., Any]:
-        """The module's `run`. The module is imported here, for it may need Triton."""
-        return _find_run(self.module)
+        """The module's entry. The module is imported here, for it may need Triton."""
+        return _find(self.module, self.entry)
 
     def why_not(self, problem: P, chip: Chip) -> str:
         """Returns why another kernel serves the problem; empty if this one may."""
@@ -120,9 +122,9 @@ class Kernel(Generic[P]):
 
 
 @cache
-def _find_run(module: str) -> Callable[..., Any]:
-    run: Callable[..., Any] = import_module(f"milepost.kernels.{module}").run
-    return run
+def _find(module: str, entry: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(import_module(f"milepost.kernels.{module}"), entry)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +146,7 @@ class KernelChoice(Generic[P]):
 
 
 class KernelTable(Generic[P]):
-    """RowRange of kernels, and the choices that were made from them."""
+    """Rows of kernels, and the choices that were made from them."""
 
     def __init__(self, *kernels: Kernel[P]) -> None:
         self.kernels: Sequence[Kernel[P]] = kernels

@@ -1,32 +1,32 @@
 """Which kernel multiplies rows with a weight: `PRODUCTS` is the table.
 
-Legend: T tokens, I inputs, O outputs, S splits along I.
+Legend: R rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.tiles import choose_split_k
+from milepost.kernels.products import tiles
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4
-from milepost.kernels.products.hopper import quantised_tiles as hopper_tiles
-from milepost.kernels.products.hopper import raw_tiles as raw_hopper
 from milepost.kernels.products.kernels import HOPPER, Kernel, KernelTable, RowRange
-from milepost.kernels.products.portable import quantised_tiles, raw_tiles
 
 _HOPPER_WEIGHTS = 1 << 22
-"""Weights at least of products of some rows that Hopper's own kernel is fastest for."""
+"""Fewest weights for which Hopper's FP8 kernel of some rows is the fastest."""
 _RING_WEIGHTS = 1 << 24
-"""And of a row's that pass through a ring in shared memory."""
+"""Fewest weights of one row that pass through a ring in shared memory."""
 _PARTS, _TILE = 8, 16
-"""Warps and outputs of a program of one row (`quantised.row_gluon`)."""
-MANY_ROWS = 64
-"""From so many on torch's GEMM is as fast as ours, or it is faster to make 16-bit weights first."""
+"""Warps, and outputs of a tile, in `hopper.gemv_parts`."""
+_MOST_BESIDE = 128
+"""Raw outputs of a product beside another, at most: each unit reads all rows."""
+_MANY_ROWS = 64
+"""Above this, torch's GEMM is as fast as ours, or it pays off to make 16-bit weights first."""
 _FEW = 128
-"""RowRange up to which raw weights have kernels of ours."""
+"""Up to this many rows, raw weights have kernels of ours."""
+_NORMED_INPUTS, _NORMED_OUTPUTS = 4096, 512
+"""Sizes of products that take no longer than the norm before them, at most."""
 
 
 class Product(NamedTuple):
@@ -37,9 +37,11 @@ class Product(NamedTuple):
     epilogue: Epilogue = Epilogue.NONE
     has_bias: bool = False
     alignment: int = 16
-    """Elements of 16 bits that the addresses of rows, and of raw weights, are multiples of."""
+    """Elements that rows' addresses are multiples of, and those of raw weights."""
     is_contiguous: bool = True
     """Whether a row's values are adjacent."""
+    num_beside: int = 0
+    """Raw outputs of a product beside this one."""
 
     @property
     def form(self) -> type[Any]:
@@ -60,45 +62,46 @@ class Product(NamedTuple):
     def why_not(self, kernel: Kernel[Any]) -> str:
         if self.epilogue not in kernel.epilogues:
             return f"no epilogue {self.epilogue.value}"
-        return "" if kernel.takes_bias or not self.has_bias else "no bias"
+        if self.has_bias and not kernel.takes_bias:
+            return "no bias"
+        if self.form is Raw:
+            return ""
+        if not self.is_contiguous:
+            return "rows are not contiguous"
+        return "inputs are no whole blocks" if self.weight.num_inputs % BLOCK else ""
 
 
-# --- what a kernel refuses, and how it cuts a product up ------------------------------------------
-
-
-def _may_split(product: Product) -> bool:
-    """Whether somebody adds split-K partials up."""
-    return product.epilogue is Epilogue.PARTIALS
+# --- why a kernel refuses a product ---------------------------------------------------------------
 
 
 def _unless_contiguous(product: Product, chip: Chip) -> str:  # noqa: ARG001
     return "" if product.is_contiguous else "rows are not contiguous"
 
 
+def _refuses_normed(product: Product, chip: Chip) -> str:  # noqa: ARG001
+    weight = product.weight
+    is_small = weight.num_inputs <= _NORMED_INPUTS and weight.num_outputs <= _NORMED_OUTPUTS
+    return "" if is_small else "it takes longer than the norm"
+
+
+def _refuses_pair(product: Product, chip: Chip) -> str:
+    if product.weight.num_inputs > tiles.FEW_INPUTS:
+        return f"more than {tiles.FEW_INPUTS} inputs"
+    return _unless_contiguous(product, chip)
+
+
 def _refuses_raw_hopper(product: Product, chip: Chip) -> str:
     if not product.is_contiguous or product.alignment < 8 or product.weight.num_inputs % 8:
         return "TMA cannot copy it"
-    return "" if _cut_raw_hopper(product, chip) else "not faster with these sizes"
-
-
-def _cut_raw_hopper(product: Product, chip: Chip) -> raw_hopper.HopperTiles | None:
-    shape = product.weight.num_outputs, product.weight.num_inputs
-    is_whole = product.epilogue is Epilogue.NONE
-    return raw_hopper.find_tiles(product.num_rows, shape, chip.num_sms, is_whole=is_whole)
+    return "" if tiles.cut_raw_hopper(product, chip) else "not faster with these sizes"
 
 
 def _refuses_raw_some(product: Product, chip: Chip) -> str:
     if not product.is_contiguous:
         return _unless_contiguous(product, chip)
-    is_served = product.num_rows <= raw_tiles.FEW_ROWS.block_m
-    is_served |= product.weight.num_outputs <= raw_tiles.FEW_OUTPUTS
+    is_served = product.num_rows <= tiles.FEW_ROWS
+    is_served |= product.weight.num_outputs <= tiles.FEW_OUTPUTS
     return "" if is_served or product.epilogue is Epilogue.FLOAT32 else "torch's GEMM is as fast"
-
-
-def _cut_raw_some(product: Product, chip: Chip) -> raw_tiles.SplitTiles:
-    shape = product.weight.num_outputs, product.weight.num_inputs
-    is_precise = product.epilogue is Epilogue.FLOAT32
-    return raw_tiles.cut(product.num_rows, shape, chip, is_precise=is_precise)
 
 
 def _unless_row(product: Product, chip: Chip) -> str:  # noqa: ARG001
@@ -125,12 +128,11 @@ def _refuses_fp8_hopper(product: Product, chip: Chip) -> str:
         return "one row"
     if product.num_weights < _HOPPER_WEIGHTS:
         return f"less than {_HOPPER_WEIGHTS >> 20} Mi weights"
-    return "" if _cut_fp8_hopper(product, chip) else "scales are not of whole blocks"
-
-
-def _cut_fp8_hopper(product: Product, chip: Chip) -> hopper_tiles.RowTiles | None:
-    tiles = hopper_tiles.find_fp8_tiles(product.num_rows, product.weight, chip)
-    return tiles if tiles is None or _may_split(product) else replace(tiles, split_k=1)
+    if product.num_beside > _MOST_BESIDE:
+        return f"more than {_MOST_BESIDE} outputs beside"
+    if product.num_beside and product.alignment < 8:
+        return "TMA cannot copy what is beside"
+    return "" if tiles.cut_fp8_hopper(product, chip) else "scales are not of whole blocks"
 
 
 def _refuses_int4_hopper(product: Product, chip: Chip) -> str:
@@ -138,16 +140,11 @@ def _refuses_int4_hopper(product: Product, chip: Chip) -> str:
         return "one row"
     if product.alignment < 16:
         return "rows are not aligned"
-    return "" if _cut_int4_hopper(product, chip) else "steps are not whole"
-
-
-def _cut_int4_hopper(product: Product, chip: Chip) -> hopper_tiles.NibbleTiles | None:
-    tiles = hopper_tiles.find_int4_tiles(product.num_rows, product.weight, chip)
-    return tiles if tiles is None or _may_split(product) else replace(tiles, split_k=1)
+    return "" if tiles.cut_int4_hopper(product, chip) else "steps are not whole"
 
 
 def _refuses_library(product: Product, chip: Chip) -> str:
-    """On Hopper alone, and whole lines of scales."""
+    """Serves whole lines of scales, on Hopper alone."""
     weight = product.weight
     if chip.capability != (9, 0) or chip.arch == "cpu":
         return "torch takes these blocks on sm_90 alone"
@@ -156,17 +153,8 @@ def _refuses_library(product: Product, chip: Chip) -> str:
     return "" if is_block and is_whole else "scales are not of whole blocks"
 
 
-def _cut_gemm(product: Product, chip: Chip) -> raw_tiles.SplitTiles:
-    weight = product.weight
-    is_fp8 = weight.form is Fp8
-    tiles, split_k = quantised_tiles.choose_dense(product.num_rows, chip, is_fp8=is_fp8), 1
-    if product.num_rows <= quantised_tiles.MORE.block_m and _may_split(product):
-        split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
-    return raw_tiles.SplitTiles(tiles=tiles, split_k=split_k)
-
-
 _QUANTISED, _BLOCKED = (Fp8, Int4, Fp4), (Fp8, Int4)
-_ONE, _MANY = RowRange(most=1), RowRange(above=MANY_ROWS)
+_ONE, _MANY = RowRange(most=1), RowRange(above=_MANY_ROWS)
 _PLAIN = Epilogue.NONE, Epilogue.PARTIALS
 _ALL, _OR_GATED = (*_PLAIN, Epilogue.FLOAT32), (*_PLAIN, Epilogue.GATED)
 
@@ -178,18 +166,49 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         rows=_ONE,
         epilogues=_ALL,
         refuses=_unless_contiguous,
+        cut=tiles.cut_gemv,
+        order="lanes, tree",
+    ),
+    Kernel(
+        name="raw gemv of two rows",
+        module="products.portable.raw_gemv",
+        entry="multiply_pair",
+        forms=(Raw,),
+        rows=_ONE,
+        epilogues=(Epilogue.PAIR,),
+        refuses=_refuses_pair,
+        order="lanes, tree",
+    ),
+    Kernel(
+        name="raw gemv of heads",
+        module="products.portable.raw_gemv",
+        entry="multiply_heads",
+        forms=(Raw,),
+        rows=_ONE,
+        epilogues=(Epilogue.HEADS,),
+        refuses=_unless_contiguous,
+        order="lanes, tree",
+    ),
+    Kernel(
+        name="norm and raw gemv",
+        module="norm.triton",
+        entry="add_norm_and_multiply",
+        forms=(Raw,),
+        rows=_ONE,
+        epilogues=(Epilogue.NORMED,),
+        refuses=_refuses_normed,
         order="lanes, tree",
     ),
     Kernel(
         name="raw small_m, Hopper",
         module="products.hopper.raw_small_m",
         forms=(Raw,),
-        rows=RowRange(above=1, most=MANY_ROWS),
+        rows=RowRange(above=1, most=_MANY_ROWS),
         needs=HOPPER,
         epilogues=_PLAIN,
         takes_bias=False,
         refuses=_refuses_raw_hopper,
-        cut=_cut_raw_hopper,
+        cut=tiles.cut_raw_hopper,
         order="64 seq",
     ),
     Kernel(
@@ -199,12 +218,12 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         rows=RowRange(above=1, most=_FEW),
         epilogues=_ALL,
         refuses=_refuses_raw_some,
-        cut=_cut_raw_some,
+        cut=tiles.cut_raw,
         order="{tiles.tiles.block_k} seq",
     ),
     Kernel(
         name="torch's GEMM",
-        module="",
+        module="products.library",
         forms=(Raw,),
         epilogues=_ALL,
         order="cuBLAS",
@@ -242,12 +261,12 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         name="fp8 small_m, Hopper",
         module="products.hopper.fp8_small_m",
         forms=(Fp8,),
-        rows=RowRange(most=MANY_ROWS),
+        rows=RowRange(most=_MANY_ROWS),
         needs=HOPPER,
-        epilogues=_PLAIN,
+        epilogues=(*_PLAIN, Epilogue.BESIDE),
         takes_bias=False,
         refuses=_refuses_fp8_hopper,
-        cut=_cut_fp8_hopper,
+        cut=tiles.cut_fp8_hopper,
         order="128 seq",
     ),
     Kernel(
@@ -259,12 +278,13 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         epilogues=_PLAIN,
         takes_bias=False,
         refuses=_refuses_int4_hopper,
-        cut=_cut_int4_hopper,
+        cut=tiles.cut_int4_hopper,
         order="128 seq",
     ),
     Kernel(
         name="torch's scaled GEMM",
-        module="",
+        module="products.library",
+        entry="run_scaled",
         forms=(Fp8,),
         rows=_MANY,
         needs="torch's block scales (sm_90)",
@@ -274,7 +294,8 @@ PRODUCTS: KernelTable[Product] = KernelTable(
     ),
     Kernel(
         name="16-bit weights made first, torch's GEMM",
-        module="products.portable.unpack",
+        module="products.library",
+        entry="run_unpacked",
         forms=(Int4, Fp4),
         rows=_MANY,
         epilogues=_PLAIN,
@@ -285,7 +306,7 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         module="products.portable.quantised_gemm",
         forms=_QUANTISED,
         epilogues=_PLAIN,
-        cut=_cut_gemm,
+        cut=tiles.cut_quantised,
         order="128 seq",
     ),
 )

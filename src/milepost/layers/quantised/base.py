@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from milepost.kernels import products
 from milepost.kernels.layout.emit import Inputs
-from milepost.kernels.products import quantised
-from milepost.kernels.products.quantised import Quantised
+from milepost.kernels.products.forms.quantised import BLOCK, Quantised
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.rows import Rows
 from milepost.layers.weight_slots import WeightSlots, cut_inputs, cut_outputs
@@ -126,7 +125,7 @@ class QuantisedExperts(nn.Module):
 
 def padded_size(sizes: ExpertSizes) -> int:
     """Returns an expert's units, rounded up to the whole blocks that kernels need."""
-    return -(-sizes.size // quantised.BLOCK) * quantised.BLOCK
+    return -(-sizes.size // BLOCK) * BLOCK
 
 
 def shapes_of(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.errors import ConfigError, UnsupportedModelError
-from milepost.kernels.products.quantised import BLOCK, FP4_LANE, FP8, Fp4, pack
+from milepost.kernels.products.forms.quantised import BLOCK, FP4_LANE, FP8, Fp4, pack
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
     QuantisedExperts,

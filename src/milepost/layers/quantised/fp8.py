@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.errors import UnsupportedModelError
-from milepost.kernels.products.quantised import BLOCK, FP8, FP8_MAX, Fp8, quantise_fp8
+from milepost.kernels.products.forms.quantised import BLOCK, FP8, FP8_MAX, Fp8, quantise_fp8
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
     QuantisedExperts,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
-from milepost.kernels.products.quantised import Int4, lane_of, pack
+from milepost.kernels.products.forms.quantised import Int4, lane_of, pack
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
     QuantisedExperts,

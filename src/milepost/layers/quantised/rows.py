@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from milepost.kernels.products.quantised import BLOCK
+from milepost.kernels.products.forms.quantised import BLOCK
 
 
 class Rows:

@@ -66,7 +66,7 @@ Form = RawForm | Fp8 | Int4 | Fp4
 
 
 class Epilogue(Enum):
-    """What becomes of a product's outputs."""
+    """What becomes of a product's outputs, and what else its launch computes."""
 
     NONE = "none"
     GATED = "gated"
@@ -76,6 +76,15 @@ class Epilogue(Enum):
     costs less than a pass of its own."""
     FLOAT32 = "float32"
     """Unrounded (float64 for float64 rows): [T, O] or partials."""
+    BESIDE = "beside"
+    """The launch also multiplies the rows with a small raw weight, whose outputs stand after the
+    others: [T, O + R]."""
+    PAIR = "pair"
+    """The launch also multiplies other rows with another weight of the same shape."""
+    HEADS = "heads"
+    """Each head's rows are multiplied with a weight of its own: [T, H, O]."""
+    NORMED = "normed"
+    """The launch also norms the row before it multiplies it."""
 
 
 class Matrix(NamedTuple):

@@ -13,8 +13,6 @@ Legend: T tokens, I inputs, R raw outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,8 +28,6 @@ from milepost.kernels.platform.tiles import cdiv
 
 _LINE = 64
 """Inputs of a line, the widest that TMA swizzles; and rows that tensor cores take."""
-_MOST = 128
-"""Raw outputs: each unit reads all rows."""
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _MMA_M = gl.constexpr(_LINE)
 _WIDTH = gl.constexpr(16)
@@ -45,35 +41,19 @@ def parts_of(block_m):
     return 1 if block_m == _LINE else 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """`rows` [T, I] times `weight` [R, I] transposed."""
-
-    rows: Tensor
-    weight: Tensor
-
-    @property
-    def is_small(self) -> bool:
-        """Whether it is worth no launch of its own, and TMA reads both, of one 16-bit type."""
-        are_alike = self.rows.dtype == self.weight.dtype and self.rows.element_size() == 2
-        are_lines = _is_aligned(self.rows) and _is_aligned(self.weight)
-        return are_alike and are_lines and len(self.weight) <= _MOST
-
-    @property
-    def num_units(self) -> int:
-        return cdiv(len(self.weight), _WIDTH.value)
-
-    def describe(self, block_m: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """The rows, `block_m` at a time, and a unit's weights."""
-        return (
-            TensorDescriptor.from_tensor(self.rows, [block_m, _LINE], _LAYOUT),
-            TensorDescriptor.from_tensor(self.weight, [_WIDTH.value, _LINE], _LAYOUT),
-        )
+def count_units(num_raw: int) -> int:
+    """Returns the units of this many raw outputs."""
+    return cdiv(num_raw, _WIDTH.value)
 
 
-def _is_aligned(matrix: Tensor) -> bool:
-    """Whether rows are whole lines of 16 bytes."""
-    return matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
+def describe(
+    rows: Tensor, weight: Tensor, block_m: int
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Returns descriptors of `rows` [T, I], `block_m` at a time, and of a unit's weights [R, I]."""
+    return (
+        TensorDescriptor.from_tensor(rows, [block_m, _LINE], _LAYOUT),
+        TensorDescriptor.from_tensor(weight, [_WIDTH.value, _LINE], _LAYOUT),
+    )
 
 
 @gluon.jit

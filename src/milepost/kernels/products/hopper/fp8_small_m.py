@@ -13,7 +13,6 @@ Legend: T tokens, I inputs, O outputs, S split-K partials, D scales of a row.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,18 +23,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.gluon import launch_dependents
 from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.tiles import cdiv
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.beside import (
-    Beside,
     begin_beside,
     consume_beside,
+    count_units,
+    describe,
     produce_beside,
 )
 from milepost.kernels.products.hopper.gemm_parts import open_stages, produce
-from milepost.kernels.products.hopper.quantised_tiles import MMA_M, RowTiles
+from milepost.kernels.products.portable.rounding import round_lines
+from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.tiles import MMA_M, Fp8Tiles
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _SCALES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -43,25 +45,20 @@ _REGISTERS = 80
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 104, 24
 
 
-def multiply(
-    rows: Tensor,
-    row_scales: Tensor,
-    weight: Fp8,
-    output: Tensor,
-    tiles: RowTiles,
-    chip: Chip,
-    beside: Beside | None = None,
-) -> None:
-    """`output` [T, O], or partials [S, T, O]: `rows` [T, I], rounded with `row_scales` [D, T],
-    times `weight` [O, I] transposed. Of a product `beside` what it comes to stands behind these
-    outputs, which are whole."""
-    num_units = triton.cdiv(weight.num_outputs, tiles.block_n) * tiles.split_k
-    num_all, raw_boxes = num_units, (None, None)
+def run(given: Multiplication, tiles: Fp8Tiles) -> Tensor:
+    """Multiplies up to 64 rows by FP8 weights, and by the raw weights beside them."""
+    weight, beside, num_sms = given.weight, given.beside, given.chip.num_sms
+    assert isinstance(weight, Fp8), "the kernel's form"
+    rows, row_scales = round_lines(given.rows, weight, given.chip)
+    output = given.output(tiles.split_k)
+    num_units = cdiv(weight.num_outputs, tiles.block_n) * tiles.split_k
+    num_raw, raw_boxes = 0, (None, None)
     if beside is not None:
-        num_all, raw_boxes = num_units + beside.num_units, beside.describe(tiles.block_m)
+        num_raw = beside.num_outputs
+        raw_boxes = describe(given.values, beside.values, tiles.block_m)
     # What is copied at a time has a power of two of rows.
     box = tiles.block_n & -tiles.block_n
-    _gemm_kernel[(min(num_all, chip.num_sms),)](
+    _gemm_kernel[(min(num_units + count_units(num_raw), num_sms),)](
         TensorDescriptor.from_tensor(rows, [tiles.block_m, BLOCK], _LAYOUT),
         TensorDescriptor.from_tensor(weight.values, [box, BLOCK], _LAYOUT),
         TensorDescriptor.from_tensor(row_scales, [1, tiles.block_m], _SCALES),
@@ -79,13 +76,14 @@ def multiply(
         SPLIT_K=tiles.split_k,
         STAGES=tiles.num_stages,
         SWAPPED=tiles.is_swapped,
-        RAW=0 if beside is None else len(beside.weight),
+        RAW=num_raw,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=4,
         maxnreg=_REGISTERS,
         **OVERLAPPED,
     )
+    return output if tiles.split_k == 1 else output.transpose(0, 1)
 
 
 @quick

@@ -33,6 +33,7 @@ from milepost.kernels.products.hopper.gemv_parts import (
 )
 from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.portable.gemm_step import constants, operands
+from milepost.kernels.products.run_products import Multiplication
 
 _HELD = 4
 """Blocks of a row that a thread holds at a time; of two rows, gate and up, half as many."""
@@ -53,18 +54,13 @@ def values_of(weight: Quantised, chip: Chip) -> tuple[Tensor, Tensor, Tensor | N
     return values.view(torch.uint8), scales, zeros
 
 
-def multiply(
-    hidden: Tensor,
-    weight: Quantised,
-    bias: Tensor | None,
-    output: Tensor,
-    chip: Chip,
-    *,
-    is_gated: bool,
-) -> None:
-    """`output` [1, O]: `hidden` [1, I] times `weight` [O, I] transposed, plus `bias` [O]; or
-    SiLU(gate) * up, of gates and ups that are the halves of `weight` [2 * O, I]."""
-    _launch(hidden, None, weight, bias, output, chip, is_gated=is_gated, is_active=is_gated)
+def run(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
+    """Multiplies one row by quantised weights. Gates and ups are the halves of gated ones."""
+    weight, output, is_gated = given.weight, given.output(), given.is_gated
+    assert isinstance(weight, Quantised), "the kernel's forms"
+    how = {"is_gated": is_gated, "is_active": is_gated}
+    _launch(given.values, None, weight, given.bias, output, given.chip, **how)
+    return output
 
 
 def project_up(

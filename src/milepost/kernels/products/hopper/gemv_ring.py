@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.gluon import (
     launch_dependents,
     load_box,
@@ -37,6 +36,7 @@ from milepost.kernels.products.hopper.gemv_parts import (
     weights_layout,
 )
 from milepost.kernels.products.portable.activation import activate
+from milepost.kernels.products.run_products import Multiplication
 
 _PROGRAMS, _STAGES, _REGISTERS = 2, 3, 120
 """Programs of an SM, and stages and registers that leave it room for them."""
@@ -45,19 +45,18 @@ _PARTS, _TILE, _BLOCK = gl.constexpr(PARTS), gl.constexpr(TILE), gl.constexpr(BL
 _OUTPUTS = gl.constexpr(OUTPUTS_LAYOUT.value)
 
 
-def multiply(
-    hidden: Tensor, weight: Fp8, bias: Tensor | None, output: Tensor, chip: Chip, *, is_gated: bool
-) -> None:
-    """`output` [1, O]: `hidden` [1, I] times `weight` [O, I] transposed, plus `bias` [O]; or
-    SiLU(gate) * up, of gates and ups that are the halves of `weight` [2 * O, I]."""
+def run(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
+    """Multiplies one row by large FP8 weights. Gates and ups are the halves of gated ones."""
+    weight, output, is_gated = given.weight, given.output(), given.is_gated
+    assert isinstance(weight, Fp8), "the kernel's form"
     num_inputs, num_units = weight.num_inputs, weight.num_outputs // TILE
     values = weight.values.view(torch.uint8).view(-1, PARTS, num_inputs // PARTS)
     box = [TILE // (1 + is_gated), PARTS, BLOCK]
-    _ring_kernel[(min(num_units, _PROGRAMS * chip.num_sms),)](
-        hidden,
+    _ring_kernel[(min(num_units, _PROGRAMS * given.chip.num_sms),)](
+        given.values,
         TensorDescriptor.from_tensor(values, box, _BOXES),
         weight.scales,
-        bias,
+        given.bias,
         output,
         INPUTS=num_inputs,
         OUTPUTS=output.shape[1],
@@ -70,6 +69,7 @@ def multiply(
         maxnreg=_REGISTERS,
         **OVERLAPPED,
     )
+    return output
 
 
 @quick

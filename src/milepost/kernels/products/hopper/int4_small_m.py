@@ -5,13 +5,13 @@ Legend: T tokens, I inputs, O outputs, S split-K partials.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from milepost.kernels.platform.gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.tiles import cdiv
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.hopper.int4_parts import (
     accumulate,
@@ -21,14 +21,18 @@ from milepost.kernels.products.hopper.int4_parts import (
     weights_copied,
     weights_layout,
 )
-from milepost.kernels.products.hopper.quantised_tiles import NibbleTiles
+from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.tiles import Int4Tiles
 
 _BLOCK = gl.constexpr(BLOCK)
 
 
-def multiply(hidden: Tensor, weight: Int4, output: Tensor, tiles: NibbleTiles) -> None:
-    """`output` [T, O], or partials [S, T, O]: `hidden` [T, I] times `weight` [O, I] transposed."""
-    _gemm_kernel[(triton.cdiv(weight.num_outputs, tiles.block_n), tiles.split_k)](
+def run(given: Multiplication, tiles: Int4Tiles) -> Tensor:
+    """Multiplies 2 to 32 rows by four-bit weights."""
+    hidden, weight = given.values, given.weight
+    assert isinstance(weight, Int4), "the kernel's form"
+    output = given.output(tiles.split_k)
+    _gemm_kernel[(cdiv(weight.num_outputs, tiles.block_n), tiles.split_k)](
         hidden,
         weight.packed,
         weight.scales,
@@ -48,6 +52,7 @@ def multiply(hidden: Tensor, weight: Int4, output: Tensor, tiles: NibbleTiles) -
         num_warps=tiles.num_warps,
         **OVERLAPPED,
     )
+    return output if tiles.split_k == 1 else output.transpose(0, 1)
 
 
 @quick

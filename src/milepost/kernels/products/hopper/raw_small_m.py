@@ -12,7 +12,6 @@ Legend: T tokens, I inputs, O outputs, S split-K partials.
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,50 +23,40 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.gluon import launch_dependents
 from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.hopper.gemm_parts import open_stages, produce, store_tile
-from milepost.kernels.products.hopper.raw_tiles import BLOCK_K, HopperTiles
+from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.tiles import RAW_BLOCK_K as BLOCK_K
+from milepost.kernels.products.tiles import RawTiles
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _PRODUCER_REGISTERS = 24
 
 
-def multiply(
-    hidden: Tensor,
-    weight: Tensor,
-    tiles: HopperTiles,
-    *,
-    launch_dependents: bool = True,
-) -> Tensor:
-    """`hidden` [T, I] times `weight` [O, I] transposed: [T, O].
-
-    Cut along I in S > 1 parts they stay apart: [T, S, O] in float32.
-    """
-    num_tokens, num_inputs = hidden.shape
-    num_outputs = len(weight)
-    if tiles.split_k == 1:
-        output = hidden.new_empty(num_tokens, num_outputs)
-    else:
-        output = hidden.new_empty(tiles.split_k, num_tokens, num_outputs, dtype=torch.float32)
-    num_units = triton.cdiv(num_outputs, tiles.block_n) * tiles.split_k
+def run(given: Multiplication, tiles: RawTiles) -> Tensor:
+    """Multiplies up to 64 rows by raw weights."""
+    hidden, weight = given.values, given.weight
+    assert isinstance(weight, Raw), "the kernel's form"
+    output = given.new_output(tiles.split_k)
+    num_units = triton.cdiv(weight.num_outputs, tiles.block_n) * tiles.split_k
     # What is copied at a time has a power of two of rows.
     box = tiles.block_n & -tiles.block_n
-    _gemm_kernel[(min(num_units, tiles.programs * num_sms(hidden.device)),)](
+    _gemm_kernel[(min(num_units, tiles.programs * given.chip.num_sms),)](
         TensorDescriptor.from_tensor(hidden, [tiles.block_m, BLOCK_K], _LAYOUT),
-        TensorDescriptor.from_tensor(weight, [box, BLOCK_K], _LAYOUT),
+        TensorDescriptor.from_tensor(weight.values, [box, BLOCK_K], _LAYOUT),
         output,
-        num_tokens,
-        INPUTS=num_inputs,
-        OUTPUTS=num_outputs,
+        len(hidden),
+        INPUTS=weight.num_inputs,
+        OUTPUTS=weight.num_outputs,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         MMA_M=tiles.mma_m,
         BLOCK_K=BLOCK_K,
         SPLIT_K=tiles.split_k,
         STAGES=tiles.num_stages,
-        LAUNCH_DEPENDENTS=launch_dependents,
+        LAUNCH_DEPENDENTS=given.launch_dependents,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=tiles.num_warps,
         maxnreg=_registers(tiles),
@@ -76,7 +65,7 @@ def multiply(
     return output if tiles.split_k == 1 else output.transpose(0, 1)
 
 
-def _registers(tiles: HopperTiles) -> int:
+def _registers(tiles: RawTiles) -> int:
     """Of a thread on average: few, so that what runs before and behind finds room beside it."""
     held = tiles.block_m * tiles.mma_m // (32 * tiles.num_warps)
     return 48 if held <= 16 else 64 if held <= 32 else 96

@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.tiles import Tiles
+from milepost.kernels.platform.tiles import cdiv
 from milepost.kernels.products.forms.quantised import Quantised
 from milepost.kernels.products.portable.gemm_step import (
     columns,
@@ -21,56 +20,45 @@ from milepost.kernels.products.portable.gemm_step import (
     operands,
     pitch,
 )
-from milepost.kernels.products.portable.rounding import readable
+from milepost.kernels.products.portable.rounding import readable, round_rows
+from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.tiles import FEW, SplitTiles
 
 
-def gemm(
-    rows: Tensor,
-    row_scales: Tensor | None,
-    weight: Quantised,
-    bias: Tensor | None,
-    output: Tensor,
-    tiles: Tiles,
-    chip: Chip,
-    *,
-    split_k: int = 1,
-    overlaps: bool = True,
-) -> None:
-    """`output` [R, O], or [S, R, O] float32 partials: `rows` [R, I] times `weight` [O, I].
-
-    For FP8 `rows` are rounded, with `row_scales` [I / depth, R]; or not yet, where those are None.
-    """
-    num_rows, num_inputs = rows.shape
-    num_outputs = output.shape[-1]
-    numbers, scales, zeros = operands(weight, chip)
+def run(given: Multiplication, cut: SplitTiles) -> Tensor:
+    """Multiplies any number of rows by quantised weights. Few FP8 rows are rounded on the way."""
+    weight, chip, tiles, split_k = given.weight, given.chip, cut.tiles, cut.split_k
+    assert isinstance(weight, Quantised), "the kernel's forms"
+    are_few = tiles.block_m <= FEW.block_m
+    rows, row_scales = round_rows(given.rows, weight, chip, are_few=are_few)
+    output = given.output(split_k)
     grid = (
-        triton.cdiv(num_outputs, tiles.block_n),
+        cdiv(weight.num_outputs, tiles.block_n),
         split_k,
-        triton.cdiv(num_rows, tiles.block_m),
+        cdiv(len(rows), tiles.block_m),
     )
     _gemm_kernel[grid](
         readable(rows, chip),
         row_scales,
-        numbers,
-        scales,
-        zeros,
+        *operands(weight, chip),
         input_scales(weight),
-        bias,
+        given.bias,
         output,
-        num_rows,
+        len(rows),
         rows.stride(0),
         0 if row_scales is None else row_scales.stride(0),
         output.stride(-2),
-        INPUTS=num_inputs,
-        OUTPUTS=num_outputs,
+        INPUTS=rows.shape[1],
+        OUTPUTS=weight.num_outputs,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         SPLIT_K=split_k,
         **constants(weight, chip),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **(OVERLAPPED if overlaps else {}),
+        **(OVERLAPPED if given.launch_dependents else {}),
     )
+    return output if split_k == 1 else output.transpose(0, 1)
 
 
 @quick

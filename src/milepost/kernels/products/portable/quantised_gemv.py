@@ -17,6 +17,7 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Quantised
 from milepost.kernels.products.portable.gemm_step import constants, factors, operands
 from milepost.kernels.products.portable.gemv_parts import dot, load_row, load_weights
+from milepost.kernels.products.run_products import Multiplication
 
 WEIGHTS, FEW_WEIGHTS = 1 << 15, 1 << 14
 """That a program reads at a time: the more, the less it matters that each rounds its row. Fewer of
@@ -45,26 +46,25 @@ def cut_up(
     }
 
 
-def multiply(
-    hidden: Tensor, weight: Quantised, bias: Tensor | None, output: Tensor, chip: Chip
-) -> None:
-    """`output` [T, O]: `hidden` [T, I] times `weight` [O, I], plus `bias` [O]."""
-    num_tokens, num_inputs = hidden.shape
-    num_outputs = output.shape[1]
-    is_small = num_outputs * num_inputs < _SMALL
+def run(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
+    """Multiplies by quantised weights, each row for itself."""
+    hidden, weight, output, chip = given.values, given.weight, given.output(), given.chip
+    assert isinstance(weight, Quantised), "the kernel's forms"
+    is_small = weight.num_outputs * hidden.shape[1] < _SMALL
     cut = cut_up(weight, chip, FEW_WEIGHTS if is_small else WEIGHTS)
-    _dense_kernel[(triton.cdiv(num_outputs, cut["BLOCK_N"]), num_tokens)](
+    _dense_kernel[(triton.cdiv(weight.num_outputs, cut["BLOCK_N"]), len(hidden))](
         hidden,
         *operands(weight, chip),
-        bias,
+        given.bias,
         output,
         hidden.stride(0),
         output.stride(0),
-        INPUTS=num_inputs,
-        OUTPUTS=num_outputs,
+        INPUTS=hidden.shape[1],
+        OUTPUTS=weight.num_outputs,
         **cut,
         **OVERLAPPED,
     )
+    return output
 
 
 @quick

@@ -6,71 +6,33 @@ Legend: T tokens, I inputs, O outputs, H heads.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tensors import check_rows
-
-_FEW_INPUTS = 128
-_NARROW = {"block_n": 32, "block_k": _FEW_INPUTS, "num_warps": 4}
-"""For one row of few inputs."""
-_SOME_OUTPUTS = 4096
-"""From so many on programs of half as many threads read faster."""
+from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.tiles import NARROW, GemvTiles
 
 
-def multiply_row(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor | None = None
-) -> Tensor:
-    """[1, O] of `hidden` [1, I], `weight` [O, I] and `bias` [O]; in `output` if there is one."""
-    how = {"block_n": 4, "block_k": 2048, "num_warps": 8}
-    if weight.shape[1] <= _FEW_INPUTS:
-        how = _NARROW
-    elif weight.shape[1] > 2048:
-        how = {"block_n": 2, "block_k": 2048, "num_warps": 4}
-    elif len(weight) >= _SOME_OUTPUTS:
-        how = {"block_n": 4, "block_k": 1024, "num_warps": 4}
-    return gemv(hidden, weight, bias, **how, output=output)
-
-
-def multiply_row_into(output: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `hidden` was one row; then `output` [1, O] is its product."""
-    if len(hidden) != 1 or hidden.stride(1) != 1:
-        return False
-    multiply_row(hidden, weight, bias, output)
-    return True
-
-
-def gemv(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    block_n: int,
-    block_k: int,
-    num_warps: int,
-    dtype: torch.dtype | None = None,
-    output: Tensor | None = None,
-) -> Tensor:
-    """As `triton.multiply`, uncut; into `output`, whose rows may lie apart, if there is one."""
-    num_tokens, num_inputs = hidden.shape
-    num_outputs = weight.shape[0]
-    if output is None:
-        output = hidden.new_empty(num_tokens, num_outputs, dtype=dtype)
-    _gemv_kernel[(triton.cdiv(num_outputs, block_n), num_tokens)](
+def run(given: Multiplication, tiles: GemvTiles) -> Tensor:
+    """Multiplies by raw weights, each row for itself."""
+    hidden, weight, output = given.values, given.weight, given.output()
+    assert isinstance(weight, Raw), "the kernel's form"
+    _gemv_kernel[(triton.cdiv(weight.num_outputs, tiles.block_n), len(hidden))](
         hidden,
-        weight,
-        bias,
+        weight.values,
+        given.bias,
         output,
         hidden.stride(0),
         output.stride(0),
-        INPUTS=num_inputs,
-        OUTPUTS=num_outputs,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=num_warps,
+        INPUTS=weight.num_inputs,
+        OUTPUTS=weight.num_outputs,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        num_warps=tiles.num_warps,
         **OVERLAPPED,
     )
     return output
@@ -112,26 +74,22 @@ def _gemv_kernel(
     tl.store(output + token * output_stride + o_n, b_o, mask=is_column)
 
 
-def multiply_both(
-    inputs: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor] | None:
-    """Each of two rows [1, I] of few inputs times its weight [O, I], if they are no more."""
-    shapes = {(*row.shape, *weight.shape) for row, weight in zip(inputs, weights, strict=True)}
-    num_tokens, num_inputs = inputs[0].shape
-    if len(shapes) > 1 or num_tokens != 1 or num_inputs > _FEW_INPUTS:
-        return None
-    check_rows(first=inputs[0], second=inputs[1])
-    num_outputs = len(weights[0])
-    outputs = inputs[0].new_empty(2, 1, num_outputs)
-    _both_kernel[(triton.cdiv(num_outputs, _NARROW["block_n"]), 2)](
-        *inputs,
+def multiply_pair(
+    rows: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Multiplies two rows [1, I] of few inputs, each by its weight [O, I]."""
+    check_rows(first=rows[0], second=rows[1])
+    num_outputs, num_inputs = weights[0].shape
+    outputs = rows[0].new_empty(2, 1, num_outputs)
+    _pair_kernel[(triton.cdiv(num_outputs, NARROW.block_n), 2)](
+        *rows,
         *weights,
         outputs,
         INPUTS=num_inputs,
         OUTPUTS=num_outputs,
-        BLOCK_N=_NARROW["block_n"],
-        BLOCK_K=_NARROW["block_k"],
-        num_warps=_NARROW["num_warps"],
+        BLOCK_N=NARROW.block_n,
+        BLOCK_K=NARROW.block_k,
+        num_warps=NARROW.num_warps,
         **OVERLAPPED,
     )
     return outputs[0], outputs[1]
@@ -139,7 +97,7 @@ def multiply_both(
 
 @quick
 @triton.jit
-def _both_kernel(
+def _pair_kernel(
     hidden,
     other_hidden,
     weight,
@@ -180,12 +138,10 @@ def _narrow_row(
     tl.store(output + o_n, b_o.to(output.dtype.element_ty), is_output)
 
 
-def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor | None:
-    """`hidden` [T, H, I] times `weight` [H, I, O], head by head: [T, H, O] for a token, else None.
-    Rows of `hidden` may lie apart; `weight` may be transposed in memory."""
-    num_tokens, num_heads, num_inputs = hidden.shape
-    if num_tokens != 1 or hidden.stride(2) != 1:
-        return None
+def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Multiplies `hidden` [1, H, I] by `weight` [H, I, O], head by head: [1, H, O]. Heads of
+    `hidden` may lie apart; `weight` may be transposed in memory."""
+    _, num_heads, num_inputs = hidden.shape
     num_outputs = weight.shape[2]
     block_n = max(1, 16384 // triton.next_power_of_2(num_inputs))
     output = hidden.new_empty(1, num_heads, num_outputs)

@@ -14,110 +14,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.platform.device import num_sms, probe
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tensors import check_contiguous, check_rows
-from milepost.kernels.platform.tiles import Tiles, num_programs
-from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
-from milepost.kernels.products.kernels import KernelChoice
-from milepost.kernels.products.portable.raw_gemv import gemv, multiply_row
-from milepost.kernels.products.portable.raw_tiles import FEW_OUTPUTS
-from milepost.kernels.products.table import PRODUCTS, Product
+from milepost.kernels.platform.tiles import num_programs
+from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.tiles import SplitTiles
 
 
-def multiply_few(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    launch_dependents: bool = True,
-    is_whole: bool = False,
-) -> Tensor | None:
-    """The result [T, O], or its partials [T, S, O] in float32, if that is faster here than torch's
-    GEMM, else None. Partials of what `is_whole` cost a launch that adds them up.
-
-    `hidden` [T, I] in bfloat16 or float16, rows may lie apart; `weight` [O, I] contiguous.
-    """
-    choice = _choose(hidden, weight, bias, Epilogue.NONE if is_whole else Epilogue.PARTIALS)
-    if choice is None or not choice.kernel.module:
-        return None
-    if choice.kernel.is_hopper:
-        from milepost.kernels.products.hopper import raw_small_m
-
-        return raw_small_m.multiply(
-            hidden, weight, choice.tiles, launch_dependents=launch_dependents
-        )
-    if len(hidden) == 1:
-        return multiply_row(hidden, weight, bias)
-    return multiply(hidden, weight, bias, choice.tiles.tiles, choice.split_k)
-
-
-def multiply_precise(hidden: Tensor, weight: Tensor) -> Tensor | None:
-    """`multiply_few` without bias, of few outputs too, and unrounded: float32."""
-    choice = _choose(hidden, weight, None, Epilogue.FLOAT32)
-    if choice is None or not choice.kernel.module:
-        return None
-    if len(hidden) == 1:
-        block_n = 1 if len(weight) <= FEW_OUTPUTS else 4
-        how = {"block_n": block_n, "block_k": 2048, "num_warps": 8}
-        return gemv(hidden, weight, None, **how, dtype=torch.float32)
-    tiles, split_k = choice.tiles.tiles, choice.split_k
-    return multiply(hidden, weight, None, tiles, split_k, dtype=torch.float32)
-
-
-def _choose(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue
-) -> KernelChoice[Product] | None:
-    if len(hidden) == 0:
-        return None
-    is_aligned = hidden.data_ptr() % 16 == weight.data_ptr() % 16 == hidden.stride(0) % 8 == 0
-    product = Product(
-        weight=Matrix.of(Raw(values=weight)),
-        num_rows=len(hidden),
-        epilogue=epilogue,
-        has_bias=bias is not None,
-        alignment=8 if is_aligned else 1,
-        is_contiguous=hidden.stride(1) == 1,
-    )
-    return PRODUCTS.choose(product, probe(hidden.device))
-
-
-def multiply(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    split_k: int,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O], by default in
-    `hidden`'s type.
-
-    Cut along I in S = `split_k` > 1 the partials stay apart: [T, S, O] in float32.
-    """
+def run(given: Multiplication, cut: SplitTiles) -> Tensor:
+    """Multiplies a few rows by raw weights."""
+    hidden, weight, tiles, split_k = given.values, given.weight, cut.tiles, cut.split_k
+    assert isinstance(weight, Raw), "the kernel's form"
     check_rows(hidden=hidden)
-    check_contiguous(weight=weight)
-    num_tokens, num_inputs = hidden.shape
-    num_outputs = weight.shape[0]
-    if split_k == 1:
-        output = hidden.new_empty(num_tokens, num_outputs, dtype=dtype)
-    else:
-        output = hidden.new_empty(split_k, num_tokens, num_outputs, dtype=torch.float32)
+    check_contiguous(weight=weight.values)
+    output = given.new_output(split_k)
     grid = (
-        triton.cdiv(num_outputs, tiles.block_n),
+        triton.cdiv(weight.num_outputs, tiles.block_n),
         split_k,
-        triton.cdiv(num_tokens, tiles.block_m),
+        triton.cdiv(len(hidden), tiles.block_m),
     )
+    overlaps = 2 * grid[0] * grid[1] <= num_programs(given.chip.num_sms)
     _gemm_kernel[grid](
         hidden,
-        weight,
-        bias,
+        weight.values,
+        given.bias,
         output,
-        num_tokens,
+        len(hidden),
         hidden.stride(0),
-        INPUTS=num_inputs,
-        OUTPUTS=num_outputs,
+        INPUTS=weight.num_inputs,
+        OUTPUTS=weight.num_outputs,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
@@ -125,14 +51,14 @@ def multiply(
         SWAPPED=tiles.is_swapped,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **(OVERLAPPED if 2 * grid[0] * grid[1] <= num_programs(num_sms(hidden.device)) else {}),
+        **(OVERLAPPED if overlaps else {}),
     )
     return output if split_k == 1 else output.transpose(0, 1)
 
 
 def add_up(partials: Tensor, dtype: torch.dtype, output: Tensor | None = None) -> Tensor:
-    """The sum over the second dimension of `partials` [T, S, O], as `multiply` returns them; in
-    `output`, whose rows may lie apart, if there is one."""
+    """Adds up the second dimension of `partials` [T, S, O], as `run` returns them; into `output`,
+    whose rows may lie apart, if there is one."""
     num_tokens, split_k, num_outputs = partials.shape
     if output is None:
         output = torch.empty(num_tokens, num_outputs, dtype=dtype, device=partials.device)

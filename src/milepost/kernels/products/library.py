@@ -1,0 +1,54 @@
+"""torch's own GEMMs, where they are as fast as ours: the entries of their rows in `table`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from milepost.kernels.layout.emit import LINE
+from milepost.kernels.products.forms.matrix import Epilogue, Raw
+from milepost.kernels.products.forms.quantised import FourBits, Fp8
+from milepost.kernels.products.run_products import Multiplication
+
+
+def run(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
+    """Multiplies with raw weights."""
+    weight = given.weight
+    assert isinstance(weight, Raw), "the kernel's form"
+    if given.epilogue is Epilogue.FLOAT32:
+        assert given.bias is None, "float32 outputs have no bias"
+        return torch.mm(given.values, weight.values.t(), out_dtype=torch.float32)
+    return F.linear(given.values, weight.values, given.bias)
+
+
+def run_scaled(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
+    """Multiplies with FP8 weights. Rows fill whole lines of four, so only those can go `into` a
+    tensor at once."""
+    from milepost.kernels.products.portable import rounding
+
+    weight, num_rows = given.weight, len(given.rows)
+    assert isinstance(weight, Fp8), "the kernel's form"
+    values, scales = rounding.round_lines(given.rows, weight, given.chip)
+    output = given.output()
+    if num_rows % LINE:
+        output = given.rows.new_empty(len(values), weight.num_outputs)
+    torch._scaled_mm(
+        values,
+        weight.values.t(),
+        scales.t(),
+        weight.scales.t(),
+        out_dtype=given.rows.dtype,
+        out=output,
+    )
+    output = output[:num_rows] if num_rows % LINE else output
+    return output if given.bias is None else output.add_(given.bias)
+
+
+def run_unpacked(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
+    """Makes 16-bit weights of four bits, then multiplies with them."""
+    from milepost.kernels.products.portable.unpack import unpack
+
+    assert isinstance(given.weight, FourBits), "the kernel's forms"
+    product = F.linear(given.values, unpack(given.weight, given.rows.dtype))
+    return product if given.bias is None else product.add_(given.bias)

@@ -1,0 +1,325 @@
+"""How dense products are cut up: the tiles of each kernel in `table`. Needs no Triton.
+
+The time of few rows is that of reading the weight once. A weight with few outputs is also cut along
+its inputs, so that every SM reads some of it.
+
+Legend: T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tiles import Tiles, cdiv, choose_split_k, next_power_of_2
+from milepost.kernels.products.forms.matrix import Epilogue
+from milepost.kernels.products.forms.quantised import BLOCK, Fp8
+
+if TYPE_CHECKING:
+    from milepost.kernels.products.table import Product
+
+_NARROWEST = 8
+"""Outputs that a tile of TMA can be made wider by: rows of its swizzle."""
+
+
+# --- raw weights ----------------------------------------------------------------------------------
+
+FEW_INPUTS = 128
+"""Inputs that a raw GEMV takes in one step of narrow programs."""
+FEW_OUTPUTS = 1024
+"""Up to this many outputs, torch's GEMM leaves most SMs idle."""
+_SOME_OUTPUTS = 4096
+"""From this many outputs, programs with half as many threads read faster."""
+_LONG = 4096
+"""From this many inputs, another stage pays off."""
+
+
+class GemvTiles(NamedTuple):
+    """Outputs of a program and inputs of a step."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+NARROW = GemvTiles(block_n=32, block_k=FEW_INPUTS, num_warps=4)
+
+
+def cut_gemv(product: Product, chip: Chip) -> GemvTiles:  # noqa: ARG001
+    """Cuts the product of one row with raw weights."""
+    weight = product.weight
+    if product.epilogue is Epilogue.FLOAT32:
+        block_n = 1 if weight.num_outputs <= FEW_OUTPUTS else 4
+        return GemvTiles(block_n=block_n, block_k=2048, num_warps=8)
+    if weight.num_inputs <= FEW_INPUTS:
+        return NARROW
+    if weight.num_inputs > 2048:
+        return GemvTiles(block_n=2, block_k=2048, num_warps=4)
+    if weight.num_outputs >= _SOME_OUTPUTS:
+        return GemvTiles(block_n=4, block_k=1024, num_warps=4)
+    return GemvTiles(block_n=4, block_k=2048, num_warps=8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitTiles:
+    """Tiles, and parts along the inputs."""
+
+    tiles: Tiles
+    split_k: int
+
+
+_FEW_ROWS = Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, is_swapped=True)
+_MORE_ROWS = Tiles(block_m=64, block_n=32, block_k=128, num_warps=4, num_stages=4)
+FEW_ROWS = _FEW_ROWS.block_m
+
+
+def cut_raw(product: Product, chip: Chip) -> SplitTiles:
+    """Cuts the product of a few rows with raw weights. Unrounded ones were measured with the usual
+    number of stages only."""
+    weight, tiles = product.weight, _MORE_ROWS
+    if product.num_rows <= FEW_ROWS:
+        is_long = weight.num_inputs >= _LONG and product.epilogue is not Epilogue.FLOAT32
+        tiles = replace(_FEW_ROWS, num_stages=5) if is_long else _FEW_ROWS
+    tiles = tiles.fitted(chip)
+    split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
+    return SplitTiles(tiles=tiles, split_k=split_k)
+
+
+# --- raw weights, Hopper --------------------------------------------------------------------------
+
+RAW_BLOCK_K = 64
+"""Inputs of a step: 128 bytes, the widest rows that TMA swizzles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawTiles:
+    """Tiles of a GEMM whose left operand is the weight."""
+
+    block_m: int
+    """Tokens; results of others in a tile are dropped."""
+    block_n: int
+    """Outputs of a tile: a multiple of 8."""
+    num_stages: int
+    """Steps that are in flight."""
+    max_warps: int
+    """Warps that multiply."""
+    programs: int = 1
+    """Programs that share an SM."""
+    split_k: int = 1
+
+    @property
+    def mma_m(self) -> int:
+        """Rows of weight that are multiplied at a time; the tile's come first."""
+        return 64 if self.block_n <= 64 else 128
+
+    @property
+    def num_warps(self) -> int:
+        """Each has 16 rows of weight or more."""
+        return min(self.max_warps, self.mma_m // 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawRegime:
+    """Tiles for up to `wide.block_m` rows."""
+
+    wide: RawTiles
+    """For many outputs; a tile has at most this many."""
+    long: RawTiles
+    """For many inputs and few outputs."""
+    square: RawTiles
+    """For as many inputs as outputs, and not many of them."""
+    small: RawTiles | None
+    """For few outputs and some inputs; None where other kernels are as fast."""
+
+
+def _raw_regime(block_m: int, stages: tuple[int, ...], programs: int, split_k: int) -> RawRegime:
+    wide, long, square, *small = (
+        RawTiles(block_m=block_m, block_n=64, num_stages=each, max_warps=4) for each in stages
+    )
+    return RawRegime(
+        wide=replace(wide, block_n=128, max_warps=4 if block_m == 16 else 8),
+        long=replace(long, programs=programs, split_k=split_k),
+        square=replace(square, split_k=2),
+        small=replace(small[0], split_k=4) if small else None,
+    )
+
+
+_REGIMES = (
+    _raw_regime(16, (12, 10, 8), 2, 4),
+    _raw_regime(32, (11, 8, 6, 10), 2, 4),
+    _raw_regime(64, (9, 12, 12, 10), 1, 2),
+)
+_FEW, _SOME, _MANY = range(1 << 11, 1 << 12), range(1 << 12, 1 << 13), range(1 << 13, 1 << 15)
+"""Ranges of outputs, or inputs, whose GEMMs gain. With more outputs it does not matter when they
+begin; with fewer of both, the portable kernel is as fast."""
+
+
+def cut_raw_hopper(product: Product, chip: Chip) -> RawTiles | None:
+    """Returns the tiles of a GEMM that Hopper's kernel is the fastest for, else None. Without
+    `Epilogue.PARTIALS` a launch of its own adds split-K partials up."""
+    num_rows, weight = product.num_rows, product.weight
+    num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
+    regime = next((each for each in _REGIMES if 1 < num_rows <= each.wide.block_m), None)
+    if regime is None:
+        return None
+    is_whole = product.epilogue is Epilogue.NONE
+    tiles: RawTiles | None = None
+    is_wide = is_whole and num_outputs in _SOME and num_inputs not in _MANY
+    if num_outputs in _MANY or is_wide:
+        block_n = _spread(num_outputs, chip.num_sms, regime.wide.block_n)
+        tiles = replace(regime.wide, block_n=block_n)
+    elif num_inputs in _MANY and (num_outputs in _FEW or num_outputs in _SOME):
+        tiles = regime.long
+    elif num_inputs in _SOME and num_outputs in _SOME:
+        tiles = regime.square
+    elif num_inputs in _SOME and num_outputs in _FEW:
+        tiles = regime.small
+    elif num_inputs in _FEW and (num_outputs in _FEW or num_outputs in _SOME) and not is_whole:
+        tiles = regime.long
+    if tiles is None or num_inputs % (RAW_BLOCK_K * tiles.split_k) != 0:
+        return None
+    return tiles
+
+
+def _spread(num_outputs: int, num_sms: int, widest: int) -> int:
+    """Returns the outputs of a tile of which all SMs get as many."""
+    rounds = cdiv(num_outputs, num_sms * widest)
+    return cdiv(cdiv(num_outputs, num_sms * rounds), _NARROWEST) * _NARROWEST
+
+
+# --- quantised weights ----------------------------------------------------------------------------
+
+FEW = Tiles(block_m=16, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
+SOME, MORE = replace(FEW, block_m=32), replace(FEW, block_m=64)
+MANY = replace(FEW, block_m=128, num_warps=8)
+_OF_TENSOR_MEMORY = {MORE: replace(MORE, num_warps=8), MANY: replace(MANY, block_n=64)}
+"""Tiles on sm_100, where a step's products come from tensor memory to be scaled: with the others a
+thread spills 650 to 1,200 bytes, with these none."""
+_FOUR_BIT_WARPS = 8
+"""Unpacking four bits takes work in registers, which is spread over more threads."""
+
+
+def choose(num_rows: float, *, is_fp8: bool) -> Tiles:
+    """Returns the tiles of a quantised GEMM with this many rows for a weight."""
+    tiles = next((tiles for tiles in (FEW, SOME, MORE) if num_rows <= tiles.block_m), MANY)
+    return tiles if is_fp8 or tiles == MANY else replace(tiles, num_warps=_FOUR_BIT_WARPS)
+
+
+def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
+    """Cuts the product of any number of rows with quantised weights."""
+    weight, num_rows = product.weight, product.num_rows
+    tiles, split_k = choose(num_rows, is_fp8=weight.form is Fp8), 1
+    if chip.capability[0] == 10:
+        tiles = _OF_TENSOR_MEMORY.get(tiles, tiles)
+    tiles = tiles.fitted(chip)
+    if num_rows <= MORE.block_m and product.epilogue is Epilogue.PARTIALS:
+        split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
+    return SplitTiles(tiles=tiles, split_k=split_k)
+
+
+# --- quantised weights, Hopper --------------------------------------------------------------------
+
+MMA_M = 64
+"""Tokens of the left operand; the GEMM's come first."""
+_FP8_ROWS, _INT4_ROWS = (16, 32, 64), (8, 16, 32)
+"""With 64 rows of int4, each warp reads so much of them from shared memory that the portable kernel
+is faster."""
+_WIDE_N, _SOME_N, _FEW_N = 128, 64, 32
+"""Outputs of a program, by how many the product has: fewer programs would leave SMs idle."""
+_PROGRAMS = 2
+"""Programs that an SM should have, at least."""
+_LEAST_SHARE = 4 * BLOCK
+"""Inputs of a program, at least: Triton 3.6 fails at a loop of a single step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Tiles:
+    """`block_m` tokens, of which those past the last are dropped, and `block_n` outputs."""
+
+    block_m: int
+    block_n: int
+    split_k: int
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the weights are the left operand."""
+        return self.block_m < MMA_M
+
+    @property
+    def mma_n(self) -> int:
+        """Outputs that are multiplied at a time; the tile's come first."""
+        return max(64, next_power_of_2(self.block_n))
+
+    @property
+    def num_stages(self) -> int:
+        return 8 if self.split_k == 1 else 6
+
+
+def cut_fp8_hopper(product: Product, chip: Chip) -> Fp8Tiles | None:
+    """Returns tiles that give each SM as much of the weight, or None if the kernel cannot do it."""
+    block_m = next((rows for rows in _FP8_ROWS if product.num_rows <= rows), 0)
+    weight = product.weight
+    num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
+    if not block_m or not weight.is_blocked or num_inputs % BLOCK:
+        return None
+    if num_outputs > chip.num_sms * 64:
+        block_n = _spread(num_outputs, chip.num_sms, _WIDE_N)
+        return Fp8Tiles(block_m=block_m, block_n=block_n, split_k=1)
+    split_k, units = 1, cdiv(num_outputs, _WIDE_N)
+    while 2 * units * split_k <= chip.num_sms and num_inputs % (4 * split_k * BLOCK) == 0:
+        split_k *= 2
+    split_k = split_k if product.epilogue is Epilogue.PARTIALS else 1
+    return Fp8Tiles(block_m=block_m, block_n=_WIDE_N, split_k=split_k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Tiles:
+    """`block_m` tokens, of which those past the last are dropped. Two programs or more have room in
+    an SM's shared memory."""
+
+    block_m: int
+    split_k: int
+    whole_n: int
+    """Outputs of a program that multiplies all inputs."""
+
+    @property
+    def block_n(self) -> int:
+        if self.split_k == 1:
+            return self.whole_n
+        return _SOME_N if self.block_m <= 8 else _WIDE_N
+
+    @property
+    def num_warps(self) -> int:
+        return min(4, self.block_n // 16)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of inputs that are multiplied at a time."""
+        return 2 if self.block_m <= 16 else 1
+
+    @property
+    def num_stages(self) -> int:
+        return 4 if self.block_m <= 16 else 6
+
+
+def cut_int4_hopper(product: Product, chip: Chip) -> Int4Tiles | None:
+    """Returns tiles that keep all SMs loading, or None if the kernel cannot do it."""
+    block_m = next((rows for rows in _INT4_ROWS if product.num_rows <= rows), 0)
+    weight = product.weight
+    num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
+    is_whole = weight.group % BLOCK == 0 and num_inputs % (2 * BLOCK) == 0
+    if not block_m or not is_whole or num_inputs < _LEAST_SHARE:
+        return None
+    wanted = _PROGRAMS * chip.num_sms
+    widths = (width for width in (_WIDE_N, _SOME_N) if num_outputs > width * (wanted - 1))
+    whole_n = next(widths, _FEW_N)
+    # Partials of few outputs cost less than narrow programs do.
+    num_tiles = cdiv(num_outputs, whole_n if whole_n > _FEW_N else _WIDE_N)
+    split_k = 1
+    while product.epilogue is Epilogue.PARTIALS and num_tiles * split_k < wanted:
+        share, rest = divmod(num_inputs, 2 * split_k)
+        if rest or share < _LEAST_SHARE or share % (2 * BLOCK):
+            break
+        split_k *= 2
+    return Int4Tiles(block_m=block_m, split_k=split_k, whole_n=whole_n)
