@@ -103,13 +103,13 @@ class Matrix(NamedTuple):
 
     @staticmethod
     def of(weight: Form) -> Matrix:
-        size = {"num_outputs": weight.num_outputs, "num_inputs": weight.num_inputs}
+        # Every launch asks, so neither names nor properties stand between.
         if isinstance(weight, Fp8):
+            *_, num_outputs, num_inputs = weight.values.shape
             has_scale = weight.input_scale is not None
-            scales = {"rows": weight.rows, "depth": weight.depth, "has_input_scale": has_scale}
-            return Matrix(form=Fp8, **size, **scales)
+            return Matrix(Fp8, num_outputs, num_inputs, weight.rows, weight.depth, 0, has_scale)
         group = 0 if isinstance(weight, RawForm) else weight.group
-        return Matrix(form=type(weight), **size, group=group)
+        return Matrix(type(weight), weight.num_outputs, weight.num_inputs, 0, 0, group)
 
     @property
     def is_blocked(self) -> bool:
