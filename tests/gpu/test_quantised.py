@@ -10,6 +10,7 @@ import torch
 
 from milepost.kernels import norm, products
 from milepost.kernels.layout.emit import Emit, as_activations, values_of
+from milepost.kernels.platform.device import probe
 from milepost.kernels.products import Epilogue, expert_table, mix, moe, multiply, reads, table
 from milepost.kernels.products.forms.quantised import Quantised
 from tests.kernels.choices import forget, multiplication, run_kernel, without

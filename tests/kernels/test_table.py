@@ -17,26 +17,16 @@ from milepost.cli.kernels import kernels_command
 from milepost.errors import ConfigError
 from milepost.kernels.platform import device
 from milepost.kernels.platform.device import CHIPS
-from milepost.kernels.products import describe
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4
 from milepost.kernels.products.table import PRODUCTS, Product
 from tests.kernels.choices import TABLES, forget
+from tests.kernels.pages import DOCS, PAGES, filled
 
 ROOT = Path(__file__).parents[2]
 H200, L4 = CHIPS["sm_90"][1], CHIPS["sm_89"][1]
 BLOCKS = {"rows": 128, "depth": 128}
-PAGES = {
-    "gpus.md": {
-        "products": describe.to_markdown(PRODUCTS),
-        "experts": describe.to_markdown(EXPERTS),
-    },
-    "quantization.md": {
-        "quantised products": describe.to_markdown(PRODUCTS, describe.QUANTISED),
-        "quantised experts": describe.to_markdown(EXPERTS, describe.QUANTISED),
-    },
-}
 
 
 @pytest.fixture(autouse=True)
@@ -183,11 +173,7 @@ def test_every_row_names_a_module():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_shows_the_tables(page):
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    for name, expected in PAGES[page].items():
-        found = re.search(rf"<!-- {name} -->\n(.*?)\n?<!-- end -->", text, re.DOTALL)
-        assert found is not None, name
-        assert found[1] == expected
+    assert (DOCS / page).read_text(encoding="utf-8") == filled(page)
 
 
 def run(model: str, **options: str) -> str:
