@@ -165,7 +165,7 @@ def narrow(folder):
 
 
 def test_a_client_that_never_reads_is_dropped(narrow):
-    with narrow.http() as http:  # the process that renders templates has started then
+    with narrow.http() as http:  # starts the process that renders templates: two more sockets
         messages = [{"role": "user", "content": "a"}]
         http.post("/tokenize", json={"messages": messages})
     start = os.listdir(f"/proc/{narrow.process.pid}/fd")

@@ -229,6 +229,18 @@ def test_what_is_framed_wrongly_is_answered(connect, pieces):
     assert "chunk sizes" in json.loads(body)["error"]["message"]
 
 
+@pytest.mark.parametrize("codings", [b"gzip, chunked", b"deflate , Chunked", b"gzip\r\nTE: chunked"])
+def test_a_body_that_is_encoded_besides_its_chunks_is_refused(connect, codings):
+    """Its chunks are framed well; read on, they would be taken for the body."""
+    sock = connect()
+    head = b"transfer-encoding: " + codings.replace(b"TE", b"Transfer-Encoding") + b"\r\n\r\n"
+    sent(sock, WHOLE + POST + KEY + head + b"2\r\n{}\r\n0\r\n\r\n" + WHOLE)
+    (first, second) = responses(received(sock))
+    assert first[:2] == (400, False)
+    assert second[:2] == (501, True)
+    assert "use chunked alone" in json.loads(second[2])["error"]["message"]
+
+
 def test_trailers_that_are_too_long_are_answered(connect):
     sock = connect()
     sent(sock, POST + CHUNKED + b"0\r\n", LINE % 1 * 200)

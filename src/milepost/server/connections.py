@@ -94,10 +94,21 @@ class _BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_waiting()
         self._head_bytes = self._body_bytes = 0
+        self._check_codings()
         incoming = Incoming(abort=self.transport.abort)
         self.scope["milepost.incoming"] = incoming  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self._incoming = incoming
+
+    def _check_codings(self) -> None:
+        """Refuses a body that was encoded before it was cut into chunks; any exception ends the
+        parser. Bodies that are not in chunks at last are refused by the parser itself."""
+        given = [value.strip() for name, value in self.headers if name == b"transfer-encoding"]
+        codings = b", ".join(given).lower()
+        if codings != b"chunked" and codings.endswith(b"chunked"):
+            named = codings[:100].decode("latin-1")
+            self._break(HttpError(501, f"transfer-encoding {named!r}: use chunked alone"))
+            raise ValueError("the parser would take the chunks for the body")
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)

@@ -58,6 +58,7 @@ _TYPES = {
     413: "request_too_large",
     415: "unsupported_media_type",
     500: "internal_error",
+    501: "not_implemented",
 }
 _OTHER_TASKS = ("/embed", "/score", "/rerank", "/pooling", "/classify", "/audio", "/images")
 """How paths begin that other servers have for other kinds of models."""
