@@ -229,7 +229,9 @@ def test_what_is_framed_wrongly_is_answered(connect, pieces):
     assert "chunk sizes" in json.loads(body)["error"]["message"]
 
 
-@pytest.mark.parametrize("codings", [b"gzip, chunked", b"deflate , Chunked", b"gzip\r\nTE: chunked"])
+@pytest.mark.parametrize(
+    "codings", [b"gzip, chunked", b"deflate , Chunked", b"gzip\r\nTE: chunked"]
+)
 def test_a_body_that_is_encoded_besides_its_chunks_is_refused(connect, codings):
     """Its chunks are framed well; read on, they would be taken for the body."""
     sock = connect()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.parsing.events import CallArguments, CallStart
 from milepost.server.parsing.formats import TOOL_CALLS
-from milepost.server.parsing.literals import MAX_DEPTH, literal, object_of
+from milepost.server.parsing.literals import MAX_DEPTH
+from milepost.server.parsing.scanning import literal, object_of
 from tests.server.parsing.written import Grammar, cut, parsed, tool
 
 KINDS = {"a": "integer", "s": "string", "l": "array", "b": "boolean", "o": "object"}

@@ -7,8 +7,7 @@ from typing import Any
 
 from milepost.sampling_params import ReasoningTokens
 from milepost.server.parsing import lark
-from milepost.server.parsing.calls import CallReader, any_name
-from milepost.server.parsing.events import Content, Event, FoundEvents
+from milepost.server.parsing.events import CallReader, Content, Event, FoundEvents, any_name
 from milepost.server.parsing.formats import (
     CALLS_OF,
     REASONING,

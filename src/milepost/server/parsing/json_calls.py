@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.server.parsing import lark
-from milepost.server.parsing.calls import IsKnown, any_name
-from milepost.server.parsing.events import FoundEvents
-from milepost.server.parsing.literals import loaded, object_of, value
+from milepost.server.parsing.events import FoundEvents, IsKnown, any_name
+from milepost.server.parsing.literals import value
+from milepost.server.parsing.scanning import loaded, object_of
 from milepost.server.parsing.strings import QUOTES, Give
 from milepost.server.parsing.tape import Reading, Tape, run, spaces, tags, take
 

@@ -17,11 +17,9 @@ from typing import Any
 
 from milepost.errors import InvalidRequestError
 from milepost.server.parsing import lark
-from milepost.server.parsing.calls import IsKnown, any_name
-from milepost.server.parsing.events import FoundEvents
+from milepost.server.parsing.events import FoundEvents, IsKnown, any_name
 from milepost.server.parsing.json_calls import JsonCalls, JsonReader
-from milepost.server.parsing.literals import literal, loaded
-from milepost.server.parsing.scanning import argument
+from milepost.server.parsing.scanning import argument, literal, loaded
 from milepost.server.parsing.schemas import carried, required_of, resolved
 from milepost.server.parsing.strings import Give, quoted
 from milepost.server.parsing.tape import Reading, Tape, peek, run, spaces, tags, take

@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from milepost.server.parsing.calls import CallReader, any_name
-from milepost.server.parsing.events import FoundEvents
+from milepost.server.parsing.events import CallReader, FoundEvents, any_name
 from milepost.server.parsing.tape import Reading, Tape, is_token, run, spaces, tags, take, until
 
 _LINES = re.compile(r"\n*")

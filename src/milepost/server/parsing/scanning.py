@@ -1,7 +1,12 @@
-"""Finds where a value ends that is read as a whole, and passes on its source."""
+"""Values that are read as a whole: finds where one ends, and tells what its text says."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from milepost.server.parsing.literals import ValueReader, value
 from milepost.server.parsing.strings import QUOTES, Give, TextLine
 from milepost.server.parsing.tape import Reading, Tape, is_token, one, tags, take, until
 
@@ -60,3 +65,66 @@ def _string(tape: Tape, line: TextLine, quote: str, ends: tuple[str, ...]) -> Re
         if mark == "\\":
             line.give((yield from one(tape)))
     return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Literal:
+    """What a text says."""
+
+    json: str
+    is_exact: bool
+    """Whether it was a literal of JSON or Python, so that nothing was guessed."""
+    is_whole: bool
+    """Whether it ended by itself."""
+
+
+def literal(text: str, *, is_python: bool = False, is_cut: bool = False) -> Literal | None:
+    """What a whole text says; None for one that goes on behind its value, or has none."""
+    tape = Tape.of(text, is_cut=is_cut)
+    pieces: list[str] = []
+    reader = ValueReader(tape, pieces.append, (), is_python=is_python)
+    is_whole = _result(reader.read())
+    if tape.rest().strip() or not pieces:
+        return None
+    is_exact = is_whole and not reader.has_guessed
+    return Literal(json="".join(pieces), is_exact=is_exact, is_whole=is_whole)
+
+
+def object_of(text: str) -> str | None:
+    """The JSON of the object that a text says, also one written into a string; None for what is
+    none. Nothing, and null, are an object without members."""
+    for _ in range(2):
+        text = text.strip()
+        if text in ("", "null", "None"):
+            return "{}"
+        if text.startswith("{"):
+            pieces: list[str] = []
+            _result(value(Tape.of(text), pieces.append, (), is_object=True))
+            return "".join(pieces)
+        found = literal(text)
+        inner = None if found is None else loaded(found.json)
+        if not isinstance(inner, str) or not text.startswith(QUOTES):
+            return None
+        text = inner
+    return None
+
+
+def loaded(text: str) -> Any:
+    """The value of a JSON text; None for what is none (and for null)."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _result(reading: Reading[bool]) -> bool:
+    """Of a reading whose text is over."""
+    try:
+        next(reading)
+    except StopIteration as end:
+        return bool(end.value)
+    raise AssertionError("a reader waits for text that cannot come")

@@ -24,8 +24,7 @@ from typing import Any
 
 from milepost.errors import InvalidRequestError
 from milepost.server.parsing import lark
-from milepost.server.parsing.calls import IsKnown
-from milepost.server.parsing.events import FoundEvents
+from milepost.server.parsing.events import FoundEvents, IsKnown
 from milepost.server.parsing.literals import value
 from milepost.server.parsing.scanning import bracketed
 from milepost.server.parsing.strings import Give, inside, quoted

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from milepost.server.parsing import lark
-from milepost.server.parsing.literals import literal, loaded
+from milepost.server.parsing.scanning import literal, loaded
 from milepost.server.parsing.schemas import Leaf, Schema, carried, leaves, required_of, resolved
 from milepost.server.parsing.strings import quoted
 

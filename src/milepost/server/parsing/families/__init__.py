@@ -1,1 +1,0 @@
-"""One file for each family of models; see `milepost.server.parsing`."""
