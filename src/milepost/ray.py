@@ -37,8 +37,8 @@ from milepost.scheduler.routing import cost
 from milepost.server import app as http
 from milepost.server.config import ServerConfig
 from milepost.server.errors import HttpError
+from milepost.server.loading import load
 from milepost.server.rendering import prompt_of
-from milepost.server.run import load
 from milepost.server.service import Service
 from milepost.zeromq import bound
 

@@ -10,9 +10,9 @@ from llguidance import LLMatcher
 from milepost.engine.constraints.grammars import grammar_of
 from milepost.errors import InvalidRequestError
 from milepost.server import forms
+from milepost.server.messages import toolset_of
 from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.protocol import ChatRequest
-from milepost.server.toolset import toolset_of
 from tests import chatmodel
 from tests.server.parsing.written import hermes, kimi, lfm2, olmo3, parsed, xml
 

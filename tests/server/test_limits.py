@@ -24,7 +24,7 @@ from milepost.config import EngineConfig
 from milepost.engine.metrics import Metric
 from milepost.engine.processes.client import EngineClient
 from milepost.errors import ConfigError, EngineDeadError
-from milepost.server import connections, run, stats
+from milepost.server import connections, loading, stats
 from milepost.server.callers import Keys
 from milepost.server.config import ServerConfig
 from milepost.server.gate import Gate
@@ -359,7 +359,7 @@ def test_an_engine_is_not_waited_for_when_its_model_is_none(tmp_path):
         client = NeverReady(config)
         async with asyncio.timeout(10):
             with pytest.raises(ConfigError, match="no-such"):
-                await run.load(ServerConfig(), config, client)
+                await loading.load(ServerConfig(), config, client)
         assert client.is_over
 
     asyncio.run(load())

@@ -2,14 +2,14 @@
 `anthropic`, `responses`, `parsing` (formats of tool calls and reasoning) and `ui` (the page), its
 modules are:
 
-    begin and end            run, config, started, stats
+    begin and end            run, config, loading, stats
     paths                    app, operation, rendering
     OpenAI endpoints         completions, chat, conversation
-    before the application   connections, incoming, cors, gate, callers
-    a body, read             bodies, fields, protocol, parts, tools, arguments, unknown
-    what it asks for         messages, custom, toolset, templates, forms, parameters
+    before the application   connections, gate, callers
+    a body, read             bodies, fields, protocol, parts, tools, unknown
+    what it asks for         messages, custom, templates, forms, parameters
     its way to the engine    service, encoder, tokenizing, submission, generation
-    its answer               answers, stream, blocks, echo, logprobs, errors, transfer
-    figures                  metrics, vllm_metrics, tallies
+    its answer               answers, stream, blocks, logprobs, errors, transfer
+    figures                  metrics, vllm_metrics
     files of requests        batch
 """

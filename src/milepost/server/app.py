@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,17 +14,16 @@ from starlette.responses import Response
 
 import milepost
 from milepost.errors import MilepostError
-from milepost.server import cors, errors, operation, rendering
+from milepost.server import errors, operation, rendering
 from milepost.server.anthropic import endpoint as anthropic
-from milepost.server.anthropic.errors import body_for
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from milepost.server.bodies import JsonRoute
 from milepost.server.callers import Audience, Keys, admit, for_clients
 from milepost.server.chat import chat
 from milepost.server.completions import complete
 from milepost.server.config import read_keys
-from milepost.server.errors import HttpError
-from milepost.server.gate import Gate
+from milepost.server.errors import HttpError, body_for
+from milepost.server.gate import Gate, with_cors
 from milepost.server.messages import for_template, tools_for_template
 from milepost.server.protocol import (
     ChatRequest,
@@ -34,8 +34,8 @@ from milepost.server.protocol import (
     field_names,
 )
 from milepost.server.responses import endpoint as responses
+from milepost.server.responses.endpoint import ResponseStore
 from milepost.server.responses.protocol import ResponsesRequest
-from milepost.server.responses.store import ResponseStore
 from milepost.server.service import Service
 from milepost.server.stream import unless_disconnected
 from milepost.server.ui import page
@@ -48,7 +48,7 @@ def build(service: Service) -> Any:
         [*(config.api_key or ()), *read_keys("key_file", config.key_file)],
         [*(config.admin_key or ()), *read_keys("admin_key_file", config.admin_key_file)],
     )
-    return cors.wrap(Gate(routed(service), config, keys), config)
+    return with_cors(Gate(routed(service), config, keys), config)
 
 
 def routed(service: Service) -> FastAPI:
@@ -63,10 +63,12 @@ def routed(service: Service) -> FastAPI:
     app.router.route_class = JsonRoute
     app.router.redirect_slashes = False  # the gate cuts them off
     app.router.default = _nowhere
+    store = ResponseStore()
     _add_docs(app)
-    _add_openai(app, service)
+    _add_answers(app, service, store)
+    _add_models(app, service)
     _add_anthropic(app, service)
-    _add_responses(app, service)
+    _add_responses(app, service, store)
     _add_text(app, service)
     operation.add(app, service)
     if service.config.ui:
@@ -95,28 +97,47 @@ def _add_docs(app: FastAPI) -> None:
         return get_swagger_ui_html(openapi_url=url, title=f"{app.title} - Swagger UI")
 
 
-def _add_openai(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", responses=errors.MEANINGS, response_class=Response)
-    @for_clients
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        service.unknown.settle(body, request.scope)
-        return await complete(service, body, request)
+def _add_answers(app: FastAPI, service: Service, store: ResponseStore) -> None:
+    """Adds the endpoints that answer a prompt, or render one."""
 
-    @app.post("/v1/chat/completions", responses=errors.MEANINGS, response_class=Response)
-    @for_clients
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    async def respond(_: Service, body: ResponsesRequest, request: Request) -> Response:
+        return await responses.respond(service, store, body, request)
+
+    meanings = {"responses": errors.MEANINGS}
+    add = partial(_add_answer, app, service)
+    add("/v1/completions", CompletionRequest, complete, name="completions", **meanings)
+    add("/v1/chat/completions", ChatRequest, chat, name="chat_completions", **meanings)
+    add("/invocations", Invocation, _invoke, name="invocations", **meanings)
+    add("/v1/messages", MessagesRequest, anthropic.answer, name="messages", **meanings)
+    add("/v1/responses", ResponsesRequest, respond, name="respond", **meanings)
+    for path, body_type, render in rendering.routes(store):
+        add(path, body_type, render, name=render.__name__)
+
+
+def _add_answer(
+    app: FastAPI, service: Service, path: str, body_type: Any, answer: Any, **options: Any
+) -> None:
+    """Adds a POST route whose body is settled with `unknown` before it is answered."""
+
+    async def endpoint(body: Any, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
+        return await answer(service, body, request)
+
+    endpoint.__annotations__["body"] = body_type
+    endpoint.__doc__ = answer.__doc__ if answer is _invoke else None
+    app.post(path, response_class=Response, **options)(for_clients(endpoint))
+
+
+async def _invoke(
+    service: Service, body: ChatRequest | CompletionRequest, request: Request
+) -> Response:
+    """Either of the two, as SageMaker sends both."""
+    if isinstance(body, ChatRequest):
         return await chat(service, body, request)
+    return await complete(service, body, request)
 
-    @app.post("/invocations", responses=errors.MEANINGS, response_class=Response)
-    @for_clients
-    async def invocations(body: Invocation, request: Request) -> Response:
-        """Either of the two, as SageMaker sends both."""
-        service.unknown.settle(body, request.scope)
-        if isinstance(body, ChatRequest):
-            return await chat(service, body, request)
-        return await complete(service, body, request)
 
+def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     @for_clients
     async def models(request: Request) -> dict[str, Any]:
@@ -134,12 +155,6 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
 
 def _add_anthropic(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/messages", responses=errors.MEANINGS, response_class=Response)
-    @for_clients
-    async def messages(body: MessagesRequest, request: Request) -> Response:
-        service.unknown.settle(body, request.scope)
-        return await anthropic.answer(service, body, request)
-
     @app.post("/v1/messages/count_tokens", responses=errors.MEANINGS)
     @for_clients
     async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, Any]:
@@ -147,16 +162,7 @@ def _add_anthropic(app: FastAPI, service: Service) -> None:
         return await anthropic.count_tokens(service, body, request)
 
 
-def _add_responses(app: FastAPI, service: Service) -> None:
-    store = ResponseStore()
-    rendering.add(app, service, store)
-
-    @app.post("/v1/responses", responses=errors.MEANINGS, response_class=Response)
-    @for_clients
-    async def respond(body: ResponsesRequest, request: Request) -> Response:
-        service.unknown.settle(body, request.scope)
-        return await responses.respond(service, store, body, request)
-
+def _add_responses(app: FastAPI, service: Service, store: ResponseStore) -> None:
     @app.post("/v1/responses/input_tokens", responses=errors.MEANINGS)
     @for_clients
     async def count_tokens(body: ResponsesRequest, request: Request) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from milepost.engine.processes import EngineClient
 from milepost.server import app
 from milepost.server.config import ServerConfig
 from milepost.server.errors import error_body
-from milepost.server.run import load
+from milepost.server.loading import load
 from milepost.server.stats import log_stats
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")

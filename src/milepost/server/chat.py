@@ -15,7 +15,6 @@ from milepost.engine.processes import Delta
 from milepost.server import logprobs, transfer
 from milepost.server.answers import AnswerEvents
 from milepost.server.conversation import ChatTurn, begin, response_id
-from milepost.server.echo import scores_of
 from milepost.server.errors import json_response
 from milepost.server.logprobs import TokenBytes
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
@@ -46,9 +45,10 @@ class _Answer:
     """One choice, as far as it has come."""
 
     events: AnswerEvents
-    content: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[tuple[dict[str, Any], list[str]]] = field(default_factory=list)
+    """Each call, and the pieces of its arguments."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
@@ -67,25 +67,25 @@ class _Answer:
     def _take(self, found: Event) -> dict[str, Any]:
         match found:
             case Reasoning(text):
-                self.reasoning += text
+                self.reasoning.append(text)
                 return _reasoning(text)
             case Content(text):
                 if self.content and self._is_behind_call:
                     text = "\n" + text  # what stood between is no part of the content
                 self._is_behind_call = False
-                self.content += text
+                self.content.append(text)
                 return {"content": text}
             case CallStart(name, own):
                 self._is_behind_call = True
                 id_ = own or f"call_{uuid.uuid4().hex[:24]}"
                 kind, key = self._kind(name)
-                call = {"id": id_, "type": kind}
-                self.calls.append({**call, kind: {"name": name, key: ""}})
-                return self._call_gain({**call, kind: {"name": name, key: ""}})
+                call = {"id": id_, "type": kind, kind: {"name": name, key: ""}}
+                self.calls.append((call, []))
+                return self._call_gain(call)
             case CallArguments(text):
-                call = self.calls[-1]
+                call, pieces = self.calls[-1]
                 kind, key = self._kind(call[call["type"]]["name"])
-                call[kind][key] += text
+                pieces.append(text)
                 return self._call_gain({kind: {key: text}})
 
     def _kind(self, name: str) -> tuple[str, str]:
@@ -101,14 +101,18 @@ class _Answer:
 
     def message(self) -> dict[str, Any]:
         """The whole answer; content is null beside calls or reasoning without any."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
-        if not self.content and (self.calls or self.reasoning):
-            message["content"] = None
+        is_empty = not self.content and (self.calls or self.reasoning)
+        content = None if is_empty else "".join(self.content)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self.reasoning:
-            message |= _reasoning(self.reasoning)
+            message |= _reasoning("".join(self.reasoning))
         if self.calls:
-            message["tool_calls"] = self.calls
+            message["tool_calls"] = [self._whole(*call) for call in self.calls]
         return message
+
+    def _whole(self, call: dict[str, Any], pieces: list[str]) -> dict[str, Any]:
+        kind, key = self._kind(call[call["type"]]["name"])
+        return {**call, kind: {**call[kind], key: "".join(pieces)}}
 
 
 def _reasoning(text: str) -> dict[str, str]:
@@ -167,7 +171,7 @@ class _ChatWriter:
         body["usage"] = self._usage()
         body |= self._generation.transfer()
         if self._request.prompt_logprobs is not None:
-            scores = await scores_of(self._service, self._generation, 0)
+            scores = await logprobs.scores_of(self._service, self._generation, 0)
             body["prompt_logprobs"] = logprobs.of_prompt(scores, self._request.prompt_logprobs)
         if self._request.return_token_ids:
             body["prompt_token_ids"] = self._prompt.token_ids

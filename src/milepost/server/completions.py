@@ -1,9 +1,10 @@
-"""POST /v1/completions."""
+"""POST /v1/completions, with what a completion reports about its own prompt: `echo` and
+`prompt_logprobs`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from milepost.engine.processes import Delta
 from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
-from milepost.server import echo, forms, logprobs, parameters, transfer
+from milepost.server import forms, logprobs, parameters, transfer
 from milepost.server.conversation import response_id, shortened
 from milepost.server.errors import json_response
 from milepost.server.generation import Generation
@@ -37,7 +38,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
         service.check_prompt(prompt, params, "prompt")
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
-    texts = await echo.texts_of(service, request, prompts)
+    texts = await _texts_of(service, request, prompts)
     generation = Generation(
         service,
         prompts,
@@ -129,10 +130,14 @@ class _CompletionWriter:
 
     async def whole(self) -> dict[str, Any]:
         choices = [self._choice(index) for index in range(self._generation.num_choices)]
+        pieces: list[list[str]] = [[] for _ in choices]
         async for deltas in self._generation.deltas():
             for index, delta in deltas:
+                pieces[index].append(delta.text)
                 self._extend(choices[index], delta)
-        await echo.finish(
+        for choice, texts in zip(choices, pieces, strict=True):
+            choice["text"] = "".join(texts)
+        await _add_echo(
             self._service, self._request, self._prompts, self._texts, self._generation, choices
         )
         body = {**self._head, "choices": choices, "usage": self._generation.usage()}
@@ -151,8 +156,8 @@ class _CompletionWriter:
                     is_first = index not in self._begun
                     choice = self._choice(index)
                     self._extend(choice, delta)
-                    if is_first and self._texts is not None:
-                        choice["text"] = self._texts[self._number(index)] + choice["text"]
+                    echoed = self._texts[self._number(index)] if is_first and self._texts else ""
+                    choice["text"] = echoed + delta.text
                     if _says_something(choice):
                         choices.append(choice)
                 if choices:
@@ -182,7 +187,6 @@ class _CompletionWriter:
         return index // (self._generation.num_choices // len(self._prompts))
 
     def _extend(self, choice: dict[str, Any], delta: Delta) -> None:
-        choice["text"] += delta.text
         choice["finish_reason"] = delta.finish_reason
         choice["stop_reason"] = delta.stop_reason
         if self._request.return_token_ids:
@@ -201,3 +205,71 @@ def _says_something(choice: dict[str, Any]) -> bool:
     return bool(
         choice["text"] or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids")
     )
+
+
+# --- the prompt of a choice ----------------------------------------------------------------------
+
+
+async def _texts_of(
+    service: Service, request: CompletionRequest, prompts: Sequence[Prompt]
+) -> list[str] | None:
+    """The prompts as text, one by one; None if nobody asked for them."""
+    if not request.echo:
+        return None
+    return await service.encoder.with_tokenizer(
+        lambda tokenizer: [tokenizer.decode(prompt.token_ids) for prompt in prompts],
+        sum(len(prompt.token_ids) for prompt in prompts),
+    )
+
+
+async def _add_echo(
+    service: Service,
+    request: CompletionRequest,
+    prompts: Sequence[Prompt],
+    texts: Sequence[str] | None,
+    generation: Generation,
+    choices: Sequence[dict[str, Any]],
+) -> None:
+    """Add to whole choices what they say of their prompts."""
+    if texts is None and request.prompt_logprobs is None:
+        return
+    num_answers = len(choices) // len(prompts)
+    for number, prompt in enumerate(prompts):
+        own = choices[number * num_answers : (number + 1) * num_answers]
+        scores = None
+        if number in generation.prompt_logprobs:
+            scores = await logprobs.scores_of(service, generation, number)
+        for choice in own:
+            if request.prompt_logprobs is not None and scores is not None:
+                choice["prompt_logprobs"] = logprobs.of_prompt(scores, request.prompt_logprobs)
+            if texts is not None:
+                _begin_with(choice, request, prompt, texts[number], scores)
+
+
+def _begin_with(
+    choice: dict[str, Any],
+    request: CompletionRequest,
+    prompt: Prompt,
+    text: str,
+    scores: Sequence[logprobs.Entry | None] | None,
+) -> None:
+    """Put a prompt before an answer; of max_tokens=0 nothing else is left."""
+    if request.max_tokens == 0:
+        choice["text"], choice["logprobs"] = "", None
+    choice["text"] = text + choice["text"]
+    if request.logprobs is None or scores is None:
+        return
+    rest = "".join(logprobs.text_of(entry) for entry in scores if entry is not None)
+    first = text.removesuffix(rest) if rest else text
+    answer = choice["logprobs"]
+    choice["logprobs"], offset = logprobs.echoed(
+        prompt.token_ids,
+        scores,
+        first,
+        request.logprobs,
+        is_by_id=bool(request.return_tokens_as_token_ids),
+    )
+    for name, values in (answer or {}).items():
+        if name == "text_offset":
+            values = [value + offset for value in values]
+        choice["logprobs"][name] += values

@@ -147,15 +147,9 @@ class ServerConfig:
 
 
 _POSITIVE = (
-    "request_timeout_s",
-    "write_timeout_s",
-    "head_timeout_s",
-    "keep_alive_timeout_s",
-    "body_timeout_s",
-    "grammar_timeout_s",
-    "template_timeout_s",
-    "max_request_bytes",
-)
+    "request_timeout_s", "write_timeout_s", "head_timeout_s", "keep_alive_timeout_s",
+    "body_timeout_s", "grammar_timeout_s", "template_timeout_s", "max_request_bytes",
+)  # fmt: skip
 
 
 def _listed(given: Sequence[str] | None) -> list[str]:

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import resource
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from milepost.server.errors import HttpError, body_of, json_response
-from milepost.server.incoming import Incoming
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,18 @@ LINGER_BYTES = 2**24
 """How long, and for how many bytes, a client may go on sending what nobody reads any more."""
 RESERVED_FILES = 64
 """Descriptors for what is no connection."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Incoming:
+    """One request, as far as it has arrived."""
+
+    is_whole: bool = False
+    """Whether its body has arrived to the end."""
+    problem: HttpError | None = None
+    """Why the rest of its body cannot be read."""
+    abort: Callable[[], None] = lambda: None
+    """Drops the connection at once."""
 
 
 def raise_file_limit() -> int:

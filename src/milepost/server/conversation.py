@@ -14,12 +14,11 @@ from milepost.sampling_params import SamplingParams
 from milepost.server import forms, parameters, transfer
 from milepost.server.answers import AnswerEvents
 from milepost.server.generation import Generation
-from milepost.server.messages import for_template, tools_for_template
+from milepost.server.messages import for_template, tools_for_template, toolset_of
 from milepost.server.protocol import ChatRequest, Sampling
 from milepost.server.service import Service
 from milepost.server.stream import unless_disconnected
 from milepost.server.templates import with_effort
-from milepost.server.toolset import toolset_of
 
 MAX_ID_LEN = 256
 

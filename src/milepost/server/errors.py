@@ -213,3 +213,30 @@ def of_http(error: HTTPException, method: str, path: str, root: str) -> HttpErro
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{asked} does not take {method}: use {allowed}"
     return HttpError(error.status_code, message, headers=error.headers)
+
+
+# --- in the form of Anthropic's API ------------------------------------------------------------
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_body_of(error: Exception) -> dict[str, Any]:
+    """{"type": "error", "error": {type, message}}"""
+    status = status_of(error)
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    message = body_of(error)["error"]["message"]
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def body_for(path: str, error: Exception) -> dict[str, Any]:
+    """Returns the body of an error in the form of the API that `path` belongs to."""
+    return anthropic_body_of(error) if path.startswith("/v1/messages") else body_of(error)

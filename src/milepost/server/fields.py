@@ -7,11 +7,21 @@ named in the response (`unread`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+)
 
 from milepost.server.bodies import STOP_AT_FIRST
 
@@ -80,3 +90,24 @@ class Body(BaseModel):
     def changed(self) -> Iterator[str]:
         """Names of fields whose value was not taken as it stands."""
         yield from ()
+
+
+def tagged(*classes: type[Body], other: Callable[[Any], type[Body]]) -> Any:
+    """Returns the type of a body that is one of `classes`, chosen by its `type`; `other` returns
+    the class for a `type` that none of them lists. Tags are names of classes, since errors would
+    take names of fields for parts of a path."""
+    by_type = {
+        kind: cls
+        for cls in classes
+        for kind in getattr(cls.model_fields["type"].annotation, "__args__", ())
+    }
+
+    def tag(value: Any) -> str:
+        if isinstance(value, Body):
+            return type(value).__name__
+        kind = value.get("type") if isinstance(value, dict) else None
+        known = by_type.get(kind) if isinstance(kind, str) else None
+        return (known or other(kind)).__name__
+
+    members = (Annotated[cls, Tag(cls.__name__)] for cls in classes)
+    return Annotated[reduce(or_, members), Discriminator(tag)]

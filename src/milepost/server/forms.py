@@ -12,13 +12,13 @@ from pydantic_core import from_json
 
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams, StructuredOutputs
+from milepost.server.messages import Toolset
 from milepost.server.parsing import lark
 from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.parsing.formats import ToolCalls
 from milepost.server.parts import ResponseFormat
 from milepost.server.protocol import ChatRequest, Sampling
 from milepost.server.tools import NamedToolChoice
-from milepost.server.toolset import Toolset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,11 +17,12 @@ import time
 import uuid
 from typing import Any
 
-from milepost.server.anthropic.errors import body_for
+from starlette.middleware.cors import CORSMiddleware
+
 from milepost.server.callers import Keys
 from milepost.server.config import ServerConfig
-from milepost.server.errors import ClientGoneError, HttpError, message_of, response_of
-from milepost.server.incoming import Incoming
+from milepost.server.connections import Incoming
+from milepost.server.errors import ClientGoneError, HttpError, body_for, message_of, response_of
 from milepost.server.ui import page
 
 logger = logging.getLogger(__name__)
@@ -179,3 +180,21 @@ def _routed(path: str, root: str) -> dict[str, Any]:
         path = path[len(root) :]
     path = path.rstrip("/") or "/"
     return {"root_path": root, "path": root + path, "milepost.path": path}
+
+
+EXPOSED = ("x-milepost-ignored", "x-request-id", "retry-after")
+
+
+def with_cors(app: Any, config: ServerConfig) -> Any:
+    """Returns the application with cross-origin requests allowed as configured. It stands around
+    everything else: a browser asks for leave without a key, and reads errors too."""
+    if not config.allowed_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+        expose_headers=EXPOSED,
+    )

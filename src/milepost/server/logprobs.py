@@ -18,6 +18,9 @@ from milepost.engine.processes import Delta
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from milepost.server.generation import Generation
+    from milepost.server.service import Service
+
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
@@ -156,6 +159,17 @@ def _finite(value: float) -> float:
 
 
 # --- of prompts -----------------------------------------------------------------------------------
+
+
+async def scores_of(service: Service, generation: Generation, number: int) -> list[Entry | None]:
+    """How likely the tokens of a prompt were, with their texts."""
+    entries = generation.prompt_logprobs[number]
+    if service.tokenizer is None:
+        return entries
+    size = sum(map(len, filter(None, entries)))
+    return await service.encoder.with_tokenizer(
+        lambda tokenizer: with_texts(entries, tokenizer), size
+    )
 
 
 def with_texts(

@@ -7,8 +7,9 @@ under `process_` and `milepost_engine_process_`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TypeVar
 
 from prometheus_client import (
@@ -18,12 +19,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from milepost.engine.metrics import Metric
-from milepost.server.tallies import Distribution, Total
 from milepost.server.vllm_metrics import Mirror
 
 C = TypeVar("C", bound=Collector)
@@ -135,6 +136,47 @@ class RequestMetrics:
 
     def _counter(self, name: str, text: str, labels: Iterable[str] = ()) -> Counter:
         return Counter(f"milepost:{name}", text, labels, registry=self._registry)
+
+
+# --- what is counted for each token: the library's own metrics take a lock and search for labels --
+
+
+class Total(Collector):
+    """A counter."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._text = name, text
+        self._value = 0
+
+    def inc(self, amount: int = 1) -> None:
+        self._value += amount
+
+    def collect(self) -> Iterator[Family]:
+        yield CounterMetricFamily(self._name, self._text, value=self._value)
+
+
+class Distribution(Collector):
+    """A histogram with these upper bounds, in ascending order."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name, self._text = name, text
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Family]:
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        family = HistogramMetricFamily(self._name, self._text)
+        family.add_metric([], buckets, sum_value=self._sum)
+        yield family
+
+
+# --- other registries -----------------------------------------------------------------------------
 
 
 class _All(Collector):

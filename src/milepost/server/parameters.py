@@ -10,26 +10,11 @@ from milepost.sampling_params import SamplingParams
 from milepost.server.protocol import ChatRequest, CompletionRequest, Sampling
 
 _SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "n",
-    "stop",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "allowed_token_ids",
-    "bad_words",
-    "thinking_token_budget",
-    "min_tokens",
-    "prompt_logprobs",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-)
+    "temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words",
+    "thinking_token_budget", "min_tokens", "prompt_logprobs", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
 """Fields that SamplingParams has under the same name."""
 
 

@@ -8,29 +8,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
 from milepost.engine.prompts import Prompt
 from milepost.server import completions, conversation, parameters
-from milepost.server.callers import for_clients
 from milepost.server.errors import json_response
 from milepost.server.protocol import ChatRequest, CompletionRequest, Sampling
 from milepost.server.responses import endpoint as responses
+from milepost.server.responses.endpoint import ResponseStore
 from milepost.server.responses.protocol import ResponsesRequest
-from milepost.server.responses.store import ResponseStore
 from milepost.server.service import Service
 from milepost.server.stream import unless_disconnected
 
 
-def add(app: FastAPI, service: Service, store: ResponseStore) -> None:
-    """/render below each path that takes prompts, with the bodies and answers that vLLM's has."""
+def routes(store: ResponseStore) -> Sequence[tuple[str, Any, Any]]:
+    """Returns path, type of the body and handler of each /render, with the bodies and answers of
+    vLLM's."""
 
-    @app.post("/v1/completions/render", response_class=Response)
-    @for_clients
-    async def render_completion(body: CompletionRequest, request: Request) -> Response:
-        service.unknown.settle(body, request.scope)
+    async def render_completion(
+        service: Service, body: CompletionRequest, request: Request
+    ) -> Response:
         model = service.check_model(body.model)
         params = parameters.of_completion(body, service.sampling_defaults)
         service.check_number(completions.num_prompts(body), params.n)  # before they are tokenized
@@ -41,33 +39,35 @@ def add(app: FastAPI, service: Service, store: ResponseStore) -> None:
         id_ = conversation.response_id("cmpl", body, request)
         return json_response([_rendered(prompt, body, model, id_) for prompt in prompts])
 
-    async def rendered(
-        chat: ChatRequest, model: str, request: Request, *, field: str, fits_max_tokens: bool
+    async def render_chat(service: Service, body: ChatRequest, request: Request) -> Response:
+        return await _render(service, body, request, field="messages", fits_max_tokens=False)
+
+    async def render_response(
+        service: Service, body: ResponsesRequest, request: Request
     ) -> Response:
-        params = parameters.of_chat(chat, service.sampling_defaults)
-        work = conversation.prompt_of(service, chat, params, request)
-        prompt, _ = await unless_disconnected(request, work)
-        if fits_max_tokens:
-            params = conversation.fitting(service, prompt, params)
-        service.check_prompt(prompt, params, field)
-        id_ = conversation.response_id("chatcmpl", chat, request)
-        return json_response(_rendered(prompt, chat, model, id_))
-
-    @app.post("/v1/chat/completions/render", response_class=Response)
-    @for_clients
-    async def render_chat(body: ChatRequest, request: Request) -> Response:
-        service.unknown.settle(body, request.scope)
-        model = service.check_model(body.model)
-        return await rendered(body, model, request, field="messages", fits_max_tokens=False)
-
-    @app.post("/v1/responses/render", response_class=Response)
-    @for_clients
-    async def render_response(body: ResponsesRequest, request: Request) -> Response:
-        service.unknown.settle(body, request.scope)
-        model = service.check_model(body.model)
+        service.check_model(body.model)
         _, _, converted = responses.chat_of(store, body, request)
-        chat = converted.chat
-        return await rendered(chat, model, request, field="input", fits_max_tokens=True)
+        return await _render(service, converted.chat, request, field="input", fits_max_tokens=True)
+
+    return [
+        ("/v1/completions/render", CompletionRequest, render_completion),
+        ("/v1/chat/completions/render", ChatRequest, render_chat),
+        ("/v1/responses/render", ResponsesRequest, render_response),
+    ]
+
+
+async def _render(
+    service: Service, chat: ChatRequest, request: Request, *, field: str, fits_max_tokens: bool
+) -> Response:
+    model = service.check_model(chat.model)
+    params = parameters.of_chat(chat, service.sampling_defaults)
+    work = conversation.prompt_of(service, chat, params, request)
+    prompt, _ = await unless_disconnected(request, work)
+    if fits_max_tokens:
+        params = conversation.fitting(service, prompt, params)
+    service.check_prompt(prompt, params, field)
+    id_ = conversation.response_id("chatcmpl", chat, request)
+    return json_response(_rendered(prompt, chat, model, id_))
 
 
 async def prompt_of(service: Service, path: str, body: bytes) -> Prompt | None:

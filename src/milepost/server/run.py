@@ -24,20 +24,18 @@ import uvicorn
 
 from milepost.config import EngineConfig
 from milepost.engine import heap
-from milepost.engine.constraints import FormChecks, vocabulary_of
-from milepost.engine.processes import EngineClient
-from milepost.engine.text import load_tokenizer, overridden
+from milepost.engine.client import EngineClient
+from milepost.engine.generation_config import overridden
 from milepost.errors import ConfigError, ServerClosingError
-from milepost.models.folder import EMBEDDED_MODEL, find_folder
 from milepost.server import app
 from milepost.server.config import ServerConfig, read_keys, read_object, read_template
 from milepost.server.connections import RESERVED_FILES, protocol, raise_file_limit
+from milepost.server.loading import describe, load
 from milepost.server.service import Service
-from milepost.server.started import describe
 from milepost.server.stats import log_stats
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 T = TypeVar("T")
 
@@ -109,39 +107,6 @@ async def _serve(
     finally:
         await client.close()
     return 0 if client.death is None else 1
-
-
-async def load(config: ServerConfig, engine_config: EngineConfig, client: EngineClient) -> Service:
-    """Everything that requests need. Raises what `run` raises, without waiting for the engine to
-    come up if its model's folder or tokenizer cannot be had."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            loading = tasks.create_task(asyncio.to_thread(_tokenizer, engine_config))
-            tasks.create_task(client.start())
-    except ExceptionGroup as group:
-        await client.close()
-        raise group.exceptions[0] from None  # the first, which ended the other
-    tokenizer = loading.result()
-    template = read_template(config.chat_template)
-    if tokenizer is not None and template is not None:
-        tokenizer.chat_template = template
-    checks = await asyncio.to_thread(_form_checks, config, tokenizer, client.info.vocab_size)
-    await checks.start()
-    service = Service(config, client, tokenizer, _names(config, engine_config), checks)
-    service.encoder.start()
-    return service
-
-
-def _form_checks(
-    config: ServerConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
-) -> FormChecks:
-    vocabulary, problem = None, ""
-    if tokenizer is not None:
-        try:
-            vocabulary = vocabulary_of(tokenizer, vocab_size, ())
-        except ConfigError as error:
-            problem = str(error)
-    return FormChecks(vocabulary, timeout_s=config.grammar_timeout_s, problem=problem)
 
 
 async def _unless_told_to_stop(work: Coroutine[Any, Any, T]) -> T | None:
@@ -300,26 +265,3 @@ def _address(config: ServerConfig, sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is not None:
-        return load_tokenizer(
-            config.tokenizer, config.revision, config.download_dir, config.hf_token
-        )
-    model = config.model or str(EMBEDDED_MODEL)
-    folder = find_folder(
-        model,
-        revision=config.revision,
-        with_weights=False,
-        download_dir=config.download_dir,
-        token=config.hf_token,
-    )
-    return load_tokenizer(folder, config.revision)
-
-
-def _names(server: ServerConfig, engine: EngineConfig) -> Sequence[str]:
-    """What clients may call the model."""
-    return server.served_model_name or [engine.model or "milepost-tiny"]

@@ -6,13 +6,52 @@ string. Tools that a server runs itself, such as a web search, are left out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
+from pydantic_core import from_json
 
-from milepost.server import arguments
 from milepost.server.fields import Body, Many
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+def read_arguments(given: Any) -> tuple[dict[str, Any], bool]:
+    """The arguments of a call in the history as an object, and whether something else was given.
+
+    Models write calls that are cut off, have raw line breaks in their strings, or are encoded
+    twice, and clients send such calls back with every later turn. So arguments are read as far as
+    that goes, and the rest is left out. An empty text means no arguments.
+    """
+    if isinstance(given, dict):
+        return given, False
+    if not isinstance(given, str):
+        return {}, True
+    if not given:
+        return {}, False
+    try:
+        found = from_json(given)
+    except ValueError:
+        found = _as_far_as_it_goes(given)
+        return (found if isinstance(found, dict) else {}), True
+    if isinstance(found, dict):
+        return found, False
+    return (read_arguments(found)[0] if isinstance(found, str) and found else {}), True
+
+
+def _as_far_as_it_goes(text: str) -> Any:
+    escaped = _STRING.sub(lambda match: _CONTROL.sub(_escape, match.group()), text)
+    try:
+        return from_json(escaped, allow_partial="trailing-strings")
+    except ValueError:
+        return None
+
+
+def _escape(match: re.Match[str]) -> str:
+    return f"\\u{ord(match.group()):04x}"
 
 
 class FunctionCall(Body):
@@ -25,7 +64,7 @@ class FunctionCall(Body):
     @model_validator(mode="after")
     def _read_arguments(self) -> FunctionCall:
         given = "" if "arguments" not in self.model_fields_set else self.arguments
-        self.arguments, self._is_changed = arguments.read(given)
+        self.arguments, self._is_changed = read_arguments(given)
         return self
 
     def changed(self) -> Iterator[str]:

@@ -14,37 +14,18 @@ from prometheus_client.registry import Collector
 
 OURS, THEIRS = "milepost:", "vllm:"
 
-NAMES = frozenset(
-    [
-        "num_requests_running",
-        "num_requests_waiting",
-        "kv_cache_usage_perc",
-        "prefix_cache_queries",
-        "prefix_cache_hits",
-        "num_preemptions",
-        "spec_decode_num_drafts",
-        "spec_decode_num_draft_tokens",
-        "spec_decode_num_accepted_tokens",
-        "spec_decode_num_accepted_tokens_per_pos",
-        "prompt_tokens",
-        "prompt_tokens_cached",
-        "generation_tokens",
-        "request_success",
-        "time_to_first_token_seconds",
-        "inter_token_latency_seconds",
-        "request_time_per_output_token_seconds",
-        "e2e_request_latency_seconds",
-        "request_queue_time_seconds",
-        "request_inference_time_seconds",
-        "request_prefill_time_seconds",
-        "request_decode_time_seconds",
-        "request_prompt_tokens",
-        "request_generation_tokens",
-        "request_max_num_generation_tokens",
-        "request_params_n",
-        "request_params_max_tokens",
-    ]
-)
+NAMES = frozenset([
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries",
+    "prefix_cache_hits", "num_preemptions", "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos", "prompt_tokens", "prompt_tokens_cached",
+    "generation_tokens", "request_success", "time_to_first_token_seconds",
+    "inter_token_latency_seconds", "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
+    "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n",
+    "request_params_max_tokens",
+])  # fmt: skip
 """What means the same in both; the prefix apart, the names are equal."""
 
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")

@@ -8,16 +8,20 @@ from typing import Any
 
 from milepost.server import parts as openai
 from milepost.server import tools
-from milepost.server.anthropic import blocks
-from milepost.server.anthropic.blocks import Block, TextBlock
 from milepost.server.anthropic.protocol import (
     AnthropicMessage,
+    Block,
+    CallBlock,
     CountTokensRequest,
     MessagesRequest,
+    ResultBlock,
+    ServerResultBlock,
+    TextBlock,
+    ThinkingBlock,
 )
 from milepost.server.protocol import ChatRequest
 
-Result = blocks.ResultBlock | blocks.ServerResultBlock
+Result = ResultBlock | ServerResultBlock
 
 _BILLING = "x-anthropic-billing-header:"
 """A line that coding agents put before the system prompt. It differs with each request, so nothing
@@ -114,9 +118,9 @@ def _said(content: Sequence[Block]) -> openai.Message:
             id=block.id, function=tools.FunctionCall(name=block.name, arguments=block.arguments)
         )
         for block in content
-        if isinstance(block, blocks.CallBlock)
+        if isinstance(block, CallBlock)
     ]
-    thoughts = [block.thinking for block in content if isinstance(block, blocks.ThinkingBlock)]
+    thoughts = [block.thinking for block in content if isinstance(block, ThinkingBlock)]
     marks = [block.cache_control for block in content if block.cache_control]
     return openai.Message(
         role="assistant",
@@ -138,7 +142,7 @@ def _texts(content: Sequence[Any]) -> list[openai.TextPart]:
 
 def _result(block: Result) -> openai.Message:
     content: Any = block.content or ""
-    if isinstance(block, blocks.ServerResultBlock):
+    if isinstance(block, ServerResultBlock):
         content = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     elif not isinstance(content, str):
         content = _texts(content)

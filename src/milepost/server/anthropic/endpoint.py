@@ -15,11 +15,10 @@ from starlette.responses import Response
 from milepost.engine.processes import Delta
 from milepost.server import conversation
 from milepost.server.anthropic.convert import has_breakpoints, to_chat
-from milepost.server.anthropic.errors import body_of
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from milepost.server.blocks import AnswerBlock, Blocks, Closed, Gained, Opened, Step
 from milepost.server.conversation import ChatTurn
-from milepost.server.errors import HttpError, json_response
+from milepost.server.errors import HttpError, anthropic_body_of, json_response
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
 from milepost.server.stream import EventStream, named_event, unless_disconnected
@@ -98,7 +97,7 @@ def _chat(service: Service, request: CountTokensRequest, http: Request) -> ChatR
 
 
 def _failed(error: Exception) -> bytes:
-    return named_event("error", body_of(error))
+    return named_event("error", anthropic_body_of(error))
 
 
 class _MessageWriter:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from milepost.server.anthropic.blocks import Block, TextBlock
 from milepost.server.fields import (
     MAX_INT,
     MAX_PARTS,
@@ -17,10 +16,160 @@ from milepost.server.fields import (
     Many,
     StopText,
     Unread,
+    tagged,
     unread,
 )
 from milepost.server.parts import CacheControl
 from milepost.server.protocol import MAX_MESSAGES, MAX_STOPS
+from milepost.server.tools import read_arguments
+
+
+class _MarkedBlock(Body):
+    cache_control: CacheControl | None = None
+    citations: unread(Any) = None
+
+
+class TextBlock(_MarkedBlock):
+    type: Literal["text"]
+    text: str
+
+    @property
+    def plain(self) -> str:
+        """The block as text."""
+        return self.text
+
+
+class SearchResultBlock(_MarkedBlock):
+    """What a client's own search found."""
+
+    type: Literal["search_result"]
+    title: str
+    source: str
+    content: Annotated[Many[TextBlock], Field(max_length=MAX_PARTS)]
+
+    @property
+    def plain(self) -> str:
+        return "\n".join([self.title, self.source, *(block.text for block in self.content)])
+
+
+class DocumentBlock(_MarkedBlock):
+    """A document that is text."""
+
+    type: Literal["document"]
+    source: dict[str, Any]
+    title: str | None = None
+    context: str | None = None
+
+    @model_validator(mode="after")
+    def _is_text(self) -> DocumentBlock:
+        if self.source.get("type") != "text" or not isinstance(self.source.get("data"), str):
+            raise ValueError("only documents whose source is text are served")
+        return self
+
+    @property
+    def plain(self) -> str:
+        texts = (self.title, self.context, self.source["data"])
+        return "\n".join(text for text in texts if text)
+
+
+class ToolReferenceBlock(_MarkedBlock):
+    """Says that a tool, which stands in the request's list, can be called from now on."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def plain(self) -> str:
+        return f"The tool {self.tool_name} can be called now."
+
+
+class ThinkingBlock(_MarkedBlock):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+    """Proves to whoever made the block that it was not changed; anything passes."""
+
+
+class RedactedBlock(_MarkedBlock):
+    """Thinking that only the server that made it can read: left out."""
+
+    type: Literal["redacted_thinking"]
+    data: Any = None
+
+    def left_out(self) -> Iterator[str]:
+        yield self.type
+
+
+class CallBlock(_MarkedBlock):
+    """A call of a tool that the client runs, or that another server has run."""
+
+    type: Literal["tool_use", "server_tool_use", "mcp_tool_use"]
+    name: str
+    id: str | None = None
+    input: Any = None
+    caller: Any = None
+    server_name: str | None = None
+
+    @property
+    def arguments(self) -> Any:
+        return {} if self.input is None else self.input
+
+    def changed(self) -> Iterator[str]:
+        if read_arguments(self.arguments)[1]:
+            yield "input"
+
+
+TextLike = Annotated[
+    TextBlock | SearchResultBlock | DocumentBlock | ToolReferenceBlock, Field(discriminator="type")
+]
+
+
+class ResultBlock(_MarkedBlock):
+    """What a tool of the client's returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Annotated[Many[TextLike], Field(max_length=MAX_PARTS)] | None = None
+    is_error: unread(bool, False) = None
+    """What went wrong, the content says."""
+
+
+class ServerResultBlock(_MarkedBlock):
+    """What a tool returned that another server has run; each kind has a type of its own."""
+
+    type: Annotated[str, Field(max_length=64)]
+    tool_use_id: str
+    content: Any = None
+    is_error: unread(bool, False) = None
+    caller: Any = None
+
+
+class OtherBlock(_MarkedBlock):
+    type: str
+
+    @field_validator("type")
+    @classmethod
+    def _is_not_served(cls, value: str) -> str:
+        raise ValueError(f"{value[:64]!r} is not supported: only text is served")
+
+
+def _other(kind: Any) -> type[Body]:
+    is_result = isinstance(kind, str) and kind.endswith("_tool_result")
+    return ServerResultBlock if is_result else OtherBlock
+
+
+Block: Any = tagged(
+    TextBlock,
+    SearchResultBlock,
+    DocumentBlock,
+    ThinkingBlock,
+    RedactedBlock,
+    CallBlock,
+    ResultBlock,
+    ServerResultBlock,
+    OtherBlock,
+    other=_other,
+)
 
 
 class AnthropicMessage(Body):

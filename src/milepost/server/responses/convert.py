@@ -10,28 +10,15 @@ from typing import Any
 from milepost.server import parts as openai
 from milepost.server import tools as chat_tools
 from milepost.server.protocol import ChatRequest
-from milepost.server.responses import items as kinds
-from milepost.server.responses.items import ContentPart, Item
-from milepost.server.responses.protocol import LOGPROBS, ResponsesRequest
+from milepost.server.responses import protocol as kinds
+from milepost.server.responses.protocol import LOGPROBS, ContentPart, Item, ResponsesRequest
 from milepost.server.responses.tools import Names, Tool, choice_for_chat, for_chat
 
 _SAME = (
-    "model",
-    "stream",
-    "temperature",
-    "top_p",
-    "parallel_tool_calls",
-    "user",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "cache_salt",
-    "chat_template_kwargs",
-    "priority",
-)
+    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "top_k", "min_p",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "cache_salt",
+    "chat_template_kwargs", "priority",
+)  # fmt: skip
 """Fields that a chat request has under the same name."""
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
 from milepost.server import tools as chat
-from milepost.server.fields import Body, Many, unread
+from milepost.server.fields import Body, Many, tagged, unread
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -91,29 +91,7 @@ class OtherTool(Body):
         yield self.type
 
 
-_CLASSES: dict[Any, type[Body]] = {
-    "function": FunctionTool,
-    "custom": CustomTool,
-    "namespace": Namespace,
-}
-
-
-def _class_of(value: Any) -> str:
-    """A tag that is no name of a field, which errors would take for one."""
-    if isinstance(value, Body):
-        return type(value).__name__
-    kind = value.get("type") if isinstance(value, dict) else None
-    known = _CLASSES.get(kind, OtherTool) if isinstance(kind, str) else OtherTool
-    return known.__name__
-
-
-Tool = Annotated[
-    Annotated[FunctionTool, Tag("FunctionTool")]
-    | Annotated[CustomTool, Tag("CustomTool")]
-    | Annotated[Namespace, Tag("Namespace")]
-    | Annotated[OtherTool, Tag("OtherTool")],
-    Discriminator(_class_of),
-]
+Tool: Any = tagged(FunctionTool, CustomTool, Namespace, OtherTool, other=lambda _: OtherTool)
 
 
 class NamedTool(Body):

@@ -7,7 +7,7 @@ import pytest
 
 from milepost.config import EngineConfig
 from milepost.engine.facts import Facts
-from milepost.server.started import describe, size
+from milepost.server.loading import describe, size
 
 FACTS = {
     "device": "NVIDIA H200",

@@ -1,0 +1,122 @@
+"""Loads what requests need, and describes it for the log: one line per subject."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from milepost.config import EngineConfig
+from milepost.engine.client import EngineClient
+from milepost.engine.facts import Facts
+from milepost.engine.grammar_process import FormChecks
+from milepost.engine.grammars import vocabulary_of
+from milepost.engine.tokenizer import load_tokenizer
+from milepost.errors import ConfigError
+from milepost.models.folder import EMBEDDED_MODEL, find_folder
+from milepost.server.config import ServerConfig, read_template
+from milepost.server.service import Service
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+async def load(config: ServerConfig, engine_config: EngineConfig, client: EngineClient) -> Service:
+    """Everything that requests need. Raises what `run` raises, without waiting for the engine to
+    come up if its model's folder or tokenizer cannot be had."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            loading = tasks.create_task(asyncio.to_thread(_tokenizer, engine_config))
+            tasks.create_task(client.start())
+    except ExceptionGroup as group:
+        await client.close()
+        raise group.exceptions[0] from None  # the first, which ended the other
+    tokenizer = loading.result()
+    template = read_template(config.chat_template)
+    if tokenizer is not None and template is not None:
+        tokenizer.chat_template = template
+    checks = await asyncio.to_thread(_form_checks, config, tokenizer, client.info.vocab_size)
+    await checks.start()
+    service = Service(config, client, tokenizer, _names(config, engine_config), checks)
+    service.encoder.start()
+    return service
+
+
+def _form_checks(
+    config: ServerConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> FormChecks:
+    vocabulary, problem = None, ""
+    if tokenizer is not None:
+        try:
+            vocabulary = vocabulary_of(tokenizer, vocab_size, ())
+        except ConfigError as error:
+            problem = str(error)
+    return FormChecks(vocabulary, timeout_s=config.grammar_timeout_s, problem=problem)
+
+
+def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        return load_tokenizer(
+            config.tokenizer, config.revision, config.download_dir, config.hf_token
+        )
+    model = config.model or str(EMBEDDED_MODEL)
+    folder = find_folder(
+        model,
+        revision=config.revision,
+        with_weights=False,
+        download_dir=config.download_dir,
+        token=config.hf_token,
+    )
+    return load_tokenizer(folder, config.revision)
+
+
+def _names(server: ServerConfig, engine: EngineConfig) -> Sequence[str]:
+    """What clients may call the model."""
+    return server.served_model_name or [engine.model or "milepost-tiny"]
+
+
+def describe(service: Service) -> list[tuple[str, str]]:
+    """(subject, what there is to know of it)."""
+    info = service.client.info
+    facts = info.facts
+    tokens = f"{info.num_pages * info.page_size:,} tokens"
+    pages = f"{info.num_pages:,} of {info.page_size} tokens ({tokens})"
+    slots = f"{info.num_slots:,}"
+    if facts.is_shared:
+        pages, slots = f"up to {pages}", f"up to {slots}, in the same memory as the pages"
+    else:
+        pages += f", {size(info.num_pages * facts.page_bytes)}"
+        slots += f", {size(info.num_slots * facts.slot_bytes)}"
+    names = ", ".join(service.names)
+    memory = f"weights {size(facts.weights_bytes)}, cache {size(facts.cache_bytes)}"
+    if service.client.config.tensor_parallel_size > 1:
+        memory += " on each device"
+    rows = [
+        ("model", f"{names}, up to {info.max_model_len:,} tokens"),
+        ("device", f"{facts.device}, {facts.dtype}, {_kept(facts)}"),
+        ("memory", memory),
+        ("pages", pages),
+        ("state slots", slots),
+        ("parsers", f"tool calls {service.format.calls}, reasoning {service.format.reasoning}"),
+    ]
+    if facts.num_graphs:
+        rows.insert(2, ("graphs", f"{facts.num_graphs} captured steps"))
+    return rows
+
+
+def _kept(facts: Facts) -> str:
+    kv = f"KV in {facts.kv_dtype}, " if facts.kv_dtype else ""
+    return f"{kv}recurrent states in {facts.state_dtype}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in the unit that leaves at most three digits."""
+    power = 0
+    while num_bytes >= 1000 and power < len(_UNITS) - 1:
+        num_bytes /= 1024
+        power += 1
+    return f"{num_bytes:.{1 if power and num_bytes < 10 else 0}f} {_UNITS[power]}"
