@@ -1,4 +1,4 @@
-"""One answer from left to right: reasoning first, then content and tool calls."""
+"""Parses one answer from left to right: reasoning first, then content and tool calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from milepost.server.parsing.tape import Reading, Tape, tags, until
 
 
 class AnswerParser:
-    """Text in, events out."""
+    """Turns the text of an answer into events."""
 
     def __init__(
         self, reasoning: ThinkTags | None, calls: CallReader | None, *, is_open: bool
@@ -28,18 +28,17 @@ class AnswerParser:
         self._tape = Tape()
         self._found = FoundEvents()
         self._is_plain = False
-        """All that follows is content, as it comes."""
+        """Whether everything that follows is content, passed on as it comes."""
         self._reading = self._read(reasoning, calls, is_open)
         next(self._reading)
 
     @property
     def work(self) -> int:
-        """Characters looked at or moved so far."""
+        """Number of characters looked at or moved so far."""
         return self._tape.work
 
     @property
     def has_ended_call(self) -> bool:
-        """Whether a call has come to its end."""
         return self._found.has_ended_call
 
     def feed(self, text: str) -> list[Event]:
@@ -52,10 +51,10 @@ class AnswerParser:
         return self._found.take()
 
     def finish(self, *, is_cut: bool = False) -> list[Event]:
-        """What was still held. Nothing can be fed any more.
+        """Returns the events that were still held. Nothing may be fed afterwards.
 
-        Arguments that have no end are closed, so that they are an object; with `is_cut` (the answer
-        was cut off, not ended by the model) they stay as they are.
+        Unfinished arguments are closed, so that they are an object. With `is_cut` (the answer was
+        cut off rather than ended by the model) they stay as they are.
         """
         self._tape.is_over = True
         self._tape.is_cut = self._found.is_cut = is_cut
@@ -86,7 +85,8 @@ class AnswerParser:
 def _read_calls(
     tape: Tape, found: FoundEvents, calls: CallReader, late: tuple[str, ...]
 ) -> Reading[None]:
-    """With `late`, a call has ended the reasoning, whose own closing tag may still come."""
+    """Reads content and calls. `late` holds the closing tags of a reasoning that a call ended: one
+    of them may still come."""
     is_call = bool(late)
     while True:
         closes = (calls.close,) if is_call and calls.close else ()
@@ -105,7 +105,7 @@ def _read_calls(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """How a model writes reasoning and calls: names of formats, or "none"."""
+    """Names the formats of reasoning and calls that a model writes; each may be "none"."""
 
     reasoning: str
     calls: str
@@ -123,12 +123,12 @@ class AnswerFormat:
         return TOOL_CALLS.get(self.calls)
 
     def is_open(self, prompt: str, begun: str = "") -> bool:
-        """Whether a prompt has opened the reasoning at its end, or what is `begun` of the answer
-        there has."""
+        """Returns whether the reasoning is open at the end of a prompt, or in what has `begun` of
+        the answer there."""
         return self.thinking is not None and self.thinking.is_open_in(prompt, begun)
 
     def parser(self, *, tools: lark.Tools | None, is_open: bool) -> AnswerParser:
-        """For one answer; without `tools`, calls stay text."""
+        """Returns the parser for one answer. Without `tools`, calls stay text."""
         form = self.tool_calls
         calls = form.reader(tools) if form is not None and tools else None
         return AnswerParser(self.thinking, calls, is_open=is_open)
@@ -137,8 +137,8 @@ class AnswerFormat:
 def find_format(
     template: object, *, calls: str = "auto", reasoning: str = "auto", model_type: str = ""
 ) -> AnswerFormat:
-    """Settle what is `auto` by what the chat template writes itself; how a model writes calls, if
-    its template takes tools and doesn't show that, by what its family does."""
+    """Replaces `auto` by the formats that the chat template itself writes. If a template accepts
+    tools but shows no format of calls, the model's type decides."""
     text = template if isinstance(template, str) else ""
     if calls == "auto":
         calls = told_by(text, TOOL_CALLS)
@@ -151,7 +151,8 @@ def find_format(
 
 
 def special_tags(format_: AnswerFormat, tokenizer: Any) -> set[str]:
-    """Of "calls" and "reasoning" those with a tag that the tokenizer leaves out of a text."""
+    """Returns "calls" and "reasoning" for those formats that have a tag which the tokenizer leaves
+    out of text."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     special = {token.content for token in added if token.special}
     calls, thinking = format_.tool_calls, format_.thinking
@@ -163,7 +164,7 @@ def special_tags(format_: AnswerFormat, tokenizer: Any) -> set[str]:
 
 
 def reasoning_tokens(format_: AnswerFormat, tokenizer: Any) -> ReasoningTokens | None:
-    """The tokens around the reasoning; None where its end is none, or more than one."""
+    """Returns the tokens around the reasoning, or None unless it ends with exactly one token."""
     if format_.thinking is None or tokenizer is None:
         return None
     added = tokenizer.get_added_vocab()

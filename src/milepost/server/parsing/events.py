@@ -1,4 +1,4 @@
-"""The events that parsers return, and how calls are read, whatever their format."""
+"""Events that parsers return, and the interface of all readers of calls."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool call begins; CallArguments that follow belong to it."""
+    """A tool call begins; the CallArguments that follow belong to it."""
 
     name: str
     id: str = ""
-    """What the model itself calls the call, unless it has called another so; "" in formats without
-    ids."""
+    """The model's own id of the call; "" in formats without ids and for an id that it has used
+    before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +41,31 @@ Event = Reasoning | Content | CallStart | CallArguments
 
 
 class FoundEvents:
-    """The events of one answer; neighbours of one kind become one event.
+    """Collects the events of one answer; neighbours of one kind become one event.
 
-    White space beside a call belongs to neither, so white space at an end of the content waits.
+    White space next to a call belongs neither to it nor to the content, so white space at either
+    end of the content waits.
     """
 
     def __init__(self) -> None:
         self._pieces: list[tuple[type[Event], str]] = []
         self._ids: list[str] = []
-        """Of the calls among the pieces."""
+        """Ids of the calls among the pieces."""
         self._all_ids: set[str] = set()
         self._spaces: list[str] = []
         self._has_calls = self._has_content = False
         self.has_ended_call = False
-        """Whether a call has come to its end."""
+        """Whether a call has ended."""
         self.is_cut = False
-        """Whether the answer was cut off. What is found then had waited: it may begin a call."""
+        """Whether the answer was cut off. Text that is found then may be the beginning of a
+        call."""
 
     def reasoning(self, text: str) -> None:
         self._add(Reasoning, text)
 
     def content(self, text: str) -> None:
         if self.is_cut and self._has_calls:
-            return  # the beginning of a further call, cut off: neither a call nor words
+            return  # a further call that was cut off: neither a call nor content
         length = len(text.rstrip())
         if length:
             if self._has_calls and not self._has_content:
@@ -77,7 +79,7 @@ class FoundEvents:
             self._spaces.append(text[length:])
 
     def plain(self, text: str) -> None:
-        """Content beside which no call can come any more, so nothing waits."""
+        """Adds content at once, since no call can follow it any more."""
         self._add(Content, "".join(self._spaces) + text)
         self._spaces.clear()
 
@@ -97,12 +99,12 @@ class FoundEvents:
         self._add(CallArguments, text)
 
     def end(self) -> None:
-        """The answer is over: white space at its end is content, but behind a call."""
+        """Ends the answer. White space at its end is content, except after a call."""
         if self._has_content or not self._has_calls:
             self.plain("")
 
     def take(self) -> list[Event]:
-        """What was found since the last time."""
+        """Returns the events since the last call."""
         events: list[Event] = []
         ids = iter(self._ids)
         start = 0
@@ -123,25 +125,25 @@ class FoundEvents:
 
 
 IsKnown = Callable[[str], bool]
-"""Whether a function may be what is called."""
+"""Returns whether a function may be called."""
 
 
 class CallReader(Protocol):
     """Reads the calls of one answer."""
 
     starts: tuple[str, ...]
-    """Tags with which a call may begin; the first as a rule."""
+    """Tags that may begin a call; the usual one comes first."""
     close: str
     names: frozenset[str]
-    """Of the functions that the request lists."""
+    """Names of the functions in the request."""
 
     def read(
         self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
     ) -> Reading[bool]:
-        """Read on behind a tag of `starts`; whether it was a call, which is announced once that is
-        known. What was none is passed `aside`."""
+        """Reads on after a tag of `starts` and returns whether it was a call. A call is announced
+        as soon as it is known to be one; other text goes to `aside`."""
 
 
 def any_name(name: str) -> bool:  # noqa: ARG001
-    """Where any function may be called, listed or not."""
+    """Accepts every function, listed or not."""
     return True

@@ -4,9 +4,9 @@
     {"name": "f", "arguments": {"a": 1}}
     </tool_call>
 
-Arguments stream once the name is known. An object without a name, or with arguments that are no
-object, is no call, tags included. Several objects between two tags, in a list or run together, are
-several calls.
+Arguments stream once the name is known. An object without a name, or with arguments that are not an
+object, is not a call, tags included. Several objects between two tags, in a list or one after the
+other, are several calls.
 """
 
 from __future__ import annotations
@@ -34,22 +34,21 @@ class JsonCalls:
 
     open: str = "<tool_call>"
     close: str = "</tool_call>"
-    """"" where the end of the answer closes."""
+    """The closing tag; "" if only the end of the answer closes."""
     others: tuple[str, ...] = ()
-    """Further tags that open."""
+    """Further opening tags."""
     name: str = "name"
     arguments: str = "arguments"
     is_list: bool = False
-    """Whether the tags hold a list of all calls, not one call."""
+    """Whether the tags enclose a list of all calls rather than one call."""
     layout: tuple[str, str] = ("\n", "\n")
-    """What stands behind the opening and before the closing tag."""
+    """Text after the opening and before the closing tag."""
     signs: tuple[str, ...] = ("<tool_call>",)
 
     def reader(self, tools: lark.Tools) -> JsonReader:
         return JsonReader(self, lark.names(tools))
 
     def grammar(self, tools: lark.Tools, tag: lark.Tag, *, is_single: bool) -> list[str]:
-        """Rules of which `calls` is the whole."""
         names = [f"tool{i}" for i in range(len(tools))]
         rules = [self._rule(name, tool) for name, tool in zip(names, tools, strict=True)]
         one = f"({' | '.join(names)})"
@@ -70,8 +69,6 @@ class JsonCalls:
 
 
 class JsonReader:
-    """Reads the calls of one answer."""
-
     def __init__(self, form: JsonCalls, names: frozenset[str]) -> None:
         self._form = form
         self.names = names
@@ -89,7 +86,8 @@ class JsonReader:
     def objects(
         self, tape: Tape, found: FoundEvents, aside: Give, is_known: IsKnown
     ) -> Reading[bool]:
-        """The same behind the bracket that may begin a list; what was read is kept."""
+        """Reads the calls after a bracket that may begin a list, or after the tag; what was read is
+        kept."""
         yield from spaces(tape)
         num_calls = 0
         while (yield from take(tape, tags("{"))):
@@ -109,7 +107,7 @@ class JsonReader:
 
 
 class _JsonCall:
-    """Reads one object behind its opening brace."""
+    """Reads one object after its opening brace."""
 
     def __init__(self, form: JsonCalls, tape: Tape, found: FoundEvents, is_known: IsKnown) -> None:
         self._form = form
@@ -122,7 +120,7 @@ class _JsonCall:
         self._has_begun = False
 
     def read(self) -> Reading[bool]:
-        """Whether it is a call."""
+        """Returns whether the object is a call."""
         is_whole = yield from self._members()
         if self._has_begun:
             return True
@@ -137,7 +135,7 @@ class _JsonCall:
         return True
 
     def _members(self) -> Reading[bool]:
-        """Whether the object ended by itself, as far as it can be a call's."""
+        """Returns whether the object ended by itself; stops early if it cannot be a call."""
         tape, form = self._tape, self._form
         while True:
             yield from run(tape, _BETWEEN)
@@ -156,7 +154,7 @@ class _JsonCall:
                 yield from self._text()
 
     def _key(self) -> Reading[str | None]:
-        """A key and its colon; None if there is none."""
+        """Reads a key and its colon. Returns None if there is none."""
         tape = self._tape
         quote = yield from take(tape, tags(*QUOTES))
         if not quote:
@@ -170,7 +168,7 @@ class _JsonCall:
         return key if isinstance(key, str) else None
 
     def _text(self) -> Reading[str]:
-        """The JSON of a value."""
+        """Reads a value and returns its JSON."""
         pieces: list[str] = []
         yield from value(self._tape, pieces.append, self._ends)
         return "".join(pieces)

@@ -10,10 +10,10 @@ from typing import Any
 from milepost.engine.constraints import JSON_OPTIONS
 
 Tools = Sequence[Mapping[str, Any]]
-"""As a request has them."""
+"""Tools as chat templates read them."""
 
 Tag = Callable[[str], str]
-"""Writes a tag: as a token where the vocabulary has it as one, else as text."""
+"""Writes a tag: as a token if the vocabulary has it as one, else as text."""
 
 
 def text(literal: str) -> str:
@@ -25,10 +25,8 @@ def regex(pattern: str) -> str:
 
 
 def search_regex(pattern: object) -> str | None:
-    """A regex of the texts in which `pattern`, of a JSON schema, is found.
-
-    None for one that has no such form: with look-around, or anchors inside.
-    """
+    """Returns a regex of the texts that contain a match of a JSON schema's `pattern`, or None if it
+    has look-around or inner anchors."""
     if not isinstance(pattern, str) or _NOT_REGULAR.search(pattern):
         return None
     start, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
@@ -52,8 +50,8 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def json_value(schema: Mapping[str, Any], *, is_strict: bool) -> str:
-    """A JSON value of a schema. What llguidance does not know of it is left out unless `is_strict`:
-    then the request is refused."""
+    """Returns a rule for a JSON value of a schema. Keywords that llguidance does not know are
+    ignored, or with `is_strict` make it refuse the schema."""
     options = {**JSON_OPTIONS, "lenient": not is_strict}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
@@ -63,10 +61,10 @@ def is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 def parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of a tool's arguments."""
+    """Returns the schema of a tool's arguments."""
     return tool["function"].get("parameters") or {"type": "object"}
 
 
 def names(tools: Tools) -> frozenset[str]:
-    """Of the functions."""
+    """Returns the names of the functions."""
     return frozenset(tool["function"]["name"] for tool in tools)

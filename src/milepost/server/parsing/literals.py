@@ -1,9 +1,9 @@
-"""Reads values as models write them, in JSON, in Python or between the two; writes JSON.
+"""Reads values as models write them, in JSON, in Python or a mixture, and writes JSON.
 
-JSON passes through as it is, piece by piece, each scalar once it is complete. Python's literals
-become JSON's, and what is missing or too much (commas, colons, brackets, quotes, line breaks in
-strings) is mended on the way, so whatever comes out is JSON. The work is linear in the text and
-nothing recurses, whatever a model writes.
+JSON passes through unchanged, piece by piece, each scalar once it is complete. Python's literals
+become JSON's, and missing or extra commas, colons, brackets, quotes and line breaks in strings are
+mended on the way, so the output is always JSON. The work is linear in the text and nothing
+recurses, whatever a model writes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from milepost.server.parsing.strings import QUOTES, Give, StringReader, quoted
 from milepost.server.parsing.tape import Reading, Tape, one, run, spaces, tags, take
 
 MAX_DEPTH = 128
-"""Most brackets in each other: readers of JSON have limits of their own."""
+"""Largest number of nested brackets: readers of JSON have limits of their own."""
 _PAIRS = {"{": "}", "[": "]", "(": ")"}
 _MARKS = tags(*_PAIRS, *_PAIRS.values(), *QUOTES, ",", ":")
 _SCALAR = re.compile(r"[^\s,:\"'{}\[\]()<]*")
@@ -31,33 +31,33 @@ _EXACT = frozenset(("true", "false", "null", "True", "False", "None"))
 def value(
     tape: Tape, give: Give, ends: tuple[str, ...], *, is_object: bool = False
 ) -> Reading[bool]:
-    """Pass on the JSON of the value that begins here; whether it ended by itself.
+    """Passes on the JSON of the value that begins here, and returns whether it ended by itself.
 
-    It did not if the text is over, or if one of `ends` (not read) comes where none can be. Then it
-    is closed, unless the whole answer was cut off there. With `is_object` it is an object whatever
-    its brace holds.
+    It did not if the text is over, or if one of `ends` (not read) comes where it cannot be part of
+    the value. The value is closed then, unless the whole answer was cut off there. With
+    `is_object`, a brace always begins an object.
     """
     return (yield from ValueReader(tape, give, ends, is_object=is_object).read())
 
 
 @dataclass(slots=True)
 class _Bracket:
-    """One that is open."""
+    """A bracket that is open."""
 
     mark: str
     is_object: bool | None
-    """None of a brace that may still hold a set."""
+    """None for a brace that may still turn out to be a set."""
     place: int = 0
-    """Where its mark stands in the held text, while it may still change."""
+    """Index of its mark in the held text, while it may still change."""
     is_held: bool = False
     key: int = 0
-    """Where the last key begins there."""
+    """Index of the last key in the held text."""
     has_key: bool = False
-    """Whether a key, or an item of a set, waits for what tells."""
+    """Whether a key or an item of a set was read, and it is not known yet which."""
     has_colon: bool = False
     num_items: int = 0
     comma: str = ""
-    """Waits for the item behind it."""
+    """The comma to write before the next item."""
 
 
 class ValueReader:
@@ -79,14 +79,14 @@ class ValueReader:
         self._is_python = is_python
         self._open: list[_Bracket] = []
         self._held: list[str] = []
-        """What may still change; only while something is held."""
+        """Text that may still change; empty unless something is held."""
         self._num_holds = 0
         self._strings = StringReader(tape, self._put, ends, is_python=is_python)
         self._has_guessed = False
 
     @property
     def has_guessed(self) -> bool:
-        """Whether something was mended, not only written in JSON."""
+        """Whether something was mended, not only rewritten as JSON."""
         return self._has_guessed or self._strings.has_guessed
 
     def read(self) -> Reading[bool]:
@@ -120,7 +120,7 @@ class ValueReader:
                 return True
 
     def _has_more(self) -> Reading[bool]:
-        """Whether a scalar can come here."""
+        """Returns whether a scalar can come here."""
         tape = self._tape
         if self._ends and (end := (yield from take(tape, tags(*self._ends)))):
             tape.unread(end)
@@ -145,14 +145,14 @@ class ValueReader:
     # --- structure --------------------------------------------------------------------------------
 
     def _begin(self, space: str) -> None:
-        """A value, an item or a key begins."""
+        """Begins a value, an item or a key."""
         if not self._open:
             return
         top = self._open[-1]
         if top.has_colon:
             self._put(space)
             return
-        if top.has_key:  # its colon or the comma behind it is missing
+        if top.has_key:  # the colon or comma after it is missing
             self._has_guessed = True
             self._comma("")
             space = space or " "
@@ -167,7 +167,7 @@ class ValueReader:
         top.key = len(self._held)
 
     def _end(self) -> None:
-        """It is read."""
+        """Ends a value, an item or a key."""
         if not self._open:
             return
         top = self._open[-1]
@@ -197,7 +197,7 @@ class ValueReader:
         key = "".join(self._held[top.key :])
         del self._held[top.key :]
         if not key.startswith('"'):
-            key = f'"{_BARRED.sub("", key)}"'  # not escaped: keys in keys would double with each
+            key = f'"{_BARRED.sub("", key)}"'  # escapes would double with each nested key
         self._put(key + space + ":")
         top.is_object, top.has_key, top.has_colon, top.is_held = True, False, True, False
         self._release()
@@ -214,7 +214,7 @@ class ValueReader:
             top.comma = space + ","
 
     def _settle(self, top: _Bracket) -> None:
-        """No colon comes behind the last key, and no value behind the last colon."""
+        """Completes a last key that has no colon, or a last colon that has no value."""
         if top.has_key and top.is_object is None:  # a set's first item
             self._held[top.place] = "["
             top.is_object, top.is_held, top.has_key = False, False, False
@@ -243,7 +243,7 @@ class ValueReader:
         self._settle(top)
         self._open.pop()
         closing = "]" if top.is_object is False else "}"
-        if top.mark == "(" and top.is_held and top.num_items:  # no tuple, but a value in brackets
+        if top.mark == "(" and top.is_held and top.num_items:  # a value in brackets, no tuple
             self._held[top.place] = closing = space = ""
         self._put(space + closing)
         if top.is_held:
@@ -251,7 +251,7 @@ class ValueReader:
         self._end()
 
     def _give_up(self) -> bool:
-        """The value has no end of its own."""
+        """Closes a value that has no end of its own."""
         if not (self._tape.is_cut and self._tape.is_empty):
             while self._open:
                 self._pop("")
@@ -280,7 +280,7 @@ class ValueReader:
 
 
 def _number(text: str) -> str | None:
-    """The JSON of a number as Python has it, but JSON has not; None for what is none."""
+    """Returns the JSON of a number that only Python accepts, or None if it is not a number."""
     if _BASED.fullmatch(text):
         try:
             return str(int(text, 0))

@@ -3,9 +3,9 @@
     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>
     {"a": 1}<|tool_call_end|><|tool_calls_section_end|>
 
-The text before the arguments is also the call's id, which the model's template writes back, so
-clients get it as the id. Arguments stream. A section's tags may be missing, and those that end a
-call. A call whose arguments are no object is no call.
+The text before the arguments is also the call's id, and the model's template writes it back, so
+clients get it as the id. Arguments stream. The tags of the section and those that end a call may be
+missing. A call whose arguments are not an object is not a call.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ class NamedCalls:
     close: str
     call: tuple[str, str]
     arguments: str
-    """Between a call's id and its arguments."""
+    """Stands between a call's id and its arguments."""
     prefix: str
-    """Before the name in an id; a number follows the name."""
+    """Stands before the name in an id; a number follows the name."""
     signs: tuple[str, ...]
 
     def reader(self, tools: lark.Tools) -> _NamedReader:
         return _NamedReader(self, tools)
 
     def grammar(self, tools: lark.Tools, tag: lark.Tag, *, is_single: bool) -> list[str]:
-        """Rules of which `calls` is the whole."""
         names = [f"tool{i}" for i in range(len(tools))]
         rules = [self._rule(name, tool, tag) for name, tool in zip(names, tools, strict=True)]
         return [
@@ -61,15 +60,13 @@ class NamedCalls:
 
 
 class _NamedReader:
-    """Reads the calls of one answer."""
-
     def __init__(self, form: NamedCalls, tools: lark.Tools) -> None:
         self._form = form
         self.names = lark.names(tools)
         self.starts = (form.open, form.call[0])
         self.close = form.close
         self._ends = (*form.call[::-1], form.close, form.open)
-        """Tags that end a call, or begin what comes behind it."""
+        """Tags that end a call, or begin what follows it."""
 
     def read(
         self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
@@ -102,7 +99,7 @@ class _NamedReader:
         return num_calls > 0
 
     def _call(self, tape: Tape, found: FoundEvents, is_known: IsKnown) -> Reading[bool]:
-        """Read one behind its opening tag, up to where its arguments end."""
+        """Reads one call after its opening tag, up to the end of its arguments."""
         id_ = yield from run(tape, _ID, MAX_ID_LEN)
         if len(id_) > MAX_ID_LEN or not (yield from take(tape, tags(self._form.arguments))):
             return False

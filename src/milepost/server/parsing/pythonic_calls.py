@@ -2,10 +2,9 @@
 
     <|tool_call_start|>[f(a=1, s='x'), g()]<|tool_call_end|>
 
-Values are literals of Python or JSON. Each is passed on when it is complete. In a required call
-they are JSON, which every reader understands. A value without a keyword is that of the next
-parameter, in the order of the schema. Told to, LFM2 writes the objects of `JsonCalls` between its
-tags.
+Values are literals of Python or JSON, each passed on when it is complete. In a required call they
+are JSON, which every reader understands. A value without a keyword belongs to the next parameter in
+the order of the schema. If it is told to, LFM2 writes the objects of `JsonCalls` between its tags.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class PythonicCalls:
     open: str
     close: str
     layout: tuple[str, str, str]
-    """What stands before the first call, between two, and behind the last."""
+    """Text before the first call, between two calls, and after the last one."""
     signs: tuple[str, ...]
 
     def reader(self, tools: lark.Tools) -> _PythonicReader:
@@ -47,7 +46,6 @@ class PythonicCalls:
     # --- grammar ----------------------------------------------------------------------------------
 
     def grammar(self, tools: lark.Tools, tag: lark.Tag, *, is_single: bool) -> list[str]:
-        """Rules of which `calls` is the whole."""
         names = [f"tool{i}" for i in range(len(tools))]
         before, between, after = (lark.text(part) for part in self.layout)
         more = "" if is_single else f"({between} call)*"
@@ -61,7 +59,8 @@ class PythonicCalls:
 
 
 def _function(rule: str, tool: Mapping[str, Any]) -> list[str]:
-    """Parameters in the order of the schema; those that are not required may be left out."""
+    """Returns the rules of one function. Parameters come in the order of the schema; those that are
+    not required may be left out."""
     schema = lark.parameters(tool)
     whole = resolved(schema, schema)
     given = whole.get("properties")
@@ -97,8 +96,6 @@ def _checked(name: str) -> str:
 
 
 class _PythonicReader:
-    """Reads the calls of one answer."""
-
     def __init__(self, form: PythonicCalls, tools: lark.Tools) -> None:
         self._functions = Functions(tools)
         self.names = self._functions.names
@@ -136,7 +133,7 @@ class _PythonicReader:
 
 
 class _PythonicCall:
-    """Reads one call behind its parenthesis."""
+    """Reads one call after its parenthesis."""
 
     def __init__(
         self,
@@ -156,7 +153,7 @@ class _PythonicCall:
         self._has_begun = False
 
     def read(self) -> Reading[bool]:
-        """Whether it is a call, known to be one by its first value or its end."""
+        """Returns whether it is a call: the first value or the end tells."""
         tape = self._tape
         while True:
             yield from run(tape, _BETWEEN)
@@ -176,7 +173,7 @@ class _PythonicCall:
         return True
 
     def _argument(self) -> Reading[None]:
-        """A value, with its keyword if it has one."""
+        """Reads a value, with its keyword if it has one."""
         tape, pieces = self._tape, []
         word = yield from run(tape, _NAME, MAX_NAME_LEN)
         gap = yield from spaces(tape)
@@ -204,7 +201,7 @@ class _PythonicCall:
         self._add(f"{before}{quoted(name)}: {json}")
 
     def _members(self, text: str) -> None:
-        """The keywords of an object."""
+        """Adds the members of an object as keywords."""
         found = literal(text, is_python=True)
         inner = "" if found is None else found.json.strip()
         if not inner.startswith("{"):
@@ -215,7 +212,8 @@ class _PythonicCall:
             self._add(before + inner)
 
     def _unnamed(self, text: str) -> None:
-        """The value of the next parameter, or those of an object that has their names."""
+        """Adds a value to the next parameter, or an object's members to the parameters they
+        name."""
         found = literal(text, is_python=True)
         inner = None if found is None else loaded(found.json)
         if isinstance(inner, dict) and inner and self._parameters.named.keys() >= inner.keys():
@@ -226,7 +224,7 @@ class _PythonicCall:
         self._keyword(next(free, f"arg{self._num_unnamed}"), text)
 
     def _add(self, text: str) -> None:
-        """The call is known to be one."""
+        """Announces the call if it is new, and adds to its arguments."""
         if not self._has_begun:
             self._has_begun = True
             self._tape.kept()

@@ -1,9 +1,9 @@
 """Reasoning between two tags, or two sentences that serve as tags.
 
-Where the template's generation prompt opens the reasoning, the answer has only the closing tag.
-Line breaks beside the tags belong to neither side. Models forget to close it before a call: so a
-call of a function that the request lists ends it too, wherever it begins. If neither comes, there
-is nothing else.
+If the template's generation prompt opens the reasoning, the answer has only the closing tag. Line
+breaks next to the tags belong to neither side. Models forget to close reasoning before a call, so a
+call of a function in the request ends it too, wherever it begins. If neither comes, the whole
+answer is reasoning.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class ThinkTags:
     open: str = "<think>"
     close: str = "</think>"
     others: tuple[tuple[str, str], ...] = ()
-    """Further pairs that mean the same, of which any opening goes with any closing one."""
+    """Further pairs with the same meaning; any opening tag goes with any closing one."""
     is_always_open: bool = False
-    """Whether an answer begins inside the reasoning, unless its prompt ends with a closing tag."""
+    """Whether an answer begins inside the reasoning unless its prompt ends with a closing tag."""
     signs: tuple[str, ...] = ("</think>",)
 
     @property
@@ -39,8 +39,8 @@ class ThinkTags:
         return self.close, *(closing for _, closing in self.others)
 
     def is_open_in(self, prompt: str, begun: str = "") -> bool:
-        """Whether an answer to this prompt begins inside the reasoning; the prompt ends with what
-        is `begun` of it."""
+        """Returns whether an answer to this prompt begins inside the reasoning. The prompt ends
+        with `begun`, the beginning of the answer."""
         opened, closed = (max(map(begun.rfind, own)) for own in (self.opens, self.closes))
         if opened != closed:
             return opened > closed
@@ -52,10 +52,8 @@ class ThinkTags:
     def read(
         self, tape: Tape, found: FoundEvents, calls: CallReader | None, *, is_open: bool
     ) -> Reading[bool]:
-        """Read the reasoning with which an answer begins, if it does; whether a call ended it.
-
-        `is_open` if the prompt opened it.
-        """
+        """Reads the reasoning at the start of an answer, if there is any, and returns whether a
+        call ended it. `is_open` says that the prompt opened it."""
         before = yield from spaces(tape)
         mark = yield from take(tape, tags(*self.opens, *self.closes))
         if mark in self.closes:
@@ -83,12 +81,12 @@ class ThinkTags:
 
 
 def lines(tape: Tape) -> Reading[str]:
-    """Line breaks behind a tag."""
+    """Reads line breaks after a tag."""
     return (yield from run(tape, _LINES))
 
 
 class _Lines:
-    """Passes reasoning on, without line breaks at its start; those at its end wait."""
+    """Passes reasoning on without line breaks at its start; those at its end wait."""
 
     def __init__(self, found: FoundEvents) -> None:
         self._found = found

@@ -1,4 +1,4 @@
-"""Values that are read as a whole: finds where one ends, and tells what its text says."""
+"""Reads values that are needed as a whole: finds where one ends, and what its text says."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ _BRACKETS = (*"([{", *")]}")
 
 
 def bracketed(tape: Tape, give: Give, ends: tuple[str, ...]) -> Reading[bool]:
-    """Pass on a value in brackets; whether it ended, before one of `ends` (not read)."""
+    """Passes on a value in brackets, and returns whether it ended before one of `ends` (not
+    read)."""
     return bool((yield from _scan(tape, give, ends, "")))
 
 
 def argument(tape: Tape, give: Give, ends: tuple[str, ...]) -> Reading[bool]:
-    """Pass on a value up to the comma or bracket behind it; whether it ended there."""
+    """Passes on a value up to the comma or bracket after it, and returns whether it ended there."""
     return bool((yield from _scan(tape, give, ends, ",)]}")))
 
 
 def _scan(tape: Tape, give: Give, ends: tuple[str, ...], stops: str) -> Reading[str]:
-    """Pass on a text up to one of `stops` outside of brackets (not read); without any, up to the
-    end of the bracket that begins it. Returns the mark that ended it, "" if none did."""
+    """Passes on a text up to one of `stops` outside of brackets (not read), or without stops up to
+    the end of the bracket that begins it. Returns the mark that ended it, "" if none did."""
     marks = tags(*QUOTES, *_BRACKETS, *("," if stops else ""), *ends)
     line = TextLine(give)
     depth = 0
@@ -46,7 +47,7 @@ def _scan(tape: Tape, give: Give, ends: tuple[str, ...], stops: str) -> Reading[
 
 
 def _string(tape: Tape, line: TextLine, quote: str, ends: tuple[str, ...]) -> Reading[bool]:
-    """Pass on a string behind its opening quote; whether it ended."""
+    """Passes on a string after its opening quote, and returns whether it ended."""
     closing = quote
     if (yield from take(tape, tags(quote))):
         line.give(quote)
@@ -69,7 +70,7 @@ def _string(tape: Tape, line: TextLine, quote: str, ends: tuple[str, ...]) -> Re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Literal:
-    """What a text says."""
+    """A value that a text holds."""
 
     json: str
     is_exact: bool
@@ -79,7 +80,8 @@ class Literal:
 
 
 def literal(text: str, *, is_python: bool = False, is_cut: bool = False) -> Literal | None:
-    """What a whole text says; None for one that goes on behind its value, or has none."""
+    """Returns the value that a whole text holds, or None if there is none or the text goes on after
+    it."""
     tape = Tape.of(text, is_cut=is_cut)
     pieces: list[str] = []
     reader = ValueReader(tape, pieces.append, (), is_python=is_python)
@@ -91,8 +93,8 @@ def literal(text: str, *, is_python: bool = False, is_cut: bool = False) -> Lite
 
 
 def object_of(text: str) -> str | None:
-    """The JSON of the object that a text says, also one written into a string; None for what is
-    none. Nothing, and null, are an object without members."""
+    """Returns the JSON of the object that a text holds, even inside a string, or None if it holds
+    none. An empty text and null are an empty object."""
     for _ in range(2):
         text = text.strip()
         if text in ("", "null", "None"):
@@ -110,7 +112,7 @@ def object_of(text: str) -> str | None:
 
 
 def loaded(text: str) -> Any:
-    """The value of a JSON text; None for what is none (and for null)."""
+    """Returns the value of a JSON text, or None if it is invalid (or null)."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -122,7 +124,7 @@ def _refuse(name: str) -> None:
 
 
 def _result(reading: Reading[bool]) -> bool:
-    """Of a reading whose text is over."""
+    """Returns the result of a reading whose text is complete."""
     try:
         next(reading)
     except StopIteration as end:

@@ -1,7 +1,7 @@
-"""Follows references in a tool's JSON schema, and flattens what a parameter may be.
+"""Follows references in a tool's JSON schema, and lists the alternatives of a parameter.
 
-References (`#/$defs/...`, `#/properties/...`, `#`) point into the whole schema of the arguments.
-Where a parameter's own schema is used alone, what it refers to is carried along.
+References (`#/$defs/...`, `#/properties/...`, `#`) point into the schema of all arguments. A
+parameter's schema that is used alone takes the definitions it refers to along.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Schema = Mapping[str, Any]
 _INDEX = re.compile("[0-9]{1,9}")
 
 MAX_ALTERNATIVES = 512
-"""Most leaves of one schema that are looked at; a schema with more counts as anything."""
+"""Largest number of leaves of one schema; a schema with more counts as anything."""
 
 _KIND_OF = {
     str: "string",
@@ -32,7 +32,7 @@ _KIND_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One alternative of a schema: values of one type, or (a const) one value."""
+    """One alternative of a schema: values of one type, or one value (a const)."""
 
     kind: str
     """A type of JSON schema, or "any"."""
@@ -44,7 +44,7 @@ class Leaf:
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """The schema itself, behind its references; {} for what leads nowhere."""
+    """Returns the schema after following its references; {} if they lead nowhere."""
     seen: set[str] = set()
     own: dict[str, Any] = {}
     while isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
@@ -58,7 +58,7 @@ def resolved(schema: Any, root: Schema) -> Schema:
 
 
 def required_of(schema: Schema) -> frozenset[str]:
-    """The names that an object must have; what is no list of names asks for none."""
+    """Returns the names that an object must have, none if `required` is not a list of names."""
     names = schema.get("required")
     return frozenset(
         name for name in (names if isinstance(names, list) else ()) if isinstance(name, str)
@@ -66,7 +66,7 @@ def required_of(schema: Schema) -> frozenset[str]:
 
 
 def pointed(reference: str, root: Schema) -> Any:
-    """What a reference into `root` points to; None if nothing."""
+    """Returns the target of a reference into `root`, or None."""
     if not reference.startswith("#"):
         return None
     here: Any = root
@@ -82,7 +82,7 @@ def pointed(reference: str, root: Schema) -> Any:
 
 
 def leaves(schema: Any, root: Schema) -> list[Leaf]:
-    """The alternatives of a schema."""
+    """Returns the alternatives of a schema."""
     found: list[Leaf] = []
     todo, seen = [schema], set()
     while todo:
@@ -110,7 +110,7 @@ def _without_reference(schema: Schema, root: Schema) -> Schema:
 
 
 def _merged(schema: Schema, root: Schema) -> dict[str, Any]:
-    """With what stands in `allOf`: all of it holds."""
+    """Returns the schema merged with the members of its `allOf`."""
     merged = dict(schema)
     parts = merged.pop("allOf", None)
     for part in parts if isinstance(parts, list) else ():
@@ -126,7 +126,7 @@ def _merged(schema: Schema, root: Schema) -> dict[str, Any]:
 
 
 def _branches(schema: Schema) -> list[Any]:
-    """The branches of a choice, each with what holds for all of them."""
+    """Returns the branches of a choice, each with the keywords that hold for all of them."""
     for key in ("anyOf", "oneOf"):
         branches = schema.get(key)
         if isinstance(branches, list):
@@ -142,7 +142,7 @@ _ASIDE = frozenset(("anyOf", "oneOf", "$defs", "definitions", "title", "descript
 
 
 def _plain(schema: Schema) -> list[Leaf]:
-    """Of a schema without branches."""
+    """Returns the leaves of a schema without branches."""
     literals = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(literals, list):
         return [Leaf(_KIND_OF[type(value)], {"const": value}) for value in literals]
@@ -155,7 +155,7 @@ def _plain(schema: Schema) -> list[Leaf]:
 
 
 def carried(schema: Any, root: Schema) -> Schema:
-    """The schema with all that it refers to, so that it stands alone."""
+    """Returns the schema with all definitions that it refers to, so that it stands alone."""
     names: dict[str, str] = {}
     definitions: dict[str, Any] = {}
     own = _rewritten(schema, names)
@@ -166,7 +166,8 @@ def carried(schema: Any, root: Schema) -> Schema:
 
 
 def _rewritten(schema: Any, names: dict[str, str]) -> Any:
-    """A copy whose references point to definitions by number; new ones are added to `names`."""
+    """Returns a copy whose references point to numbered definitions; new ones are added to
+    `names`."""
     top: list[Any] = [schema]
     todo: list[tuple[Any, Any]] = [(top, 0)]
     while todo:

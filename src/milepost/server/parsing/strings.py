@@ -1,8 +1,8 @@
-"""Strings as models write them, in JSON or in Python.
+"""Reads strings as models write them, in JSON or in Python.
 
-A string may hold the tags that end its call. But models also leave strings open: then the tag that
-ends the call follows a line break, which no string in JSON can contain. A tag that is a special
-token ends a string wherever it stands.
+A string may contain the tags that end its call. But models also leave strings open; then the tag
+that ends the call follows a line break, and JSON strings contain no line breaks. A tag that is a
+special token ends a string wherever it stands.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OWN = {"a": "\\u0007", "v": "\\u000b", "\n": ""}
 
 
 class TextLine:
-    """Passes a text on; a line break at its end waits, with the white space behind it."""
+    """Passes a text on; a line break at its end waits, together with the white space after it."""
 
     def __init__(self, give: Give) -> None:
         self._give = give
@@ -42,7 +42,7 @@ class TextLine:
 
     @property
     def is_new(self) -> bool:
-        """Whether a line begins here, which is not the first."""
+        """Whether a new line begins here."""
         return bool(self._held)
 
     def give(self, text: str) -> None:
@@ -59,14 +59,14 @@ class TextLine:
             self._held.append(text[end:])
 
     def release(self) -> None:
-        """What waits belongs to the text."""
+        """Passes on what waits, since the text goes on."""
         if self._held:
             self._give("".join(self._held))
             self._held.clear()
 
 
 class StringReader:
-    """Reads strings behind their opening quotes, and passes on JSON's."""
+    """Reads strings after their opening quotes, and passes them on as JSON."""
 
     def __init__(self, tape: Tape, give: Give, ends: tuple[str, ...], *, is_python: bool) -> None:
         self._tape = tape
@@ -76,7 +76,7 @@ class StringReader:
         self.has_guessed = False
 
     def read(self, quote: str, *, is_raw: bool = False) -> Reading[bool]:
-        """Whether the string ended by itself. In Python several in a row are one."""
+        """Returns whether the string ended by itself. In Python, several in a row are one."""
         self._give('"')
         while True:
             if not (yield from self._part(quote, is_raw=is_raw)):
@@ -95,7 +95,7 @@ class StringReader:
         return True
 
     def _part(self, quote: str, *, is_raw: bool) -> Reading[bool]:
-        """One string, up to its closing quotes."""
+        """Reads one string up to its closing quotes."""
         tape, closing = self._tape, quote
         if (yield from take(tape, tags(quote))):
             if not (yield from take(tape, tags(quote))):
@@ -123,7 +123,7 @@ class StringReader:
         self._give(inside(text))
 
     def _escape(self, quote: str, *, is_raw: bool) -> Reading[str]:
-        """What stands for an escape behind its backslash."""
+        """Reads an escape after its backslash, and returns its JSON."""
         is_python = self._is_python or quote == "'"
         mark = yield from one(self._tape)
         if not mark:
@@ -165,10 +165,10 @@ class StringReader:
 
 
 def quoted(text: str) -> str:
-    """A text as JSON's string."""
+    """Returns a text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def inside(text: str) -> str:
-    """A text as it stands inside JSON's quotes."""
+    """Returns a text as it stands inside JSON's quotes."""
     return quoted(text)[1:-1]

@@ -8,11 +8,11 @@
     </function>
     </tool_call>
 
-A parameter's value is a text, read by its schema (`Value`); one line break beside each tag is not
-part of it. Strings stream as they come. A string may hold the format's own tags: it ends where a
-closing tag is followed by what can come then. Models forget closing tags, too: so the opening tag
-of a parameter that is not given yet, at the beginning of a line, ends a value, and so does the end
-of the call, if another call or the end of the answer follows.
+A parameter's value is a text, read by its schema (`Value`), without one line break next to each
+tag. Strings stream as they come. A string may contain the format's own tags: it ends at a closing
+tag that is followed by a tag that may come next. Models also forget closing tags. So a value ends
+too at the opening tag of a parameter that is not given yet, at the beginning of a line, and at the
+end of the call if another call or the end of the answer follows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TaggedCalls:
 
     @property
     def barred(self) -> str:
-        """A pattern of what would end a string."""
+        """A pattern of everything that would end a string."""
         ends = [
             rf"{re.escape(end)}\s*(?:{'|'.join(map(re.escape, self.following(end)))})"
             for end in (self.parameter[1], self.function[1])
@@ -60,7 +60,7 @@ class TaggedCalls:
         return "|".join([*ends, rf"\n\s*{re.escape(self.parameter[0])}"])
 
     def following(self, end: str) -> tuple[str, ...]:
-        """The tags that can come behind one that ends."""
+        """Returns the tags that can follow a closing tag."""
         new = (self.open, self.function[0])
         if end == self.parameter[1]:
             return (self.parameter[0], self.function[1], self.close, *new)
@@ -69,7 +69,6 @@ class TaggedCalls:
     # --- grammar ----------------------------------------------------------------------------------
 
     def grammar(self, tools: lark.Tools, tag: lark.Tag, *, is_single: bool) -> list[str]:
-        """Rules of which `calls` is the whole."""
         names = [f"tool{i}" for i in range(len(tools))]
         more = "" if is_single else '("\\n" call)*'
         call = f'{tag(self.open)} "\\n" ({" | ".join(names)}) "\\n" {tag(self.close)}'
@@ -79,7 +78,8 @@ class TaggedCalls:
         return rules
 
     def _function(self, rule: str, tool: Mapping[str, Any]) -> list[str]:
-        """Parameters in the order of the schema; those that are not required may be left out."""
+        """Returns the rules of one function. Parameters come in the order of the schema; those that
+        are not required may be left out."""
         parameters = Parameters(lark.parameters(tool))
         end = f"\n{self.parameter[1]}\n"
         strictly = {"is_strict": lark.is_strict(tool)}
@@ -105,13 +105,14 @@ class TaggedCalls:
 
 
 def _other_names(names: Mapping[str, Any]) -> str:
-    """A name that is none of these."""
+    """Returns a rule for names that are not among these."""
     free = lark.regex(r"[^>\s]([^>\n]*[^>\s])?")
     return f"{free} & ~{lark.regex('|'.join(map(re.escape, names)))}" if names else free
 
 
 class _TaggedReader:
-    """Reads the calls of one answer. Models forget the first tag: a function's own will do."""
+    """Reads the calls of one answer. Models forget the first tag, so a function's own tag is
+    enough."""
 
     def __init__(self, form: TaggedCalls, tools: lark.Tools) -> None:
         self._form = form
@@ -123,7 +124,7 @@ class _TaggedReader:
     def read(
         self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
     ) -> Reading[bool]:
-        """A call is known to be one by its first parameter or its end."""
+        """Returns whether it was a call: its first parameter or its end tells."""
         form = self._form
         tape.keep(start)
         begun = start == form.function[0]
@@ -141,14 +142,14 @@ class _TaggedReader:
         return True
 
     def _name(self, tape: Tape) -> Reading[str]:
-        """A function's name and the end of its tag; "" if there is none."""
+        """Reads a function's name and the end of its tag. Returns "" if there is none."""
         name = yield from run(tape, _NAME, MAX_NAME_LEN)
         if len(name) > MAX_NAME_LEN or not (yield from take(tape, tags(">"))):
             return ""
         return name if name in self.names else name.strip()
 
     def _goes_on(self, tape: Tape) -> Reading[bool]:
-        """Whether something of a call comes."""
+        """Returns whether a part of a call follows."""
         yield from spaces(tape)
         form = self._form
         options = tags(form.parameter[0], form.function[1], form.close, "{")
@@ -156,7 +157,7 @@ class _TaggedReader:
 
 
 class _TaggedCall:
-    """Reads one call behind its function's opening tag."""
+    """Reads one call after its function's opening tag."""
 
     def __init__(
         self, form: TaggedCalls, tape: Tape, found: FoundEvents, schema: Parameters
@@ -169,10 +170,10 @@ class _TaggedCall:
         head = form.parameter[0]
         names = [name for name in schema.named if _NAME.fullmatch(name)]
         self._heads = {f"{head}{name}>": name for name in names} or {head: ""}
-        """Tags of parameters, by which a value ends that is not closed."""
+        """Tags of parameters, which end a value that is not closed."""
 
     def read(self) -> Reading[None]:
-        """What is no parameter becomes content."""
+        """Reads the parameters. Text between them becomes content."""
         form, tape, found = self._form, self._tape, self._found
         if (yield from peek(tape, tags("{"))):
             yield from self._whole()
@@ -188,7 +189,7 @@ class _TaggedCall:
         self._end(mark)
 
     def _whole(self) -> Reading[None]:
-        """Models also write all arguments as one object."""
+        """Reads all arguments as one object, as models also write them."""
         form, tape, found = self._form, self._tape, self._found
         ends = (form.function[1], form.close, form.open, form.function[0])
         yield from value(tape, found.arguments, ends, is_object=True)
@@ -201,7 +202,8 @@ class _TaggedCall:
             self._tape.unread(mark)
 
     def _parameter(self) -> Reading[str]:
-        """The opening tag of what may come next, or the tag that ended the call."""
+        """Reads a parameter. Returns the opening tag of the next one, or the tag that ended the
+        call."""
         tape, form, found = self._tape, self._form, self._found
         name = yield from run(tape, _NAME, MAX_NAME_LEN)
         if len(name) > MAX_NAME_LEN or not (yield from take(tape, tags(">"))):
@@ -216,7 +218,7 @@ class _TaggedCall:
         return form.parameter[0] if end == form.parameter[1] else end
 
     def _string(self) -> Reading[str]:
-        """A string, as it comes; returns the tag that ended it."""
+        """Passes on a string as it comes. Returns the tag that ended it."""
         give = self._found.arguments
         give('"')
         end = yield from self._rest(_Text(lambda piece: give(inside(piece))))
@@ -225,7 +227,7 @@ class _TaggedCall:
         return end
 
     def _other(self, its: Value) -> Reading[str]:
-        """What its text means, once that is known; returns the tag that ended it."""
+        """Passes on a value once its text is complete. Returns the tag that ended it."""
         tape, form = self._tape, self._form
         pieces: list[str] = []
         text = _Text(pieces.append)
@@ -239,9 +241,9 @@ class _TaggedCall:
         return end
 
     def _rest(self, text: _Text, *, has_tags: bool = True) -> Reading[str]:
-        """Pass on what is left of a value; returns the tag that ended it, "" if none did.
+        """Passes on the rest of a value. Returns the tag that ended it, or "".
 
-        With `has_tags` a tag may be part of the value: what is around it tells.
+        With `has_tags` a tag may be part of the value; the text around it decides.
         """
         tape, form = self._tape, self._form
         closes = (form.parameter[1], form.function[1], form.close)
@@ -266,7 +268,7 @@ class _TaggedCall:
 
 
 class _Text:
-    """Passes on a value, but a line break at its end, which is not part of it."""
+    """Passes on a value without the line break at its end."""
 
     def __init__(self, give: Give) -> None:
         self._give = give
@@ -275,7 +277,7 @@ class _Text:
 
     @property
     def is_new(self) -> bool:
-        """Whether a line begins here, behind a text."""
+        """Whether a line begins here, after some text."""
         return self._has_text and self._is_blank
 
     def give(self, text: str) -> None:

@@ -1,8 +1,8 @@
-"""Text that arrives in pieces, read from left to right.
+"""Reads text that arrives in pieces, from left to right.
 
-Parsers are generators: they `yield` where they need more text, and continue when it has arrived.
-Text that was read is dropped, and at most the beginning of a tag is kept waiting, so each character
-costs the same, whatever the pieces and however long the text.
+Parsers are generators: they `yield` when they need more text, and continue when it has arrived.
+Text is dropped once it is read, and at most the beginning of a tag is kept waiting, so each
+character costs the same, whatever the pieces and however long the text.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""Yields where text is missing; returns T."""
+"""A generator that yields when it needs more text, and returns T."""
 
 SPACES = re.compile(r"\s*")
 
 
 class Tape:
-    """The text that has come and is not read yet."""
+    """The text that has arrived and is not read yet."""
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._kept: list[str] | None = None
         self.is_over = self.is_cut = False
-        """Whether no more text comes; and whether its writer had not come to the end."""
+        """Whether no more text comes, and whether the answer was cut off."""
         self.work = 0
-        """Characters looked at or moved so far."""
+        """Number of characters looked at or moved so far."""
 
     @classmethod
     def of(cls, text: str, *, is_cut: bool = False) -> Tape:
-        """A whole text."""
+        """Returns the tape of a complete text."""
         tape = cls()
         tape.put(text)
         tape.is_over, tape.is_cut = True, is_cut
@@ -49,9 +49,9 @@ class Tape:
         return self._at == len(self._text)
 
     def find(self, tags: Tags) -> tuple[str, str]:
-        """Read up to the end of the first tag: (what is before it, the tag).
+        """Reads up to the end of the first tag, and returns (text before it, the tag).
 
-        Without a tag, what cannot be the beginning of one is read, and the tag is "".
+        If there is no tag, reads everything that cannot begin one, and returns "" as the tag.
         """
         match = tags.whole.search(self._text, self._at)
         if match:
@@ -68,14 +68,15 @@ class Tape:
         return before, ""
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """Read what a pattern (which may match nothing) matches here."""
+        """Reads the text that a pattern matches here; it must match the empty text."""
         match = pattern.match(self._text, self._at)
         assert match is not None, "the pattern of a run matches the empty text"
         self._read_to(match.end())
         return match.group()
 
     def starts(self, tags: Tags) -> str | None:
-        """The tag that comes next, not read; "" if none does, None if that cannot be told yet."""
+        """Returns the tag that comes next without reading it: "" if there is none, None if more
+        text is needed to tell."""
         self.work += tags.longest
         match = tags.whole.match(self._text, self._at)
         if match:
@@ -83,32 +84,32 @@ class Tape:
         return None if not self.is_over and self.may_start(tags) else ""
 
     def may_start(self, tags: Tags) -> bool:
-        """Whether what is left is nothing, or an unfinished tag."""
+        """Returns whether the rest is empty or an unfinished tag."""
         rest = self._text[self._at : self._at + tags.longest]
         return not rest or bool(tags.begun.fullmatch(rest))
 
     def read(self, length: int) -> str:
-        """The next characters; fewer where the text ends."""
+        """Reads the next characters; fewer at the end of the text."""
         text = self._text[self._at : self._at + length]
         self._read_to(self._at + len(text))
         return text
 
     def rest(self) -> str:
-        """All that is left."""
+        """Reads the rest."""
         return self.read(len(self._text) - self._at)
 
     def unread(self, tag: str) -> None:
-        """Put back what was read last."""
+        """Puts back the text that was read last."""
         self._at -= len(tag)
         if self._kept and tag:
             self._kept[-1] = self._kept[-1].removesuffix(tag)
 
     def keep(self, start: str = "") -> None:
-        """Keep what is read from now on, behind `start`, which was."""
+        """Keeps what is read from now on, after `start`, which was read before."""
         self._kept = [start]
 
     def kept(self) -> str:
-        """What was kept; nothing more is."""
+        """Returns what was kept, and stops keeping."""
         kept, self._kept = self._kept or (), None
         return "".join(kept)
 
@@ -120,7 +121,7 @@ class Tape:
 
 
 class Tags:
-    """Texts to look for; none begins another."""
+    """Texts to look for; none is the beginning of another."""
 
     def __init__(self, *texts: str) -> None:
         self.longest = max(map(len, texts))
@@ -136,12 +137,12 @@ def tags(*texts: str) -> Tags:
 
 
 def is_token(tag: str) -> bool:
-    """Whether a tag is spelled as a special token, which no text quotes."""
+    """Returns whether a tag is spelled like a special token, which is never quoted in a text."""
     return tag.startswith("<|")
 
 
 def _beginnings(text: str) -> str:
-    """A pattern of the proper beginnings of a text."""
+    """Returns a pattern of the proper beginnings of a text."""
     pattern = ""
     for character in reversed(text[:-1]):
         pattern = re.escape(character) + (f"(?:{pattern})?" if pattern else "")
@@ -149,7 +150,8 @@ def _beginnings(text: str) -> str:
 
 
 def until(tape: Tape, ends: Tags, give: Callable[[str], None]) -> Reading[str]:
-    """Pass on what comes before a tag, as it comes; returns the tag, "" at the end of the text."""
+    """Passes on the text before a tag as it comes. Returns the tag, or "" at the end of the
+    text."""
     while True:
         before, tag = tape.find(ends)
         if before:
@@ -160,7 +162,7 @@ def until(tape: Tape, ends: Tags, give: Callable[[str], None]) -> Reading[str]:
 
 
 def run(tape: Tape, pattern: re.Pattern[str], limit: int | None = None) -> Reading[str]:
-    """Read what a pattern matches, over the borders of pieces; gives up beyond `limit`."""
+    """Reads what a pattern matches across pieces; gives up beyond `limit`."""
     pieces: list[str] = []
     length = 0
     while True:
@@ -176,19 +178,19 @@ def spaces(tape: Tape) -> Reading[str]:
 
 
 def peek(tape: Tape, options: Tags) -> Reading[str]:
-    """The tag that comes next, or ""; nothing is read."""
+    """Returns the tag that comes next, or "", without reading it."""
     while (tag := tape.starts(options)) is None:
         yield
     return tag
 
 
 def take(tape: Tape, options: Tags) -> Reading[str]:
-    """Read the tag that comes next, if one does: the tag, or ""."""
+    """Reads the tag that comes next, and returns it, or ""."""
     return tape.read(len((yield from peek(tape, options))))
 
 
 def one(tape: Tape) -> Reading[str]:
-    """Read a character; "" at the end of the text."""
+    """Reads a character. Returns "" at the end of the text."""
     while tape.is_empty and not tape.is_over:
         yield
     return tape.read(1)

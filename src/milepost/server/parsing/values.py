@@ -1,9 +1,9 @@
 """The parameters of a function, and what a text means as the value of one.
 
-Between two tags a string stands as it is, and all else as a literal. What such a text means depends
-on the parameter's schema: `123` is a number where numbers are allowed, and a string where only
-strings are. Where both are, it is the number. Literals may be JSON's or Python's; one that had to
-be guessed (`TRUE`, `+7`, a line break in a string) counts only where its type is asked for.
+Between two tags a string stands as it is, and everything else as a literal. The parameter's schema
+decides what a text means: `123` is a number if numbers are allowed, and a string if only strings
+are. If both are allowed it is the number. Literals may be JSON's or Python's; one that had to be
+guessed (`TRUE`, `+7`, a line break in a string) counts only if the schema asks for its type.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BRACKETS = {"array": "[", "object": "{"}
 
 
 class Value:
-    """What a parameter may be. `root` is the schema of all arguments."""
+    """The values that a parameter may have. `root` is the schema of all arguments."""
 
     def __init__(self, schema: Any, root: Schema) -> None:
         self._schema = schema if isinstance(schema, dict) else {}
@@ -56,12 +56,12 @@ class Value:
 
     @cached_property
     def brackets(self) -> str:
-        """With one of these begins a value that is read as JSON up to its end."""
+        """Characters that begin a value which is read as JSON up to its end."""
         kinds = {leaf.kind for leaf in self._others}
         return "".join(mark for kind, mark in _BRACKETS.items() if kind in kinds)
 
     def of_text(self, text: str) -> str:
-        """The JSON of a text between two tags; a string if it means no other value."""
+        """Returns the JSON of a text between two tags: a string if it means no other value."""
         found = None if self.is_text else literal(text)
         if found is None or not found.is_whole:
             return quoted(text)
@@ -70,8 +70,8 @@ class Value:
         return found.json if found.is_exact and not self._strings else quoted(text)
 
     def of_literal(self, text: str, *, is_cut: bool = False) -> str:
-        """The JSON of a literal, which says itself what is a string; of what is none, a string.
-        With `is_cut` it has no end where the text has none."""
+        """Returns the JSON of a literal, whose quotes say whether it is a string; a text that is no
+        literal becomes a string. With `is_cut`, an unfinished literal stays unfinished."""
         found = literal(text, is_python=True, is_cut=is_cut)
         if found is not None and (found.is_exact or not found.is_whole or self._takes(found.json)):
             return found.json
@@ -81,7 +81,7 @@ class Value:
         return quoted(text)[:-1] if text else ""
 
     def _takes(self, text: str) -> bool:
-        """Whether a JSON is one of the values that are no strings."""
+        """Returns whether a JSON text is an allowed value other than a string."""
         value = loaded(text)
         return any(_fits(value, leaf) for leaf in self._others) and (
             value is not None or text == "null"
@@ -90,10 +90,9 @@ class Value:
     # --- grammar ----------------------------------------------------------------------------------
 
     def rules(self, rule: str, end: str, barred: str, *, is_strict: bool) -> list[str]:
-        """`rule` is a text of this value, followed by `end`; no string in it matches `barred`.
-
-        Whatever they accept, `of_text` reads as a value that the schema allows.
-        """
+        """Returns rules of which `rule` matches a text of this value, followed by `end`; no string
+        in it matches `barred`. `of_text` reads whatever they accept as a value that the schema
+        allows."""
         free = [leaf for leaf in self._strings if not leaf.is_literal]
         literals = [leaf.schema["const"] for leaf in self._strings if leaf.is_literal]
         options = [lark.text(text + end) for text in literals if not re.search(barred, text)]
@@ -101,7 +100,7 @@ class Value:
         for number, leaf in enumerate(free):
             options.append(f"{rule}_t{number}")
             rules += self._text_rules(options[-1], leaf, end, barred)
-        # a text's lexeme goes on where a number's would end, so it holds the scalars too
+        # a lexeme of text matches longer than one of a number, so it includes the scalars
         others = [leaf for leaf in self._others if not free or leaf.kind in _BRACKETS]
         if others:
             own = " | ".join(self._json_options(others, is_strict=is_strict))
@@ -109,7 +108,7 @@ class Value:
         return [f"{rule}: {' | '.join(options)}", *rules]
 
     def _json_options(self, others: Sequence[Leaf], *, is_strict: bool) -> list[str]:
-        """As JSON, or as the words that stand for JSON's."""
+        """Returns rules for the values as JSON, or as the words that stand for JSON's."""
         schema = {"anyOf": [leaf.schema for leaf in others]} if self._strings else self._schema
         words = [
             lark.text(word)
@@ -119,7 +118,8 @@ class Value:
         return [lark.json_value(carried(schema, self._root), is_strict=is_strict), *words]
 
     def _text_rules(self, rule: str, leaf: Leaf, end: str, barred: str) -> list[str]:
-        """A string that this leaf allows and that no other takes; or a scalar of another."""
+        """Returns rules for a string that this leaf allows and no other value takes, or for a
+        scalar of another leaf."""
         parts = [lark.regex("(?s:.*)"), "~" + lark.regex(f"(?s:.*)(?:{barred})(?s:.*)")]
         low, high = leaf.schema.get("minLength", 0), leaf.schema.get("maxLength", "")
         if low or high != "":
@@ -146,14 +146,14 @@ _SCALARS = {
 
 
 def _scalar(leaf: Leaf) -> list[str]:
-    """A pattern of a scalar that is no string; bounds are not part of it."""
+    """Returns a pattern of a scalar other than a string, without bounds."""
     if leaf.is_literal and leaf.kind not in _BRACKETS:
         return [re.escape(json.dumps(leaf.schema["const"]))]
     return [_SCALARS[leaf.kind]] if leaf.kind in _SCALARS else []
 
 
 def _fits(value: Any, leaf: Leaf) -> bool:
-    """Whether a value is of this type, and within its bounds."""
+    """Returns whether a value has this type, and is within its bounds."""
     if leaf.is_literal:
         literal = leaf.schema["const"]
         return isinstance(value, bool) == isinstance(literal, bool) and value == literal
@@ -187,7 +187,7 @@ _BOUNDS = {
 def _is_multiple(value: float, step: float) -> bool:
     try:
         return step != 0 and value % step == 0
-    except OverflowError:  # an integer that no float holds
+    except OverflowError:  # an integer too large for a float
         return False
 
 
@@ -213,7 +213,7 @@ class Parameters:
 
 
 class Functions:
-    """The functions that a request lists; of any other nothing is known."""
+    """The functions that a request lists; nothing is known of any other."""
 
     def __init__(self, tools: lark.Tools) -> None:
         self._schemas = {tool["function"]["name"]: lark.parameters(tool) for tool in tools}
