@@ -1,14 +1,13 @@
-"""The OpenAI-compatible HTTP server, in front of an engine process. Besides the folders
-`anthropic`, `responses`, `parsing` (formats of tool calls and reasoning) and `ui` (the page), its
-modules are:
+"""The OpenAI-compatible HTTP server in front of an engine process. Besides the folders `anthropic`,
+`responses`, `parsing` (formats of tool calls and reasoning) and `ui` (the page), its modules are:
 
     begin and end            run, config, loading, stats
     paths                    app, operation, rendering
     OpenAI endpoints         completions, chat, conversation
     before the application   connections, gate, callers
     a body, read             bodies, fields, protocol, parts, tools, unknown
-    what it asks for         messages, custom, templates, forms, parameters
-    its way to the engine    service, encoder, tokenizing, submission, generation
+    its meaning              messages, custom, templates, forms, parameters
+    the way to the engine    service, encoder, tokenizing, submission, generation
     its answer               answers, stream, blocks, logprobs, errors, transfer
     figures                  metrics, vllm_metrics
     files of requests        batch

@@ -1,4 +1,4 @@
-"""The HTTP application: which path does what."""
+"""The HTTP application: maps paths to their endpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from milepost.server.ui import page
 
 
 def build(service: Service) -> Any:
-    """The whole application around a service."""
+    """Returns the whole application around a service."""
     config = service.config
     keys = Keys(
         [*(config.api_key or ()), *read_keys("key_file", config.key_file)],
@@ -52,16 +52,16 @@ def build(service: Service) -> Any:
 
 
 def routed(service: Service) -> FastAPI:
-    """Every route there is, each with its audience. Other paths are for clients, who get 404."""
+    """Returns all routes, each with its audience. Other paths are for clients, and return 404."""
     app = FastAPI(
         title="Milepost",
         version=milepost.__version__,
         description="OpenAI-compatible server for hybrid language models.",
-        openapi_url=None,  # FastAPI's own routes for it state no audience
+        openapi_url=None,  # FastAPI's own routes have no audience
         strict_content_type=False,
     )
     app.router.route_class = JsonRoute
-    app.router.redirect_slashes = False  # the gate cuts them off
+    app.router.redirect_slashes = False  # the gate removes them
     app.router.default = _nowhere
     store = ResponseStore()
     _add_docs(app)
@@ -131,7 +131,7 @@ def _add_answer(
 async def _invoke(
     service: Service, body: ChatRequest | CompletionRequest, request: Request
 ) -> Response:
-    """Either of the two, as SageMaker sends both."""
+    """Answers a chat or a completion, since SageMaker sends both."""
     if isinstance(body, ChatRequest):
         return await chat(service, body, request)
     return await complete(service, body, request)
@@ -244,7 +244,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
 
 async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int], list[int]]:
-    """Token ids and marks."""
+    """Returns token ids and marks."""
     if body.prompt is not None:
         text = body.prompt
         (tokens,) = await service.encoder.encode(

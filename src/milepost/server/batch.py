@@ -1,9 +1,9 @@
-"""`milepost run-batch`: answers the requests of a file, each a line as in OpenAI's batch files.
+"""`milepost run-batch`: answers the requests of a file, one per line as in OpenAI's batch files.
 
-The lines go through the same application as a server's requests, without a socket between. Enough
-of them are under way to fill the engine's steps, and the file is read no further ahead. Each result
-is written when it is done. A line that cannot be answered fails alone; so does one whose custom_id
-an earlier line has, since nobody could tell their results apart.
+The lines go through the same application as a server's requests, without a socket. Enough of them
+are in progress to fill the engine's steps, and the file is read no further ahead. Each result is
+written as soon as it is ready. A line that cannot be answered fails alone, and so does one whose
+custom_id an earlier line has, since their results could not be told apart.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from milepost.server.stats import log_stats
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 NUM_AHEAD = 2
-"""Lines under way for each sequence that can run: those that wait fill the places that get free."""
+"""Lines in progress per sequence that can run: the waiting ones take places as they become free."""
 _NO_LIMIT = 2**31
 
 Progress = Callable[[bool], None]
-"""Told of each line that is over whether it was answered."""
+"""Called for each finished line with whether it was answered."""
 
 
 class Line(msgspec.Struct):
@@ -59,11 +59,11 @@ class Tally:
     answered: int = 0
     failed: int = 0
     statuses: dict[int, int] = field(default_factory=dict)
-    """Of those that failed."""
+    """Number of failed lines by status."""
 
 
 class LineError(Exception):
-    """A line that no request can be made of."""
+    """A line that is not a request."""
 
 
 def run_batch(
@@ -73,7 +73,7 @@ def run_batch(
     open_target: Callable[[], BinaryIO],
     progress: Progress,
 ) -> Tally:
-    """Answer all lines of `source`. The target is opened once requests are taken.
+    """Answers all lines of `source`. The target is opened once requests are accepted.
 
     Raises ConfigError and WeightsError.
     """
@@ -113,8 +113,8 @@ async def answer_all(
     num_ahead: int,
     progress: Progress,
 ) -> Tally:
-    """Ask the application for every line that is not empty, `num_ahead` at a time; in `target` they
-    stand in the order in which they end. Raises OSError if that cannot be written."""
+    """Asks the application for every line that is not empty, `num_ahead` at a time, and writes
+    results in the order in which they finish. Raises OSError if they cannot be written."""
     counts, places, custom_ids = Tally(), asyncio.Semaphore(num_ahead), CustomIds()
 
     async def answer_one(line: bytes, number: int) -> None:
@@ -138,7 +138,7 @@ async def answer_all(
                 if own.strip():
                     await places.acquire()
                     tasks.create_task(answer_one(own, number))
-    except ExceptionGroup as errors:  # of a full disk, say: each says the same
+    except ExceptionGroup as errors:  # all have one cause, such as a full disk
         raise errors.exceptions[0] from None
     return counts
 
@@ -150,7 +150,7 @@ class CustomIds:
         self._lines: dict[bytes, int] = {}
 
     def add(self, name: str | None, number: int) -> None:
-        """Raises LineError for a name that an earlier line has."""
+        """Raises LineError for an id that an earlier line has."""
         if name is None:
             return
         digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -165,7 +165,7 @@ class CustomIds:
 async def answer(
     application: Any, line: bytes, number: int, custom_ids: CustomIds
 ) -> tuple[dict[str, Any], int]:
-    """What the output says of a line, and its status."""
+    """Returns the output for a line, and its status."""
     custom_id = None
     try:
         custom_id = _name(line)
@@ -185,16 +185,17 @@ def _id() -> str:
 
 
 def _name(line: bytes) -> str | None:
-    """As far as it can be told. Raises LineError for what is no JSON object."""
+    """Returns the line's custom_id if it has one. Raises LineError for a line that is not a JSON
+    object."""
     try:
         found = msgspec.json.decode(line, type=_Name).custom_id
-    except (ValueError, RecursionError) as error:  # msgspec's and those of the encoding
+    except (ValueError, RecursionError) as error:  # from msgspec and from decoding
         raise LineError(f"the line is no JSON object: {error}") from error
     return found if isinstance(found, str) else None
 
 
 def _request(line: bytes) -> Line:
-    """Raises LineError for a line that asks for what a batch does not have."""
+    """Returns the line's request. Raises LineError for one that a batch does not support."""
     try:
         request = msgspec.json.decode(line, type=Line)
     except (ValueError, RecursionError) as error:
@@ -206,21 +207,21 @@ def _request(line: bytes) -> Line:
     try:
         is_stream = bool(msgspec.json.decode(request.body, type=_Stream).stream)
     except (ValueError, RecursionError):
-        is_stream = False  # the application says what is wrong with it
+        is_stream = False  # the application reports the error
     if is_stream:
         raise LineError("stream=true: a batch has whole answers, leave it out")
     return request
 
 
 async def ask(application: Any, path: str, body: bytes) -> tuple[int, bytes]:
-    """Status and body of the response to a POST, from the application itself."""
+    """Returns status and body of the application's response to a POST."""
     received = [{"type": "http.request", "body": body, "more_body": False}]
     status, parts = 500, bytearray()
 
     async def receive() -> dict[str, Any]:
         if received:
             return received.pop()
-        await asyncio.Event().wait()  # until it is cancelled: nobody leaves
+        await asyncio.Event().wait()  # the client never disconnects
         raise AssertionError("no event ever comes")
 
     async def send(message: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
-"""An answer as a row of blocks: reasoning, text, calls. The Messages and Responses endpoints both
-stream it this way, each block with a start, its deltas and an end.
-"""
+"""An answer as a row of blocks: reasoning, text, calls. The Messages and Responses endpoints stream
+it this way, each block with a start, its deltas and an end."""
 
 from __future__ import annotations
 
@@ -14,14 +13,14 @@ from milepost.server.parsing.events import CallArguments, CallStart, Event, Reas
 
 @dataclass(slots=True, eq=False)
 class AnswerBlock:
-    """One block, as far as it has come."""
+    """One block, as far as it has arrived."""
 
     kind: Literal["reasoning", "text", "call"]
     index: int
     name: str = ""
-    """Of the function that a call names."""
+    """Name of the called function."""
     own_id: str = ""
-    """What the model calls a call; "" where it has no ids."""
+    """The model's own id of a call; "" in formats without ids."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:24])
     pieces: list[str] = field(default_factory=list)
 
@@ -31,7 +30,8 @@ class AnswerBlock:
         return "".join(self.pieces)
 
     def call_id(self, prefix: str) -> str:
-        """By which a call's result refers to it: the model's own, else one with this prefix."""
+        """Returns the id that a call's result refers to: the model's own, else one with this
+        prefix."""
         return self.own_id or f"{prefix}_{self.id}"
 
 
@@ -55,7 +55,7 @@ Step = Opened | Gained | Closed
 
 
 class Blocks:
-    """Gathers events into blocks; one at most is open."""
+    """Groups events into blocks. At most one is open."""
 
     def __init__(self) -> None:
         self.all: list[AnswerBlock] = []
@@ -79,7 +79,7 @@ class Blocks:
             yield Gained(self._open, found.text)
 
     def end(self) -> Iterator[Step]:
-        """The answer is over."""
+        """Closes the last block at the end of the answer."""
         if self._open is not None:
             yield Closed(self._open)
             self._open = None

@@ -1,10 +1,11 @@
-"""Reads the bodies of requests: limits them before anything is built, and uses a parser that says
-where they are wrong and that deep nesting cannot break.
+"""Reads the bodies of requests. Limits them before anything is built, and uses a parser that
+reports where they are wrong and that deep nesting cannot break.
 
-The memory that a body takes depends on how many values it has, not on its bytes: an empty list is
-three bytes of text and seventy of memory. So the values are first counted in the text, in a pass of
-milliseconds that stores nothing, and a body with more of them than any request needs is refused.
-The rest takes, with the objects made of it, at most ten times the body and some megabytes.
+The memory that a body takes depends on the number of its values rather than on its bytes: an empty
+list takes three bytes of text and seventy of memory. So the values are first counted in the text,
+in a pass of milliseconds that stores nothing, and a body with more values than any request needs is
+refused. Other bodies take, with the objects made from them, at most ten times their size and a few
+megabytes.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from milepost.server.callers import GuardedRoute
 from milepost.server.errors import ClientGoneError, HttpError
 
 MAX_VALUES: Final = 2**21
-"""Elements of all lists and objects of a body, nearly all of them token ids."""
+"""Elements of all lists and objects in a body; nearly all are token ids."""
 MAX_KEYS: Final = 2**17
 MAX_CONTAINERS: Final = 2**15
-"""Lists and objects of a body."""
+"""Lists and objects in a body."""
 
 STOP_AT_FIRST: Final = Field(fail_fast=True)
-"""For lists: one wrong element says enough, where a million of them would be told one by one."""
+"""For lists: stops at the first wrong element rather than reporting up to a million of them."""
 
 _CHUNK_BYTES = 2**20
 _KINDS: Final = (
@@ -36,17 +37,17 @@ _KINDS: Final = (
     (b":", MAX_KEYS, "keys"),
     (b"[{", MAX_CONTAINERS, "lists and objects"),
 )
-"""Which characters stand for which kind."""
+"""The characters that are counted for each limit."""
 
 
 class JsonRoute(GuardedRoute):
-    """A route whose bodies are JSON, and that states its audience."""
+    """A route with an audience, whose bodies are JSON."""
 
     def get_route_handler(self) -> Any:
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
-            if self.body_field is not None:  # else some clients name a type of no bytes
+            if self.body_field is not None:  # clients name types for empty bodies
                 _check_content_type(request.headers.get("content-type"))
             return await handle(_JsonRequest(request.scope, request.receive))
 
@@ -71,7 +72,7 @@ class _JsonRequest(Request):
 
 
 def _check_content_type(value: str | None) -> None:
-    """Raise HttpError 415 for what says that it is something else; saying nothing is allowed."""
+    """Raises HttpError 415 for another type than JSON; no type at all is allowed."""
     if not value:
         return
     message = Message()
@@ -82,9 +83,9 @@ def _check_content_type(value: str | None) -> None:
 
 
 def check_size(body: bytes) -> None:
-    """Raise HttpError 400 for a body of too many values, whatever it is otherwise."""
+    """Raises HttpError 400 for a body with too many values, even if it is not valid JSON."""
     if all(_count(body, signs) <= limit for signs, limit, _ in _KINDS):
-        return  # not even with what stands inside strings
+        return  # even if strings are counted
     counts = _counts_outside_strings(body)
     for (_, limit, name), count in zip(_KINDS, counts, strict=True):
         if count > limit:
@@ -96,8 +97,8 @@ def _count(body: bytes, signs: bytes) -> int:
 
 
 def _counts_outside_strings(body: bytes) -> list[int]:
-    """How often the signs of each kind stand outside of strings."""
-    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # now each quote begins or ends a string
+    """Counts the characters of each kind outside of strings."""
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # now every quote is a delimiter
     counts, is_inside = [0] * len(_KINDS), np.uint8(0)
     for start in range(0, len(plain), _CHUNK_BYTES):
         chunk = np.frombuffer(plain, np.uint8, min(_CHUNK_BYTES, len(plain) - start), start)

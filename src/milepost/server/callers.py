@@ -1,8 +1,8 @@
-"""Who may call a route, and who calls: the audience that each route states, and the keys.
+"""Who may call a route, and who calls: the audience of each route, and the keys.
 
-A route says who may call it with a decorator on its handler, and checks that itself, so the check
-is made on what was routed and not on a spelling of its path. A route that says nothing cannot be
-made.
+A decorator on a route's handler states its audience, and the route itself checks the caller, so the
+check applies to what was routed rather than to a spelling of its path. A route without an audience
+cannot be made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from milepost.server.errors import HttpError
 F = TypeVar("F", bound=Callable[..., Any])
 
 _STATED = "milepost_audience"
-"""The attribute of a handler."""
+"""Name of the handler's attribute."""
 
 
 class Audience(IntEnum):
@@ -29,23 +29,23 @@ class Audience(IntEnum):
 
     ANYONE = 0
     CLIENT = 1
-    """Callers with an API key; anyone where the server has none."""
+    """Callers with an API key, or anyone if the server has none."""
     OPERATOR = 2
-    """Callers with an admin key; clients where the server has none."""
+    """Callers with an admin key, or clients if the server has none."""
 
 
 def for_anyone(handler: F) -> F:
-    """State that a route needs no key: it says nothing about the model or about requests."""
+    """Declares a route that needs no key: it reveals nothing about the model or requests."""
     return _stated(handler, Audience.ANYONE)
 
 
 def for_clients(handler: F) -> F:
-    """State that a route is for clients."""
+    """Declares a route for clients."""
     return _stated(handler, Audience.CLIENT)
 
 
 def for_operators(handler: F) -> F:
-    """State that a route is for operators."""
+    """Declares a route for operators."""
     return _stated(handler, Audience.OPERATOR)
 
 
@@ -56,16 +56,16 @@ def _stated(handler: F, audience: Audience) -> F:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who sent a request."""
+    """The sender of a request."""
 
     audience: Audience
     owner: str
-    """Digest of the caller's key, the same however the key was sent: what a caller stores is found
-    by the same owner only."""
+    """Digest of the caller's key, the same however the key was sent. Stored responses are found by
+    their owner only."""
 
 
 class Keys:
-    """Tells callers by their keys."""
+    """Identifies callers by their keys."""
 
     def __init__(self, clients: Sequence[str], operators: Sequence[str]) -> None:
         self._clients = [key.strip().encode() for key in clients]
@@ -78,7 +78,7 @@ class Keys:
             self._unknown = Audience.ANYONE
 
     def caller(self, headers: Sequence[tuple[bytes, bytes]]) -> Caller:
-        """The caller whose key is in `Authorization: Bearer` or in `X-Api-Key`."""
+        """Returns the caller whose key is in `Authorization: Bearer` or in `X-Api-Key`."""
         bearer, other = _bearer(headers)
         given = [key for key in (bearer, _header(headers, b"x-api-key").strip()) if key]
         operator = _first_match(given, self._operators)
@@ -92,7 +92,7 @@ class Keys:
 
 
 def _bearer(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """The bearer token, and else what the header says in place of one."""
+    """Returns the bearer token, and what the header says if there is none."""
     words = _header(headers, b"authorization").split(None, 1)
     if words and words[0].lower() == b"bearer":
         return b"".join(words[1:]).strip(), b""
@@ -104,7 +104,7 @@ def _header(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> bytes:
 
 
 def _first_match(given: Sequence[bytes], keys: Sequence[bytes]) -> bytes | None:
-    """The first of the given keys that is valid. All are compared, each in constant time."""
+    """Returns the first valid key. All are compared, each in constant time."""
     pairs = [(one, hmac.compare_digest(one, key)) for one in given for key in keys]
     return next((one for one, is_equal in pairs if is_equal), None)
 
@@ -114,7 +114,7 @@ def _digest(key: bytes) -> str:
 
 
 def admit(scope: Any, audience: Audience) -> None:
-    """Raise HttpError 401 unless the caller belongs to the audience."""
+    """Raises HttpError 401 unless the caller belongs to the audience."""
     caller: Caller = scope["milepost.caller"]
     if caller.audience < audience:
         raise HttpError(
@@ -123,8 +123,8 @@ def admit(scope: Any, audience: Audience) -> None:
 
 
 class GuardedRoute(APIRoute):
-    """A route that serves its audience alone. Before anything of a request is read, and before it
-    is told which methods there are, its caller is judged."""
+    """A route that checks its caller before anything of the request is read, and before it reveals
+    which methods exist."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         audience = getattr(endpoint, _STATED, None)

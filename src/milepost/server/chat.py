@@ -24,7 +24,7 @@ from milepost.server.stream import ChunkWriter, EventStream, unless_disconnected
 
 
 async def chat(service: Service, request: ChatRequest, http: Request) -> Response:
-    """Answer a conversation."""
+    """Answers a conversation."""
     model = service.check_model(request.model)
     request = transfer.as_served(service, request)
     octets = await service.encoder.token_bytes() if request.logprobs else None
@@ -42,13 +42,13 @@ async def chat(service: Service, request: ChatRequest, http: Request) -> Respons
 
 @dataclass(slots=True)
 class _Answer:
-    """One choice, as far as it has come."""
+    """One choice, as far as it has arrived."""
 
     events: AnswerEvents
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[tuple[dict[str, Any], list[str]]] = field(default_factory=list)
-    """Each call, and the pieces of its arguments."""
+    """Each call, with the pieces of its arguments."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
@@ -56,7 +56,7 @@ class _Answer:
     _is_behind_call: bool = False
 
     def feed(self, delta: Delta) -> list[dict[str, Any]]:
-        """Take over what the engine sent; returns what a stream says of it, piece by piece."""
+        """Adds what the engine sent, and returns the pieces for a stream."""
         self.token_ids += delta.token_ids
         gains = [self._take(found) for found in self.events.feed(delta)]
         if delta.finish_reason is not None:
@@ -71,7 +71,7 @@ class _Answer:
                 return _reasoning(text)
             case Content(text):
                 if self.content and self._is_behind_call:
-                    text = "\n" + text  # what stood between is no part of the content
+                    text = "\n" + text  # the calls' own text is not part of the content
                 self._is_behind_call = False
                 self.content.append(text)
                 return {"content": text}
@@ -89,7 +89,7 @@ class _Answer:
                 return self._call_gain({kind: {key: text}})
 
     def _kind(self, name: str) -> tuple[str, str]:
-        """The kind of a tool, and what a call of it has."""
+        """Returns the kind of a tool, and the name of its calls' arguments."""
         is_custom = name in self.events.customs
         return ("custom", "input") if is_custom else ("function", "arguments")
 
@@ -100,7 +100,7 @@ class _Answer:
         return "tool_calls" if self.calls and reason == "stop" else reason
 
     def message(self) -> dict[str, Any]:
-        """The whole answer; content is null beside calls or reasoning without any."""
+        """Returns the whole message. Content is null if there are only calls or reasoning."""
         is_empty = not self.content and (self.calls or self.reasoning)
         content = None if is_empty else "".join(self.content)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -116,12 +116,13 @@ class _Answer:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Under the name that vLLM gives it since 0.12, and that which it had, and others have."""
+    """Returns the reasoning under vLLM's name since 0.12, and under the older name that others
+    use."""
     return {"reasoning": text, "reasoning_content": text}
 
 
 class _ChatWriter:
-    """Brings the response into its form."""
+    """Writes the response."""
 
     def __init__(
         self,
@@ -215,7 +216,8 @@ class _ChatWriter:
             await arrived.aclose()
 
     def _choices(self, index: int, delta: Delta, *, is_first: bool) -> list[dict[str, Any]]:
-        """The choices to send for a delta: the first has its logprobs, the last says the end."""
+        """Returns the choices to send for a delta. The first has its logprobs, the last the finish
+        reason."""
         answer = self._answers[index]
         gains = answer.feed(delta)
         own = self._logprobs(delta)

@@ -24,14 +24,14 @@ from milepost.server.stream import ChunkWriter, EventStream, unless_disconnected
 
 
 async def complete(service: Service, request: CompletionRequest, http: Request) -> Response:
-    """Answer prompts as they stand."""
+    """Answers prompts as they stand."""
     model = service.check_model(request.model)
     request = transfer.as_served(service, request)
     form = forms.of_request(request)
     defaults = service.sampling_defaults
     params = forms.apply(parameters.of_completion(request, defaults), form)
     params = await service.checked(params, forms.field_of(request))
-    service.check_number(num_prompts(request), params.n)  # before any of them is tokenized
+    service.check_number(num_prompts(request), params.n)  # before tokenizing
     work = prompts_of(service, request, params)
     prompts = await unless_disconnected(http, work)
     for prompt in prompts:
@@ -61,7 +61,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
 async def prompts_of(
     service: Service, request: CompletionRequest, params: SamplingParams
 ) -> list[Prompt]:
-    """What is served of a request's prompts."""
+    """Returns the prompts of a request as they are served."""
     marks = tuple(request.cache_marks or ())
     salt = request.cache_salt or ""
     listed = _listed(request)
@@ -94,14 +94,14 @@ def num_prompts(request: CompletionRequest) -> int:
 
 
 def _listed(request: CompletionRequest) -> list[Any]:
-    """The prompts: each is text or token ids."""
+    """Returns the prompts, each as text or token ids."""
     given = request.prompt
     is_one = not isinstance(given, list) or isinstance(given[0], int)
     return [given] if is_one else given
 
 
 class _CompletionWriter:
-    """Brings the response into its form."""
+    """Writes the response."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class _CompletionWriter:
         return choice
 
     def _number(self, index: int) -> int:
-        """Of the prompt that a choice answers."""
+        """Returns the index of the prompt that a choice answers."""
         return index // (self._generation.num_choices // len(self._prompts))
 
     def _extend(self, choice: dict[str, Any], delta: Delta) -> None:
@@ -213,7 +213,7 @@ def _says_something(choice: dict[str, Any]) -> bool:
 async def _texts_of(
     service: Service, request: CompletionRequest, prompts: Sequence[Prompt]
 ) -> list[str] | None:
-    """The prompts as text, one by one; None if nobody asked for them."""
+    """Returns the prompts as text, or None unless they were asked for."""
     if not request.echo:
         return None
     return await service.encoder.with_tokenizer(
@@ -230,7 +230,7 @@ async def _add_echo(
     generation: Generation,
     choices: Sequence[dict[str, Any]],
 ) -> None:
-    """Add to whole choices what they say of their prompts."""
+    """Adds to finished choices what they report about their prompts."""
     if texts is None and request.prompt_logprobs is None:
         return
     num_answers = len(choices) // len(prompts)
@@ -253,7 +253,7 @@ def _begin_with(
     text: str,
     scores: Sequence[logprobs.Entry | None] | None,
 ) -> None:
-    """Put a prompt before an answer; of max_tokens=0 nothing else is left."""
+    """Puts a prompt before an answer; with max_tokens=0 only the prompt remains."""
     if request.max_tokens == 0:
         choice["text"], choice["logprobs"] = "", None
     choice["text"] = text + choice["text"]

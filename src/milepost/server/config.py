@@ -1,4 +1,4 @@
-"""What an operator may set about the HTTP side; the flags of `milepost serve` are made from it."""
+"""Configuration of the HTTP server; the flags of `milepost serve` are made from it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ServerConfig:
     port: int = 8000
     """TCP port; 0 takes a free one and says which."""
     uds: str | None = None
-    """Listen on this Unix domain socket instead of host and port."""
+    """Listen on this Unix domain socket rather than host and port."""
     served_model_name: Sequence[str] | None = None
-    """Names that requests may call the model by; by default the checkpoint's. May be given several
+    """Names by which requests may call the model; by default the checkpoint's. May be given several
     times."""
     api_key: Sequence[str] | None = None
     """Serve only requests that carry one of these keys (except /health and the page's files). May
@@ -53,16 +53,16 @@ class ServerConfig:
     shutdown_timeout_s: float = 30.0
     """How long running requests may go on after SIGTERM or Ctrl-C before they fail."""
     max_connections: int | None = None
-    """Connections that may be open at once; by default what the system's limit of open files
+    """How many connections may be open at once; by default what the system's limit of open files
     leaves. More get 503."""
     head_timeout_s: float = 30.0
-    """Longest time from a connection's start to the end of its first request's headers, and from
-    one request's first byte to the end of its headers."""
+    """Time limit for the first request's headers from the start of a connection, and for those of
+    later requests from their first byte."""
     keep_alive_timeout_s: float = 120.0
-    """How long a connection stays open without a request, longer than proxies keep theirs: one that
-    sends a request while the server closes gets no response."""
+    """How long a connection stays open without a request. Keep it longer than proxies do: a request
+    sent while the server closes the connection gets no response."""
     body_timeout_s: float = 60.0
-    """Longest silence while a request's body is awaited; then 408."""
+    """Longest pause in a request's body; then 408."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """`fcfs`: in order of arrival; `priority`: requests may say how urgent they are."""
     grammar_timeout_s: float = 5.0
@@ -77,28 +77,28 @@ class ServerConfig:
     chat_template: str | None = None
     """File with a chat template, or the template itself, in place of the tokenizer's own."""
     default_chat_template_kwargs: str | None = None
-    """What chat templates are given unless a request says otherwise: a JSON object such as
+    """Variables for chat templates unless a request sets them: a JSON object such as
     {"enable_thinking": false}."""
     override_generation_config: str | None = None
     """Sampling parameters for requests that do not set them, before those of the checkpoint: a JSON
     object such as {"temperature": 0.6}."""
     enable_force_include_usage: bool = False
-    """Tell the usage at the end of every stream, as if the request had asked for it."""
+    """Send the usage at the end of every stream, as if the request had asked for it."""
     root_path: str = ""
-    """Path under which a proxy in front shows this server."""
+    """Path prefix under which a proxy exposes this server."""
     enable_request_id_headers: bool = False
-    """Send back each request's X-Request-Id, or one made here, as a header."""
+    """Return each request's X-Request-Id, or a new one, as a header."""
     enable_sleep_mode: bool = False
     """Serve /sleep, /wake_up and /is_sleeping."""
     allowed_origins: Sequence[str] | None = None
-    """Origins whose pages may ask this server from a browser, `*` for all; none by default. May be
+    """Origins whose pages may call this server from a browser, `*` for all; none by default. May be
     given several times, or once as a JSON list."""
     allowed_methods: Sequence[str] | None = None
-    """Methods that they may use; by default all."""
+    """Methods that these pages may use; by default all."""
     allowed_headers: Sequence[str] | None = None
     """Headers that they may send; by default all."""
     allow_credentials: bool = False
-    """Let them send cookies and the like."""
+    """Let them send cookies and other credentials."""
     ssl_keyfile: str | None = None
     """File with the key of the TLS certificate."""
     ssl_certfile: str | None = None
@@ -108,13 +108,13 @@ class ServerConfig:
     tool_call_parser: ToolParser = "auto"
     """Format of the model's tool calls; `auto` detects it from the chat template."""
     exclude_tools_when_tool_choice_none: bool = False
-    """Leave tools out of prompts of requests whose tool_choice is `none`, which then share nothing
-    with the conversation's other turns."""
+    """Leave tools out of the prompt if tool_choice is `none`. Such a prompt shares nothing with the
+    conversation's other turns."""
     reasoning_parser: ReasoningParser = "auto"
     """Format of the model's reasoning; `auto` detects it from the chat template."""
     special_tokens_in_content: bool = False
     """Recognise special tokens in the text of messages. Whoever writes a message can then end it
-    and go on in any role; by default special tokens there are plain text."""
+    and continue in any role; by default special tokens there are plain text."""
     ui: bool = True
     """Serve a page at `/` with a chat and a live view of the cache."""
     access_log: bool = True
@@ -153,7 +153,8 @@ _POSITIVE = (
 
 
 def _listed(given: Sequence[str] | None) -> list[str]:
-    """Texts as they are, and those in JSON lists, as vLLM's flags have them."""
+    """Returns the texts, and the members of those that are JSON lists, as vLLM's flags accept
+    them."""
     found: list[str] = []
     for text in given or ():
         if not text.startswith("["):
@@ -167,7 +168,7 @@ def _listed(given: Sequence[str] | None) -> list[str]:
 
 
 def read_object(name: str, text: str | None) -> dict[str, Any]:
-    """The JSON object in a setting. Raises ConfigError."""
+    """Returns the JSON object in a setting. Raises ConfigError."""
     try:
         found = json.loads(text or "{}")
     except ValueError as error:
@@ -177,8 +178,8 @@ def read_object(name: str, text: str | None) -> dict[str, Any]:
 
 
 def read_template(given: str | None) -> str | None:
-    """A chat template from a file, or as it was given. Raises ConfigError for a file that is not
-    there."""
+    """Returns a chat template from a file, or as it was given. Raises ConfigError for a missing
+    file."""
     if given is None or "{{" in given or "{%" in given:
         return given
     try:
@@ -188,8 +189,8 @@ def read_template(given: str | None) -> str | None:
 
 
 def read_keys(name: str, path: str | None) -> list[str]:
-    """The lines of the key file that a setting names. Raises ConfigError for a file that cannot be
-    read or has none."""
+    """Returns the lines of the key file that a setting names. Raises ConfigError if it cannot be
+    read or has no key."""
     if path is None:
         return []
     try:
@@ -202,7 +203,7 @@ def read_keys(name: str, path: str | None) -> list[str]:
 
 
 def _why(error: OSError | UnicodeDecodeError) -> str:
-    """Without the file's name, which stands beside it."""
+    """Returns the reason without the file's name, which the message has already."""
     return getattr(error, "strerror", None) or str(error)
 
 

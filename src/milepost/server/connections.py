@@ -1,7 +1,7 @@
 """Limits on connections before a request is known: bytes of headers, time, number.
 
-uvicorn's own protocol limits none of these. Here the size of a head, the time it may take and the
-number of connections are limited, and the limit of open files is raised to what the system allows.
+uvicorn's own protocol limits none of these. This one does, and raises the limit of open files to
+what the system allows.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from milepost.server.errors import HttpError, body_of, json_response
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 2**16
-"""Of a request line with its headers; what frames a body in chunks may take so much more, and as
-much as the body itself."""
+"""Limit of a request line with its headers. The framing of a chunked body may take as much again,
+and as much as the body itself."""
 MAX_PIPELINED = 32
 """Requests that a client may send ahead on one connection."""
 LINGER_S = 5.0
 LINGER_BYTES = 2**24
-"""How long, and for how many bytes, a client may go on sending what nobody reads any more."""
+"""How long, and for how many bytes, a client may go on sending after its refusal."""
 RESERVED_FILES = 64
-"""Descriptors for what is no connection."""
+"""Descriptors reserved for other uses than connections."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Incoming:
-    """One request, as far as it has arrived."""
+    """Tells the gate how far a request has arrived."""
 
     is_whole: bool = False
-    """Whether its body has arrived to the end."""
+    """Whether the whole body has arrived."""
     problem: HttpError | None = None
-    """Why the rest of its body cannot be read."""
+    """Why the rest of the body cannot be read."""
     abort: Callable[[], None] = lambda: None
     """Drops the connection at once."""
 
 
 def raise_file_limit() -> int:
-    """Raise the number of files that this process may have open; returns what it is then."""
+    """Raises this process's limit of open files, and returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2**20 if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -59,7 +59,7 @@ def raise_file_limit() -> int:
 
 
 def protocol(*, max_connections: int, head_timeout_s: float) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol within these bounds."""
+    """Returns uvicorn's protocol within these limits."""
     options = {"max_connections": max_connections, "head_timeout_s": head_timeout_s}
     return type("BoundedProtocol", (_BoundedProtocol,), options)
 
@@ -144,8 +144,8 @@ class _BoundedProtocol(HttpToolsProtocol):
     # --- what cannot be read on -------------------------------------------------------------------
 
     def _break(self, error: HttpError) -> None:
-        """Read no further. Who sent it is told by the request that it is a part of, or else once
-        the requests before it are answered."""
+        """Stops reading. The client is told in the response to the request that was arriving, or
+        else after the requests before it are answered."""
         if self._is_broken:
             return
         self._is_broken = True
@@ -158,7 +158,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._refusal = error
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer outside of any request, and close."""
+        """Answers outside of any request, and closes."""
         self._stop_waiting()
         if not self.transport.is_closing():
             self._answer(error)
@@ -189,7 +189,8 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _give_up(self) -> None:
-        """One that has sent nothing is closed without a word, as after the last response."""
+        """Refuses a head that took too long. A connection that sent nothing is closed without an
+        answer, as after the last response."""
         if not self._head_bytes:
             self.transport.close()
             return
@@ -197,11 +198,11 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._refuse(HttpError(408, f"the headers were not there within {limit:g} seconds"))
 
     def _is_receiving(self) -> bool:
-        """Whether a request's body is still coming."""
+        """Returns whether a request's body is still arriving."""
         return not self._incoming.is_whole
 
     def _linger(self) -> None:
-        """Close once the client has had time to read its answer."""
+        """Closes once the client has had time to read its answer."""
         self._stop_waiting()
         self.transport.finish()
         self.flow.resume_reading()
@@ -211,7 +212,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 class _Lingering:
     """A transport for clients that may still be sending when it is closed.
 
-    A socket that is closed with unread bytes is reset, and a reset may reach the client before it
+    A socket that is closed with unread bytes is reset, and the reset may reach the client before it
     has read its answer. So such a connection is read for a while longer (RFC 9112, section 9.6).
     """
 
@@ -233,14 +234,14 @@ class _Lingering:
         return self._is_finished or self._transport.is_closing()
 
     def close(self) -> None:
-        """Close, after a while if the client is sending; at once if asked again."""
+        """Closes at once, or after a while if the client is still sending."""
         if self._is_receiving() and not self.is_closing():
             self._linger()
         else:
             self._transport.close()
 
     def finish(self) -> None:
-        """Write nothing more."""
+        """Lets nothing more be written."""
         self._is_finished = True
         if self._transport.can_write_eof():
             self._transport.write_eof()

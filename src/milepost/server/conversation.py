@@ -1,4 +1,4 @@
-"""From a chat request to running answers: what all endpoints with messages have in common."""
+"""Turns a chat request into running answers, for all endpoints with messages."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ MAX_ID_LEN = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTurn:
-    """The answers to one conversation, being made."""
+    """The running answers to one conversation."""
 
     prompt: Prompt
     breakpoints: tuple[int, ...]
-    """Where the request's own `cache_control`s stand in the prompt."""
+    """Positions in the prompt of the request's own `cache_control`s."""
     generation: Generation
     answers: list[AnswerEvents]
 
     def usage(self) -> dict[str, Any]:
-        """So far, with how much of it was reasoning."""
+        """Returns the usage so far, with the number of reasoning tokens."""
         usage = self.generation.usage()
         details = usage.get("completion_tokens_details", {})
         count = sum(answer.num_reasoning_tokens for answer in self.answers)
@@ -49,11 +49,11 @@ async def begin(
     field: str,
     fits_max_tokens: bool = False,
 ) -> ChatTurn:
-    """Render, check and submit, unless the client leaves. `field` is what errors about the prompt
-    name; with `fits_max_tokens` an answer may be as long as max_model_len leaves, where more was
-    asked for.
+    """Renders, checks and submits a conversation, unless the client leaves. `field` is named in
+    errors about the prompt; with `fits_max_tokens` a larger max_tokens is lowered to what
+    max_model_len leaves.
 
-    Raises what the steps on the way raise; whoever gets a ChatTurn closes its generation.
+    Raises the errors of these steps. The caller closes the generation of the ChatTurn.
     """
     work = _begin(service, request, http, field, fits_max_tokens)
     return await unless_disconnected(http, work)
@@ -94,7 +94,7 @@ async def _begin(
         )
         for _ in range(params.n)
     ]
-    generation = Generation(  # last: whoever gets it closes it
+    generation = Generation(  # last, because it must be closed
         service,
         [prompt],
         params,
@@ -112,7 +112,7 @@ async def _begin(
 
 
 def _begun(request: ChatRequest) -> str:
-    """What an answer goes on with."""
+    """Returns the text that the answer continues."""
     if not request.continue_final_message:
         return ""
     content = request.messages[-1].content or ""
@@ -120,7 +120,7 @@ def _begun(request: ChatRequest) -> str:
 
 
 def fitting(service: Service, prompt: Prompt, params: SamplingParams) -> SamplingParams:
-    """With no more max_tokens than the prompt leaves room for."""
+    """Returns parameters with max_tokens lowered to the room that the prompt leaves."""
     if params.max_tokens is None:
         return params
     room = max(service.client.info.max_model_len - len(prompt.token_ids), 1)
@@ -130,7 +130,7 @@ def fitting(service: Service, prompt: Prompt, params: SamplingParams) -> Samplin
 async def prompt_of(
     service: Service, request: ChatRequest, params: SamplingParams, http: Request
 ) -> tuple[Prompt, ChatPrompt]:
-    """What is served of a conversation, and all that was rendered."""
+    """Returns the prompt as it is served, and the whole rendered conversation."""
     rendered = await render(service, request, http)
     prompt = Prompt(
         token_ids=rendered.token_ids,
@@ -145,7 +145,7 @@ async def prompt_of(
 async def render(
     service: Service, request: ChatRequest, http: Request, *, is_counted: bool = False
 ) -> ChatPrompt:
-    """The conversation as the model reads it; one that is only counted may be too long for it."""
+    """Renders a conversation; with `is_counted` it may be too long for the model."""
     return await service.render(
         for_template(request.messages),
         tools=_shown_tools(service, request),
@@ -158,15 +158,16 @@ async def render(
 
 
 def _shown_tools(service: Service, request: ChatRequest) -> list[dict[str, Any]] | None:
-    """Those that the prompt names: also where none may be called, since tools stand ahead of the
-    conversation, and without them nothing of it would be in the cache."""
+    """Returns the tools that the prompt lists, by default even if none may be called: they stand
+    before the conversation, and without them none of it would be in the cache."""
     if request.tool_choice == "none" and service.config.exclude_tools_when_tool_choice_none:
         return None
     return tools_for_template(request.tools)
 
 
 def template_kwargs(service: Service, request: ChatRequest, scope: Any) -> dict[str, Any]:
-    """What the template is given; an effort that it cannot be told of counts as ignored."""
+    """Returns the template's arguments. An effort that the template does not read counts as
+    ignored."""
     variables, given = service.template_variables, request.chat_template_kwargs or {}
     found = with_effort(given, request.reasoning_effort, variables)
     if request.reasoning_effort is not None and len(found) == len(given):
@@ -175,7 +176,7 @@ def template_kwargs(service: Service, request: ChatRequest, scope: Any) -> dict[
 
 
 def response_id(kind: str, request: Sampling, http: Request) -> str:
-    """The id of a response, from the one that the request came with, if it has one."""
+    """Returns the id of a response, made from the request's own id if it has one."""
     own = http.headers.get("x-request-id") or request.request_id or uuid.uuid4().hex
     return f"{kind}-{own[:MAX_ID_LEN]}"
 
@@ -183,7 +184,8 @@ def response_id(kind: str, request: Sampling, http: Request) -> str:
 def shortened(
     prompt: Prompt, request: Sampling, params: SamplingParams, max_model_len: int
 ) -> Prompt:
-    """The part of a prompt that `truncate_prompt_tokens` keeps; marks move along."""
+    """Returns the part of a prompt that `truncate_prompt_tokens` keeps, with its marks moved
+    along."""
     limit = request.truncate_prompt_tokens
     if limit is None:
         return prompt

@@ -17,7 +17,7 @@ _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _MAX_HEAD_LEN = 64
 _HIGH = r"\\u[dD][89abAB][0-9a-fA-F]{2}"
 _TEXT = re.compile(
-    r'(?:[^"\\]'  # an escape is read once it is whole, and a pair of halves together
+    r'(?:[^"\\]'  # whole escapes only, and surrogate pairs together
     rf"|{_HIGH}(?:\\u[0-9a-fA-F]{{4}}|(?=[^\\])|(?=\\[^u]))"
     rf"|(?!{_HIGH})\\u[0-9a-fA-F]{{4}}"
     r"|\\[^u])*+"
@@ -25,7 +25,8 @@ _TEXT = re.compile(
 
 
 def as_function(tool: CustomDefinition) -> dict[str, Any]:
-    """Says the form of the input in words, since nothing enforces it."""
+    """Returns the tool as a function. The description states the form of the input, since nothing
+    enforces it."""
     description = tool.description or ""
     grammar = tool.format.grammar if tool.format is not None else None
     if grammar is not None:
@@ -42,7 +43,7 @@ def as_function(tool: CustomDefinition) -> dict[str, Any]:
 
 
 class CustomInput:
-    """The input of one call, out of its arguments as they are written."""
+    """Extracts the input of one call from its arguments as they are written."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -51,7 +52,7 @@ class CustomInput:
         self._is_over = False
 
     def feed(self, text: str) -> str:
-        """What the input gains."""
+        """Returns the new text of the input."""
         self._pieces.append(text)
         if self._is_over:
             return ""
@@ -66,8 +67,8 @@ class CustomInput:
         return self._read()
 
     def finish(self) -> str:
-        """The rest, once the call is over. Arguments of another form are the input as they stand,
-        or the only text among them."""
+        """Returns the rest at the end of the call. Arguments in another form are the input as they
+        stand, or its only text."""
         if self._is_open:
             return ""
         text = "".join(self._pieces)
@@ -93,6 +94,6 @@ class CustomInput:
 def _unescaped(text: str) -> str:
     try:
         found = json.loads(f'"{text}"', strict=False)
-    except ValueError:  # an escape that JSON does not have
+    except ValueError:  # not an escape of JSON
         return text
     return str(found).encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,4 +1,4 @@
-"""Tokenizes texts and conversations, and does whatever else needs a tokenizer.
+"""Tokenizes texts and conversations, and does everything else that needs a tokenizer.
 
 Work runs in threads, and for conversations and long texts in processes (`tokenizing`). A text that
 is certainly too long for the model is refused before it is tokenized.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 TOO_LONG = "context_length_exceeded"
 GIVE_BACK_S = 1.0
-"""After a long text, until free memory goes back to the system."""
+"""Delay after a long text until free memory is returned to the system."""
 MAX_GROWTH, MAX_ADDED = 4, 2**24
 """Characters that a chat template makes of each of a conversation's, and besides: at most."""
 
@@ -56,10 +56,8 @@ class Encoder:
     async def with_tokenizer(
         self, work: Callable[[PreTrainedTokenizerBase], T], size: int = 0
     ) -> T:
-        """Run `work` in a thread with a tokenizer; `size` is the length of its text.
-
-        Raises InvalidRequestError for bad text.
-        """
+        """Runs `work` in a thread with a tokenizer; `size` is the length of its text. Raises
+        InvalidRequestError for bad text."""
         if self._tokenizer is None:
             raise InvalidRequestError(
                 "this server has no tokenizer (--skip-tokenizer-init): use token ids"
@@ -75,8 +73,8 @@ class Encoder:
     async def encode(
         self, texts: Sequence[str], *, is_cut: bool, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Token ids of texts, none of which can be longer than the model takes, unless they are cut
-        to its length. Raises InvalidRequestError."""
+        """Returns token ids of texts. A text may be longer than the model accepts only if it is cut
+        later (`is_cut`). Raises InvalidRequestError."""
         size = sum(map(len, texts))
         is_apart = size > MAX_SHORT and self._lanes.can_be_stopped
 
@@ -100,8 +98,8 @@ class Encoder:
         return [one.token_ids for one in encoded]
 
     def start(self) -> None:
-        """Begin to start the process that renders conversations: else the first one waits a second
-        for it."""
+        """Starts the process that renders conversations in the background; otherwise the first
+        conversation waits a second for it."""
         if self._tokenizer is not None and self._lanes.can_render:
             self._starting = asyncio.ensure_future(self._render_one())
 
@@ -117,8 +115,9 @@ class Encoder:
         *,
         is_cut: bool,
     ) -> chat.ChatPrompt:
-        """Token ids and marks of a conversation, whose texts have `size` characters. `options` are
-        those of `chat.compose`; `is_cut` as in `encode`. Raises InvalidRequestError."""
+        """Returns token ids and marks of a conversation, whose texts have `size` characters.
+        `options` are those of `chat.compose`; `is_cut` as in `encode`. Raises
+        InvalidRequestError."""
         if self._tokenizer is None or not self._lanes.can_render:
             return await self._encode_chat_here(messages, size, options, is_cut=is_cut)
         asked = Unrendered(
@@ -142,7 +141,7 @@ class Encoder:
         *,
         is_cut: bool,
     ) -> chat.ChatPrompt:
-        """By a tokenizer that does not render as all others do."""
+        """Encodes a conversation with a tokenizer that has its own way of rendering."""
         check = None if is_cut else self.check
 
         def work(tokenizer: PreTrainedTokenizerBase) -> chat.Composed:
@@ -168,7 +167,7 @@ class Encoder:
     async def _encode_apart(
         self, texts: Sequence[Text], *, is_cut: bool, add_special_tokens: bool
     ) -> list[Encoded]:
-        """Tokens of long texts, of which none may be too long unless they are cut."""
+        """Returns the tokens of long texts. With `is_cut` they may be too long for the model."""
         limit = None if is_cut else self._max_model_len - 1
         asked = Texts(list(texts), add_special_tokens, limit)
         try:
@@ -183,14 +182,14 @@ class Encoder:
         return encoded
 
     async def token_bytes(self) -> TokenBytes:
-        """The bytes of the vocabulary, read when first asked for. Raises as `with_tokenizer`."""
+        """Returns the bytes of the vocabulary, read at the first call. Raises as
+        `with_tokenizer`."""
         if self._token_bytes is None:
             self._token_bytes = await self.with_tokenizer(TokenBytes)
         return self._token_bytes
 
     def check(self, text: str) -> None:
-        """Raise HttpError 400 for a text that has too many tokens whichever way it is cut into
-        them."""
+        """Raises HttpError 400 for a text that has too many tokens however it is tokenized."""
         limit = self._max_model_len
         if len(text) < limit:
             return
@@ -210,7 +209,7 @@ class Encoder:
         )
 
     def _give_back_soon(self) -> None:
-        """A long text leaves free memory behind, which nothing else would return."""
+        """Schedules the return of free memory after a long text; nothing else returns it."""
         if self._giving_back is None:
             loop = asyncio.get_running_loop()
             self._giving_back = loop.call_later(GIVE_BACK_S, self._give_back)
@@ -232,5 +231,5 @@ def _no_unicode(error: UnicodeError) -> InvalidRequestError:
 
 
 async def _beside(size: int, work: Callable[[], T]) -> T:
-    """The result of `work`, in a thread if its size would hold up the loop."""
+    """Returns the result of `work`, run in a thread if its size would delay the event loop."""
     return work() if size <= MAX_SHORT else await asyncio.to_thread(work)

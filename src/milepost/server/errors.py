@@ -1,4 +1,4 @@
-"""Turns every error into a status and a body of the form that OpenAI clients read."""
+"""Turns every error into a status and a body that OpenAI's and Anthropic's clients read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from milepost.errors import (
 
 RETRY_AFTER_S = 1
 MAX_MESSAGE_LEN = 2000
-"""Longer ones repeat what the client sent; their middle is left out."""
+"""Longer messages repeat what the client sent; their middle is left out."""
 
 MEANINGS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request cannot be served as it stands; `error.param` says what."},
@@ -35,7 +35,7 @@ MEANINGS: dict[int | str, dict[str, Any]] = {
     503: {"description": "The engine has died, or the server is shutting down."},
     504: {"description": "The request took longer than the server allows."},
 }
-"""What the statuses of responses say, for the description of the API."""
+"""Meanings of the response statuses, for the description of the API."""
 
 _STATUS: tuple[tuple[type[MilepostError], int, str], ...] = (
     (InvalidRequestError, 400, "invalid_request_error"),
@@ -61,14 +61,14 @@ _TYPES = {
     501: "not_implemented",
 }
 _OTHER_TASKS = ("/embed", "/score", "/rerank", "/pooling", "/classify", "/audio", "/images")
-"""How paths begin that other servers have for other kinds of models."""
+"""Beginnings of paths that other servers have for other kinds of models."""
 _SLEEP = ("/sleep", "/wake_up", "/is_sleeping")
 _FIELD = re.compile(r"^([a-z_]+)(?:\[[^]]*\])?(?:=|: )")
-"""How messages about one field begin."""
+"""Beginning of a message about one field."""
 
 
 class HttpError(HTTPException):
-    """An error with a status of its own."""
+    """An error with its own status."""
 
     def __init__(
         self,
@@ -85,21 +85,21 @@ class HttpError(HTTPException):
 
 
 class ClientGoneError(HttpError):
-    """Nobody waits for the response any more; the log and the metrics know it as status 499."""
+    """The client left before its response; logs and metrics show status 499."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client left before its response was there")
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status of an error."""
+    """Returns the HTTP status of an error."""
     if isinstance(error, HttpError):
         return error.status_code
     return next((status for kind, status, _ in _STATUS if isinstance(error, kind)), 500)
 
 
 def message_of(error: Exception) -> str:
-    """What it says, without the status."""
+    """Returns the message without the status."""
     message = error.detail if isinstance(error, HttpError) else str(error)
     if len(message) <= MAX_MESSAGE_LEN:
         return message
@@ -131,7 +131,7 @@ def error_body(
 
 
 def response_of(error: Exception, body: Mapping[str, Any]) -> Response:
-    """The whole response around a body."""
+    """Returns the response around a body."""
     status = status_of(error)
     headers = dict(getattr(error, "headers", None) or {})
     if status in (429, 503):
@@ -148,11 +148,12 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def of_validation(error: RequestValidationError, fields: Collection[str]) -> HttpError:
-    """What is wrong with a body, and where: the deepest finding, and how many more there are.
+    """Describes what is wrong with a body, and where: the deepest finding, and the number of
+    others.
 
-    `fields` are the names that bodies have; other steps of a location name the member of a union
-    that was tried. Of one place, that it is of another member's type says least: a list that is too
-    long is no text either.
+    `fields` are the names of all fields; other steps of a location name the member of a union that
+    was tried. Of several findings in one place, a wrong type says least: a list that is too long is
+    not a string either.
     """
     findings = error.errors()
     paths = [path_of(finding, fields) for finding in findings]
@@ -170,7 +171,7 @@ def of_validation(error: RequestValidationError, fields: Collection[str]) -> Htt
 
 
 def path_of(finding: Mapping[str, Any], fields: Collection[str]) -> str:
-    """("body", "messages", 0, "content") as messages[0].content."""
+    """Returns ("body", "messages", 0, "content") as messages[0].content."""
     steps = finding["loc"][1:]
     path = ""
     for place, step in enumerate(steps):
@@ -198,9 +199,9 @@ def _message(finding: Mapping[str, Any], where: str) -> str:
 
 
 def of_http(error: HTTPException, method: str, path: str, root: str) -> HttpError:
-    """Starlette's own, which say no more than the status: no such path, no such method.
+    """Explains an error of Starlette's, which is only a status: no such path, no such method.
 
-    `path` is without the root; messages name what the client asked for, which is behind it.
+    `path` is without the root; messages name the whole path, as the client asked for it.
     """
     message, asked = str(error.detail), root + path
     if error.status_code == 404 and path.removeprefix("/v1").startswith(_OTHER_TASKS):

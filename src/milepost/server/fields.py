@@ -1,8 +1,8 @@
-"""Kinds of fields, and the class of all bodies.
+"""Types of fields, and the base class of all bodies.
 
-A field that would change the answer and is not supported takes only values that ask for nothing
-(`only`). One that clients send for another service, and that changes nothing here, is taken and
-named in the response (`unread`).
+A field that would change the answer and is not supported accepts only values without an effect
+(`only`). A field that clients send for another service, and that changes nothing here, is accepted
+and named in the response (`unread`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]
 
 
 def only(*values: Any) -> Any:
-    """The type of a field that is not supported: null, or a value that asks for nothing."""
+    """Returns the type of a field that is not supported: null, or a value without an effect."""
 
     def check(value: Any) -> Any:
         if any(type(value) is type(allowed) and value == allowed for allowed in (None, *values)):
@@ -49,7 +49,7 @@ def only(*values: Any) -> Any:
 
 
 def instead(name: str) -> Any:
-    """The type of a field whose place another one has taken."""
+    """Returns the type of a field that another one has replaced."""
 
     def check(value: Any) -> Any:
         if value is None:
@@ -62,8 +62,8 @@ def instead(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Marks a field that changes nothing here. Its value is named in the response, unless it is
-    one of those that ask for nothing."""
+    """Marks a field that changes nothing here. Its value is reported in the response, unless it is
+    one of `asks_nothing`."""
 
     asks_nothing: tuple[Any, ...] = ()
 
@@ -74,21 +74,21 @@ class Unread:
 
 
 def unread(kind: Any, *asks_nothing: Any) -> Any:
-    """The type of a field that is taken, does nothing, and is named in the response."""
+    """Returns the type of a field that is accepted, ignored, and named in the response."""
     return Annotated[kind | None, Unread(asks_nothing)]
 
 
 class Body(BaseModel):
-    """JSON types are taken as they are: no number in a string."""
+    """Accepts JSON types strictly: no number in a string."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     def left_out(self) -> Iterator[str]:
-        """Names of what this body asks for and nobody here can do, so that it is left out."""
+        """Yields names of requested items that nothing here supports, so they are left out."""
         yield from ()
 
     def changed(self) -> Iterator[str]:
-        """Names of fields whose value was not taken as it stands."""
+        """Yields names of fields whose value was not used as it stands."""
         yield from ()
 
 

@@ -1,5 +1,5 @@
 """The form that an answer must match: from response_format, from a tool choice that requires a
-call, or from tools whose calls are kept to a schema."""
+call, or from tools whose calls must match a schema."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _COMPACT = {"whitespace_flexible": False, "whitespace_pattern": None}
 
 
 def of_request(request: Sampling) -> StructuredOutputs | None:
-    """From `response_format` or `structured_outputs`. Raises InvalidRequestError for both."""
+    """Returns the form in `response_format` or `structured_outputs`. Raises InvalidRequestError for
+    both."""
     form, wanted = of_response_format(request.response_format), request.structured_outputs
     if wanted is None:
         return form
@@ -45,7 +46,7 @@ def of_request(request: Sampling) -> StructuredOutputs | None:
 
 
 def _compact(schema: dict[str, Any] | str | None) -> dict[str, Any]:
-    """The schema, of JSON without white space. Raises InvalidRequestError."""
+    """Returns the schema for JSON without white space. Raises InvalidRequestError."""
     field = "structured_outputs.disable_any_whitespace"
     if schema is None:
         raise InvalidRequestError(f"{field}: it goes with json or json_object")
@@ -59,7 +60,7 @@ def _compact(schema: dict[str, Any] | str | None) -> dict[str, Any]:
 
 
 def of_response_format(wanted: ResponseFormat | None) -> StructuredOutputs | None:
-    """None for plain text."""
+    """Returns None for plain text."""
     if wanted is None or wanted.type == "text":
         return None
     if wanted.json_schema is None:
@@ -75,10 +76,11 @@ def of_chat(
     *,
     is_open: bool,
 ) -> StructuredOutputs | None:
-    """With `is_open` the form begins after the reasoning. Raises InvalidRequestError.
+    """Returns the form of an answer, or None. With `is_open` it begins after the reasoning. Raises
+    InvalidRequestError.
 
-    Where a call is required, it is the answer, and a `response_format` waits for a later turn.
-    Where one is only allowed, the answer is a call or has that format.
+    If a call is required, it is the answer, and a `response_format` applies to a later turn. If a
+    call is only allowed, the answer is a call or has that format.
     """
     form = of_request(request)
     if tools.is_demanded and request.structured_outputs is not None:
@@ -99,7 +101,7 @@ def of_chat(
 
 
 def field_of(request: Sampling) -> str:
-    """The field that asks for the form."""
+    """Returns the field that asks for the form."""
     if request.structured_outputs is not None:
         return "structured_outputs"
     choice = getattr(request, "tool_choice", None)
@@ -109,7 +111,7 @@ def field_of(request: Sampling) -> str:
 
 
 def apply(params: SamplingParams, form: StructuredOutputs | None) -> SamplingParams:
-    """Raises InvalidRequestError for parameters that no form can be combined with."""
+    """Raises InvalidRequestError for parameters that cannot be combined with a form."""
     return params if form is None else replace(params, structured_outputs=form)
 
 
@@ -128,7 +130,8 @@ def _calls_form(
     *,
     is_open: bool,
 ) -> StructuredOutputs:
-    """One call where a function is named, or calls in parallel are not wanted."""
+    """Returns the form of required calls: one call if a function is named or parallel calls are not
+    wanted."""
     if format_.tool_calls is None:
         name = _name(request)
         raise InvalidRequestError(f"tool_choice={name!r}: this model's template has no tool calls")
@@ -137,7 +140,7 @@ def _calls_form(
 
 
 def _before(is_open: bool) -> str:
-    """What models write between their reasoning and what follows."""
+    """Returns a rule for the line breaks that models write after their reasoning."""
     return r'("\n" | "\n\n")? ' if is_open else ""
 
 
@@ -148,7 +151,7 @@ def _calls(
     *,
     opened: str | None = None,
 ) -> list[str]:
-    """Rules, with the whole as `calls`; `opened` stands for the opening tag."""
+    """Returns rules that define `calls`. `opened` replaces the opening tag."""
 
     def tag(text: str) -> str:
         return opened if opened is not None and text == calls.open else _tag(tokenizer, text)
@@ -160,7 +163,7 @@ def _calls(
 
 
 def _union(form: StructuredOutputs, calls: list[str], *, is_open: bool) -> StructuredOutputs:
-    """An answer of this form, which is a JSON schema, or calls."""
+    """Returns the form of an answer that is either calls or JSON of this form's schema."""
     assert isinstance(form.json, Mapping), "a response_format is a JSON schema"
     rules = [
         f"start: {_before(is_open)}(form | calls)",
@@ -172,10 +175,10 @@ def _union(form: StructuredOutputs, calls: list[str], *, is_open: bool) -> Struc
 def _bound(
     tools: Toolset, format_: AnswerFormat, tokenizer: PreTrainedTokenizerBase
 ) -> StructuredOutputs:
-    """Any text, in which what begins as a call is one.
+    """Returns the form of any text in which whatever begins like a call is one.
 
-    Where the tag of a call is a token, text is what does not spell it. Otherwise text and tag are
-    one lexeme, which ends with the tag: a lexer does not go back.
+    If the tag of a call is a token, text is everything that does not spell it. Otherwise text and
+    tag are one lexeme, which ends with the tag, because a lexer does not go back.
     """
     calls = format_.tool_calls
     assert calls is not None, "calls are kept to a form in models that have calls"
@@ -197,7 +200,7 @@ def _bound(
 
 
 def _without(tags: Sequence[str]) -> str:
-    """A regex of the texts in which none of these stands."""
+    """Returns a regex of the texts that contain none of these tags."""
     found = "|".join(re.escape(tag) for tag in tags)
     return f"~{lark.regex(f'(?s:.*)(?:{found})(?s:.*)')}"
 
@@ -208,7 +211,7 @@ def _think_tags(format_: AnswerFormat) -> tuple[str, ...]:
 
 
 def _tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
-    """A tag in a grammar: as a token where it is one."""
+    """Returns a tag for a grammar: as a token if it is one."""
     ids = tokenizer.encode(tag, add_special_tokens=False)
     return tag if len(ids) == 1 else lark.text(tag)
 

@@ -1,10 +1,9 @@
-"""What every request passes before the application: its path, its caller, the size of its body, the
+"""Handles every request before the application: its path, its caller, the size of its body, the
 access log.
 
-Plain ASGI, so that streams pass unbuffered. The record of a request lives in its scope: handlers
-add what they know (`request.scope["milepost.record"]`), and it is written when the response ends.
-The gate says who calls; whether that caller may have what it asks for is judged by the route
-(`callers`).
+Plain ASGI, so streams pass unbuffered. The record of a request lives in its scope: handlers add
+what they know (`request.scope["milepost.record"]`), and it is written when the response ends. The
+gate identifies the caller; the route (`callers`) decides whether that caller is admitted.
 """
 
 from __future__ import annotations
@@ -29,10 +28,11 @@ logger = logging.getLogger(__name__)
 access = logging.getLogger("milepost.access")
 
 QUIET_PATHS = frozenset((*page.FILES, page.STATE_PATH))
-"""Not logged while all goes well: a page that is open asks every second."""
+"""Successful requests for these paths are not logged: an open page asks every second."""
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""In no path of ours and in no model's name. Patterns and logs take some for ends of lines."""
+"""Control characters, which no path of ours and no model's name contains. Logs take some for ends
+of lines."""
 
 
 class Gate:
@@ -47,7 +47,7 @@ class Gate:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] == "websocket":  # no route takes any
+        if scope["type"] == "websocket":  # no route accepts one
             await send({"type": "websocket.close", "code": 1008})
             return
         incoming = scope.setdefault("milepost.incoming", Incoming(is_whole=True))
@@ -67,8 +67,8 @@ class Gate:
             _check_path(asked)
             await self._app(scope, self._limited(receive, scope), exchange.send)
         except ClientGoneError:
-            pass  # the record says so
-        except Exception as error:  # noqa: BLE001 - the last place where one can be answered
+            pass  # it is in the record
+        except Exception as error:  # noqa: BLE001 - last chance to answer
             await self._fail(error, scope, receive, exchange)
         finally:
             is_quiet = exchange.status == 200 and scope["milepost.path"] in QUIET_PATHS
@@ -77,8 +77,8 @@ class Gate:
                 access.info("%s", json.dumps(line, ensure_ascii=True))
 
     def _limited(self, receive: Any, scope: Any) -> Any:
-        """`receive` within the limits on bodies: what a request says of its body's length is judged
-        before anything of it is taken."""
+        """Returns `receive` within the limits on bodies. The declared length is checked before
+        anything is read."""
         incoming: Incoming = scope["milepost.incoming"]
         num_bytes, is_taken = 0, False
 
@@ -120,11 +120,11 @@ class Gate:
         if exchange.status is None:
             await response(scope, receive, exchange.send)
         elif not exchange.is_complete:
-            scope["milepost.abort"]()  # half a response is out: the client must see that it broke
+            scope["milepost.abort"]()  # the client must notice that its response is incomplete
 
 
 class _Exchange:
-    """One request and what became of it."""
+    """One request and its response."""
 
     def __init__(self, send: Any, arrival: float, incoming: Incoming) -> None:
         self._send = send
@@ -134,12 +134,12 @@ class _Exchange:
         self.is_complete = False
         self.record: dict[str, Any] = {}
         self.headers: list[tuple[bytes, bytes]] = []
-        """Go out with the response, besides its own."""
+        """Headers to add to the response."""
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            if not self._incoming.is_whole:  # nobody reads the rest: the connection is closed
+            if not self._incoming.is_whole:  # the rest is not read: close the connection
                 self.headers.append((b"connection", b"close"))
             if self.headers:
                 message = {**message, "headers": [*message["headers"], *self.headers]}
@@ -148,7 +148,7 @@ class _Exchange:
             self.is_complete = True
 
     def line(self, scope: Any) -> dict[str, Any]:
-        """The access log's line."""
+        """Returns the line of the access log."""
         client = scope.get("client")
         return {
             "time": round(time.time(), 3),
@@ -166,16 +166,15 @@ def _header(scope: Any, name: bytes) -> bytes:
 
 
 def _check_path(path: str) -> None:
-    """Raise HttpError 400 for control characters."""
+    """Raises HttpError 400 for control characters."""
     found = _CONTROL.search(path)
     if found is not None:
         raise HttpError(400, f"the path has the control character {found.group()!r}: leave it out")
 
 
 def _routed(path: str, root: str) -> dict[str, Any]:
-    """The path that is routed, with and without the root, whether the proxy in front has cut that
-    off or not. A slash at its end changes nothing.
-    """
+    """Returns the path with and without the root, whether or not the proxy in front removed it. A
+    slash at the end is ignored."""
     if root and (path == root or path.startswith(f"{root}/")):
         path = path[len(root) :]
     path = path.rstrip("/") or "/"
@@ -186,8 +185,8 @@ EXPOSED = ("x-milepost-ignored", "x-request-id", "retry-after")
 
 
 def with_cors(app: Any, config: ServerConfig) -> Any:
-    """Returns the application with cross-origin requests allowed as configured. It stands around
-    everything else: a browser asks for leave without a key, and reads errors too."""
+    """Returns the application with cross-origin requests allowed as configured. It wraps everything
+    else: a browser's preflight request has no key, and its pages read errors too."""
     if not config.allowed_origins:
         return app
     return CORSMiddleware(

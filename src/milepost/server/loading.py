@@ -24,15 +24,15 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 async def load(config: ServerConfig, engine_config: EngineConfig, client: EngineClient) -> Service:
-    """Everything that requests need. Raises what `run` raises, without waiting for the engine to
-    come up if its model's folder or tokenizer cannot be had."""
+    """Returns the service with engine, tokenizer and grammar process running. Raises what `run`
+    raises, without waiting for the engine if the model's folder or tokenizer is missing."""
     try:
         async with asyncio.TaskGroup() as tasks:
             loading = tasks.create_task(asyncio.to_thread(_tokenizer, engine_config))
             tasks.create_task(client.start())
     except ExceptionGroup as group:
         await client.close()
-        raise group.exceptions[0] from None  # the first, which ended the other
+        raise group.exceptions[0] from None  # it cancelled the other
     tokenizer = loading.result()
     template = read_template(config.chat_template)
     if tokenizer is not None and template is not None:
@@ -75,12 +75,12 @@ def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:
 
 
 def _names(server: ServerConfig, engine: EngineConfig) -> Sequence[str]:
-    """What clients may call the model."""
+    """Returns the names that clients may call the model by."""
     return server.served_model_name or [engine.model or "milepost-tiny"]
 
 
 def describe(service: Service) -> list[tuple[str, str]]:
-    """(subject, what there is to know of it)."""
+    """Returns pairs of a subject and its description."""
     info = service.client.info
     facts = info.facts
     tokens = f"{info.num_pages * info.page_size:,} tokens"
@@ -114,7 +114,7 @@ def _kept(facts: Facts) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in the unit that leaves at most three digits."""
+    """Returns bytes in the unit that leaves at most three digits."""
     power = 0
     while num_bytes >= 1000 and power < len(_UNITS) - 1:
         num_bytes /= 1024

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms that OpenAI's API has."""
+"""Log-probabilities in the two forms of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from milepost.server.service import Service
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 Entry = dict[int, Logprob]
 
 
 class TokenBytes:
-    """The bytes of each token of a vocabulary. The text of one that is part of a character does not
-    show them.
+    """The bytes of each token of a vocabulary. A token that is part of a character has no text that
+    shows them.
 
-    Knows byte-level vocabularies (each character of a token's name stands for a byte), and tokens
-    that are named after their byte.
+    Supports byte-level vocabularies (each character of a token's name stands for a byte), and
+    tokens that are named after their byte.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -42,7 +42,7 @@ class TokenBytes:
         self._added = {id_: added.content for id_, added in tokenizer.added_tokens_decoder.items()}
 
     def of(self, token_id: int, text: str) -> list[int] | None:
-        """Those of a token that is decoded to `text`; None if they cannot be told."""
+        """Returns the bytes of a token that is decoded to `text`, or None if they are unknown."""
         if token_id in self._added:
             return list(self._added[token_id].encode())
         name = self._names.get(token_id, "")
@@ -54,7 +54,7 @@ class TokenBytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte: those that can be shown stand for themselves, the others follow in order
+    """Maps characters to bytes: printable ones stand for themselves, the others follow in order
     from U+0100 on (GPT-2's vocabulary, and all byte-level ones since)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(shown))
@@ -66,7 +66,7 @@ _NAMED_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def chat_content(delta: Delta, num_top: int, octets: TokenBytes) -> list[dict[str, Any]]:
-    """`logprobs.content` of a chat choice: an object per token."""
+    """Returns `logprobs.content` of a chat choice: an object per token."""
     return [_chat_token(entry, num_top, octets) for entry in delta.logprobs or ()]
 
 
@@ -86,12 +86,12 @@ def _token(token_id: int, logprob: Logprob, octets: TokenBytes) -> dict[str, Any
 
 
 class TokensOfTexts:
-    """The tokens of one answer, handed out to the texts that are found in it, in their order."""
+    """Assigns the tokens of one answer to the texts found in it, in order."""
 
     def __init__(self) -> None:
         self._entries: list[dict[str, Any]] = []
         self._texts: list[str] = []
-        """What each adds: a character comes with its last byte."""
+        """Text that each token adds: a character comes with its last byte."""
         self._decode = getincrementaldecoder("utf-8")("replace").decode
 
     def add(self, entries: Iterable[dict[str, Any]]) -> None:
@@ -100,14 +100,14 @@ class TokensOfTexts:
             self._texts.append(self._decode(bytes(entry["bytes"] or entry["token"].encode())))
 
     def claim(self, text: str) -> list[dict[str, Any]] | None:
-        """The next tokens that spell a text, with all of one that is cut by its border. Those
-        before them are nobody's. None where the text is not spelled."""
+        """Returns the next tokens that spell a text, including those cut by its borders. Skips the
+        tokens before them. Returns None if no tokens spell the text."""
         at = "".join(self._texts).find(text)
         if at < 0:
             return None
         ends = list(accumulate(map(len, self._texts)))
         start, end = bisect_right(ends, at), bisect_left(ends, at + len(text)) + 1
-        while start and not self._texts[start - 1]:  # the first bytes of a character
+        while start and not self._texts[start - 1]:  # first bytes of a character
             start -= 1
         claimed = self._entries[start:end]
         del self._entries[:end], self._texts[:end]
@@ -117,10 +117,8 @@ class TokensOfTexts:
 def extend_completion(
     known: dict[str, Any] | None, delta: Delta, num_top: int, offset: int
 ) -> tuple[dict[str, Any], int]:
-    """`logprobs` of a completion choice (a list per property) with the delta's tokens added.
-
-    `offset` counts the characters of the tokens before; the second result is the one after.
-    """
+    """Returns `logprobs` of a completion choice (a list per property) with the delta's tokens
+    added, and the new offset. `offset` counts the characters of the tokens before."""
     logprobs = known or {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in delta.logprobs or ():
         token_id, own = next(iter(entry.items()))
@@ -136,7 +134,7 @@ def extend_completion(
 
 
 def by_id(delta: Delta) -> Delta:
-    """The delta with no token's text in its logprobs, so that each is named by its id."""
+    """Returns the delta without texts in its logprobs, so that each token is named by its id."""
     return replace(delta, logprobs=[_without_texts(entry) for entry in delta.logprobs or ()])
 
 
@@ -145,7 +143,7 @@ def _without_texts(entry: Entry) -> Entry:
 
 
 def _tops(entry: Entry, num_top: int) -> list[tuple[int, Logprob]]:
-    """The likeliest tokens of an entry, best first."""
+    """Returns the likeliest tokens of an entry, best first."""
     ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
     return [item for item in ranked if (item[1].rank or 0) <= num_top][:num_top]
 
@@ -158,11 +156,11 @@ def _finite(value: float) -> float:
     return max(value, LOWEST)
 
 
-# --- of prompts -----------------------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------------
 
 
 async def scores_of(service: Service, generation: Generation, number: int) -> list[Entry | None]:
-    """How likely the tokens of a prompt were, with their texts."""
+    """Returns log-probabilities of a prompt's tokens, with their texts."""
     entries = generation.prompt_logprobs[number]
     if service.tokenizer is None:
         return entries
@@ -175,7 +173,7 @@ async def scores_of(service: Service, generation: Generation, number: int) -> li
 def with_texts(
     entries: Sequence[Entry | None], tokenizer: PreTrainedTokenizerBase
 ) -> list[Entry | None]:
-    """The entries of a prompt with the text of every token in them."""
+    """Returns the entries of a prompt with the text of every token."""
     ids = {id_ for entry in entries if entry is not None for id_ in entry}
     texts = {id_: tokenizer.decode([id_]) for id_ in sorted(ids)}
     return [
@@ -185,7 +183,7 @@ def with_texts(
 
 
 def of_prompt(entries: Sequence[Entry | None], num_top: int) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token but the first an object by token id."""
+    """Returns vLLM's `prompt_logprobs`: for each token but the first an object by token id."""
     return [entry and _by_id(entry, num_top) for entry in entries]
 
 
@@ -203,7 +201,7 @@ def _by_id(entry: Entry, num_top: int) -> dict[str, Any]:
 
 
 def text_of(entry: Entry) -> str:
-    """The text of the token that an entry is about."""
+    """Returns the text of the token that an entry is about."""
     token_id, own = next(iter(entry.items()))
     return _text(token_id, own)
 
@@ -216,8 +214,8 @@ def echoed(
     *,
     is_by_id: bool = False,
 ) -> tuple[dict[str, Any], int]:
-    """`logprobs` of a completion choice that begins with its prompt, and its length; the `first`
-    token's text is given, since nothing says how likely it was."""
+    """Returns `logprobs` of a completion choice that begins with its prompt, and its length. The
+    `first` token has no log-probability, so its text is passed in."""
     if is_by_id:
         first = f"token_id:{token_ids[0]}"
     known: dict[str, Any] = {

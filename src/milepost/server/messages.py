@@ -1,5 +1,5 @@
-"""Messages and tools of a request in the form that chat templates read, and which of the tools may
-be called."""
+"""Messages and tools of a request in the form that chat templates read, and which tools may be
+called."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def tools_for_template(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
-    """Those that can be called, as functions. None for no tools, so that templates that ask
-    `if tools` agree with those that count."""
+    """Returns the callable tools as functions. No tools are None, so that templates that test `if
+    tools` agree with those that count."""
     return [_tool(tool) for tool in tools or () if tool.definition is not None] or None
 
 
@@ -33,7 +33,8 @@ def _tool(tool: Tool) -> dict[str, Any]:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """Templates know no role `developer`: it is the system's."""
+    """Returns a message for templates. The role `developer`, which they do not know, becomes
+    `system`."""
     plain = message.model_dump(exclude_none=True, exclude=_NOT_FOR_TEMPLATES)
     plain["content"] = _content(message)
     if message.role == "developer":
@@ -47,7 +48,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _content(message: Message) -> str | list[dict[str, Any]]:
-    """A refusal is what the assistant said."""
+    """Returns the content. A refusal counts as the assistant's text."""
     if not isinstance(message.content, list):
         return message.content or message.refusal or ""
     return [_part(part) for part in message.content]
@@ -64,7 +65,8 @@ def _part(part: TextPart) -> dict[str, Any]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """Arguments are an object: templates write it in the model's own way."""
+    """Returns a call with its arguments as an object, which templates write in the model's own
+    way."""
     plain: dict[str, Any] = {"type": "function"} if call.id is None else {"id": call.id}
     plain["type"] = "function"
     if call.custom is not None and call.type == "custom":
@@ -76,23 +78,23 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolset:
-    """The tools as functions; None for no tools."""
+    """The tools of a request as functions; None for no tools."""
 
     shown: Sequence[Mapping[str, Any]] | None
-    """In the prompt. Tools that may not be called stay there: they stand ahead of the
-    conversation, and without them nothing of it would be in the cache."""
+    """Tools in the prompt. Tools that may not be called stay there: they stand before the
+    conversation, and without them none of it would be in the cache."""
     callable: Sequence[Mapping[str, Any]] | None
     customs: frozenset[str]
-    """Names of those whose input is text."""
+    """Names of the tools whose input is text."""
     is_demanded: bool
-    """The answer is a call."""
+    """Whether the answer must be a call."""
     is_single: bool
-    """One call at most."""
+    """Whether one call at most is allowed."""
 
     @property
     def is_bound(self) -> bool:
-        """Whether calls are kept to a form although the answer may have none: the arguments of a
-        strict function match its schema, and tools beside the allowed ones are not called."""
+        """Whether calls must match a form although the answer may have none: a strict function's
+        arguments match its schema, and only allowed tools are called."""
         tools = self.callable or ()
         is_partial = len(tools) < len(self.shown or ())
         return bool(tools) and (is_partial or any(map(lark.is_strict, tools)))

@@ -1,8 +1,8 @@
-"""What Prometheus scrapes: the engine's counters and gauges, and the latencies seen here.
+"""Prometheus metrics: the engine's counters and gauges, and the latencies measured here.
 
-Names are vLLM's where the meaning is the same, with the prefix `milepost:`; `vllm_metrics.py` shows
-those under vLLM's own prefix too. Memory, CPU time and file descriptors of both processes are
-under `process_` and `milepost_engine_process_`.
+Names are vLLM's where the meaning is the same, with the prefix `milepost:`; `vllm_metrics.py`
+repeats those under vLLM's own prefix. Memory, CPU time and file descriptors of both processes have
+the prefixes `process_` and `milepost_engine_process_`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ C = TypeVar("C", bound=Collector)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-disable_created_metrics()  # a second series for each, which nobody reads
+disable_created_metrics()  # unused, and they double the number of series
 
 _SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80, 160,
@@ -41,11 +41,11 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 ENDS = ("stop", "length", "abort", "error")
-"""How answers end; a series for each is there from the start."""
+"""How answers end; each has a series from the start."""
 
 
 class RequestMetrics:
-    """The HTTP side's own registry."""
+    """The registry of the HTTP server."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -105,19 +105,19 @@ class RequestMetrics:
         cache_config: Callable[[], Mapping[str, object]],
         is_asleep: Callable[[], bool],
     ) -> None:
-        """Show what vLLM has too under its names."""
+        """Repeats the metrics that vLLM also has under vLLM's names."""
         mirror = Mirror(self._registry.collect, model_name, cache_config, is_asleep)
         self._exposed.register(mirror)
 
     def add_processes(self, engine_pid: Callable[[], int | None]) -> None:
-        """Show what this process and the engine's take."""
+        """Adds the resources of this process and the engine's."""
         ProcessCollector(registry=self._exposed)
         ProcessCollector(
             namespace="milepost_engine", pid=lambda: engine_pid() or 0, registry=self._exposed
         )
 
     def expose(self, engine: Sequence[Metric]) -> bytes:
-        """The text format, with the engine's metrics of this moment."""
+        """Returns the text format, with these metrics of the engine."""
         self._engine.metrics = engine
         return generate_latest(self._exposed)
 
@@ -138,7 +138,7 @@ class RequestMetrics:
         return Counter(f"milepost:{name}", text, labels, registry=self._registry)
 
 
-# --- what is counted for each token: the library's own metrics take a lock and search for labels --
+# --- counted for each token: the library's own metrics take a lock and search a bucket each time --
 
 
 class Total(Collector):
@@ -180,7 +180,7 @@ class Distribution(Collector):
 
 
 class _All(Collector):
-    """Another registry, as it is."""
+    """Another registry, unchanged."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -23,7 +23,7 @@ METRICS_TIMEOUT_S = 5.0
 
 
 def add(app: FastAPI, service: Service) -> None:
-    """Whether it lives, what it counts, what it is; with `enable_sleep_mode` how it sleeps."""
+    """Adds health, metrics and information, and with `enable_sleep_mode` the sleep endpoints."""
     _add_health(app, service)
     _add_metrics(app, service)
     _add_info(app, service)
@@ -53,7 +53,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
     @app.post("/ping", response_class=Response)
     @for_clients
     async def ping() -> Response:
-        """The same as /health, as SageMaker asks for it."""
+        """Does what /health does, for SageMaker."""
         check()
         return Response()
 
@@ -65,7 +65,7 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
     @for_operators
     async def metrics() -> Response:
         nonlocal engine
-        with contextlib.suppress(TimeoutError):  # a step can take long; then the last figures
+        with contextlib.suppress(TimeoutError):  # during a long step the last figures are sent
             async with asyncio.timeout(METRICS_TIMEOUT_S):
                 engine = await service.client.metrics()
         return Response(service.metrics.expose(engine), media_type=CONTENT_TYPE)
@@ -73,7 +73,7 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
     @app.get("/load")
     @for_clients
     async def load() -> dict[str, int]:
-        """How many answers are running or waiting."""
+        """Returns the number of answers that are running or waiting."""
         return {"server_load": service.client.num_in_flight}
 
 
@@ -92,7 +92,7 @@ def _add_info(app: FastAPI, service: Service) -> None:
     @app.get("/kv_event_sources")
     @for_clients
     async def kv_event_sources() -> dict[str, Any]:
-        """Where the cache's events are published, by rank."""
+        """Returns where the cache's events are published, by rank."""
         config = service.client.config.kv_events_config
         if config is None or not config.is_on:
             return {}
@@ -111,7 +111,7 @@ def _add_info(app: FastAPI, service: Service) -> None:
 
 
 def _info(service: Service) -> dict[str, Any]:
-    """As vLLM tells it, and flat for those that look there."""
+    """Returns the description as vLLM has it, and flat for clients that look there."""
     info, config = service.client.info, service.client.config
     cache = {
         "block_size": info.page_size,
@@ -147,9 +147,9 @@ def _add_sleep(app: FastAPI, service: Service) -> None:
     async def sleep(
         level: Literal["0", "1"] = "1", mode: Literal["abort", "wait"] = "abort"
     ) -> dict[str, Any]:
-        """Take no requests, and from level 1 on forget what is cached and return its memory.
+        """Stops taking requests; from level 1 on, drops the cache and returns its memory.
 
-        Those that run are failed, or with mode=wait finished first. Weights stay where they are.
+        Running requests fail, or with mode=wait finish first. Weights stay where they are.
         """
         service.is_asleep = True
         if mode == "abort":
@@ -159,7 +159,7 @@ def _add_sleep(app: FastAPI, service: Service) -> None:
             or (level != "0" and not await service.client.release_cache())
         ):
             await asyncio.sleep(DRAIN_POLL_S)
-        if not service.is_asleep:  # woken while it waited
+        if not service.is_asleep:  # woken meanwhile
             return {"status": "awake"}
         return {"status": "sleeping", "level": int(level)}
 

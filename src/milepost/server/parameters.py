@@ -1,4 +1,4 @@
-"""Sampling parameters from the fields of a request."""
+"""Makes sampling parameters from the fields of a request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAME = (
 
 
 Defaults = Mapping[str, int | float]
-"""What stands in for fields that a request does not set."""
+"""Values for fields that a request does not set."""
 
 
 def of_completion(request: CompletionRequest, defaults: Defaults) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""What the bodies of requests are made of: messages and formats. Tools stand in `tools`."""
+"""Parts of bodies: messages and formats. Tools are in `tools`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from milepost.server.tools import ToolCall
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    """End the stream with a chunk that has `usage`."""
+    """Ends the stream with a chunk that has `usage`."""
     continuous_usage_stats: bool | None = None
-    """With include_usage, every chunk has the usage so far."""
+    """Adds the usage so far to every chunk, if include_usage is set."""
     include_obfuscation: unread(bool, False) = None
 
 
@@ -32,7 +32,7 @@ def _only_text(value: Any) -> Any:
 
 
 class TextPart(Body):
-    """Text, or what an assistant said in place of an answer, which counts as text."""
+    """Text, or a refusal of the assistant's, which counts as text."""
 
     type: Annotated[Literal["text", "refusal"], BeforeValidator(_only_text)]
     text: str | None = None
@@ -61,7 +61,7 @@ class Message(Body):
     audio: only() = None
     function_call: only() = None
     annotations: unread(Any) = None
-    """Clients send back what they were sent; it says nothing to the model."""
+    """Clients send these back as they received them; the model does not see them."""
 
     @model_validator(mode="after")
     def _has_something(self) -> Message:
@@ -78,7 +78,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of an answer, as `response_format` names it."""
+    """The form of an answer, as in `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -91,16 +91,16 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputsField(Body):
-    """vLLM's field: the form of the answer, exactly one."""
+    """vLLM's field: exactly one form of the answer."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
     choice: Many[str] | None = None
     grammar: str | None = None
-    """In llguidance's dialect of Lark."""
+    """A grammar in llguidance's dialect of Lark."""
     json_object: bool | None = None
     structural_tag: only() = None
     disable_any_whitespace: bool | None = None
-    """With a JSON schema: no white space between its values."""
+    """Allows no white space between values; needs a JSON schema."""
     disable_additional_properties: only(False) = None
     whitespace_pattern: only() = None

@@ -1,8 +1,8 @@
-"""What the bodies of requests may hold.
+"""Bodies of requests.
 
-Has every field of OpenAI's API, and vLLM's own. One that we do not support accepts only values
-that do not change the answer; others are refused by name. An unknown field is kept as an extra
-until `unknown.py` removes and reports it.
+They have every field of OpenAI's API, and vLLM's own. A field that is not supported accepts only
+values that do not change the answer; others are refused by name. An unknown field is kept as an
+extra until `unknown.py` removes and reports it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _few_biases(value: Any) -> Any:
 
 
 class Sampling(Body):
-    """What completions and chat have in common. Limits of values stand in SamplingParams."""
+    """Fields that completions and chat share. SamplingParams checks the limits of values."""
 
     model: str | None = None
     temperature: float | None = None
@@ -55,46 +55,47 @@ class Sampling(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] | None = None
-    """Token id, as a string, to what is added to its logit."""
+    """Maps token ids, as strings, to values added to their logits."""
     allowed_token_ids: Annotated[Many[TokenId], Field(max_length=MAX_BIASES)] | None = None
-    """The only ones that may come."""
+    """The only tokens that may be sampled."""
     bad_words: Annotated[Many[StopText], Field(max_length=MAX_BAD_WORDS)] | None = None
-    """Texts that the answer may not have."""
+    """Texts that must not appear in the answer."""
     thinking_token_budget: Count | None = None
-    """Most tokens of reasoning."""
+    """Largest number of reasoning tokens."""
     min_tokens: Count | None = None
     stop_token_ids: Annotated[Many[TokenId], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    """Nothing is ever put between tokens."""
+    """Has no effect: nothing is ever put between tokens."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsField | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    """Keep so many of the prompt's tokens; -1 for as many as leave room for the answer."""
+    """Number of prompt tokens to keep; -1 keeps as many as leave room for the answer."""
     truncation_side: Literal["left", "right"] | None = None
-    """Which end is cut; the left one if nothing is said."""
+    """The end that is cut; by default the left one."""
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Becomes a part of the response's id."""
+    """Becomes part of the response's id."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """Requests share cached prefixes only with those of the same salt."""
+    """Requests share cached prefixes only with requests of the same salt."""
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
-    """Lower goes first."""
+    """Requests with lower values run first."""
     return_token_ids: bool | None = None
-    """Add the token ids of the prompt and of the answers."""
+    """Adds the token ids of the prompt and the answers."""
     return_tokens_as_token_ids: bool | None = None
-    """Name the tokens of `logprobs` `token_id:5` in place of their text."""
+    """Writes the tokens of `logprobs` as `token_id:5` rather than as text."""
     user: Annotated[str, Field(max_length=1024)] | None = None
-    """Goes to the access log."""
+    """Written to the access log."""
     kv_transfer_params: dict[str, Any] | None = None
-    """What a router carries between an engine that prefills and one that decodes."""
+    """Passed by a router from the engine that prefills to the one for decoding."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """How likely the prompt's tokens were, with so many alternatives each; not in streams."""
+    """Returns log-probabilities of the prompt's tokens, with this many alternatives; not in
+    streams."""
 
-    # Said to the service, not to the model.
+    # Meant for the service rather than the model.
     service_tier: unread(str, "auto", "default") = None
     store: unread(bool, False) = None
     metadata: unread(dict[str, Any]) = None
@@ -102,7 +103,7 @@ class Sampling(Body):
     prompt_cache_retention: unread(str) = None
     safety_identifier: unread(str) = None
 
-    # What would change the answer, and is not done here.
+    # Would change the answer, and not supported.
     use_beam_search: only(False) = None
     length_penalty: only(1, 1.0) = None
     logit_processors: only([]) = None
@@ -136,7 +137,7 @@ class Sampling(Body):
 
 
 def _kind_of_prompt(value: Any) -> str:
-    """Tells by the first element which of the four was meant, so that only that one is tried."""
+    """Chooses one of the four kinds by the first element, so that only that one is validated."""
     if not isinstance(value, list):
         return "one text"
     first = value[0] if value else None
@@ -161,14 +162,14 @@ class CompletionRequest(Sampling):
 
     prompt: Prompts
     max_tokens: Count | None = 16
-    """0 goes with echo."""
+    """0 is allowed with echo."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     cache_marks: Many[Annotated[int, Field(ge=1, le=MAX_INT)]] | None = None
-    """Token positions in the prompt at which a state is worth keeping; for a single prompt."""
+    """Token positions in a single prompt where a state is worth keeping."""
     add_special_tokens: bool | None = None
-    """False: put no beginning-of-sequence token before prompts that are text."""
+    """False leaves out the beginning-of-sequence token before prompts that are text."""
     echo: bool | None = None
-    """Begin the text with the prompt, and the logprobs with the prompt's."""
+    """Begins the text with the prompt, and the logprobs with the prompt's."""
     best_of: only(1) = None
     suffix: only("") = None
 
@@ -192,17 +193,17 @@ class ChatRequest(Sampling):
     tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """False: an answer has one call at most."""
+    """False allows one call per answer."""
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    """Go on with the last message in place of beginning one."""
+    """Continues the last message rather than beginning a new one."""
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
-    """Goes to the chat template, if it reads it; `none` also as `enable_thinking`."""
+    """Passed to the chat template if it reads it; `none` also as `enable_thinking`."""
     include_reasoning: bool | None = None
-    """False: leave the reasoning out of the response."""
+    """False leaves the reasoning out of the response."""
     documents: Annotated[Many[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
-    """Go to the chat template, which has to read them."""
+    """Passed to the chat template, which must read them."""
     chat_template: only() = None
     add_special_tokens: only(False) = None
     echo: only(False) = None
@@ -295,11 +296,11 @@ Invocation = Annotated[
     Annotated[ChatRequest, Tag("a chat")] | Annotated[CompletionRequest, Tag("a completion")],
     Discriminator(_kind_of_body),
 ]
-"""POST /invocations: a body with messages is a chat's."""
+"""POST /invocations: a body with messages is a chat request."""
 
 
 def field_names() -> frozenset[str]:
-    """Every name that a field of some body has."""
+    """Returns the names of all fields of all bodies."""
     names: set[str] = set()
     kinds = [Body]
     while kinds:

@@ -1,7 +1,6 @@
-"""Renders a request's prompt to the tokens that would be served, for routers that send a prompt to
-where it hits. They cannot do it themselves, since a template reads more than the messages. A
-request that would be refused is refused here too.
-"""
+"""Renders a request's prompt to the tokens as served, for routers that look for the server that has
+it cached. They cannot render it themselves, since a template reads more than the messages. Requests
+that would be refused are refused here too."""
 
 from __future__ import annotations
 
@@ -23,15 +22,15 @@ from milepost.server.stream import unless_disconnected
 
 
 def routes(store: ResponseStore) -> Sequence[tuple[str, Any, Any]]:
-    """Returns path, type of the body and handler of each /render, with the bodies and answers of
-    vLLM's."""
+    """Returns path, type of the body and handler of each /render, with vLLM's bodies and
+    answers."""
 
     async def render_completion(
         service: Service, body: CompletionRequest, request: Request
     ) -> Response:
         model = service.check_model(body.model)
         params = parameters.of_completion(body, service.sampling_defaults)
-        service.check_number(completions.num_prompts(body), params.n)  # before they are tokenized
+        service.check_number(completions.num_prompts(body), params.n)  # before tokenizing
         work = completions.prompts_of(service, body, params)
         prompts = await unless_disconnected(request, work)
         for prompt in prompts:
@@ -71,10 +70,9 @@ async def _render(
 
 
 async def prompt_of(service: Service, path: str, body: bytes) -> Prompt | None:
-    """What a POST of this body to `path` would be served with, for a router in front of `service`;
-    None for several prompts and for paths that take none. Raises ValueError, MilepostError and
-    HttpError for a request that would be refused.
-    """
+    """Returns the prompt that a POST of this body to `path` would be served with, for a router in
+    front of `service`; None for several prompts and for other paths. Raises ValueError,
+    MilepostError and HttpError for a request that would be refused."""
     scope: dict[str, Any] = {"type": "http", "milepost.record": {}, "milepost.headers": []}
     if path.endswith("/chat/completions"):
         chat = ChatRequest.model_validate_json(body)

@@ -1,9 +1,9 @@
-"""`milepost serve`: starts the engine and HTTP, and stops both.
+"""`milepost serve`: starts the engine and the HTTP server, and stops both.
 
 The listening socket is bound first, so a port in use is found before the weights are loaded. On
-SIGTERM or Ctrl-C no new connection is accepted, new requests get 503, and running ones may finish
-within `shutdown_timeout_s`; then they are failed. When the engine dies, every open request gets an
-error and the server ends with status 1.
+SIGTERM or Ctrl-C the server accepts no new connections, answers new requests with 503, and lets
+running ones finish within `shutdown_timeout_s`; then they fail. When the engine dies, every open
+request gets an error and the server exits with status 1.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 Announce = Callable[[str, Sequence[tuple[str, str]]], None]
-"""Told the address, and (subject, what there is to know of it)."""
+"""Called with the address, and with pairs of a subject and its description."""
 
 BACKLOG = 2048
 SEND_BUFFER_BYTES = 2**17
-"""Per connection: what a client that does not read can cost before that is noticed."""
+"""Send buffer of a connection: memory that a client which does not read can take before it is
+noticed."""
 LAST_WORDS_S = 5.0
 """Time for the errors of a shutdown to reach the clients."""
 
@@ -56,9 +57,10 @@ def run(
     engine_config: EngineConfig,
     announce: Announce,
 ) -> int:
-    """Serve until told to stop; returns the exit status. Raises ConfigError and WeightsError.
+    """Serves until it is told to stop, and returns the exit status. Raises ConfigError and
+    WeightsError.
 
-    `announce` is called once requests are taken.
+    `announce` is called once requests are accepted.
     """
     read_keys("key_file", server_config.key_file)
     read_keys("admin_key_file", server_config.admin_key_file)
@@ -110,7 +112,7 @@ async def _serve(
 
 
 async def _unless_told_to_stop(work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None if SIGTERM or Ctrl-C comes first, which cancels it."""
+    """Returns the result of `work`, or None if SIGTERM or Ctrl-C comes first, which cancels it."""
     task = asyncio.ensure_future(work)
     with _on_signals(lambda _: task.cancel()):
         try:
@@ -134,7 +136,7 @@ def _on_signals(handle: Callable[[int], object]) -> Iterator[None]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with an end that the requests are told of."""
+    """uvicorn with an orderly end: requests get an error rather than a closed connection."""
 
     def __init__(self, service: Service) -> None:
         limit = service.config.shutdown_timeout_s
@@ -161,12 +163,13 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A signal ends `serve`; uvicorn would then raise it again, before the engine is ended."""
+        """Lets a signal end `serve`; uvicorn would raise it again before the engine has stopped."""
         with _on_signals(self._told_to_end):
             yield
 
     def _told_to_end(self, number: int) -> None:
-        """By a signal. A second Ctrl-C ends the requests that run, a third waits for nothing."""
+        """Handles a signal. A second Ctrl-C ends the running requests, a third waits for
+        nothing."""
         if not self.should_exit:
             self.handle_exit(number, None)
             self._say_what_is_awaited()
@@ -202,13 +205,13 @@ class HttpServer(uvicorn.Server):
 
 
 def _listen(config: ServerConfig) -> socket.socket:
-    """Raises ConfigError if the address cannot be had."""
+    """Returns the listening socket. Raises ConfigError if the address is not available."""
     try:
         if config.uds is not None:
             return _listen_uds(Path(config.uds))
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        # With the protocol named, asyncio switches Nagle's algorithm off: it would hold back the
-        # second small write, which is the first token, until the client's delayed ACK.
+        # asyncio switches Nagle's algorithm off only if the protocol is named. It would delay the
+        # second small write, the first token, until the client's ACK.
         sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -221,7 +224,7 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 
 def _listen_uds(path: Path) -> socket.socket:
-    """A socket file that nobody listens on is replaced."""
+    """Returns a socket at this path. An old socket file without a listener is replaced."""
     if path.is_socket():
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:
@@ -235,7 +238,7 @@ def _listen_uds(path: Path) -> socket.socket:
 
 
 def _tls(config: ServerConfig) -> dict[str, Any]:
-    """uvicorn's settings."""
+    """Returns uvicorn's settings."""
     requires = ssl.CERT_NONE if config.ssl_ca_certs is None else ssl.CERT_REQUIRED
     return {
         "ssl_keyfile": config.ssl_keyfile,
@@ -246,7 +249,7 @@ def _tls(config: ServerConfig) -> dict[str, Any]:
 
 
 def _check_tls(config: ServerConfig) -> None:
-    """Raise ConfigError for a certificate that cannot be used."""
+    """Raises ConfigError for a certificate that cannot be used."""
     if config.ssl_certfile is None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -254,7 +257,7 @@ def _check_tls(config: ServerConfig) -> None:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
         if config.ssl_ca_certs is not None:
             context.load_verify_locations(config.ssl_ca_certs)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         where = f"{config.ssl_certfile!r}, ssl_keyfile={config.ssl_keyfile!r}"
         raise ConfigError(f"ssl_certfile={where}: {error.strerror or error}") from error
 

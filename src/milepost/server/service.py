@@ -1,5 +1,5 @@
-"""Connects the HTTP handlers to the tokenizer (`encoder`) and the engine, and refuses what they
-could not serve."""
+"""Connects the HTTP handlers to the tokenizer (`encoder`) and the engine, and refuses requests that
+cannot be served."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Service:
-    """What the handlers share."""
+    """Everything that the handlers share."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class Service:
 
     @property
     def end_of_reasoning(self) -> int | None:
-        """The token that closes the reasoning, if it is one."""
+        """The token that closes the reasoning, if a single token does."""
         return None if self.reasoning_tokens is None else self.reasoning_tokens.closes
 
     def _check_template_defaults(self) -> None:
-        """Raise ConfigError for what the chat template does not read."""
+        """Raises ConfigError for variables that the chat template does not read."""
         try:
             check_template_kwargs(self._template_defaults, self.template_variables)
         except HttpError as error:
@@ -115,16 +115,17 @@ class Service:
         }
 
     def switched_on(self, variable: str) -> dict[str, bool] | None:
-        """Template arguments with this variable, if the template reads it."""
+        """Returns template arguments with this variable, if the template reads it."""
         known = self.template_variables
         return {variable: True} if known is not None and variable in known else None
 
     def reads_special_tokens(self, *, has_tools: bool) -> bool:
-        """Whether an answer's text must show special tokens to be taken apart."""
+        """Returns whether an answer's text must include special tokens to be parsed."""
         return "reasoning" in self._special_tags or (has_tools and "calls" in self._special_tags)
 
     def check_model(self, name: str | None) -> str:
-        """The model's name for the response. Raises HttpError 404 for one that is not served."""
+        """Returns the model's name for the response. Raises HttpError 404 for a model that is not
+        served."""
         if name is None:
             return self.names[0]
         if name not in self.names:
@@ -147,7 +148,7 @@ class Service:
         continue_final_message: bool = False,
         is_cut: bool = False,
     ) -> chat.ChatPrompt:
-        """A conversation as token ids and marks."""
+        """Returns a conversation as token ids and marks."""
         variables = self.template_variables
         template_kwargs = {**self._template_defaults, **(template_kwargs or {})}
         check_template_kwargs(template_kwargs, variables)
@@ -172,14 +173,12 @@ class Service:
         return await self.encoder.encode_chat(messages, size, options, is_cut=is_cut)
 
     async def checked(self, params: SamplingParams, field: str) -> SamplingParams:
-        """With a form that can be kept to, if there is one; `field` is what errors about it name.
-
-        Raises InvalidRequestError.
-        """
+        """Returns the parameters with their form checked; `field` is named in errors about it.
+        Raises InvalidRequestError."""
         if params.structured_outputs is None:
             return params
         wanted = replace(params.structured_outputs, field=field)
-        if isinstance(wanted.json, Mapping):  # as text: it may have numbers that no frame can carry
+        if isinstance(wanted.json, Mapping):  # its numbers may be too large for a frame
             wanted = replace(wanted, json=json.dumps(wanted.json))
         params = replace(params, structured_outputs=wanted)
         check_combination(params)
@@ -196,8 +195,8 @@ class Service:
         field: str,
         keeps_steps: bool = False,
     ) -> Submission:
-        """Queue all prompts or none. `field` is what errors about prompts name; `keeps_steps` as
-        for `Stream`."""
+        """Queues all prompts or none. `field` is named in errors about prompts; `keeps_steps` is
+        passed to `Stream`."""
         if self.is_closing:
             raise ServerClosingError("the server is shutting down")
         if self.client.death is not None:
@@ -221,7 +220,8 @@ class Service:
         return Submission(streams, bell, timer)
 
     def check_number(self, num_prompts: int, num_each: int) -> None:
-        """Raise InvalidRequestError or QueueFullError for more answers than are taken at once."""
+        """Raises InvalidRequestError or QueueFullError if these are more answers than may run or
+        wait."""
         num_answers = num_prompts * num_each
         if num_answers > self.client.max_in_flight:
             raise InvalidRequestError(
@@ -238,7 +238,7 @@ class Service:
             self.check_prompt(prompt, params, field)
 
     def check_prompt(self, prompt: Prompt, params: SamplingParams, field: str) -> None:
-        """Raise HttpError 400 for a prompt that cannot be served with these parameters."""
+        """Raises HttpError 400 for a prompt that cannot be served with these parameters."""
         info = self.client.info
         try:
             check_prompt(
@@ -272,7 +272,7 @@ class Service:
 
 
 def _length(value: Any) -> int:
-    """Of all texts in it."""
+    """Returns the length of all texts in a value."""
     length, todo = 0, [value]
     while todo:
         item = todo.pop()

@@ -1,4 +1,4 @@
-"""Logs a line of statistics every ten seconds, while there is something to say."""
+"""Logs a line of statistics every ten seconds unless the server is idle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERVAL_S = 10.0
 
 
 async def log_stats(client: EngineClient, interval_s: float = INTERVAL_S) -> None:
-    """Log until it is cancelled, or the engine has died."""
+    """Logs until it is cancelled or the engine has died."""
     with suppress(MilepostError):
         await _log(client, interval_s)
 
@@ -36,7 +36,7 @@ async def _log(client: EngineClient, interval_s: float) -> None:
 
 
 def line(before: Mapping[str, float], values: Mapping[str, float], seconds: float) -> str:
-    """What happened in between, and what there is now."""
+    """Returns the line for the time between two readings."""
 
     def gained(name: str) -> float:
         return values[name] - before[name]

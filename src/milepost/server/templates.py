@@ -1,4 +1,4 @@
-"""Which variables a chat template reads, so that a request that sets another one can be told."""
+"""Finds the variables that a chat template reads; a request that sets another one is refused."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class _Generation(Extension):
 
 
 class _Names(TrackingCodeGenerator):
-    """Finds names as Jinja does, but computes nothing: what a template writes may be constant and
-    take for ever, and this is not where it could be ended."""
+    """Finds names as Jinja does, but computes nothing: a template's constants may take for ever to
+    compute, and nothing could end that here."""
 
     def visit_Output(self, node: nodes.Output, frame: Frame) -> None:  # noqa: N802
         self._visit_children(node, frame)
@@ -45,10 +45,10 @@ class _Names(TrackingCodeGenerator):
 
 
 def variables_of(template: object) -> frozenset[str] | None:
-    """The names that a template may read from outside; None if that cannot be told.
+    """Returns the names that a template may read from outside, or None if they are unknown.
 
-    A name that it sets itself on some paths, and reads, is one of them.
-    Several templates in one (a mapping) cannot be told: which one is used depends on the request.
+    A name that it sets itself on some paths, and reads, is included. Several templates in one
+    mapping are unknown: the request decides which one is used.
     """
     if not isinstance(template, str):
         return None
@@ -63,10 +63,8 @@ def variables_of(template: object) -> frozenset[str] | None:
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any], variables: Collection[str] | None) -> None:
-    """Refuse what a request may not set, and what the template does not read.
-
-    False and null ask for nothing, so they pass. Raises HttpError.
-    """
+    """Raises HttpError for variables that requests may not set, or the template does not read.
+    False and null are always accepted."""
     for name, value in kwargs.items():
         if name in _not_for_requests():
             raise _refusal(name, "this is not for a request to set")
@@ -79,9 +77,8 @@ def check_template_kwargs(kwargs: Mapping[str, Any], variables: Collection[str] 
 def with_effort(
     kwargs: Mapping[str, Any], effort: str | None, variables: Collection[str] | None
 ) -> dict[str, Any]:
-    """`kwargs` with `reasoning_effort`, and `enable_thinking` that follows from it, where the
-    template reads them and the request did not set them itself.
-    """
+    """Returns `kwargs` with `reasoning_effort`, and `enable_thinking` derived from it, if the
+    template reads them and the request did not set them."""
     if effort is None or variables is None:
         return dict(kwargs)
     found = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
@@ -95,8 +92,8 @@ def _refusal(name: str, why: str) -> HttpError:
 
 @cache
 def _not_for_requests() -> frozenset[str]:
-    """What would change how the template is applied, or what it is given anyway."""
-    from transformers import PreTrainedTokenizerBase  # takes a second; the server has it by now
+    """Returns variables that change how the template is applied, or are given to it anyway."""
+    from transformers import PreTrainedTokenizerBase  # slow, but imported by now
 
     parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     own = {name for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}

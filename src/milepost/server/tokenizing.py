@@ -1,12 +1,13 @@
 """Schedules the use of the tokenizer, and stops work whose client has left.
 
-Tokenizing releases the interpreter lock, but takes a second or more for a megabyte, and a tokenizer
-must not be used from two threads at once. So short texts have a thread of their own, which long
-ones never delay, and long ones a process, which is killed when their client leaves. Conversations
-are rendered in processes alone: the short ones, each for a short time, in one of their own, and
-what takes longer in that of long texts. Among those that wait, the first is the one with the least
-work ahead of it on arrival, its own included: a text is overtaken by no more than its own length of
-others. A cancelled caller loses its place.
+Tokenizing releases the interpreter lock, but takes a second or more per megabyte, and a tokenizer
+must not be used by two threads at once. So short texts have their own thread, which long ones never
+delay, and long texts have a process, which is killed when their client leaves. Conversations are
+rendered only in processes: short ones, each for a limited time, in their own process, and those
+that take longer in the process of long texts.
+
+Callers wait in order of the work ahead of them on arrival, their own included, so a text is
+overtaken by no more than its own length of other text. A cancelled caller loses its place.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from milepost.engine.text import (
 T = TypeVar("T")
 
 MAX_SHORT = 2**16
-"""Characters that count as short."""
+"""Largest number of characters of a short text."""
 SHORT_S = 1.0
-"""Processor time that a short conversation has before it counts as long; most take milliseconds."""
+"""Processor time after which a short conversation counts as long; most take milliseconds."""
 
 
 @dataclass(order=True, slots=True)
@@ -50,7 +51,8 @@ class _Place:
 
 
 class Turns:
-    """Lets one caller at a time go on: the one with the least work first, but fairly."""
+    """Lets one caller at a time go on: the one with the least work first, within the bound
+    above."""
 
     def __init__(self) -> None:
         self._places: list[_Place] = []
@@ -64,7 +66,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[None]:
-        """For work that costs about `size`."""
+        """Waits for a turn for work of this size."""
         if self._is_taken:
             self._num_places += 1
             turn = asyncio.get_running_loop().create_future()
@@ -73,7 +75,7 @@ class Turns:
             try:
                 await turn
             except asyncio.CancelledError:
-                if not turn.cancelled():  # its turn had come already
+                if not turn.cancelled():  # it had its turn already
                     self._next()
                 raise
         self._is_taken = True
@@ -94,7 +96,7 @@ class Turns:
 
 
 class Lane:
-    """A thread that does one piece of work after the other."""
+    """A thread that does one piece of work at a time."""
 
     def __init__(self, name: str) -> None:
         self._turns = Turns()
@@ -105,18 +107,18 @@ class Lane:
         return self._turns.num_waiting
 
     async def run(self, work: Callable[[], T], size: int) -> T:
-        """The result of `work`, which costs about `size`. The first one starts the thread."""
+        """Returns the result of `work`, which has this size. The first call starts the thread."""
         async with self._turns.turn(size):
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
-        """Nothing more is begun."""
+        """Starts nothing more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class Lanes:
-    """A thread for short texts, and for long ones another and a process; a process for short
-    conversations. What matches `special` in messages is read as text."""
+    """A thread for short texts, a thread and a process for long ones, and a process for short
+    conversations. Text in messages that matches `special` is plain text."""
 
     def __init__(self, tokenizer: Any, special: str | None = None) -> None:
         self._tokenizer = tokenizer
@@ -129,7 +131,7 @@ class Lanes:
         self._begun: asyncio.Future[tuple[Rendered, ChatPrompt | None]] | None = None
 
     def _start(self) -> Start:
-        """What both processes work with."""
+        """Returns what both processes work with."""
         tokenizer, template = self._tokenizer, None
         if self.can_render:
             known = tokenizer.special_tokens_map.items()
@@ -142,7 +144,8 @@ class Lanes:
         return Start(tokenizer_json=plain, template=template)
 
     async def run(self, work: Callable[[Any], T], size: int) -> T:
-        """The result of `work` with a tokenizer, in a thread; `size` is the length of its text."""
+        """Returns the result of `work` with a tokenizer, in a thread; `size` is the length of its
+        text."""
         if size <= MAX_SHORT:
             return await self._short.run(lambda: work(self._tokenizer), size)
         return await self._long.run(lambda: work(self._copy()), size)
@@ -154,14 +157,15 @@ class Lanes:
 
     @property
     def can_render(self) -> bool:
-        """Whether `render` can be used: not with tokenizers that have no template, or render
-        without one, by code of their own."""
+        """Whether `render` can be used: not with tokenizers that have no template, or have their
+        own code for rendering."""
         return bool(getattr(self._tokenizer, "chat_template", None)) and _renders_as_all_do(
             type(self._tokenizer)
         )
 
     async def render(self, asked: Unrendered, size: int) -> tuple[Rendered, ChatPrompt | None]:
-        """A conversation of `size` characters as text, and as a prompt if the text is short."""
+        """Returns a conversation of `size` characters as text, and also as a prompt if the text is
+        short."""
         if size <= MAX_SHORT:
             short = structs.replace(asked, limit_s=min(SHORT_S, asked.limit_s))
             async with self._chat_turns.turn(size):
@@ -172,8 +176,8 @@ class Lanes:
             return await self._process.render(asked)
 
     async def _render_to_its_end(self, asked: Unrendered) -> tuple[Rendered, ChatPrompt | None]:
-        """Also if its caller is cancelled meanwhile: the next one waits for less than for another
-        process."""
+        """Renders even if the caller is cancelled meanwhile: the next caller then waits for that
+        rather than for a new process."""
         if self._begun is not None:
             await asyncio.wait([self._begun])
         self._begun = asyncio.ensure_future(self._chats.render(asked))
@@ -181,7 +185,7 @@ class Lanes:
         return await asyncio.shield(self._begun)
 
     async def encode(self, texts: Texts) -> list[Encoded]:
-        """Tokens of long texts; the work ends when its caller is cancelled."""
+        """Returns the tokens of long texts; the work ends when its caller is cancelled."""
         assert self._is_fast, "only a fast tokenizer runs in a process of its own"
         async with self._turns.turn(sum(len(text.text) for text in texts.texts)):
             return await self._process.encode(texts)
@@ -204,7 +208,7 @@ def _plain(token: Any) -> Any:
 
 @functools.cache
 def _renders_as_all_do(kind: type) -> bool:
-    from transformers import PreTrainedTokenizerBase  # takes a second; the server has it by now
+    from transformers import PreTrainedTokenizerBase  # slow, but imported by now
 
     names = ("apply_chat_template", "get_chat_template")
     return all(getattr(kind, n, None) is getattr(PreTrainedTokenizerBase, n) for n in names)

@@ -1,4 +1,4 @@
-"""Tools of a request, which of them may be called, and calls in the history.
+"""Tools of a request, the choice among them, and calls in the history.
 
 A model calls functions. A custom tool, whose input is text, is shown to it as a function with one
 string. Tools that a server runs itself, such as a web search, are left out.
@@ -57,8 +57,7 @@ def _escape(match: re.Match[str]) -> str:
 class FunctionCall(Body):
     name: str
     arguments: Any = None
-    """JSON text, or its object. Kept as an object; text that is none is read as far as it goes,
-    since models write such calls and clients send them back."""
+    """JSON text, or an object. Kept as an object."""
     _is_changed: bool = PrivateAttr(False)
 
     @model_validator(mode="after")
@@ -78,7 +77,7 @@ class CustomCall(Body):
 
 
 class ToolCall(Body):
-    """A call in the history: of a function, or of a custom tool."""
+    """A call in the history, of a function or of a custom tool."""
 
     id: str | None = None
     type: Literal["function", "custom"] = "function"
@@ -129,7 +128,7 @@ class CustomDefinition(Body):
 
 
 class Tool(Body):
-    """A function, or a custom tool, whose input is text. Tools of other kinds would be run by the
+    """A function, or a custom tool, whose input is text. Tools of other kinds would run on the
     server; they are left out."""
 
     type: Annotated[str, Field(max_length=64)]
@@ -157,7 +156,7 @@ class FunctionName(Body):
 
 
 class NamedToolChoice(Body):
-    """The one tool that must be called, or with `allowed_tools` those that may be."""
+    """The one tool to call, or with `allowed_tools` those that may be called."""
 
     type: Literal["function", "custom", "allowed_tools"]
     function: FunctionName | None = None
@@ -172,7 +171,7 @@ class NamedToolChoice(Body):
 
     @property
     def name(self) -> str | None:
-        """The tool's; None where there are several."""
+        """The tool's name; None if there are several."""
         named = self.function or self.custom
         return None if named is None else named.name
 

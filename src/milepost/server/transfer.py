@@ -1,4 +1,4 @@
-"""`kv_transfer_params`: requests whose prompt or whose answer another engine computes."""
+"""`kv_transfer_params`: requests whose prompt or answer another engine computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R", bound=Sampling)
 Params = dict[str, Any]
 
 EACH = "of_each_prompt"
-"""Where those of several prompts stand: routers pass on what they don't know."""
+"""Key of the parameters of several prompts: routers pass on keys they do not know."""
 
 _ONE_TOKEN = {
     "max_tokens": 1,
@@ -34,9 +34,8 @@ _ONE_TOKEN = {
 
 
 def as_served(service: Service, request: R) -> R:
-    """A request to prefill for another engine asks for one token, which nobody reads, whatever
-    else it says of its answer. Raises InvalidRequestError where engines exchange nothing.
-    """
+    """Returns a request to prefill for another engine as one for a single token, which nobody
+    reads; other requests unchanged. Raises InvalidRequestError if this engine exchanges nothing."""
     params = request.kv_transfer_params
     if not params or not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
         return request
@@ -53,11 +52,11 @@ def as_served(service: Service, request: R) -> R:
 
 
 def of_each(params: Params | None, num_prompts: int) -> list[Params | None]:
-    """What is asked for each prompt of a request. Raises InvalidRequestError."""
+    """Returns the parameters of each prompt of a request. Raises InvalidRequestError."""
     if not params or num_prompts == 1 or params.get("do_remote_decode"):
         return [params] * num_prompts
     found = params.get(EACH)
-    if found is None:  # an engine that says nothing of each: they are computed
+    if found is None:  # the other engine sent none: they are computed
         return [None] * num_prompts
     is_fit = isinstance(found, list) and len(found) == num_prompts
     if not is_fit or not all(each is None or isinstance(each, dict) for each in found):
@@ -68,7 +67,7 @@ def of_each(params: Params | None, num_prompts: int) -> list[Params | None]:
 
 
 def joined(found: Mapping[int, Params], num_prompts: int) -> Params | None:
-    """The other way: what an answer says of the prompts that have something, by their number."""
+    """Returns the parameters of a response from those of its prompts, by their index."""
     if num_prompts == 1 or not found:
         return found.get(0)
     first = next(iter(found.values()))

@@ -1,9 +1,9 @@
-"""What requests ask for and nobody here does: ignored and reported, or refused.
+"""Handles what requests ask for in vain: ignored and reported, or refused.
 
-Every client sends a field that only its own server reads. Bodies keep them as extras; here they
-are taken out, so that none reaches a chat template, and named in the log (once each) and in the
-response's header `x-milepost-ignored`. So are tools and items of kinds that no model here knows,
-known fields that change nothing, and values that were not taken as they stand.
+Every client sends fields that only its own server reads. Bodies keep them as extras; here they are
+removed, so that none reaches a chat template, and named in the log (once each) and in the
+response's header `x-milepost-ignored`. The same applies to tools and items of kinds that no model
+here knows, to known fields without an effect, and to values that were not used as they stand.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 HEADER = b"x-milepost-ignored"
 MAX_UNKNOWN = 256
-"""Most that a body may have of them."""
+"""Largest number of them in a body."""
 MAX_NAMED = 16
-"""Most fields that a response names."""
+"""Largest number of fields that a response names."""
 MAX_KNOWN = 256
-"""Most fields that are remembered as told of: names come from clients."""
+"""Largest number of fields that are remembered as logged, since clients choose their names."""
 
 _LEAVES = frozenset((str, int, float, bool, type(None), dict))
 _INDEX = re.compile(r"\[\d+\]")
@@ -42,9 +42,9 @@ class UnknownFields:
         self._told: set[str] = set()
 
     def settle(self, body: Body, scope: Any) -> None:
-        """Take out of a body what nobody knows, and tell of all that it asks for in vain.
+        """Removes unknown fields from a body, and reports everything that it asks for in vain.
 
-        Raises HttpError 400 if unknown fields are refused, or if there are very many.
+        Raises HttpError 400 if unknown fields are refused, or if there are too many.
         """
         found = list(islice(ignored(body), MAX_UNKNOWN + 1))
         if not found:
@@ -58,7 +58,7 @@ class UnknownFields:
         self.tell((path for path, is_refusable in found if not is_refusable), scope)
 
     def tell(self, paths: Iterable[str], scope: Any, *, hint: str = "") -> None:
-        """Name fields that were ignored in the log and in the response."""
+        """Names ignored fields in the log and in the response."""
         names = dict.fromkeys(_INDEX.sub("[]", path) for path in paths)
         if not names:
             return
@@ -76,8 +76,8 @@ class UnknownFields:
 
 
 def ignored(body: Body) -> Iterator[tuple[str, bool]]:
-    """Remove the extras of a body and of those inside it. Yields the path of each, and of all else
-    that is ignored, with whether a strict server refuses it."""
+    """Removes the extras of a body and of the bodies inside it. Yields the path of each, and of
+    everything else that is ignored, with whether a strict server refuses it."""
     todo: list[_Place] = [(body, None, "", None)]
     while todo:
         place = todo.pop()
@@ -92,7 +92,7 @@ def ignored(body: Body) -> Iterator[tuple[str, bool]]:
             yield from watch.ignored(place)
         inside: list[_Place] = []
         for name, value in own.__dict__.items():
-            if type(value) in _LEAVES:  # to ask pydantic whether it is a body takes much longer
+            if type(value) in _LEAVES:  # much faster than isinstance
                 continue
             if isinstance(value, Body):
                 inside.append((value, place, name, None))
@@ -103,10 +103,10 @@ def ignored(body: Body) -> Iterator[tuple[str, bool]]:
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """What to look at in bodies of one class."""
+    """The parts of one class of bodies that may be ignored."""
 
     marks: tuple[tuple[str, Unread], ...]
-    """The fields that change nothing."""
+    """Fields without an effect."""
     leaves_out: bool
     changes: bool
 
@@ -124,7 +124,7 @@ class _Watch:
 
 @cache
 def _watch(kind: type[Body]) -> _Watch | None:
-    """None for a class of which only unknown fields can be ignored."""
+    """Returns None for a class in which only unknown fields can be ignored."""
     marks = tuple(
         (name, mark)
         for name, field in kind.model_fields.items()
@@ -137,11 +137,11 @@ def _watch(kind: type[Body]) -> _Watch | None:
 
 
 _Place = tuple[Body, Any, str, int | None]
-"""A body, the place of the one that it stands in, and the field and the index there."""
+"""A body, the place of the body it stands in, and its field and index there."""
 
 
 def _path(place: _Place) -> str:
-    """Of a place, up to the name of a field of it."""
+    """Returns the path of a place, up to the name of one of its fields."""
     steps = []
     while place[1] is not None:
         _, outer, name, index = place

@@ -1,7 +1,7 @@
-"""The same metrics under vLLM's names, so that its dashboards, routers and autoscalers read them.
+"""Repeats metrics under vLLM's names, so that its dashboards, routers and autoscalers read them.
 
-A mirror: nothing is counted twice, each scrape copies what our own registry says. Labels are
-vLLM's, `model_name` and `engine`; what has more of them keeps those.
+Nothing is counted twice: each scrape copies our own registry. Labels are vLLM's, `model_name` and
+`engine`; metrics with more labels keep them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NAMES = frozenset([
     "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n",
     "request_params_max_tokens",
 ])  # fmt: skip
-"""What means the same in both; the prefix apart, the names are equal."""
+"""Names of metrics with the same meaning in both; only the prefix differs."""
 
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
 class Mirror(Collector):
-    """Reads our families from `collect_ours`."""
+    """Copies the metrics that `collect_ours` returns."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Mirror(Collector):
         self._is_asleep = is_asleep
 
     def describe(self) -> Iterable[Family]:
-        """Nothing to check for doubles when this is registered."""
+        """Returns nothing, so registration checks for no duplicates."""
         return ()
 
     def collect(self) -> Iterator[Family]:

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API over the same engine: its requests become chat requests."""
+"""Anthropic's Messages API: its bodies, their conversion to chat requests, and its endpoints."""

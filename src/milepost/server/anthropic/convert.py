@@ -1,4 +1,4 @@
-"""Anthropic's requests as chat requests."""
+"""Converts Anthropic's requests to chat requests."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from milepost.server.protocol import ChatRequest
 Result = ResultBlock | ServerResultBlock
 
 _BILLING = "x-anthropic-billing-header:"
-"""A line that coding agents put before the system prompt. It differs with each request, so nothing
-behind it could be reused, and it says nothing to a model."""
+"""A line that coding agents put before the system prompt. It differs in every request, so nothing
+after it could be reused, and models need not see it."""
 
 
 def to_chat(request: CountTokensRequest) -> ChatRequest:
-    """The same conversation; raises ValueError (pydantic's own) for what no chat request can say.
+    """Returns the conversation as a chat request; raises ValueError (pydantic's) if that is
+    impossible.
 
     An assistant's message at the end is the beginning of the answer.
     """
@@ -61,7 +62,7 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
 
 
 def has_breakpoints(request: CountTokensRequest) -> bool:
-    """Whether a `cache_control` asks for anything to be cached."""
+    """Returns whether the request has a `cache_control`."""
     blocks = [b for m in request.messages if isinstance(m.content, list) for b in m.content]
     system = request.system if isinstance(request.system, list) else []
     places = [request, *blocks, *system, *(request.tools or ())]
@@ -88,7 +89,8 @@ def _system(request: CountTokensRequest) -> list[openai.Message]:
 
 
 def _messages(message: AnthropicMessage) -> list[openai.Message]:
-    """A tool's results become messages of their own, before what the user says beside them."""
+    """Returns a message as chat messages. Tool results become messages of their own, before the
+    user's text beside them."""
     if isinstance(message.content, str):
         return [openai.Message(role=message.role, content=message.content)]
     if message.role == "assistant":
@@ -100,7 +102,7 @@ def _messages(message: AnthropicMessage) -> list[openai.Message]:
 
 
 def _assistant(content: Sequence[Block]) -> list[openai.Message]:
-    """Results of tools that another server ran part what the assistant said."""
+    """Returns an assistant's message, divided at the results of tools that another server ran."""
     messages: list[openai.Message] = []
     said: list[Block] = []
     for block in content:
@@ -132,7 +134,7 @@ def _said(content: Sequence[Block]) -> openai.Message:
 
 
 def _texts(content: Sequence[Any]) -> list[openai.TextPart]:
-    """How they are joined, the chat template decides."""
+    """Returns the parts as text; the chat template decides how they are joined."""
     return [
         openai.TextPart(type="text", text=block.plain, cache_control=block.cache_control)
         for block in content
@@ -185,7 +187,7 @@ def _tool_choice(request: CountTokensRequest) -> dict[str, Any]:
 
 
 def _output(request: CountTokensRequest) -> dict[str, Any]:
-    """Effort and form; thinking that is switched off is no effort."""
+    """Returns effort and form; disabled thinking is effort `none`."""
     found: dict[str, Any] = {}
     config = request.output_config
     if request.thinking is not None and request.thinking.type == "disabled":

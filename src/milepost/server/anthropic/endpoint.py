@@ -24,9 +24,9 @@ from milepost.server.service import Service
 from milepost.server.stream import EventStream, named_event, unless_disconnected
 
 ANTHROPIC_VERSION = "anthropic-version"
-"""A header that all requests of this API have."""
+"""A header of all requests of this API."""
 SIGNATURE = "milepost"
-"""Stands in thinking blocks, which must have one; it is not looked at when it comes back."""
+"""Signature of thinking blocks, which must have one; it is ignored when it comes back."""
 
 _BLOCKS = {
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
@@ -41,7 +41,7 @@ _DELTAS = {
 
 
 async def answer(service: Service, request: MessagesRequest, http: Request) -> Response:
-    """Answer a conversation."""
+    """Answers a conversation."""
     model = service.check_model(request.model)
     turn = await conversation.begin(
         service, _chat(service, request, http), http, field="messages", fits_max_tokens=True
@@ -58,7 +58,7 @@ async def answer(service: Service, request: MessagesRequest, http: Request) -> R
 async def count_tokens(
     service: Service, request: CountTokensRequest, http: Request
 ) -> dict[str, Any]:
-    """How long the prompt is."""
+    """Returns the length of the prompt."""
     service.check_model(request.model)
     chat = _chat(service, request, http)
     work = conversation.render(service, chat, http, is_counted=True)
@@ -67,20 +67,20 @@ async def count_tokens(
 
 
 def models(service: Service) -> dict[str, Any]:
-    """The served models in Anthropic's shape, for requests with its header."""
+    """Returns the served models in Anthropic's form, for requests with its header."""
     data = [model(service, name) for name in service.names]
     ends = {"first_id": service.names[0], "last_id": service.names[-1]}
     return {"data": data, "has_more": False, **ends}
 
 
 def model(service: Service, name: str) -> dict[str, Any]:
-    """One of them."""
+    """Returns one served model."""
     since = datetime.fromtimestamp(service.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"type": "model", "id": name, "display_name": name, "created_at": since}
 
 
 def _chat(service: Service, request: CountTokensRequest, http: Request) -> ChatRequest:
-    """Raises HttpError 400 for what no chat request can say."""
+    """Returns the chat request. Raises HttpError 400 if there is none."""
     try:
         chat = to_chat(request)
     except ValidationError as error:
@@ -101,7 +101,7 @@ def _failed(error: Exception) -> bytes:
 
 
 class _MessageWriter:
-    """Brings the response into its form."""
+    """Writes the response."""
 
     def __init__(self, turn: ChatTurn, model: str, request: MessagesRequest) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
@@ -169,9 +169,8 @@ class _MessageWriter:
         return {"stop_reason": reason, "stop_sequence": stop if is_sequence else None}
 
     def _usage(self) -> dict[str, int]:
-        """What was read from the cache, what breakpoints asked to be kept of the rest, and what
-        remains, add up to the prompt.
-        """
+        """Returns the prompt's tokens in three parts: read from the cache, computed up to the last
+        breakpoint, and the rest."""
         usage = self._turn.generation.usage()
         read = usage["prompt_tokens_details"]["cached_tokens"]
         kept = max(self._turn.breakpoints, default=0) if self._has_breakpoints else 0
@@ -200,7 +199,8 @@ def _whole(block: AnswerBlock) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Of a call that was cut off what is whole, as Anthropic's client reads the stream."""
+    """Returns the arguments of a call; if it was cut off, those that are complete, as Anthropic's
+    client reads the stream."""
     try:
         found = from_json(text, allow_partial=True)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the bodies of /v1/messages may hold."""
+"""Bodies of /v1/messages, and the blocks of their messages, system prompts and tool results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TextBlock(_MarkedBlock):
 
 
 class SearchResultBlock(_MarkedBlock):
-    """What a client's own search found."""
+    """A result of a search that the client made."""
 
     type: Literal["search_result"]
     title: str
@@ -73,7 +73,7 @@ class DocumentBlock(_MarkedBlock):
 
 
 class ToolReferenceBlock(_MarkedBlock):
-    """Says that a tool, which stands in the request's list, can be called from now on."""
+    """Says that a tool in the request's list can be called from now on."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -87,11 +87,11 @@ class ThinkingBlock(_MarkedBlock):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
-    """Proves to whoever made the block that it was not changed; anything passes."""
+    """Proves to the block's server that it is unchanged; any value is accepted."""
 
 
 class RedactedBlock(_MarkedBlock):
-    """Thinking that only the server that made it can read: left out."""
+    """Thinking that only its server can read; left out."""
 
     type: Literal["redacted_thinking"]
     data: Any = None
@@ -101,7 +101,7 @@ class RedactedBlock(_MarkedBlock):
 
 
 class CallBlock(_MarkedBlock):
-    """A call of a tool that the client runs, or that another server has run."""
+    """A call of a tool, run by the client or by another server."""
 
     type: Literal["tool_use", "server_tool_use", "mcp_tool_use"]
     name: str
@@ -125,17 +125,17 @@ TextLike = Annotated[
 
 
 class ResultBlock(_MarkedBlock):
-    """What a tool of the client's returned."""
+    """The result of a tool that the client ran."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Annotated[Many[TextLike], Field(max_length=MAX_PARTS)] | None = None
     is_error: unread(bool, False) = None
-    """What went wrong, the content says."""
+    """The content says what went wrong."""
 
 
 class ServerResultBlock(_MarkedBlock):
-    """What a tool returned that another server has run; each kind has a type of its own."""
+    """The result of a tool that another server ran; each kind has its own type."""
 
     type: Annotated[str, Field(max_length=64)]
     tool_use_id: str
@@ -178,8 +178,8 @@ class AnthropicMessage(Body):
 
 
 class ClientTool(Body):
-    """A tool that the client runs, with a schema. Those of other types are run by a server, or
-    known to some models only, and left out."""
+    """A tool with a schema that the client runs. Tools of other types, which a server runs or only
+    some models know, are left out."""
 
     name: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     type: Annotated[str | None, Field(max_length=64)] = None
@@ -234,7 +234,7 @@ class OutputConfig(Body):
 
 
 class CountTokensRequest(Body):
-    """POST /v1/messages/count_tokens: what decides the prompt."""
+    """POST /v1/messages/count_tokens: the fields that decide the prompt."""
 
     model: str | None = None
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -257,7 +257,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = None
     top_k: Int64 | None = None
     metadata: dict[str, Any] | None = None
-    """Its `user_id` goes to the access log."""
+    """Its `user_id` is written to the access log."""
     service_tier: unread(str, "auto", "standard_only") = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """Requests share cached prefixes only with those of the same salt."""
+    """Requests share cached prefixes only with requests of the same salt."""

@@ -214,7 +214,7 @@ class ValueReader:
             top.comma = space + ","
 
     def _settle(self, top: _Bracket) -> None:
-        """Completes a last key that has no colon, or a last colon that has no value."""
+        """Completes a last key without a colon, or a last colon without a value."""
         if top.has_key and top.is_object is None:  # a set's first item
             self._held[top.place] = "["
             top.is_object, top.is_held, top.has_key = False, False, False

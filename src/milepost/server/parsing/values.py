@@ -90,7 +90,7 @@ class Value:
     # --- grammar ----------------------------------------------------------------------------------
 
     def rules(self, rule: str, end: str, barred: str, *, is_strict: bool) -> list[str]:
-        """Returns rules of which `rule` matches a text of this value, followed by `end`; no string
+        """Returns rules; `rule` matches a text of this value, followed by `end`, and no string
         in it matches `barred`. `of_text` reads whatever they accept as a value that the schema
         allows."""
         free = [leaf for leaf in self._strings if not leaf.is_literal]

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API over the same engine: its requests become chat requests."""
+"""OpenAI's Responses API: its bodies, their conversion to chat requests, and its endpoints."""

@@ -1,4 +1,4 @@
-"""Items of the Responses API as messages of a chat."""
+"""Converts items of the Responses API to messages of a chat."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _SAME = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """A request as one of a chat."""
+    """A request as a chat request, and the names of its tools."""
 
     chat: ChatRequest
     names: Names
 
 
 def to_chat(request: ResponsesRequest, items: Sequence[Item]) -> Converted:
-    """The conversation that `items` are, with the rest of the request.
+    """Returns the conversation of `items` with the rest of the request.
 
-    Raises ValueError (pydantic's own) for what no chat request can say.
+    Raises ValueError (pydantic's) if no chat request can express it.
     """
     own: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
     if has_logprobs(request):
@@ -61,7 +61,7 @@ def has_logprobs(request: ResponsesRequest) -> bool:
 
 
 def items_of(given: str | Sequence[Item]) -> list[Item]:
-    """A text is what a user says."""
+    """Returns the items of an input; a text is a user's message."""
     if isinstance(given, str):
         return [kinds.MessageItem(role="user", content=given)]
     return list(given)
@@ -70,7 +70,8 @@ def items_of(given: str | Sequence[Item]) -> list[Item]:
 def messages_of(
     instructions: str | None, items: Sequence[Item], names: Names
 ) -> list[openai.Message]:
-    """Reasoning, text and calls of one turn make one message of the assistant."""
+    """Returns the messages. Reasoning, text and calls of one turn are one message of the
+    assistant."""
     messages: list[openai.Message] = []
     if instructions:
         messages.append(openai.Message(role="system", content=instructions))
@@ -86,7 +87,7 @@ def messages_of(
 
 
 class _Turn:
-    """The assistant's message, item by item."""
+    """Collects the assistant's message, item by item."""
 
     def __init__(self, names: Names) -> None:
         self._names = names
@@ -100,7 +101,7 @@ class _Turn:
         self._calls: list[chat_tools.ToolCall] = []
 
     def takes(self, item: Item) -> bool:
-        """Whether an item goes on with the message: nothing follows a call but calls."""
+        """Returns whether an item continues the message: only calls follow a call."""
         if isinstance(item, kinds.CallItem | kinds.CustomCallItem | kinds.BuiltInCallItem):
             return True
         return not self._calls and (
@@ -109,7 +110,7 @@ class _Turn:
         )
 
     def add(self, item: Item) -> bool:
-        """Whether the item is the assistant's, and part of the message now."""
+        """Adds an item of the assistant's. Returns False if the item needs a message of its own."""
         match item:
             case kinds.ReasoningItem():
                 parts = item.content or item.summary or ()
@@ -129,7 +130,7 @@ class _Turn:
             case kinds.McpCallItem():
                 self._call(item.id, item.name, item.arguments)
                 self._is_open = True
-                return False  # with its result
+                return False  # its result follows
             case _:
                 return False
         self._is_open = True
@@ -153,7 +154,7 @@ class _Turn:
 
 
 def _plain(item: Item) -> openai.Message:
-    """What the assistant did not say."""
+    """Returns an item that is not the assistant's as a message."""
     if isinstance(item, kinds.MessageItem):
         return openai.Message(role=item.role, content=_content(_parts(item.content)))
     id_ = getattr(item, "call_id", None) or item.id
@@ -179,7 +180,8 @@ def _parts(content: str | Sequence[ContentPart] | None) -> list[openai.TextPart]
 
 
 def _content(parts: list[openai.TextPart]) -> str | list[openai.TextPart]:
-    """Several parts stay apart: how they are joined, the chat template decides."""
+    """Returns the content. Several parts stay separate: the chat template decides how they are
+    joined."""
     return parts if len(parts) > 1 else "".join(part.text or "" for part in parts)
 
 

@@ -1,5 +1,5 @@
-"""/v1/responses: creates a response, and serves stored ones, which stay in memory: the oldest go
-first, and none outlives the server."""
+"""/v1/responses: creates responses, and serves stored ones. These stay in memory: the oldest are
+dropped first, and none outlives the server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class StoredResponse:
     input_items: Sequence[dict[str, Any]]
     conversation: Sequence[Item]
     num_bytes: int
-    """Of the whole conversation as JSON, so that long chains count for all that they keep alive."""
+    """Size of the whole conversation as JSON, so that a long chain counts with all that it keeps
+    alive."""
 
 
 class ResponseStore:
@@ -53,7 +54,7 @@ class ResponseStore:
         return self._stored.get((owner, id_))
 
     def put(self, owner: str, id_: str, stored: StoredResponse) -> None:
-        """Keep a response; one that is larger than the whole store is not kept."""
+        """Stores a response, unless it is larger than the whole store."""
         self._stored[owner, id_] = stored
         self.num_bytes += stored.num_bytes
         while len(self._stored) > self._max_responses or self.num_bytes > self._max_bytes:
@@ -61,7 +62,7 @@ class ResponseStore:
             self.num_bytes -= oldest.num_bytes
 
     def delete(self, owner: str, id_: str) -> bool:
-        """Whether there was such a response."""
+        """Returns whether there was such a response."""
         stored = self._stored.pop((owner, id_), None)
         if stored is None:
             return False
@@ -72,7 +73,7 @@ class ResponseStore:
 async def respond(
     service: Service, store: ResponseStore, request: ResponsesRequest, http: Request
 ) -> Response:
-    """Make a response."""
+    """Creates a response."""
     model = service.check_model(request.model)
     owner = owner_of(http)
     own, items, converted = chat_of(store, request, http)
@@ -96,7 +97,7 @@ async def respond(
 async def count_tokens(
     service: Service, store: ResponseStore, request: ResponsesRequest, http: Request
 ) -> dict[str, Any]:
-    """How long the prompt is."""
+    """Returns the length of the prompt."""
     service.check_model(request.model)
     _, _, converted = chat_of(store, request, http)
     work = conversation.render(service, converted.chat, http, is_counted=True)
@@ -107,7 +108,7 @@ async def count_tokens(
 def chat_of(
     store: ResponseStore, request: ResponsesRequest, http: Request
 ) -> tuple[Sequence[Item], Sequence[Item], Converted]:
-    """The items of a request, those of the conversation with it, and the chat they make."""
+    """Returns the items of a request, the items of its whole conversation, and the chat request."""
     before = _conversation_before(store, owner_of(http), request.previous_response_id)
     own = items_of(request.input)
     items = [*before, *own]
@@ -120,7 +121,7 @@ def chat_of(
 
 
 def find(store: ResponseStore, http: Request, id_: str) -> StoredResponse:
-    """A stored response of the caller's. Raises HttpError 404."""
+    """Returns a stored response of the caller. Raises HttpError 404."""
     stored = store.get(owner_of(http), id_)
     if stored is None:
         raise _no_such(id_, "response_id")
@@ -135,7 +136,7 @@ def delete(store: ResponseStore, http: Request, id_: str) -> dict[str, Any]:
 
 
 def owner_of(http: Request) -> str:
-    """Who asks, as far as the key says."""
+    """Returns the caller's owner, as its key identifies it."""
     caller: Caller = http.scope["milepost.caller"]
     return caller.owner
 

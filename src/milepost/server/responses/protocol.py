@@ -1,6 +1,8 @@
-"""What the bodies of /v1/responses may hold. Items of kinds that say
-nothing to a model here, such as a search that another server made, are left out and named in the
-response. Tools stand in `tools`."""
+"""Bodies of /v1/responses, and the items of a conversation. Tools are in `tools`.
+
+Items that mean nothing to a model here, such as a search that another server made, are left out and
+named in the response.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class ContentPart(Body):
     refusal: str | None = None
     annotations: unread(Any) = None
     logprobs: Any = None
-    """Clients send back what they were sent."""
+    """Clients send these back as they received them."""
 
     @model_validator(mode="after")
     def _has_text(self) -> ContentPart:
@@ -60,7 +62,7 @@ class ReasoningItem(_AnyItem):
     type: Literal["reasoning"]
     content: Parts | None = None
     summary: Parts | None = None
-    """Stands in where there is no content."""
+    """Used if there is no content."""
     encrypted_content: unread(str) = None
 
 
@@ -89,7 +91,7 @@ class CustomCallItem(_AnyItem):
 
 
 class BuiltInCallItem(_AnyItem):
-    """A call of a tool that the client ran and that only some models know."""
+    """A call that the client ran, of a tool known only to some models."""
 
     type: Literal["local_shell_call", "shell_call", "apply_patch_call", "tool_search_call"]
     call_id: str | None = None
@@ -106,12 +108,12 @@ class BuiltInCallItem(_AnyItem):
 
     @property
     def given(self) -> dict[str, Any]:
-        """What the tool was called with."""
+        """The tool's arguments."""
         return self.action or self.operation or read_arguments(self.arguments)[0]
 
 
 class OutputItem(_AnyItem):
-    """What a tool returned."""
+    """The output of a tool."""
 
     type: Literal[
         "function_call_output",
@@ -120,7 +122,7 @@ class OutputItem(_AnyItem):
         "apply_patch_call_output",
     ]
     call_id: str | None = None
-    """A local shell's output has the call's as its `id`."""
+    """A local shell's output has the id of its call in `id` instead."""
     output: str | Parts | None = None
     name: str | None = None
     namespace: str | None = None
@@ -143,7 +145,7 @@ class ToolSearchOutputItem(_AnyItem):
 
 
 class McpCallItem(_AnyItem):
-    """A call that another server made, with what came of it."""
+    """A call that another server made, with its result."""
 
     type: Literal["mcp_call"]
     name: str
@@ -161,7 +163,7 @@ class MoreToolsItem(_AnyItem):
 
 
 class OtherItem(_AnyItem):
-    """Left out."""
+    """An item that is left out."""
 
     type: Annotated[str, Field(max_length=64)]
 
@@ -216,7 +218,7 @@ class TextOptions(Body):
 class ReasoningOptions(Body):
     effort: Annotated[str, Field(max_length=32)] | None = None
     summary: unread(str) = None
-    """Reasoning is returned as it is."""
+    """Reasoning is returned unchanged."""
     generate_summary: unread(str) = None
 
 
@@ -225,7 +227,7 @@ class ResponseStreamOptions(Body):
 
 
 LOGPROBS = "message.output_text.logprobs"
-"""The only thing that `include` adds."""
+"""The only value of `include` that has an effect."""
 
 
 class ResponsesRequest(Body):
@@ -236,7 +238,7 @@ class ResponsesRequest(Body):
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     store: bool | None = None
-    """True (the default): keep the response, for previous_response_id and GET."""
+    """True (the default) keeps the response, for previous_response_id and GET."""
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
@@ -252,11 +254,11 @@ class ResponsesRequest(Body):
     metadata: dict[str, Any] | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
 
-    # Said to the service, not to the model.
+    # Meant for the service rather than the model.
     service_tier: unread(str, "auto", "default") = None
     safety_identifier: unread(str) = None
     kv_transfer_params: dict[str, Any] | None = None
-    """What a router carries between an engine that prefills and one that decodes."""
+    """Passed by a router from the engine that prefills to the one for decoding."""
     prompt_cache_key: unread(str) = None
     prompt_cache_retention: unread(str) = None
     truncation: Literal["disabled"] | None = None
@@ -264,7 +266,7 @@ class ResponsesRequest(Body):
     conversation: only() = None
     prompt: only() = None
     max_tool_calls: Any = None
-    """Counts the calls of tools that a server runs; none are run here."""
+    """Limits calls of tools that a server runs; none are run here."""
 
     # As in chat.
     top_k: Int64 | None = None

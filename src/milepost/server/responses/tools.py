@@ -1,4 +1,4 @@
-"""Tools of the Responses API, and the names under which a model knows them.
+"""Tools of the Responses API, and the names by which a model knows them.
 
 A namespace groups functions and custom tools. A model sees flat names; clients get theirs back.
 """
@@ -78,7 +78,7 @@ class Namespace(Body):
 
 
 class OtherTool(Body):
-    """A tool that a server runs, or that only some models know: left out."""
+    """A tool for a server to run, or known only to some models; left out."""
 
     type: Annotated[str, Field(max_length=64)]
 
@@ -103,12 +103,12 @@ class NamedTool(Body):
 
     @model_validator(mode="after")
     def _forget(self) -> NamedTool:
-        self.__pydantic_extra__ = {}  # what a hosted tool is named by
+        self.__pydantic_extra__ = {}  # names of hosted tools
         return self
 
 
 class ChosenTool(Body):
-    """The one tool that must be called, or with `allowed_tools` those that may be."""
+    """The one tool to call, or with `allowed_tools` those that may be called."""
 
     type: Annotated[str, Field(max_length=64)]
     name: str | None = None
@@ -129,7 +129,7 @@ class ChosenTool(Body):
 
 
 def flat(name: str, namespace: str | None) -> str:
-    """The name that the model knows."""
+    """Returns the name that the model knows."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
@@ -137,7 +137,7 @@ def flat(name: str, namespace: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnName:
-    """What a client knows a tool as."""
+    """The client's name of a tool."""
 
     name: str
     namespace: str | None = None
@@ -149,10 +149,10 @@ class OwnName:
 
 
 class Names:
-    """The client's names of the tools that a model calls."""
+    """Maps the names that a model calls to the client's names."""
 
     def __init__(self, tools: Iterable[Tool]) -> None:
-        """Raises ValueError for two tools with one name."""
+        """Raises ValueError for two tools of one name."""
         self._own: dict[str, OwnName] = {}
         self._bare: dict[str, str] = {}
         for namespace, tool in _all(tools):
@@ -164,12 +164,12 @@ class Names:
             self._bare.setdefault(tool.name, name)
 
     def of_call(self, called: str) -> OwnName:
-        """The tool that a model means; it may leave the namespace out."""
+        """Returns the tool that a model means; it may leave out the namespace."""
         known = called if called in self._own else self._bare.get(called, called)
         return self._own.get(known, OwnName(name=called))
 
     def of_client(self, name: str, namespace: str | None) -> str:
-        """What the model knows a tool as."""
+        """Returns the model's name of a tool."""
         if namespace is not None or name in self._own:
             return flat(name, namespace)
         return self._bare.get(name, name)
@@ -184,7 +184,8 @@ def _all(tools: Iterable[Tool]) -> Iterator[tuple[str | None, FunctionTool | Cus
 
 
 def for_chat(tools: Iterable[Tool]) -> list[chat.Tool]:
-    """The same as tools of a chat. The first of a namespace also says what that is for."""
+    """Returns the tools as chat tools. The first of a namespace also has the namespace's
+    description."""
     found = []
     for tool in tools:
         if isinstance(tool, Namespace):
@@ -217,7 +218,7 @@ def _for_chat(
 
 
 def choice_for_chat(choice: str | ChosenTool | None, names: Names) -> Any:
-    """The tool choice of a chat."""
+    """Returns the tool choice of a chat request."""
     if choice is None or isinstance(choice, str):
         return choice
     if choice.type != "allowed_tools":

@@ -1,4 +1,4 @@
-"""A response and its events, in the order and the form of the official API."""
+"""Writes a response and its events, in the order and form of the official API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TEXTS = {"reasoning": "response.reasoning_text", "text": "response.output_text"
 
 
 class Writer:
-    """Brings one response into its form; `on_end` gets it when it is whole."""
+    """Writes one response; `on_end` gets it when it is complete."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class Writer:
         self._blocks = Blocks()
         self._tokens = TokensOfTexts()
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
-        """By block, of those that are text."""
+        """Log-probabilities of text blocks, by index."""
         self._cut: AnswerBlock | None = None
-        """What was being written when the answer was cut off."""
+        """The block that was being written when the answer was cut off."""
         self._end: Delta | None = None
         self._num_events = 0
         self._created = int(time.time())
@@ -74,7 +74,7 @@ class Writer:
             await arrived.aclose()
 
     def failed(self, error: Exception) -> bytes:
-        """The last event of a response that did not come to its end."""
+        """Returns the last event of a response that failed."""
         found = errors.body_of(error)["error"]
         self._cut = self._blocks.open
         body = self.body("failed")
@@ -94,7 +94,7 @@ class Writer:
                 yield self._scored(step)
 
     def _scored(self, step: Step) -> Step:
-        """Also keeps the log-probabilities of a text that is over."""
+        """Also keeps the log-probabilities of a finished text."""
         if self._octets is not None and isinstance(step, Closed):
             claimed = self._tokens.claim(step.block.text)
             if step.block.kind == "text":
@@ -155,7 +155,8 @@ class Writer:
         return {**item, "type": "message", "role": "assistant", "content": content}
 
     def _is_cut(self, block: AnswerBlock) -> bool:
-        """A call whose arguments are all there is whole, although its end was not written."""
+        """Returns whether a block is incomplete. A call with all its arguments is complete, even
+        without its closing tag."""
         if block is not self._cut:
             return False
         is_function = block.kind == "call" and not self._is_custom(block)
@@ -223,7 +224,7 @@ class Writer:
         yield self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _written(self, block: AnswerBlock) -> tuple[str, str]:
-        """What the events of a call are about."""
+        """Returns the name of a call's events and of their text."""
         if self._is_custom(block):
             return "custom_tool_call_input", "input"
         return "function_call_arguments", "arguments"
@@ -243,7 +244,7 @@ def _is_json(text: str) -> bool:
 
 
 def _echo(request: ResponsesRequest, model: str) -> dict[str, Any]:
-    """What a response says of its request."""
+    """Returns what a response repeats of its request."""
     given = request.model_dump(exclude_none=True, by_alias=True)
     return {
         "model": model,

@@ -1,7 +1,7 @@
-"""The page's files, which are next to this one and served unchanged, and the state that it draws.
+"""Serves the page's files, which stand next to this one, and the state that it draws.
 
-Everything is the server's own: the policy lets a browser load nothing from elsewhere, and run no
-script but these files. They reveal nothing, so they need no key; the state needs an operator's.
+Everything comes from this server: the policy lets a browser load nothing from elsewhere, and run no
+other script. The files reveal nothing, so they need no key; the state needs an operator's.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from milepost.server.callers import for_anyone, for_operators
 
 STATE_PATH: Final = "/ui/state"
 FRESH_S = 0.5
-"""A state is asked for no more often; pages that are open together share it."""
+"""Shortest time between two readings of the state; pages that are open together share one."""
 TIMEOUT_S = 30.0
-"""It is made between steps, and a step can take long."""
+"""The state is read between steps, and a step may take long."""
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -37,7 +37,7 @@ FILES: Final = {
     for path in sorted(_FOLDER.iterdir())
     if path.suffix in _TYPES
 }
-"""What is served, by its path."""
+"""Files by path."""
 
 HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -50,7 +50,7 @@ HEADERS: Final = {
 
 
 class States:
-    """The engine's state, for all pages that look."""
+    """The engine's state, for all open pages."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -59,7 +59,7 @@ class States:
         self._asking: asyncio.Task[bytes] | None = None
 
     async def get(self) -> bytes:
-        """As JSON. Raises TimeoutError and EngineDeadError."""
+        """Returns the state as JSON. Raises TimeoutError and EngineDeadError."""
         if time.monotonic() - self._at < FRESH_S:
             return self._state
         if self._asking is None or self._asking.done():
@@ -72,7 +72,7 @@ class States:
 
 
 def add(app: FastAPI, client: EngineClient) -> None:
-    """The page, its files, and the state behind it."""
+    """Adds the page, its files, and its state."""
     states = States(client)
     for path, file in FILES.items():
         _add_file(app, path, file.read_bytes(), _TYPES[file.suffix])
