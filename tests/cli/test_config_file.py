@@ -80,7 +80,7 @@ def test_anchors_and_merged_objects_are_known(tmp_path):
         ("seed: 1\n1: 2", 2, "use names of flags"),
         ("'': 2", 1, "use names of flags"),
         ("config: x.yaml", 1, "a file cannot name another one"),
-        ("max-model-len: 5\nmax_model_len: 5", 2, "max_model_len is there twice"),
+        ("max-model-len: 5\nmax_model_len: 5", 2, "max_model_len appears twice"),
         ("seed: 1\n---\nseed: 2", 2, "expected a single document"),
         ("hf-overrides: {a: 2026-01-02}", 1, "hf-overrides: use a text"),
         ("hf-overrides: &a {b: *a}", 1, "hf-overrides: use a text"),

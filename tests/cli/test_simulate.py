@@ -114,7 +114,7 @@ def test_rows_that_cannot_be_written_are_refused_before_the_replay(monkeypatch, 
     monkeypatch.setattr("milepost.cli.simulate.read_trace", None)
     status, table, reports = simulate(TRACE, "--json", str(tmp_path / path))
     assert (status, table, reports.count("\n")) == (2, "", 1)
-    assert "name a file in a folder that is there" in reports
+    assert "name a file in an existing folder" in reports
 
 
 @pytest.mark.parametrize("line", ["[" * 100_000, '{"input_length": ' + "9" * 5000 + "}"])

@@ -89,7 +89,7 @@ def test_names_and_values_of_vllms_are_ours():
         ("--cpu-offload-gb=10", "--cpu-offload-gb 10 is not supported: weights stay"),
         ("--swap-space", "--swap-space: a value is missing"),
         ("--compilation-config.level", "--compilation-config: a value is missing"),
-        ("--hf-overrides.a 1 --hf-overrides.a.b 2", "--hf-overrides.a.b 2: a is 1, no object"),
+        ("--hf-overrides.a 1 --hf-overrides.a.b 2", "--hf-overrides.a.b 2: a is 1, not an object"),
         ("--hf-overrides.a.b 2 --hf-overrides.a 1", "--hf-overrides.a 1: a is an object"),
         ("--reasoning-parser-plugin ./my.py", "./my.py is not supported: --reasoning-parser lists"),
         ("--kv-cache-memory-bytes 0", "kv_cache_memory_bytes=0: use more than 0"),

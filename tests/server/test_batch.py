@@ -60,13 +60,13 @@ def test_lines_are_written_as_they_end_and_only_so_many_are_under_way():
 @pytest.mark.parametrize(
     ("wrong", "custom_id", "words"),
     [
-        (b"nothing", None, "the line is no JSON object"),
-        (b'"\xff"', None, "the line is no JSON object"),
-        (b"[" * 100_000, None, "the line is no JSON object"),
+        (b"nothing", None, "the line is not a JSON object"),
+        (b'"\xff"', None, "the line is not a JSON object"),
+        (b"[" * 100_000, None, "the line is not a JSON object"),
         (b'{"custom_id": 5, "url": "/v1/completions", "body": {}}', None, "custom_id"),
         (b'{"custom_id": "a", "url": "/v1/completions"}', "a", "`body`"),
         (line("a", url="/v1/embeddings"), "a", "url='/v1/embeddings': use one of"),
-        (line("a", stream=True), "a", "a batch has whole answers"),
+        (line("a", stream=True), "a", "a batch returns whole answers"),
         (line("a").replace(b"POST", b"GET"), "a", "method='GET': use POST"),
     ],
 )
@@ -142,7 +142,7 @@ def test_a_file_through_the_engine(folder, tmp_path):
     ("source", "target", "words"),
     [
         ("none.jsonl", "out.jsonl", "there is no such file"),
-        ("in.jsonl", "none/out.jsonl", "name a file in a folder that is there"),
+        ("in.jsonl", "none/out.jsonl", "name a file in an existing folder"),
         ("in.jsonl", "in.jsonl", "this is the input file"),
     ],
 )

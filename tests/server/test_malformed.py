@@ -92,7 +92,7 @@ def test_a_list_that_is_too_long_is_not_called_no_text(path, body, where):
 
 def test_paths_and_methods(http):
     nothing = http.get("/nothing").json()["error"]
-    assert (nothing["code"], nothing["message"][:23]) == (404, "there is no /nothing he")
+    assert (nothing["code"], nothing["message"][:23]) == (404, "/nothing does not exist")
     wrong = http.get("/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert "use POST" in wrong.json()["error"]["message"]

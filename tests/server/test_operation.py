@@ -121,7 +121,7 @@ def test_behind_a_root_path_errors_hint_as_without_one():
         for path, words in (
             ("/sleep", f"{root}/sleep is not served: start the server with --enable-sleep-mode"),
             ("/v1/rerank", f"{root}/v1/rerank is not served: this server's models generate text"),
-            ("/v1/moderations", f"there is no {root}/v1/moderations here: {root}/docs has"),
+            ("/v1/moderations", f"{root}/v1/moderations does not exist: {root}/docs lists"),
             ("/v1/completions", f"{root}/v1/completions does not take GET: use POST"),
         ):
             error = answered(ServerConfig(root_path=root or None), cut + path).json()["error"]

@@ -21,10 +21,10 @@ from milepost.sampling_params import SamplingParams
 CHAT = Group("Chat", sort_key=1)
 
 PROMPT = "> "
-HELP = """/system TEXT   set the system prompt and begin anew; without a text, leave it out
-/reset         begin anew: the cache keeps what it knows
+HELP = """/system TEXT   set the system prompt and start over; without TEXT, remove it
+/reset         start over: the cache keeps its contents
 /help          this list
-/quit          end; so does Ctrl-D. Ctrl-C stops an answer"""
+/quit          quit, as does Ctrl-D. Ctrl-C stops an answer"""
 
 
 def chat_command(
@@ -59,7 +59,7 @@ def chat_command(
         screen.loading(config.model)
         engine = open_engine(config)
         params = replace(engine.get_default_sampling_params(), **SAMPLING.given(settings))
-        screen.note("Type a message; /help says what else.")
+        screen.note("Type a message, or /help.")
         Conversation(engine=engine, screen=screen, params=params, system=system).run(stdin)
 
     return add_flags(chat, [SAMPLING, ENGINE])

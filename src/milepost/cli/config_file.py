@@ -69,7 +69,7 @@ def with_file(arguments: Sequence[str]) -> Arguments:
         if path is not None:
             raise ConfigError(f"{_FLAG} {path}: name one file")
         if not sign and not todo:
-            raise ConfigError(f"{_FLAG}: a value is missing behind it")
+            raise ConfigError(f"{_FLAG}: a value is missing after it")
         path = value if sign else todo.pop()
     if path is None:
         return Arguments(own)
@@ -124,7 +124,7 @@ def _check_names(path: str, root: yaml.MappingNode) -> None:
         if name == _FLAG[2:]:
             raise _problem(path, key.start_mark, "a file cannot name another one")
         if name in names:
-            raise _problem(path, key.start_mark, f"{key.value} is there twice")
+            raise _problem(path, key.start_mark, f"{key.value} appears twice")
         names.add(name)
 
 

@@ -74,12 +74,12 @@ def generate_command(
             bool | None,
             Parameter(
                 group=PROMPTS,
-                help="Put prompts into the model's chat template. By default where there is one.",
+                help="Put prompts into the model's chat template. The default if there is one.",
             ),
         ] = None,
         repeat: Annotated[
             Whole,
-            Parameter(group=PROMPTS, help="Ask everything this many times, to see the cache."),
+            Parameter(group=PROMPTS, help="Ask everything this many times, to see the cache work."),
         ] = 1,
         verbose: Annotated[
             bool, Parameter(group=PROMPTS, negative=(), help="Log what the engine does.")

@@ -81,7 +81,7 @@ def build_app(
     """Builds the application with all commands."""
     app = App(
         name="milepost",
-        help="Runs hybrid language models with a prefix cache that hits, and says why.",
+        help="Runs hybrid language models with a prefix cache that works, and says why it misses.",
         version=milepost.__version__,
         help_format="markdown",
         suppress_keyboard_interrupt=False,

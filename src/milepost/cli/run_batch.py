@@ -57,7 +57,7 @@ def run_batch_command(reports: Console) -> Callable[..., int]:
             Parameter(alias="-i", help="A request in each line, as in OpenAI's batch files."),
         ],
         output_file: Annotated[
-            Path, Parameter(alias="-o", help="Takes a line for each, in the order they end.")
+            Path, Parameter(alias="-o", help="Gets one line per request, in order of completion.")
         ],
         verbose: Annotated[bool, Parameter(negative=(), help="Log what the engine does.")] = False,
         config: ConfigFile = None,  # noqa: ARG001
@@ -94,7 +94,7 @@ def _check_files(source: Path, target: Path) -> None:
     if not source.is_file():
         raise ConfigError(f"input_file={str(source)!r}: there is no such file")
     if target.is_dir() or not target.parent.is_dir():
-        raise ConfigError(f"output_file={str(target)!r}: name a file in a folder that is there")
+        raise ConfigError(f"output_file={str(target)!r}: name a file in an existing folder")
     if target.exists() and target.samefile(source):
         raise ConfigError(f"output_file={str(target)!r}: this is the input file")
 

@@ -165,7 +165,7 @@ def _require(path: Path) -> None:
     """Raises InvalidRequestError if `_write` cannot write there; called before replays that may
     take hours."""
     if str(path) != "-" and (path.is_dir() or not path.parent.is_dir()):
-        raise InvalidRequestError(f"--json {path}: name a file in a folder that is there")
+        raise InvalidRequestError(f"--json {path}: name a file in an existing folder")
 
 
 def _write(rows: list[Any], screen: Screen, path: Path | None, bound: float) -> None:

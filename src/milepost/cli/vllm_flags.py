@@ -112,10 +112,10 @@ def _nested(name: str, parts: Mapping[str, str]) -> dict[str, Any]:
         for step in outer:
             inner = place.setdefault(step, {})
             if not isinstance(inner, dict):
-                raise ConfigError(f"--{name}.{path} {part}: {step} is {inner}, no object")
+                raise ConfigError(f"--{name}.{path} {part}: {step} is {inner}, not an object")
             place = inner
         if isinstance(place.get(key), dict):
-            raise ConfigError(f"--{name}.{path} {part}: {key} is an object by what stands before")
+            raise ConfigError(f"--{name}.{path} {part}: {key} is an object already")
         place[key] = _json(part)
     return found
 
@@ -165,7 +165,7 @@ def _one(name: str, todo: list[str], *, has_model: bool) -> list[str]:
 
 def _value(todo: list[str], name: str) -> str:
     if not todo:
-        raise ConfigError(f"--{name}: a value is missing behind it")
+        raise ConfigError(f"--{name}: a value is missing after it")
     return todo.pop()
 
 

@@ -190,7 +190,7 @@ def _name(line: bytes) -> str | None:
     try:
         found = msgspec.json.decode(line, type=_Name).custom_id
     except (ValueError, RecursionError) as error:  # from msgspec and from decoding
-        raise LineError(f"the line is no JSON object: {error}") from error
+        raise LineError(f"the line is not a JSON object: {error}") from error
     return found if isinstance(found, str) else None
 
 
@@ -199,7 +199,7 @@ def _request(line: bytes) -> Line:
     try:
         request = msgspec.json.decode(line, type=Line)
     except (ValueError, RecursionError) as error:
-        raise LineError(f"the line is no request: {error}") from error
+        raise LineError(f"the line is not a request: {error}") from error
     if request.method != "POST":
         raise LineError(f"method={request.method!r}: use POST")
     if request.url not in PATHS:
@@ -209,7 +209,7 @@ def _request(line: bytes) -> Line:
     except (ValueError, RecursionError):
         is_stream = False  # the application reports the error
     if is_stream:
-        raise LineError("stream=true: a batch has whole answers, leave it out")
+        raise LineError("stream=true: a batch returns whole answers, leave it out")
     return request
 
 

@@ -68,7 +68,7 @@ class _JsonRequest(Request):
         try:
             return from_json(body, allow_inf_nan=False)
         except ValueError as error:
-            raise HttpError(400, f"the body is no valid JSON: {error}") from error
+            raise HttpError(400, f"the body is not valid JSON: {error}") from error
 
 
 def _check_content_type(value: str | None) -> None:

@@ -139,7 +139,9 @@ class _BoundedProtocol(HttpToolsProtocol):
                 self.transport.close()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's is shorter
-        self._break(HttpError(400, "this is no valid HTTP: check headers, lengths and chunk sizes"))
+        self._break(
+            HttpError(400, "this is not valid HTTP: check headers, lengths and chunk sizes")
+        )
 
     # --- what cannot be read on -------------------------------------------------------------------
 
@@ -195,7 +197,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         limit = self.head_timeout_s
-        self._refuse(HttpError(408, f"the headers were not there within {limit:g} seconds"))
+        self._refuse(HttpError(408, f"the headers did not arrive within {limit:g} seconds"))
 
     def _is_receiving(self) -> bool:
         """Returns whether a request's body is still arriving."""

@@ -26,12 +26,12 @@ MAX_MESSAGE_LEN = 2000
 """Longer messages repeat what the client sent; their middle is left out."""
 
 MEANINGS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "The request cannot be served as it stands; `error.param` says what."},
+    400: {"description": "The request cannot be served; `error.param` names the field."},
     401: {"description": "No valid key."},
     404: {"description": "No such model."},
     413: {"description": "The body is too large."},
-    415: {"description": "The body says that it is something other than JSON."},
-    429: {"description": "As many requests are queued as are accepted; see Retry-After."},
+    415: {"description": "The body is declared as something other than JSON."},
+    429: {"description": "The queue is full; see Retry-After."},
     503: {"description": "The engine has died, or the server is shutting down."},
     504: {"description": "The request took longer than the server allows."},
 }
@@ -88,7 +88,7 @@ class ClientGoneError(HttpError):
     """The client left before its response; logs and metrics show status 499."""
 
     def __init__(self) -> None:
-        super().__init__(499, "the client left before its response was there")
+        super().__init__(499, "the client left before its response")
 
 
 def status_of(error: Exception) -> int:
@@ -194,7 +194,7 @@ def _message(finding: Mapping[str, Any], where: str) -> str:
     if finding["loc"][0] == "query":
         return f"{finding['loc'][-1]}: {text[0].lower()}{text[1:]}"
     if not where:
-        return f"the body is no JSON object of this endpoint: {finding['msg']}"
+        return f"the body is not a JSON object for this endpoint: {finding['msg']}"
     return f"{where}: {text[0].lower()}{text[1:]}"
 
 
@@ -209,7 +209,7 @@ def of_http(error: HTTPException, method: str, path: str, root: str) -> HttpErro
     elif error.status_code == 404 and path in _SLEEP:
         message = f"{asked} is not served: start the server with --enable-sleep-mode"
     elif error.status_code == 404:
-        message = f"there is no {asked} here: {root}/docs has what there is"
+        message = f"{asked} does not exist: {root}/docs lists all paths"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{asked} does not take {method}: use {allowed}"

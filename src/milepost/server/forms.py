@@ -49,13 +49,13 @@ def _compact(schema: dict[str, Any] | str | None) -> dict[str, Any]:
     """Returns the schema for JSON without white space. Raises InvalidRequestError."""
     field = "structured_outputs.disable_any_whitespace"
     if schema is None:
-        raise InvalidRequestError(f"{field}: it goes with json or json_object")
+        raise InvalidRequestError(f"{field}: use it with json or json_object")
     try:
         found = from_json(schema) if isinstance(schema, str) else schema
     except ValueError as error:
         raise InvalidRequestError(f"structured_outputs.json: {error}") from error
     if not isinstance(found, dict):
-        raise InvalidRequestError(f"{field}: it goes with a schema that is an object")
+        raise InvalidRequestError(f"{field}: use it with a schema that is an object")
     return {**found, "x-guidance": _COMPACT}
 
 
@@ -221,7 +221,7 @@ def _end_of_reasoning(format_: AnswerFormat, tokenizer: PreTrainedTokenizerBase,
     ids = tokenizer.encode(format_.thinking.close, add_special_tokens=False)
     if len(ids) != 1:
         raise InvalidRequestError(
-            f"{field}: this model's reasoning has no end that is one token; switch the "
+            f"{field}: this model's reasoning does not end with one token: switch the "
             "reasoning off with chat_template_kwargs"
         )
     return ids[0]

@@ -91,7 +91,7 @@ class Gate:
                     message = await receive()
             except TimeoutError:
                 raise HttpError(
-                    408, f"no more of the body came for {self._config.body_timeout_s:g} seconds"
+                    408, f"no more of the body arrived for {self._config.body_timeout_s:g} seconds"
                 ) from None
             if incoming.problem is not None and not is_taken:
                 raise incoming.problem

@@ -54,34 +54,34 @@ class RequestMetrics:
         self._engine = _Snapshot()
         self._registry.register(self._engine)
         self.time_to_first_token = self._seconds(
-            "time_to_first_token_seconds", "From a request's arrival to its first token."
+            "time_to_first_token_seconds", "Time from a request's arrival to its first token."
         )
         self.inter_token = self._seconds(
-            "inter_token_latency_seconds", "Between two deliveries of tokens of one request."
+            "inter_token_latency_seconds", "Time between two deliveries of tokens of one request."
         )
         self.time_per_output_token = self._seconds(
-            "request_time_per_output_token_seconds", "Mean over a request's tokens but the first."
+            "request_time_per_output_token_seconds", "Mean time per token after the first."
         )
         self.end_to_end = self._seconds(
-            "e2e_request_latency_seconds", "From a request's arrival to its last token."
+            "e2e_request_latency_seconds", "Time from a request's arrival to its last token."
         )
         self.queue_time = self._seconds(
-            "request_queue_time_seconds", "From a request's arrival to its admission."
+            "request_queue_time_seconds", "Time from a request's arrival to its admission."
         )
         self.inference_time = self._seconds(
-            "request_inference_time_seconds", "From a request's admission to its last token."
+            "request_inference_time_seconds", "Time from a request's admission to its last token."
         )
         self.prefill_time = self._seconds(
-            "request_prefill_time_seconds", "From a request's admission to its first token."
+            "request_prefill_time_seconds", "Time from a request's admission to its first token."
         )
         self.decode_time = self._seconds(
-            "request_decode_time_seconds", "From a request's first token to its last."
+            "request_decode_time_seconds", "Time from a request's first token to its last."
         )
         self.prompt_tokens = self._total("prompt_tokens", "Prompt tokens of started requests.")
         self.cached_tokens = self._total(
             "prompt_tokens_cached", "Prompt tokens that came from the cache."
         )
-        self.generation_tokens = self._total("generation_tokens", "Tokens of answers.")
+        self.generation_tokens = self._total("generation_tokens", "Generated tokens.")
         self.prompt_lengths = self._tokens("request_prompt_tokens", "Prompt length.")
         self.answer_lengths = self._tokens("request_generation_tokens", "Answer length.")
         self.longest_answers = self._tokens(

@@ -86,7 +86,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with type 'json_schema', and only with it")
+            raise ValueError("use json_schema with type 'json_schema', and only with it")
         return self
 
 

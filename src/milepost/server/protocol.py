@@ -130,9 +130,9 @@ class Sampling(Body):
     @model_validator(mode="after")
     def _options_need_stream(self) -> Sampling:
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs does not go with stream=true")
+            raise ValueError("prompt_logprobs cannot be combined with stream=true")
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options goes with stream=true")
+            raise ValueError("stream_options needs stream=true")
         return self
 
 
@@ -176,9 +176,11 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _answers_something(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens=0 goes with echo=true")
+            raise ValueError("max_tokens=0 needs echo=true")
         if self.stream and self.echo and (self.logprobs is not None or self.max_tokens == 0):
-            raise ValueError("echo with logprobs or max_tokens=0 does not go with stream=true")
+            raise ValueError(
+                "echo with logprobs or max_tokens=0 cannot be combined with stream=true"
+            )
         return self
 
 
@@ -218,7 +220,7 @@ class ChatRequest(Sampling):
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs goes with logprobs=true")
+            raise ValueError("top_logprobs needs logprobs=true")
         if self.max_tokens and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ: use one of them")
         if self.continue_final_message and self.add_generation_prompt:
@@ -234,7 +236,7 @@ def _check_tool_choice(request: ChatRequest) -> None:
     tools = [tool.definition for tool in request.tools or ()]
     names = [tool.name for tool in tools if tool is not None]
     if not names:
-        aside = "; those of other types than function and custom are left out" if tools else ""
+        aside = "; types other than function and custom are left out" if tools else ""
         raise ValueError(f"tool_choice needs tools{aside}")
     if isinstance(choice, NamedToolChoice):
         asked = [choice.name]

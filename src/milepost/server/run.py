@@ -118,7 +118,7 @@ async def _unless_told_to_stop(work: Coroutine[Any, Any, T]) -> T | None:
         try:
             return await task
         except asyncio.CancelledError:
-            logger.warning("told to stop before requests were taken")
+            logger.warning("told to stop before requests were accepted")
             return None
 
 
@@ -175,7 +175,7 @@ class HttpServer(uvicorn.Server):
             self._say_what_is_awaited()
         elif number == signal.SIGINT and not self._is_told_twice:
             self._is_told_twice = True
-            self._end_requests("it was told to end at once")
+            self._end_requests("it was told to stop at once")
         else:
             self.handle_exit(number, None)
 
@@ -193,7 +193,7 @@ class HttpServer(uvicorn.Server):
         self._service.is_closing = True
         self._service.client.fail_questions(ServerClosingError("the server is shutting down"))
         limit = self._service.config.shutdown_timeout_s
-        why = f"the {limit:g} seconds that it gives running requests are over"
+        why = f"running requests had {limit:g} seconds"
         timer = asyncio.get_running_loop().call_later(limit, self._end_requests, why)
         try:
             await super().shutdown(sockets=sockets)

@@ -202,11 +202,11 @@ class Service:
         if self.client.death is not None:
             raise EngineDeadError(self.client.death)
         if self.is_asleep:
-            raise EngineAsleepError("the engine sleeps: POST /wake_up wakes it")
+            raise EngineAsleepError("the engine is asleep: POST /wake_up wakes it")
         if priority and self.config.scheduling_policy == "fcfs":
             raise InvalidRequestError(
-                f"priority={priority}: this server serves in order of arrival; "
-                "--scheduling-policy priority lets requests say more"
+                f"priority={priority}: this server answers in order of arrival; start it with "
+                "--scheduling-policy priority"
             )
         self._check(prompts, params, field)
         bell = StreamBell()
@@ -256,7 +256,7 @@ class Service:
             raise HttpError(
                 400,
                 f"max_tokens={params.max_tokens}: the prompt has {len(prompt.token_ids)} tokens, "
-                f"and of max_model_len={info.max_model_len} that leaves {room}",
+                f"which leaves {room} of max_model_len={info.max_model_len}",
                 param="max_tokens",
                 code=TOO_LONG,
             )

@@ -67,7 +67,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any], variables: Collection[str] 
     False and null are always accepted."""
     for name, value in kwargs.items():
         if name in _not_for_requests():
-            raise _refusal(name, "this is not for a request to set")
+            raise _refusal(name, "requests cannot set it")
         if variables is not None and name not in variables and value not in (None, False):
             near = get_close_matches(name, sorted(set(variables) - _not_for_requests()), n=1)
             hint = f": did you mean {near[0]}?" if near else ""

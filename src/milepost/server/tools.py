@@ -113,7 +113,7 @@ class CustomFormat(Body):
     @model_validator(mode="after")
     def _has_grammar(self) -> CustomFormat:
         if (self.type == "grammar") != (self.grammar is not None):
-            raise ValueError("grammar goes with type 'grammar', and only with it")
+            raise ValueError("use grammar with type 'grammar', and only with it")
         return self
 
     def changed(self) -> Iterator[str]:

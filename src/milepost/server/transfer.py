@@ -61,7 +61,7 @@ def of_each(params: Params | None, num_prompts: int) -> list[Params | None]:
     is_fit = isinstance(found, list) and len(found) == num_prompts
     if not is_fit or not all(each is None or isinstance(each, dict) for each in found):
         raise InvalidRequestError(
-            f"kv_transfer_params: {EACH}: pass on what the other engine answered to as many prompts"
+            f"kv_transfer_params: {EACH}: pass on the other engine's answer to as many prompts"
         )
     return found
 

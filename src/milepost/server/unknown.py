@@ -51,7 +51,7 @@ class UnknownFields:
             return
         refusable = [path for path, is_refusable in found if is_refusable]
         if len(refusable) > MAX_UNKNOWN:
-            raise HttpError(400, f"the body has more than {MAX_UNKNOWN} fields that nobody knows")
+            raise HttpError(400, f"the body has more than {MAX_UNKNOWN} unknown fields")
         if self._strict and refusable:
             raise HttpError(400, f"{refusable[0]}: no such field here", param=refusable[0])
         self.tell(refusable, scope, hint="; --strict refuses such fields")

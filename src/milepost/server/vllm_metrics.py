@@ -76,7 +76,7 @@ class Mirror(Collector):
     def _sleep_state(self) -> Family:
         states = GaugeMetricFamily(
             "vllm:engine_sleep_state",
-            "1 for the state that the engine is in; weights are never offloaded.",
+            "1 for the engine's current state; weights are never offloaded.",
             labels=[*self._labels, "sleep_state"],
         )
         for state in SLEEP_STATES:

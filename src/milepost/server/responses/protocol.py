@@ -172,7 +172,7 @@ class OtherItem(_AnyItem):
     def _is_no_reference(cls, value: str) -> str:
         if value == "item_reference":
             raise ValueError(
-                "items are not kept by their id: send the item itself, or previous_response_id"
+                "items are not stored by id: send the item itself, or previous_response_id"
             )
         return value
 

@@ -158,7 +158,7 @@ class Names:
         for namespace, tool in _all(tools):
             name = flat(tool.name, namespace)
             if name in self._own:
-                raise ValueError(f"tools: two of them are named {name!r}")
+                raise ValueError(f"tools: two are named {name!r}")
             is_custom = tool.type == "custom"
             self._own[name] = OwnName(name=tool.name, namespace=namespace, is_custom=is_custom)
             self._bare.setdefault(tool.name, name)
