@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from milepost.config import EngineConfig
-from milepost.engine.client import EngineClient
+from milepost.engine.constraints import FormChecks, vocabulary_of
 from milepost.engine.facts import Facts
-from milepost.engine.grammar_process import FormChecks
-from milepost.engine.grammars import vocabulary_of
-from milepost.engine.tokenizer import load_tokenizer
+from milepost.engine.processes import EngineClient
+from milepost.engine.text import load_tokenizer
 from milepost.errors import ConfigError
 from milepost.models.folder import EMBEDDED_MODEL, find_folder
 from milepost.server.config import ServerConfig, read_template

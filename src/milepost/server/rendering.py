@@ -1,6 +1,6 @@
-"""Renders a request's prompt to the tokens as served, for routers that look for the server that has
-it cached. They cannot render it themselves, since a template reads more than the messages. Requests
-that would be refused are refused here too."""
+"""Renders a request's prompt to the tokens as served, for routers that look for the server with the
+longest cached prefix. They cannot render it themselves, since a template reads more than the
+messages. Requests that would be refused are refused here too."""
 
 from __future__ import annotations
 

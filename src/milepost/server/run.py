@@ -18,14 +18,14 @@ import socket
 import ssl
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 
 from milepost.config import EngineConfig
 from milepost.engine import heap
-from milepost.engine.client import EngineClient
-from milepost.engine.generation_config import overridden
+from milepost.engine.processes import EngineClient
+from milepost.engine.text import overridden
 from milepost.errors import ConfigError, ServerClosingError
 from milepost.server import app
 from milepost.server.config import ServerConfig, read_keys, read_object, read_template
@@ -33,9 +33,6 @@ from milepost.server.connections import RESERVED_FILES, protocol, raise_file_lim
 from milepost.server.loading import describe, load
 from milepost.server.service import Service
 from milepost.server.stats import log_stats
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
