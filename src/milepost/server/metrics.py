@@ -53,42 +53,27 @@ class RequestMetrics:
         self._exposed.register(_All(self._registry))
         self._engine = _Snapshot()
         self._registry.register(self._engine)
-        self.time_to_first_token = self._seconds(
-            "time_to_first_token_seconds", "Time from a request's arrival to its first token."
+        seconds, tokens, total = self._seconds, self._tokens, self._total
+        self.time_to_first_token = seconds("time_to_first_token", "From arrival to first token.")
+        self.inter_token = seconds("inter_token_latency", "Between two deliveries of tokens.")
+        self.time_per_output_token = seconds(
+            "request_time_per_output_token", "Mean per token after the first."
         )
-        self.inter_token = self._seconds(
-            "inter_token_latency_seconds", "Time between two deliveries of tokens of one request."
-        )
-        self.time_per_output_token = self._seconds(
-            "request_time_per_output_token_seconds", "Mean time per token after the first."
-        )
-        self.end_to_end = self._seconds(
-            "e2e_request_latency_seconds", "Time from a request's arrival to its last token."
-        )
-        self.queue_time = self._seconds(
-            "request_queue_time_seconds", "Time from a request's arrival to its admission."
-        )
-        self.inference_time = self._seconds(
-            "request_inference_time_seconds", "Time from a request's admission to its last token."
-        )
-        self.prefill_time = self._seconds(
-            "request_prefill_time_seconds", "Time from a request's admission to its first token."
-        )
-        self.decode_time = self._seconds(
-            "request_decode_time_seconds", "Time from a request's first token to its last."
-        )
-        self.prompt_tokens = self._total("prompt_tokens", "Prompt tokens of started requests.")
-        self.cached_tokens = self._total(
-            "prompt_tokens_cached", "Prompt tokens that came from the cache."
-        )
-        self.generation_tokens = self._total("generation_tokens", "Generated tokens.")
-        self.prompt_lengths = self._tokens("request_prompt_tokens", "Prompt length.")
-        self.answer_lengths = self._tokens("request_generation_tokens", "Answer length.")
-        self.longest_answers = self._tokens(
+        self.end_to_end = seconds("e2e_request_latency", "From arrival to last token.")
+        self.queue_time = seconds("request_queue_time", "From arrival to admission.")
+        self.inference_time = seconds("request_inference_time", "From admission to last token.")
+        self.prefill_time = seconds("request_prefill_time", "From admission to first token.")
+        self.decode_time = seconds("request_decode_time", "From first token to last token.")
+        self.prompt_tokens = total("prompt_tokens", "Prompt tokens of started requests.")
+        self.cached_tokens = total("prompt_tokens_cached", "Prompt tokens from the cache.")
+        self.generation_tokens = total("generation_tokens", "Generated tokens.")
+        self.prompt_lengths = tokens("request_prompt_tokens", "Prompt length.")
+        self.answer_lengths = tokens("request_generation_tokens", "Answer length.")
+        self.longest_answers = tokens(
             "request_max_num_generation_tokens", "Length of a request's longest answer."
         )
-        self.asked_answers = self._tokens("request_params_n", "The parameter n.")
-        self.asked_tokens = self._tokens("request_params_max_tokens", "The parameter max_tokens.")
+        self.asked_answers = tokens("request_params_n", "The parameter n.")
+        self.asked_tokens = tokens("request_params_max_tokens", "The parameter max_tokens.")
         self.requests = self._counter(
             "request_success", "Answers by how they ended.", ("finished_reason",)
         )
@@ -122,7 +107,7 @@ class RequestMetrics:
         return generate_latest(self._exposed)
 
     def _seconds(self, name: str, text: str) -> Distribution:
-        return self._added(Distribution(f"milepost:{name}", text, _SECONDS))
+        return self._added(Distribution(f"milepost:{name}_seconds", text, _SECONDS))
 
     def _tokens(self, name: str, text: str) -> Distribution:
         return self._added(Distribution(f"milepost:{name}", text, _TOKENS))

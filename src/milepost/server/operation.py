@@ -96,18 +96,10 @@ def _add_info(app: FastAPI, service: Service) -> None:
         config = service.client.config.kv_events_config
         if config is None or not config.is_on:
             return {}
-        source = {
-            "endpoint": config.endpoint,
-            "replay_endpoint": config.replay_endpoint,
-            "topic": config.topic,
-            "hwm": config.hwm,
-            "buffer_steps": config.buffer_steps,
-            "publisher": config.publisher,
-            "encoding": "msgpack",
-            "schema_version": 1,
-            "enable_kv_cache_events": True,
-        }
-        return {"0": source}
+        names = ("endpoint", "replay_endpoint", "topic", "hwm", "buffer_steps", "publisher")
+        source = {name: getattr(config, name) for name in names}
+        form = {"encoding": "msgpack", "schema_version": 1, "enable_kv_cache_events": True}
+        return {"0": {**source, **form}}
 
 
 def _info(service: Service) -> dict[str, Any]:
@@ -120,21 +112,13 @@ def _info(service: Service) -> dict[str, Any]:
         "enable_prefix_caching": config.enable_prefix_caching,
         "mamba_cache_mode": config.mamba_cache_mode,
     }
-    model = {
-        "model": info.model,
-        "served_model_name": service.names,
-        "max_model_len": info.max_model_len,
-    }
-    scheduler = {
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-    }
+    model = {"model": info.model, "served_model_name": service.names}
+    model["max_model_len"] = info.max_model_len
+    names = ("max_num_seqs", "max_num_batched_tokens")
+    scheduler = {name: getattr(config, name) for name in names}
+    configs = {"model_config": model, "cache_config": cache, "scheduler_config": scheduler}
     return {
-        "vllm_config": {
-            "model_config": model,
-            "cache_config": cache,
-            "scheduler_config": scheduler,
-        },
+        "vllm_config": configs,
         "model_id": service.names[0],
         "block_size": info.page_size,
         "version": milepost.__version__,

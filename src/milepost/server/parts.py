@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from milepost.server.fields import MAX_PARTS, Body, Many, only, unread
+from milepost.server.fields import MAX_INT, MAX_PARTS, Body, Int64, Many, only, unread
 from milepost.server.tools import ToolCall
 
 
@@ -104,3 +104,32 @@ class StructuredOutputsField(Body):
     """Allows no white space between values; needs a JSON schema."""
     disable_additional_properties: only(False) = None
     whitespace_pattern: only() = None
+
+
+class AnswerFields(Body):
+    """Fields that completions, chat and the Responses API share."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    seed: Int64 | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stream: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
+    """Requests with lower values run first."""
+    user: Annotated[str, Field(max_length=1024)] | None = None
+    """Written to the access log."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """Passed by a router from the engine that prefills to the one for decoding."""
+
+    # Meant for the service rather than the model.
+    service_tier: unread(str, "auto", "default") = None
+    prompt_cache_key: unread(str) = None
+    prompt_cache_retention: unread(str) = None
+    safety_identifier: unread(str) = None

@@ -16,7 +16,6 @@ from milepost.server.fields import (
     MAX_INT,
     Body,
     Count,
-    Int64,
     Many,
     StopText,
     TokenId,
@@ -24,7 +23,13 @@ from milepost.server.fields import (
     only,
     unread,
 )
-from milepost.server.parts import Message, ResponseFormat, StreamOptions, StructuredOutputsField
+from milepost.server.parts import (
+    AnswerFields,
+    Message,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputsField,
+)
 from milepost.server.tools import NamedToolChoice, Tool
 
 MAX_MESSAGES = 16384
@@ -40,20 +45,11 @@ def _few_biases(value: Any) -> Any:
     return value
 
 
-class Sampling(Body):
+class Sampling(AnswerFields):
     """Fields that completions and chat share. SamplingParams checks the limits of values."""
 
-    model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int64 | None = None
-    min_p: float | None = None
     n: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     stop: StopText | Annotated[Many[StopText], Field(max_length=MAX_STOPS)] | None = None
-    seed: Int64 | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] | None = None
     """Maps token ids, as strings, to values added to their logits."""
     allowed_token_ids: Annotated[Many[TokenId], Field(max_length=MAX_BIASES)] | None = None
@@ -69,7 +65,6 @@ class Sampling(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     """Has no effect: nothing is ever put between tokens."""
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsField | None = None
@@ -79,29 +74,17 @@ class Sampling(Body):
     """The end that is cut; by default the left one."""
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Becomes part of the response's id."""
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """Requests share cached prefixes only with requests of the same salt."""
-    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
-    """Requests with lower values run first."""
     return_token_ids: bool | None = None
     """Adds the token ids of the prompt and the answers."""
     return_tokens_as_token_ids: bool | None = None
     """Writes the tokens of `logprobs` as `token_id:5` rather than as text."""
-    user: Annotated[str, Field(max_length=1024)] | None = None
-    """Written to the access log."""
-    kv_transfer_params: dict[str, Any] | None = None
-    """Passed by a router from the engine that prefills to the one for decoding."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Returns log-probabilities of the prompt's tokens, with this many alternatives; not in
     streams."""
 
     # Meant for the service rather than the model.
-    service_tier: unread(str, "auto", "default") = None
     store: unread(bool, False) = None
     metadata: unread(dict[str, Any]) = None
-    prompt_cache_key: unread(str) = None
-    prompt_cache_retention: unread(str) = None
-    safety_identifier: unread(str) = None
 
     # Would change the answer, and not supported.
     use_beam_search: only(False) = None

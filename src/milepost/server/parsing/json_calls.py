@@ -49,9 +49,9 @@ class JsonCalls:
         return JsonReader(self, lark.names(tools))
 
     def grammar(self, tools: lark.Tools, tag: lark.Tag, *, is_single: bool) -> list[str]:
-        names = [f"tool{i}" for i in range(len(tools))]
-        rules = [self._rule(name, tool) for name, tool in zip(names, tools, strict=True)]
-        one = f"({' | '.join(names)})"
+        named = lark.numbered(tools)
+        rules = [self._rule(rule, tool) for rule, tool in named.items()]
+        one = f"({' | '.join(named)})"
         before, after = (lark.text(part) for part in self.layout)
         opened = f"{tag(self.open)} {before}"
         closed = f"{after} {tag(self.close)}" if self.close else after

@@ -65,6 +65,11 @@ def parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return tool["function"].get("parameters") or {"type": "object"}
 
 
+def numbered(tools: Tools) -> dict[str, Mapping[str, Any]]:
+    """Returns the tools by the names of their rules."""
+    return {f"tool{number}": tool for number, tool in enumerate(tools)}
+
+
 def names(tools: Tools) -> frozenset[str]:
     """Returns the names of the functions."""
     return frozenset(tool["function"]["name"] for tool in tools)

@@ -44,11 +44,11 @@ class NamedCalls:
         return _NamedReader(self, tools)
 
     def grammar(self, tools: lark.Tools, tag: lark.Tag, *, is_single: bool) -> list[str]:
-        names = [f"tool{i}" for i in range(len(tools))]
-        rules = [self._rule(name, tool, tag) for name, tool in zip(names, tools, strict=True)]
+        named = lark.numbered(tools)
+        rules = [self._rule(rule, tool, tag) for rule, tool in named.items()]
         return [
             f"calls: {tag(self.open)} call{'' if is_single else '+'} {tag(self.close)}",
-            f"call: {tag(self.call[0])} ({' | '.join(names)}) {tag(self.call[1])}",
+            f"call: {tag(self.call[0])} ({' | '.join(named)}) {tag(self.call[1])}",
             "number: /[0-9]{1,4}/",
             *rules,
         ]

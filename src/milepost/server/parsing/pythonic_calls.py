@@ -46,14 +46,14 @@ class PythonicCalls:
     # --- grammar ----------------------------------------------------------------------------------
 
     def grammar(self, tools: lark.Tools, tag: lark.Tag, *, is_single: bool) -> list[str]:
-        names = [f"tool{i}" for i in range(len(tools))]
+        named = lark.numbered(tools)
         before, between, after = (lark.text(part) for part in self.layout)
         more = "" if is_single else f"({between} call)*"
         rules = [
             f"calls: {tag(self.open)} {before} call {more} {after} {tag(self.close)}",
-            f"call: {' | '.join(names)}",
+            f"call: {' | '.join(named)}",
         ]
-        for rule, tool in zip(names, tools, strict=True):
+        for rule, tool in named.items():
             rules += _function(rule, tool)
         return rules
 

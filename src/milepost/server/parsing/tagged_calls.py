@@ -69,11 +69,11 @@ class TaggedCalls:
     # --- grammar ----------------------------------------------------------------------------------
 
     def grammar(self, tools: lark.Tools, tag: lark.Tag, *, is_single: bool) -> list[str]:
-        names = [f"tool{i}" for i in range(len(tools))]
+        named = lark.numbered(tools)
         more = "" if is_single else '("\\n" call)*'
-        call = f'{tag(self.open)} "\\n" ({" | ".join(names)}) "\\n" {tag(self.close)}'
+        call = f'{tag(self.open)} "\\n" ({" | ".join(named)}) "\\n" {tag(self.close)}'
         rules = [f"calls: call {more}", f"call: {call}"]
-        for rule, tool in zip(names, tools, strict=True):
+        for rule, tool in named.items():
             rules += self._function(rule, tool)
         return rules
 

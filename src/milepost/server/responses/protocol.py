@@ -15,12 +15,12 @@ from milepost.server.fields import (
     MAX_INT,
     MAX_PARTS,
     Body,
-    Int64,
     Many,
     only,
     tagged,
     unread,
 )
+from milepost.server.parts import AnswerFields
 from milepost.server.protocol import MAX_MESSAGES
 from milepost.server.responses.tools import ChosenTool, Tool
 from milepost.server.tools import read_arguments
@@ -230,20 +230,16 @@ LOGPROBS = "message.output_text.logprobs"
 """The only value of `include` that has an effect."""
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(AnswerFields):
     """POST /v1/responses"""
 
-    model: str | None = None
     input: str | Annotated[Many[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     store: bool | None = None
     """True (the default) keeps the response, for previous_response_id and GET."""
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
@@ -252,15 +248,6 @@ class ResponsesRequest(Body):
     reasoning: ReasoningOptions | None = None
     include: Many[str] | None = None
     metadata: dict[str, Any] | None = None
-    user: Annotated[str, Field(max_length=1024)] | None = None
-
-    # Meant for the service rather than the model.
-    service_tier: unread(str, "auto", "default") = None
-    safety_identifier: unread(str) = None
-    kv_transfer_params: dict[str, Any] | None = None
-    """Passed by a router from the engine that prefills to the one for decoding."""
-    prompt_cache_key: unread(str) = None
-    prompt_cache_retention: unread(str) = None
     truncation: Literal["disabled"] | None = None
     background: only(False) = None
     conversation: only() = None
@@ -268,16 +255,7 @@ class ResponsesRequest(Body):
     max_tool_calls: Any = None
     """Limits calls of tools that a server runs; none are run here."""
 
-    # As in chat.
-    top_k: Int64 | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: Int64 | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
 
     def changed(self) -> Iterator[str]:
         for name in self.include or ():
