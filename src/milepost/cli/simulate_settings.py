@@ -112,8 +112,6 @@ class Settings:
     def _check_tiers(self) -> None:
         if self.disk_gib and not self.host_gib:
             raise InvalidRequestError("--disk-gib: give --host-gib too, since copies go through it")
-        if self.host_gib and not self.has_time:
-            raise InvalidRequestError("--host-gib: give --gib, the memory of the device")
         for name in ("host_gib", "disk_gib"):
             value, flag = getattr(self, name), name.replace("_", "-")
             if not 0 <= value <= MAX_GIB:
@@ -146,7 +144,7 @@ class Settings:
                 raise InvalidRequestError(f"--policy {name}: use {', '.join(POLICIES)}")
             if needs_cache and isinstance(POLICIES[name], Pooled):
                 raise InvalidRequestError(
-                    f"--policy {name}: a fleet's engines have Milepost's own policies"
+                    f"--policy {name}: its {needs_cache} are not modelled; leave it out"
                 )
         return [POLICIES[name] for name in names]
 

@@ -1,6 +1,6 @@
 """Translates command lines of `vllm serve`, as people have them in scripts, to `milepost serve`.
 
-The tables in `engine.vllm_names` map vLLM's names; this module applies them to a command line.
+The table in `engine.vllm_names` has vLLM's names; this module applies it to a command line.
 """
 
 from __future__ import annotations
@@ -12,17 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from milepost.config import EngineConfig
-from milepost.engine.vllm_names import (
-    DROPPED,
-    DROPPED_WITH_VALUE,
-    IN_THOUSANDS,
-    ONLY,
-    REFUSED,
-    SAME,
-    VALUES,
-    names,
-    number,
-)
+from milepost.engine.vllm_names import FOREIGN, ForeignFlag
 from milepost.errors import ConfigError
 from milepost.server.config import ServerConfig
 
@@ -34,9 +24,16 @@ _SHORT |= {"-cc": "--compilation-config", "-ac": "--attention-config"}
 _SHORT |= {"-asc": "--api-server-count", "-n": "--nnodes", "-r": "--node-rank"}
 _LEVEL = re.compile(r"-O\d")
 
-_LISTS = names(
-    "served-model-name api-key cuda-graph-sizes cudagraph-capture-sizes ignore-patterns "
-    "lora-modules disable-access-log-for-endpoints"
+_LISTS = frozenset(
+    (
+        "served-model-name",
+        "api-key",
+        "cuda-graph-sizes",
+        "cudagraph-capture-sizes",
+        "ignore-patterns",
+        "lora-modules",
+        "disable-access-log-for-endpoints",
+    )
 )
 """Flags that take any number of values."""
 _SWITCHES = frozenset(
@@ -73,7 +70,7 @@ def translated(arguments: Sequence[str]) -> list[str]:
             todo.append(value)
         whole, _, key = name.partition(".")
         name = whole = whole.replace("_", "-")
-        if key and whole in DROPPED_WITH_VALUE:
+        if key and _flag(whole).is_dropped and _flag(whole).has_value:
             _value(todo, name)
         elif key:  # --speculative-config.method mtp
             objects.setdefault(whole, {})[key] = _value(todo, name)
@@ -135,32 +132,30 @@ def _split(token: str) -> tuple[str, str, str]:
 
 def _one(name: str, todo: list[str], *, has_model: bool) -> list[str]:
     """Translates one flag. Its values are taken from `todo`, whose end comes next."""
-    positive = name.removeprefix("no-")
-    if positive in DROPPED or (positive != name and positive in _SWITCHES):
+    positive, flag = name.removeprefix("no-"), _flag(name)
+    switch = _flag(positive)
+    is_dropped = switch.is_dropped and not switch.has_value
+    if is_dropped or (positive != name and positive in _SWITCHES):
         return []
-    if name in DROPPED_WITH_VALUE:
-        _values(todo, name)
-        return []
-    if name in REFUSED:
-        num_values, instead = REFUSED[name]
-        shown = _values(todo, name) if num_values else []
-        raise ConfigError(f"{' '.join([f'--{name}', *shown])} is not supported: {instead}")
-    if name in ONLY:
-        nothing, instead = ONLY[name]
-        value = _value(todo, name)
-        if value.rpartition("/")[2] not in nothing:  # a plugin is named by its path
-            raise ConfigError(f"--{name} {value} is not supported: {instead}")
+    if not flag.name:
+        given = _values(todo, name) if flag.has_value else []
+        # A plugin is named by its path.
+        has_effect = not given or given[0].rpartition("/")[2] not in flag.without_effect
+        if flag.instead and has_effect:
+            raise ConfigError(f"{' '.join([f'--{name}', *given])} is not supported: {flag.instead}")
         return []
     if name in ("served-model-name", "api-key") and has_model:
         return [part for value in _values(todo, name) for part in (f"--{name}", value)]
     if name == "hf-token" and (not todo or todo[-1].startswith("-")):
         return []  # the token saved by `hf auth login` is used
-    if name in VALUES or name in IN_THOUSANDS:
-        own = VALUES.get(name, {})
-        value = _value(todo, name)
-        said = own.get(value, number(value) if name in IN_THOUSANDS else value)
-        return [] if said is None else [f"--{name}", said]
-    return [f"--{SAME.get(name, name)}"]
+    if flag.words or flag.has_units:
+        word = flag.translated(_value(todo, name))
+        return [f"--{name}", word] if word else []
+    return [f"--{flag.name}"]
+
+
+def _flag(name: str) -> ForeignFlag:
+    return FOREIGN.get(name, ForeignFlag(name=name))
 
 
 def _value(todo: list[str], name: str) -> str:
@@ -187,9 +182,9 @@ def _json(text: str) -> object:
 def full_name(flag: str) -> str:
     """Returns a flag's full name in our spelling, without leading dashes."""
     name = _SHORT.get(flag, flag).lstrip("-").replace("_", "-")
-    return SAME.get(name, name)
+    return _flag(name).name or name
 
 
 def known() -> Iterable[str]:
     """Returns all flags that are dropped, renamed or refused here."""
-    return (*SAME, *DROPPED, *DROPPED_WITH_VALUE, *ONLY, *REFUSED)
+    return (name for name, flag in FOREIGN.items() if flag.name != name)
