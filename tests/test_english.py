@@ -14,8 +14,7 @@ import milepost
 ROOT = Path(milepost.__file__).parent
 
 DONE = (
-    *("cli", "layers", "load", "models", "parallel", "runner", "speculative"),
-    *("server/anthropic", "server/parsing", "server/responses", "server/ui"),
+    *("cli", "layers", "load", "models", "parallel", "runner", "server", "speculative"),
     *("disaggregation", "kv_events", "tiers"),
     *("config.py", "demo.py", "errors.py", "json_settings.py", "speculative_config.py"),
     *("kv_events_config.py", "kv_transfer_config.py", "ray.py", "scheduler/plans.py"),

@@ -1,4 +1,4 @@
-"""An answer on its way to the client: its events, and how much of it was reasoning."""
+"""Turns the deltas of an answer into events, and counts its reasoning tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from milepost.server.parsing.events import CallArguments, CallStart, Content, Ev
 
 
 class AnswerEvents:
-    """One answer's text, taken apart; what the request does not want of it is left out. The
-    arguments of a call of a custom tool are its input."""
+    """Parses one answer's text, and drops what the request does not want. The arguments of a custom
+    tool's call are its input."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class AnswerEvents:
         self._has_one_call = has_one_call
         self.customs = customs
         self._input: CustomInput | None = None
-        """Of the call under way, if it is a custom tool's."""
+        """The input of the current call, if it calls a custom tool."""
         self._num_calls = 0
 
     @property
@@ -42,11 +42,11 @@ class AnswerEvents:
 
     @property
     def is_enough(self) -> bool:
-        """Whether all that is wanted of the answer is there, although it goes on."""
+        """Whether the answer is complete for the client although the model goes on."""
         return self._has_one_call and self._parser.has_ended_call
 
     def feed(self, delta: Delta) -> list[Event]:
-        """What a delta adds."""
+        """Returns the events that a delta adds."""
         events = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
             events += self._parser.finish(is_cut=_is_cut(delta))
@@ -85,19 +85,18 @@ class AnswerEvents:
 
 
 def _is_cut(delta: Delta) -> bool:
-    """Whether an answer ended where the model had not ended it: at its greatest length, or at a
+    """Returns whether an answer ended before the model ended it: at its maximum length, or at a
     string of the request's `stop`."""
     return delta.finish_reason != "stop" or isinstance(delta.stop_reason, str)
 
 
 class ReasoningCount:
-    """How many tokens of an answer were reasoning: those up to the token that closes it, wherever
-    deltas were joined. Where no such token came, those up to the last delta without anything else.
-    """
+    """Counts an answer's reasoning tokens: those up to the token that closes reasoning, wherever
+    deltas were joined. Without such a token, those up to the last delta with nothing else."""
 
     def __init__(self, end: int | None) -> None:
         self._end = end
-        """The token that closes reasoning, if it is one."""
+        """The token that closes reasoning, if a single token does."""
         self._num_tokens = self._num_before_others = 0
         self._closed_at: int | None = None
         self._has_reasoning: bool | None = None

@@ -19,13 +19,14 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 
 class Generation:
     """Submits prompts, and yields (choice index, delta) until all answers have ended. Without
-    `is_counted` the usage leaves the answers out.
+    `is_counted` the usage does not include the answers.
 
-    An answer also ends where `is_enough`, asked after each step, says so of what was yielded of it:
-    what the engine has made beyond, which depends on how busy all are, is neither told nor counted.
+    An answer also ends when `is_enough`, asked after each step, returns True for it. Tokens that
+    the engine has made beyond that point depend on its load, so they are neither returned nor
+    counted.
 
-    Keeps the usage, the metrics and the access log's record. Raises what `Service.submit` raises,
-    from the constructor.
+    Keeps the usage, the metrics and the access log's record. The constructor raises what
+    `Service.submit` raises.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class Generation:
         )
         self.reports: list[Report] = []
         self._transfers: dict[int, transfer.Params] = {}
-        """By prompt."""
+        """`kv_transfer_params` of the answers, by prompt."""
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
-        """By number of the prompt, where they were asked for."""
+        """Log-probabilities by prompt, where they were requested."""
         self.num_choices = len(prompts) * params.n
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._num_tokens = [0] * self.num_choices
@@ -74,7 +75,7 @@ class Generation:
             service.metrics.asked_tokens.observe(params.max_tokens)
 
     async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """What has arrived, each time something has."""
+        """Yields the deltas that have arrived, each time some have."""
         try:
             while arrived := await self._submission.arrived():
                 yield [pair for number, output in arrived for pair in self._take(number, output)]
@@ -86,15 +87,15 @@ class Generation:
             self.close()
 
     def close(self) -> None:
-        """Give up what is not over, and settle the accounts. Call it whatever happens."""
+        """Aborts answers that are not finished, and records the request. Call it in any case."""
         if not self._is_closed:
             self._is_closed = True
             self._submission.close()
             self._close_record()
 
     def _end_enough(self, is_enough: Callable[[int], bool]) -> list[tuple[int, Delta]]:
-        """The answers that are enough as they are end here; the engine is told when the streams
-        are closed."""
+        """Ends the answers that are complete enough; the engine is told when the streams are
+        closed."""
         going = (index for index in range(self.num_choices) if index not in self._ended)
         enough = [index for index in going if is_enough(index)]
         for index in enough:
@@ -143,12 +144,12 @@ class Generation:
         self._last_at[number] = now
 
     def transfer(self) -> dict[str, Any]:
-        """What a whole response says to the engine that goes on, if that was asked for."""
+        """Returns the response's parameters for the other engine, if they were requested."""
         found = transfer.joined(self._transfers, self.num_choices // self._params.n)
         return {} if found is None else {"kv_transfer_params": found}
 
     def usage(self) -> dict[str, Any]:
-        """The `usage` of the response, so far."""
+        """Returns the `usage` of the response so far."""
         completion = sum(self._num_tokens) if self._is_counted else 0
         prompt = self._num_prompt_tokens
         drafts = {}
@@ -197,7 +198,7 @@ class Generation:
             self._record["ttft_s"] = round(self._first_at - self._arrival, 4)
 
     def _observe_phases(self) -> None:
-        """Where the time of a request went whose answers have all ended."""
+        """Records the phases of a request whose answers have all ended."""
         metrics, longest = self._service.metrics, max(self._num_tokens)
         metrics.longest_answers.observe(longest)
         if self._first_at is None:
@@ -212,7 +213,7 @@ class Generation:
 
 
 def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Of several, by name."""
+    """Returns the sums of several counts, by name."""
     total: dict[str, int] = {}
     for each in counts:
         for name, count in each.items():

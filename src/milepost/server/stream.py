@@ -23,12 +23,12 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def event(body: Any) -> bytes:
-    """A server-sent event with a JSON body."""
+    """Returns a server-sent event with a JSON body."""
     return b"data: " + _ENCODER.encode(body) + b"\n\n"
 
 
 def named_event(name: str, body: Any) -> bytes:
-    """The same with a name."""
+    """Returns a server-sent event with a name."""
     return b"event: " + name.encode() + b"\n" + event(body)
 
 
@@ -37,9 +37,8 @@ def _failure(error: Exception) -> bytes:
 
 
 class ChunkWriter:
-    """Writes the events of one stream, which differ in their choice alone: what stands around it is
-    encoded once.
-    """
+    """Writes the events of one stream. They differ only in their choice, so everything around it is
+    encoded once."""
 
     def __init__(
         self,
@@ -57,23 +56,23 @@ class ChunkWriter:
         self._after = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
 
     def of(self, choices: Iterable[Any]) -> bytes:
-        """An event for each choice."""
+        """Returns an event for each choice."""
         if self._has_all_usage:
             self._after = b'],"usage":' + _ENCODER.encode(self._usage()) + b"}\n\n"
         events = (self._before + _ENCODER.encode(choice) + self._after for choice in choices)
         return b"".join(events)
 
     def end(self) -> bytes:
-        """The last events, with the usage if it was asked for."""
+        """Returns the last events, with the usage if it was requested."""
         if not self._has_usage:
             return DONE
         return event({**self._head, "choices": [], "usage": self._usage()}) + DONE
 
 
 class EventStream(Response):
-    """A text/event-stream of `events`. An error of ours on the way becomes the last event.
+    """A text/event-stream of `events`. A MilepostError becomes the last event.
 
-    Whatever ends it (the last event, a client that left, one that reads nothing for
+    However it ends (the last event, a client that left or that reads nothing for
     `write_timeout_s`), the iterator is closed and `close` is called before it returns.
     """
 
@@ -119,23 +118,22 @@ class EventStream(Response):
             self._close()
 
     async def _wait_for_any(self, *tasks: asyncio.Future[None]) -> None:
-        """Returns when a task is done, or a write has been under way for too long.
+        """Returns when a task is done, or a write has taken too long.
 
-        One look at the clock from time to time: a timer for each write would cost as much as the
-        write.
+        Checks the clock from time to time: a timer per write would cost as much as the write.
         """
         while (left := self._time_left()) > 0 and not any(task.done() for task in tasks):
             await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     def _time_left(self) -> float:
-        """Seconds until the write that is under way counts as stuck."""
+        """Returns the seconds until the current write counts as stuck."""
         spent = 0.0 if self._writes_since is None else time.monotonic() - self._writes_since
         return self._write_timeout_s - spent
 
     async def _send_all(self, scope: Any, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await self._write(send, start)
-        send = scope["milepost.send"]  # what is between only wants to know that a response began
+        send = scope["milepost.send"]  # middleware only needs the start of a response
         try:
             async for chunk in self._events:
                 await self._write(send, _body(chunk, more=True))
@@ -157,10 +155,8 @@ def _body(chunk: bytes, *, more: bool) -> dict[str, Any]:
 async def unless_disconnected(
     request: Request, work: Awaitable[T], close: Callable[[], None] | None = None
 ) -> T:
-    """The result of `work`, which is cancelled if the client leaves. Raises ClientGoneError.
-
-    `close`, if there is one, is called before it returns.
-    """
+    """Returns the result of `work`, and cancels it if the client leaves. Raises ClientGoneError.
+    `close` is called before it returns."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(request.receive))
     try:
