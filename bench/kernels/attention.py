@@ -21,11 +21,11 @@ import numpy as np
 import torch
 import triton
 
-from milepost.kernels.attention.items import AttentionItems, Tiling, lay_out
-from milepost.kernels.attention.pages import rows_per_page
-from milepost.kernels.attention.triton import attend
-from milepost.kernels.attention.triton_prepare import prepare
-from milepost.kernels.attention.triton_tiles import KVTiles
+from milepost.kernels.attention.items import AttentionItems, ItemShapes, Tiling, lay_out
+from milepost.kernels.attention.pages import PagedKV, rows_per_page
+from milepost.kernels.attention.portable.prepare import prepare
+from milepost.kernels.attention.run import attend
+from milepost.kernels.attention.table import KVTiles
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import num_sms
 
@@ -141,21 +141,21 @@ class Step:
             page_size=PAGE_SIZE,
             num_programs=num_sms(torch.device("cuda", 0)),
             capacity=case.capacity,
-            **(FLOAT8_ITEMS if case.kv_dtype.itemsize == 1 else {}) | options,
+            shapes=ItemShapes(**(FLOAT8_ITEMS if case.kv_dtype.itemsize == 1 else {}) | options),
         )
         shared = tables if share else None
         self.items = on_device(lay_out(case.starts, case.lengths, range(len(ends)), tiling, shared))
 
     def attend(self, **shapes: KVTiles) -> None:
         for pool in self.pools:
-            read = pool, self.tables, self.items, HEAD_DIM**-0.5, self.kv_scales
-            attend(self.query, self.gate, *read, **shapes)
+            kv = PagedKV(pool, self.tables, self.kv_scales)
+            attend(self.query, self.gate, kv, self.items, HEAD_DIM**-0.5, tiles=shapes)
 
     def prepare(self) -> None:
         for pool in self.pools:
             angles = self.angles, self.angles
-            options = {"num_heads": HEADS, "kv_scales": self.kv_scales}
-            prepare(self.projected, self.scale, 1e-6, angles, pool, self.kv_rows, **options)
+            given = self.projected, self.scale, 1e-6, angles
+            prepare(*given, PagedKV(pool, scales=self.kv_scales), self.kv_rows, num_heads=HEADS)
 
     def time_us(self, run: Any) -> float:
         """Median time of one layer."""

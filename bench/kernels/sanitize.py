@@ -47,7 +47,8 @@ from tests.kernels.verifying import Kind, Mixer
 from tests.numbers import relative_error
 
 from milepost.kernels import attention
-from milepost.kernels.attention import triton_prepare as preparation
+from milepost.kernels.attention.pages import PagedKV
+from milepost.kernels.attention.portable import prepare as preparation
 from milepost.kernels.platform.device import probe
 from milepost.kernels.products import Raw, experts_reference, moe, multiply
 from milepost.kernels.products.portable import gemv_experts
@@ -160,15 +161,16 @@ def check_attention() -> None:
         step = Step(case)
         expected = step.expected()
         step.device = "cuda"
-        given = [each.cuda() for each in (step.query, step.gate, step.pool)]
-        work = step.device_tables(), step.on_device(step.items())
-        output = attention.attend(*given, *work, case.head_dim**-0.5)
+        step.pool = step.pool.cuda()
+        given = step.query.cuda(), step.gate.cuda(), step.kv(), step.on_device(step.items())
+        output = attention.attend(*given, case.head_dim**-0.5)
         compare(name, output, expected)
     cpu = build_projection(70, head_dim=128, half=16, dtype=DTYPE)
     query, pool = cpu.expected()
     kept = cpu.pool.cuda()
     scales, angles = cpu.norm_scale.cuda(), tuple(each.cuda() for each in cpu.angles)
-    moved = cpu.projected.cuda(), scales, cpu.eps, angles, kept, cpu.kv_rows.cuda()
+    kv_rows = cpu.kv_rows.cuda()
+    moved = cpu.projected.cuda(), scales, cpu.eps, angles, PagedKV(kept), kv_rows
     compare("queries", preparation.prepare(*moved, num_heads=cpu.num_heads), query)
     compare("pool", kept.nan_to_num(), pool.nan_to_num())
 

@@ -15,8 +15,10 @@ from milepost.kernels.products.portable import rounding
 from tests.kernels.attention_cases import Case, Step, build_projection
 from tests.numbers import relative_error
 
-attention = pytest.importorskip("milepost.kernels.attention.triton", exc_type=ImportError)
-preparation = pytest.importorskip("milepost.kernels.attention.triton_prepare", exc_type=ImportError)
+attention = pytest.importorskip("milepost.kernels.attention.run", exc_type=ImportError)
+preparation = pytest.importorskip(
+    "milepost.kernels.attention.portable.prepare", exc_type=ImportError
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -164,7 +166,7 @@ def test_a_graph_serves_other_steps_of_its_capacity(name: str) -> None:
     step = Step(replace(CASES[name], capacity=ROOM), "cuda")
     other = replace(CASES["prefills"], lengths=(1, 100, 200), capacity=ROOM)
     room = step.on_device(Step(other, "cuda").items())
-    arguments = (step.query, step.gate, step.pool, step.device_tables())
+    arguments = (step.query, step.gate, step.kv())
     scale = step.case.head_dim**-0.5
     for part in ("narrow", "wide"):
         getattr(room, part).zero_()
@@ -182,9 +184,8 @@ def test_a_graph_serves_other_steps_of_its_capacity(name: str) -> None:
 
 def attend(step: Step, *, emit: Emit = Emit.VALUES) -> Any:
     items = step.on_device(step.items())
-    tables, scale = step.device_tables(), step.case.head_dim**-0.5
-    read = step.pool, tables, items, scale, step.kv_scales
-    output = attention.attend(step.query, step.gate, *read, emit=emit)
+    scale = step.case.head_dim**-0.5
+    output = attention.attend(step.query, step.gate, step.kv(), items, scale, emit=emit)
     return output if emit is Emit.FP8 else output[: step.num_tokens]
 
 
@@ -202,7 +203,7 @@ def test_prepare_matches_layer(
         given.norm_scale,
         given.eps,
         given.angles,
-        given.pool,
+        given.kv,
         given.kv_rows,
         num_heads=given.num_heads,
     )
@@ -221,10 +222,9 @@ def test_prepare_writes_float8_as_the_reference() -> None:
         given.norm_scale,
         given.eps,
         given.angles,
-        given.pool,
+        given.kv,
         given.kv_rows,
         num_heads=given.num_heads,
-        kv_scales=given.kv_scales,
     )
     own, expected = (each.float() for each in (given.pool, pool))
     assert torch.equal(own.isnan(), expected.isnan())

@@ -182,7 +182,9 @@ def _attention(num_sequences: int, length: int, kv_dtype: torch.dtype):
         page_size=64,
         num_programs=132,
         capacity=room,
-        **({"narrow_rows": 8, "num_beside": 2, "narrow_waves": 4} if kv_dtype == FP8 else {}),
+        shapes=work.ItemShapes(narrow_rows=8, num_beside=2, narrow_waves=4)
+        if kv_dtype == FP8
+        else work.ItemShapes(),
     )
     starts, lengths = [KV_LENGTH] * num_sequences, [length] * num_sequences
     items = work.lay_out(starts, lengths, range(num_sequences), tiling)
@@ -190,7 +192,7 @@ def _attention(num_sequences: int, length: int, kv_dtype: torch.dtype):
     arrays = {name: torch.from_numpy(getattr(items, name)).cuda() for name in names}
     items, on_device = replace(items, **arrays), torch.from_numpy(tables).cuda()
     pool = fill(tables.size, 2, 64, KV_HEADS, HEAD_DIM).to(kv_dtype)
-    kv_scales = torch.ones(2, KV_HEADS, device="cuda")
+    kv = attention.PagedKV(pool, on_device, torch.ones(2, KV_HEADS, device="cuda"))
     new = torch.arange(length) + KV_LENGTH
     page_ids = torch.arange(num_sequences)[:, None] * pages + new // 64
     kv_rows = (page_ids * (2 * 64) + new % 64).flatten().cuda()
@@ -202,11 +204,11 @@ def _attention(num_sequences: int, length: int, kv_dtype: torch.dtype):
 
     def attend(projected: Tensor, pause: Callable[[], object]) -> Tensor:
         query = attention.prepare(
-            operation, projected, norms, 1e-6, (angles, angles), pool, kv_rows, items, kv_scales
+            operation, projected, norms, 1e-6, (angles, angles), kv, kv_rows, items
         )
         pause()
         gate = projected[:, -HEADS * HEAD_DIM :]
-        output = attention.attend(query, gate, pool, on_device, items, HEAD_DIM**-0.5, kv_scales)
+        output = attention.attend(query, gate, kv, items, HEAD_DIM**-0.5)
         pause()
         return output
 

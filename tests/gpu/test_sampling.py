@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from milepost.kernels import sampling as kernels
-from milepost.kernels.sampling import reference, triton_adjust, triton_draw, triton_search
+from milepost.kernels.sampling import draws, reference, search
 from milepost.runner import choice
 from milepost.sampling_params import SamplingParams
 from tests.kernels.draws import WISHES, defined, drawn, make_logits, make_rows, sampler_for
@@ -118,7 +118,7 @@ def test_rehearsal_compiles_what_steps_launch() -> None:
     sampler.rehearse(torch.bfloat16)
     kernels_of = [
         kernel
-        for stage in (triton_adjust, triton_search, triton_draw)
+        for stage in (search, draws)
         for name, kernel in vars(stage).items()
         if name.endswith("_kernel")
     ]

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from milepost.kernels.attention import PagedKV, pages, reference, rows, table
 from milepost.kernels.attention import items as work
-from milepost.kernels.attention import pages, reference
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.tensors import FP8, round_fp8
 from tests.batches import Part, build_batch, build_pages
@@ -105,11 +105,13 @@ class Step:
             num_kv_heads=case.num_kv_heads,
             page_size=case.page_size,
             capacity=case.capacity,
-            narrow_rows=work.choose_narrow_rows(group, 1 + case.num_drafts, case.least_rows),
+            shapes=work.ItemShapes(
+                narrow_rows=table.narrow_rows(group, 1 + case.num_drafts, case.least_rows),
+                wide_rows=case.wide_rows,
+                num_beside=3 if case.has_float8 else 1,
+            ),
             tokens_each=1 + case.num_drafts,
-            wide_rows=case.wide_rows,
             num_programs=case.num_programs,
-            num_beside=3 if case.has_float8 else 1,
             max_dequantised=case.max_dequantised,
         )
         tables = self.tables if share else None
@@ -122,8 +124,10 @@ class Step:
         }
         return replace(items, **arrays)
 
-    def device_tables(self) -> Tensor:
-        return torch.from_numpy(self.tables).to(self.device)
+    def kv(self) -> PagedKV:
+        """The pages on the device."""
+        tables = torch.from_numpy(self.tables).to(self.device)
+        return PagedKV(self.pool, tables, self.kv_scales)
 
     def expected(self) -> Tensor:
         """[T, H * E] by the reference, in float32 at least."""
@@ -143,7 +147,7 @@ class Step:
         wide = torch.promote_types(case.dtype, torch.float32)
         pool = self.pool if case.has_float8 else self.pool.to(wide)
         batch = build_batch(parts, case.page_size, pages.rows_per_page(pool))
-        laid_out = reference.lay_out(replace(batch, device=pool.device)).prefills
+        laid_out = rows.lay_out(replace(batch, device=pool.device)).prefills
         query = self.query[: self.num_tokens].to(wide)
         scale = case.head_dim**-0.5
         attended = reference.prefill(query, pool, laid_out, scale, self.kv_scales).flatten(1)
@@ -164,6 +168,10 @@ class Projection:
     num_heads: int
     kv_scales: Tensor | None = None
     eps: float = 1e-6
+
+    @property
+    def kv(self) -> PagedKV:
+        return PagedKV(self.pool, scales=self.kv_scales)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Queries and the pool afterwards, by the layer's own composition in float32."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from milepost.kernels.attention import reference
 from milepost.kernels.attention.pages import as_rows, rows_per_page
+from milepost.kernels.attention.rows import lay_out
 from tests.batches import Part, build_batch, build_pages
 from tests.numbers import relative_error
 
@@ -47,7 +48,7 @@ class Sequences:
             torch.cat([tensor[start:] for tensor, start in zip(tensors, starts, strict=True)])
             for tensors in (self.query, self.key, self.value)
         )
-        rows = reference.lay_out(batch)
+        rows = lay_out(batch)
         reference.store(self.pool, key, value, rows.tokens, rows.kv_rows)
         if num_decodes:
             return reference.decode(query, self.pool, rows.decodes, SCALE)

@@ -49,11 +49,19 @@ def steps(draw: st.DrawFn) -> Step:
     return Step(starts, lengths, shared_pages)
 
 
+SHAPES = work.ItemShapes._fields
+
+
 def lay_out(
     step: Step, heads_per_kv: int, tables: np.ndarray | None = None, **options: object
 ) -> work.AttentionItems:
+    shapes = {name: options.pop(name) for name in list(options) if name in SHAPES}
     tiling = work.Tiling(
-        heads_per_kv, num_kv_heads=2, page_size=PAGE_SIZE, **{"num_programs": 132, **options}
+        heads_per_kv,
+        num_kv_heads=2,
+        page_size=PAGE_SIZE,
+        shapes=work.ItemShapes(**shapes),
+        **{"num_programs": 132, **options},
     )
     return work.lay_out(step.starts, step.lengths, range(len(step.starts)), tiling, tables)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from milepost.kernels import mla
+from milepost.kernels.attention import latent
+from milepost.kernels.attention.latent import PagedKV
 from milepost.kernels.layout.batch import Batch, Capacity
 from tests.numbers import relative_error
 
@@ -55,7 +56,7 @@ def test_it_is_attention_of_heads_with_keys_and_values_of_their_own() -> None:
     queries = [normal(end, HEADS, OWN + SHARED) for end in ends]
     norm, up_key, up_value = normal(LATENT), normal(HEADS, OWN, LATENT), normal(HEADS, 7, LATENT)
     pool = torch.full((8, 1, PAGE, 1, LATENT + SHARED), torch.nan, dtype=torch.float64)
-    operation = mla.MLAOperation(num_heads=HEADS, latent_dim=LATENT, shared_dim=SHARED)
+    operation = latent.LatentOperation(num_heads=HEADS, latent_dim=LATENT, shared_dim=SHARED)
     outputs = [[], []]
     for begins, stops in (((0, 0), (9, 3)), ((9, 3), (20, 12)), ((20, 12), ends)):
         lengths = [stop - begin for begin, stop in zip(begins, stops, strict=True)]
@@ -68,16 +69,16 @@ def test_it_is_attention_of_heads_with_keys_and_values_of_their_own() -> None:
             for parts in (latents, queries)
         )
         kv_rows = torch.from_numpy(batch.kv_rows)
-        mla.store(new, norm, 1e-6, pool, kv_rows, layout)
+        latent.store(new, norm, 1e-6, PagedKV(pool), kv_rows, layout)
         own, shared = query.split((OWN, SHARED), -1)
         absorbed = torch.einsum("thn,hnr->thr", own, up_key)
-        attended = mla.attend(absorbed, shared, pool, None, layout, 0.3)
+        attended = latent.attend(absorbed, shared, PagedKV(pool), layout, 0.3)
         values = torch.einsum("thr,hvr->thv", attended, up_value)
         for output, part in zip(outputs, values.split(lengths), strict=True):
             output.append(part)
 
-    for latent, query, output in zip(latents, queries, outputs, strict=True):
-        compressed, shared = latent.split((LATENT, SHARED), -1)
+    for tokens, query, output in zip(latents, queries, outputs, strict=True):
+        compressed, shared = tokens.split((LATENT, SHARED), -1)
         scale = (compressed.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
         compressed = compressed * scale * norm
         keys = torch.einsum("tr,hnr->thn", compressed, up_key)
@@ -94,9 +95,10 @@ def test_a_token_whose_latent_is_there_already_is_not_written() -> None:
     batch = make_batch([0], [6])
     batch.kv_rows[:4] = -1
     pool = torch.full((8, 1, PAGE, 1, LATENT + SHARED), torch.nan)
-    operation = mla.MLAOperation(num_heads=HEADS, latent_dim=LATENT, shared_dim=SHARED)
+    operation = latent.LatentOperation(num_heads=HEADS, latent_dim=LATENT, shared_dim=SHARED)
     new, layout = torch.ones(6, LATENT + SHARED), operation.lay_out(batch)
-    mla.store(new, torch.ones(LATENT), 1e-6, pool, torch.from_numpy(batch.kv_rows), layout)
+    kv_rows = torch.from_numpy(batch.kv_rows)
+    latent.store(new, torch.ones(LATENT), 1e-6, PagedKV(pool), kv_rows, layout)
     assert pool.isfinite().flatten(1).sum(1).tolist() == [
         0,
         0,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from milepost.kernels.attention import reference as attention
 from milepost.kernels.attention import rows_per_page
+from milepost.kernels.attention.rows import lay_out
 from tests.batches import Part, build_batch, build_pages
 from tests.kernels import kimi, ssd
 from tests.kernels.mixers import MixerShapes, Shapes, make_projected
@@ -84,7 +85,7 @@ def test_drafts_attend_as_the_tokens_that_they_are_would(dtype: torch.dtype) -> 
             Part(pages=pages[s], start=starts[s], length=n, slot_in=1, slot_out=1)
             for s, n in enumerate(lengths)
         ]
-        rows = attention.lay_out(build_batch(parts, page_size, rows_per_page(pool), len(parts)))
+        rows = lay_out(build_batch(parts, page_size, rows_per_page(pool), len(parts)))
         attention.store(pool, key[chosen], value[chosen], rows.tokens, rows.kv_rows)
         return attention.decode(query[chosen], pool, rows.decodes, size**-0.5)
 

@@ -52,7 +52,7 @@ def test_on_hopper_kernels_are_cut_as_they_were_measured(found):
     assert len(launched) >= 50
     names = {row["kernel"] for row in launched}
     assert {
-        "attention.triton_hopper._attend_kernel",
+        "attention.hopper.wide._attend_kernel",
         "gated_delta.triton_hopper._decode_kernel",
         "products.hopper.raw_small_m._gemm_kernel",
         "products.portable.raw_grouped_large._up_kernel",

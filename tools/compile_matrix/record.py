@@ -45,8 +45,13 @@ class Launch:
         return {names[path[0]]: value for path, value in self.constexprs.items() if len(path) == 1}
 
     def describe(self) -> dict[str, Any]:
-        """What tells launches apart, for people and for JSON."""
-        constants = {name: value for name, value in self.constants.items() if name.isupper()}
+        """What tells launches apart, for people and for JSON; a structure by its fields."""
+        constants: dict[str, Any] = {}
+        for name, value in self.constants.items():
+            fields = getattr(value, "_asdict", dict)()
+            constants |= {field.upper(): number for field, number in fields.items()}
+            if name.isupper() and not fields:
+                constants[name] = value
         options = {
             name: self.options[name]
             for name in ("num_warps", "num_stages", "maxnreg", "launch_pdl")

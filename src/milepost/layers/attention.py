@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import attention
-from milepost.kernels.attention import AttentionLayout, AttentionOperation
+from milepost.kernels.attention import AttentionLayout, AttentionOperation, PagedKV
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
 from milepost.layers.context import AttentionSpec, Context
@@ -172,9 +172,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         shapes = self.shapes
         scale = shapes.head_dim**-0.5 if shapes.scale is None else shapes.scale
-        pages, scales = (ctx.kv[number], ctx.tables), self.kv_scales.values
-        how = scale, scales
-        attended = attention.attend(query, gate, *pages, layout, *how, emit=self.out.reads)
+        kv = PagedKV(ctx.kv[number], ctx.tables, self.kv_scales.values)
+        attended = attention.attend(query, gate, kv, layout, scale, emit=self.out.reads)
         return self.out(attended, epilogue=Epilogue.PARTIALS)
 
     def store(self, rows: Inputs, ctx: Context, number: int) -> None:
@@ -197,10 +196,9 @@ class Attention(nn.Module):
             None if norms is None else norms.scale,
             self.shapes.norm_eps,
             None if self.rotary is None else ctx.angles[self.rotary],
-            ctx.kv[number],
+            PagedKV(ctx.kv[number], scales=self.kv_scales.values),
             ctx.step.kv_rows,
             layout,
-            self.kv_scales.values,
         )
         return query, projected
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import mla
+from milepost.kernels.attention import latent
+from milepost.kernels.attention.latent import LatentOperation, PagedKV
 from milepost.kernels.layout.emit import Emit, Inputs
-from milepost.kernels.mla import MLAOperation
 from milepost.kernels.products import Epilogue, multiply_heads
 from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales
@@ -74,7 +74,7 @@ class MLA(nn.Module):
         inputs = self.cut.times(shapes.value_dim)
         self.out = Linear(heads * shapes.value_dim, out, kind, inputs=inputs)
         self.kv_scales = KVScales(1, kind)
-        self.operation = MLAOperation(
+        self.operation = LatentOperation(
             num_heads=heads,
             latent_dim=latent,
             shared_dim=shapes.shared_dim,
@@ -93,17 +93,16 @@ class MLA(nn.Module):
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Returns the output, or split-K partials [T, S, C] of it."""
-        shapes, pool, layout = self.shapes, ctx.kv[number], ctx.step.layouts[self.operation]
+        shapes, layout = self.shapes, ctx.step.layouts[self.operation]
         projected = self.projection(rows, launch_dependents=ctx.decodes)
         latents = projected[:, shapes.num_heads * shapes.key_dim :]
         # A latent serves as key and value, and uses the keys' scale.
-        kv_scale, *_ = self.kv_scales.values
-        mla.store(latents, self.norm_weight, _NORM_EPS, pool, ctx.step.kv_rows, layout, kv_scale)
+        kv = PagedKV(ctx.kv[number], ctx.tables, self.kv_scales.values[0])
+        latent.store(latents, self.norm_weight, _NORM_EPS, kv, ctx.step.kv_rows, layout)
         queries = projected[:, : -latents.shape[1]].unflatten(-1, (shapes.num_heads, -1))
         own, shared = queries.split((shapes.own_dim, shapes.shared_dim), -1)
         query = multiply_heads(own, self.up_key)
-        scale = shapes.key_dim**-0.5
-        attended = mla.attend(query, shared, pool, ctx.tables, layout, scale, kv_scale)
+        attended = latent.attend(query, shared, kv, layout, shapes.key_dim**-0.5)
         output = multiply_heads(attended, self.up_value.mT)
         return self.out(output.flatten(1), epilogue=Epilogue.PARTIALS)
 

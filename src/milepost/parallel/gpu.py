@@ -16,8 +16,8 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from milepost.errors import ConfigError
-from milepost.kernels import all_reduce, norm
-from milepost.kernels.all_reduce import NUM_SLOTS, OneShotBuffers, TwoShotBuffers
+from milepost.kernels import comm, norm
+from milepost.kernels.comm import NUM_SLOTS, OneShotBuffers, TwoShotBuffers
 from milepost.parallel.gloo import GlooLink
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class GpuLink:
         values = values.contiguous()
         mail = self._mail(values.shape[-1], values.dtype) if values.dim() == 2 else None
         if mail is not None and mail.holds(values):
-            return all_reduce.add_up(values, mail)
+            return comm.add_up(values, mail)
         dist.all_reduce(values)
         return values
 
@@ -74,10 +74,10 @@ class GpuLink:
     ) -> tuple[Tensor, Tensor]:
         mail = self._mail(hidden.shape[-1], hidden.dtype)
         if mail is not None and mail.holds(hidden):
-            return all_reduce.add_norm(hidden, partials, scale, eps, mail, multiplier)
+            return comm.add_norm(hidden, partials, scale, eps, mail, multiplier)
         boxes = None if mail is None else self._boxes_for(hidden)
         if boxes is not None and boxes.holds(hidden):
-            return all_reduce.share_norm(hidden, partials, scale, eps, boxes, multiplier)
+            return comm.share_norm(hidden, partials, scale, eps, boxes, multiplier)
         own = partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
         own = self.all_reduce(own.to(hidden.dtype))
         return norm.add_norm(hidden, own, scale, eps, multiplier)
@@ -109,7 +109,7 @@ class GpuLink:
         key = hidden_size, dtype
         if key not in self._mails:
             is_aligned = hidden_size * dtype.itemsize % 16 == 0
-            sizes = all_reduce.mail_bytes(hidden_size, dtype, self._hosts.size)
+            sizes = comm.mail_bytes(hidden_size, dtype, self._hosts.size)
             found = self._share(*sizes, num_turns=NUM_SLOTS) if is_aligned else None
             self._mails[key] = found and OneShotBuffers(
                 rank=self._hosts.rank,
@@ -129,7 +129,7 @@ class GpuLink:
         key = hidden_size, dtype
         if key not in self._boxes:
             num_rows = -(-count // size)
-            sizes = all_reduce.box_bytes(num_rows, hidden_size, dtype, size)
+            sizes = comm.box_bytes(num_rows, hidden_size, dtype, size)
             found = self._share(*sizes, num_turns=num_rows)
             self._boxes[key] = found and TwoShotBuffers(
                 rank=self._hosts.rank,

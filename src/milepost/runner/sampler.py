@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from milepost.kernels.sampling import draw
 from milepost.kernels.sampling import rows as layout
 from milepost.kernels.sampling.rows import StepRows, Workspace, block_size, num_blocks
-from milepost.kernels.sampling.triton_draw import draw
 from milepost.runner.counts import Counts
 from milepost.runner.sampling import SamplingRow, log_of, temperature_of, top_k_of
 from milepost.runner.staging import Staging, num_staged_bytes

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from milepost.kernels.attention.items import choose_wide_rows
+from milepost.kernels.attention import pages, table
+from milepost.kernels.attention.portable.tiles import AttentionTile, cut
 from milepost.kernels.layout import emit
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.layout.emit import Activations, Emit, as_activations
@@ -17,8 +18,11 @@ from tests.batches import spread
 from tests.kernels.attention_cases import Case, Step, build_projection
 from tests.numbers import relative_error
 
-attention = pytest.importorskip("milepost.kernels.attention.triton", exc_type=ImportError)
-preparation = pytest.importorskip("milepost.kernels.attention.triton_prepare", exc_type=ImportError)
+attention = pytest.importorskip("milepost.kernels.attention.run", exc_type=ImportError)
+portable = pytest.importorskip("milepost.kernels.attention.portable.attend", exc_type=ImportError)
+preparation = pytest.importorskip(
+    "milepost.kernels.attention.portable.prepare", exc_type=ImportError
+)
 
 CASES = {
     "decodes": Case(starts=(0, 1, 63, 64, 200), lengths=(1,) * 5),
@@ -88,11 +92,13 @@ def test_attend_to_float8_in_half_precision_matches_reference() -> None:
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_attend_as_cut_for_chips_with_less_room(monkeypatch, head_dim: int, chip: Chip) -> None:
-    monkeypatch.setattr(attention, "probe", lambda _: chip)
-    rows = choose_wide_rows(head_dim, chip.shared_bytes)
-    wide = attention.choose_shape(rows, head_dim, torch.float16, chip)
-    assert wide.block < attention.choose_shape(rows, head_dim, torch.float16, HOPPER).block
-    assert wide.shared_bytes(rows, head_dim) <= chip.shared_bytes
+    for module in (attention, portable):
+        monkeypatch.setattr(module, "probe", lambda _: chip)
+    rows = table.wide_rows(head_dim, chip.shared_bytes)
+    tile = AttentionTile(rows=rows, is_wide=True, head_dim=head_dim, dtype=torch.float16)
+    tiles = cut(tile, chip)
+    assert tiles.block < cut(tile, HOPPER).block
+    assert tiles.shared_bytes(rows, head_dim) <= chip.shared_bytes
     case = Case(starts=(130, 40), lengths=(1, 37), head_dim=head_dim, page_size=16, wide_rows=rows)
     assert error(replace(case, dtype=torch.float16)) < 2e-3
 
@@ -100,19 +106,20 @@ def test_attend_as_cut_for_chips_with_less_room(monkeypatch, head_dim: int, chip
 def test_float8_of_large_heads_on_a_chip_without_float8(monkeypatch) -> None:
     """Half as many rows as in 16 bits: a thread of all of them spills 1,720 bytes."""
     chip = replace(HOPPER, arch="sm_80", capability=(8, 0), num_sms=108, shared_bytes=163 << 10)
-    monkeypatch.setattr(attention, "probe", lambda _: chip)
-    rows = choose_wide_rows(256, chip.shared_bytes, takes_apart=chip.unpacks_fp8)
-    shape = attention.choose_shape(rows, 256, torch.bfloat16, chip, is_float8=True)
-    assert (rows, shape.num_warps) == (64, 8)
-    small = attention.choose_shape(128, 128, torch.bfloat16, chip, is_float8=True)
-    assert small.block < attention.choose_shape(128, 128, torch.bfloat16, chip).block
+    for module in (attention, portable):
+        monkeypatch.setattr(module, "probe", lambda _: chip)
+    rows = table.wide_rows(256, chip.shared_bytes, takes_apart=chip.unpacks_fp8)
+    tile = AttentionTile(rows=rows, is_wide=True, head_dim=256, has_fp8_pages=True)
+    assert (rows, cut(tile, chip).num_warps) == (64, 8)
+    small = AttentionTile(rows=128, is_wide=True, head_dim=128, has_fp8_pages=True)
+    assert cut(small, chip).block < cut(small._replace(has_fp8_pages=False), chip).block
     case = replace(CASES["large_heads"], dtype=torch.bfloat16, has_float8=True, wide_rows=rows)
     assert error(case) < 4e-3
 
 
 def test_attend_without_boxes_matches_reference(monkeypatch) -> None:
     """As where there are more rows than TMA counts."""
-    monkeypatch.setattr(attention, "MAX_ROWS", 1)
+    monkeypatch.setattr(pages, "_TMA_ROWS", 1)
     assert error(CASES["mixed"]) < 1e-5
 
 
@@ -134,7 +141,7 @@ def test_results_bring_their_rounding_along(monkeypatch, name: str, head_dim: in
     items = step.on_device(step.items())
     is_cut = name in ("shared_and_prefill", "mixed")
     assert bool(items.num_combined) == is_cut
-    given = step.query, step.gate, step.pool, step.device_tables(), items, head_dim**-0.5
+    given = step.query, step.gate, step.kv(), items, head_dim**-0.5
     plain, output = (attention.attend(*given, emit=each) for each in (Emit.VALUES, Emit.FP8))
     assert isinstance(output, Activations)
     assert (output.values is not None) == (step.num_tokens <= 64)
@@ -151,9 +158,9 @@ def test_a_row_and_results_over_float8_are_not_rounded(monkeypatch) -> None:
     monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
     for case in (CASES["split_decode"], replace(CASES["mixed"], has_float8=True)):
         step = Step(replace(case, head_dim=128, dtype=torch.float16))
-        given = step.query, step.gate, step.pool, step.device_tables()
+        given = step.query, step.gate, step.kv()
         items = step.on_device(step.items())
-        output = attention.attend(*given, items, 0.1, step.kv_scales, emit=Emit.FP8)
+        output = attention.attend(*given, items, 0.1, emit=Emit.FP8)
         assert as_activations(output).fp8 is None
 
 
@@ -164,15 +171,7 @@ def error(case: Case) -> float:
 def error_of(step: Step) -> float:
     case = step.case
     items = step.on_device(step.items())
-    output = attention.attend(
-        step.query,
-        step.gate,
-        step.pool,
-        step.device_tables(),
-        items,
-        case.head_dim**-0.5,
-        step.kv_scales,
-    )
+    output = attention.attend(step.query, step.gate, step.kv(), items, case.head_dim**-0.5)
     return relative_error(output[: step.num_tokens], step.expected())
 
 
@@ -188,7 +187,7 @@ def test_prepare_matches_layer(monkeypatch, num_tokens: int, half: int, has_norm
         given.norm_scale,
         given.eps,
         given.angles,
-        given.pool,
+        given.kv,
         given.kv_rows,
         num_heads=given.num_heads,
     )
@@ -208,10 +207,9 @@ def test_prepare_writes_float8_as_the_reference(dtype: torch.dtype) -> None:
         given.norm_scale,
         given.eps,
         given.angles,
-        given.pool,
+        given.kv,
         given.kv_rows,
         num_heads=given.num_heads,
-        kv_scales=given.kv_scales,
     )
     own, expected = (each.view(torch.uint8).long() for each in (given.pool, pool))
     assert (own - expected).abs().max() <= 1
@@ -231,10 +229,9 @@ def test_float8_is_rounded_to_the_nearest_and_never_past_the_largest(scale: floa
         None,
         0.0,
         None,
-        given.pool,
+        given.kv,
         given.kv_rows,
         num_heads=4,
-        kv_scales=given.kv_scales,
     )
     assert torch.equal(given.pool.float().nan_to_num(), pool.float().nan_to_num())
     assert given.pool[0, :, :2].float().abs().max() == 448

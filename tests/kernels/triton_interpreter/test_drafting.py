@@ -10,7 +10,7 @@ import torch
 from msgspec import structs
 
 from milepost import LLM
-from milepost.kernels.attention import triton_prepare
+from milepost.kernels.attention.portable import prepare
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import largest_step
 from milepost.runner.plain import PlainExecutor
@@ -83,7 +83,7 @@ def drafts_of(llm: LLM) -> list[Mapping[int, Sequence[int]]]:
 
 
 def test_fused_passes_draft_what_plain_ones_do(tiny, monkeypatch):
-    monkeypatch.setattr(triton_prepare, "_FEW_TOKENS", 4)
+    monkeypatch.setattr(prepare, "_FEW_TOKENS", 4)
     expected = drafts_of(open_llm(tiny, is_fused=False))
     fused = open_llm(tiny, is_fused=True)
     assert drafts_of(fused) == expected

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from milepost.kernels.attention import triton_prepare
+from milepost.kernels.attention.portable import prepare
 from milepost.kernels.layout.batch import Capacity
 from milepost.layers.parts import ResidualBlock
 from milepost.runner import arrays
@@ -33,7 +33,7 @@ def tiny(tmp_path_factory):
 @pytest.fixture(params=["plain", "ahead in one memory"])
 def llm(request, tiny, monkeypatch):
     # The interpreter's time goes by programs. A GPU has one for each token of so few.
-    monkeypatch.setattr(triton_prepare, "_FEW_TOKENS", 4)
+    monkeypatch.setattr(prepare, "_FEW_TOKENS", 4)
     is_plain = request.param == "plain"
     llm = tiny.open(async_scheduling=not is_plain, num_pages=64, num_slots=16, page_size=64)
     runner = llm.llm_engine.runner

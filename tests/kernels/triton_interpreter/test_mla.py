@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from milepost.kernels.mla import MLAOperation
+from milepost.kernels.attention.latent import LatentOperation
 from milepost.kernels.platform.device import probe
 from tests.batches import Part, build_batch
 from tests.kernels.mla_cases import Case, run
@@ -47,8 +47,8 @@ def test_half_precision() -> None:
 
 def test_too_many_heads_run_on_the_reference() -> None:
     sizes = {"latent_dim": 512, "shared_dim": 64}
-    assert MLAOperation(num_heads=64, **sizes).why_reference(CHIP) == ""
-    assert "heads" in MLAOperation(num_heads=65, **sizes).why_reference(CHIP)
+    assert LatentOperation(num_heads=64, **sizes).why_reference(CHIP) == ""
+    assert "heads" in LatentOperation(num_heads=65, **sizes).why_reference(CHIP)
 
 
 @pytest.mark.parametrize(
@@ -61,5 +61,5 @@ def test_tiles_are_as_wide_as_a_chip_has_room(shared_kib, value_bytes, wide_rows
     part = Part(pages=[1, 2], start=0, length=40, slot_in=0, slot_out=1)
     batch = build_batch([part], 32, 32)
     chip = replace(CHIP, shared_bytes=shared_kib << 10)
-    layout = MLAOperation(**sizes, value_bytes=value_bytes).lay_out(replace(batch, chip=chip))
+    layout = LatentOperation(**sizes, value_bytes=value_bytes).lay_out(replace(batch, chip=chip))
     assert layout.wide_rows == wide_rows

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from triton import jit
 
-from milepost.kernels.sampling import reference, triton, triton_draw, triton_parts, triton_search
+from milepost.kernels.sampling import likeliest, parts, reference, search
 from milepost.kernels.sampling import rows as layout
 from milepost.kernels.sampling.rows import StepRows
 from milepost.runner import sampler
@@ -34,11 +34,11 @@ def test_argmax(vocab_size: int, dtype: torch.dtype) -> None:
     logits = random_logits(6, vocab_size + 3).to(dtype)[:, :vocab_size]
     logits[1], logits[2] = 0.5, -torch.inf
     logits[3, [1, 4, vocab_size - 1]] = 9.0
-    assert torch.equal(triton.argmax(logits), logits.argmax(-1))
+    assert torch.equal(likeliest.argmax(logits), logits.argmax(-1))
 
 
 def test_argmax_of_nothing_is_a_token() -> None:
-    found = triton.argmax(torch.full((2, 300), torch.nan))
+    found = likeliest.argmax(torch.full((2, 300), torch.nan))
     assert ((found >= 0) & (found < 300)).all()
 
 
@@ -46,7 +46,7 @@ def test_argmax_of_nothing_is_a_token() -> None:
 def blocks(monkeypatch) -> None:
     """Several to a row."""
     monkeypatch.setattr(layout, "BLOCK", 64)
-    monkeypatch.setattr(triton_search, "_CHUNK", 256)
+    monkeypatch.setattr(search, "_CHUNK", 256)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_tokens_are_the_definitions(vocab_size: int, dtype: torch.dtype, blocks)
 
 def test_more_logits_than_are_listed(blocks, monkeypatch) -> None:
     """Then the whole row is read; and more rows than fit at once take turns."""
-    monkeypatch.setattr(triton_search, "_CAPACITY", tl.constexpr(4))
-    monkeypatch.setattr(triton_search, "_CHUNK", 64)
+    monkeypatch.setattr(search, "_CAPACITY", tl.constexpr(4))
+    monkeypatch.setattr(search, "_CHUNK", 64)
     monkeypatch.setattr(sampler, "_ROWS_AT_ONCE", 2)
     rows = make_rows(130, 3, ["top_k of many", "wide top_p", "all at once"])
     logits = make_logits(3, 130, 1, torch.float16)
@@ -110,8 +110,8 @@ def test_noise_is_the_definitions() -> None:
 @jit
 def _noise_kernel(ints, found, block: tl.constexpr):
     row = tl.program_id(0)
-    own = ints + row * triton_parts.INTS
-    noise = triton_draw.gumbel(own, tl.load(own + triton_parts.INDEX), 0, block)
+    own = ints + row * parts.INTS
+    noise = parts.gumbel(own, tl.load(own + parts.INDEX), 0, block)
     tl.store(found + row * block + tl.arange(0, block), noise)
 
 

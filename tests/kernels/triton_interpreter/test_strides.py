@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from milepost.kernels import gated_delta, kda, mamba2
-from milepost.kernels.attention import triton as attention
-from milepost.kernels.attention import triton_prepare
-from milepost.kernels.mla import triton as mla
+from milepost.kernels.attention import PagedKV
+from milepost.kernels.attention import run as attention
+from milepost.kernels.attention.portable import latent, prepare
 from milepost.kernels.norm import triton as norm
 from milepost.kernels.products import run_experts
 from milepost.kernels.products.forms.matrix import Raw
@@ -23,6 +23,7 @@ ROWS, SLOTS = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32)
 STATES, CONV = torch.zeros(3, 2, 4, 4), torch.zeros(3, 8, 3)
 CHOSEN = torch.zeros(2, 2, dtype=torch.int32)
 UP, DOWN = Raw(values=STATES[0]), Raw(values=STATES[0].mT)
+KV = PagedKV(STATES[None], SLOTS)
 
 
 def apart(tensor: Tensor) -> Tensor:
@@ -31,12 +32,12 @@ def apart(tensor: Tensor) -> Tensor:
 
 
 CALLS: dict[str, tuple[str, Callable[[], object]]] = {
-    "attention": ("gate", lambda: attention.attend(STATES[0], apart(ROWS), None, SLOTS, None, 1)),
+    "attention": ("gate", lambda: attention.attend(STATES[0], apart(ROWS), KV, None, 1)),
     "prepare": (
         "projected",
-        lambda: triton_prepare.prepare(apart(ROWS), None, 0, None, STATES, SLOTS, num_heads=1),
+        lambda: prepare.prepare(apart(ROWS), None, 0, None, KV, SLOTS, num_heads=1),
     ),
-    "mla": ("query", lambda: mla.attend(apart(STATES[0]), STATES[0], CONV, SLOTS, None, 1)),
+    "mla": ("query", lambda: latent.attend(apart(STATES[0]), STATES[0], KV, None, 1)),
     "gated_delta": (
         "projected",
         lambda: gated_delta.mix(apart(ROWS), None, CONV, STATES, SLOTS, SLOTS, 0),

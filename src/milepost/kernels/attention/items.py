@@ -1,5 +1,5 @@
 """Cuts a step's attention into items of work for the GPU's programs: on the host, from what the
-host knows. `tiles` says which tokens work together, `cuts` into how many items.
+host knows. `tiles` says which tokens work together, and into how many items each tile is cut.
 
 An item is a tile of neighbouring tokens and a range of one page table's KV that they attend to. The
 query heads of one KV head stand beside each other in a tile's rows, so 128 rows hold 16 tokens
@@ -30,32 +30,27 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from milepost.kernels.attention.cuts import (
-    NARROW_CUT_COST,
-    WAVES,
-    WIDE_CUT_COST,
-    count_partials,
-    count_pieces,
-    cut,
-    units_of,
-)
 from milepost.kernels.attention.tiles import (
     END,
     FIRST,
     MIN_SHARING,
+    NARROW_CUT_COST,
     POSITION,
     TOKENS,
     UNIT,
+    WAVES,
+    WIDE_CUT_COST,
     choose_dequantised,
+    count_partials,
+    count_pieces,
+    cut,
     may_share,
     tile_all,
+    units_of,
 )
 from milepost.kernels.layout.batch import Capacity, Ints
 
-NARROW_ROWS = 16
-MAX_NARROW_ROWS = 64
-_WIDE_ROWS = 128
-_SMALL_HEAD = 128
+NARROW_ROWS, WIDE_ROWS = 16, 128
 _NUM_REMEMBERED = 64
 """Layouts of steps of few sequences."""
 
@@ -86,52 +81,43 @@ class AttentionItems:
     """Pages of all of them, at most; 0: items read pages as they are."""
 
 
-def choose_narrow_rows(heads_per_kv: int, tokens_each: int, least_rows: int = NARROW_ROWS) -> int:
-    """Rows of narrow items where most sequences have so many tokens, which then read their KV
-    together; `least_rows` if they are fewer."""
-    rows = 1 << (heads_per_kv * tokens_each - 1).bit_length()
-    return max(rows, least_rows) if rows <= MAX_NARROW_ROWS else NARROW_ROWS
+class ItemShapes(NamedTuple):
+    """How large items are."""
 
-
-def choose_wide_rows(head_dim: int, shared_bytes: int, *, takes_apart: bool = False) -> int:
-    """Rows of wide items on a chip: queries take up to half of a program's shared memory. Float8
-    that no instruction takes apart is in the way of large heads: a thread of as many rows spills
-    1,720 bytes on sm_80, of half as many none."""
-    fit = shared_bytes // 2 >= _WIDE_ROWS * head_dim * 2
-    crowded = takes_apart and head_dim > _SMALL_HEAD
-    return _WIDE_ROWS if fit and not crowded else _WIDE_ROWS // 2
+    narrow_rows: int = NARROW_ROWS
+    narrow_unit: int = UNIT
+    """KV of a narrow item, or a multiple."""
+    narrow_waves: int = WAVES
+    """Most narrow items that follow each other in one place."""
+    num_beside: int = 1
+    """Narrow items that run in the place of one program."""
+    wide_rows: int = WIDE_ROWS
 
 
 class Tiling(NamedTuple):
-    """How work is cut, for a model's heads on a chip: what a layout depends on besides the step."""
+    """How work is cut for a model's heads on a chip: all that a layout depends on apart from the
+    step."""
 
     heads_per_kv: int
     num_kv_heads: int
     page_size: int
     num_programs: int
-    """That run on the device at a time."""
-    num_beside: int = 1
-    """Narrow items that run in the place of one program."""
-    narrow_rows: int = NARROW_ROWS
-    narrow_unit: int = UNIT
-    """KV of a narrow item, or a multiple."""
-    narrow_waves: int = WAVES
-    """Narrow items that follow each other in one place, at most."""
+    """Programs that run on the device at a time."""
+    shapes: ItemShapes = ItemShapes()
     tokens_each: int = 1
-    """Of most narrow items."""
-    wide_rows: int = _WIDE_ROWS
+    """Tokens of most narrow items."""
     max_dequantised: int = 0
-    """Pages that are dequantised before wide items read them, where these read no more."""
+    """Most pages that are dequantised before wide items read them."""
     capacity: Capacity | None = None
     """What arrays have room for; None: for the step alone."""
 
     @property
     def narrow_tokens(self) -> int:
-        return self.narrow_rows // self.heads_per_kv
+        return self.shapes.narrow_rows // self.heads_per_kv
 
     @property
     def wide_tokens(self) -> int:
-        return self.wide_rows // self.heads_per_kv
+        return self.shapes.wide_rows // self.heads_per_kv
 
     @property
     def programs(self) -> int:
@@ -141,7 +127,7 @@ class Tiling(NamedTuple):
     @property
     def narrow_programs(self) -> int:
         """Likewise."""
-        return max(1, self.num_programs * self.num_beside // self.num_kv_heads)
+        return max(1, self.num_programs * self.shapes.num_beside // self.num_kv_heads)
 
 
 def lay_out(
@@ -157,7 +143,7 @@ def lay_out(
     `tables` [rows, pages] is the host's copy of the page tables: with it, pages that neighbouring
     decodes share are read once for all of them.
     """
-    heads, wide_rows = tiling.heads_per_kv, tiling.wide_rows
+    heads, wide_rows = tiling.heads_per_kv, tiling.shapes.wide_rows
     if heads > wide_rows:
         raise ValueError(f"heads_per_kv={heads} is more than wide_rows={wide_rows}")
     starts, lengths, rows = (np.asarray(each, np.int64) for each in (starts, lengths, rows))
@@ -166,8 +152,8 @@ def lay_out(
     if is_own or may_share(starts, rows, tiling.page_size, tables):
         return _lay_out(starts, lengths, rows, tables, tiling)
     ends = starts + lengths
-    units = -(-ends // tiling.narrow_unit)
-    cuts = _cut_alone(units.tobytes(), tiling.narrow_programs, tiling.narrow_waves)
+    units = -(-ends // tiling.shapes.narrow_unit)
+    cuts = _cut_alone(units.tobytes(), tiling.narrow_programs, tiling.shapes.narrow_waves)
     return _lay_out_like(lengths.tobytes(), *cuts, rows.tobytes(), tiling).up_to(starts, ends)
 
 
@@ -207,7 +193,7 @@ def _lay_out_like(
     own, cuts, each, places = (
         np.frombuffer(packed, np.int64) for packed in (lengths, pieces, units_each, rows)
     )
-    ends = tiling.narrow_unit * np.maximum(cuts * each, 1)
+    ends = tiling.shapes.narrow_unit * np.maximum(cuts * each, 1)
     items = _lay_out(ends - own, own, places, None, tiling, cuts)
     narrow = items.narrow[items.narrow[:, TOKENS] > 0].astype(np.int64)
     owners = (own.cumsum() - own).searchsorted(narrow[:, FIRST])
@@ -229,8 +215,8 @@ def _lay_out(
     )
     dequantised = choose_dequantised(wide, tiling.page_size, tiling.max_dequantised)
     if narrow_pieces is None:
-        units = units_of(narrow, tiling.narrow_unit)
-        programs, waves = tiling.narrow_programs, tiling.narrow_waves
+        units = units_of(narrow, tiling.shapes.narrow_unit)
+        programs, waves = tiling.narrow_programs, tiling.shapes.narrow_waves
         narrow_pieces = count_pieces(units, programs, NARROW_CUT_COST, waves)
     wide_pieces = count_pieces(units_of(wide), tiling.programs, WIDE_CUT_COST)
     counts = count_partials(narrow, narrow_pieces, wide, wide_pieces)
@@ -253,12 +239,14 @@ def _lay_out(
     bases = np.empty(room.num_tokens + 1, np.int32)
     bases[:1], bases[1 : len(ends) + 1], bases[len(ends) + 1 :] = 0, ends, num_partials
     return AttentionItems(
-        narrow=_lengthen(cut(narrow, narrow_pieces, counts, tiling.narrow_unit), room.num_narrow),
+        narrow=_lengthen(
+            cut(narrow, narrow_pieces, counts, tiling.shapes.narrow_unit), room.num_narrow
+        ),
         wide=_lengthen(cut(wide, wide_pieces, counts), room.num_wide),
         bases=bases,
-        narrow_rows=tiling.narrow_rows,
+        narrow_rows=tiling.shapes.narrow_rows,
         tokens_each=tiling.tokens_each,
-        wide_rows=tiling.wide_rows,
+        wide_rows=tiling.shapes.wide_rows,
         num_partials=room.num_partials,
         num_combined=room.num_combined,
         dequantised=_lengthen(dequantised, room.num_sequences),
@@ -283,7 +271,7 @@ class _Room:
 def _room(capacity: Capacity, tiling: Tiling) -> _Room:
     """For any step that fits."""
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
-    num_narrow = num_sequences + tiling.narrow_programs * tiling.narrow_waves
+    num_narrow = num_sequences + tiling.narrow_programs * tiling.shapes.narrow_waves
     if num_sequences == 1 and num_tokens <= tiling.narrow_tokens:
         # One tile is cut into no more than run at a time.
         num_narrow = tiling.narrow_programs

@@ -6,111 +6,31 @@ finds its KV in a shared page reads the very bits that another sequence wrote.
 Rows that no token was written to are never read: places past the end of a sequence name its first
 token's row, and are masked.
 
+Multi-head latent attention (`attend_latents`) derives keys and values of all heads from one latent
+per token, which is what pages hold. The matrices that derive them are applied to queries and
+outputs instead (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so all heads attend to the latents
+themselves: latents are keys, and their first entries values.
+
 Legend: T tokens, W tokens whose KV is written, D tokens of decoding sequences (the first D of the
-batch: one each but where a step verifies), L tokens of the longest of them, H query heads, G KV
-heads, R = H / G query heads for each KV head, E head_dim, O turned dimensions of E. A pool is
-[pages, 2, page_size, G, E] (see `pages`).
+batch: one each unless a step verifies), L tokens of the longest of them, H query heads, G KV heads,
+R = H / G query heads per KV head, E head_dim, O rotated dimensions of E. A pool is [pages, 2,
+page_size, G, E] (see `pages`).
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.attention.pages import as_rows, read_rows, write_rows
-from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
+from milepost.kernels.attention.rows import AttentionRows, Decodes, Prefill
 from milepost.kernels.platform.tensors import cast
 
 _QUERY_TILE = 512
-"""Queries at a time where earlier tokens are attended to: bounds the mask to a tile of rows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decodes:
-    """KV up to each of D tokens of decoding sequences, padded to the longest."""
-
-    kv_rows: Tensor
-    """[D * L] int64, rows of the keys."""
-    mask: Tensor
-    """[D, 1, 1, L] bool, true where a token is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefill:
-    """KV of one sequence, and where its new tokens stand in the batch."""
-
-    kv_rows: Tensor
-    """[start + length] int64, rows of the keys."""
-    first: int
-    """Index among the prefill tokens of the sequence's first new token."""
-    start: int
-    """Position of that token."""
-    length: int
-    """New tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionRows:
-    """The work of a step: rows of the memory that are written and read."""
-
-    tokens: Tensor
-    """[W] int64, the batch's tokens whose KV is written."""
-    kv_rows: Tensor
-    """[W] int64, row to which each of their keys is written."""
-    decodes: Decodes | None
-    prefills: tuple[Prefill, ...]
-
-
-def lay_out(batch: Batch, first_row: int = 0) -> AttentionRows:
-    """What `prepare` and `attend` read. Decodes may leave out KV before `first_row`, behind which
-    they stand."""
-    assert not first_row or batch.num_decodes == len(batch.starts), "rows are left out of decodes"
-    tokens = np.flatnonzero(batch.kv_rows >= 0)
-    return AttentionRows(
-        tokens=torch.from_numpy(tokens).to(batch.device),
-        kv_rows=torch.from_numpy(batch.kv_rows[tokens]).to(batch.device),
-        decodes=_lay_out_decodes(batch, first_row) if batch.num_decodes else None,
-        prefills=tuple(_lay_out_prefills(batch)),
-    )
-
-
-def _lay_out_decodes(batch: Batch, first_row: int) -> Decodes:
-    lengths = batch.lengths[: batch.num_decodes]
-    owners = np.arange(batch.num_decodes).repeat(lengths)
-    ends = batch.starts[owners] + ordinals_of(lengths) + 1
-    longest = int(ends.max(initial=0))
-    kv_rows = _rows_of(batch, batch.rows[owners], longest)
-    mask = np.arange(longest) < ends[:, None]
-    kv_rows = np.where(mask, kv_rows, kv_rows[:, :1])
-    mask[:, :first_row] = False
-    return Decodes(
-        kv_rows=torch.from_numpy(kv_rows.reshape(-1)).to(batch.device),
-        mask=torch.from_numpy(mask).to(batch.device)[:, None, None],
-    )
-
-
-def _lay_out_prefills(batch: Batch) -> Iterator[Prefill]:
-    first = 0
-    for sequence in range(batch.num_decodes, len(batch.starts)):
-        start, length = int(batch.starts[sequence]), int(batch.lengths[sequence])
-        kv_rows = torch.from_numpy(_rows_of(batch, batch.rows[sequence], start + length))
-        yield Prefill(kv_rows=kv_rows.to(batch.device), first=first, start=start, length=length)
-        first += length
-
-
-def _rows_of(batch: Batch, tables: Any, num_tokens: int) -> Ints:
-    """Rows [..., num_tokens] of the keys of each table's first tokens."""
-    pages = batch.tables[tables, : -(-num_tokens // batch.page_size)].astype(np.int64)
-    rows = pages[..., None] * batch.page_rows + np.arange(batch.page_size)
-    return rows.reshape(*pages.shape[:-1], math.prod(rows.shape[-2:]))[..., :num_tokens]
+"""Queries at a time if there are earlier tokens: bounds the mask's memory."""
 
 
 def prepare(
@@ -124,12 +44,12 @@ def prepare(
     num_heads: int,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """Queries [T, H, E] from `projected` [T, N], whose columns begin with queries, keys and values,
-    heads side by side.
+    """Returns queries [T, H, E] of `projected` [T, N], whose columns begin with queries, keys and
+    values, heads side by side.
 
-    Query and key heads are each normed with `norm_scale` [H + G, E] and turned by `angles`, cosines
-    and sines [T, 1, O / 2]. Keys and values of the tokens that `rows` names go to their rows of
-    `pool`.
+    Query and key heads are each normed with `norm_scale` [H + G, E] and rotated by `angles`,
+    cosines and sines [T, 1, O / 2]. Keys and values of the tokens that `rows` names are written to
+    their rows of `pool`.
     """
     _, _, _, num_kv_heads, head_dim = pool.shape
     heads = projected[:, : (num_heads + 2 * num_kv_heads) * head_dim].unflatten(1, (-1, head_dim))
@@ -146,7 +66,7 @@ def prepare(
 
 
 def turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn `heads` [T, H, E] by the angles [T, 1, O / 2]; dimension i is paired with i + O / 2."""
+    """Rotate `heads` [T, H, E] by angles [T, 1, O / 2]; dimension i is paired with i + O / 2."""
     half = cosines.shape[-1]
     first, second, rest = heads.split((half, half, heads.shape[-1] - 2 * half), -1)
     turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
@@ -161,8 +81,8 @@ def store(
     kv_rows: Tensor,
     kv_scales: Tensor | None = None,
 ) -> None:
-    """Write KV of `tokens` [W] of `key` and `value` [T, G, E] to `kv_rows` [W] of `pool`; no other
-    is touched. `kv_scales` [2, G] are of keys' and values' heads in float8."""
+    """Write KV of `tokens` [W] of `key` and `value` [T, G, E] to `kv_rows` [W] of `pool`, and touch
+    no other row. `kv_scales` [2, G] are those of keys' and values' heads in FP8."""
     for part, new, scale in zip(
         _keys_and_values(pool), (key, value), _each(kv_scales), strict=True
     ):
@@ -191,7 +111,7 @@ def attend(
 
 
 def _keys_and_values(pool: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows, counted so that a token's key and value have one number."""
+    """Rows of keys and of values: a token has the same number in both."""
     rows = as_rows(pool)
     return rows, rows[pool.shape[2] :]
 
@@ -212,7 +132,7 @@ def decode(
         .transpose(1, 2)
         for part, each in zip(_keys_and_values(pool), _each(kv_scales), strict=True)
     )
-    # Query heads of one KV head stand where more queries would: no KV is repeated.
+    # Query heads of one KV head take the place of further queries, so no KV is repeated.
     grouped = query.unflatten(1, (num_kv_heads, -1))
     output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=rows.mask, scale=scale)
     return output.reshape(num_tokens, num_heads, head_dim)
@@ -225,8 +145,8 @@ def prefill(
     scale: float,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """Attend from all new tokens of each sequence, which stand one behind the other in `query`
-    [T, H, E], to itself and what precedes it; returns the same shape."""
+    """Attend from each sequence's new tokens, in order in `query` [T, H, E], to themselves and what
+    precedes them; returns the same shape."""
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for sequence in prefills:
         rows = slice(sequence.first, sequence.first + sequence.length)
@@ -265,3 +185,69 @@ def attend_in_tiles(
             scale=scale,
             enable_gqa=True,
         )
+
+
+# --- latents: R latent_dim, P entries of a key that all heads share, E = R + P --------------------
+
+
+def store_latents(
+    projected: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    pool: Tensor,
+    rows: AttentionRows,
+    kv_scale: Tensor | None = None,
+) -> None:
+    """Write the latents `projected` [T, E] of the tokens that `rows` names to their rows of `pool`,
+    the first R entries normed with `norm_weight` [R]. `kv_scale` [1] is that of latents in FP8."""
+    size = len(norm_weight)
+    kept = projected.index_select(0, rows.tokens)
+    latent = cast(kept[:, :size], norm_weight.dtype)
+    normed = F.rms_norm(latent, (size,), norm_weight, eps)
+    latents = torch.cat((cast(normed, kept.dtype), kept[:, size:]), -1)
+    write_rows(as_rows(pool), rows.kv_rows, latents[:, None], kv_scale)
+
+
+def attend_latents(
+    query: Tensor,
+    shared_query: Tensor,
+    pool: Tensor,
+    rows: AttentionRows,
+    scale: float,
+    kv_scale: Tensor | None = None,
+) -> Tensor:
+    """Attend from `query` [T, H, R] and `shared_query` [T, H, P] to the pages of `pool`; returns
+    [T, H, R]. `kv_scale` as in `store_latents`."""
+    size, whole = query.shape[-1], torch.cat((query, shared_query), -1)
+    parts, num_decodes = [], 0
+    if rows.decodes is not None:
+        num_decodes = len(rows.decodes.mask)
+        keys = read_rows(as_rows(pool), rows.decodes.kv_rows, query.dtype, kv_scale)[:, 0]
+        parts.append(_decode_latents(whole[:num_decodes], size, keys, rows.decodes, scale))
+    for each in rows.prefills:
+        first = num_decodes + each.first
+        keys = read_rows(as_rows(pool), each.kv_rows, query.dtype, kv_scale)[:, 0]
+        parts.append(
+            _prefill_latents(whole[first : first + each.length], size, keys, each.start, scale)
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _decode_latents(query: Tensor, size: int, keys: Tensor, rows: Decodes, scale: float) -> Tensor:
+    """Attend from `query` [D, H, E] to `keys` [D * L, E]; returns [D, H, R]. Heads serve as
+    queries."""
+    keys = keys.view(len(query), 1, rows.mask.shape[-1], keys.shape[-1])
+    attended = F.scaled_dot_product_attention(
+        query[:, None], keys, keys[..., :size], attn_mask=rows.mask, scale=scale
+    )
+    return attended[:, 0]
+
+
+def _prefill_latents(query: Tensor, size: int, keys: Tensor, start: int, scale: float) -> Tensor:
+    """Attend from one sequence's `query` [length, H, E] to its `keys` [start + length, E]; returns
+    [length, H, R]."""
+    keys = keys[None, None]
+    queries = query.transpose(0, 1)[None]
+    output = query.new_empty(*query.shape[:2], size)
+    attend_in_tiles(queries, keys, keys[..., :size], start, scale, output.transpose(0, 1)[None])
+    return output

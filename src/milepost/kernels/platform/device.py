@@ -136,7 +136,9 @@ def runs_gluon(placed: Placed) -> bool:
 
 
 def why_no_gluon(chip: Chip) -> str:
-    """Why the kernels for Hopper don't run on the chip; empty if they do."""
+    """Why the kernels for Hopper do not run on the chip; empty if they do."""
+    if chip.arch == "cpu":
+        return "no interpreter runs Gluon"
     if chip.capability != (9, 0):
         return "they need sm_90"
     if not _ALLOWS_HOPPER.get():

@@ -1,4 +1,4 @@
-"""What the launches of a step's draws read, and what they leave for one another.
+"""Arguments of a step's draws: what the launches read, and what they leave for one another.
 
 Legend: R rows, V vocabulary, B blocks, E entries (biases), W words of a mask.
 """
@@ -6,15 +6,14 @@ Legend: R rows, V vocabulary, B blocks, E entries (biases), W words of a mask.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 BLOCK = 8192
 LISTED = 16384
-"""Logits that `triton_search` may find collected; of more it reads the whole row, which is slower.
-"""
+"""Logits that `search` may collect; if there are more it reads the whole row, which is slower."""
 NUM_BOUNDS = 16
 
 # Columns of `StepRows.ints`.
@@ -24,9 +23,36 @@ NUM_INTS = 8
 IS_PLAIN, DRAWS, SEARCHES = 1, 2, 4
 
 
+class RowSettings(NamedTuple):
+    """Those arrays of `StepRows` that most launches read."""
+
+    ints: Any
+    floats: Any
+    top_p: Any
+
+
+class Scratch(NamedTuple):
+    """The tensors of a `Workspace`."""
+
+    adjusted: Any
+    """[R, V] logits with biases, penalties and masks."""
+    tops: Any
+    """[R, B] best of each block."""
+    sums: Any
+    """[2, R, NUM_BOUNDS] int64, weights above each bound of the two narrowings."""
+    listed: Any
+    """[R, LISTED] logits that were collected."""
+    found: Any
+    """[R, 4] int32: number of logits collected, least and greatest of their distances that lie in
+    the interval, and distance of the lowest logit kept."""
+    best: Any
+    """[R, B] best of each block, noise included, and its token."""
+    columns: Any
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """What the sampling of a step depends on besides logits: arrays in numpy, then tensors."""
+    """All that a step's sampling depends on apart from logits: numpy arrays, then tensors."""
 
     ints: Any
     """[R, 8] int32: kind, index of the draw, top_k (0: all), bits of min_p's distance, row of
@@ -44,24 +70,28 @@ class StepRows:
     masks: Any
     """[masks, W] int32."""
 
+    @property
+    def settings(self) -> RowSettings:
+        return RowSettings(self.ints, self.floats, self.top_p)
+
 
 def num_blocks(vocab_size: int) -> int:
-    """Blocks of a row."""
+    """Number of blocks of a row."""
     return -(-vocab_size // block_size(vocab_size))
 
 
 def block_size(vocab_size: int) -> int:
-    """Tokens of a block."""
+    """Number of tokens of a block."""
     return min(BLOCK, max(1 << (vocab_size - 1).bit_length(), 16))
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """The lower and the upper 32 bits."""
+    """Returns the lower and the upper 32 bits."""
     return seed & 0xFFFFFFFF, seed >> 32
 
 
 class Workspace:
-    """What the launches of up to `num_rows` rows leave for one another."""
+    """Memory in which the launches of up to `num_rows` rows leave things for one another."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         blocks = num_blocks(vocab_size)
@@ -71,17 +101,17 @@ class Workspace:
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        self.adjusted = empty(num_rows, vocab_size)
-        self.tops = empty(num_rows, blocks)
-        self.sums = empty(2, num_rows, NUM_BOUNDS, dtype=torch.int64)
-        self.listed = empty(num_rows, LISTED)
-        self.found = empty(num_rows, 4, dtype=torch.int32)
-        """Number of logits collected, the least and the greatest of their distances that lie in
-        the interval, and the distance of the lowest logit kept."""
-        self.best = empty(num_rows, blocks)
-        self.columns = empty(num_rows, blocks, dtype=torch.int32)
+        self.scratch = Scratch(
+            adjusted=empty(num_rows, vocab_size),
+            tops=empty(num_rows, blocks),
+            sums=empty(2, num_rows, NUM_BOUNDS, dtype=torch.int64),
+            listed=empty(num_rows, LISTED),
+            found=empty(num_rows, 4, dtype=torch.int32),
+            best=empty(num_rows, blocks),
+            columns=empty(num_rows, blocks, dtype=torch.int32),
+        )
 
     @property
     def num_bytes(self) -> int:
-        """Of the device's memory."""
-        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
+        """Bytes of device memory."""
+        return sum(tensor.nbytes for tensor in self.scratch)

@@ -1,4 +1,4 @@
-"""The last launch of attention where KV is cut: partial results become one, by their LSE.
+"""The last launch of an attention whose KV is cut: combines partial results by their LSE.
 
 Legend: T tokens, H heads, E head_dim, P partial results.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from milepost.kernels.attention.arguments import AttentionCall
 from milepost.kernels.attention.items import AttentionItems
-from milepost.kernels.attention.triton_parts import round_heads
-from milepost.kernels.layout.emit import Fp8Rows, as_arguments, keeps_values
+from milepost.kernels.attention.portable.blocks import round_heads
+from milepost.kernels.layout.emit import keeps_values
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import (
     OVERLAPPED,
@@ -23,48 +23,39 @@ from milepost.kernels.platform.launches import (
 from milepost.kernels.platform.tensors import BLOCK
 
 _PROGRAMS = 256
-"""A result of few tokens is divided among so many: of long sequences they have many partial ones,
-all of which are on their way at once."""
+"""Few tokens' results are divided among as many programs: long sequences have many partial results,
+which are then all loaded at once."""
 _LEAST_PART, _NUMBERS = 32, 8192
-"""Dimensions of a program, and numbers that it has on their way."""
+"""Least dimensions of a program, and numbers that it loads at once."""
 
 
-def combine(
-    partials: Tensor,
-    lse: Tensor,
-    items: AttentionItems,
-    gate: Tensor | None,
-    output: Tensor,
-    rounded: Fp8Rows | None = None,
-) -> None:
-    """Write rows of `output` [T, H * E] that have `partials` [P, H, E], times the sigmoid of `gate`
-    if there is one; and to room for them `rounded`, if there is some, which may be all there is."""
-    _, num_heads, head_dim = partials.shape
+def combine(call: AttentionCall, items: AttentionItems) -> None:
+    """Write the rows of the output that have partial results, times the sigmoid of their gate, in
+    the forms that there is room for."""
+    _, num_heads, head_dim = call.partials.base.shape
     block_e = triton.next_power_of_2(head_dim)
     part = choose_part(items.num_combined * num_heads, block_e)
-    if rounded is not None:
+    if call.rounded is not None:
         part = max(part, BLOCK)
     _combine_kernel[(items.num_combined, num_heads, block_e // part)](
-        partials,
-        lse,
+        call.partials,
         items.bases,
-        gate,
-        output,
-        *as_arguments(rounded),
-        0 if gate is None else gate.stride(0),
+        call.output_gate,
+        call.outputs,
+        0 if call.rounded is None else call.rounded.scales.stride(0),
         HEADS=num_heads,
         HEAD_DIM=head_dim,
         PART=part,
         STEP=max(32, _NUMBERS // part),
-        KEEPS_ROWS=keeps_values(rounded),
-        HAS_FP8=probe(output.device).has_fp8,
+        KEEPS_ROWS=keeps_values(call.rounded),
+        HAS_FP8=probe(call.output.device).has_fp8,
         num_warps=4 if part == block_e else 8,
         **OVERLAPPED,
     )
 
 
 def choose_part(num_results: int, block_e: int) -> int:
-    """Dimensions of a program, for results of so many tokens and heads."""
+    """Dimensions of a program, given the number of tokens times heads."""
     parts = 1
     while 2 * parts * num_results <= _PROGRAMS and block_e // (2 * parts) >= _LEAST_PART:
         parts *= 2
@@ -75,14 +66,10 @@ def choose_part(num_results: int, block_e: int) -> int:
 @triton.jit(do_not_specialize=["scales_stride"])
 def _combine_kernel(
     partials,
-    lse,
     bases,
     gate,
     output,
-    rounded,
-    row_scales,
     scales_stride,
-    gate_stride,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PART: tl.constexpr,
@@ -90,14 +77,14 @@ def _combine_kernel(
     KEEPS_ROWS: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    """Some dimensions of the result of one token and head: its partial results, each by its share
-    by the LSE."""
+    """PART dimensions of the result of one token and head: the sum of its partial results, weighted
+    by their LSE."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     base = tl.load(bases + token)
     count = tl.load(bases + token + 1) - base
-    if rounded is not None:
-        launch_dependents()  # a product with float8, which begins with its weights
+    if output.fp8 is not None:
+        launch_dependents()  # an FP8 product follows, and begins with its weights
     if count == 0:
         wait_as_padding()
         return
@@ -105,8 +92,10 @@ def _combine_kernel(
     o_e = tl.program_id(2) * PART + tl.arange(0, PART)
     inside = o_e < HEAD_DIM
     step = tl.arange(0, STEP)
-    if gate is not None:
-        b_g = tl.load(gate + token * gate_stride + head * HEAD_DIM + o_e, mask=inside, other=0.0)
+    if gate.base is not None:
+        b_g = tl.load(
+            gate.base + token * gate.stride + head * HEAD_DIM + o_e, mask=inside, other=0.0
+        )
     m = float("-inf")
     l = 0.0
     acc = tl.zeros([PART], tl.float32)
@@ -114,25 +103,25 @@ def _combine_kernel(
     for done in tl.range(0, count, STEP):
         at = (base + done + step).to(tl.int64) * HEADS + head
         valid = done + step < count
-        b_lse = tl.load(lse + at, mask=valid, other=float("-inf"))
+        b_lse = tl.load(partials.lse + at, mask=valid, other=float("-inf"))
         m_new = tl.maximum(m, tl.max(b_lse, 0))
         b_p = tl.exp2(b_lse - m_new)
         shrink = tl.exp2(m - m_new)
         mask = valid[:, None] & inside[None, :]
-        b_o = tl.load(partials + at[:, None] * HEAD_DIM + o_e[None, :], mask=mask, other=0.0)
+        b_o = tl.load(partials.base + at[:, None] * HEAD_DIM + o_e[None, :], mask=mask, other=0.0)
         acc = acc * shrink + tl.sum(b_o * b_p[:, None], 0)
         l = l * shrink + tl.sum(b_p, 0)
         m = m_new
     acc = acc / l
-    if gate is not None:
+    if gate.base is not None:
         acc *= tl.sigmoid(b_g.to(tl.float32))
     at = (token * HEADS + head) * HEAD_DIM + o_e
-    b_o = acc.to(output.dtype.element_ty)
+    b_o = acc.to(output.base.dtype.element_ty)
     if KEEPS_ROWS:
-        tl.store(output + at, b_o, mask=inside)
-    if rounded is not None:
+        tl.store(output.base + at, b_o, mask=inside)
+    if output.fp8 is not None:
         values, scales = round_heads(b_o[None, :], HAS_FP8)
-        tl.store(rounded + at[None, :], values, mask=inside[None, :])
+        tl.store(output.fp8 + at[None, :], values, mask=inside[None, :])
         COUNT: tl.constexpr = scales.shape[1]
         o_d = (head * tl.num_programs(2) + tl.program_id(2)) * COUNT + tl.arange(0, COUNT)
-        tl.store(row_scales + o_d[None, :] * scales_stride + token, scales)
+        tl.store(output.scales + o_d[None, :] * scales_stride + token, scales)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from milepost.kernels.all_reduce import NUM_SLOTS, OneShotBuffers, TwoShotBuffers
+from milepost.kernels.comm import NUM_SLOTS, OneShotBuffers, TwoShotBuffers
 
 
 def mails(

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from milepost.kernels.all_reduce import reference, triton, triton_shared
-from tests.kernels.all_reduce_cases import boxes, mails
+from milepost.kernels.comm import one_shot, reference, two_shot
+from tests.kernels.comm_cases import boxes, mails
 from tests.numbers import relative_error
 
 C = 48
@@ -43,10 +43,10 @@ def test_all_ranks_go_on_with_the_same_sum(size, dtype):
         own, firsts = hidden[:num_rows], [each[:, 0].to(dtype) for each in partials]
 
         def add_norm(rank, own=own, partials=partials):
-            return triton.add_norm(own, partials[rank], scale, 1e-6, ranks[rank], 0.5)
+            return one_shot.add_norm(own, partials[rank], scale, 1e-6, ranks[rank], 0.5)
 
         def add_up(rank, firsts=firsts):
-            return triton.add_up(firsts[rank], ranks[rank])
+            return one_shot.add_up(firsts[rank], ranks[rank])
 
         found = on_all(ranks, kept, add_norm)
         for parts in zip(*found, strict=True):
@@ -70,7 +70,7 @@ def test_a_rank_waits_for_the_others():
     own = torch.randn(1, 1, C)
     with ThreadPoolExecutor(1) as thread:
         for turn in (1, 2):
-            sum_ = thread.submit(triton.add_up, own[:, 0], ranks[0])
+            sum_ = thread.submit(one_shot.add_up, own[:, 0], ranks[0])
             while signalled[0, 0] != turn:
                 assert not sum_.done()
             theirs[turn % 2, 0] = 100 * turn
@@ -92,7 +92,7 @@ def test_of_many_rows_each_is_added_up_by_one_rank(size, dtype):
         ]
 
         def share(rank, hidden=hidden, partials=partials):
-            return triton_shared.share_norm(hidden, partials[rank], scale, 1e-6, ranks[rank], 0.5)
+            return two_shot.share_norm(hidden, partials[rank], scale, 1e-6, ranks[rank], 0.5)
 
         found = on_all(ranks, kept, share, num_sent=2)
         for parts in zip(*found, strict=True):
@@ -117,9 +117,7 @@ def test_a_rank_that_shares_waits_twice():
     hidden, own = torch.zeros(2, C), torch.randn(2, 1, C)
     with ThreadPoolExecutor(1) as thread:
         for turn in (1, 2):
-            sums = thread.submit(
-                triton_shared.share_norm, hidden, own, torch.ones(C), 0.0, ranks[0]
-            )
+            sums = thread.submit(two_shot.share_norm, hidden, own, torch.ones(C), 0.0, ranks[0])
             while signalled[0, 0, 0] != turn:
                 assert not sums.done()
             assert torch.equal(theirs[0, 0, 0], own[1, 0])

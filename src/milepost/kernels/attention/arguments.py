@@ -1,0 +1,109 @@
+"""The arguments of the attention kernels, grouped by what they belong to.
+
+Kernels take these as they are: a field is read by its name on the device too. `base` is a tensor on
+the host and a pointer on the device.
+
+Legend: T tokens, H query heads, G KV heads, E head_dim, N items, P partial results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from milepost.kernels.attention.items import AttentionItems
+from milepost.kernels.attention.pages import PagedKV, rows_per_page
+from milepost.kernels.layout.emit import Fp8Rows, as_arguments
+
+_LOG2_E = 1.4426950408889634
+
+
+class QueryHeads(NamedTuple):
+    """Queries [T, H, E]."""
+
+    base: Any
+    stride: Any
+    """Elements from one token to the next."""
+    head_stride: Any
+
+
+class OutputGate(NamedTuple):
+    """Gates [T, H * E] whose sigmoid multiplies the output, or None."""
+
+    base: Any
+    stride: Any
+
+
+class WorkItems(NamedTuple):
+    """Items [N, ITEM_SIZE] and where each token's partial results begin [T + 1]."""
+
+    base: Any
+    bases: Any
+
+
+class PartialResults(NamedTuple):
+    """Partial results [P, H, E] float32 and their LSE [P, H]."""
+
+    base: Any
+    lse: Any
+
+
+class AttentionOutput(NamedTuple):
+    """Results [T, H * E], in FP8 [T, H * E] with scales, or both."""
+
+    base: Any
+    fp8: Any
+    scales: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """Everything that the launches of one attention share."""
+
+    query: Tensor
+    """[T, H, E]"""
+    gate: Tensor | None
+    kv: PagedKV
+    scale: float
+    bases: Tensor
+    partials: PartialResults
+    output: Tensor
+    """[T, H * E]"""
+    rounded: Fp8Rows | None
+    """Room for the output in FP8, if it is handed on so."""
+
+    @property
+    def heads(self) -> QueryHeads:
+        return QueryHeads(self.query, self.query.stride(0), self.query.stride(1))
+
+    @property
+    def output_gate(self) -> OutputGate:
+        return OutputGate(self.gate, 0 if self.gate is None else self.gate.stride(0))
+
+    @property
+    def outputs(self) -> AttentionOutput:
+        return AttentionOutput(self.output, *as_arguments(self.rounded)[:2])
+
+    @property
+    def extents(self) -> tuple[int, int, int]:
+        """Rows of KV from one page to the next, entries from one page table to the next, and from
+        one block of FP8 outputs to the next. They follow from how much memory there is: kernels are
+        not specialised by them, so they are no fields of a structure."""
+        assert self.kv.tables is not None, "items name rows of page tables"
+        scales_stride = 0 if self.rounded is None else self.rounded.scales.stride(0)
+        return rows_per_page(self.kv.pool), self.kv.tables.stride(0), scales_stride
+
+    @property
+    def scale_of_2(self) -> float:
+        """Scale of scores for exponentials of base 2."""
+        return self.scale * _LOG2_E
+
+
+def make_partials(query: Tensor, items: AttentionItems) -> PartialResults:
+    """Room for the partial results of items of queries [T, H, E]."""
+    _, num_heads, size = query.shape
+    base = query.new_empty(items.num_partials, num_heads, size, dtype=torch.float32)
+    return PartialResults(base, base.new_empty(items.num_partials, num_heads))

@@ -1,0 +1,1 @@
+"""Attention kernels in Gluon that use Hopper's own instructions."""

@@ -1,0 +1,250 @@
+"""Wide tiles of attention on Hopper.
+
+One warp loads KV with TMA; two groups of four warps take half of a tile's rows each and go through
+the same blocks. They do not wait for each other, and a group has a block's scores and the values of
+the block before multiplied while it works on weights, so matrix products run while exponentials do
+(as in FlashAttention-3, arXiv 2407.08608). Everything else is as in `portable.attend`, whose kernel
+does the same work on any chip.
+
+Legend: T tokens, H query heads, G KV heads, E head_dim, P partial results.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from milepost.kernels.attention.arguments import AttentionCall, WorkItems
+from milepost.kernels.attention.hopper.wide_parts import (
+    SharedBlocks,
+    WideSizes,
+    add_values,
+    attend_blocks,
+    clean,
+    load_item,
+    store,
+)
+from milepost.kernels.attention.pages import as_rows
+from milepost.kernels.attention.table import HOPPER_BLOCK
+from milepost.kernels.layout.emit import keeps_values
+from milepost.kernels.platform.gluon import (
+    launch_dependents,
+    load_box,
+    wait_as_padding,
+    wait_for_inputs,
+)
+from milepost.kernels.platform.launches import OVERLAPPED, quick
+
+_STAGES = 2
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
+
+
+class Range(NamedTuple):
+    """What the loading warp needs: the KV of an item."""
+
+    kv: Any
+    table: Any
+    begin: Any
+    end: Any
+    page_rows: Any
+    i_h: Any
+
+
+class Tile(NamedTuple):
+    """What a computing group needs."""
+
+    query: Any
+    gate: Any
+    output: Any
+    kv_scales: Any
+    item: Any
+    bases: Any
+    partials: Any
+    scale: Any
+    scales_stride: Any
+    i_h: Any
+
+
+def attend(call: AttentionCall, work: Tensor, rows: int) -> None:
+    """Compute the results of `work`, wide items of 128 rows."""
+    del rows
+    _, num_heads, head_dim = call.query.shape
+    _, _, page_size, num_kv_heads, _ = call.kv.pool.shape
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    kv = as_rows(call.kv.pool).flatten(1)
+    output = call.outputs
+    if call.rounded is not None:
+        output = output._replace(fp8=call.rounded.values)
+    _attend_kernel[(num_kv_heads, len(work))](
+        call.heads,
+        call.output_gate,
+        output,
+        TensorDescriptor.from_tensor(kv, [HOPPER_BLOCK, head_dim], layout),
+        call.kv.scales,
+        call.kv.tables,
+        WorkItems(work, call.bases),
+        call.partials,
+        call.scale_of_2,
+        *call.extents,
+        SIZES=WideSizes(
+            kv_heads=num_kv_heads,
+            group=num_heads // num_kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            block=HOPPER_BLOCK,
+            stages=_STAGES,
+            keeps_rows=keeps_values(call.rounded),
+        ),
+        CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+
+
+@quick
+@gluon.jit(do_not_specialize=["page_rows", "table_stride", "scales_stride"])
+def _attend_kernel(
+    query,
+    gate,
+    output,
+    kv,
+    kv_scales,
+    tables,
+    work,
+    partials,
+    scale,
+    page_rows,
+    table_stride,
+    scales_stride,
+    SIZES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """One item and KV head. Padding has no KV and no rows, so nothing is read or written for it."""
+    i_h = gl.program_id(0)
+    item = work.base + gl.program_id(1) * 8
+    launch_dependents()
+    num_tokens = gl.load(item + 1)
+    if num_tokens == 0:
+        wait_as_padding()
+        return
+    wait_for_inputs()
+    table = tables + gl.load(item + 2).to(gl.int64) * table_stride
+    begin = gl.load(item + 4)
+    end = gl.load(item + 5)
+    dtype: gl.constexpr = query.base.dtype.element_ty
+    STAGES: gl.constexpr = SIZES.stages
+    queries = gl.allocate_shared_memory(dtype, [2, 64, SIZES.head_dim], kv.layout)
+    keys = gl.allocate_shared_memory(dtype, [STAGES, SIZES.block, SIZES.head_dim], kv.layout)
+    values = gl.allocate_shared_memory(dtype, [STAGES, SIZES.block, SIZES.head_dim], kv.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(bars.index(stage), count=1)
+        mbarrier.init(bars.index(STAGES + stage), count=2)
+        mbarrier.init(bars.index(2 * STAGES + stage), count=1)
+        mbarrier.init(bars.index(3 * STAGES + stage), count=2)
+    blocks = SharedBlocks(queries, keys, values, bars)
+    tile = Tile(
+        query,
+        gate,
+        output,
+        kv_scales,
+        item,
+        work.bases,
+        partials,
+        scale,
+        scales_stride,
+        i_h,
+    )
+    kv_range = Range(kv, table, begin, end, page_rows, i_h)
+    gl.warp_specialize(
+        [
+            (_consume, (tile, blocks, 0, SIZES)),
+            (_consume, (tile, blocks, 1, SIZES)),
+            (_produce, (kv_range, blocks, SIZES)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _produce(kv_range, blocks, SIZES: gl.constexpr):
+    """Load every block of the range, as soon as its place is free."""
+    SIZE: gl.constexpr = SIZES.block * SIZES.head_dim * 2
+    STAGES: gl.constexpr = SIZES.stages
+    bars = blocks.bars
+    column = kv_range.i_h * SIZES.head_dim
+    i_b = 0
+    for i_kv in range(kv_range.begin, kv_range.end, SIZES.block):
+        stage = i_b % STAGES
+        # A barrier's phase before its first is over.
+        phase = (i_b // STAGES & 1) ^ 1
+        page = gl.load(kv_range.table + i_kv // SIZES.page_size)
+        row = page * kv_range.page_rows + i_kv % SIZES.page_size
+        mbarrier.wait(bars.index(STAGES + stage), phase)
+        loaded = bars.index(stage)
+        mbarrier.expect(loaded, SIZE)
+        load_box(kv_range.kv, [row, column], loaded, blocks.key_blocks.index(stage))
+        mbarrier.wait(bars.index(3 * STAGES + stage), phase)
+        loaded = bars.index(2 * STAGES + stage)
+        mbarrier.expect(loaded, SIZE)
+        load_box(
+            kv_range.kv, [row + SIZES.page_size, column], loaded, blocks.value_blocks.index(stage)
+        )
+        i_b += 1  # noqa: SIM113
+
+
+@gluon.jit
+def _consume(tile, blocks, half: gl.constexpr, SIZES: gl.constexpr):
+    """Half of the tile's rows: 64 of them in four warps."""
+    BLOCK: gl.constexpr = SIZES.block
+    GROUP: gl.constexpr = SIZES.group
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZES.head_dim, 16])
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    query, i_h, scale = tile.query, tile.i_h, tile.scale
+    item = load_item(tile.item)
+
+    queries = blocks.queries.index(half)
+    row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LOADED))
+    o_e = gl.arange(0, SIZES.head_dim, layout=gl.SliceLayout(0, LOADED))
+    token = (item.first + row // GROUP).to(gl.int64)
+    p_q = query.base + token * query.stride + (i_h * GROUP + row % GROUP) * query.head_stride
+    held = (row // GROUP < item.num_tokens)[:, None] & (o_e >= 0)[None, :]
+    queries.store(gl.load(p_q[:, None] + o_e[None, :], mask=held, other=0.0))
+    fence_async_shared()
+
+    row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+    last_seen = item.position + row // GROUP
+    if tile.kv_scales is not None:
+        scale *= gl.load(tile.kv_scales + i_h)
+    scale += gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
+    own = SharedBlocks(queries, blocks.key_blocks, blocks.value_blocks, blocks.bars)
+    m, l, acc, b_p, i_b = attend_blocks(own, scale, item, last_seen, SCORES, RESULT, SIZES)
+    num_left = (item.end - item.begin) % BLOCK
+    if num_left == 0:
+        acc = add_values(own, acc, b_p, i_b, SIZES)
+    else:
+        stage = i_b % SIZES.stages
+        mbarrier.wait(blocks.bars.index(2 * SIZES.stages + stage), i_b // SIZES.stages & 1)
+        # What lies past the end may be NaN, which a weight of 0 would not silence. The clean values
+        # take the queries' place, which belongs to this group and is not needed any more.
+        clean(blocks.value_blocks.index(stage), queries, num_left, BLOCK, LOADED)
+        acc = warpgroup_mma(b_p, queries, acc)
+
+    l = gl.where(l == 0.0, 1.0, l)
+    acc = acc / gl.convert_layout(l, gl.SliceLayout(1, RESULT))[:, None]
+    if tile.kv_scales is not None:
+        acc *= gl.load(tile.kv_scales + SIZES.kv_heads + i_h)
+    store(tile, item, row, m, l, acc, half, SIZES)

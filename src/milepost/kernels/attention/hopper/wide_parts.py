@@ -1,0 +1,282 @@
+"""What a group of warps of Hopper's attention does with a block of KV, and with its result.
+
+SCORES is the layout of a block's scores [64, BLOCK], RESULT that of results [64, head_dim].
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from milepost.kernels.platform.gluon import round_block
+from milepost.kernels.platform.tensors import BLOCK as FP8_BLOCK
+
+_DEPTH = gl.constexpr(FP8_BLOCK)
+
+
+class WideSizes(NamedTuple):
+    """How the kernel is compiled; a constant on the device."""
+
+    kv_heads: int
+    group: int
+    """Query heads of a KV head."""
+    head_dim: int
+    page_size: int
+    block: int
+    stages: int
+    keeps_rows: bool
+    """Whether results are written in the model's dtype."""
+
+
+class SharedBlocks(NamedTuple):
+    """Shared memory of a program."""
+
+    queries: Any
+    """[2, 64, head_dim], or one group's [64, head_dim]."""
+    key_blocks: Any
+    """[stages, BLOCK, head_dim]"""
+    value_blocks: Any
+    bars: Any
+    """4 * stages barriers: blocks of keys loaded and used up, blocks of values loaded and used
+    up."""
+
+
+class WideItem(NamedTuple):
+    """An item of work (see `tiles`)."""
+
+    first: Any
+    num_tokens: Any
+    position: Any
+    begin: Any
+    end: Any
+    ordinal: Any
+
+
+class Softmax(NamedTuple):
+    """A running softmax."""
+
+    m: Any
+    """[64] maximum score."""
+    l: Any
+    """[64] sum of weights."""
+    acc: Any
+    """[64, head_dim] sum of values."""
+    b_p: Any
+    """[64, BLOCK] weights of the last block, whose values are not added yet."""
+
+
+@gluon.jit
+def load_item(item):
+    """Returns the item."""
+    first = gl.load(item)
+    num_tokens = gl.load(item + 1)
+    position = gl.load(item + 3)
+    begin = gl.load(item + 4)
+    end = gl.load(item + 5)
+    ordinal = gl.load(item + 6)
+    return WideItem(first, num_tokens, position, begin, end, ordinal)
+
+
+@gluon.jit
+def attend_blocks(
+    blocks,
+    scale,
+    item,
+    last_seen,
+    SCORES: gl.constexpr,
+    RESULT: gl.constexpr,
+    SIZES: gl.constexpr,
+):
+    """Pass over the blocks of a range. A block's scores and the values of the one before are
+    multiplied while the weights of neither are worked out. `scale` [64] is that of each row's
+    scores.
+
+    Returns m, l, acc, the last block's weights, whose values are not added yet, and its number.
+    """
+    BLOCK: gl.constexpr = SIZES.block
+    HEAD_DIM: gl.constexpr = SIZES.head_dim
+    begin, end = item.begin, item.end
+    # All rows see all of the blocks before this position.
+    masked = begin + gl.maximum(gl.minimum(end, item.position + 1) - begin, 0) // BLOCK * BLOCK
+    m = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    l = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
+    acc = gl.zeros([64, HEAD_DIM], gl.float32, layout=RESULT)
+    b_s = _start_scores(blocks, 0, SCORES, SIZES)
+    b_s = _finish_scores(blocks, b_s, 0, 0, SIZES)
+    b_s = _hide(b_s, begin, last_seen, SCORES, BLOCK)
+    m, l, b_p, _shrink = _online_softmax(m, l, b_s, scale, True)
+    state = Softmax(m, l, acc, _as_operand(b_p, blocks, RESULT))
+    i_b = 1
+    for i_kv in range(begin + BLOCK, masked, BLOCK):
+        state = _advance(blocks, state, scale, i_b, i_kv, last_seen, False, SCORES, RESULT, SIZES)
+        i_b += 1
+    for i_kv in range(gl.maximum(masked, begin + BLOCK), end, BLOCK):
+        state = _advance(blocks, state, scale, i_b, i_kv, last_seen, True, SCORES, RESULT, SIZES)
+        i_b += 1
+    return state.m, state.l, state.acc, state.b_p, i_b - 1
+
+
+@gluon.jit
+def _advance(
+    blocks,
+    state,
+    scale,
+    i_b,
+    i_kv,
+    last_seen,
+    MASKED: gl.constexpr,
+    SCORES: gl.constexpr,
+    RESULT: gl.constexpr,
+    SIZES: gl.constexpr,
+):
+    """Add the values of the block before, and take a block's scores into the running softmax."""
+    b_s = _start_scores(blocks, i_b, SCORES, SIZES)
+    acc = _start_values(blocks, state.acc, state.b_p, i_b - 1, SIZES)
+    b_s = _finish_scores(blocks, b_s, i_b, 1, SIZES)
+    if MASKED:
+        b_s = _hide(b_s, i_kv, last_seen, SCORES, SIZES.block)
+    m, l, b_new, shrink = _online_softmax(state.m, state.l, b_s, scale, MASKED)
+    b_new = _as_operand(b_new, blocks, RESULT)
+    acc, _b_p = warpgroup_mma_wait(0, [acc, state.b_p])
+    mbarrier.arrive(blocks.bars.index(3 * SIZES.stages + (i_b - 1) % SIZES.stages), count=1)
+    acc *= gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
+    return Softmax(m, l, acc, b_new)
+
+
+@gluon.jit
+def _start_scores(blocks, i_b, SCORES: gl.constexpr, SIZES: gl.constexpr):
+    """Start multiplying queries with a block's keys."""
+    stage = i_b % SIZES.stages
+    mbarrier.wait(blocks.bars.index(stage), i_b // SIZES.stages & 1)
+    right = blocks.key_blocks.index(stage).permute((1, 0))
+    BLOCK: gl.constexpr = SIZES.block
+    b_s = gl.zeros([64, BLOCK], gl.float32, layout=SCORES)
+    return warpgroup_mma(blocks.queries, right, b_s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _finish_scores(blocks, b_s, i_b, LATER: gl.constexpr, SIZES: gl.constexpr):
+    """Wait for the scores, after which LATER other products were started; frees the keys' place."""
+    b_s = warpgroup_mma_wait(LATER, [b_s])
+    mbarrier.arrive(blocks.bars.index(SIZES.stages + i_b % SIZES.stages), count=1)
+    return b_s
+
+
+@gluon.jit
+def _start_values(blocks, acc, b_p, i_b, SIZES: gl.constexpr):
+    """Start adding a block's values by their weights."""
+    stage = i_b % SIZES.stages
+    mbarrier.wait(blocks.bars.index(2 * SIZES.stages + stage), i_b // SIZES.stages & 1)
+    return warpgroup_mma(b_p, blocks.value_blocks.index(stage), acc, is_async=True)
+
+
+@gluon.jit
+def add_values(blocks, acc, b_p, i_b, SIZES: gl.constexpr):
+    """Add the last block's values by their weights."""
+    acc = _start_values(blocks, acc, b_p, i_b, SIZES)
+    return warpgroup_mma_wait(0, [acc])
+
+
+@gluon.jit
+def _hide(b_s, i_kv, last_seen, SCORES: gl.constexpr, BLOCK: gl.constexpr):
+    """Mask the scores of positions after a row's own."""
+    o_kv = i_kv + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
+    return gl.where(o_kv[None, :] <= last_seen[:, None], b_s, float("-inf"))
+
+
+@gluon.jit
+def _as_operand(b_p, blocks, RESULT: gl.constexpr):
+    return gl.convert_layout(b_p.to(blocks.value_blocks.dtype), gl.DotOperandLayout(0, RESULT, 2))
+
+
+@gluon.jit
+def _online_softmax(m, l, b_s, scale, MASKED: gl.constexpr):
+    """Take a block's scores into the running softmax. Returns it, the block's weights, and the
+    factor for earlier sums."""
+    m_new = gl.maximum(m, gl.max(b_s, 1) * scale)
+    base = m_new
+    if MASKED:
+        # A row that has seen nothing yet has no m to subtract.
+        base = gl.where(m_new == float("-inf"), 0.0, m_new)
+    b_p = gl.exp2(b_s * scale[:, None] - base[:, None])
+    shrink = gl.exp2(m - base)
+    return m_new, l * shrink + gl.sum(b_p, 1), b_p, shrink
+
+
+@gluon.jit
+def clean(source, target, num_valid, BLOCK: gl.constexpr, LOADED: gl.constexpr):
+    """Copy a block's values, with zeros past the end; in parts, which need few registers."""
+    PART: gl.constexpr = BLOCK // 4
+    for first in gl.static_range(0, BLOCK, PART):
+        place = first + gl.arange(0, PART, layout=gl.SliceLayout(1, LOADED))
+        part = source.slice(first, PART).load(LOADED)
+        target.slice(first, PART).store(gl.where((place < num_valid)[:, None], part, 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def store(tile, item, row, m, l, acc, half: gl.constexpr, SIZES: gl.constexpr):
+    """Write results, times the sigmoid of the gates if there are any, in the forms that there is
+    room for; or partial results with their LSE. `row` [64] is in the scores' layout."""
+    GROUP: gl.constexpr = SIZES.group
+    HEADS: gl.constexpr = SIZES.kv_heads * GROUP
+    HEAD_DIM: gl.constexpr = SIZES.head_dim
+    RESULT: gl.constexpr = acc.type.layout
+    gate, output, partials, i_h = tile.gate, tile.output, tile.partials, tile.i_h
+    wide_row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT))
+    o_e = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULT))
+    token = (item.first + wide_row // GROUP).to(gl.int64)
+    inside = (i_h * GROUP + wide_row % GROUP)[:, None] * HEAD_DIM + o_e[None, :]
+    is_held = wide_row // GROUP < item.num_tokens
+    held = is_held[:, None] & (o_e >= 0)[None, :]
+    if item.ordinal < 0:
+        if gate.base is not None:
+            b_g = gl.load(gate.base + token[:, None] * gate.stride + inside, mask=held, other=0.0)
+            acc = acc / (1.0 + gl.exp2(b_g.to(gl.float32) * -1.4426950408889634))
+        b_o = acc.to(output.base.dtype.element_ty)
+        if SIZES.keeps_rows:
+            gl.store(output.base + token[:, None] * (HEADS * HEAD_DIM) + inside, b_o, mask=held)
+        if output.fp8 is not None:
+            _store_rounded(tile, item, b_o, half, SIZES)
+    else:
+        base = gl.load(tile.bases + token, mask=is_held, other=0).to(gl.int64)
+        p_partial = partials.base + (base + item.ordinal)[:, None] * (HEADS * HEAD_DIM) + inside
+        gl.store(p_partial, acc, mask=held)
+        has_token = row // GROUP < item.num_tokens
+        p_base = tile.bases + item.first + row // GROUP
+        lse_base = gl.load(p_base, mask=has_token, other=0).to(gl.int64)
+        head = i_h * GROUP + row % GROUP
+        p_lse = partials.lse + (lse_base + item.ordinal) * HEADS + head
+        gl.store(p_lse, m + gl.log2(l), mask=has_token)
+
+
+@gluon.jit
+def _store_rounded(tile, item, b_o, half: gl.constexpr, SIZES: gl.constexpr):
+    """Write results [64, head_dim] in FP8, with their scales."""
+    GROUP: gl.constexpr = SIZES.group
+    HEAD_DIM: gl.constexpr = SIZES.head_dim
+    PARTS: gl.constexpr = HEAD_DIM // _DEPTH
+    output, i_h, first = tile.output, tile.i_h, item.first
+    parted, b_scale = round_block(b_o.to(gl.float32).reshape([64, PARTS, _DEPTH]), 2)
+    b_o = parted.reshape([64, HEAD_DIM])
+    row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, b_o.type.layout))
+    o_e = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, b_o.type.layout))
+    token = (first + row // GROUP).to(gl.int64)[:, None]
+    held = (row // GROUP < item.num_tokens)[:, None] & (o_e >= 0)[None, :]
+    inside = (i_h * GROUP + row % GROUP)[:, None] * HEAD_DIM + o_e[None, :]
+    p_o = output.fp8 + token * (SIZES.kv_heads * GROUP * HEAD_DIM) + inside
+    gl.store(p_o, b_o, mask=held)
+    row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, b_scale.type.layout))
+    part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, b_scale.type.layout))
+    held = (row // GROUP < item.num_tokens)[:, None] & (part >= 0)[None, :]
+    at = (i_h * GROUP + row % GROUP)[:, None] * PARTS + part[None, :]
+    p_scale = output.scales + at * tile.scales_stride + (first + row // GROUP)[:, None]
+    gl.store(p_scale, b_scale, mask=held)

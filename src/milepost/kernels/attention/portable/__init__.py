@@ -1,0 +1,1 @@
+"""Attention kernels in Triton for any chip."""

@@ -1,0 +1,212 @@
+"""Attention from a launch's tiles on any GPU.
+
+A program holds a tile of query rows and passes over its range of KV, block by block, with a running
+softmax. Only the last blocks need a mask: those on the diagonal, and the one in which the sequence
+ends, where the rest of the block holds anything.
+
+Legend: T tokens, H query heads, G KV heads, R = H / G, E head_dim, P partial results.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from milepost.kernels.attention.arguments import AttentionCall, WorkItems
+from milepost.kernels.attention.pages import as_bytes, as_rows, fits_tma
+from milepost.kernels.attention.portable.blocks import (
+    BlockSizes,
+    KVPointers,
+    dot,
+    first_masked,
+    fit_float16,
+    load,
+    load_item,
+    load_words,
+    online_softmax,
+    round_heads,
+)
+from milepost.kernels.attention.portable.tiles import KVTiles
+from milepost.kernels.layout.emit import keeps_values
+from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.launches import (
+    OVERLAPPED,
+    launch_dependents,
+    quick,
+    wait_as_padding,
+    wait_for_inputs,
+)
+from milepost.kernels.platform.tiles import next_power_of_2
+
+_MOST_IN_WORDS = 64
+"""Rows from which on matrix units read shared memory, so what is loaded goes back there."""
+
+
+def attend(call: AttentionCall, work: Tensor, rows: int, tiles: KVTiles) -> None:
+    """Compute the results of items `work` with so many `rows`."""
+    _, num_heads, head_dim = call.query.shape
+    _, _, page_size, num_kv_heads, _ = call.kv.pool.shape
+    block_e = max(16, next_power_of_2(head_dim))
+    kv = as_bytes(as_rows(call.kv.pool).flatten(1))
+    chip, is_fp8 = probe(call.query.device), call.kv.is_fp8
+    # TMA moves boxes: a block must lie in one page, and no wider than the head.
+    boxed = chip.has_tma and page_size >= tiles.block
+    boxed = boxed and block_e == head_dim and fits_tma(call.kv.pool)
+    is_native = is_fp8 and chip.has_fp8
+    in_words = is_native and rows < _MOST_IN_WORDS and block_e == head_dim >= 64
+    words = kv.view(torch.int32) if in_words else None
+    if boxed:
+        kv = TensorDescriptor.from_tensor(kv, [tiles.block, block_e])
+        if words is not None:
+            words = TensorDescriptor.from_tensor(words, [tiles.block, head_dim // 4])
+    sizes = BlockSizes(
+        boxed=boxed,
+        float8=is_fp8,
+        native=is_native,
+        kv_heads=num_kv_heads,
+        group=num_heads // num_kv_heads,
+        head_dim=head_dim,
+        block_e=block_e,
+        page_size=page_size,
+        rows=rows,
+        block=tiles.block,
+    )
+    _attend_kernel[(num_kv_heads, len(work))](
+        call.heads,
+        call.output_gate,
+        call.outputs,
+        kv,
+        words,
+        call.kv.scales,
+        call.kv.tables,
+        WorkItems(work, call.bases),
+        call.partials,
+        call.scale_of_2,
+        *call.extents,
+        SIZES=sizes,
+        TAIL_STAGES=tiles.tail_stages,
+        KEEPS_ROWS=keeps_values(call.rounded),
+        HAS_FP8=chip.has_fp8,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **OVERLAPPED,
+    )
+
+
+@quick
+@triton.jit(do_not_specialize=["page_rows", "table_stride", "scales_stride"])
+def _attend_kernel(
+    query,
+    gate,
+    output,
+    kv,
+    words,
+    kv_scales,
+    tables,
+    work,
+    partials,
+    scale,
+    page_rows,
+    table_stride,
+    scales_stride,
+    SIZES: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
+    KEEPS_ROWS: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+):
+    """One item and KV head: rows = tokens * group query rows."""
+    ROWS: tl.constexpr = SIZES.rows
+    BLOCK: tl.constexpr = SIZES.block
+    BLOCK_E: tl.constexpr = SIZES.block_e
+    HEADS: tl.constexpr = SIZES.kv_heads * SIZES.group
+    WIDTH: tl.constexpr = HEADS * SIZES.head_dim
+    launch_dependents()
+    i_h = tl.program_id(0)
+    item = load_item(work.base, tl.program_id(1))
+    if item.num_tokens == 0:
+        wait_as_padding()
+        return
+    wait_for_inputs()
+    table = tables + item.table_row.to(tl.int64) * table_stride
+
+    row = tl.arange(0, ROWS)
+    o_e = tl.arange(0, BLOCK_E)
+    ahead = row // SIZES.group
+    token = (item.first + ahead).to(tl.int64)
+    head = i_h * SIZES.group + row % SIZES.group
+    held = (ahead < item.num_tokens)[:, None] & (o_e < SIZES.head_dim)[None, :]
+    p_q = query.base + token * query.stride + head * query.head_stride
+    b_q = tl.load(p_q[:, None] + o_e[None, :], mask=held, other=0.0)
+    value_scale = 1.0
+    if kv_scales is not None:
+        # Float16 holds what FP8 holds; a chip without FP8 holds it divided by 256.
+        factor: tl.constexpr = 256.0 if SIZES.float8 and not SIZES.native else 1.0
+        scale *= tl.load(kv_scales + i_h) * factor
+        value_scale = tl.load(kv_scales + SIZES.kv_heads + i_h) * factor
+        if SIZES.float8 and query.base.dtype.element_ty == tl.bfloat16:
+            b_q = fit_float16(b_q)
+
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
+    pages = KVPointers(kv, words, table, item.end, page_rows, i_h)
+    masked = first_masked(item, BLOCK)
+    for i_kv in tl.range(item.begin, masked, BLOCK):
+        m, l, acc = _step(m, l, acc, b_q, i_kv, item, ahead, pages, scale, False, SIZES)
+    for i_kv in tl.range(masked, item.end, BLOCK, num_stages=TAIL_STAGES):
+        m, l, acc = _step(m, l, acc, b_q, i_kv, item, ahead, pages, scale, True, SIZES)
+
+    # A row that has seen nothing has an m of -inf and an acc of 0: it adds nothing to the sum.
+    l = tl.where(l == 0.0, 1.0, l)
+    acc = acc / l[:, None]
+    if kv_scales is not None:
+        acc *= value_scale
+    if words is not None:
+        acc = tl.permute(acc.reshape(ROWS, 4, BLOCK_E // 4), (0, 2, 1)).reshape(ROWS, BLOCK_E)
+    inside = head[:, None] * SIZES.head_dim + o_e[None, :]
+    if item.ordinal < 0:
+        if gate.base is not None:
+            b_g = tl.load(gate.base + token[:, None] * gate.stride + inside, mask=held, other=0.0)
+            acc *= tl.sigmoid(b_g.to(tl.float32))
+        b_o = acc.to(output.base.dtype.element_ty)
+        if KEEPS_ROWS:
+            tl.store(output.base + token[:, None] * WIDTH + inside, b_o, mask=held)
+        if output.fp8 is not None:
+            values, scales = round_heads(b_o, HAS_FP8)
+            tl.store(output.fp8 + token[:, None] * WIDTH + inside, values, mask=held)
+            part = tl.arange(0, scales.shape[1])
+            o_d = head[:, None] * scales.shape[1] + part[None, :]
+            p_scales = output.scales + o_d * scales_stride + token[:, None]
+            tl.store(p_scales, scales, mask=(ahead < item.num_tokens)[:, None])
+    else:
+        is_held = ahead < item.num_tokens
+        base = tl.load(work.bases + token, mask=is_held, other=0).to(tl.int64) + item.ordinal
+        tl.store(partials.base + base[:, None] * WIDTH + inside, acc, mask=held)
+        tl.store(partials.lse + base * HEADS + head, m + tl.log2(l), mask=is_held)
+
+
+@triton.jit
+def _step(
+    m, l, acc, b_q, i_kv, item, ahead, pages, scale, MASKED: tl.constexpr, SIZES: tl.constexpr
+):
+    """Take the block of KV at i_kv into the running softmax: the maximum score `m`, the sum of
+    weights `l`, the sum of values `acc`. If MASKED, a row sees no KV past its own position."""
+    o_kv = i_kv + tl.arange(0, SIZES.block)
+    b_k = load(pages, i_kv, 0, SIZES, b_q.dtype)
+    b_s = dot(b_q, tl.trans(b_k))
+    if MASKED:
+        seen = (o_kv[None, :] <= item.position + ahead[:, None]) & (o_kv < item.end)[None, :]
+        b_s = tl.where(seen, b_s, float("-inf"))
+    if pages.words is None:
+        b_v = load(pages, i_kv, SIZES.page_size, SIZES, b_q.dtype)
+    else:
+        b_v = load_words(pages, i_kv, SIZES.page_size, SIZES)
+    if MASKED:
+        # What lies past the end may be NaN, which a weight of 0 would not silence.
+        b_v = tl.where((o_kv < item.end)[:, None], b_v, 0.0)
+    m, l, b_p, shrink = online_softmax(m, l, b_s, scale, MASKED)
+    acc = dot(b_p.to(b_v.dtype), b_v, acc * shrink[:, None])
+    return m, l, acc

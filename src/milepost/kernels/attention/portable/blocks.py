@@ -1,0 +1,184 @@
+"""What the portable attention kernels share: an item, blocks of KV from pages, the running softmax.
+
+Legend: ROWS query rows of an item, BLOCK KV positions, G KV heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from milepost.kernels.attention.tiles import ITEM_SIZE
+from milepost.kernels.platform.numerics import decode, encode, scale_of
+from milepost.kernels.platform.tensors import BLOCK
+
+_ITEM_SIZE = tl.constexpr(ITEM_SIZE)
+_DEPTH = tl.constexpr(BLOCK)
+_UNPACK = tl.constexpr("""{
+    .reg .b16 low0, high0, low1, high1;
+    .reg .b32 a0, a1, b0, b1;
+    mov.b32 {low0, high0}, $4;
+    mov.b32 {low1, high1}, $5;
+    cvt.rn.f16x2.e4m3x2 a0, low0;
+    cvt.rn.f16x2.e4m3x2 a1, low1;
+    cvt.rn.f16x2.e4m3x2 b0, high0;
+    cvt.rn.f16x2.e4m3x2 b1, high1;
+    prmt.b32 $0, a0, a1, 0x5410;
+    prmt.b32 $1, a0, a1, 0x7632;
+    prmt.b32 $2, b0, b1, 0x5410;
+    prmt.b32 $3, b0, b1, 0x7632;
+}""")
+"""Converts two words of four FP8 numbers to pairs of float16."""
+
+
+class WorkItem(NamedTuple):
+    """An item of work (see `tiles`)."""
+
+    first: Any
+    num_tokens: Any
+    """0: padding."""
+    table_row: Any
+    position: Any
+    begin: Any
+    end: Any
+    ordinal: Any
+
+
+class BlockSizes(NamedTuple):
+    """How the kernel is compiled; a constant on the device."""
+
+    boxed: bool
+    """Whether TMA loads KV."""
+    float8: bool
+    native: bool
+    """Whether the chip has FP8."""
+    kv_heads: int
+    group: int
+    """Query heads of a KV head."""
+    head_dim: int
+    block_e: int
+    page_size: int
+    rows: int
+    block: int
+
+
+class KVPointers(NamedTuple):
+    """A sequence's KV on the device."""
+
+    kv: Any
+    """Pool as rows of numbers: a pointer or a TMA descriptor."""
+    words: Any
+    """FP8 pool as rows of words, likewise; or None."""
+    table: Any
+    end: Any
+    """Number of KV positions."""
+    page_rows: Any
+    i_h: Any
+    """KV head."""
+
+
+@triton.jit
+def load_item(items, i_item):
+    """Returns the item."""
+    p_item = items + i_item * _ITEM_SIZE
+    first = tl.load(p_item)
+    num_tokens = tl.load(p_item + 1)
+    table_row = tl.load(p_item + 2)
+    position = tl.load(p_item + 3)
+    begin = tl.load(p_item + 4)
+    end = tl.load(p_item + 5)
+    ordinal = tl.load(p_item + 6)
+    return WorkItem(first, num_tokens, table_row, position, begin, end, ordinal)
+
+
+@triton.jit
+def load(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.constexpr):
+    """Load keys or values [BLOCK, block_e] of one head from i_kv on, a multiple of BLOCK; they
+    start FIRST rows into a page. FP8 becomes DTYPE."""
+    if SIZES.boxed:
+        page = tl.load(pages.table + i_kv // SIZES.page_size)
+        row = page * pages.page_rows + FIRST + i_kv % SIZES.page_size
+        block = pages.kv.load([row, pages.i_h * SIZES.head_dim])
+    else:
+        o_e = tl.arange(0, SIZES.block_e)
+        o_kv = i_kv + tl.arange(0, SIZES.block)
+        # Past the end the table names pages that are not the sequence's, or none.
+        inside = o_kv < pages.end
+        page = tl.load(pages.table + o_kv // SIZES.page_size, mask=inside, other=0).to(tl.int64)
+        row = page * pages.page_rows + FIRST + o_kv % SIZES.page_size
+        at = (row * SIZES.kv_heads + pages.i_h)[:, None] * SIZES.head_dim + o_e[None, :]
+        held = inside[:, None] & (o_e < SIZES.head_dim)[None, :]
+        block = tl.load(pages.kv + at, mask=held, other=0)
+    if SIZES.float8:
+        block = decode(block, SIZES.native).to(DTYPE)
+    return block
+
+
+@triton.jit
+def load_words(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr):
+    """Load FP8 as `load` does, with number i of word w in column i * words + w. Matrix units want
+    two tokens of a column side by side: that takes one instruction for two numbers from words, and
+    a load for each from bytes."""
+    BLOCK: tl.constexpr = SIZES.block
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    WORDS: tl.constexpr = HEAD_DIM // 4
+    if SIZES.boxed:
+        page = tl.load(pages.table + i_kv // SIZES.page_size)
+        row = page * pages.page_rows + FIRST + i_kv % SIZES.page_size
+        block = pages.words.load([row, pages.i_h * WORDS])
+    else:
+        o_kv = i_kv + tl.arange(0, SIZES.block)
+        inside = o_kv < pages.end
+        page = tl.load(pages.table + o_kv // SIZES.page_size, mask=inside, other=0).to(tl.int64)
+        row = page * pages.page_rows + FIRST + o_kv % SIZES.page_size
+        at = (row * SIZES.kv_heads + pages.i_h)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        block = tl.load(pages.words + at, mask=inside[:, None], other=0)
+    first, second, third, fourth = tl.inline_asm_elementwise(
+        _UNPACK, "=r,=r,=r,=r,r,r", [block], (tl.float16,) * 4, is_pure=True, pack=2
+    )
+    halves = tl.join(tl.join(first, second), tl.join(third, fourth))
+    return tl.permute(halves, (0, 3, 2, 1)).reshape(BLOCK, HEAD_DIM)
+
+
+@triton.jit
+def fit_float16(b_q):
+    """Round queries to float16, which holds all that FP8 holds; bfloat16 exceeds its range."""
+    return tl.clamp(b_q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+
+
+@triton.jit
+def first_masked(item, BLOCK: tl.constexpr):
+    """Position up to which all rows of an item see whole blocks."""
+    seen = tl.maximum(tl.minimum(item.end, item.position + 1) - item.begin, 0)
+    return item.begin + seen // BLOCK * BLOCK
+
+
+@triton.jit
+def online_softmax(m, l, b_s, scale, MASKED: tl.constexpr):
+    """Take a block's scores [ROWS, BLOCK] into the running softmax: maximum `m` and sum of weights
+    `l`, both [ROWS]. Returns both, the block's weights, and the factor for earlier sums."""
+    m_new = tl.maximum(m, tl.max(b_s, 1) * scale)
+    base = m_new
+    if MASKED:
+        # A row that has seen nothing yet has no m to subtract.
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    b_p = tl.exp2(b_s * scale - base[:, None])
+    shrink = tl.exp2(m - base)
+    return m_new, l * shrink + tl.sum(b_p, 1), b_p, shrink
+
+
+@triton.jit
+def dot(left, right, start=None):
+    """A product in which float32 stays float32: matrix units would round it to 10 bits."""
+    return tl.dot(left, right, start, input_precision="ieee")
+
+
+@triton.jit
+def round_heads(x, NATIVE: tl.constexpr):
+    """Round results [ROWS, E] to FP8. Returns them and their scales [ROWS, D], D per head."""
+    PARTS: tl.constexpr = x.shape[1] // _DEPTH
+    wide = tl.reshape(x.to(tl.float32), (x.shape[0], PARTS, _DEPTH))
+    scales = scale_of(wide, 2)
+    return tl.reshape(encode(wide / scales[:, :, None], NATIVE), x.shape), scales

@@ -1,0 +1,291 @@
+"""Launches before attention: norms, rotary positions and KV to its rows, for heads (`prepare`) and
+latents (`store_latents`); and FP8 pages to a 16-bit type for prefills (`dequantise`).
+
+Legend: T tokens, H query heads, G KV heads, E head_dim, O turned dimensions of E, R latent_dim, P
+shared_dim, S sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.attention.items import AttentionItems
+from milepost.kernels.attention.pages import PagedKV, as_bytes, rows_per_page
+from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import decode, encode
+from milepost.kernels.platform.tensors import check_rows
+from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+
+_FEW_TOKENS = 256
+"""Up to here a program takes one token, so that all of the chip takes part."""
+_TOKENS_AT_ONCE, _NUM_WARPS = 8, 4
+_BLOCK = 8192
+"""FP8 numbers that a program dequantises."""
+
+
+def prepare(
+    projected: Tensor,
+    norm_scale: Tensor | None,
+    eps: float,
+    angles: tuple[Tensor, Tensor] | None,
+    kv: PagedKV,
+    kv_rows: Tensor,
+    *,
+    num_heads: int,
+) -> Tensor:
+    """As `reference.prepare`, with norms of each head or none; `norm_scale` is float32, and
+    `kv_rows` [T] int64 say where each token's key goes, -1 for nowhere."""
+    check_rows(projected=projected, norm_scale=norm_scale, kv_rows=kv_rows)
+    num_tokens = len(projected)
+    _, _, page_size, num_kv_heads, head_dim = kv.pool.shape
+    cosines, sines = angles or (None, None)
+    query = projected.new_empty(num_tokens, num_heads, head_dim)
+    tokens = 1 if num_tokens <= _FEW_TOKENS else _TOKENS_AT_ONCE
+    grid = (cdiv(num_tokens, tokens), num_heads + 2 * num_kv_heads)
+    _prepare_kernel[grid](
+        ProjectedHeads(projected, projected.stride(0)),
+        norm_scale,
+        Angles(cosines, 0 if cosines is None else cosines.stride(0)),
+        Angles(sines, 0 if sines is None else sines.stride(0)),
+        kv_rows,
+        as_bytes(kv.pool),
+        kv.fp8_scales,
+        query,
+        eps,
+        num_tokens,
+        HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim,
+        HALF=0 if cosines is None else cosines.shape[-1],
+        BLOCK_E=next_power_of_2(head_dim),
+        TOKENS=tokens,
+        NATIVE=kv.is_fp8 and probe(projected.device).has_fp8,
+        num_warps=1 if tokens == 1 else _NUM_WARPS,
+        **OVERLAPPED,
+    )
+    return query
+
+
+class ProjectedHeads(NamedTuple):
+    """Heads of queries, keys and values side by side [T, ...]."""
+
+    base: Any
+    stride: Any
+
+
+class Angles(NamedTuple):
+    """Cosines or sines [T, 1, O / 2], or None."""
+
+    base: Any
+    stride: Any
+
+
+@quick
+@triton.jit(do_not_specialize=["num_tokens"])
+def _prepare_kernel(
+    projected,
+    norm_scale,
+    cosines,
+    sines,
+    kv_rows,
+    pool,
+    kv_scales,
+    query,
+    eps,
+    num_tokens,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOKENS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """One head of TOKENS tokens."""
+    launch_dependents()
+    wait_for_inputs()
+    head = tl.program_id(1)
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK_E)[None, :]
+    inside = (token < num_tokens) & (column < HEAD_DIM)
+    heads = projected.base + token * projected.stride + head * HEAD_DIM
+    x = tl.load(heads + column, mask=inside, other=0.0)
+    if head < HEADS + KV_HEADS:
+        wide = x.to(tl.float32)
+        if norm_scale is not None:
+            norm = tl.rsqrt(tl.sum(wide * wide, 1)[:, None] / HEAD_DIM + eps)
+            scale = norm_scale + head * HEAD_DIM
+            wide = wide * norm * tl.load(scale + column, mask=column < HEAD_DIM, other=0.0)
+        if HALF:
+            # A rotated dimension needs the one half a turn away: read again, from the cache.
+            turned = (column < 2 * HALF) & (token < num_tokens)
+            other = tl.where(column < HALF, column + HALF, column - HALF)
+            paired = tl.load(heads + other, mask=turned, other=0.0).to(tl.float32)
+            if norm_scale is not None:
+                paired = paired * norm * tl.load(scale + other, mask=column < 2 * HALF, other=0.0)
+            angle = column % HALF
+            cosine = tl.load(cosines.base + token * cosines.stride + angle, mask=turned, other=1.0)
+            sine = tl.load(sines.base + token * sines.stride + angle, mask=turned, other=0.0)
+            sine = tl.where(column < HALF, -sine.to(tl.float32), sine.to(tl.float32))
+            wide = wide * cosine.to(tl.float32) + paired * sine
+        x = wide.to(x.dtype)
+    if head < HEADS:
+        tl.store(query + (token * HEADS + head) * HEAD_DIM + column, x, mask=inside)
+    else:
+        row = tl.load(kv_rows + token, mask=token < num_tokens, other=-1)
+        kept = inside & (row >= 0)
+        kv_head = (head - HEADS) % KV_HEADS
+        if head >= HEADS + KV_HEADS:
+            row += PAGE_SIZE
+        p_kv = pool + (row * KV_HEADS + kv_head) * HEAD_DIM + column
+        if kv_scales is None:
+            tl.store(p_kv, x, mask=kept)
+        else:
+            scaled = tl.div_rn(x.to(tl.float32), tl.load(kv_scales + head - HEADS))
+            tl.store(p_kv, encode(scaled, NATIVE), mask=kept)
+
+
+def store_latents(
+    projected: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    kv: PagedKV,
+    kv_rows: Tensor,
+) -> None:
+    """As `reference.store_latents`; `kv_rows` [T] int64 say where each token's latent goes, -1 for
+    nowhere."""
+    size, width = len(norm_weight), kv.pool.shape[-1]
+    _store_latents_kernel[(len(projected),)](
+        projected,
+        norm_weight,
+        kv_rows,
+        as_bytes(kv.pool),
+        kv.fp8_scales,
+        eps,
+        projected.stride(0),
+        LATENT=size,
+        SHARED=width - size,
+        BLOCK_R=next_power_of_2(size),
+        BLOCK_P=next_power_of_2(max(1, width - size)),
+        NATIVE=kv.is_fp8 and probe(projected.device).has_fp8,
+        num_warps=1,
+        **OVERLAPPED,
+    )
+
+
+@quick
+@triton.jit
+def _store_latents_kernel(
+    projected,
+    norm_weight,
+    kv_rows,
+    pool,
+    kv_scale,
+    eps,
+    stride,
+    LATENT: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """One token."""
+    launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    o_r, o_p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    is_r, is_p = o_r < LATENT, o_p < SHARED
+    b_weight = tl.load(norm_weight + o_r, is_r, 0)
+    wait_for_inputs()
+    row = tl.load(kv_rows + token)
+    if row < 0:
+        return
+    p_token = projected + token * stride
+    b_r = tl.load(p_token + o_r, is_r, 0).to(tl.float32)
+    b_p = tl.load(p_token + LATENT + o_p, is_p, 0)
+    b_r = b_r * tl.rsqrt(tl.sum(b_r * b_r) / LATENT + eps) * b_weight
+    b_r = b_r.to(b_p.dtype)
+    p_row = pool + row * (LATENT + SHARED)
+    if kv_scale is None:
+        tl.store(p_row + o_r, b_r, is_r)
+        tl.store(p_row + LATENT + o_p, b_p, is_p)
+    else:
+        scale = tl.load(kv_scale)
+        tl.store(p_row + o_r, encode(tl.div_rn(b_r.to(tl.float32), scale), NATIVE), is_r)
+        scaled = tl.div_rn(b_p.to(tl.float32), scale)
+        tl.store(p_row + LATENT + o_p, encode(scaled, NATIVE), is_p)
+
+
+def dequantise(kv: PagedKV, items: AttentionItems, dtype: torch.dtype) -> PagedKV:
+    """The pages of `items.dequantised` in `dtype`, one after the other, and the tables by which
+    `items.wide` name them. Each tile of a prefill reads all of the KV before it, and would unpack
+    it again. Numbers stay divided by their scales, so they are the same."""
+    pool, tables = kv.pool, kv.tables
+    assert tables is not None, "items name rows of page tables"
+    _, _, page_size, num_kv_heads, head_dim = pool.shape
+    num_pages = items.num_dequantised
+    kept = torch.empty(num_pages, *pool.shape[1:], dtype=dtype, device=pool.device)
+    kept_tables = tables.new_empty(num_pages, 1)
+    numbers = 2 * page_size * num_kv_heads * head_dim
+    most = min(num_pages, tables.shape[1])
+    _dequantise_kernel[(cdiv(numbers, _BLOCK), most, len(items.dequantised))](
+        as_bytes(pool),
+        tables,
+        items.dequantised,
+        kept,
+        kept_tables,
+        rows_per_page(pool),
+        tables.stride(0),
+        ROW=num_kv_heads * head_dim,
+        NUMBERS=numbers,
+        BLOCK=_BLOCK,
+        NATIVE=probe(pool.device).has_fp8,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+    return PagedKV(kept, kept_tables, kv.scales)
+
+
+@quick
+@triton.jit(do_not_specialize=["page_rows", "table_stride"])
+def _dequantise_kernel(
+    pool,
+    tables,
+    sequences,
+    kept,
+    kept_tables,
+    page_rows,
+    table_stride,
+    ROW: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """BLOCK numbers of one page of one sequence."""
+    launch_dependents()
+    part, index = tl.program_id(0), tl.program_id(1)
+    sequence = sequences + tl.program_id(2) * 4
+    row = tl.load(sequence)
+    count = tl.load(sequence + 1)
+    place = tl.load(sequence + 2) + index
+    wait_for_inputs()
+    if index >= count:
+        return
+    page = tl.load(tables + row.to(tl.int64) * table_stride + index).to(tl.int64)
+    if part == 0:
+        tl.store(kept_tables + place, place)
+    o_n = part * BLOCK + tl.arange(0, BLOCK)
+    inside = o_n < NUMBERS
+    bits = tl.load(pool + page * page_rows * ROW + o_n, mask=inside, other=0)
+    numbers = decode(bits, NATIVE).to(tl.float32)
+    if not NATIVE:
+        numbers *= 256.0
+    target = kept + place.to(tl.int64) * NUMBERS + o_n
+    tl.store(target, numbers.to(kept.dtype.element_ty), mask=inside)

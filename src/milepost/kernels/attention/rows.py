@@ -1,0 +1,97 @@
+"""The rows of KV that a step writes and reads: what the reference attends by.
+
+Legend: T tokens, W tokens whose KV is written, D tokens of decoding sequences (the first D of the
+batch: one each unless a step verifies), L tokens of the longest of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decodes:
+    """KV up to each of D tokens of decoding sequences, padded to the longest."""
+
+    kv_rows: Tensor
+    """[D * L] int64, rows of the keys."""
+    mask: Tensor
+    """[D, 1, 1, L] bool, true where a token is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """KV of one sequence, and where its new tokens stand in the batch."""
+
+    kv_rows: Tensor
+    """[start + length] int64, rows of the keys."""
+    first: int
+    """Index among the prefill tokens of the sequence's first new token."""
+    start: int
+    """Position of that token."""
+    length: int
+    """New tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRows:
+    """The work of a step: rows of the memory that are written and read."""
+
+    tokens: Tensor
+    """[W] int64, the batch's tokens whose KV is written."""
+    kv_rows: Tensor
+    """[W] int64, row to which each of their keys is written."""
+    decodes: Decodes | None
+    prefills: tuple[Prefill, ...]
+
+
+def lay_out(batch: Batch, first_row: int = 0) -> AttentionRows:
+    """Lays out a step. Decodes may leave out KV before `first_row`, which precedes their tokens."""
+    assert not first_row or batch.num_decodes == len(batch.starts), "rows are left out of decodes"
+    tokens = np.flatnonzero(batch.kv_rows >= 0)
+    return AttentionRows(
+        tokens=torch.from_numpy(tokens).to(batch.device),
+        kv_rows=torch.from_numpy(batch.kv_rows[tokens]).to(batch.device),
+        decodes=_lay_out_decodes(batch, first_row) if batch.num_decodes else None,
+        prefills=tuple(_lay_out_prefills(batch)),
+    )
+
+
+def _lay_out_decodes(batch: Batch, first_row: int) -> Decodes:
+    lengths = batch.lengths[: batch.num_decodes]
+    owners = np.arange(batch.num_decodes).repeat(lengths)
+    ends = batch.starts[owners] + ordinals_of(lengths) + 1
+    longest = int(ends.max(initial=0))
+    kv_rows = _rows_of(batch, batch.rows[owners], longest)
+    mask = np.arange(longest) < ends[:, None]
+    kv_rows = np.where(mask, kv_rows, kv_rows[:, :1])
+    mask[:, :first_row] = False
+    return Decodes(
+        kv_rows=torch.from_numpy(kv_rows.reshape(-1)).to(batch.device),
+        mask=torch.from_numpy(mask).to(batch.device)[:, None, None],
+    )
+
+
+def _lay_out_prefills(batch: Batch) -> Iterator[Prefill]:
+    first = 0
+    for sequence in range(batch.num_decodes, len(batch.starts)):
+        start, length = int(batch.starts[sequence]), int(batch.lengths[sequence])
+        kv_rows = torch.from_numpy(_rows_of(batch, batch.rows[sequence], start + length))
+        yield Prefill(kv_rows=kv_rows.to(batch.device), first=first, start=start, length=length)
+        first += length
+
+
+def _rows_of(batch: Batch, tables: Any, num_tokens: int) -> Ints:
+    """Rows [..., num_tokens] of the keys of each table's first tokens."""
+    pages = batch.tables[tables, : -(-num_tokens // batch.page_size)].astype(np.int64)
+    rows = pages[..., None] * batch.page_rows + np.arange(batch.page_size)
+    return rows.reshape(*pages.shape[:-1], math.prod(rows.shape[-2:]))[..., :num_tokens]

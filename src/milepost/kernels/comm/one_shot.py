@@ -1,0 +1,212 @@
+"""Sums of few rows: a program per row sends it, waits for the other ranks', and adds all up.
+
+A row's slot alternates between two places. A rank writes a place again two turns later, and so not
+before all have signalled the turn between: they had stopped reading by then, since a program waits
+for all launches before its own. Turns are counted on the device, so a captured graph goes on
+counting whenever it runs; all ranks run the same launches in the same order.
+
+Rows are multiples of 16 bytes, and are moved in such pieces.
+
+Programs wait for those of the same slot on other devices, which start in the order of slots
+everywhere, so the lowest slot that is waited for is always under way.
+
+Legend: T tokens, P partials of this rank, C hidden size, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.comm import NUM_SLOTS, OneShotBuffers
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.tiles import next_power_of_2
+
+
+class Addends(NamedTuple):
+    """This rank's partials [T, P, C]."""
+
+    base: Any
+    stride: Any
+    part_stride: Any
+
+
+class Residual(NamedTuple):
+    """The hidden states [T, C] that sums are added to, and the norm's weight [C]; or nothing."""
+
+    hidden: Any
+    stride: Any
+    scale: Any
+    eps: Any
+
+
+class Sums(NamedTuple):
+    """Where sums [T, C] go, and their norms."""
+
+    total: Any
+    normed: Any
+
+
+class RankMemory(NamedTuple):
+    """Memory that all ranks reach: `OneShotBuffers` or `TwoShotBuffers`."""
+
+    base: Any
+    signals: Any
+    turns: Any
+
+
+def add_norm(
+    hidden: Tensor,
+    partials: Tensor,
+    scale: Tensor,
+    eps: float,
+    mail: OneShotBuffers,
+    multiplier: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """See `comm.add_norm`; rows of `hidden` and `partials` may lie apart. Sums are float32."""
+    sums = make_sums(hidden)
+    residual = Residual(hidden, hidden.stride(0), scale, eps)
+    _launch(residual, partials, sums, mail, multiplier)
+    return sums
+
+
+def add_up(values: Tensor, mail: OneShotBuffers) -> Tensor:
+    """See `comm.add_up`."""
+    total = torch.empty_like(values, memory_format=torch.contiguous_format)
+    _launch(Residual(None, 0, None, 0.0), values[:, None], Sums(total, None), mail, 1.0)
+    return total
+
+
+def make_sums(hidden: Tensor) -> Sums:
+    total = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    return Sums(total, torch.empty_like(total))
+
+
+def num_warps(columns: int) -> int:
+    """Warps of a program that moves a row."""
+    return min(16, max(1, columns // 256))
+
+
+def _launch(
+    residual: Residual, partials: Tensor, sums: Sums, mail: OneShotBuffers, multiplier: float
+) -> None:
+    num_tokens, num_parts, size = partials.shape
+    columns = next_power_of_2(size)
+    _exchange_kernel[(num_tokens,)](
+        residual,
+        Addends(partials, partials.stride(0), partials.stride(1)),
+        sums,
+        RankMemory(mail.values, mail.signals, mail.turns),
+        SIZE=size,
+        COLUMNS=columns,
+        PARTS=num_parts,
+        MULTIPLIER=multiplier,
+        RANK=mail.rank,
+        RANKS=mail.size,
+        SLOTS=NUM_SLOTS,
+        num_warps=num_warps(columns),
+        **OVERLAPPED,
+    )
+
+
+@quick
+@triton.jit
+def _exchange_kernel(
+    residual,
+    partials,
+    sums,
+    mail,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    launch_dependents()
+    element = sums.total.dtype.element_ty
+    i_slot = tl.program_id(0)
+    i_t = i_slot.to(tl.int64)
+    o_h = tl.arange(0, COLUMNS)
+    is_h = o_h < SIZE
+    if residual.hidden is not None:
+        b_scale = tl.load(residual.scale + o_h, mask=is_h, other=0.0).to(tl.float32)
+    wait_for_inputs()
+    turn = tl.load(mail.turns + i_slot) + 1
+    b_own = tl.zeros([COLUMNS], tl.float32)
+    for part in tl.static_range(PARTS):
+        p_partial = partials.base + i_t * partials.stride + part * partials.part_stride + o_h
+        b_own += tl.load(p_partial, mask=is_h, other=0.0).to(tl.float32)
+    acc = _exchange(b_own.to(element), mail, i_slot, turn, SIZE, COLUMNS, RANK, RANKS, SLOTS)
+    tl.store(mail.turns + i_slot, turn)
+    o_target = i_t * SIZE + o_h
+    if residual.hidden is not None:
+        if MULTIPLIER != 1:
+            acc *= MULTIPLIER
+        b_x = tl.load(residual.hidden + i_t * residual.stride + o_h, mask=is_h, other=0.0)
+        # The next layer reads what is normed, so the sum is rounded first.
+        b_x = (b_x.to(tl.float32) + acc).to(element)
+        tl.store(sums.total + o_target, b_x, mask=is_h)
+        tl.store(sums.normed + o_target, norm_row(b_x, b_scale, residual.eps, SIZE), mask=is_h)
+    else:
+        tl.store(sums.total + o_target, acc.to(element), mask=is_h)
+
+
+@triton.jit
+def _exchange(
+    b_own,
+    mail,
+    i_slot,
+    turn,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Returns the sum [COLUMNS] of what all ranks send, including this one's `b_own`."""
+    o_h = tl.arange(0, COLUMNS)
+    is_h = o_h < SIZE
+    o_place = ((turn & 1) * SLOTS + i_slot).to(tl.int64) * SIZE + o_h
+    p_mine = tl.load(mail.base + RANK).to(tl.pointer_type(b_own.dtype)) + o_place
+    tl.store(tl.multiple_of(p_mine, 16), b_own, mask=is_h)
+    tl.debug_barrier()  # the signal stands for what all threads have written
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            p_theirs = tl.load(mail.signals + rank).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(p_theirs + i_slot * RANKS + RANK, turn, sem="release", scope="sys")
+    p_heard = tl.load(mail.signals + RANK).to(tl.pointer_type(tl.int32)) + i_slot * RANKS
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for rank in tl.static_range(RANKS):
+        if rank == RANK:
+            acc += b_own.to(tl.float32)
+        else:
+            wait_for_turn(p_heard + rank, turn)
+            p_theirs = tl.load(mail.base + rank).to(tl.pointer_type(b_own.dtype)) + o_place
+            b_sent = tl.load(
+                tl.multiple_of(p_theirs, 16), mask=is_h, other=0.0, cache_modifier=".cg"
+            )
+            acc += b_sent.to(tl.float32)
+    return acc
+
+
+@triton.jit
+def wait_for_turn(signal, turn):
+    """Wait until another rank has signalled this turn, and so written everything before it."""
+    # A difference, since turns wrap around.
+    behind = turn - tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+    while behind > 0:
+        behind = turn - tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def norm_row(b_x, b_scale, eps, SIZE: tl.constexpr):
+    """Returns the norm of a row, in its type; elements past its end are 0."""
+    b_wide = b_x.to(tl.float32)
+    mean = tl.sum(b_wide * b_wide) / SIZE
+    return (b_wide * tl.rsqrt(mean + eps) * b_scale).to(b_x.dtype)

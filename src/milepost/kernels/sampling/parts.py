@@ -1,0 +1,88 @@
+"""What the stages of a draw share: the order of logits, the noise, and constants of their rows.
+
+A row's logits are ordered by the bits of their distance to the best one, scaled by the temperature:
+bits of floats of one sign are in the numbers' order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from milepost.kernels.sampling import rows
+
+INTS = tl.constexpr(rows.NUM_INTS)
+INDEX, TOP_K, FLOOR = tl.constexpr(rows.INDEX), tl.constexpr(rows.TOP_K), tl.constexpr(rows.FLOOR)
+COUNTS, MASK = tl.constexpr(rows.COUNTS), tl.constexpr(rows.MASK)
+SEED_LOW, SEED_HIGH = tl.constexpr(rows.SEED_LOW), tl.constexpr(rows.SEED_HIGH)
+PLAIN, DRAWS = tl.constexpr(rows.IS_PLAIN), tl.constexpr(rows.DRAWS)
+SEARCHES = tl.constexpr(rows.SEARCHES)
+NUM_BOUNDS = tl.constexpr(rows.NUM_BOUNDS)
+BEYOND = tl.constexpr(0x7F800001)
+"""After every logit, minus infinity too; but not after NaN."""
+
+
+class DrawSettings(NamedTuple):
+    """A row's settings."""
+
+    top: Any
+    """Best logit."""
+    temperature: Any
+    top_k: Any
+    floor: Any
+    """Bits of min_p's distance."""
+    share: Any
+    """top_p."""
+
+
+@triton.jit
+def top_of(tops, i_r, num_blocks, BLOCKS: tl.constexpr):
+    """Returns the best logit of a row; 0 if none is possible."""
+    i_b = tl.arange(0, BLOCKS)
+    values = tl.load(tops + i_r * num_blocks + i_b, mask=i_b < num_blocks, other=float("-inf"))
+    top = tl.max(values, 0)
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def distance_of(x, top, temperature):
+    """Returns bits of the scaled distance to the best logit: the smaller, the likelier."""
+    return tl.abs(tl.div_rn(x - top, temperature)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def open_row(rows, scratch, i_r, row, num_blocks, BLOCKS: tl.constexpr):
+    """Returns the settings of row i_r of the workspace, which is `row` of the step."""
+    top = top_of(scratch.tops, i_r, num_blocks, BLOCKS)
+    temperature = tl.load(rows.floats + row * 4)
+    top_k = tl.load(rows.ints + row * INTS + TOP_K)
+    floor = tl.load(rows.ints + row * INTS + FLOOR)
+    return DrawSettings(top, temperature, top_k, floor, tl.load(rows.top_p + row))
+
+
+@triton.jit
+def gumbel(ints, index, first_quad, BLOCK: tl.constexpr):
+    """Noise of a block of tokens: see `reference.gumbel`."""
+    low = tl.load(ints + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(ints + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
+    o_quad = first_quad + tl.arange(0, BLOCK // 4)
+    b_zero = o_quad * 0
+    w0, w1, w2, w3 = tl.philox(high << 32 | low, o_quad, b_zero + index, b_zero, b_zero)
+    b_words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape([BLOCK])
+    b_uniform = ((b_words >> 9).to(tl.int32) * 2 + 1).to(tl.float32) * (1 / 16777216)
+    return -_log(-_log(1 - b_uniform))
+
+
+@triton.jit
+def _log(x):
+    """Logarithm of a normal number, exact to float32 also near 1, which a GPU's own is not."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23
+    x = (bits - (exponent << 23)).to(tl.float32, bitcast=True)  # from sqrt(1/2) to sqrt(2)
+    ratio = (x - 1) / (x + 1)
+    square = ratio * ratio
+    series = 2 / 7 + square * (2 / 9 + square * (2 / 11))
+    series = 2 + square * (2 / 3 + square * (2 / 5 + square * series))
+    return ratio * series + exponent.to(tl.float32) * 0.6931471805599453
