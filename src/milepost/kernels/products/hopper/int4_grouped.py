@@ -1,11 +1,9 @@
-"""Experts of four-bit weights and many rows on Hopper, in Gluon: both grouped GEMMs, of which the
-up projection is here (see `nibbles_tall_gluon`).
+"""Experts of int4 weights and many rows on Hopper, in Gluon: `grouped_parts` with int4 filled in.
 
-Four warps gather the rows where they lie and have TMA bring the weights, two groups of four
-multiply.
+`inputs` [2 * STAGES, BLOCK_M, HALF] are both halves of a step's inputs, and `weights` [2 * STAGES,
+BLOCK, HALF / 2] have two bytes in a number.
 
-Legend: T tokens, N experts of a token, P = T * N routed tokens, X experts, H hidden size, I an
-expert's size.
+Legend: P routed tokens, H hidden size, I an expert's size, N outputs of a group, M rows.
 """
 
 from __future__ import annotations
@@ -15,42 +13,53 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.gluon import (
-    launch_dependents,
-    load_box,
-    thread_barrier,
-    wait_for_inputs,
-)
-from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.gluon import load_box
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
-from milepost.kernels.products.grouping import Groups, group_many
-from milepost.kernels.products.hopper.fp8_grouped_parts import find_block, wait_for_room
-from milepost.kernels.products.hopper.int4_grouped_down import project_down
+from milepost.kernels.products.grouping import group_many
+from milepost.kernels.products.hopper import grouped_parts as parts
+from milepost.kernels.products.hopper.grouped_parts import (
+    Form,
+    Output,
+    ProjectionShape,
+    Scales,
+    Stages,
+    Strides,
+    find_block,
+    load_weights,
+    open_bars,
+    produce_gathered,
+    wait_for_room,
+)
 from milepost.kernels.products.hopper.int4_grouped_parts import (
     HALF,
-    REGISTERS,
-    STAGES,
-    STORED,
-    WEIGHTS_LAYOUT,
-    consume,
+    OF_OUTPUTS,
     load_scales,
     multiply,
-    open_stages,
 )
 from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.run_experts import RoutedRows
 
-_BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(HALF)
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
-_TILE = 2 * BLOCK
-"""Outputs of a tile, gates included."""
+_STAGES = {64: 6, 128: 4}
+"""By a block's rows: as many as there is room for."""
 _SOME_ROWS = 48
-"""Up to so many an expert, blocks have 64 rows (a layer of 257 experts on an H100: with 36 rows 296
-us, blocks of 128 315; with 72 rows 442 and 411)."""
+"""Rows of an expert up to which blocks have 64 rows (a layer of 257 experts on an H100: with 36
+rows 296 us, blocks of 128 315; with 72 rows 442 and 411)."""
+_BOX = 64
+"""Rows that TMA brings at a time."""
+_ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_WEIGHTS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+_STORED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
+"""Layout of products [N, M] on their way to memory, where a row's outputs lie side by side."""
+
+_ROWS = gl.constexpr(_ROWS_LAYOUT)
+_BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(HALF)
+_WEIGHT_BYTES = gl.constexpr(2 * BLOCK * HALF)
+"""Bytes of a step."""
 
 
 def run(routed: RoutedRows) -> Tensor:
@@ -60,218 +69,236 @@ def run(routed: RoutedRows) -> Tensor:
 
 def run_blocks(routed: RoutedRows, block_m: int) -> Tensor:
     """`run` with blocks of `block_m` rows; the bits do not depend on it."""
-    up, down, chip = routed.up, routed.down, routed.chip
+    up, down = routed.up, routed.down
     assert isinstance(up, Int4), "the kernel's form"
     assert isinstance(down, Int4), "experts have one form"
     groups = group_many(routed.experts, routed.num_experts, block_m)
     active = routed.values.new_empty(routed.num_routed, routed.size)
     output = routed.new_output(routed.experts.shape[1])
-    project_up(routed.values, up, active, groups, block_m, chip, is_gated=routed.is_gated)
-    project_down(active, routed.routing_weights, down, output, groups, block_m, chip)
+    how = {"block_m": block_m, "stages": _STAGES[block_m], "is_bfloat": False, "parts": 2}
+    parts.launch(
+        routed.values,
+        _boxes(up),
+        Scales(up.scales, up.zeros),
+        Output(active),
+        groups,
+        Strides(),
+        ProjectionShape.of(up, routed.size, top_k=routed.experts.shape[1], group=up.group, **how),
+        Form(_open_gathered, _produce_gathered, _consume_up),
+    )
+    parts.launch(
+        TensorDescriptor.from_tensor(active, [_BOX, HALF], _ROWS_LAYOUT),
+        _boxes(down),
+        Scales(down.scales, down.zeros),
+        Output(output, routing_weights=routed.routing_weights),
+        groups,
+        Strides(),
+        ProjectionShape.of(down, output.shape[-1], top_k=1, group=down.group, **how),
+        Form(_open, _produce, _consume_down),
+    )
     return output
 
 
-def project_up(
-    hidden: Tensor,
-    up: Int4,
-    active: Tensor,
-    groups: Groups,
-    block_m: int,
-    chip: Chip,
-    *,
-    is_gated: bool,
-) -> None:
-    """`active` [P, I], by `groups.order`: what `up` and the activation make of the rows' tokens
-    `hidden` [T, H]."""
-    packed = up.packed.view(torch.int16).view(-1, up.num_inputs // 4)
-    _up_kernel[(chip.num_sms,)](
-        hidden,
-        TensorDescriptor.from_tensor(packed, [BLOCK, HALF // 2], WEIGHTS_LAYOUT),
-        up.scales,
-        up.zeros,
-        active,
-        groups.order,
-        groups.blocks,
-        groups.num_blocks,
-        hidden.stride(0),
-        groups.blocks.shape[1],
-        TOP_K=len(active) // len(hidden),
-        SIZE=active.shape[1],
-        GATED=is_gated,
-        INPUTS=up.num_inputs,
-        GROUP=up.group,
-        BLOCK_M=block_m,
-        STAGES=STAGES[block_m],
-        CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
-        PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
-        num_warps=4,
-        maxnreg=REGISTERS,
-        **OVERLAPPED,
-    )
-
-
-@quick
-@gluon.jit(do_not_specialize=["capacity"])
-def _up_kernel(
-    hidden,
-    weight,
-    scales,
-    zeros,
-    active,
-    order,
-    blocks,
-    num_blocks,
-    stride,
-    capacity,
-    TOP_K: gl.constexpr,
-    SIZE: gl.constexpr,
-    GATED: gl.constexpr,
-    INPUTS: gl.constexpr,
-    GROUP: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):
-    """Each program takes every so many tiles: BLOCK activations with the gates beside them, or two
-    blocks."""
-    HEIGHT: gl.constexpr = 2 * SIZE if GATED else SIZE
-    PART: gl.constexpr = SIZE if GATED else _BLOCK
-    WIDE: gl.constexpr = _BLOCK if GATED else 2 * _BLOCK
-    TILES: gl.constexpr = SIZE // WIDE
-    MAKE: gl.constexpr = _make_gated if GATED else _make_squared
-    stages = open_stages(hidden.dtype.element_ty, weight, BLOCK_M, STAGES, 2)
-    wait_for_inputs()
-    launch_dependents()
-    shared = (blocks, capacity, gl.load(num_blocks) * TILES, stages)
-    target = (active, SIZE)
-    gl.warp_specialize(
-        [
-            (consume, (shared, scales, zeros, target, 0, MAKE, HEIGHT, PART, WIDE, TILES,
-                       INPUTS, GROUP, STAGES)),
-            (consume, (shared, scales, zeros, target, 1, MAKE, HEIGHT, PART, WIDE, TILES,
-                       INPUTS, GROUP, STAGES)),
-            (_produce, (shared, (hidden, stride, order, weight), TOP_K, HEIGHT, PART, WIDE, TILES,
-                        INPUTS, STAGES)),
-        ],
-        [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+def _boxes(weight: Int4) -> TensorDescriptor:
+    packed = weight.packed.view(torch.int16).view(-1, weight.num_inputs // 4)
+    return TensorDescriptor.from_tensor(packed, [BLOCK, HALF // 2], _WEIGHTS_LAYOUT)
 
 
 @gluon.jit
-def _produce(
-    shared,
-    produced,
-    TOP_K: gl.constexpr,
-    HEIGHT: gl.constexpr,
-    PART: gl.constexpr,
-    WIDE: gl.constexpr,
-    TILES: gl.constexpr,
-    INPUTS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Load every step of every tile as soon as there is room; no rows beyond an expert's. Copies of
-    rows are waited for a step later: TMA's signal for weights can't wait for them."""
-    blocks, capacity, num_tiles, stages = shared
-    inputs, weights, bars = stages
-    hidden, stride, order, weight = produced
-    STEPS: gl.constexpr = INPUTS // _BLOCK
+def _open_gathered(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
+    return _open_stages(DTYPE, weight, SHAPE, 2)
+
+
+@gluon.jit
+def _open(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
+    return _open_stages(DTYPE, weight, SHAPE, 1)
+
+
+@gluon.jit
+def _open_stages(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr, LOADERS: gl.constexpr):
+    """Shared memory for the stages, and barriers, for so many LOADERS of one."""
+    STAGES: gl.constexpr = SHAPE.stages
+    BLOCK_M: gl.constexpr = SHAPE.block_m
+    inputs = gl.allocate_shared_memory(DTYPE, [2 * STAGES, BLOCK_M, _HALF], _ROWS)
+    shape: gl.constexpr = [2 * STAGES, _BLOCK, _HALF // 2]
+    weights = gl.allocate_shared_memory(weight.dtype, shape, weight.layout)
+    return Stages(inputs, weights, open_bars(STAGES, LOADERS))
+
+
+@gluon.jit
+def _produce_gathered(stages, work, rows, stride, weight, SHAPE: gl.constexpr):
+    produce_gathered(
+        stages, work, rows, stride, weight, SHAPE, _find_rows, _copy_rows, _WEIGHT_BYTES
+    )
+
+
+@gluon.jit
+def _find_rows(rows, stride, order, first_row, end, SHAPE: gl.constexpr):
+    """Pointers to a block's rows, and which of them are an expert's: no others are copied."""
     COPIED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_m = gl.arange(0, inputs.type.shape[1], layout=gl.SliceLayout(1, COPIED))
+    BLOCK_M: gl.constexpr = SHAPE.block_m
+    o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, COPIED))
     o_k = gl.arange(0, _HALF, layout=gl.SliceLayout(0, COPIED))
+    token = gl.load(order + gl.minimum(first_row + o_m, end - 1)) // SHAPE.top_k
+    p_x = rows + (token.to(gl.int64) * stride)[:, None] + o_k[None, :]
+    return p_x, (first_row + o_m < end)[:, None]
+
+
+@gluon.jit
+def _copy_rows(found, step, stages, stage):
+    p_x, is_row = found
+    for half in gl.static_range(2):
+        p_half = p_x + (step * _BLOCK + half * _HALF)
+        place = stages.inputs.index(2 * stage + half)
+        async_copy.async_copy_global_to_shared(place, p_half, mask=is_row)
+
+
+@gluon.jit
+def _produce(stages, work, active, stride, weight, SHAPE: gl.constexpr):
+    """Load every step of every tile as soon as there is room."""
+    inputs, bars = stages.inputs, stages.bars
+    BOX: gl.constexpr = active.block_type.shape[0]
+    LEAST: gl.constexpr = _WEIGHT_BYTES + 4 * BOX * _HALF
     number = 0
-    for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, first_row, end = find_block(blocks, capacity, index // TILES)
-        row = expert * HEIGHT + index % TILES * WIDE
-        token = gl.load(order + gl.minimum(first_row + o_m, end - 1)) // TOP_K
-        p_x = hidden + (token.to(gl.int64) * stride)[:, None] + o_k[None, :]
-        is_row = (first_row + o_m < end)[:, None]
-        for step in range(STEPS):
-            stage = wait_for_room(number, bars, STAGES)
+    for index in range(gl.program_id(0), work.num_tiles, gl.num_programs(0)):
+        expert, first_row, end = find_block(work, index // SHAPE.tiles)
+        row = expert * SHAPE.height + index % SHAPE.tiles * SHAPE.wide
+        # Blocks of few rows have no second box.
+        is_tall = end - first_row > BOX
+        for step in range(SHAPE.steps):
+            stage = wait_for_room(number, bars, SHAPE.stages)
             bar = bars.index(stage)
-            mbarrier.expect(bar, 2 * _BLOCK * _HALF)
-            for part in gl.static_range(2):
-                at = [row + part * PART, step * (_HALF // 2)]
-                load_box(weight, at, bar, weights.index(2 * stage + part))
+            if SHAPE.block_m > BOX:
+                mbarrier.expect(bar, LEAST + 4 * BOX * _HALF, pred=is_tall)
+                mbarrier.expect(bar, LEAST, pred=end - first_row <= BOX)
+            else:
+                mbarrier.expect(bar, LEAST)
+            load_weights(weight, row, step, stages, stage, SHAPE)
             for half in gl.static_range(2):
-                p_half = p_x + (step * _BLOCK + half * _HALF)
-                place = inputs.index(2 * stage + half)
-                async_copy.async_copy_global_to_shared(place, p_half, mask=is_row)
-            async_copy.commit_group()
-            if number > 0:
-                async_copy.wait_group(1)
-                _signal(bars.index((number - 1) % STAGES))
+                place, column = inputs.index(2 * stage + half), step * _BLOCK + half * _HALF
+                load_box(active, [first_row, column], bar, place.slice(0, BOX, 0))
+                if SHAPE.block_m > BOX:
+                    rest = place.slice(BOX, BOX, 0)
+                    load_box(active, [first_row + BOX, column], bar, rest, pred=is_tall)
             number += 1
-    if number > 0:
-        async_copy.wait_group(0)
-        _signal(bars.index((number - 1) % STAGES))
 
 
 @gluon.jit
-def _signal(bar):
-    """All threads' copies have arrived, also for those who read them as TMA does."""
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(bar, count=1)
+def _consume_up(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr):
+    _consume(stages, work, scales, output, OWN, SHAPE, _make_active)
 
 
 @gluon.jit
-def _make_gated(
-    tile,
+def _consume_down(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr):
+    _consume(stages, work, scales, output, OWN, SHAPE, _make_outputs)
+
+
+@gluon.jit
+def _consume(
+    stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr, MAKE: gl.constexpr
+):
+    """The work of a program's group OWN: of each tile 64 outputs of both parts. MAKE stores what a
+    tile's first `WIDTH` rows come to."""
+    BLOCK_M: gl.constexpr = SHAPE.block_m
+    PITCH: gl.constexpr = SHAPE.steps * _BLOCK // SHAPE.group
+    STRIDE: gl.constexpr = SHAPE.apart * PITCH
+    number, first_index = 0, gl.program_id(0)
+    # There may be more programs than tiles.
+    start = gl.minimum(first_index, work.num_tiles - 1)
+    expert, first_row, end = find_block(work, start // SHAPE.tiles)
+    place = _find_outputs(expert, start % SHAPE.tiles, OWN, SHAPE) * PITCH
+    held = load_scales(scales.weights + place, scales.zeros + place, STRIDE, 0)
+    for index in range(first_index, work.num_tiles, gl.num_programs(0)):
+        # Looked up a tile ahead, or each would begin with waiting.
+        following = gl.minimum(index + gl.num_programs(0), work.num_tiles - 1)
+        next_expert, next_row, next_end = find_block(work, following // SHAPE.tiles)
+        next_place = _find_outputs(next_expert, following % SHAPE.tiles, OWN, SHAPE) * PITCH
+        own = scales.weights + place, scales.zeros + place
+        next_own = scales.weights + next_place, scales.zeros + next_place
+        column = index % SHAPE.tiles * SHAPE.wide + OWN * _HALF
+        tile = first_row, end, column, number
+        # An expert's last block is often less than half full: then half the rows are multiplied.
+        scaled, groups = (held, own, next_own), work.groups
+        if end - first_row <= BLOCK_M // 2:
+            held = MAKE(stages, output, groups, tile, scaled, OWN, BLOCK_M // 2, STRIDE, SHAPE)
+        else:
+            held = MAKE(stages, output, groups, tile, scaled, OWN, BLOCK_M, STRIDE, SHAPE)
+        expert, first_row, end, place = next_expert, next_row, next_end, next_place
+        number += SHAPE.steps
+
+
+@gluon.jit
+def _find_outputs(expert, tile, OWN: gl.constexpr, SHAPE: gl.constexpr):
+    """The rows of weights [N] that a group has of a tile's first part."""
+    o_n = OWN * _HALF + gl.arange(0, _HALF, OF_OUTPUTS)
+    return (expert * SHAPE.height + tile * SHAPE.wide).to(gl.int64) + o_n
+
+
+@gluon.jit
+def _make_active(
     stages,
-    held,
-    own,
-    next_own,
-    number,
+    output,
+    groups,
+    tile,
+    scaled,
     OWN: gl.constexpr,
     WIDTH: gl.constexpr,
     STRIDE: gl.constexpr,
-    STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
+    SHAPE: gl.constexpr,
 ):
-    """A tile of activations, WIDTH rows of it; returns the next tile's first scales."""
-    gate, up = multiply(
-        stages, held, own[0], own[1], STRIDE, number, OWN, WIDTH, STEPS, STAGES, GROUP
-    )
+    """A tile of activations; returns the next tile's first scales. `scaled` are the first ones, and
+    pointers to the tile's and the next one's."""
+    held, own, next_own = scaled
+    first, second = multiply(stages, held, own[0], own[1], STRIDE, tile[3], OWN, WIDTH, SHAPE)
     held = load_scales(next_own[0], next_own[1], STRIDE, 0)
-    _store(tile, activate(up, gate, True), 0)
+    if SHAPE.is_gated:
+        _store_active(output.base, tile, activate(second, first, True), 0, SHAPE)
+    else:
+        _store_active(output.base, tile, activate(first, first, False), 0, SHAPE)
+        _store_active(output.base, tile, activate(second, second, False), _BLOCK, SHAPE)
     return held
 
 
 @gluon.jit
-def _make_squared(
-    tile,
+def _make_outputs(
     stages,
-    held,
-    own,
-    next_own,
-    number,
+    output,
+    groups,
+    tile,
+    scaled,
     OWN: gl.constexpr,
     WIDTH: gl.constexpr,
     STRIDE: gl.constexpr,
-    STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
+    SHAPE: gl.constexpr,
 ):
-    """The same without gates."""
-    first, second = multiply(
-        stages, held, own[0], own[1], STRIDE, number, OWN, WIDTH, STEPS, STAGES, GROUP
-    )
+    """A tile of outputs, as `_make_active`."""
+    held, own, next_own = scaled
+    first_row, end, column, number = tile
+    row = first_row + gl.arange(0, WIDTH, gl.SliceLayout(0, _STORED))
+    routed = gl.load(groups.order + gl.minimum(row, end - 1))
+    first, second = multiply(stages, held, own[0], own[1], STRIDE, number, OWN, WIDTH, SHAPE)
     held = load_scales(next_own[0], next_own[1], STRIDE, 0)
-    _store(tile, activate(first, first, False), 0)
-    _store(tile, activate(second, second, False), _BLOCK)
+    routing_weight = gl.load(output.routing_weights + routed).to(gl.float32)
+    o_n = column + gl.arange(0, first.shape[0], gl.SliceLayout(1, _STORED))
+    p_first = output.base + routed.to(gl.int64)[None, :] * SHAPE.outputs + o_n[:, None]
+    is_row = (row < end)[None, :]
+    _store_outputs(p_first, first, routing_weight, is_row)
+    _store_outputs(p_first + _BLOCK, second, routing_weight, is_row)
     return held
 
 
 @gluon.jit
-def _store(tile, values, beyond):
+def _store_active(active, tile, values, beyond, SHAPE: gl.constexpr):
     """A part's activations, whose outputs are so many `beyond` the tile's first."""
-    target, first_row, end, column = tile
-    active, size = target
-    values = gl.convert_layout(values.to(active.dtype.element_ty), STORED)
-    row = first_row + gl.arange(0, values.shape[1], gl.SliceLayout(0, STORED))
-    o_n = column + beyond + gl.arange(0, values.shape[0], gl.SliceLayout(1, STORED))
-    p_active = active + row.to(gl.int64)[None, :] * size + o_n[:, None]
+    first_row, end, column, _ = tile
+    values = gl.convert_layout(values.to(active.dtype.element_ty), _STORED)
+    row = first_row + gl.arange(0, values.shape[1], gl.SliceLayout(0, _STORED))
+    o_n = column + beyond + gl.arange(0, values.shape[0], gl.SliceLayout(1, _STORED))
+    p_active = active + row.to(gl.int64)[None, :] * SHAPE.outputs + o_n[:, None]
     gl.store(p_active, values, mask=(row < end)[None, :])
+
+
+@gluon.jit
+def _store_outputs(p_target, values, routing_weight, is_row):
+    values = gl.convert_layout(values, p_target.type.layout) * routing_weight[None, :]
+    gl.store(p_target, values.to(p_target.dtype.element_ty), mask=is_row)

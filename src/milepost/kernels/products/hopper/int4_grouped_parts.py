@@ -1,19 +1,16 @@
-"""What the experts' GEMMs of four-bit weights and many rows have in common on Hopper, in Gluon.
+"""What a group of warps multiplies of four-bit experts with many rows on Hopper, in Gluon.
 
-Some warps bring steps to shared memory: rows, and weights as they are. Two groups of four warps
-multiply 64 outputs each of both parts of the weights with the same rows. Weights are the left
-operand, which the tensor cores take from registers: while they multiply a quarter of a step for a
-group, it unpacks the next one. A number is rounded to the rows' type, as where a launch of its own
-unpacks it, and so the products have the same bits.
-
-The stages are `inputs` [2 * STAGES, BLOCK_M, HALF], both halves of a step's inputs, and `weights`
-[PARTS * STAGES, BLOCK, HALF / 2], two bytes in a number, in shared memory, and `bars`: those that
-are loaded, then those that are used up. The parts are gates and ups, or two blocks of outputs.
+Two groups of four warps multiply 64 outputs each of both parts of the weights with the same rows.
+Weights are the left operand, which the tensor cores take from registers: while they multiply a
+quarter of a step for a group, it unpacks the next one. A number is rounded to the rows' type, as
+where a launch of its own unpacks it, and so the products have the same bits.
 
 Legend: N outputs of a group, M rows, K inputs of a half of a step.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,22 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.products.forms.quantised import BLOCK
-from milepost.kernels.products.hopper.fp8_grouped_parts import find_block
 
 HALF = BLOCK // 2
-PARTS = 2
-STAGES = {64: 6, 128: 4}
-"""By a block's rows: as many as there is room for."""
-REGISTERS = 168
-"""Of a thread, before the groups share them out."""
-ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-WEIGHTS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
-STORED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
-"""Of products [N, M] on their way to memory, where a row's outputs lie side by side."""
-
-_ROWS = gl.constexpr(ROWS_LAYOUT)
-_BLOCK, _HALF, _PARTS = gl.constexpr(BLOCK), gl.constexpr(HALF), gl.constexpr(PARTS)
-_OUTPUTS = gl.constexpr(HALF)
+_BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(HALF)
 _PACKED = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[8, 0], [0, 4], [0, 8], [0, 16]],
@@ -50,101 +34,26 @@ _PACKED = gl.constexpr(
         shape=[HALF, HALF // 2],
     )
 )
-"""Of packed weights, two bytes in a number: a thread has those whose numbers it multiplies."""
-_OF_OUTPUTS = gl.constexpr(gl.SliceLayout(1, _PACKED.value))
+"""Layout of packed weights, two bytes in a number: a thread has those whose numbers it
+multiplies."""
+OF_OUTPUTS = gl.constexpr(gl.SliceLayout(1, _PACKED.value))
 
 
 @gluon.constexpr_function
-def _products_layout(width):
+def _products_layout(width: int) -> Any:
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
 @gluon.constexpr_function
-def _weights_layout(width):
+def _weights_layout(width: int) -> Any:
     return gl.DotOperandLayout(0, _products_layout(width), 2)
-
-
-@gluon.jit
-def open_stages(
-    dtype: gl.constexpr,
-    weight,
-    BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    LOADERS: gl.constexpr,
-):
-    """Shared memory for the stages, and barriers, for so many LOADERS of one."""
-    inputs = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_M, _HALF], _ROWS)
-    shape: gl.constexpr = [_PARTS * STAGES, _BLOCK, _HALF // 2]
-    weights = gl.allocate_shared_memory(weight.dtype, shape, weight.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(bars.index(stage), count=LOADERS)
-        mbarrier.init(bars.index(STAGES + stage), count=2)
-    return inputs, weights, bars
-
-
-@gluon.jit
-def consume(
-    shared,
-    scales,
-    zeros,
-    target,
-    OWN: gl.constexpr,
-    MAKE: gl.constexpr,
-    HEIGHT: gl.constexpr,
-    PART: gl.constexpr,
-    WIDE: gl.constexpr,
-    TILES: gl.constexpr,
-    INPUTS: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """The work of a program's group OWN: of each tile 64 outputs of both parts, which begin PART
-    rows of weights apart. An expert has HEIGHT of those, a tile WIDE in its first part or in both.
-    MAKE brings a tile to `target`."""
-    blocks, capacity, num_tiles, stages = shared
-    BLOCK_M: gl.constexpr = stages[0].type.shape[1]
-    STEPS: gl.constexpr = INPUTS // _BLOCK
-    SCALES: gl.constexpr = INPUTS // GROUP
-    number, first_index = 0, gl.program_id(0)
-    # There may be more programs than tiles.
-    start = gl.minimum(first_index, num_tiles - 1)
-    expert, first_row, end = find_block(blocks, capacity, start // TILES)
-    place = _find_outputs(expert, start % TILES, OWN, HEIGHT, WIDE) * SCALES
-    held = load_scales(scales + place, zeros + place, PART * SCALES, 0)
-    for index in range(first_index, num_tiles, gl.num_programs(0)):
-        # Looked up a tile ahead, or each would begin with waiting.
-        following = gl.minimum(index + gl.num_programs(0), num_tiles - 1)
-        next_expert, next_row, next_end = find_block(blocks, capacity, following // TILES)
-        next_place = _find_outputs(next_expert, following % TILES, OWN, HEIGHT, WIDE) * SCALES
-        own = scales + place, zeros + place
-        next_own = scales + next_place, zeros + next_place
-        tile = target, first_row, end, index % TILES * WIDE + OWN * _OUTPUTS
-        # An expert's last block is often less than half full: then half the rows are multiplied.
-        # fmt: off
-        if end - first_row <= BLOCK_M // 2:
-            held = MAKE(tile, stages, held, own, next_own, number, OWN, BLOCK_M // 2,
-                        PART * SCALES, STEPS, STAGES, GROUP)
-        else:
-            held = MAKE(tile, stages, held, own, next_own, number, OWN, BLOCK_M,
-                        PART * SCALES, STEPS, STAGES, GROUP)
-        # fmt: on
-        expert, first_row, end, place = next_expert, next_row, next_end, next_place
-        number += STEPS
-
-
-@gluon.jit
-def _find_outputs(expert, tile, OWN: gl.constexpr, HEIGHT: gl.constexpr, WIDE: gl.constexpr):
-    """The rows of weights [N] that a group has of a tile's first part."""
-    o_n = OWN * _OUTPUTS + gl.arange(0, _OUTPUTS, _OF_OUTPUTS)
-    return (expert * HEIGHT + tile * WIDE).to(gl.int64) + o_n
 
 
 @gluon.jit
 def load_scales(p_scale, p_zero, stride, place):
     """Scales and zero points [N] by part, `stride` apart: of one group, the `place`-th."""
     scales, zeros = (), ()
-    for part in gl.static_range(_PARTS):
+    for part in gl.static_range(2):
         scales += (gl.load(p_scale + part * stride + place),)
         zeros += (gl.load(p_zero + part * stride + place),)
     return scales, zeros
@@ -160,20 +69,20 @@ def multiply(
     number,
     OWN: gl.constexpr,
     WIDTH: gl.constexpr,
-    STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
+    SHAPE: gl.constexpr,
 ):
     """Both parts' products [N, WIDTH] of a tile, whose first step has the `number` among a
     program's and the scales `held`; those of later ones are at `p_scale` and `p_zero`.
 
     What the tensor cores read from registers must be there before they begin, and they are waited
     for before more is: ptxas lets nothing else overlap."""
-    inputs, weights, bars = stages
+    inputs, weights, bars = stages.inputs, stages.weights, stages.bars
+    STEPS: gl.constexpr = SHAPE.steps
+    STAGES: gl.constexpr = SHAPE.stages
     dtype: gl.constexpr = inputs.dtype
     scales, zeros = held
-    first = gl.zeros([_OUTPUTS, WIDTH], gl.float32, _products_layout(WIDTH))
-    second = gl.zeros([_OUTPUTS, WIDTH], gl.float32, _products_layout(WIDTH))
+    first = gl.zeros([_HALF, WIDTH], gl.float32, _products_layout(WIDTH))
+    second = gl.zeros([_HALF, WIDTH], gl.float32, _products_layout(WIDTH))
     mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
     packed = _load(weights, number % STAGES, 0, OWN)
     left = _unpack(packed, zeros[0], scales[0], False, dtype, WIDTH)
@@ -182,7 +91,9 @@ def multiply(
         low = inputs.index(2 * stage).slice(0, WIDTH, 0).permute((1, 0))
         high = inputs.index(2 * stage + 1).slice(0, WIDTH, 0).permute((1, 0))
         ahead = gl.minimum(step + 1, STEPS - 1)
-        next_scales, next_zeros = load_scales(p_scale, p_zero, stride, ahead * _BLOCK // GROUP)
+        next_scales, next_zeros = load_scales(
+            p_scale, p_zero, stride, ahead * _BLOCK // SHAPE.group
+        )
         product = warpgroup_mma(left, low, first, is_async=True)
         left = _unpack(packed, zeros[0], scales[0], True, dtype, WIDTH)
         first = warpgroup_mma_wait(0, [product])
@@ -193,7 +104,7 @@ def multiply(
         product = warpgroup_mma(left, low, second, is_async=True)
         left = _unpack(packed, zeros[1], scales[1], True, dtype, WIDTH)
         second = warpgroup_mma_wait(0, [product])
-        # The next step; behind the last one the same once more, for nothing.
+        # The next step; after the last one the same once more, for nothing.
         number += gl.where(step + 1 < STEPS, 1, 0)
         mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
         scales, zeros = next_scales, next_zeros
@@ -209,8 +120,8 @@ def multiply(
 @gluon.jit
 def _load(weights, stage, PART: gl.constexpr, OWN: gl.constexpr):
     """A group's packed weights [N, HALF / 2] of a step's part."""
-    place = weights.index(_PARTS * stage + PART)
-    return place.slice(OWN * _OUTPUTS, _OUTPUTS, 0).load(_PACKED)
+    place = weights.index(2 * stage + PART)
+    return place.slice(OWN * _HALF, _HALF, 0).load(_PACKED)
 
 
 @gluon.jit
@@ -225,12 +136,12 @@ def _unpack(packed, zero, scale, HIGH: gl.constexpr, dtype: gl.constexpr, WIDTH:
         how, "=h,=h,h,r,r", [packed, zeros[:, None], scales[:, None]],
         dtype=(gl.int16, gl.int16), is_pure=True, pack=1,
     )  # fmt: skip
-    numbers = gl.reshape(gl.join(even, odd), [_OUTPUTS, _HALF]).to(dtype, bitcast=True)
+    numbers = gl.reshape(gl.join(even, odd), [_HALF, _HALF]).to(dtype, bitcast=True)
     return gl.convert_layout(numbers, _weights_layout(WIDTH), assert_trivial=True)
 
 
 @gluon.constexpr_function
-def _unpacking(is_bfloat, is_high):
+def _unpacking(is_bfloat: bool, is_high: bool) -> str:
     """Two bytes' low or high halves, less zero points and times scales: a number is first put in
     the bits beside a power of two."""
     power, kind = ("0x43004300", "bf16x2") if is_bfloat else ("0x64006400", "f16x2")
