@@ -1,15 +1,18 @@
-"""Experts of four-bit weights and few tokens on Hopper, both projections in one launch, in Gluon.
+"""Experts of four-bit weights and few tokens on Hopper, in Gluon: `experts_parts` with int4 filled
+in.
 
-As `triton_hopper_experts`, whose order of work it shares: an expert that was chosen is multiplied
-with blocks of its own rows, and three programs on each SM take their share of all experts' up
-projections, then of their down projections, whose weights are on their way meanwhile. Weights come
-to shared memory as they are (`nibble_experts_gluon`), and are unpacked where they are multiplied
-(`nibble_products_gluon`).
+A unit is 128 rows of an expert's weights in two parts of 64: of the up projection gates and the ups
+that belong to them, or without gates 128 ups; of the down projection 128 outputs. A step is 256
+inputs of a unit: TMA brings pieces of 128 bytes, for no wider ones fit what banks of shared memory
+are swizzled by. Weights come to shared memory as they are, and are unpacked where they are
+multiplied (`int4_experts_parts`).
 
-All programs are resident: registers and shared memory are for exactly three an SM.
+The stages are `inputs` [4 * STAGES, BLOCK_M, 64], a step's rows in halves of blocks, and `weights`
+[2 * STAGES, 64, 128], bytes of both parts, in shared memory, and barriers: those of stages that are
+`loaded`, which await weights and rows apart, and of those that are `used` up.
 
-Legend: T tokens, N experts of a token, X experts, N outputs and M rows of a block, H hidden size, I
-an expert's size.
+Legend: T tokens, N experts of a token, X experts, M rows of a block, H hidden size, I an expert's
+size.
 """
 
 from __future__ import annotations
@@ -17,23 +20,29 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import launch_dependents, thread_barrier, wait_for_inputs
-from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.gluon import load_box, thread_barrier
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
-from milepost.kernels.products.hopper.fp8_experts_parts import find_down, find_place, share_down
-from milepost.kernels.products.hopper.int4_experts_parts import (
-    HALF,
-    ROWS_LAYOUT,
-    WEIGHTS_LAYOUT,
-    num_steps,
-    open_stages,
-    produce,
+from milepost.kernels.products.hopper.experts_parts import (
+    Boxes,
+    Form,
+    MixtureShape,
+    Residence,
+    find_down,
+    find_place,
+    launch,
+    share_down,
+    wait_for,
 )
-from milepost.kernels.products.hopper.int4_experts_products import (
+from milepost.kernels.products.hopper.grouped_parts import Output, Scales
+from milepost.kernels.products.hopper.int4_experts_parts import (
     BLOCK_M,
+    HALF,
     PRODUCTS,
+    STEP,
+    Stages,
     load_scales,
     multiply,
     outputs_of,
@@ -43,150 +52,145 @@ from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.portable.gathering import gather
 from milepost.kernels.products.run_experts import RoutedRows
 
-_BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(HALF)
+RESIDENCE = Residence(programs=3, registers=80, producer_registers=24)
+"""With two programs, of five stages each, 64 tokens take 5 % longer."""
 _STAGES = 3
-PROGRAMS = 3
-"""Of an SM, all of them resident: with two, of five stages each, 64 tokens take 5 % longer."""
-REGISTERS, _PRODUCER_REGISTERS = 80, 24
+_ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_WEIGHTS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+_BLOCK, _HALF, _STEP = gl.constexpr(BLOCK), gl.constexpr(HALF), gl.constexpr(STEP)
+_M = gl.constexpr(BLOCK_M)
 
 
 def run(routed: RoutedRows) -> Tensor:
     """Partials [T, N, H]."""
-    up, down, chip = routed.up, routed.down, routed.chip
+    up, down, size = routed.up, routed.down, routed.size
     assert isinstance(up, Int4), "the kernel's form"
     assert isinstance(down, Int4), "experts have one form"
-    size, num_inputs = routed.size, up.num_inputs
     given = gather(routed.values, None, routed.experts, routed.num_experts, BLOCK_M)
     active = routed.values.new_empty(len(given.rows), size)
-    output = routed.new_output(routed.experts.shape[1])
-    _mix_kernel[(PROGRAMS * chip.num_sms,)](
-        _boxes(given.rows, BLOCK_M, HALF, ROWS_LAYOUT),
-        _boxes(up.packed.view(-1, num_inputs // 2), HALF, BLOCK, WEIGHTS_LAYOUT),
-        up.scales,
-        up.zeros,
-        _boxes(active, BLOCK_M, HALF, ROWS_LAYOUT),
-        _boxes(down.packed.view(-1, size // 2), HALF, BLOCK, WEIGHTS_LAYOUT),
-        down.scales,
-        down.zeros,
-        active,
-        routed.routing_weights,
-        output,
-        given.routed,
-        given.experts,
-        given.counters,
-        given.count,
-        INPUTS=num_inputs,
-        SIZE=size,
-        GATED=routed.is_gated,
-        UP_GROUP=up.group,
-        DOWN_GROUP=down.group,
-        STAGES=_STAGES,
-        PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
-        num_warps=4,
-        maxnreg=REGISTERS,
-        **OVERLAPPED,
+    boxes = Boxes(
+        rows=_row_boxes(given.rows),
+        row_scales=None,
+        up=_weight_boxes(up),
+        active=_row_boxes(active),
+        active_scales=None,
+        down=_weight_boxes(down),
     )
-    return output
+    wide = HALF if routed.is_gated else BLOCK
+    shape = MixtureShape(
+        inputs=up.num_inputs,
+        size=size,
+        is_gated=routed.is_gated,
+        tiles=size // wide,
+        columns=up.num_inputs // BLOCK,
+        wide=wide,
+        block_m=BLOCK_M,
+        stages=_STAGES,
+        up_group=up.group,
+        down_group=down.group,
+    )
+    scales = Scales(up.scales, up.zeros), Scales(down.scales, down.zeros)
+    return launch(routed, given, boxes, scales, Output(active), shape, _FORM, RESIDENCE)
 
 
-def _boxes(
-    matrix: Tensor, height: int, width: int, layout: gl.NVMMASharedLayout
-) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [height, width], layout)
+def _row_boxes(rows: Tensor) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(rows, [BLOCK_M, HALF], _ROWS_LAYOUT)
 
 
-@quick
-@gluon.jit
-def _mix_kernel(
-    rows,
-    up,
-    up_scales,
-    up_zeros,
-    active_rows,
-    down,
-    down_scales,
-    down_zeros,
-    active,
-    shares,
-    output,
-    routed,
-    owners,
-    counters,
-    count,
-    INPUTS: gl.constexpr,
-    SIZE: gl.constexpr,
-    GATED: gl.constexpr,
-    UP_GROUP: gl.constexpr,
-    DOWN_GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):
-    stages = open_stages(rows, up, STAGES)
-    wait_for_inputs()
-    launch_dependents()
-    lists = (owners, counters, count)
-    consumed = (up_scales, up_zeros, down_scales, down_zeros, active, shares, output, routed)
-    produced = (rows, up, active_rows, down)
-    gl.warp_specialize(
-        [
-            (_consume, (stages, lists, consumed, INPUTS, SIZE, GATED, UP_GROUP, DOWN_GROUP,
-                        STAGES)),
-            (produce, (stages, lists, produced, INPUTS, SIZE, GATED, STAGES)),
-        ],
-        [1],
-        [PRODUCER_REGISTERS],
-    )  # fmt: skip
+def _weight_boxes(weight: Int4) -> TensorDescriptor:
+    packed = weight.packed.view(-1, weight.num_inputs // 2)
+    return TensorDescriptor.from_tensor(packed, [HALF, BLOCK], _WEIGHTS_LAYOUT)
+
+
+@gluon.constexpr_function
+def _num_steps(num_inputs: int) -> int:
+    """The last one may be half beyond the inputs, where all that is loaded is zeros."""
+    return (num_inputs + STEP - 1) // STEP
 
 
 @gluon.jit
-def _consume(
-    stages,
-    lists,
-    consumed,
-    INPUTS: gl.constexpr,
-    SIZE: gl.constexpr,
-    GATED: gl.constexpr,
-    UP_GROUP: gl.constexpr,
-    DOWN_GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _open_stages(rows, row_scales, weight, SHAPE: gl.constexpr):
+    """Shared memory for the stages, and their barriers."""
+    STAGES: gl.constexpr = SHAPE.stages
+    inputs = gl.allocate_shared_memory(rows.dtype, [4 * STAGES, _M, _HALF], rows.layout)
+    weights = gl.allocate_shared_memory(weight.dtype, [2 * STAGES, _HALF, _BLOCK], weight.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    used = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(loaded.index(stage), count=2)
+        mbarrier.init(used.index(stage), count=1)
+    return Stages(inputs, weights, loaded, used)
+
+
+@gluon.jit
+def _load_up(stages, rows, up, row, first, number, SHAPE: gl.constexpr):
+    """Have a unit's steps loaded; returns the number of the next step."""
+    APART: gl.constexpr = SHAPE.size if SHAPE.is_gated else _HALF
+    for step in range(_num_steps(SHAPE.inputs)):
+        stage = _load_weights(up, row, APART, step, stages, number, SHAPE)
+        _load_rows(rows, first, step, stages, stage)
+        number += 1
+    return number
+
+
+@gluon.jit
+def _load_down(stages, active, down, row, first, number, counter, SHAPE: gl.constexpr):
+    """As `_load_up`, once the rows are there."""
+    for step in range(_num_steps(SHAPE.size)):
+        stage = _load_weights(down, row, _HALF, step, stages, number, SHAPE)
+        if step == 0:
+            wait_for(counter, SHAPE.tiles)
+        _load_rows(active, first, step, stages, stage)
+        number += 1
+    return number
+
+
+@gluon.jit
+def _load_weights(matrix, row, APART: gl.constexpr, step, stages, number, SHAPE: gl.constexpr):
+    """Have a step's weights loaded, once its stage, which is returned, is used up: those from `row`
+    on and those APART from them."""
+    stage = number % SHAPE.stages
+    bar = stages.loaded.index(stage)
+    mbarrier.wait(stages.used.index(stage), (number // SHAPE.stages & 1) ^ 1)
+    mbarrier.expect(bar, 2 * _HALF * _BLOCK)
+    for part in gl.static_range(2):
+        at = [row + part * APART, step * _BLOCK]
+        load_box(matrix, at, bar, stages.weights.index(2 * stage + part))
+    return stage
+
+
+@gluon.jit
+def _load_rows(rows, first, step, stages, stage):
+    """Have a step's rows from `first` on loaded."""
+    bar = stages.loaded.index(stage)
+    mbarrier.expect(bar, 2 * _M * _STEP)
+    for i in gl.static_range(4):
+        at = [first, step * _STEP + i * _HALF]
+        load_box(rows[0], at, bar, stages.inputs.index(4 * stage + i))
+
+
+@gluon.jit
+def _consume(stages, lists, up_scales, down_scales, active, capacity, output, SHAPE: gl.constexpr):
     """Multiply what is loaded."""
-    up_scales, up_zeros, down_scales, down_zeros, active, shares, output, routed = consumed
-    BLOCK_M: gl.constexpr = stages[0].type.shape[1]
-    SCALES: gl.constexpr = SIZE // DOWN_GROUP
-    scaled = scales_of(down_scales, down_zeros, SCALES)
-    begun = _begin_down(lists, routed, scaled, INPUTS, SIZE, GATED, DOWN_GROUP, BLOCK_M)
-    number = _consume_up(
-        stages, lists, up_scales, up_zeros, active, INPUTS, SIZE, GATED, UP_GROUP, STAGES
-    )
-    _consume_down(
-        stages, lists, routed, scaled, shares, output, begun, number,
-        INPUTS, SIZE, DOWN_GROUP, STAGES,
-    )  # fmt: skip
+    scaled = scales_of(down_scales, SHAPE.size // SHAPE.down_group)
+    begun = _begin_down(lists, scaled, SHAPE)
+    number = _consume_up(stages, lists, up_scales, active.base, SHAPE)
+    _consume_down(stages, lists, scaled, output, begun, number, SHAPE)
 
 
 @gluon.jit
-def _consume_up(
-    stages,
-    lists,
-    scales,
-    zeros,
-    active,
-    INPUTS: gl.constexpr,
-    SIZE: gl.constexpr,
-    GATED: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _consume_up(stages, lists, scales, active, SHAPE: gl.constexpr):
     """What gates and up projection come to. Returns the number of the next step."""
-    owners, done, num_blocks = lists[0], lists[1], gl.load(lists[2])
-    WIDE: gl.constexpr = _HALF if GATED else _BLOCK
-    APART: gl.constexpr = SIZE if GATED else _HALF
-    HEIGHT: gl.constexpr = 2 * SIZE if GATED else SIZE
-    TILES: gl.constexpr = SIZE // WIDE
-    SCALES: gl.constexpr = INPUTS // GROUP
+    owners, num_blocks = lists.experts, gl.load(lists.count)
+    GATED: gl.constexpr = SHAPE.is_gated
+    APART: gl.constexpr = SHAPE.size if GATED else _HALF
+    HEIGHT: gl.constexpr = 2 * SHAPE.size if GATED else SHAPE.size
+    WIDE: gl.constexpr = SHAPE.wide
+    TILES: gl.constexpr = SHAPE.tiles
+    GROUP: gl.constexpr = SHAPE.up_group
+    SCALES: gl.constexpr = SHAPE.inputs // GROUP
     num_units, stride = num_blocks * TILES, gl.num_programs(0)
-    own = scales_of(scales, zeros, SCALES)
+    own = scales_of(scales, SCALES)
     first = gl.minimum(gl.program_id(0), num_units - 1)
     expert = gl.load(owners + first // TILES)
     next_expert = gl.load(owners + gl.minimum(first + stride, num_units - 1) // TILES)
@@ -200,105 +204,82 @@ def _consume_up(
         next_expert = gl.load(owners + gl.minimum(following + stride, num_units - 1) // TILES)
         gate, up, held = multiply(
             stages, held, own, place, next_place, number,
-            APART, SCALES, GROUP, num_steps(INPUTS), STAGES,
+            APART, SCALES, GROUP, _num_steps(SHAPE.inputs), SHAPE,
         )  # fmt: skip
-        number += num_steps(INPUTS)
+        number += _num_steps(SHAPE.inputs)
         if GATED:
-            _store_active(active, activate(up, gate, True), unit, 0, SIZE, WIDE)
+            _store_active(active, activate(up, gate, True), unit, 0, SHAPE)
         else:
-            _store_active(active, activate(gate, gate, False), unit, 0, SIZE, WIDE)
-            _store_active(active, activate(up, up, False), unit, _HALF, SIZE, WIDE)
+            _store_active(active, activate(gate, gate, False), unit, 0, SHAPE)
+            _store_active(active, activate(up, up, False), unit, _HALF, SHAPE)
         thread_barrier()
-        gl.atomic_add(done + unit // TILES, 1, sem="release")
+        gl.atomic_add(lists.counters + unit // TILES, 1, sem="release")
         place = next_place
     return number
 
 
 @gluon.jit
-def _store_active(
-    active, values, unit, BEYOND: gl.constexpr, SIZE: gl.constexpr, WIDE: gl.constexpr
-):
+def _store_active(active, values, unit, BEYOND: gl.constexpr, SHAPE: gl.constexpr):
     """A part's activations, which begin so many BEYOND the unit's; of what is no row as well."""
-    TILES: gl.constexpr = SIZE // WIDE
-    BLOCK_M: gl.constexpr = values.shape[1]
+    TILES: gl.constexpr = SHAPE.tiles
     o_n = outputs_of(gl.SliceLayout(1, PRODUCTS))
-    row = unit // TILES * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, PRODUCTS))
-    target = active + row.to(gl.int64)[None, :] * SIZE
-    target += (unit % TILES * WIDE + BEYOND + o_n)[:, None]
+    row = unit // TILES * _M + gl.arange(0, _M, gl.SliceLayout(0, PRODUCTS))
+    target = active + row.to(gl.int64)[None, :] * SHAPE.size
+    target += (unit % TILES * SHAPE.wide + BEYOND + o_n)[:, None]
     gl.store(target, values.to(active.dtype.element_ty))
 
 
 @gluon.jit
-def _begin_down(
-    lists,
-    routed,
-    scaled,
-    INPUTS: gl.constexpr,
-    SIZE: gl.constexpr,
-    GATED: gl.constexpr,
-    GROUP: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-):
+def _begin_down(lists, scaled, SHAPE: gl.constexpr):
     """A program's share of the down projection, and what its first unit begins with: asked for
     ahead of the up projection, so that nothing is waited for in between."""
-    owners, num_blocks = lists[0], gl.load(lists[2])
-    TILES: gl.constexpr = SIZE // (_HALF if GATED else _BLOCK)
-    COLUMNS: gl.constexpr = INPUTS // _BLOCK
-    SCALES: gl.constexpr = SIZE // GROUP
-    share, num_units = share_down(num_blocks, TILES, COLUMNS, INPUTS // SIZE)
-    expert = gl.load(owners + find_place(0, share, num_blocks, COLUMNS))
-    next_expert = gl.load(owners + find_place(1, share, num_blocks, COLUMNS))
-    own = _load_routed(routed, find_place(0, share, num_blocks, COLUMNS), BLOCK_M)
-    place = (expert * INPUTS + find_down(0, share) % COLUMNS * _BLOCK) * SCALES
+    owners, num_blocks = lists.experts, gl.load(lists.count)
+    GROUP: gl.constexpr = SHAPE.down_group
+    SCALES: gl.constexpr = SHAPE.size // GROUP
+    share, num_units = share_down(num_blocks, SHAPE)
+    expert = gl.load(owners + find_place(0, share, num_blocks, SHAPE))
+    next_expert = gl.load(owners + find_place(1, share, num_blocks, SHAPE))
+    own = _load_routed(lists.routed, find_place(0, share, num_blocks, SHAPE))
+    place = (expert * SHAPE.inputs + find_down(0, share) % SHAPE.columns * _BLOCK) * SCALES
     held = load_scales(scaled, place, 0, _HALF, SCALES, GROUP)
     return share, num_units, next_expert, own, place, held
 
 
 @gluon.jit
-def _load_routed(routed, block, BLOCK_M: gl.constexpr):
+def _load_routed(routed, block):
     """Which routed tokens a block's rows are [M]."""
-    o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PRODUCTS))
-    return gl.load(routed + block * BLOCK_M + o_m)
+    o_m = gl.arange(0, _M, gl.SliceLayout(0, PRODUCTS))
+    return gl.load(routed + block * _M + o_m)
 
 
 @gluon.jit
-def _consume_down(
-    stages,
-    lists,
-    routed,
-    scaled,
-    shares,
-    output,
-    begun,
-    number,
-    INPUTS: gl.constexpr,
-    SIZE: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _consume_down(stages, lists, scaled, output, begun, number, SHAPE: gl.constexpr):
     """The experts' outputs, times the tokens' shares of them, to `output` [P, INPUTS]."""
-    owners, num_blocks = lists[0], gl.load(lists[2])
+    owners, num_blocks = lists.experts, gl.load(lists.count)
     turns, num_units, next_expert, next_own, place, held = begun
-    BLOCK_M: gl.constexpr = stages[0].type.shape[1]
-    COLUMNS: gl.constexpr = INPUTS // _BLOCK
-    SCALES: gl.constexpr = SIZE // GROUP
-    dtype: gl.constexpr = output.dtype.element_ty
+    COLUMNS: gl.constexpr = SHAPE.columns
+    GROUP: gl.constexpr = SHAPE.down_group
+    SCALES: gl.constexpr = SHAPE.size // GROUP
+    dtype: gl.constexpr = output.base.dtype.element_ty
     o_n = outputs_of(gl.SliceLayout(1, PRODUCTS))
     for index in range(num_units):
         own = next_own
         is_row = own >= 0
-        share = gl.load(shares + own, mask=is_row, other=0.0).to(gl.float32)[None, :]
+        weight = gl.load(output.routing_weights + own, mask=is_row, other=0.0).to(gl.float32)
         column = find_down(index + 1, turns) % COLUMNS * _BLOCK
-        next_place = (next_expert * INPUTS + column) * SCALES
-        next_expert = gl.load(owners + find_place(index + 2, turns, num_blocks, COLUMNS))
-        next_own = _load_routed(routed, find_place(index + 1, turns, num_blocks, COLUMNS), BLOCK_M)
+        next_place = (next_expert * SHAPE.inputs + column) * SCALES
+        next_expert = gl.load(owners + find_place(index + 2, turns, num_blocks, SHAPE))
+        next_own = _load_routed(lists.routed, find_place(index + 1, turns, num_blocks, SHAPE))
         first, second, held = multiply(
             stages, held, scaled, place, next_place, number,
-            _HALF, SCALES, GROUP, num_steps(SIZE), STAGES,
+            _HALF, SCALES, GROUP, _num_steps(SHAPE.size), SHAPE,
         )  # fmt: skip
-        number += num_steps(SIZE)
-        target = output + own.to(gl.int64)[None, :] * INPUTS
+        number += _num_steps(SHAPE.size)
+        target = output.base + own.to(gl.int64)[None, :] * SHAPE.inputs
         target += (find_down(index, turns) % COLUMNS * _BLOCK + o_n)[:, None]
-        gl.store(target, (first * share).to(dtype), mask=is_row[None, :])
-        gl.store(target + _HALF, (second * share).to(dtype), mask=is_row[None, :])
+        gl.store(target, (first * weight[None, :]).to(dtype), mask=is_row[None, :])
+        gl.store(target + _HALF, (second * weight[None, :]).to(dtype), mask=is_row[None, :])
         place = next_place
+
+
+_FORM = Form(_open_stages, _load_up, _load_down, _consume)

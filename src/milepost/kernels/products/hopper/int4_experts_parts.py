@@ -1,127 +1,184 @@
-"""How Hopper's kernel of four-bit experts divides the work, and the warp that loads, in Gluon (see
-`triton_hopper_nibble_experts`).
+"""What a program multiplies of four-bit experts with few tokens on Hopper, in Gluon.
 
-A unit is 128 rows of an expert's weights in two parts of 64, for one block of rows: of the up
-projection gates and the ups that belong to them, or without gates 128 ups; of the down projection
-128 outputs. A step is 256 inputs of a unit: TMA brings pieces of 128 bytes, for no wider ones fit
-what banks of shared memory are swizzled by.
+Every thread reads just the bytes that it multiplies and unpacks them in registers. Weights are the
+left operand. A block's product is made of whole numbers, less their zero point, then scaled and
+added up in float32. Which input stands where in a product does not matter as long as both operands
+have them alike, nor which output: so a thread has 16 bytes side by side.
 
-The stages are `inputs` [4 * STAGES, BLOCK_M, 64], a step's rows in halves of blocks, and `weights`
-[2 * STAGES, 64, 128], bytes of both parts, in shared memory, and barriers: of those that are
-`loaded`, which await weights and rows apart, and of those that are `used` up. `lists` are
-`experts`, `counters` and `count` of `triton_gathering.Gathered`.
+Legend: N outputs of a part, M rows, K inputs of half a block.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from milepost.kernels.platform.gluon import load_box
+from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.products.forms.quantised import BLOCK
-from milepost.kernels.products.hopper.fp8_experts_parts import (
-    find_down,
-    find_place,
-    share_down,
-    wait_for,
-)
+from milepost.kernels.products.hopper.gemv_parts import unpack
 
+BLOCK_M = 8
 HALF = BLOCK // 2
 STEP = 2 * BLOCK
-ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-WEIGHTS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+_BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(HALF)
+PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+_LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCTS.value, 2))
+_RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCTS.value, 2))
+_INSIDE = [[0, 1], [0, 2], [0, 4], [0, 8]]
+_ACROSS = [[0, 16], [0, 32]]
+_WEIGHTS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[*_INSIDE, [8, 0]],
+        lane_bases=[*_ACROSS, [4, 0], [1, 0], [2, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[HALF, HALF],
+    )
+)
+"""Layout of bytes [N, K] as they are loaded: a thread has 16 side by side, of outputs such that no
+two threads want the same bank."""
+_ROWS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=_INSIDE,
+        lane_bases=[*_ACROSS, [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[0, 0], [0, 0]],
+        block_bases=[],
+        shape=[BLOCK_M, HALF],
+    )
+)
+"""Layout of rows [M, K], likewise."""
+_SCALED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [8, 0]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[HALF, 2],
+    )
+)
+"""Layout of scales [N, blocks of a step], as products have them."""
 
-_BLOCK, _HALF, _STEP = gl.constexpr(BLOCK), gl.constexpr(HALF), gl.constexpr(STEP)
 
+class Stages(NamedTuple):
+    """See `int4_experts`."""
 
-@gluon.constexpr_function
-def num_steps(num_inputs):
-    """The last one may be half beyond the inputs, where all that is loaded is zeros."""
-    return (num_inputs + STEP - 1) // STEP
-
-
-@gluon.jit
-def open_stages(rows, weight, STAGES: gl.constexpr):
-    """Shared memory for the stages, and their barriers."""
-    BLOCK_M: gl.constexpr = rows.block_type.shape[0]
-    inputs = gl.allocate_shared_memory(rows.dtype, [4 * STAGES, BLOCK_M, _HALF], rows.layout)
-    weights = gl.allocate_shared_memory(weight.dtype, [2 * STAGES, _HALF, _BLOCK], weight.layout)
-    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    used = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(loaded.index(stage), count=2)
-        mbarrier.init(used.index(stage), count=1)
-    return inputs, weights, loaded, used
-
-
-@gluon.jit
-def produce(
-    stages,
-    lists,
-    produced,
-    INPUTS: gl.constexpr,
-    SIZE: gl.constexpr,
-    GATED: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Load every step as soon as there is room, the down projection's weights behind the up
-    projection's; rows that other programs make are waited for."""
-    owners, done, count = lists
-    rows, up, active, down = produced
-    BLOCK_M: gl.constexpr = stages[0].type.shape[1]
-    WIDE: gl.constexpr = _HALF if GATED else _BLOCK
-    APART: gl.constexpr = SIZE if GATED else _HALF
-    HEIGHT: gl.constexpr = 2 * SIZE if GATED else SIZE
-    TILES: gl.constexpr = SIZE // WIDE
-    COLUMNS: gl.constexpr = INPUTS // _BLOCK
-    num_blocks = gl.load(count)
-    num_units, stride = num_blocks * TILES, gl.num_programs(0)
-    # Who comes next is looked up a unit ahead: one is few steps, and would begin with waiting.
-    expert = gl.load(owners + gl.minimum(gl.program_id(0) // TILES, num_blocks - 1))
-    number = 0
-    for unit in range(gl.program_id(0), num_units, stride):
-        next_expert = gl.load(owners + gl.minimum(unit + stride, num_units - 1) // TILES)
-        row = expert * HEIGHT + unit % TILES * WIDE
-        for step in range(num_steps(INPUTS)):
-            stage = _load_weights(up, row, APART, step, stages, number, STAGES)
-            _load_rows(rows, unit // TILES * BLOCK_M, step, stages, stage)
-            number += 1
-        expert = next_expert
-    share, num_units = share_down(num_blocks, TILES, COLUMNS, INPUTS // SIZE)
-    expert = gl.load(owners + find_place(0, share, num_blocks, COLUMNS))
-    for index in range(num_units):
-        next_expert = gl.load(owners + find_place(index + 1, share, num_blocks, COLUMNS))
-        unit = find_down(index, share)
-        row = expert * INPUTS + unit % COLUMNS * _BLOCK
-        for step in range(num_steps(SIZE)):
-            stage = _load_weights(down, row, _HALF, step, stages, number, STAGES)
-            if step == 0:
-                wait_for(done + unit // COLUMNS, TILES)
-            _load_rows(active, unit // COLUMNS * BLOCK_M, step, stages, stage)
-            number += 1
-        expert = next_expert
+    inputs: Any
+    weights: Any
+    loaded: Any
+    used: Any
 
 
 @gluon.jit
-def _load_weights(matrix, row, APART: gl.constexpr, step, stages, number, STAGES: gl.constexpr):
-    """Have a program's step of this number loaded, once its stage, which is returned, is used up:
-    weights from `row` on and those APART from them."""
-    _, weights, loaded, used = stages
-    stage = number % STAGES
-    mbarrier.wait(used.index(stage), (number // STAGES & 1) ^ 1)
-    mbarrier.expect(loaded.index(stage), 2 * _HALF * _BLOCK)
+def scales_of(scales, SCALES: gl.constexpr):
+    """Pointers to scales and zero points of the outputs [N, 1] of the first unit's first part."""
+    first = outputs_of(gl.SliceLayout(1, _SCALED))[:, None] * SCALES
+    return scales.weights + first, scales.zeros + first
+
+
+@gluon.jit
+def load_scales(own, place, step, APART: gl.constexpr, SCALES: gl.constexpr, GROUP: gl.constexpr):
+    """Scales and zero points [N, blocks] of a step, by part."""
+    block = 2 * step + gl.arange(0, 2, gl.SliceLayout(0, _SCALED))[None, :]
+    # Said like this, the compiler loads both blocks' at once.
+    group = block if GROUP == _BLOCK else block * _BLOCK // GROUP
+    if SCALES * GROUP % (2 * _BLOCK) != 0:
+        group = gl.minimum(group, SCALES - 1)
+    scales, zeros = (), ()
     for part in gl.static_range(2):
-        at = [row + part * APART, step * _BLOCK]
-        load_box(matrix, at, loaded.index(stage), weights.index(2 * stage + part))
-    return stage
+        at = place + part * APART * SCALES + group
+        scales += (gl.load(own[0] + at),)
+        zeros += (gl.load(own[1] + at),)
+    return scales, zeros
 
 
 @gluon.jit
-def _load_rows(rows, first, step, stages, stage):
-    """Have a step's rows from `first` on loaded."""
-    inputs, _, loaded, _ = stages
-    mbarrier.expect(loaded.index(stage), 2 * inputs.type.shape[1] * _STEP)
-    for i in gl.static_range(4):
-        at = [first, step * _STEP + i * _HALF]
-        load_box(rows, at, loaded.index(stage), inputs.index(4 * stage + i))
+def _split(values, LAYOUT: gl.constexpr):
+    """Of each block [N]."""
+    first, second = gl.split(values)
+    OUTPUTS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    first = gl.convert_layout(first, OUTPUTS, assert_trivial=True)
+    return first, gl.convert_layout(second, OUTPUTS, assert_trivial=True)
+
+
+@gluon.jit
+def multiply(
+    stages,
+    held,
+    own,
+    place,
+    next_place,
+    number,
+    APART: gl.constexpr,
+    SCALES: gl.constexpr,
+    GROUP: gl.constexpr,
+    STEPS: gl.constexpr,
+    SHAPE: gl.constexpr,
+):
+    """Both parts' products [N, M] of a unit, whose first step has the `number` among a program's
+    and the scales `held`; and the next unit's first scales."""
+    inputs, weights, loaded, used = stages.inputs, stages.weights, stages.loaded, stages.used
+    STAGES: gl.constexpr = SHAPE.stages
+    BLOCK_M: gl.constexpr = inputs.type.shape[1]
+    first = gl.zeros([_HALF, BLOCK_M], gl.float32, PRODUCTS)
+    second = gl.zeros([_HALF, BLOCK_M], gl.float32, PRODUCTS)
+    for step in range(STEPS):
+        is_last = step == STEPS - 1
+        later = gl.where(is_last, next_place, place)
+        next_held = load_scales(own, later, gl.where(is_last, 0, step + 1), APART, SCALES, GROUP)
+        first_scales, second_scales = (_split(held[0][0], PRODUCTS), _split(held[0][1], PRODUCTS))
+        first_zeros, second_zeros = (_split(held[1][0], _LEFT), _split(held[1][1], _LEFT))
+        stage = number % STAGES
+        mbarrier.wait(loaded.index(stage), number // STAGES & 1)
+        for b in gl.static_range(2):
+            low = _load_rows(inputs.index(4 * stage + 2 * b))
+            high = _load_rows(inputs.index(4 * stage + 2 * b + 1))
+            left = weights.index(2 * stage).slice(b * _HALF, _HALF, 1)
+            right = weights.index(2 * stage + 1).slice(b * _HALF, _HALF, 1)
+            first = _add(first, left, low, high, first_scales[b], first_zeros[b])
+            second = _add(second, right, low, high, second_scales[b], second_zeros[b])
+        thread_barrier()
+        mbarrier.arrive(used.index(stage), count=1)
+        number += 1
+        held = next_held
+    return first, second, held
+
+
+@gluon.jit
+def _load_rows(kept):
+    """A half of a block's rows [K, M], as they are multiplied."""
+    rows = _in_turn(kept.load(_ROWS), kept.shape[0], 1)
+    return gl.convert_layout(rows.permute((1, 0)), _RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def _in_turn(values, HEIGHT: gl.constexpr, SWAPPED: gl.constexpr):
+    """Inputs in the order in which they are multiplied, by both operands alike: 4 side by side are
+    a thread's in one product. Of outputs, see `outputs_of`."""
+    parts = gl.reshape(values, [HEIGHT // (4 * SWAPPED), SWAPPED, 4, 4, 4, 2, 2])
+    return gl.reshape(gl.permute(parts, (0, 2, 1, 4, 5, 3, 6)), [HEIGHT, _HALF])
+
+
+@gluon.jit
+def outputs_of(LAYOUT: gl.constexpr):
+    """Which output each product [N] is."""
+    o_n = gl.arange(0, _HALF, LAYOUT)
+    return (o_n & -8) + (o_n & 1) * 4 + (o_n // 2 & 3)
+
+
+@gluon.jit
+def _add(result, numbers, low_rows, high_rows, scale, zero):
+    """`result` and a block's product."""
+    dtype: gl.constexpr = low_rows.dtype
+    low, high = unpack(numbers.load(_WEIGHTS), dtype)
+    low = gl.convert_layout(_in_turn(low, _HALF, 2), _LEFT, assert_trivial=True)
+    high = gl.convert_layout(_in_turn(high, _HALF, 2), _LEFT, assert_trivial=True)
+    beside: gl.constexpr = 0x4300 if dtype == gl.bfloat16 else 0x6400
+    shifted = (zero.to(gl.int16) | beside).to(dtype, bitcast=True)
+    product = gl.zeros(result.shape, gl.float32, PRODUCTS)
+    product = mma_v2(low - shifted[:, None], low_rows, product)
+    product = mma_v2(high - shifted[:, None], high_rows, product)
+    return result + product * scale.to(gl.float32)[:, None]

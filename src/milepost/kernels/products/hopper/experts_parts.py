@@ -1,0 +1,271 @@
+"""The frame of experts for few tokens on Hopper, both projections in one launch, in Gluon; FP8 and
+four bits fill it in.
+
+An expert that was chosen is multiplied with blocks of its own rows (`gathering`). Programs on each
+SM take their share of all experts' up projections, then of their down projections, whose weights
+are on their way meanwhile: loading does not stop in between. What one program makes another
+multiplies, once a counter says that it is there. All programs are resident and have finished their
+up projections by then, so none waits for ever; two such launches at once on one GPU could.
+
+A unit is what a program makes at a time: some outputs of an expert for one block of rows. A form
+says how a unit's steps are loaded, and what is made of them.
+
+Legend: T tokens, N experts of a token, P = T * N routed tokens, M rows of a block, H hidden size, I
+an expert's size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from milepost.kernels.platform.gluon import launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.products.hopper.grouped_parts import Output, Scales
+from milepost.kernels.products.portable.gathering import Gathered
+from milepost.kernels.products.run_experts import RoutedRows
+
+
+class Boxes(NamedTuple):
+    """Descriptors by which TMA brings rows and weights; row scales in FP8 alone."""
+
+    rows: Any
+    row_scales: Any
+    up: Any
+    active: Any
+    active_scales: Any
+    down: Any
+
+
+class Lists(NamedTuple):
+    """`Gathered` as kernels take it."""
+
+    routed: Any
+    experts: Any
+    counters: Any
+    count: Any
+
+
+class MixtureShape(NamedTuple):
+    """Both projections and their units; a constant on the device."""
+
+    inputs: int
+    size: int
+    is_gated: bool
+    tiles: int
+    """Units of the up projection of a block of rows."""
+    columns: int
+    """Units of the down projection of a block of rows."""
+    wide: int
+    """Rows of weights from a unit of the up projection to the next one's."""
+    block_m: int
+    stages: int
+    up_group: int = 0
+    down_group: int = 0
+    """Inputs that share a scale, of four bits."""
+
+
+class Form(NamedTuple):
+    """Functions of the device that differ between forms of weights."""
+
+    open: Any
+    load_up: Any
+    load_down: Any
+    consume: Any
+
+
+class Residence(NamedTuple):
+    """Programs of an SM and registers of their threads, so that all of them are resident."""
+
+    programs: int
+    registers: int
+    producer_registers: int
+
+
+def launch(
+    routed: RoutedRows,
+    given: Gathered,
+    boxes: Boxes,
+    scales: tuple[Scales, Scales],
+    active: Output,
+    shape: MixtureShape,
+    form: Form,
+    residence: Residence,
+) -> Tensor:
+    """Partials [T, N, H]; `active` [B * M, I] is what the up projection makes."""
+    output = routed.new_output(routed.experts.shape[1])
+    mix_kernel[(residence.programs * routed.chip.num_sms,)](
+        *boxes,
+        *scales,
+        active,
+        Output(output, routing_weights=routed.routing_weights),
+        Lists(given.routed, given.experts, given.counters, given.count),
+        len(given.rows),
+        SHAPE=shape,
+        OPEN=form.open,
+        LOAD_UP=form.load_up,
+        LOAD_DOWN=form.load_down,
+        CONSUME=form.consume,
+        PRODUCER_REGISTERS=residence.producer_registers,
+        num_warps=4,
+        maxnreg=residence.registers,
+        **OVERLAPPED,
+    )
+    return output
+
+
+@quick
+@gluon.jit(do_not_specialize=["capacity"])
+def mix_kernel(
+    rows,
+    row_scales,
+    up,
+    active_rows,
+    active_scales,
+    down,
+    up_scales,
+    down_scales,
+    active,
+    output,
+    lists,
+    capacity,
+    SHAPE: gl.constexpr,
+    OPEN: gl.constexpr,
+    LOAD_UP: gl.constexpr,
+    LOAD_DOWN: gl.constexpr,
+    CONSUME: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """One warp loads, four multiply."""
+    stages = OPEN(rows, row_scales, up, SHAPE)
+    wait_for_inputs()
+    launch_dependents()
+    gl.warp_specialize(
+        [
+            (_consume, (CONSUME, stages, lists, up_scales, down_scales, active, capacity, output,
+                        SHAPE)),
+            (_produce, (LOAD_UP, LOAD_DOWN, stages, lists, (rows, row_scales), up,
+                        (active_rows, active_scales), down, SHAPE)),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _consume(
+    CONSUME: gl.constexpr,
+    stages,
+    lists,
+    up_scales,
+    down_scales,
+    active,
+    capacity,
+    output,
+    SHAPE: gl.constexpr,
+):
+    CONSUME(stages, lists, up_scales, down_scales, active, capacity, output, SHAPE)
+
+
+@gluon.jit
+def _produce(
+    LOAD_UP: gl.constexpr,
+    LOAD_DOWN: gl.constexpr,
+    stages,
+    lists,
+    rows,
+    up,
+    active,
+    down,
+    SHAPE: gl.constexpr,
+):
+    """Load every step as soon as there is room, the down projection's weights after the up
+    projection's; rows that other programs make are waited for."""
+    TILES: gl.constexpr = SHAPE.tiles
+    COLUMNS: gl.constexpr = SHAPE.columns
+    HEIGHT: gl.constexpr = 2 * SHAPE.size if SHAPE.is_gated else SHAPE.size
+    owners, num_blocks = lists.experts, gl.load(lists.count)
+    num_units, stride = num_blocks * TILES, gl.num_programs(0)
+    # Who comes next is looked up a unit ahead: one is few steps, and would begin with waiting.
+    expert = gl.load(owners + gl.minimum(gl.program_id(0) // TILES, num_blocks - 1))
+    number = 0
+    for unit in range(gl.program_id(0), num_units, stride):
+        next_expert = gl.load(owners + gl.minimum(unit + stride, num_units - 1) // TILES)
+        row = expert * HEIGHT + unit % TILES * SHAPE.wide
+        number = LOAD_UP(stages, rows, up, row, unit // TILES * SHAPE.block_m, number, SHAPE)
+        expert = next_expert
+    share, num_units = share_down(num_blocks, SHAPE)
+    expert = gl.load(owners + find_place(0, share, num_blocks, SHAPE))
+    for index in range(num_units):
+        next_expert = gl.load(owners + find_place(index + 1, share, num_blocks, SHAPE))
+        unit = find_down(index, share)
+        row = expert * SHAPE.inputs + unit % COLUMNS * (SHAPE.inputs // COLUMNS)
+        place = unit // COLUMNS
+        number = LOAD_DOWN(
+            stages, active, down, row, place * SHAPE.block_m, number, lists.counters + place, SHAPE
+        )
+        expert = next_expert
+
+
+@gluon.jit
+def fence_async():
+    """What other threads wrote to memory, or this one, and TMA reads next, is seen by it."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for(counter, value: gl.constexpr):
+    """Until other programs have added so much to it."""
+    count = _read(counter)
+    while count < value:
+        count = _read(counter)
+    fence_async()
+
+
+@gluon.jit
+def _read(pointer):
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer.to(gl.int64)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def share_down(num_blocks, SHAPE: gl.constexpr):
+    """A program's units of the down projection, for `find_down`, and how many. A block of rows has
+    `tiles` units of the up projection, each worth RATIO of its `columns` of the down projection.
+
+    Units of the up projection go round, and some programs have one less than others: first these
+    get as much of the down projection instead. The rest goes round again."""
+    TILES: gl.constexpr = SHAPE.tiles
+    COLUMNS: gl.constexpr = SHAPE.columns
+    RATIO: gl.constexpr = SHAPE.inputs // SHAPE.size
+    program, stride = gl.program_id(0), gl.num_programs(0)
+    num_units = num_blocks * COLUMNS
+    num_long = num_blocks * TILES % stride
+    is_short = (num_long > 0) & (program >= num_long)
+    num_short = stride - num_long
+    num_owed = gl.where(num_long > 0, gl.minimum(num_short * RATIO, num_units), 0)
+    first = gl.where(is_short, program - num_long, 0)
+    num_own = gl.where(is_short, (num_owed - first + num_short - 1) // num_short, 0)
+    num_common = gl.maximum(num_units - num_owed - program + stride - 1, 0) // stride
+    return (first, num_short, num_own, num_owed + program), num_own + num_common
+
+
+@gluon.jit
+def find_down(index, share):
+    """The unit of the down projection that a program takes as its `index`-th."""
+    first, num_short, num_own, first_common = share
+    common = first_common + (index - num_own) * gl.num_programs(0)
+    return gl.where(index < num_own, first + index * num_short, common)
+
+
+@gluon.jit
+def find_place(index, share, num_blocks, SHAPE: gl.constexpr):
+    """The block of rows of such a unit; the last one beyond the last unit."""
+    return gl.minimum(find_down(index, share) // SHAPE.columns, num_blocks - 1)
