@@ -24,12 +24,12 @@ from triton.experimental.gluon import language as gl
 
 from milepost.kernels.platform.gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.platform.launches import OVERLAPPED, quick
-from milepost.kernels.products.hopper.grouped_parts import Output, Scales
+from milepost.kernels.products.hopper.grouped_parts import ExpertOutput, ExpertScales
 from milepost.kernels.products.portable.gathering import Gathered
 from milepost.kernels.products.run_experts import RoutedRows
 
 
-class Boxes(NamedTuple):
+class MixtureBoxes(NamedTuple):
     """Descriptors by which TMA brings rows and weights; row scales in FP8 alone."""
 
     rows: Any
@@ -40,7 +40,7 @@ class Boxes(NamedTuple):
     down: Any
 
 
-class Lists(NamedTuple):
+class GatheredLists(NamedTuple):
     """`Gathered` as kernels take it."""
 
     routed: Any
@@ -68,7 +68,7 @@ class MixtureShape(NamedTuple):
     """Inputs that share a scale, of four bits."""
 
 
-class Form(NamedTuple):
+class MixtureForm(NamedTuple):
     """Functions of the device that differ between forms of weights."""
 
     open: Any
@@ -88,11 +88,11 @@ class Residence(NamedTuple):
 def launch(
     routed: RoutedRows,
     given: Gathered,
-    boxes: Boxes,
-    scales: tuple[Scales, Scales],
-    active: Output,
+    boxes: MixtureBoxes,
+    scales: tuple[ExpertScales, ExpertScales],
+    active: ExpertOutput,
     shape: MixtureShape,
-    form: Form,
+    form: MixtureForm,
     residence: Residence,
 ) -> Tensor:
     """Partials [T, N, H]; `active` [B * M, I] is what the up projection makes."""
@@ -101,8 +101,8 @@ def launch(
         *boxes,
         *scales,
         active,
-        Output(output, routing_weights=routed.routing_weights),
-        Lists(given.routed, given.experts, given.counters, given.count),
+        ExpertOutput(output, routing_weights=routed.routing_weights),
+        GatheredLists(given.routed, given.experts, given.counters, given.count),
         len(given.rows),
         SHAPE=shape,
         OPEN=form.open,

@@ -29,8 +29,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from milepost.kernels.platform.gluon import load_box, thread_barrier
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.experts_parts import (
-    Boxes,
-    Form,
+    MixtureBoxes,
+    MixtureForm,
     MixtureShape,
     Residence,
     fence_async,
@@ -48,7 +48,7 @@ from milepost.kernels.products.hopper.fp8_experts_parts import (
     add_up_in_turn,
     round_active,
 )
-from milepost.kernels.products.hopper.grouped_parts import Output, Scales
+from milepost.kernels.products.hopper.grouped_parts import ExpertOutput, ExpertScales
 from milepost.kernels.products.portable.gathering import gather
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_lines
@@ -64,7 +64,7 @@ _LINE = gl.constexpr(32)
 """Numbers of 32 bits that TMA can write at a time begin at multiples of so many."""
 
 
-class Stages(NamedTuple):
+class ScaledStages(NamedTuple):
     """See above."""
 
     inputs: Any
@@ -81,7 +81,7 @@ def run(routed: RoutedRows) -> Tensor:
     rows, row_scales = round_lines(routed.rows, up, routed.chip)
     given = gather(rows, row_scales, routed.experts, routed.num_experts, BLOCK_M)
     active, active_scales = new_rounded(routed, len(given.rows))
-    boxes = Boxes(
+    boxes = MixtureBoxes(
         TensorDescriptor.from_tensor(given.rows, [BLOCK_M, BLOCK], _LAYOUT),
         TensorDescriptor.from_tensor(given.scales, [1, BLOCK_M], _SCALES),
         TensorDescriptor.from_tensor(up.values.view(-1, up.num_inputs), [BLOCK, BLOCK], _LAYOUT),
@@ -99,7 +99,10 @@ def run(routed: RoutedRows) -> Tensor:
         block_m=BLOCK_M,
         stages=_STAGES,
     )
-    scales, made = (Scales(up.scales), Scales(down.scales)), Output(active, active_scales)
+    scales, made = (
+        (ExpertScales(up.scales), ExpertScales(down.scales)),
+        ExpertOutput(active, active_scales),
+    )
     form = _WIDE if size % (2 * BLOCK) == 0 else _NARROW
     return launch(routed, given, boxes, scales, made, shape, form, _RESIDENCE)
 
@@ -126,7 +129,7 @@ def _open_stages(row_scales, weight, SHAPE: gl.constexpr, WIDE: gl.constexpr):
     for stage in gl.static_range(STAGES):
         mbarrier.init(bars.index(stage), count=2)
         mbarrier.init(bars.index(STAGES + stage), count=1)
-    return Stages(inputs, weights, held, bars)
+    return ScaledStages(inputs, weights, held, bars)
 
 
 @gluon.jit
@@ -262,5 +265,5 @@ def _consume_down(stages, lists, scales, output, number, SHAPE: gl.constexpr):
         expert = next_expert
 
 
-_WIDE = Form(_open_wide, _load_up, _load_down, _consume)
-_NARROW = Form(_open_narrow, _load_up, _load_down, _consume)
+_WIDE = MixtureForm(_open_wide, _load_up, _load_down, _consume)
+_NARROW = MixtureForm(_open_narrow, _load_up, _load_down, _consume)

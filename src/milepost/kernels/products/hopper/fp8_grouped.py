@@ -33,11 +33,11 @@ from milepost.kernels.products.hopper.fp8_grouped_parts import (
     skip,
 )
 from milepost.kernels.products.hopper.grouped_parts import (
-    Form,
-    Output,
+    ExpertOutput,
+    ExpertScales,
+    GroupedForm,
+    GroupStrides,
     ProjectionShape,
-    Scales,
-    Strides,
     find_block,
     load_weights,
     open_bars,
@@ -79,23 +79,23 @@ def run(routed: RoutedRows) -> Tensor:
     parts.launch(
         rows,
         _boxes(up),
-        Scales(up.scales, rows=row_scales),
-        Output(active, active_scales),
+        ExpertScales(up.scales, rows=row_scales),
+        ExpertOutput(active, active_scales),
         groups,
-        Strides(row_scales.stride(0), active_scales.stride(0)),
+        GroupStrides(row_scales.stride(0), active_scales.stride(0)),
         ProjectionShape.of(up, routed.size, parts=num_parts, top_k=top_k, **how),
-        Form(_open_gathered, _produce_gathered, _consume_up),
+        GroupedForm(_open_gathered, _produce_gathered, _consume_up),
     )
     num_parts = 2 if output.shape[-1] % (2 * BLOCK) == 0 else 1
     parts.launch(
         TensorDescriptor.from_tensor(active, [HALF, BLOCK], _LAYOUT),
         _boxes(down),
-        Scales(down.scales, rows=active_scales),
-        Output(output, routing_weights=routed.routing_weights),
+        ExpertScales(down.scales, rows=active_scales),
+        ExpertOutput(output, routing_weights=routed.routing_weights),
         groups,
-        Strides(active_scales.stride(0)),
+        GroupStrides(active_scales.stride(0)),
         ProjectionShape.of(down, output.shape[-1], parts=num_parts, top_k=1, **how),
-        Form(_open, _produce, _consume_down),
+        GroupedForm(_open, _produce, _consume_down),
     )
     return output
 

@@ -40,7 +40,7 @@ _GATHERING, _ASKING = (4, 224, 56), (1, 240, 24)
 """Warps that load, and registers of a thread that multiplies and of one that loads."""
 
 
-class Scales(NamedTuple):
+class ExpertScales(NamedTuple):
     """Scales of a product; what a form does not have is None."""
 
     weights: Any
@@ -49,7 +49,7 @@ class Scales(NamedTuple):
     """[D, rows], `scale_stride` apart."""
 
 
-class Output(NamedTuple):
+class ExpertOutput(NamedTuple):
     """Where a product goes."""
 
     base: Any
@@ -59,7 +59,7 @@ class Output(NamedTuple):
     """[P], for the down projection."""
 
 
-class Strides(NamedTuple):
+class GroupStrides(NamedTuple):
     """Elements between rows, or between lines of scales."""
 
     scales: int = 0
@@ -68,7 +68,7 @@ class Strides(NamedTuple):
     """Between lines of `Groups.blocks`."""
 
 
-class Stages(NamedTuple):
+class GroupedStages(NamedTuple):
     """A form's buffers and barriers."""
 
     inputs: Any
@@ -76,7 +76,7 @@ class Stages(NamedTuple):
     bars: Any
 
 
-class Work(NamedTuple):
+class GroupedWork(NamedTuple):
     """What a program's warps have to do: tiles of blocks of rows."""
 
     groups: Any
@@ -84,7 +84,7 @@ class Work(NamedTuple):
     num_tiles: Any
 
 
-class Form(NamedTuple):
+class GroupedForm(NamedTuple):
     """Functions of the device that differ between forms of weights, for one projection."""
 
     open: Any
@@ -134,9 +134,15 @@ class ProjectionShape(NamedTuple):
 
 
 def launch(
-    rows: Any, weight: Any, scales: Scales, output: Output, groups: Groups, strides: Strides,
-    shape: ProjectionShape, form: Form,
-) -> None:  # fmt: skip
+    rows: Any,
+    weight: Any,
+    scales: ExpertScales,
+    output: ExpertOutput,
+    groups: Groups,
+    strides: GroupStrides,
+    shape: ProjectionShape,
+    form: GroupedForm,
+) -> None:
     """Launches a projection of `rows`, a tensor that is gathered or a descriptor of one that lies
     by block."""
     is_up = isinstance(rows, Tensor)
@@ -185,7 +191,7 @@ def _project_kernel(
     stages = OPEN(output.base.dtype.element_ty, weight, SHAPE)
     wait_for_inputs()
     launch_dependents()
-    work = Work(groups, strides, gl.load(groups.num_blocks) * SHAPE.tiles)
+    work = GroupedWork(groups, strides, gl.load(groups.num_blocks) * SHAPE.tiles)
     gl.warp_specialize(
         [
             (_consume, (CONSUME, stages, work, scales, output, 0, SHAPE)),

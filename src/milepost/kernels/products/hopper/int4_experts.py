@@ -26,8 +26,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from milepost.kernels.platform.gluon import load_box, thread_barrier
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.hopper.experts_parts import (
-    Boxes,
-    Form,
+    MixtureBoxes,
+    MixtureForm,
     MixtureShape,
     Residence,
     find_down,
@@ -36,13 +36,13 @@ from milepost.kernels.products.hopper.experts_parts import (
     share_down,
     wait_for,
 )
-from milepost.kernels.products.hopper.grouped_parts import Output, Scales
+from milepost.kernels.products.hopper.grouped_parts import ExpertOutput, ExpertScales
 from milepost.kernels.products.hopper.int4_experts_parts import (
     BLOCK_M,
     HALF,
     PRODUCTS,
     STEP,
-    Stages,
+    HalvedStages,
     load_scales,
     multiply,
     outputs_of,
@@ -68,7 +68,7 @@ def run(routed: RoutedRows) -> Tensor:
     assert isinstance(down, Int4), "experts have one form"
     given = gather(routed.values, None, routed.experts, routed.num_experts, BLOCK_M)
     active = routed.values.new_empty(len(given.rows), size)
-    boxes = Boxes(
+    boxes = MixtureBoxes(
         rows=_row_boxes(given.rows),
         row_scales=None,
         up=_weight_boxes(up),
@@ -89,8 +89,8 @@ def run(routed: RoutedRows) -> Tensor:
         up_group=up.group,
         down_group=down.group,
     )
-    scales = Scales(up.scales, up.zeros), Scales(down.scales, down.zeros)
-    return launch(routed, given, boxes, scales, Output(active), shape, _FORM, RESIDENCE)
+    scales = ExpertScales(up.scales, up.zeros), ExpertScales(down.scales, down.zeros)
+    return launch(routed, given, boxes, scales, ExpertOutput(active), shape, _FORM, RESIDENCE)
 
 
 def _row_boxes(rows: Tensor) -> TensorDescriptor:
@@ -119,7 +119,7 @@ def _open_stages(rows, row_scales, weight, SHAPE: gl.constexpr):
     for stage in gl.static_range(STAGES):
         mbarrier.init(loaded.index(stage), count=2)
         mbarrier.init(used.index(stage), count=1)
-    return Stages(inputs, weights, loaded, used)
+    return HalvedStages(inputs, weights, loaded, used)
 
 
 @gluon.jit
@@ -282,4 +282,4 @@ def _consume_down(stages, lists, scaled, output, begun, number, SHAPE: gl.conste
         place = next_place
 
 
-_FORM = Form(_open_stages, _load_up, _load_down, _consume)
+_FORM = MixtureForm(_open_stages, _load_up, _load_down, _consume)

@@ -63,7 +63,7 @@ _SCALED = gl.constexpr(
 """Layout of scales [N, blocks of a step], as products have them."""
 
 
-class Stages(NamedTuple):
+class HalvedStages(NamedTuple):
     """See `int4_experts`."""
 
     inputs: Any

@@ -23,12 +23,12 @@ from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.hopper import grouped_parts as parts
 from milepost.kernels.products.hopper.grouped_parts import (
-    Form,
-    Output,
+    ExpertOutput,
+    ExpertScales,
+    GroupedForm,
+    GroupedStages,
+    GroupStrides,
     ProjectionShape,
-    Scales,
-    Stages,
-    Strides,
     find_block,
     load_weights,
     open_bars,
@@ -79,22 +79,22 @@ def run_blocks(routed: RoutedRows, block_m: int) -> Tensor:
     parts.launch(
         routed.values,
         _boxes(up),
-        Scales(up.scales, up.zeros),
-        Output(active),
+        ExpertScales(up.scales, up.zeros),
+        ExpertOutput(active),
         groups,
-        Strides(),
+        GroupStrides(),
         ProjectionShape.of(up, routed.size, top_k=routed.experts.shape[1], group=up.group, **how),
-        Form(_open_gathered, _produce_gathered, _consume_up),
+        GroupedForm(_open_gathered, _produce_gathered, _consume_up),
     )
     parts.launch(
         TensorDescriptor.from_tensor(active, [_BOX, HALF], _ROWS_LAYOUT),
         _boxes(down),
-        Scales(down.scales, down.zeros),
-        Output(output, routing_weights=routed.routing_weights),
+        ExpertScales(down.scales, down.zeros),
+        ExpertOutput(output, routing_weights=routed.routing_weights),
         groups,
-        Strides(),
+        GroupStrides(),
         ProjectionShape.of(down, output.shape[-1], top_k=1, group=down.group, **how),
-        Form(_open, _produce, _consume_down),
+        GroupedForm(_open, _produce, _consume_down),
     )
     return output
 
@@ -122,7 +122,7 @@ def _open_stages(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr, LOADERS: gl.c
     inputs = gl.allocate_shared_memory(DTYPE, [2 * STAGES, BLOCK_M, _HALF], _ROWS)
     shape: gl.constexpr = [2 * STAGES, _BLOCK, _HALF // 2]
     weights = gl.allocate_shared_memory(weight.dtype, shape, weight.layout)
-    return Stages(inputs, weights, open_bars(STAGES, LOADERS))
+    return GroupedStages(inputs, weights, open_bars(STAGES, LOADERS))
 
 
 @gluon.jit
