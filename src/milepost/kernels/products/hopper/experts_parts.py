@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from milepost.kernels.platform.gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.products.hopper.grouped_parts import ExpertOutput, ExpertScales
-from milepost.kernels.products.portable.gathering import Gathered
+from milepost.kernels.products.portable.gathering import Gathered, GatheredLists
 from milepost.kernels.products.run_experts import RoutedRows
 
 
@@ -38,15 +38,6 @@ class MixtureBoxes(NamedTuple):
     active: Any
     active_scales: Any
     down: Any
-
-
-class GatheredLists(NamedTuple):
-    """`Gathered` as kernels take it."""
-
-    routed: Any
-    experts: Any
-    counters: Any
-    count: Any
 
 
 class MixtureShape(NamedTuple):

@@ -1,8 +1,8 @@
-"""Triton: rows of few tokens in blocks of those that an expert is chosen by, in one launch.
+"""Triton: rows of few tokens gathered in blocks that share an expert, in one launch.
 
-A program has one routed token and counts by itself who is before it: with a program for all of a
-token's, whose numbers pass between warps again and again, a launch for 16 tokens takes 5.4 us in
-place of 1.8. Of many routed tokens, counting is most of the work, and is shared by a few.
+A program has one routed token and counts by itself how many of its expert's are before it; a
+program for all of a token's experts would pass numbers between warps again and again. With many
+routed tokens counting is most of the work, and a program shares it between a few of them.
 
 Legend: T tokens, X experts, N experts of a token, P = T * N routed tokens, M rows of a block, B
 blocks, D scales of a row.
@@ -11,6 +11,7 @@ blocks, D scales of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,34 +22,43 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _MANY_ROUTED, _SHARING = 512, 4
-"""Beyond so many routed tokens (64 tokens, say, with nine experts) a program has so many of them:
-a step of 64 of the 35B takes 0.6 % less, one of 16 would take 0.4 % more."""
+"""Above this number of routed tokens (64 tokens with nine experts, say), how many of them a program
+has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """Blocks of an expert's rows, by expert, and in them by token. What no row fills is not
-    written: rows behind an expert's last, and all behind the last block."""
+    """Blocks of rows, ordered by expert and then by token. Rows after an expert's last one, and all
+    after the last block, are not written."""
 
     rows: Tensor
     """[B * M, I]"""
     scales: Tensor | None
-    """[D, B * M] float32, of rows that are rounded."""
+    """[D, B * M] float32, if rows are rounded."""
     routed: Tensor
-    """[B * M] int32: which routed token each row is; -1 behind an expert's last."""
+    """[B * M] int32: each row's routed token; -1 after an expert's last row."""
     experts: Tensor
-    """[B] int32: each block's."""
+    """[B] int32: each block's expert."""
     counters: Tensor
-    """[B] int32 zeros, for whoever needs some."""
+    """[B] int32 zeros, which the next kernel counts with."""
     count: Tensor
-    """[1] int32: how many blocks there are."""
+    """[1] int32: number of blocks."""
+
+
+class GatheredLists(NamedTuple):
+    """The integer lists of `Gathered` as kernels take them."""
+
+    routed: Any
+    experts: Any
+    counters: Any
+    count: Any
 
 
 def gather(
     rows: Tensor, scales: Tensor | None, experts: Tensor, num_experts: int, block_rows: int
 ) -> Gathered:
-    """Of `rows` [T or more, I] of 8 or 16 bits, with `scales` [D, T or more], by `experts` [T, N]
-    int32, in which no token has an expert twice. M is `block_rows`."""
+    """Gathers `rows` [T or more, I] of 8 or 16 bits, with `scales` [D, T or more], by `experts`
+    [T, N] int32, where no token has an expert twice. M is `block_rows`."""
     num_routed, num_chosen = experts.numel(), experts.shape[1]
     num_inputs = rows.shape[1]
     num_blocks = min(num_routed, num_experts + num_routed // block_rows)
@@ -65,10 +75,7 @@ def gather(
         experts,
         gathered.view(bits),
         gathered_scales,
-        routed,
-        owners,
-        counters,
-        count,
+        GatheredLists(routed, owners, counters, count),
         num_routed,
         rows.stride(0),
         0 if scales is None else scales.shape[1],
@@ -102,10 +109,7 @@ def _gather_kernel(
     experts,
     gathered,
     gathered_scales,
-    routed,
-    owners,
-    counters,
-    count,
+    lists,
     num_routed,
     pitch,
     stride,
@@ -119,9 +123,10 @@ def _gather_kernel(
     ROWS: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """EACH routed tokens, of the last program some again. No atomics: always the same.
+    """Places EACH routed tokens; the last program repeats some. Without atomics results are always
+    the same.
 
-    What this reads is complete once the next launch starts, which may read it at once."""
+    What this kernel reads is complete once the next launch starts, which may read it at once."""
     wait_for_inputs()
     launch_dependents()
     o_p = tl.arange(0, CHUNK)
@@ -135,15 +140,16 @@ def _gather_kernel(
         i_t = i_p // TOP_K
         expert = tl.load(experts + i_p)
         b_row = tl.load(rows + i_t * pitch + o_k, mask=o_k < INPUTS)
+        # Stands in for scales that rows may not have; it is stored only if they have some.
         b_scale = expert
         if SCALES > 0:
             o_d = tl.arange(0, triton.next_power_of_2(SCALES))
             b_scale = tl.load(scales + o_d * stride + i_t, mask=o_d < SCALES)
-        # The expert's tokens, and times 2^16 those before this one.
+        # The number of the expert's tokens, plus 2^16 times those before this one.
         b_weight = tl.where(o_p < i_t * TOP_K, 65537, 1)
         both = tl.sum(tl.where(b_x == expert, b_weight, 0))
         members += ((i_p, expert, b_row, b_scale, both),)
-    # Before the last expert's blocks are all others', so it needs no bin: half as many may do.
+    # All other experts' blocks stand before the last one's, so it needs no bin.
     is_other = b_x < EXPERTS - 1
     b_taken = (tl.histogram(b_x, BINS, mask=is_other) + ROWS - 1) // ROWS
     for i in tl.static_range(EACH):
@@ -154,13 +160,13 @@ def _gather_kernel(
         if SCALES > 0:
             o_d = tl.arange(0, triton.next_power_of_2(SCALES))
             tl.store(gathered_scales + o_d * num_rows + place, b_scale, mask=o_d < SCALES)
-        tl.store(routed + place, i_p)
+        tl.store(lists.routed + place, i_p)
         if rank % ROWS == 0:
-            tl.store(owners + place // ROWS, expert)
-            tl.store(counters + place // ROWS, 0)
+            tl.store(lists.experts + place // ROWS, expert)
+            tl.store(lists.counters + place // ROWS, 0)
         if rank == size - 1:
             o_m = 1 + tl.arange(0, ROWS)
-            tl.store(routed + place + o_m, -1, mask=place % ROWS + o_m < ROWS)
+            tl.store(lists.routed + place + o_m, -1, mask=place % ROWS + o_m < ROWS)
     if tl.program_id(0) == 0:
         num_last = num_routed - tl.sum(is_other.to(tl.int32))
-        tl.store(count, tl.sum(b_taken) + (num_last + ROWS - 1) // ROWS)
+        tl.store(lists.count, tl.sum(b_taken) + (num_last + ROWS - 1) // ROWS)
