@@ -6,12 +6,12 @@ first. Steps go through the GEMM's stages: one of its weights is read as 128 lin
 16 bits. They are the rows, then a unit's weights; up to 32 rows twice that, for the 64 inputs that
 follow. Rows are the left operand, with the lines behind them, whose results are dropped.
 
-`produced` are the GEMM's, then descriptors of the rows [T, I] and of the raw weights [R, I].
-
 Legend: T tokens, I inputs, R raw outputs.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -41,6 +41,37 @@ def parts_of(block_m):
     return 1 if block_m == _LINE else 2
 
 
+class SidedFeed(NamedTuple):
+    """A `ScaledFeed` with raw units after those of FP8 weights."""
+
+    hidden: Any
+    weight: Any
+    num_units: Any
+    inputs: Any
+    weights: Any
+    bars: Any
+    row_scales: Any
+    held: Any
+    raw_rows: Any
+    """Descriptor of the rows [T, I], as they were before they were rounded."""
+    raw_weight: Any
+    """Descriptor of the raw weights [R, I]."""
+
+
+class Consumed(NamedTuple):
+    """What the multiplying warps read and fill, on the device."""
+
+    scales: Any
+    output: Any
+    num_tokens: Any
+    stride: Any
+    num_units: Any
+    inputs: Any
+    held: Any
+    weights: Any
+    bars: Any
+
+
 def count_units(num_raw: int) -> int:
     """Returns the units of this many raw outputs."""
     return cdiv(num_raw, _WIDTH.value)
@@ -65,20 +96,20 @@ def _find_units(num_units, RAW: gl.constexpr):
 
 
 @gluon.jit
-def begin_beside(produced, INPUTS: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr):
+def begin_beside(feed, INPUTS: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr):
     """Have the first weights loaded, if the program has none of FP8; returns of how many steps."""
-    num_units = produced[2]
-    STEPS: gl.constexpr = INPUTS // (parts_of(produced[8].block_type.shape[0]) * _MMA_M)
+    num_units = feed.num_units
+    STEPS: gl.constexpr = INPUTS // (parts_of(feed.raw_rows.block_type.shape[0]) * _MMA_M)
     own, unit, end = _find_units(num_units, RAW)
     num_ahead = gl.where((own == 0) & (unit < end), min(STEPS, STAGES), 0)
     for step in range(num_ahead):
-        _fetch_weights(produced, unit - num_units, step, step)
+        _fetch_weights(feed, unit - num_units, step, step)
     return num_ahead
 
 
 @gluon.jit
 def produce_beside(
-    produced,
+    feed,
     num_ahead,
     INPUTS: gl.constexpr,
     FP8_STEPS: gl.constexpr,
@@ -87,8 +118,8 @@ def produce_beside(
 ):
     """Load the steps of the raw units, of which the weights of some are on their way, behind those
     of FP8 weights."""
-    num_units, bars = produced[2], produced[5]
-    STEPS: gl.constexpr = INPUTS // (parts_of(produced[8].block_type.shape[0]) * _MMA_M)
+    num_units, bars = feed.num_units, feed.bars
+    STEPS: gl.constexpr = INPUTS // (parts_of(feed.raw_rows.block_type.shape[0]) * _MMA_M)
     own, begin, end = _find_units(num_units, RAW)
     number = own * FP8_STEPS
     for unit in range(begin, end, gl.num_programs(0)):
@@ -96,19 +127,19 @@ def produce_beside(
             stage = number % STAGES
             if number >= num_ahead:
                 mbarrier.wait(bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
-                _fetch_weights(produced, unit - num_units, step, stage)
-            _fetch_rows(produced, step, stage)
+                _fetch_weights(feed, unit - num_units, step, stage)
+            _fetch_rows(feed, step, stage)
             number += 1
 
 
 @gluon.jit
-def _fetch_weights(produced, unit, step, stage):
+def _fetch_weights(feed, unit, step, stage):
     """Have a step's weights loaded; its barrier waits for the rows too."""
-    weights, bars, rows, weight = produced[4], produced[5], produced[8], produced[9]
+    rows, weight, bars = feed.raw_rows, feed.raw_weight, feed.bars
     ROWS: gl.constexpr = rows.block_type.shape[0]
     DEPTH: gl.constexpr = weight.block_type.shape[1]
     PARTS: gl.constexpr = parts_of(ROWS)
-    bar, place = bars.index(stage), _as_lines(weights.index(stage), weight.dtype)
+    bar, place = bars.index(stage), _as_lines(feed.weights.index(stage), weight.dtype)
     mbarrier.expect(bar, PARTS * (ROWS + _WIDTH) * DEPTH * 2)
     for part in gl.static_range(PARTS):
         at = [unit * _WIDTH, (step * PARTS + part) * DEPTH]
@@ -116,15 +147,15 @@ def _fetch_weights(produced, unit, step, stage):
 
 
 @gluon.jit
-def _fetch_rows(produced, step, stage):
-    weights, bars, rows = produced[4], produced[5], produced[8]
+def _fetch_rows(feed, step, stage):
+    rows = feed.raw_rows
     ROWS: gl.constexpr = rows.block_type.shape[0]
     DEPTH: gl.constexpr = rows.block_type.shape[1]
     PARTS: gl.constexpr = parts_of(ROWS)
-    place = _as_lines(weights.index(stage), rows.dtype)
+    place = _as_lines(feed.weights.index(stage), rows.dtype)
     for part in gl.static_range(PARTS):
         at = [0, (step * PARTS + part) * DEPTH]
-        load_box(rows, at, bars.index(stage), place.slice(part * _MMA_M, ROWS))
+        load_box(rows, at, feed.bars.index(stage), place.slice(part * _MMA_M, ROWS))
 
 
 @gluon.jit
@@ -138,8 +169,7 @@ def consume_beside(
     RAW: gl.constexpr,
 ):
     """Multiply half of the outputs of raw units; the program has used up steps of this `number`."""
-    output, num_tokens, stride, num_units = consumed[1:5]
-    inputs, weights, bars = consumed[5], consumed[7], consumed[8]
+    _, output, num_tokens, stride, num_units, inputs, _, weights, bars = consumed
     HALF: gl.constexpr = _WIDTH // 2
     PARTS: gl.constexpr = parts_of(inputs.type.shape[1])
     STEPS: gl.constexpr = INPUTS // (PARTS * _MMA_M)

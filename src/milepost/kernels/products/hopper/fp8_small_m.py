@@ -28,13 +28,15 @@ from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.platform.tiles import cdiv
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.beside import (
+    Consumed,
+    SidedFeed,
     begin_beside,
     consume_beside,
     count_units,
     describe,
     produce_beside,
 )
-from milepost.kernels.products.hopper.gemm_parts import open_stages, produce
+from milepost.kernels.products.hopper.raw_small_m import ScaledFeed, open_stages, produce
 from milepost.kernels.products.portable.rounding import round_lines
 from milepost.kernels.products.run_products import Multiplication
 from milepost.kernels.products.tiles import MMA_M, Fp8Tiles
@@ -72,7 +74,6 @@ def run(given: Multiplication, tiles: Fp8Tiles) -> Tensor:
         BLOCK_N=tiles.block_n,
         MMA_M=tiles.block_m if tiles.is_swapped else MMA_M,
         MMA_N=tiles.mma_n,
-        BLOCK=BLOCK,
         SPLIT_K=tiles.split_k,
         STAGES=tiles.num_stages,
         SWAPPED=tiles.is_swapped,
@@ -103,7 +104,6 @@ def _gemm_kernel(
     BLOCK_N: gl.constexpr,
     MMA_M: gl.constexpr,
     MMA_N: gl.constexpr,
-    BLOCK: gl.constexpr,
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
     SWAPPED: gl.constexpr,
@@ -111,9 +111,10 @@ def _gemm_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """Every so many units, each a tile of outputs and a share of the inputs; then those of RAW
+    """Multiplies units, each a tile of outputs and a share of the inputs, then those of RAW
     outputs."""
     TILES: gl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    BLOCK: gl.constexpr = rows.block_type.shape[1]
     STEPS: gl.constexpr = INPUTS // (SPLIT_K * BLOCK)
     inputs, weights, bars = open_stages(rows, weight, MMA_M, MMA_N, BLOCK, STAGES, 2)
     num_units = TILES * SPLIT_K
@@ -121,10 +122,14 @@ def _gemm_kernel(
     # TMA writes from whole lines of 128 bytes on.
     HELD: gl.constexpr = max(MMA_M, 32)
     held = gl.allocate_shared_memory(gl.float32, [STAGES, 1, HELD], row_scales.layout)
-    consumed = (scales, output, num_tokens, output_stride, num_units, inputs, held, weights, bars)
-    produced = (rows, weight, num_units, inputs, weights, bars, row_scales, held)
+    consumed = Consumed(
+        scales, output, num_tokens, output_stride, num_units, inputs, held, weights, bars
+    )
+    feed = ScaledFeed(rows, weight, num_units, inputs, weights, bars, row_scales, held)
     if RAW:
-        produced += (raw_rows, raw_weight)
+        feed = SidedFeed(
+            rows, weight, num_units, inputs, weights, bars, row_scales, held, raw_rows, raw_weight
+        )
     gl.warp_specialize(
         [
             (
@@ -135,7 +140,7 @@ def _gemm_kernel(
                 _consume,
                 (consumed, 1, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES, SWAPPED, RAW),
             ),
-            (_produce, (produced, INPUTS, BLOCK_N, TILES, STEPS, STAGES, RAW)),
+            (_produce, (feed, INPUTS, BLOCK_N, TILES, STEPS, STAGES, RAW)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -144,7 +149,7 @@ def _gemm_kernel(
 
 @gluon.jit
 def _produce(
-    produced,
+    feed,
     INPUTS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     TILES: gl.constexpr,
@@ -152,13 +157,13 @@ def _produce(
     STAGES: gl.constexpr,
     RAW: gl.constexpr,
 ):
-    """Load what there is of FP8 weights, then of raw ones."""
+    """Loads the FP8 weights, then the raw ones."""
     num_ahead = 0
     if RAW:
-        num_ahead = begin_beside(produced, INPUTS, STAGES, RAW)
-    produce(produced, BLOCK_N, TILES, STEPS, STAGES)
+        num_ahead = begin_beside(feed, INPUTS, STAGES, RAW)
+    produce(feed, BLOCK_N, TILES, STEPS, STAGES)
     if RAW:
-        produce_beside(produced, num_ahead, INPUTS, STEPS, STAGES, RAW)
+        produce_beside(feed, num_ahead, INPUTS, STEPS, STAGES, RAW)
 
 
 @gluon.jit
@@ -174,9 +179,8 @@ def _consume(
     SWAPPED: gl.constexpr,
     RAW: gl.constexpr,
 ):
-    """Multiply half of the outputs of what is loaded. They have one or two scales."""
-    scales, output, num_tokens, output_stride, num_units = consumed[:5]
-    inputs, held, weights, bars = consumed[5:]
+    """Multiplies half of the outputs of what is loaded. They have one or two scales."""
+    scales, output, num_tokens, output_stride, num_units, inputs, held, weights, bars = consumed
     MMA_M: gl.constexpr = inputs.type.shape[1]
     WIDTH: gl.constexpr = weights.type.shape[1] // 2
     BLOCK: gl.constexpr = inputs.type.shape[2]
@@ -238,8 +242,8 @@ def _store(
     BLOCK_N: gl.constexpr,
     ACROSS: gl.constexpr,
 ):
-    """A half of a unit's results to `output` [splits, tokens, OUTPUTS]: of outputs that are
-    `inside` its tile, and tokens ACROSS them."""
+    """Stores half of a unit's results to `output` [splits, tokens, OUTPUTS]: outputs `inside` its
+    tile, and tokens ACROSS them."""
     split, first = place
     TOKENS: gl.constexpr = gl.SliceLayout(1 - ACROSS, values.type.layout)
     row = gl.expand_dims(gl.arange(0, values.shape[ACROSS], layout=TOKENS), 1 - ACROSS)

@@ -1,16 +1,15 @@
-"""GEMMs of few rows on Hopper, in Gluon: Triton's language for programs that place data
-themselves.
+"""GEMMs of few rows with raw weights on Hopper, in Gluon, and what FP8's share with them.
 
-The weights do not depend on what runs before. So TMA begins to fetch them while the
-kernel is under way whose output is multiplied, which is when memory would be idle. One warp has
-steps brought to shared memory, others multiply; they do not pause between one tile and the next.
-
-`hopper_tiles` says which GEMMs these are and how wide their tiles.
+The weights do not depend on the kernels before, so TMA begins to fetch them while those still run,
+when memory would be idle. One warp has TMA load the steps of the weights and of the inputs to
+stages in shared memory, the others multiply; they do not pause between one tile and the next.
 
 Legend: T tokens, I inputs, O outputs, S split-K partials.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -23,16 +22,46 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import launch_dependents
+from milepost.kernels.platform.gluon import launch_dependents, load_box, wait_for_inputs
 from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.products.forms.matrix import Raw
-from milepost.kernels.products.hopper.gemm_parts import open_stages, produce, store_tile
 from milepost.kernels.products.run_products import Multiplication
 from milepost.kernels.products.tiles import RAW_BLOCK_K as BLOCK_K
 from milepost.kernels.products.tiles import RawTiles
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _PRODUCER_REGISTERS = 24
+
+
+class Feed(NamedTuple):
+    """What the loading warp reads and fills, on the device."""
+
+    hidden: Any
+    """Descriptor of the rows."""
+    weight: Any
+    """Descriptor of the weight."""
+    num_units: Any
+    inputs: Any
+    """[STAGES, BLOCK_M, BLOCK_K] in shared memory."""
+    weights: Any
+    """[STAGES, MMA_M, BLOCK_K] in shared memory."""
+    bars: Any
+    """Barriers of stages that are loaded, then of those that are used up."""
+
+
+class ScaledFeed(NamedTuple):
+    """A `Feed` whose rows have scales."""
+
+    hidden: Any
+    weight: Any
+    num_units: Any
+    inputs: Any
+    weights: Any
+    bars: Any
+    row_scales: Any
+    """Descriptor of the rows' scales."""
+    held: Any
+    """[STAGES, 1, BLOCK_M] in shared memory."""
 
 
 def run(given: Multiplication, tiles: RawTiles) -> Tensor:
@@ -66,7 +95,7 @@ def run(given: Multiplication, tiles: RawTiles) -> Tensor:
 
 
 def _registers(tiles: RawTiles) -> int:
-    """Of a thread on average: few, so that what runs before and behind finds room beside it."""
+    """Returns a thread's registers: few, so that the kernels before and after find room."""
     held = tiles.block_m * tiles.mma_m // (32 * tiles.num_warps)
     return 48 if held <= 16 else 64 if held <= 32 else 96
 
@@ -89,7 +118,7 @@ def _gemm_kernel(
     LAUNCH_DEPENDENTS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """Every so many units, each a tile of outputs and a share of the inputs."""
+    """Multiplies units, each a tile of outputs and a share of the inputs."""
     TILES: gl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = INPUTS // (SPLIT_K * BLOCK_K)
     inputs, weights, bars = open_stages(hidden, weight, BLOCK_M, MMA_M, BLOCK_K, STAGES)
@@ -97,11 +126,11 @@ def _gemm_kernel(
     if LAUNCH_DEPENDENTS:
         launch_dependents()
     consumed = (output, num_tokens, num_units, inputs, weights, bars)
-    produced = (hidden, weight, num_units, inputs, weights, bars)
+    feed = Feed(hidden, weight, num_units, inputs, weights, bars)
     gl.warp_specialize(
         [
             (_consume, (consumed, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES)),
-            (produce, (produced, BLOCK_N, TILES, STEPS, STAGES)),
+            (produce, (feed, BLOCK_N, TILES, STEPS, STAGES)),
         ],
         [1],
         [PRODUCER_REGISTERS],
@@ -118,8 +147,8 @@ def _consume(
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Multiply what is loaded. The weights are the left operand: they fill the tensor cores' tall
-    side. A step is used up once the multiplications of the next are under way."""
+    """Multiplies what is loaded. The weights are the left operand: they fill the tensor cores' tall
+    side. A step is used up once the multiplications of the next have begun."""
     output, num_tokens, num_units, inputs, weights, bars = consumed
     BLOCK_M: gl.constexpr = inputs.type.shape[1]
     MMA_M: gl.constexpr = weights.type.shape[1]
@@ -138,15 +167,121 @@ def _consume(
             result = warpgroup_mma(weights.index(stage), right, result, is_async=True)
             result = warpgroup_mma_wait(1, [result])
             if step > 0:
-                _give_back(bars, number - 1, STAGES)
+                _release(bars, number - 1, STAGES)
             number += 1
         result = warpgroup_mma_wait(0, [result])
-        _give_back(bars, number - 1, STAGES)
+        _release(bars, number - 1, STAGES)
         values = gl.convert_layout(result.to(output.dtype.element_ty), STORED)
         store_tile(output, values, unit, num_tokens, OUTPUTS, BLOCK_N, TILES, STORED)
 
 
 @gluon.jit
-def _give_back(bars, number, STAGES: gl.constexpr):
-    """The stage of this step may be loaded again."""
+def _release(bars, number, STAGES: gl.constexpr):
+    """Lets the stage of this step be loaded again."""
     mbarrier.arrive(bars.index(STAGES + number % STAGES), count=1)
+
+
+@gluon.jit
+def open_stages(
+    hidden,
+    weight,
+    BLOCK_M: gl.constexpr,
+    MMA_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr = 1,
+):
+    """Allocates the stages and their barriers."""
+    dtype: gl.constexpr = weight.dtype
+    inputs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], hidden.layout)
+    weights = gl.allocate_shared_memory(dtype, [STAGES, MMA_M, BLOCK_K], weight.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(STAGES):
+        mbarrier.init(bars.index(bar), count=1)
+        mbarrier.init(bars.index(STAGES + bar), count=CONSUMERS)
+    return inputs, weights, bars
+
+
+@gluon.jit
+def produce(
+    feed,
+    BLOCK_N: gl.constexpr,
+    TILES: gl.constexpr,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Loads every step as soon as there is room: first the weights of those that fit, then, once
+    there are any, their inputs."""
+    num_units, bars = feed.num_units, feed.bars
+    first, stride = gl.program_id(0), gl.num_programs(0)
+    num_steps = STEPS * ((num_units - first + stride - 1) // stride)
+    num_ahead = gl.minimum(num_steps, STAGES)
+    for number in range(num_ahead):
+        tile, step = _locate(number, first, stride, TILES, STEPS)
+        _fetch_weights(feed, tile, step, number, BLOCK_N)
+    wait_for_inputs()
+    for number in range(num_ahead):
+        _, step = _locate(number, first, stride, TILES, STEPS)
+        _fetch_inputs(feed, step, number)
+    for number in range(STAGES, num_steps):
+        tile, step = _locate(number, first, stride, TILES, STEPS)
+        stage = number % STAGES
+        mbarrier.wait(bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
+        _fetch_weights(feed, tile, step, stage, BLOCK_N)
+        _fetch_inputs(feed, step, stage)
+
+
+@gluon.jit
+def _locate(number, first, stride, TILES: gl.constexpr, STEPS: gl.constexpr):
+    """Returns the tile of outputs, and the step along the inputs, of a program's load."""
+    unit = first + number // STEPS * stride
+    return unit % TILES, unit // TILES * STEPS + number % STEPS
+
+
+@gluon.jit
+def _fetch_weights(feed, tile, step, stage, BLOCK_N: gl.constexpr):
+    """Starts to load a step's weights; its barrier waits for the inputs too."""
+    hidden, weight, weights = feed.hidden, feed.weight, feed.weights
+    ROWS: gl.constexpr = hidden.block_type.shape[0]
+    BLOCK_K: gl.constexpr = weights.type.shape[2]
+    BOX: gl.constexpr = weight.block_type.shape[0]
+    bar = feed.bars.index(stage)
+    BYTES: gl.constexpr = weights.dtype.primitive_bitwidth // 8
+    SCALES: gl.constexpr = 4 * ROWS if len(feed) > 6 else 0
+    mbarrier.expect(bar, (BLOCK_N + ROWS) * BLOCK_K * BYTES + SCALES)
+    place = weights.index(stage)
+    for first in gl.static_range(0, BLOCK_N, BOX):
+        at = [tile * BLOCK_N + first, step * BLOCK_K]
+        load_box(weight, at, bar, place.slice(first, BOX))
+
+
+@gluon.jit
+def _fetch_inputs(feed, step, stage):
+    hidden, inputs, bars = feed.hidden, feed.inputs, feed.bars
+    BLOCK_K: gl.constexpr = inputs.type.shape[2]
+    ROWS: gl.constexpr = hidden.block_type.shape[0]
+    place = inputs.index(stage).slice(0, ROWS)
+    load_box(hidden, [0, step * BLOCK_K], bars.index(stage), place)
+    if len(feed) > 6:
+        load_box(feed.row_scales, [step, 0], bars.index(stage), feed.held.index(stage))
+
+
+@gluon.jit
+def store_tile(
+    output,
+    values,
+    unit,
+    num_tokens,
+    OUTPUTS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    TILES: gl.constexpr,
+    STORED: gl.constexpr,
+):
+    """Stores a unit's results [MMA_M, BLOCK_M], the first BLOCK_N of which are its outputs, to
+    `output` [splits, tokens, OUTPUTS]."""
+    inside = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, STORED))[:, None]
+    column = unit % TILES * BLOCK_N + inside
+    row = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, STORED))[None, :]
+    target = output + (unit // TILES * num_tokens + row) * OUTPUTS + column
+    is_column = (inside < BLOCK_N) & (column < OUTPUTS)
+    gl.store(target, values, mask=is_column & (row < num_tokens))
