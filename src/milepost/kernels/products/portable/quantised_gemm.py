@@ -5,6 +5,8 @@ Legend: I inputs, O outputs, S splits along I, R rows.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,6 +27,16 @@ from milepost.kernels.products.run_products import Multiplication
 from milepost.kernels.products.tiles import FEW, SplitTiles
 
 
+class QuantisedTensors(NamedTuple):
+    """The tensors of a quantised weight, on the device; what its form does not have is None."""
+
+    numbers: Any
+    scales: Any
+    zeros: Any
+    """Zero points, or factors of e2m1 rows."""
+    input_scale: Any
+
+
 def run(given: Multiplication, cut: SplitTiles) -> Tensor:
     """Multiplies any number of rows by quantised weights. Few FP8 rows are rounded on the way."""
     weight, chip, tiles, split_k = given.weight, given.chip, cut.tiles, cut.split_k
@@ -40,8 +52,7 @@ def run(given: Multiplication, cut: SplitTiles) -> Tensor:
     _gemm_kernel[grid](
         readable(rows, chip),
         row_scales,
-        *operands(weight, chip),
-        input_scales(weight),
+        QuantisedTensors(*operands(weight, chip), input_scales(weight)),
         given.bias,
         output,
         len(rows),
@@ -67,9 +78,6 @@ def _gemm_kernel(
     rows,
     row_scales,
     weight,
-    scales,
-    zeros,
-    input_scale,
     bias,
     output,
     num_rows,
@@ -99,11 +107,13 @@ def _gemm_kernel(
     # Rows beyond the last read row 0 and outputs beyond the last wrap: neither is stored.
     row, column = tl.where(is_row, o_m, 0).to(tl.int64), o_n % OUTPUTS
     p_x = rows + row[:, None] * stride + o_x[None, :]
-    p_w = weight + column.to(tl.int64)[:, None] * pitch(INPUTS, GROUP) + o_w[None, :]
-    p_scale = scales + column // SCALE_ROWS * DEPTHS
-    p_zero = None if zeros is None else zeros + column * (DEPTHS if GROUP > 0 else 1)
+    p_w = weight.numbers + column.to(tl.int64)[:, None] * pitch(INPUTS, GROUP) + o_w[None, :]
+    p_scale = weight.scales + column // SCALE_ROWS * DEPTHS
+    p_zero = None
+    if weight.zeros is not None:
+        p_zero = weight.zeros + column * (DEPTHS if GROUP > 0 else 1)
     p_row_scale = None if row_scales is None else row_scales + row
-    static_scale = None if input_scale is None else tl.load(input_scale)
+    static_scale = None if weight.input_scale is None else tl.load(weight.input_scale)
     wait_for_inputs()
     acc = multiply(
         p_x, p_w, p_scale, p_zero, p_row_scale, static_scale, scales_stride,
