@@ -28,8 +28,8 @@ _COLUMNS = 1024
 _WEIGHTS = 8192
 """Weights that a program of `add_norm_and_multiply` reads."""
 _MANY = 512
-"""Beyond so many rows memory is the limit, and a thread asks for 16 bytes at a time (8,192 rows of
-4,096 take 59 us, 82 by eight). Few rows are done sooner by more threads, and so are many parts."""
+"""Above this many rows, memory is the limit, and a thread asks for 16 bytes at a time. Fewer rows,
+or many parts, are done sooner by more threads."""
 
 
 def add_norm(
@@ -137,7 +137,7 @@ def sum_and_norm(
     MULTIPLIER: tl.constexpr,
     element: tl.constexpr,
 ):
-    """A row with its delta added, and its norm, both as they are stored."""
+    """Returns a row with its delta added, and its norm, both as they are stored."""
     b_x = tl.load(p_hidden + o_h, mask=is_h, other=0.0)
     if PARTS:
         b_delta = tl.zeros(o_h.shape, tl.float32)

@@ -21,13 +21,13 @@ from typing import Any, Generic, Protocol, TypeVar
 from milepost.kernels.platform.device import Chip, why_no_gluon
 
 HOPPER = "sm_90"
-"""What a kernel needs that uses Hopper's own instructions."""
+"""Value of `needs` for kernels that use Hopper's own instructions."""
 _MOST_REMEMBERED = 1 << 14
 """Choices that are kept."""
 
 
 class Problem(Hashable, Protocol):
-    """What is multiplied, as far as it decides which kernel runs."""
+    """A multiplication, as far as it decides which kernel runs."""
 
     @property
     def form(self) -> type[Any]:
@@ -55,7 +55,7 @@ class RowRange:
     above: int = 0
     most: int | None = None
     unit: str = ""
-    """What rows are counted by, such as "an expert"; empty for all rows of a product."""
+    """Unit of the counts, such as "an expert"; empty for all rows of a product."""
 
     def have(self, count: float) -> bool:
         return count > self.above and (self.most is None or count <= self.most)
@@ -88,7 +88,7 @@ class Kernel(Generic[P]):
     forms: tuple[type[Any], ...]
     rows: RowRange = field(default_factory=RowRange)
     needs: str = ""
-    """What the chip must have: Hopper's own instructions, something that `refuses` asks for, or
+    """Requirement on the chip: Hopper's own instructions, something that `refuses` asks for, or
     nothing."""
     epilogues: tuple[Any, ...] = ()
     takes_bias: bool = True

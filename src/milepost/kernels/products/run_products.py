@@ -52,7 +52,7 @@ class Multiplication(NamedTuple):
 
     @property
     def product(self) -> Product:
-        """What the table decides by."""
+        """The product as the table sees it."""
         epilogue, weight, values = self.epilogue, self.weight, self.rows.values
         raw = weight if isinstance(weight, Raw) else self.beside
         if not isinstance(weight, Raw) and self.into is None and epilogue is Epilogue.NONE:

@@ -1,4 +1,4 @@
-"""Which kernel multiplies rows with a weight: `PRODUCTS` is the table.
+"""The table of dense kernels, `PRODUCTS`, says which of them multiplies rows with a weight.
 
 Legend: R rows, I inputs, O outputs.
 """
@@ -30,7 +30,7 @@ _NORMED_INPUTS, _NORMED_OUTPUTS = 4096, 512
 
 
 class Product(NamedTuple):
-    """What decides which kernel multiplies rows with a weight."""
+    """A product of rows with a weight, as far as it decides which kernel runs."""
 
     weight: Matrix
     num_rows: int

@@ -183,7 +183,7 @@ def cut_raw_hopper(product: Product, chip: Chip) -> RawTiles | None:
 
 
 def _spread(num_outputs: int, num_sms: int, widest: int) -> int:
-    """Returns the outputs of a tile of which all SMs get as many."""
+    """Returns the width of tiles that gives all SMs the same number of them."""
     rounds = cdiv(num_outputs, num_sms * widest)
     return cdiv(cdiv(num_outputs, num_sms * rounds), _NARROWEST) * _NARROWEST
 
@@ -223,8 +223,8 @@ def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
 MMA_M = 64
 """Tokens of the left operand; the GEMM's come first."""
 _FP8_ROWS, _INT4_ROWS = (16, 32, 64), (8, 16, 32)
-"""With 64 rows of int4, each warp reads so much of them from shared memory that the portable kernel
-is faster."""
+"""Numbers of rows that tiles are made for. 64 rows of int4 are left to the portable kernel: each
+warp would read too much of them from shared memory."""
 _WIDE_N, _SOME_N, _FEW_N = 128, 64, 32
 """Outputs of a program, by how many the product has: fewer programs would leave SMs idle."""
 _PROGRAMS = 2
@@ -235,7 +235,7 @@ _LEAST_SHARE = 4 * BLOCK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Tiles:
-    """`block_m` tokens, of which those past the last are dropped, and `block_n` outputs."""
+    """`block_m` tokens, where those past the last are dropped, and `block_n` outputs."""
 
     block_m: int
     block_n: int
@@ -275,8 +275,8 @@ def cut_fp8_hopper(product: Product, chip: Chip) -> Fp8Tiles | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int4Tiles:
-    """`block_m` tokens, of which those past the last are dropped. Two programs or more have room in
-    an SM's shared memory."""
+    """`block_m` tokens, where those past the last are dropped. Two programs or more have room in an
+    SM's shared memory."""
 
     block_m: int
     split_k: int

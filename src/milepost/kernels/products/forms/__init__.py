@@ -1,2 +1,2 @@
-"""The forms that a weight may have: `matrix` has raw ones and what tables ask of any, `quantised`
-FP8 and four bits."""
+"""Forms that a weight may have: `matrix` has raw ones and the description that tables use,
+`quantised` FP8 and four bits."""

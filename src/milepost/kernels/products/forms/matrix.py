@@ -1,7 +1,7 @@
-"""The forms that a weight may have (raw ones here, `Fp8`, `Int4` and `Fp4` in `quantised.forms`),
-and what may become of a product.
+"""Raw weights, `Matrix`, by which the tables choose a kernel for a weight of any form, and
+`Epilogue`.
 
-Legend: O outputs, I inputs; any leading dimensions (experts).
+Legend: O outputs, I inputs, R raw outputs, T tokens, H heads; any leading dimensions (experts).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Packed:
     """Raw weights as oneDNN arranges them for small batches on a CPU."""
 
     values: Tensor
-    """What `pack` returns."""
+    """Arranged as oneDNN likes."""
     num_outputs: int
     num_inputs: int
 
@@ -50,8 +50,8 @@ class Packed:
 
 
 def pack(raw: Raw) -> Packed | None:
-    """Of float32 on a CPU whose torch has oneDNN; None of any other. With 16 rows a GEMM costs 0.5
-    to 0.9 of what it did."""
+    """Returns packed weights, if they are float32 on a CPU whose torch has oneDNN; None otherwise.
+    A GEMM of 16 rows then costs 0.5 to 0.9 of its time."""
     values = raw.values
     if values.device.type != "cpu" or values.dtype != torch.float32:
         return None
@@ -66,7 +66,7 @@ Form = RawForm | Fp8 | Int4 | Fp4
 
 
 class Epilogue(Enum):
-    """What becomes of a product's outputs, and what else its launch computes."""
+    """Outcome of a product's outputs, and anything else that its launch computes."""
 
     NONE = "none"
     GATED = "gated"
@@ -88,7 +88,7 @@ class Epilogue(Enum):
 
 
 class Matrix(NamedTuple):
-    """What decides which kernel multiplies with a weight, without its values."""
+    """A weight without its values, as far as it decides which kernel multiplies by it."""
 
     form: type[Any]
     num_outputs: int
@@ -97,7 +97,7 @@ class Matrix(NamedTuple):
     depth: int = 0
     """Outputs and inputs that share a scale, in FP8."""
     group: int = 0
-    """Inputs that share one, of four bits."""
+    """Inputs that share a scale, in four bits."""
     has_input_scale: bool = False
     """The checkpoint sets the scale of all activations."""
 
@@ -113,12 +113,12 @@ class Matrix(NamedTuple):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether it is FP8 with a scale for whole blocks, as its rows have."""
+        """Whether it is FP8 with a scale for each whole block, as its rows have."""
         return self.rows == self.depth == BLOCK and not self.has_input_scale
 
     @property
     def has_whole_groups(self) -> bool:
-        """Whether scales are of whole blocks of inputs, and rows' are their own."""
+        """Whether scales belong to whole blocks of inputs, and rows have scales of their own."""
         if self.form is Fp8:
             return self.depth == BLOCK and not self.has_input_scale
         return self.form is not Int4 or self.group % BLOCK == 0

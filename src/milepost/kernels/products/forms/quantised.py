@@ -52,7 +52,7 @@ class Fp8:
         return self.values.shape[-2]
 
     def of(self, expert: int) -> Fp8:
-        """One of a stack."""
+        """Returns one of a stack."""
         return Fp8(
             values=self.values[expert],
             scales=self.scales[expert],
@@ -62,14 +62,15 @@ class Fp8:
         )
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """The weights [..., O, I]."""
+        """Returns the weights [..., O, I]."""
         num_outputs, num_inputs = self.values.shape[-2:]
         scales = self.scales.repeat_interleave(self.rows, -2)[..., :num_outputs, :]
         scales = scales.repeat_interleave(self.depth, -1)[..., :num_inputs]
         return (self.values.to(torch.float32) * scales).to(dtype)
 
     def round_inputs(self, hidden: Tensor) -> Tensor:
-        """`hidden` [T, I] as it is multiplied: rounded, in its own type's precision or float32."""
+        """Returns `hidden` [T, I] as it is multiplied: rounded, in its own type's precision or
+        float32."""
         values, scales = quantise_rows(hidden, self.depth, self.input_scale)
         scales = scales.repeat_interleave(self.depth, -1)[:, : hidden.shape[-1]]
         return values.to(torch.float32) * scales
@@ -105,7 +106,7 @@ class Int4:
         return self.packed.shape[-2]
 
     def of(self, expert: int) -> Int4:
-        """One of a stack."""
+        """Returns one of a stack."""
         return Int4(
             packed=self.packed[expert],
             scales=self.scales[expert],
@@ -114,14 +115,14 @@ class Int4:
         )
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """The weights [..., O, I]."""
+        """Returns the weights [..., O, I]."""
         q = unpack(self.packed, self.lane)
         zeros = self.zeros.repeat_interleave(self.group, -1)
         scales = self.scales.to(torch.float32).repeat_interleave(self.group, -1)
         return ((q.to(torch.float32) - zeros) * scales).to(dtype)
 
     def round_inputs(self, hidden: Tensor) -> Tensor:
-        """They are multiplied as they are."""
+        """Returns the rows unchanged."""
         return hidden
 
 
@@ -148,7 +149,7 @@ class Fp4:
         return self.packed.shape[-2]
 
     def of(self, expert: int) -> Fp4:
-        """One of a stack."""
+        """Returns one of a stack."""
         return Fp4(
             packed=self.packed[expert],
             scales=self.scales[expert],
@@ -158,14 +159,14 @@ class Fp4:
         )
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """The weights [..., O, I]."""
+        """Returns the weights [..., O, I]."""
         numbers = widen_e2m1(unpack(self.packed, FP4_LANE))
         scales = self.scales.to(torch.float32).repeat_interleave(self.group, -1)
         weights = numbers * scales * self.factors[..., None]
         return weights[..., : self.num_inputs].to(dtype)
 
     def round_inputs(self, hidden: Tensor) -> Tensor:
-        """They are multiplied as they are."""
+        """Returns the rows unchanged."""
         return hidden
 
 
@@ -177,27 +178,28 @@ FP4_LANE = 64
 
 
 def widen_e2m1(q: Tensor) -> Tensor:
-    """What four bits in uint8 stand for, a sign, two bits of exponent and one of mantissa: 0, 0.5,
-    1, 1.5, 2, 3, 4 and 6, in float32. Without a table, which a recorded step could not bring to a
-    device."""
+    """Returns the floats that four bits in uint8 stand for, a sign, two bits of exponent and one of
+    mantissa: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, in float32. Uses no table, since a recorded step could
+    not bring one to a device."""
     size = q & 7
     quarters = torch.where(size < 2, size * 2, (2 + (size & 1)) << (size >> 1))
     return torch.where(q < 8, 0.25, -0.25) * quarters
 
 
 def lane_of(group: int) -> int:
-    """Inputs of one piece of a packed row (see `Int4`): a group, or a whole share of one."""
+    """Returns the inputs of one piece of a packed row (see `Int4`): a group, or a whole share of
+    one."""
     return min(group, 64)
 
 
 def pack(q: Tensor, lane: int) -> Tensor:
-    """Four-bit numbers [..., I] uint8 as `Int4.packed`; I is a multiple of 2 * lane."""
+    """Packs four-bit numbers [..., I] uint8 as in `Int4.packed`; I is a multiple of 2 * lane."""
     pieces = q.unflatten(-1, (-1, 2, lane))
     return (pieces[..., 0, :] | pieces[..., 1, :] << 4).flatten(-2)
 
 
 def unpack(packed: Tensor, lane: int) -> Tensor:
-    """Inverse of `pack`."""
+    """Inverts `pack`."""
     pieces = packed.unflatten(-1, (-1, lane))
     return torch.stack((pieces & 15, pieces >> 4), -2).flatten(-3)
 
@@ -205,8 +207,8 @@ def unpack(packed: Tensor, lane: int) -> Tensor:
 def quantise_rows(
     hidden: Tensor, depth: int, input_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Round activations [T, I]: values [T, I] float8_e4m3fn, float32 scales [T, ceil(I / depth)]
-    that are made for each `depth` inputs of a row, or are all `input_scale` []."""
+    """Rounds activations [T, I]: values [T, I] float8_e4m3fn and float32 scales [T, ceil(I /
+    depth)], which are made for each `depth` inputs of a row, or are all `input_scale` []."""
     num_inputs = hidden.shape[-1]
     count = -(-num_inputs // depth)
     rows = hidden.to(torch.float32)
@@ -221,7 +223,8 @@ def quantise_rows(
 
 
 def quantise_fp8(weights: Tensor, rows: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """`values` and `scales` of an `Fp8` with a depth of BLOCK, for raw weights [O, I]."""
+    """Returns the `values` and `scales` of an `Fp8` with a depth of BLOCK, for raw weights [O,
+    I]."""
     num_outputs, num_inputs = weights.shape
     down, across = -(-num_outputs // rows), -(-num_inputs // BLOCK)
     pads = (0, across * BLOCK - num_inputs, 0, down * rows - num_outputs)
@@ -233,8 +236,8 @@ def quantise_fp8(weights: Tensor, rows: int = BLOCK) -> tuple[Tensor, Tensor]:
 
 
 def multiply(hidden: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
-    """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O], with sums in the
-    type that sums are kept in."""
+    """Multiplies `hidden` [T, I] by the transposed `weight` [O, I] and adds `bias` [O]: [T, O],
+    with sums in the type that sums are kept in."""
     dtype = accumulation_dtype(hidden.dtype)
     product = weight.round_inputs(hidden).to(dtype) @ weight.dequantise(dtype).T
     if bias is not None:

@@ -1,10 +1,11 @@
-"""A small raw product beside the tiles of Hopper's FP8 GEMM of few rows, in Gluon: the rows, as
-they were before they were rounded, times raw weights, as gates have them.
+"""A small raw product beside the tiles of Hopper's FP8 GEMM of few rows, in Gluon: the rows, before
+rounding, times raw weights, such as gates have.
 
-Its units come behind those of the FP8 weights, so SMs that have a tile less than others get them
-first. Steps go through the GEMM's stages: one of its weights is read as 128 lines of 64 numbers of
-16 bits. They are the rows, then a unit's weights; up to 32 rows twice that, for the 64 inputs that
-follow. Rows are the left operand, with the lines behind them, whose results are dropped.
+Its units come after those of the FP8 weights, so SMs with one tile fewer than others get them
+first. Steps go through the GEMM's stages: one stage of its weights is read as 128 lines of 64
+numbers of 16 bits. They are the rows, then a unit's weights; up to 32 rows, twice that, for the
+next 64 inputs. Rows are the left operand, together with the lines after them, whose results are
+dropped.
 
 Legend: T tokens, I inputs, R raw outputs.
 """
@@ -37,7 +38,7 @@ _LINES = gl.constexpr(_LAYOUT)
 
 @gluon.constexpr_function
 def parts_of(block_m):
-    """Lines of a row in a step, where `block_m` rows are loaded: a stage has 128 lines."""
+    """Returns the lines of a row in a step, if `block_m` rows are loaded: a stage has 128 lines."""
     return 1 if block_m == _LINE else 2
 
 
@@ -59,7 +60,7 @@ class SidedFeed(NamedTuple):
 
 
 class Consumed(NamedTuple):
-    """What the multiplying warps read and fill, on the device."""
+    """Tensors, stages and barriers of the multiplying warps, on the device."""
 
     scales: Any
     output: Any
@@ -89,7 +90,8 @@ def describe(
 
 @gluon.jit
 def _find_units(num_units, RAW: gl.constexpr):
-    """How many units of FP8 weights this program has, its first raw one, and where those end."""
+    """Returns how many units of FP8 weights this program has, its first raw unit, and the end of
+    the raw units."""
     first, stride = gl.program_id(0), gl.num_programs(0)
     own = (num_units - first + stride - 1) // stride
     return own, first + own * stride, num_units + (RAW + _WIDTH - 1) // _WIDTH
@@ -97,7 +99,8 @@ def _find_units(num_units, RAW: gl.constexpr):
 
 @gluon.jit
 def begin_beside(feed, INPUTS: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr):
-    """Have the first weights loaded, if the program has none of FP8; returns of how many steps."""
+    """Starts to load the first raw weights if the program has none of FP8; returns for how many
+    steps."""
     num_units = feed.num_units
     STEPS: gl.constexpr = INPUTS // (parts_of(feed.raw_rows.block_type.shape[0]) * _MMA_M)
     own, unit, end = _find_units(num_units, RAW)
@@ -116,8 +119,8 @@ def produce_beside(
     STAGES: gl.constexpr,
     RAW: gl.constexpr,
 ):
-    """Load the steps of the raw units, of which the weights of some are on their way, behind those
-    of FP8 weights."""
+    """Loads the steps of the raw units after those of FP8 weights; the first `num_ahead` steps of
+    weights are already on their way."""
     num_units, bars = feed.num_units, feed.bars
     STEPS: gl.constexpr = INPUTS // (parts_of(feed.raw_rows.block_type.shape[0]) * _MMA_M)
     own, begin, end = _find_units(num_units, RAW)
@@ -134,7 +137,7 @@ def produce_beside(
 
 @gluon.jit
 def _fetch_weights(feed, unit, step, stage):
-    """Have a step's weights loaded; its barrier waits for the rows too."""
+    """Starts to load a step's weights; its barrier waits for the rows too."""
     rows, weight, bars = feed.raw_rows, feed.raw_weight, feed.bars
     ROWS: gl.constexpr = rows.block_type.shape[0]
     DEPTH: gl.constexpr = weight.block_type.shape[1]
@@ -168,7 +171,7 @@ def consume_beside(
     STAGES: gl.constexpr,
     RAW: gl.constexpr,
 ):
-    """Multiply half of the outputs of raw units; the program has used up steps of this `number`."""
+    """Multiplies half of the outputs of raw units; the program has used up `number` steps."""
     _, output, num_tokens, stride, num_units, inputs, _, weights, bars = consumed
     HALF: gl.constexpr = _WIDTH // 2
     PARTS: gl.constexpr = parts_of(inputs.type.shape[1])
@@ -198,5 +201,5 @@ def consume_beside(
 
 @gluon.jit
 def _as_lines(stage, dtype: gl.constexpr):
-    """A stage of FP8 weights as twice 64 lines of 64 numbers."""
+    """Returns a stage of FP8 weights as twice 64 lines of 64 numbers."""
     return stage._reinterpret(dtype, [2 * _MMA_M, _MMA_M], _LINES)

@@ -1,5 +1,5 @@
-"""Products of quantised weights and one row on Hopper, in Gluon: reading the weights is what they
-cost (see `row_gluon`). The row is a step's only one, or that of each routed token of a few.
+"""Products of one row with quantised weights on Hopper, in Gluon (see `gemv_parts`): reading the
+weights is what costs. The row is a step's only one, or that of each routed token of a few.
 
 Legend: T tokens, I inputs, O outputs, X experts, N experts of a token, P = T * N routed tokens, S
 units of an expert, B blocks of a part.
@@ -36,20 +36,20 @@ from milepost.kernels.products.portable.gemm_step import constants, operands
 from milepost.kernels.products.run_products import Multiplication
 
 _HELD = 4
-"""Blocks of a row that a thread holds at a time; of two rows, gate and up, half as many."""
+"""Blocks of a row that a thread holds at a time; half as many of two rows, gate and up."""
 _PROGRAMS, _REGISTERS = 3, 80
-"""Of four bits: programs that share an SM, and registers that leave it room for them."""
+"""Programs of four bits that share an SM, and registers few enough for them."""
 _TILE = gl.constexpr(TILE)
 
 
 def form_of(weight: Quantised, chip: Chip) -> dict[str, int]:
-    """A weight's constants."""
+    """Returns a weight's constants."""
     known = constants(weight, chip)
     return {name: known[name] for name in ("GROUP", "DEPTHS", "SCALE_ROWS")}
 
 
 def values_of(weight: Quantised, chip: Chip) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Numbers as bytes, scales and zero points."""
+    """Returns numbers as bytes, scales and zero points."""
     values, scales, zeros = operands(weight, chip)
     return values.view(torch.uint8), scales, zeros
 
@@ -72,9 +72,9 @@ def project_up(
     *,
     is_gated: bool,
 ) -> None:
-    """`active` [P, S]: what `up` [X, 2 * S, I] and SwiGLU make of the routed tokens' `hidden`
-    [T, I], or `up` [X, S, I] and the square of a ReLU. The kernel behind may read `experts` [T, N],
-    and what was made with them, as it begins."""
+    """Fills `active` [P, S] with SwiGLU of `up` [X, 2 * S, I] times the routed tokens' `hidden` [T,
+    I], or with the squared ReLU of `up` [X, S, I] times them. The next kernel may read `experts`
+    [T, N], and anything made with them, at once."""
     _launch(hidden, experts, up, None, active, chip, is_gated=is_gated, is_active=True)
 
 
@@ -115,9 +115,9 @@ def _launch(
 def _cut(
     weight: Quantised, num_outputs: int, chip: Chip, *, is_gated: bool, is_routed: bool
 ) -> dict[str, int]:
-    """How many tiles a program has, and blocks a thread. Four bits are cut so that all programs run
-    at once: most of the time of one goes by before it multiplies. Experts have all registers: with
-    fewer, so that all of their programs run at once, a layer takes 1.5 us longer."""
+    """Returns how many tiles a program has, and blocks a thread. Four bits are cut so that all
+    programs run at once: most of a program's time passes before it multiplies. Experts have all
+    registers."""
     if not isinstance(weight, Int4) or is_gated or is_routed:
         return {"TILES": 1, "HELD": _HELD // (1 + is_gated)}
     tiles = 1 + (triton.cdiv(num_outputs, TILE) > _PROGRAMS * chip.num_sms)
@@ -147,8 +147,8 @@ def _row_kernel(
     DEPTHS: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
 ):
-    """TILES of outputs of one row; with gates, one of them and one of ups, which stand behind all
-    gates."""
+    """Computes TILES tiles of outputs of one row; with gates, one of gates and one of ups, which
+    stand after all gates."""
     WIDTH: gl.constexpr = width_of(GROUP)
     EACH: gl.constexpr = TILES * _TILE
     HALVES: gl.constexpr = 2 if GATED else 1
@@ -156,7 +156,7 @@ def _row_kernel(
     first = gl.program_id(0) * EACH
     p_scale = 0
     if experts is not None:
-        # In this order: the kernel behind may read as it begins who was chosen.
+        # In this order: the next kernel may read the chosen experts as it begins.
         wait_for_inputs()
         launch_dependents()
         expert = gl.load(experts + number).to(gl.int64)
@@ -203,7 +203,7 @@ def _row_kernel(
 
 @gluon.jit
 def _parted(total, GATED: gl.constexpr):
-    """Gates and ups [1, TILE], which are the same without gates."""
+    """Returns gates and ups [1, TILE], which are the same without gates."""
     if GATED:
         return gl.split(gl.permute(gl.reshape(total, [2, 1, _TILE]), (1, 2, 0)))
     else:

@@ -1,13 +1,13 @@
-"""What Hopper's products of quantised weights and one row have in common, in Gluon.
+"""Parts of Hopper's products of one row with quantised weights, in Gluon.
 
 A program has ROWS outputs, and cuts the inputs' blocks into PARTS, one for each of its warps.
-Tensor cores multiply eight columns and there is one row: so each column is another part of it, and
-of a tile of products [ROWS * PARTS, 8] those are added up that a part's weights make with its own
-column. Every thread loads just the numbers that it multiplies, many at a time, and no weight
-passes through shared memory; only the row does, which all warps round, or sum up, together.
+Tensor cores multiply eight columns and there is one row, so each column is another part of it. Of a
+tile of products [ROWS * PARTS, 8], those are added up that a part's weights make with its own
+column. Every thread loads just the numbers that it multiplies, many at a time, and no weight passes
+through shared memory; only the row does, and all warps round it, or sum it up, together.
 
-FP8 is multiplied in float16, which holds its numbers. Of four bits a number stands in the bits
-beside a power of two, and what that adds is taken off a block's product.
+FP8 is multiplied in float16, which holds its numbers. A number of four bits stands in the bits
+beside a power of two, and the surplus is subtracted from a block's product.
 
 Legend: B blocks of a part, K inputs of a block, W numbers or bytes of one in the weights.
 """
@@ -43,8 +43,8 @@ def width_of(group):
 
 @gluon.constexpr_function
 def weights_layout(group):
-    """A thread loads 16 bytes of FP8 side by side, 8 of four bits. Both operands have their inputs
-    in one order, and which that is does not matter."""
+    """Returns the layout of weights: a thread loads 16 adjacent bytes of FP8, 8 of four bits. Both
+    operands have their inputs in one order, whichever that is."""
     return gl.DotOperandLayout(0, _PRODUCTS.value, 8 if group else 16)
 
 
@@ -55,7 +55,7 @@ def _column_layout(group):
 
 @gluon.jit
 def weight_rows(ROWS: gl.constexpr, GROUP: gl.constexpr):
-    """Of weights that are loaded: output within the program and part, [ROWS * PARTS]."""
+    """Returns the output within the program and the part of loaded weights, [ROWS * PARTS]."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, weights_layout(GROUP))
     o_m = gl.arange(0, ROWS * _PARTS, LAYOUT)
     return o_m // (_TILE * _PARTS) * _TILE + o_m % _TILE, o_m // _TILE % _PARTS
@@ -63,14 +63,14 @@ def weight_rows(ROWS: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def product_rows(ROWS: gl.constexpr):
-    """The same of products."""
+    """Returns the output within the program and the part of products, [ROWS * PARTS]."""
     o_m = gl.arange(0, ROWS * _PARTS, gl.SliceLayout(1, _PRODUCTS))
     return o_m // (_TILE * _PARTS) * _TILE + o_m % _TILE, o_m // _TILE % _PARTS
 
 
 @gluon.jit
 def scale_place(block, GROUP: gl.constexpr):
-    """Of a block's scale among a row's."""
+    """Returns the place of a block's scale among a row's."""
     if GROUP:
         return block * _BLOCK // GROUP
     else:
@@ -81,8 +81,8 @@ def scale_place(block, GROUP: gl.constexpr):
 def load_blocks(
     starts, FIRST: gl.constexpr, COUNT: gl.constexpr, B: gl.constexpr, GROUP: gl.constexpr
 ):
-    """COUNT blocks, or as many as there are, from the FIRST of each row on; `starts` are addresses
-    [ROWS * PARTS] for each of B blocks."""
+    """Loads COUNT blocks, or as many as there are, from the FIRST of each row on; `starts` are
+    addresses [ROWS * PARTS] for each of B blocks."""
     LAYOUT: gl.constexpr = gl.SliceLayout(0, weights_layout(GROUP))
     o_k = gl.arange(0, width_of(GROUP), LAYOUT)[None, :]
     blocks = ()
@@ -93,8 +93,8 @@ def load_blocks(
 
 @gluon.jit
 def keep_row(p_x, NUM_BLOCKS: gl.constexpr, B: gl.constexpr, GROUP: gl.constexpr):
-    """In shared memory the row at `p_x` as it is multiplied, B times [PARTS, K], and scales, or
-    sums, of its blocks, B times [PARTS]."""
+    """Stores the row at `p_x` in shared memory as it is multiplied, B times [PARTS, K], and scales,
+    or sums, of its blocks, B times [PARTS]."""
     kept, sums = keep_blocks(load_row(p_x, NUM_BLOCKS, B), GROUP)
     thread_barrier()
     return kept, sums
@@ -102,7 +102,7 @@ def keep_row(p_x, NUM_BLOCKS: gl.constexpr, B: gl.constexpr, GROUP: gl.constexpr
 
 @gluon.jit
 def load_row(p_x, NUM_BLOCKS: gl.constexpr, B: gl.constexpr):
-    """Its blocks [PARTS, BLOCK], B of each part."""
+    """Loads the row's blocks [PARTS, BLOCK], B of each part."""
     blocks = ()
     for b in gl.static_range(B):
         column = _row_columns(b, B)
@@ -116,14 +116,14 @@ def load_row(p_x, NUM_BLOCKS: gl.constexpr, B: gl.constexpr):
 
 @gluon.jit
 def _row_columns(b: gl.constexpr, B: gl.constexpr):
-    """Of block b of each part of B, in the row [PARTS, BLOCK]."""
+    """Returns the columns of block b of each part, in the row [PARTS, BLOCK]."""
     part = gl.arange(0, _PARTS, gl.SliceLayout(1, _ROW))[:, None]
     return (part * B + b) * _BLOCK + gl.arange(0, _BLOCK, gl.SliceLayout(0, _ROW))[None, :]
 
 
 @gluon.jit
 def keep_blocks(blocks, GROUP: gl.constexpr):
-    """`keep_row` of what `load_row` returns; others may read it behind a barrier."""
+    """Does `keep_row` for blocks that `load_row` returned; others may read it after a barrier."""
     dtype: gl.constexpr = blocks[0].dtype if GROUP else gl.float16
     kept, sums = (), ()
     for b in gl.static_range(len(blocks)):
@@ -155,8 +155,9 @@ def multiply_blocks(
     HELD: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """The outputs [ROWS / TILE, TILE] of a program. `held` are the first HELD blocks; as many are
-    on their way while others are multiplied. `scales` and `zeros` [ROWS * PARTS] are of each."""
+    """Returns the outputs [ROWS / TILE, TILE] of a program. `held` are the first HELD blocks; as
+    many are loaded while others are multiplied. `scales` and `zeros` [ROWS * PARTS] are of each
+    block."""
     SIZE: gl.constexpr = scales[0].shape[0]
     acc = gl.zeros([SIZE, 8], gl.float32, _PRODUCTS)
     for i_b in gl.static_range(0, B, HELD):
@@ -172,14 +173,14 @@ def multiply_blocks(
 
 @gluon.jit
 def own_products(acc, part):
-    """Of each `part` what it made with its own column."""
+    """Returns the products of each `part` with its own column."""
     column = gl.arange(0, 8, gl.SliceLayout(0, _PRODUCTS))
     return gl.sum(gl.where(column[None, :] == part[:, None], acc, 0.0), 1)
 
 
 @gluon.jit
 def ring_rows():
-    """As `product_rows`, of boxes that hold one row's parts after the other's, [TILE * PARTS]."""
+    """Does `product_rows` for boxes that hold one row's parts after the other's, [TILE * PARTS]."""
     o_m = gl.arange(0, _TILE * _PARTS, gl.SliceLayout(1, _PRODUCTS))
     return o_m // _PARTS, o_m % _PARTS
 
@@ -191,7 +192,7 @@ def no_products(ROWS: gl.constexpr):
 
 @gluon.jit
 def add_block(acc, b_w, b_x, sums, scale, zero, GROUP: gl.constexpr):
-    """`acc` and a block's products; `scale` and `zero` [ROWS * PARTS] are the weights'."""
+    """Adds a block's products to `acc`; `scale` and `zero` [ROWS * PARTS] are the weights'."""
     dtype: gl.constexpr = b_x.dtype
     LAYOUT: gl.constexpr = _column_layout(GROUP)
     product = gl.zeros(acc.shape, gl.float32, _PRODUCTS)
@@ -211,7 +212,7 @@ def add_block(acc, b_w, b_x, sums, scale, zero, GROUP: gl.constexpr):
 
 
 def _unpacking(power):
-    """Four bytes to the numbers in their low and in their high halves, in 16 bits each beside a
+    """Returns code that splits four bytes into their low and high halves, in 16 bits each, beside a
     power of two."""
     return gl.constexpr(f"""{{
         .reg .b32 low, high, power;
@@ -231,7 +232,8 @@ _TO_BFLOAT16, _TO_FLOAT16 = _unpacking("0x43434343"), _unpacking("0x64646464")
 
 @gluon.jit
 def unpack(b_w, dtype: gl.constexpr):
-    """Numbers in the low and in the high half of each byte, in the bits beside a power of two."""
+    """Returns the numbers in the low and in the high half of each byte, in the bits beside a power
+    of two."""
     how: gl.constexpr = _TO_BFLOAT16 if dtype == gl.bfloat16 else _TO_FLOAT16
     low, high = gl.inline_asm_elementwise(
         how, "=r,=r,=r,=r,r", [b_w], dtype=(gl.int16, gl.int16), is_pure=True, pack=4
@@ -241,12 +243,12 @@ def unpack(b_w, dtype: gl.constexpr):
 
 @gluon.jit
 def to_outputs(values):
-    """[ROWS / TILE, TILE] as `outputs_of` has them."""
+    """Converts [ROWS / TILE, TILE] to the layout of `outputs_of`."""
     return gl.convert_layout(values, OUTPUTS_LAYOUT)
 
 
 @gluon.jit
 def outputs_of(ROWS: gl.constexpr):
-    """Places of a program's outputs, [ROWS / TILE, TILE]."""
+    """Returns the places of a program's outputs, [ROWS / TILE, TILE]."""
     tile = gl.arange(0, ROWS // _TILE, gl.SliceLayout(1, OUTPUTS_LAYOUT))[:, None]
     return tile * _TILE + gl.arange(0, _TILE, gl.SliceLayout(0, OUTPUTS_LAYOUT))[None, :]

@@ -1,8 +1,8 @@
-"""Products of large FP8 weights and one row on Hopper, in Gluon (see `row_gluon`).
+"""Products of one row with large FP8 weights on Hopper, in Gluon (see `gemv_parts`).
 
-A program has several units, each of 16 rows of the weights: what comes next is on its way to a ring
-of stages in shared memory while it multiplies, and the first of it while the kernels ahead still
-run. Two programs share an SM, so that one loads while the other adds up.
+A program has several units, each of 16 rows of the weights. While it multiplies, the next blocks
+are on their way to a ring of stages in shared memory; the first ones are loaded while the kernels
+before still run. Two programs share an SM, so that one loads while the other adds up.
 
 Legend: I inputs, O outputs, B blocks of a part.
 """
@@ -88,7 +88,7 @@ def _ring_kernel(
     STAGES: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
 ):
-    """Every so many units, each of 16 outputs, or of eight and their gates."""
+    """Multiplies units of 16 outputs, or of eight and their gates."""
     EACH: gl.constexpr = _TILE // 2 if GATED else _TILE
     ring = gl.allocate_shared_memory(gl.uint8, [STAGES, _TILE, _PARTS, _BLOCK], weight.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -140,7 +140,8 @@ def _fetch(
     GATED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Have block b of each part loaded, of the rows from `row` on; ups stand behind all gates."""
+    """Starts to load block b of each part, for the rows from `row` on; ups stand after all
+    gates."""
     bar, stage = bars.index(number % STAGES), ring.index(number % STAGES)
     mbarrier.expect(bar, _TILE * _PARTS * _BLOCK)
     if GATED:
@@ -153,7 +154,7 @@ def _fetch(
 
 @gluon.jit
 def _store(output, bias, total, at, GATED: gl.constexpr):
-    """A unit's outputs, of its sums [1, TILE]."""
+    """Stores a unit's outputs, given its sums [1, TILE]."""
     LINE: gl.constexpr = gl.SliceLayout(0, _OUTPUTS)
     if GATED:
         HALF: gl.constexpr = _TILE // 2

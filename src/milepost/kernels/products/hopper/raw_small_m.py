@@ -34,7 +34,7 @@ _PRODUCER_REGISTERS = 24
 
 
 class Feed(NamedTuple):
-    """What the loading warp reads and fills, on the device."""
+    """Descriptors, stages and barriers of the loading warp, on the device."""
 
     hidden: Any
     """Descriptor of the rows."""
@@ -46,7 +46,7 @@ class Feed(NamedTuple):
     weights: Any
     """[STAGES, MMA_M, BLOCK_K] in shared memory."""
     bars: Any
-    """Barriers of stages that are loaded, then of those that are used up."""
+    """Barriers: loaded stages first, then used ones."""
 
 
 class ScaledFeed(NamedTuple):
@@ -277,7 +277,7 @@ def store_tile(
     TILES: gl.constexpr,
     STORED: gl.constexpr,
 ):
-    """Stores a unit's results [MMA_M, BLOCK_M], the first BLOCK_N of which are its outputs, to
+    """Stores a unit's results [MMA_M, BLOCK_M], whose first BLOCK_N rows are its outputs, to
     `output` [splits, tokens, OUTPUTS]."""
     inside = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, STORED))[:, None]
     column = unit % TILES * BLOCK_N + inside

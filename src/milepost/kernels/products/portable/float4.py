@@ -23,8 +23,8 @@ _OF_FLOAT16 = tl.constexpr(2.0**15)
 
 @triton.jit
 def weights(q, scale, TYPE: tl.constexpr):
-    """Weights [N, K] over UNIT of numbers q [N, K] int16 and their groups' scales [N, G], which are
-    float8's bits."""
+    """Returns weights [N, K] over UNIT, from numbers q [N, K] int16 and their groups' scales [N,
+    G], which are float8's bits."""
     N: tl.constexpr = q.shape[0]
     K: tl.constexpr = q.shape[1]
     G: tl.constexpr = scale.shape[1]
@@ -34,7 +34,7 @@ def weights(q, scale, TYPE: tl.constexpr):
 
 @triton.jit
 def numbers(q, TYPE: tl.constexpr):
-    """Numbers q int16 in a 16-bit type, which have to be multiplied with `scales`."""
+    """Returns numbers q int16 in a 16-bit type, still to be multiplied by `scales`."""
     if tl.bfloat16 == TYPE:  # noqa: SIM108
         bits = ((q & 8) << 12) | ((q & 7) << 6)
     else:
@@ -44,7 +44,8 @@ def numbers(q, TYPE: tl.constexpr):
 
 @triton.jit
 def scales(bits, TYPE: tl.constexpr):
-    """What float8's bits stand for, times what `numbers` lack, over UNIT: float32."""
+    """Returns the scales that float8's bits stand for, times the factor that `numbers` lack, over
+    UNIT: float32."""
     if tl.bfloat16 == TYPE:
         scale = decode(bits, False).to(tl.float32) * _OF_BFLOAT16
     else:

@@ -25,7 +25,7 @@ from milepost.kernels.products.portable.rounding import readable
 
 
 def operands(weight: Quantised, chip: Chip) -> tuple[Any, Any, Any]:
-    """Numbers, scales and zero points; of e2m1 rows' factors in place of those."""
+    """Returns numbers, scales and zero points; e2m1 has rows' factors in their place."""
     if isinstance(weight, Int4):
         return weight.packed, weight.scales, weight.zeros
     if isinstance(weight, Fp4):
@@ -34,13 +34,13 @@ def operands(weight: Quantised, chip: Chip) -> tuple[Any, Any, Any]:
 
 
 def input_scales(weight: Quantised) -> Tensor | None:
-    """Of all activations, where the checkpoint sets them."""
+    """Returns the scale of all activations, if the checkpoint sets one."""
     return weight.input_scale if isinstance(weight, Fp8) else None
 
 
 def constants(weight: Quantised, chip: Chip) -> dict[str, int]:
-    """GROUP counts the inputs of a scale: it is 0 for FP8, and for e2m1 it is less than 0. DEPTHS
-    counts the scales of an output."""
+    """Returns the constants of a form. GROUP counts the inputs of a scale: it is 0 for FP8, and
+    less than 0 for e2m1. DEPTHS counts the scales of an output."""
     if not isinstance(weight, Fp8):
         group = weight.group if isinstance(weight, Int4) else -weight.group
         form = {"GROUP": group, "SCALE_ROWS": 1, "BLOCK_SCALES": False, "NATIVE": True}
@@ -56,8 +56,9 @@ def constants(weight: Quantised, chip: Chip) -> dict[str, int]:
 
 @triton.jit
 def columns(BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """A step's inputs in a row of activations, and where the weights' numbers stand in theirs. Of
-    four bits each byte has two: these are the first ones' inputs (see `forms.Int4`)."""
+    """Returns a step's inputs in a row of activations, and where the weights' numbers stand in
+    theirs. A byte has two numbers of four bits: these are the first ones' inputs (see
+    `forms.Int4`)."""
     if GROUP:
         LANE: tl.constexpr = min(GROUP, 64) if GROUP > 0 else 64
         o_w = tl.arange(0, BLOCK_K // 2)
@@ -69,7 +70,7 @@ def columns(BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def pitch(INPUTS: tl.constexpr, GROUP: tl.constexpr):
-    """Bytes of a row of weights."""
+    """Returns the bytes of a row of weights."""
     if GROUP:
         return INPUTS // 2
     else:
@@ -130,8 +131,8 @@ def multiply(
     BLOCK_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """A tile [N, M] of the product of weights and rows, over SHARE inputs from `first` on, or all
-    of them if that is 0 (see `add_step`)."""
+    """Multiplies weights and rows: a tile [N, M], over SHARE inputs from `first` on, or over all of
+    them if SHARE is 0 (see `add_step`)."""
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     scale, zero, row_scale = load_scales(
         p_scale, p_zero, p_row_scale, scales_stride, first, INPUTS, BLOCK_K, GROUP, BLOCK_SCALES
@@ -176,10 +177,10 @@ def add_step(
     NATIVE: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
 ):
-    """acc [N, M] and the product of the inputs i_k to i_k + BLOCK_K, of weights at `p_w` [N, K] and
-    rows at `p_x` [M, K], both at `columns`; `scale`, `zero` and `row_scale` are the step's own (see
+    """Adds the product of inputs i_k to i_k + BLOCK_K to acc [N, M], for weights at `p_w` [N, K]
+    and rows at `p_x` [M, K], both at `columns`. `scale`, `zero` and `row_scale` are the step's (see
     `load_scales`), those of smaller groups are at `p_scale` and `p_zero` [N]. FP8 rows that are not
-    rounded are rounded on the way, by their `input_scale` where it is set."""
+    rounded yet are rounded on the way, by their `input_scale` if there is one."""
     if GROUP < 0:
         return _add_fp4(acc, p_x, p_w, scale, zero, i_k)
     elif GROUP >= BLOCK_K:
@@ -232,13 +233,13 @@ def _add_fp4(acc, p_x, p_w, low_scale, high_scale, i_k):
 
 @triton.jit
 def factors(p_factor):
-    """By which sums of e2m1 numbers are multiplied."""
+    """Loads the factors of sums of e2m1 numbers."""
     return tl.load(p_factor) * float4.UNIT
 
 
 @triton.jit
 def _add_int4(acc, p_x, p_w, scale, zero, i_k):
-    """A step of one group: its numbers are multiplied as whole ones, and the sum is scaled."""
+    """Adds a step of one group: its numbers are multiplied as whole ones, and the sum is scaled."""
     TYPE: tl.constexpr = p_x.dtype.element_ty
     b_w = tl.load(p_w + i_k // 2).to(tl.int16)
     offset: tl.constexpr = 128.0 if tl.bfloat16 == TYPE else 1024.0
@@ -250,8 +251,8 @@ def _add_int4(acc, p_x, p_w, scale, zero, i_k):
 
 @triton.jit
 def _beside(q, TYPE: tl.constexpr):
-    """Four-bit numbers in the bits beside a power of two, 128 in bfloat16 and 1024 in float16: this
-    costs less than a conversion."""
+    """Puts four-bit numbers in the bits beside a power of two, 128 in bfloat16 and 1024 in float16:
+    this costs less than a conversion."""
     if tl.bfloat16 == TYPE:
         return (q | 0x4300).to(TYPE, bitcast=True)
     else:
@@ -275,7 +276,7 @@ def _add_small_groups(
 def dequantise(
     q, p_scale, p_zero, i_k, TYPE: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr
 ):
-    """The weights in a 16-bit type of numbers q [N, K / 2] int16, of which the first is input
+    """Returns the weights of numbers q [N, K / 2] int16 in a 16-bit type; the first is input
     i_k's."""
     PIECES: tl.constexpr = BLOCK_K // (2 * min(GROUP, 64))
     if PIECES == 1:
@@ -293,7 +294,7 @@ def dequantise(
 
 @triton.jit
 def whole_scale(p_row_scale, input_scale):
-    """Of rows that have one scale each: [1, M], or one for all."""
+    """Returns the scale of rows that have one each, [1, M], or one for all."""
     if input_scale is None:
         return tl.load(p_row_scale)[None, :]
     else:

@@ -26,8 +26,9 @@ def load_row(
     GROUP: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """A row's blocks from the i_d-th on as they are multiplied, [D, W] twice: of four bits the
-    inputs of bytes' low and high halves, of FP8 the same; and sums or scales of blocks [D]."""
+    """Returns a row's blocks from the i_d-th on as they are multiplied, [D, W] twice: the inputs of
+    bytes' low and high halves for four bits, the same blocks for FP8; and sums or scales of blocks
+    [D]."""
     WIDTH: tl.constexpr = BLOCK // 2 if GROUP else BLOCK
     o_d, o_k = i_d + tl.arange(0, BLOCK_D), tl.arange(0, WIDTH)
     is_input = (o_d < INPUTS // BLOCK)[:, None]
@@ -50,7 +51,7 @@ def load_row(
 def load_weights(
     p_w, i_d, INPUTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Blocks of weights [N, D, W] of rows at `p_w` [N]."""
+    """Returns blocks of weights [N, D, W] of rows at `p_w` [N]."""
     WIDTH: tl.constexpr = BLOCK // 2 if GROUP else BLOCK
     o_d, o_k = i_d + tl.arange(0, BLOCK_D), tl.arange(0, WIDTH)
     place = (o_d[:, None] * WIDTH + o_k[None, :])[None, :, :]
@@ -76,8 +77,8 @@ def dot(
     GROUP: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Products [N] of weights and a row, both of `i_d`; the weights' scales are at `p_scale` [N],
-    zero points at `p_zero`."""
+    """Multiplies weights and a row, both from block `i_d` on: [N]. The weights' scales are at
+    `p_scale` [N], zero points at `p_zero`."""
     o_d = i_d + tl.arange(0, BLOCK_D)
     is_input = (o_d < INPUTS // BLOCK)[None, :]
     if GROUP < 0:
@@ -97,7 +98,7 @@ def dot(
 
 @triton.jit
 def _beside(bits):
-    """1 + q / 16 in float32, of numbers q in the highest bits of its fraction."""
+    """Returns 1 + q / 16 in float32, for numbers q in the highest bits of its fraction."""
     return ((bits & 0x780000) | 0x3F800000).to(tl.float32, bitcast=True)
 
 

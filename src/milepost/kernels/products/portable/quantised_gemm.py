@@ -1,4 +1,4 @@
-"""Triton: GEMMs of quantised weights.
+"""Triton: products of any number of rows with quantised weights.
 
 Legend: I inputs, O outputs, S splits along I, R rows.
 """

@@ -1,7 +1,6 @@
-"""Triton: matrix-vector products of quantised weights, for so few rows that reading the weights is
-what costs. `triton_gemv_experts` has those of experts.
+"""Triton: products of one row with quantised weights, where reading the weights is what costs.
 
-Every program rounds its row on the way where the form asks for that: it needs no launch of its own.
+Every program rounds its row on the way if the form asks for that, which needs no launch of its own.
 
 Legend: T tokens, I inputs, O outputs.
 """
@@ -20,12 +19,13 @@ from milepost.kernels.products.portable.gemv_parts import dot, load_row, load_we
 from milepost.kernels.products.run_products import Multiplication
 
 WEIGHTS, FEW_WEIGHTS = 1 << 15, 1 << 14
-"""That a program reads at a time: the more, the less it matters that each rounds its row. Fewer of
-experts' last projections and of small matrices, so that there are programs enough."""
+"""Weights that a program reads at a time. The more, the less it matters that each rounds its row;
+small matrices, and experts' last projections, need more programs."""
 _SMALL = 1 << 24
-"""Weights of a small matrix."""
+"""Fewest weights of a matrix that is not small."""
 _FOUR_BIT_WEIGHTS = 1 << 13
-"""Of four bits: a row is not rounded, and numbers take work that more programs share."""
+"""Weights of four bits that a program reads at a time: rows are not rounded, and more programs
+share the work of unpacking."""
 _DEPTH = 2048
 """Inputs of a step."""
 
@@ -33,7 +33,7 @@ _DEPTH = 2048
 def cut_up(
     weight: Quantised, chip: Chip, num_weights: int, num_matrices: int = 1
 ) -> dict[str, int]:
-    """Outputs and blocks of inputs of a step, and the weight's constants."""
+    """Returns the outputs and blocks of inputs of a step, and the weight's constants."""
     depth = min(triton.next_power_of_2(weight.num_inputs), _DEPTH)
     known, has_four_bits = constants(weight, chip), not isinstance(weight, Fp8)
     num_weights = _FOUR_BIT_WEIGHTS if has_four_bits else num_weights

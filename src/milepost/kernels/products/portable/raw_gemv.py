@@ -1,5 +1,5 @@
-"""Products of one row, or few, on a GPU without tensor cores: a program reads some rows of the
-weight and multiplies as it goes.
+"""Triton: products of one row with raw weights, without tensor cores: a program reads some rows of
+the weight and multiplies as it goes.
 
 Legend: T tokens, I inputs, O outputs, H heads.
 """
@@ -127,7 +127,7 @@ def _narrow_row(
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Some outputs of a row that one step takes in."""
+    """Computes some outputs of a row that fits in one step."""
     o_k = tl.arange(0, BLOCK_K)
     is_output, is_input = o_n < OUTPUTS, o_k < INPUTS
     at = o_n[:, None] * INPUTS + o_k[None, :]
@@ -176,7 +176,7 @@ def _heads_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N outputs of a head."""
+    """Computes BLOCK_N outputs of a head."""
     launch_dependents()
     head = tl.program_id(1)
     o_n, o_k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)

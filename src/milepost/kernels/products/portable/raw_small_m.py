@@ -1,8 +1,7 @@
-"""Linear projections of few rows on a GPU: the time is that of reading the weight once.
+"""Triton: products of few rows with raw weights; reading the weight once is what costs.
 
-A weight with few outputs is also cut along its inputs, so that every SM reads some of it; whoever
-reads the result next adds the split-K partials up, in a fixed order, so that bits do not vary from
-run to run.
+A weight with few outputs is also cut along its inputs, so that every SM reads some of it. The
+reader of the result adds the split-K partials up, always in the same order.
 
 Legend: T tokens, I inputs, O outputs, S split-K partials.
 """

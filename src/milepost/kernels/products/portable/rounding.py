@@ -1,4 +1,4 @@
-"""Triton: activations that are rounded to float8, in a launch of their own or on the way.
+"""Triton: rounds activations to float8, in a launch of its own or on the way.
 
 Chips without arithmetic in float8 multiply the same numbers in float16.
 
@@ -29,11 +29,11 @@ from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Quantised
 from milepost.kernels.products.portable.activation import activate
 
 _PART = 2048
-"""Rows of a program, or all that share a scale."""
+"""Inputs of a program, or all that share a scale."""
 
 
 def readable(values: Tensor, chip: Chip) -> Tensor:
-    """Float8 as kernels take it: its bits where the chip has no arithmetic for it."""
+    """Returns float8 as kernels take it: as bits, if the chip has no arithmetic for it."""
     return values if values.dtype != FP8 or chip.has_fp8 else values.view(torch.uint8)
 
 
@@ -45,11 +45,11 @@ def quantise(
     num_padded: int = 0,
     is_gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`rows` [R, I] as `forms.quantise_rows` rounds them: values [R, I], and their scales [D, R],
-    where rows stand side by side. Unfilled rows behind the others make them `num_padded`.
+    """Rounds `rows` [R, I] as `forms.quantise_rows` does. Returns values [R, I] and their scales
+    [D, R], with rows adjacent, both padded to `num_padded` rows.
 
-    Where it `is_gated`, `rows` are [R, 2 * I] and what is rounded is SiLU(first half) * second
-    half."""
+    If `is_gated`, `rows` are [R, 2 * I], and SiLU(first half) * second half is rounded.
+    """
     num_rows, num_inputs = len(rows), rows.shape[1] // (1 + is_gated)
     count = cdiv(num_inputs, depth)
     block = next_power_of_2(depth)
@@ -78,8 +78,8 @@ def quantise(
 def round_rows(
     rows: Inputs, weight: Quantised, chip: Chip, *, are_few: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows as a GEMM takes them: few are rounded on the way, of more each program would round the
-    same ones again."""
+    """Returns rows as a GEMM takes them: few are rounded on the way, since a launch costs more; of
+    more rows, each program would round the same ones again."""
     rows = as_activations(rows)
     if not isinstance(weight, Fp8) or weight.input_scale is not None:
         return values_of(rows), None
@@ -91,7 +91,7 @@ def round_rows(
 
 
 def round_lines(rows: Inputs, weight: Fp8, chip: Chip) -> tuple[Tensor, Tensor]:
-    """Rounded rows, unfilled ones behind some to whole lines, and their scales."""
+    """Returns rounded rows and their scales, padded to whole lines with unfilled rows."""
     rows = as_activations(rows)
     if weight.depth == BLOCK and rows.fp8 is not None:
         return rows.fp8.values, rows.fp8.scales
@@ -100,7 +100,7 @@ def round_lines(rows: Inputs, weight: Fp8, chip: Chip) -> tuple[Tensor, Tensor]:
 
 
 def gate(gate_up: Tensor, chip: Chip) -> Activations:
-    """SiLU(first half) * second half of `gate_up` [T, 2 * I], in FP8 alone."""
+    """Returns SiLU(first half) * second half of `gate_up` [T, 2 * I], in FP8 alone."""
     num_tokens = len(gate_up)
     num_padded = cdiv(num_tokens, LINE) * LINE
     values, scales = quantise(gate_up, BLOCK, chip, num_padded=num_padded, is_gated=True)
@@ -146,7 +146,7 @@ def _quantise_kernel(
 
 @triton.jit
 def widen(values, NATIVE: tl.constexpr):
-    """Float8 or its bits in float32."""
+    """Returns float8, or its bits, in float32."""
     wide = decode(values, NATIVE).to(tl.float32)
     if not NATIVE:
         wide *= 256.0

@@ -1,4 +1,4 @@
-"""Triton: four-bit weights as a matrix in 16 bits, for GEMMs of so many rows that this pays.
+"""Triton: makes a 16-bit matrix of four-bit weights, for GEMMs with enough rows.
 
 Legend: N outputs, K inputs of a program.
 """
@@ -27,7 +27,7 @@ _BLOCK_N = 64
 
 
 def unpack(weight: FourBits, dtype: torch.dtype) -> Tensor:
-    """The weights [..., O, I] of one matrix or a stack, rounded to a 16-bit type."""
+    """Returns the weights [..., O, I] of one matrix or a stack, rounded to a 16-bit type."""
     *lead, num_inputs = *weight.packed.shape[:-1], weight.num_inputs
     output = torch.empty(*lead, num_inputs, dtype=dtype, device=weight.packed.device)
     num_rows = output.numel() // num_inputs
