@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from milepost.kernels.products import quantised_reference
+from milepost.kernels.products import experts_reference
 from milepost.kernels.products.forms.quantised import (
     FP4_LANE,
     Fp4,
@@ -114,7 +114,9 @@ def check_experts(mixed: Tensor | None, *given: Tensor | Quantised) -> None:
     hidden, shares, experts, up, down = given
     assert mixed is not None
     mixed = mixed.float().sum(1)
-    expected = quantised_reference.mix(hidden.float(), shares.float(), experts, up, down)[:, 0]
+    expected = experts_reference.mix_quantised(hidden.float(), shares.float(), experts, up, down)[
+        :, 0
+    ]
     error = (mixed - expected).norm(dim=1) / expected.norm(dim=1)
     # Sums at a bound of rounding may go the other way in between; the fewer bits, the more do.
     is_half = hidden.dtype == torch.float16

@@ -17,7 +17,7 @@ from milepost.kernels.norm.reference import silu_mul
 from milepost.kernels.platform.device import Chip, probe
 from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products import (
-    quantised_reference,
+    experts_reference,
     run_experts,
 )
 from milepost.kernels.products.forms.matrix import Raw
@@ -29,7 +29,6 @@ from milepost.kernels.products.portable import (
 from milepost.kernels.products.portable import (
     grouped_large,
     quantised_gemm,
-    unpack,
 )
 from milepost.kernels.products.portable import (
     rounding as triton_rounding,
@@ -103,7 +102,7 @@ def test_parts_along_the_inputs_add_up(monkeypatch, make: Callable[..., Quantise
 def test_four_bits_become_sixteen(shape: tuple[int, ...], group: int) -> None:
     """Of a matrix or a stack; in float16, for the interpreter has no arithmetic in bfloat16."""
     weight = make_int4(*shape, group=group)
-    unpacked = unpack.unpack(weight, torch.float16)
+    unpacked = quantised_gemm.unpack(weight, torch.float16)
     expected = weight.dequantise(torch.float32)
     torch.testing.assert_close(unpacked.float(), expected, rtol=1e-3, atol=0)
 
@@ -112,12 +111,12 @@ def test_four_bits_become_sixteen(shape: tuple[int, ...], group: int) -> None:
 @pytest.mark.parametrize("shape", [(72, 256), (3, 40, 384)])
 def test_every_float_of_four_bits_becomes_sixteen(shape: tuple[int, ...], group: int) -> None:
     weight = make_fp4(*shape, group=group)
-    unpacked = unpack.unpack(weight, torch.float16)
+    unpacked = quantised_gemm.unpack(weight, torch.float16)
     expected = weight.dequantise(torch.float32)
     torch.testing.assert_close(unpacked.float(), expected, rtol=1e-3, atol=2**-25)
     # Without factors to round, they are all of their digits.
     whole = replace(weight, factors=torch.ones_like(weight.factors))
-    unpacked = unpack.unpack(whole, torch.float16)
+    unpacked = quantised_gemm.unpack(whole, torch.float16)
     assert torch.equal(unpacked.float(), whole.dequantise(torch.float32))
 
 
@@ -233,7 +232,7 @@ def test_experts_that_no_kernel_takes_do_not_ask_what_was_chosen() -> None:
     """Graphs record them; what has no values cannot be asked."""
     up, down = (to("meta", make_int4(3, *shape, group=32)) for shape in ((128, 64), (64, 64)))
     hidden, shares, experts = (each.to("meta") for each in route(5, 3))
-    mixed = quantised_reference.mix(hidden[:, :64], shares, experts, up, down)
+    mixed = experts_reference.mix_quantised(hidden[:, :64], shares, experts, up, down)
     assert mixed.shape == (5, 1, 64)
 
 

@@ -18,7 +18,7 @@ from milepost.kernels import norm
 from milepost.kernels.layout.emit import FEW, Activations, Emit, Inputs, as_activations, values_of
 from milepost.kernels.platform.device import probe, runs_gluon, runs_triton
 from milepost.kernels.platform.tensors import accumulation_dtype, cast
-from milepost.kernels.products import moe, quantised_reference
+from milepost.kernels.products import experts_reference, moe
 from milepost.kernels.products.forms import quantised
 from milepost.kernels.products.forms.matrix import (
     Epilogue,
@@ -207,4 +207,4 @@ def mix(rows: Inputs, shares: Tensor, experts: Tensor, up: Form, down: Form) -> 
         mixed = run_experts.mix(given, shares, experts, up, down)
         if mixed is not None:
             return mixed
-    return quantised_reference.mix(values_of(given), shares, experts, up, down)
+    return experts_reference.mix_quantised(values_of(given), shares, experts, up, down)

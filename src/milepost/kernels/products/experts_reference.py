@@ -7,6 +7,7 @@ has no gate, and squares a ReLU. `down` is [X, H, I].
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.platform.tensors import accumulation_dtype, cast
+from milepost.kernels.products.forms import quantised
+from milepost.kernels.products.forms.quantised import Quantised
 
 _DENSE_TOKENS = 32
 _DENSE_WEIGHTS = 1 << 15
@@ -167,3 +170,34 @@ def _apply_hit(
         mixed = F.linear(active, down[expert]).mul_(shares[rows])
         output.index_add_(0, tokens[rows], mixed)
     return output
+
+
+def mix_quantised(
+    hidden: Tensor, shares: Tensor, experts: Tensor, up: Quantised, down: Quantised
+) -> Tensor:
+    """Adds up the outputs of each token's experts, weighted by `shares`: [T, 1, H].
+
+    `hidden` [T, H], `shares` and `experts` [T, N]; `up` [X, 2 * I, H] holds an expert's gate rows,
+    then its up rows, or [X, I, H] its up rows alone: then a ReLU is squared; `down` [X, H, I].
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    output = hidden.new_zeros(len(hidden), down.num_outputs, dtype=dtype)
+    width = down.num_inputs
+    for expert, tokens in _find_tokens(experts, len(up.scales)):
+        inner = quantised.multiply(hidden[tokens], up.of(expert))
+        is_gated = inner.shape[1] > width
+        active = F.silu(inner[:, :width]) * inner[:, width:] if is_gated else F.relu(inner) ** 2
+        share = torch.where(experts[tokens] == expert, shares[tokens], 0).sum(1, keepdim=True)
+        output[tokens] += (quantised.multiply(active, down.of(expert)) * share).to(dtype)
+    return output.to(hidden.dtype).unsqueeze(1)
+
+
+def _find_tokens(experts: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor | slice]]:
+    """Yields experts and the tokens that may have chosen them. A device must not be asked for its
+    choices, since steps are recorded: there, each expert gets all tokens, which is slow and
+    right."""
+    if experts.device.type != "cpu":
+        yield from ((expert, slice(None)) for expert in range(num_experts))
+        return
+    for expert in experts.unique().tolist():
+        yield expert, (experts == expert).any(1).nonzero().squeeze(1)

@@ -16,7 +16,7 @@ from milepost.kernels.layout.emit import Activations, Inputs, as_activations, va
 from milepost.kernels.platform.device import Chip, probe
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms.matrix import Form, Matrix, Raw
-from milepost.kernels.products.portable.quantised_tiles import suits
+from milepost.kernels.products.forms.quantised import BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,7 +89,7 @@ def mix(
     """Partials [T, P, H] in the rows' dtype, which add up to each token's mix of its experts; None
     if no kernel takes the shapes."""
     rows = as_activations(rows)
-    if not isinstance(up, Raw) and not suits(rows, up, down):
+    if not isinstance(up, Raw) and not _suits(rows, up, down):
         return None
     routed = RoutedRows(
         rows=rows,
@@ -100,6 +100,13 @@ def mix(
         chip=probe(rows.device),
     )
     return run_chosen(routed)
+
+
+def _suits(rows: Activations, *weights: Form) -> bool:
+    """Whether rows have 16 bits and are contiguous, and inputs are whole blocks."""
+    is_whole = all(weight.num_inputs % BLOCK == 0 for weight in weights)
+    are_contiguous = rows.values is None or rows.values.stride(-1) == 1
+    return rows.dtype.itemsize == 2 and are_contiguous and is_whole
 
 
 def run_chosen(routed: RoutedRows) -> Tensor:

@@ -20,8 +20,14 @@ from milepost.kernels.products.forms.matrix import Form, Raw
 from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.portable.expert_parts import ExpertWeight, find_scales
 from milepost.kernels.products.portable.gemm_step import factors
-from milepost.kernels.products.portable.gemv_parts import dot, load_row, load_weights
-from milepost.kernels.products.portable.quantised_gemv import FEW_WEIGHTS, WEIGHTS, cut_up
+from milepost.kernels.products.portable.quantised_gemv import (
+    FEW_WEIGHTS,
+    WEIGHTS,
+    cut_up,
+    dot,
+    load_row,
+    load_weights,
+)
 from milepost.kernels.products.run_experts import RoutedRows
 
 _SMALL = 1024

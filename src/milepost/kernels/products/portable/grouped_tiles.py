@@ -9,8 +9,8 @@ import torch
 from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products.expert_table import UNGROUPED
 from milepost.kernels.products.forms.quantised import FourBits, Fp8
-from milepost.kernels.products.portable.quantised_tiles import MANY, choose
 from milepost.kernels.products.run_experts import RoutedRows
+from milepost.kernels.products.tiles import MANY, choose
 
 __all__ = ["UNGROUPED", "choose_quantised", "choose_raw"]
 

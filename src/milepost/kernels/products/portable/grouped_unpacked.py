@@ -8,7 +8,7 @@ from torch import Tensor
 
 from milepost.kernels.products.forms.matrix import Form, Raw
 from milepost.kernels.products.forms.quantised import Fp4, Int4
-from milepost.kernels.products.portable.unpack import unpack
+from milepost.kernels.products.portable.quantised_gemm import unpack
 from milepost.kernels.products.run_experts import RoutedRows, run_chosen
 
 
