@@ -18,6 +18,17 @@ DONE = (
     *("disaggregation", "kv_events", "tiers"),
     *("config.py", "demo.py", "errors.py", "json_settings.py", "speculative_config.py"),
     *("kv_events_config.py", "kv_transfer_config.py", "ray.py", "scheduler/plans.py"),
+    *("kernels/norm", "kernels/products/forms", "kernels/products/__init__.py"),
+    *(
+        f"kernels/products/{name}.py"
+        for name in ("describe", "kernels", "library", "table", "tiles")
+    ),
+    *(f"kernels/products/{name}.py" for name in ("run_products", "hopper/beside", "hopper/gemv")),
+    *(f"kernels/products/hopper/{name}.py" for name in ("gemv_parts", "gemv_ring")),
+    *(f"kernels/products/hopper/{form}_small_m.py" for form in ("fp8", "int4", "raw")),
+    *(f"kernels/products/portable/{name}.py" for name in ("float4", "gemm_step", "rounding")),
+    *(f"kernels/products/portable/quantised_{name}.py" for name in ("gemm", "gemv")),
+    *(f"kernels/products/portable/raw_{name}.py" for name in ("gemv", "small_m")),
 )
 """Packages and modules whose sentences are checked. The list grows until it names them all."""
 

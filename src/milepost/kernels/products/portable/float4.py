@@ -44,8 +44,7 @@ def numbers(q, TYPE: tl.constexpr):
 
 @triton.jit
 def scales(bits, TYPE: tl.constexpr):
-    """Returns the scales that float8's bits stand for, times the factor that `numbers` lack, over
-    UNIT: float32."""
+    """Returns the scales of float8's bits, times the factor of `numbers`, over UNIT: float32."""
     if tl.bfloat16 == TYPE:
         scale = decode(bits, False).to(tl.float32) * _OF_BFLOAT16
     else:
