@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +16,11 @@ from milepost.engine.processes import Delta
 from milepost.server import logprobs, transfer
 from milepost.server.answers import AnswerEvents
 from milepost.server.conversation import ChatTurn, begin, response_id
-from milepost.server.errors import json_response
 from milepost.server.logprobs import TokenBytes
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
-from milepost.server.stream import ChunkWriter, EventStream, unless_disconnected
+from milepost.server.stream import ChunkWriter, send
 
 
 async def chat(service: Service, request: ChatRequest, http: Request) -> Response:
@@ -32,12 +32,8 @@ async def chat(service: Service, request: ChatRequest, http: Request) -> Respons
     writer = _ChatWriter(
         service, request, turn, response_id("chatcmpl", request, http), model, octets
     )
-    http.scope["milepost.record"]["id"] = writer.id
-    close = turn.generation.close
-    if request.stream:
-        limit = service.config.write_timeout_s
-        return EventStream(writer.events(), close, write_timeout_s=limit)
-    return json_response(await unless_disconnected(http, writer.whole(), close))
+    limit, close = service.config.write_timeout_s, turn.generation.close
+    return await send(writer, http, close, is_stream=request.stream, write_timeout_s=limit)
 
 
 @dataclass(slots=True)
@@ -202,8 +198,7 @@ class _ChatWriter:
             forces_usage=self._service.config.enable_force_include_usage,
         )
         begun: set[int] = set()
-        arrived = self._generation.deltas()
-        try:
+        async with aclosing(self._generation.deltas()) as arrived:
             async for deltas in arrived:
                 choices = []
                 for index, delta in deltas:
@@ -212,8 +207,6 @@ class _ChatWriter:
                 if choices:
                     yield chunks.of(choices)
             yield chunks.end()
-        finally:
-            await arrived.aclose()
 
     def _choices(self, index: int, delta: Delta, *, is_first: bool) -> list[dict[str, Any]]:
         """Returns the choices to send for a delta. The first has its logprobs, the last the finish

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -16,11 +17,10 @@ from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
 from milepost.server import forms, logprobs, parameters, transfer
 from milepost.server.conversation import response_id, shortened
-from milepost.server.errors import json_response
 from milepost.server.generation import Generation
 from milepost.server.protocol import CompletionRequest
 from milepost.server.service import Service
-from milepost.server.stream import ChunkWriter, EventStream, unless_disconnected
+from milepost.server.stream import ChunkWriter, send, unless_disconnected
 
 
 async def complete(service: Service, request: CompletionRequest, http: Request) -> Response:
@@ -50,12 +50,8 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
     )
     id_ = response_id("cmpl", request, http)
     writer = _CompletionWriter(service, request, prompts, texts, generation, model, id_)
-    http.scope["milepost.record"]["id"] = writer.id
-    close = generation.close
-    if request.stream:
-        limit = service.config.write_timeout_s
-        return EventStream(writer.events(), close, write_timeout_s=limit)
-    return json_response(await unless_disconnected(http, writer.whole(), close))
+    limit, close = service.config.write_timeout_s, generation.close
+    return await send(writer, http, close, is_stream=request.stream, write_timeout_s=limit)
 
 
 async def prompts_of(
@@ -148,8 +144,7 @@ class _CompletionWriter:
         forces_usage = self._service.config.enable_force_include_usage
         options = self._request.stream_options
         chunks = ChunkWriter(self._head, options, usage, forces_usage=forces_usage)
-        arrived = self._generation.deltas()
-        try:
+        async with aclosing(self._generation.deltas()) as arrived:
             async for deltas in arrived:
                 choices = []
                 for index, delta in deltas:
@@ -163,8 +158,6 @@ class _CompletionWriter:
                 if choices:
                     yield chunks.of(choices)
             yield chunks.end()
-        finally:
-            await arrived.aclose()
 
     def _choice(self, index: int) -> dict[str, Any]:
         choice: dict[str, Any] = {

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from milepost.errors import MilepostError
-from milepost.server.errors import ClientGoneError, body_of, message_of
+from milepost.server.errors import ClientGoneError, body_of, json_response, message_of
 from milepost.server.parts import StreamOptions
 
 T = TypeVar("T")
@@ -150,6 +150,32 @@ class EventStream(Response):
 
 def _body(chunk: bytes, *, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": chunk, "more_body": more}
+
+
+class ResponseWriter(Protocol):
+    """Writes one response."""
+
+    id: str
+
+    def events(self) -> AsyncIterator[bytes]: ...
+
+    async def whole(self) -> dict[str, Any]: ...
+
+
+async def send(
+    writer: ResponseWriter,
+    http: Request,
+    close: Callable[[], None],
+    *,
+    is_stream: bool | None,
+    write_timeout_s: float,
+    failed: Callable[[Exception], bytes] = _failure,
+) -> Response:
+    """Returns the response of a writer, as a whole or as a stream. `close` is called at its end."""
+    http.scope["milepost.record"]["id"] = writer.id
+    if is_stream:
+        return EventStream(writer.events(), close, write_timeout_s=write_timeout_s, failed=failed)
+    return json_response(await unless_disconnected(http, writer.whole(), close))
 
 
 async def unless_disconnected(

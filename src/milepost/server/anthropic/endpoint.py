@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,10 +19,10 @@ from milepost.server.anthropic.convert import has_breakpoints, to_chat
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from milepost.server.blocks import AnswerBlock, Blocks, Closed, Gained, Opened, Step
 from milepost.server.conversation import ChatTurn
-from milepost.server.errors import HttpError, anthropic_body_of, json_response
+from milepost.server.errors import HttpError, anthropic_body_of
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
-from milepost.server.stream import EventStream, named_event, unless_disconnected
+from milepost.server.stream import named_event, send, unless_disconnected
 
 ANTHROPIC_VERSION = "anthropic-version"
 """A header of all requests of this API."""
@@ -47,12 +48,10 @@ async def answer(service: Service, request: MessagesRequest, http: Request) -> R
         service, _chat(service, request, http), http, field="messages", fits_max_tokens=True
     )
     writer = _MessageWriter(turn, model, request)
-    http.scope["milepost.record"]["id"] = writer.id
-    close = turn.generation.close
-    if request.stream:
-        limit = service.config.write_timeout_s
-        return EventStream(writer.events(), close, write_timeout_s=limit, failed=_failed)
-    return json_response(await unless_disconnected(http, writer.whole(), close))
+    limit, close = service.config.write_timeout_s, turn.generation.close
+    return await send(
+        writer, http, close, is_stream=request.stream, write_timeout_s=limit, failed=_failed
+    )
 
 
 async def count_tokens(
@@ -121,9 +120,8 @@ class _MessageWriter:
         return {**self._message(content), **self._ending(), "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[bytes]:
-        arrived = self._turn.generation.deltas()
         has_begun = False
-        try:
+        async with aclosing(self._turn.generation.deltas()) as arrived:
             async for deltas in arrived:
                 pieces = [] if has_begun else [self._start()]
                 has_begun = True
@@ -133,8 +131,6 @@ class _MessageWriter:
             end = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
             yield named_event("message_delta", end)
             yield named_event("message_stop", {"type": "message_stop"})
-        finally:
-            await arrived.aclose()
 
     def _steps(self, delta: Delta) -> Iterator[Step]:
         yield from self._blocks.feed(self._turn.answers[0].feed(delta))

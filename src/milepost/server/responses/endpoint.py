@@ -15,12 +15,12 @@ from starlette.responses import Response
 
 from milepost.server import conversation, transfer
 from milepost.server.callers import Caller
-from milepost.server.errors import HttpError, json_response
+from milepost.server.errors import HttpError
 from milepost.server.responses.convert import Converted, items_of, to_chat
 from milepost.server.responses.protocol import ITEM, Item, ResponsesRequest
 from milepost.server.responses.writer import Writer
 from milepost.server.service import Service
-from milepost.server.stream import EventStream, unless_disconnected
+from milepost.server.stream import send, unless_disconnected
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 2**26
@@ -86,12 +86,10 @@ async def respond(
             store.put(owner, body["id"], _stored(body, own, items))
 
     writer = Writer(request, turn, model, octets, converted.names, keep)
-    http.scope["milepost.record"]["id"] = writer.id
-    close = turn.generation.close
-    if request.stream:
-        limit = service.config.write_timeout_s
-        return EventStream(writer.events(), close, write_timeout_s=limit, failed=writer.failed)
-    return json_response(await unless_disconnected(http, writer.whole(), close))
+    limit, close = service.config.write_timeout_s, turn.generation.close
+    return await send(
+        writer, http, close, is_stream=request.stream, write_timeout_s=limit, failed=writer.failed
+    )
 
 
 async def count_tokens(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
 from typing import Any
 
 from pydantic_core import from_json
@@ -59,19 +60,16 @@ class Writer:
         return {**self._ended(), **self._turn.generation.transfer()}
 
     async def events(self) -> AsyncIterator[bytes]:
-        arrived = self._turn.generation.deltas()
         begun = self.body("in_progress")
         yield self._event("response.created", response=begun) + self._event(
             "response.in_progress", response=begun
         )
-        try:
+        async with aclosing(self._turn.generation.deltas()) as arrived:
             async for deltas in arrived:
                 steps = [step for _, delta in deltas for step in self._steps(delta)]
                 yield b"".join(event for step in steps for event in self._events_of(step))
             body = self._ended()
             yield self._event(f"response.{body['status']}", response=body)
-        finally:
-            await arrived.aclose()
 
     def failed(self, error: Exception) -> bytes:
         """Returns the last event of a response that failed."""
