@@ -2,9 +2,8 @@
 
     PYTHONPATH=src:. python bench/kernels/orders.py [--out FILE]
 
-For each form and number of rows, all kernels that could serve the product run in turn, the one
-before left out of the table. A row of JSON for each pair with one order says whether all bits are
-equal.
+A row of JSON for each pair with one order says whether all bits are equal (`tests.kernels.orders`;
+tests/gpu/test_orders.py demands that they are).
 """
 
 from __future__ import annotations
@@ -12,24 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from itertools import combinations
 from pathlib import Path
-from typing import Any
 
-import torch
 from bench import rows as provenance
-from tests.kernels.choices import without
-from tests.kernels.quantised_cases import make_fp8, make_int4, make_rows, to
-from torch import Tensor
-
-from milepost.kernels import products
-from milepost.kernels.platform.device import probe
-from milepost.kernels.products import table
-from milepost.kernels.products.forms.matrix import Form, Matrix, Raw
-
-NUM_ROWS = (1, 2, 7, 16, 33, 64, 500)
-SHAPES = ((4096, 2048), (12288, 4096))
+from tests.kernels.orders import NUM_ROWS, SHAPES, compare, forms
 
 
 def main() -> int:
@@ -47,34 +32,6 @@ def main() -> int:
                     found.append(provenance.provenance() | row)
     provenance.write(arguments.out, found)
     return 0
-
-
-def forms(num_outputs: int, num_inputs: int) -> Iterator[tuple[str, Form]]:
-    values = torch.randn(num_outputs, num_inputs, device="cuda").bfloat16() * num_inputs**-0.5
-    yield "raw", Raw(values=values)
-    yield "fp8", to("cuda", make_fp8(num_outputs, num_inputs))
-    yield "int4", to("cuda", make_int4(num_outputs, num_inputs, group=128))
-
-
-def compare(weight: Form, num_rows: int) -> Iterator[dict[str, Any]]:
-    hidden = make_rows(num_rows, weight.num_inputs).cuda().bfloat16()
-    made = list(run_all(weight, hidden))
-    for (first, order, ours), (second, other_order, theirs) in combinations(made, 2):
-        if order == other_order:
-            yield {"kernels": (first, second), "order": order, "equal": torch.equal(ours, theirs)}
-
-
-def run_all(weight: Form, hidden: Tensor) -> Iterator[tuple[str, str, Tensor]]:
-    """By each kernel that can: its name, its order, what it makes."""
-    # Partials of quantised weights are added up by a launch behind them.
-    epilogue = products.Epilogue.NONE if isinstance(weight, Raw) else products.Epilogue.PARTIALS
-    product = table.Product(weight=Matrix.of(weight), num_rows=len(hidden), epilogue=epilogue)
-    choice = table.PRODUCTS.choose(product, probe(hidden.device))
-    if choice is None:
-        return
-    yield choice.kernel.name, choice.order, products.multiply(hidden, weight)
-    with without(choice.kernel.name):
-        yield from run_all(weight, hidden)
 
 
 if __name__ == "__main__":

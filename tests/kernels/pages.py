@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from milepost.kernels.attention import describe as attention
 from milepost.kernels.products import describe
 from milepost.kernels.products.expert_table import EXPERTS
 from milepost.kernels.products.table import PRODUCTS
@@ -14,6 +15,7 @@ PAGES = {
     "gpus.md": {
         "products": describe.to_markdown(PRODUCTS),
         "experts": describe.to_markdown(EXPERTS),
+        "attention": attention.to_markdown(),
     },
     "quantization.md": {
         "quantised products": describe.to_markdown(PRODUCTS, describe.QUANTISED),

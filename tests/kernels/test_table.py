@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -15,6 +16,8 @@ from rich.console import Console
 from milepost.cli.display import Screen
 from milepost.cli.kernels import kernels_command
 from milepost.errors import ConfigError
+from milepost.kernels.attention import table as attention
+from milepost.kernels.attention.portable.tiles import AttentionTile
 from milepost.kernels.platform import device
 from milepost.kernels.platform.device import CHIPS
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
@@ -163,6 +166,7 @@ def test_hopper_kernels_may_be_turned_off():
 
 def test_every_row_names_a_module():
     modules = [each.module for table in TABLES for each in table.kernels if each.module]
+    modules += [kernel.module for kernel in attention.KERNELS]
     folder = ROOT / "src" / "milepost" / "kernels"
     assert [
         each for each in modules if not (folder / f"{each.replace('.', '/')}.py").exists()
@@ -174,6 +178,86 @@ def test_every_row_names_a_module():
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_shows_the_tables(page):
     assert (DOCS / page).read_text(encoding="utf-8") == filled(page)
+
+
+TILES = st.builds(
+    AttentionTile,
+    rows=st.sampled_from([8, 16, 32, 64, 128]),
+    is_wide=st.booleans(),
+    head_dim=st.sampled_from([24, 64, 128, 256, 576]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    has_fp8_pages=st.booleans(),
+    page_size=st.sampled_from([16, 64, 128]),
+    fits_tma=st.booleans(),
+    num_programs=st.sampled_from([0, 1, 10_000]),
+    is_latent=st.booleans(),
+)
+
+
+@given(TILES, st.sampled_from(list(CHIPS)))
+def test_every_tile_has_a_kernel(tile, arch):
+    """One that takes such pages on the chip; all before it say why not."""
+    chip = CHIPS[arch][1]
+    choice = attention.choose(tile, chip)
+    assert (choice.kernel is attention.LATENT) == tile.is_latent
+    assert arch == "sm_90" or not choice.kernel.is_hopper
+    if choice.kernel.is_hopper:
+        assert tile.dtype != torch.float32
+        assert tile.fits_tma
+        assert tile.is_wide != tile.has_fp8_pages
+    else:
+        assert choice.tiles.block >= 16
+    assert re.fullmatch(r"\d+ seq(, wgmma|, lanes)?", choice.order)
+    assert all(reason for _, reason in attention.refusals(tile, chip))
+
+
+@pytest.mark.parametrize(
+    ("tile", "on_hopper"),
+    [
+        (AttentionTile(rows=128, is_wide=True, head_dim=256), "wide, Hopper"),
+        (AttentionTile(rows=128, is_wide=True, head_dim=64), "tiles"),
+        (AttentionTile(rows=128, is_wide=True, head_dim=256, page_size=16), "tiles"),
+        (AttentionTile(rows=16, is_wide=False, head_dim=256), "tiles"),
+        (
+            AttentionTile(rows=8, is_wide=False, head_dim=256, has_fp8_pages=True),
+            "fp8 narrow, Hopper",
+        ),
+        (AttentionTile(rows=32, is_wide=False, head_dim=256, has_fp8_pages=True), "tiles"),
+    ],
+)
+def test_attention_kernels_as_they_were_measured(tile, on_hopper):
+    assert attention.choose(tile, H200).kernel.name == on_hopper
+    assert attention.choose(tile, L4).kernel.name == "tiles"
+    with device.hopper_kernels(False):
+        assert attention.choose(tile, H200).kernel.name == "tiles"
+
+
+def test_decodes_over_fp8_have_small_items_where_hoppers_kernel_serves_them():
+    shapes = {
+        arch: attention.shape_heads(
+            8, 256, CHIPS[arch][1], tokens_each=1, has_fp8_kv=True, dequantises=False
+        )
+        for arch in ("sm_90", "sm_89")
+    }
+    assert (shapes["sm_90"].narrow_rows, shapes["sm_90"].num_beside) == (8, 2)
+    assert (shapes["sm_89"].narrow_rows, shapes["sm_89"].num_beside) == (16, 3)
+
+
+def test_the_command_lists_attention():
+    lines = [line for line in run("hybrid-35b-a3b", chip="sm_90").splitlines() if " KV " in line]
+    shown = [re.split(r" {2,}", line.strip())[1:4] for line in lines]
+    assert shown == [
+        ["16 / 2 heads of 256, 16-bit pages", "1 to 2 a sequence", "tiles"],
+        ["16 / 2 heads of 256, 16-bit pages", "from 3 a sequence", "wide, Hopper"],
+        ["16 / 2 heads of 256, FP8 pages", "1 a sequence", "fp8 narrow, Hopper"],
+        ["16 / 2 heads of 256, FP8 pages", "2 to 512 a sequence", "tiles"],
+        [
+            "16 / 2 heads of 256, FP8 pages, made 16-bit first",
+            "from 513 a sequence",
+            "wide, Hopper",
+        ],
+    ]
+    assert "latents of 576" in run("kimi-linear-48b-a3b", chip="sm_89")
 
 
 def run(model: str, **options: str) -> str:

@@ -1,4 +1,5 @@
-"""`milepost kernels`: which kernels multiply a model's weights on a chip, and why not others."""
+"""`milepost kernels`: which kernels serve a model's weights and attention on a chip, and why not
+others."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def kernels_command(screen: Screen) -> Callable[..., None]:
         quantization: Literal["fp8"] | None = None,
         hopper_kernels: bool = True,
     ) -> None:
-        """Show which kernels multiply the model's weights, by the number of tokens of a step.
+        """Show which kernels multiply the model's weights, by the number of tokens of a step, and
+        which kernels attend, by the tokens of a sequence.
 
         A GPU is needed only if no chip is named; of the model, only its configuration is read. Each
         kernel is listed with its order of summation, and with the reason why the kernel before it

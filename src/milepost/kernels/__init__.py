@@ -4,8 +4,8 @@ Imports go up this list only:
 
     chips, launches, numbers                      platform
     where a step's tokens and states lie          layout
-    products, routed experts                      products
     norms                                         norm
+    products, routed experts                      products
     token mixers                                  recurrent, gated_delta, kda, mamba2
     short convolutions                            conv, short_conv
     attention, latent attention                   attention

@@ -1,4 +1,4 @@
-"""Lists the kernels that multiply a model's weights on a chip; needs only the model's
+"""Lists the kernels that multiply a model's weights and attend on a chip; needs only the model's
 configuration.
 
 Legend: O outputs, I inputs.
@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from milepost.errors import ConfigError
+from milepost.kernels.attention.describe import Served, heads_served, latents_served
 from milepost.kernels.platform.device import CHIPS, Chip, probe
 from milepost.kernels.products.describe import Span, spans
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix
 from milepost.kernels.products.table import PRODUCTS, Product
+from milepost.layers.attention import Attention
 from milepost.layers.linear import Linear
+from milepost.layers.mla import MLA
 from milepost.layers.moe import MoE
 from milepost.layers.weights import Weight
 from milepost.models.folder import find_folder
@@ -44,6 +47,12 @@ def list_kernels(model: str, chip_name: str, quantization: str | None) -> Iterat
                     if (path, matrix) not in seen:
                         seen.add((path, matrix))
                         yield from _cells(name, matrix, spans(PRODUCTS, make, chip))
+            elif isinstance(module, Attention | MLA):
+                shape, served_tokens = _attention(module, decoder.dtype, chip)
+                if (path, shape) not in seen:
+                    seen.add((path, shape))
+                    for each in served_tokens:
+                        yield f"{name} KV", f"{shape}, {each.pages}", *each[1:]
             elif isinstance(module, MoE):
                 make_mixture = _experts(module)
                 mixture = make_mixture(1)
@@ -79,6 +88,21 @@ def _experts(module: MoE) -> Callable[[int], Mixture]:
         num_tokens=num,
         num_chosen=module.shapes.num_chosen + sizes.num_shared,
     )
+
+
+def _attention(
+    module: Attention | MLA, dtype: torch.dtype, chip: Chip
+) -> tuple[str, Iterator[Served]]:
+    """Returns the heads of an attention layer, and which kernels serve them."""
+    if isinstance(module, MLA):
+        latents = module.operation
+        width = latents.latent_dim + latents.shared_dim
+        shape = f"{latents.num_heads} heads, latents of {width}"
+        return shape, latents_served(latents.num_heads, width, dtype, chip)
+    heads = module.operation
+    shape = f"{heads.num_heads} / {heads.num_kv_heads} heads of {heads.head_dim}"
+    group = heads.num_heads // heads.num_kv_heads
+    return shape, heads_served(group, heads.head_dim, dtype, chip)
 
 
 def _find_chip(name: str) -> Chip:

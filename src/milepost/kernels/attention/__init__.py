@@ -18,6 +18,7 @@ from milepost.kernels.attention import items, reference, rows, table
 from milepost.kernels.attention.items import AttentionItems, Tiling
 from milepost.kernels.attention.pages import PagedKV, rows_per_page
 from milepost.kernels.attention.rows import AttentionRows
+from milepost.kernels.attention.table import CAPTURED_TOKENS
 from milepost.kernels.layout.batch import Batch
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.platform.device import Chip
@@ -34,8 +35,6 @@ __all__ = [
     "rows_per_page",
 ]
 
-_FEW_TOKENS = 512
-"""Steps of up to so many tokens are captured, and a graph must not depend on a step's pages."""
 AttentionLayout = AttentionItems | AttentionRows
 
 HeadNorm = Literal["each", "none"]
@@ -93,7 +92,7 @@ def _max_dequantised(batch: Batch) -> int:
     """Pages of FP8 that a step may also have in 16 bits: those of the longest sequence possible, or
     of any sequences whose tokens are all new."""
     capacity = batch.capacity
-    if not batch.has_float8_kv or capacity.decodes or capacity.num_tokens <= _FEW_TOKENS:
+    if not batch.has_float8_kv or capacity.decodes or capacity.num_tokens <= CAPTURED_TOKENS:
         return 0
     new_pages = capacity.num_tokens // batch.page_size + capacity.num_sequences
     return int(batch.tables.shape[1]) + new_pages

@@ -1,9 +1,10 @@
 """Which kernel attends from which tile: `KERNELS` is the table, and `choose` the only place that
 decides. Nothing here needs a GPU, or Triton.
 
-A tile's KV is read in blocks, one after the other ("64 seq"). A result is a sum over the *splits*
-of its KV, which begin at multiples of 128 positions; how many there are depends on what else the
-step holds, so a token's bits may depend on the tokens beside it.
+A tile's KV is read in blocks, one after the other ("64 seq"); "wgmma" and "lanes" say that a
+block's own terms are added another way than by the portable kernel. A result is a sum over the
+*splits* of its KV, which begin at multiples of 128 positions; how many there are depends on what
+else the step holds, so a token's bits may depend on the tokens beside it.
 
 Legend: R query rows of a tile: tokens x query heads of a KV head.
 """
@@ -24,6 +25,9 @@ from milepost.kernels.platform.device import Chip, why_no_gluon
 from milepost.kernels.platform.tiles import next_power_of_2
 
 SPLITS = f"at multiples of {UNIT}, by load"
+CAPTURED_TOKENS = 512
+"""Steps of up to so many tokens are captured: a graph must not depend on a step's pages, so these
+do not dequantise them first."""
 HOPPER = "sm_90"
 HOPPER_BLOCK = 64
 """KV positions of a block of Hopper's kernels."""
@@ -196,7 +200,7 @@ WIDE_HOPPER = AttentionKernel(
     tiles="128 rows, heads of 128 or 256, 16-bit pages of at least 64",
     needs=HOPPER,
     refuses=_refuses_wide,
-    order=f"{HOPPER_BLOCK} seq",
+    order=f"{HOPPER_BLOCK} seq, wgmma",
 )
 NARROW_HOPPER = AttentionKernel(
     name="fp8 narrow, Hopper",
@@ -204,7 +208,7 @@ NARROW_HOPPER = AttentionKernel(
     tiles="up to 16 rows, heads of 256, FP8 pages",
     needs=HOPPER,
     refuses=_refuses_narrow,
-    order=f"{HOPPER_BLOCK} seq",
+    order=f"{HOPPER_BLOCK} seq, lanes",
 )
 PORTABLE = AttentionKernel(
     name="tiles",
@@ -223,23 +227,3 @@ LATENT = AttentionKernel(
     order="{tiles.block} seq",
 )
 KERNELS = WIDE_HOPPER, NARROW_HOPPER, PORTABLE, LATENT
-
-
-# --- for people -----------------------------------------------------------------------------------
-
-
-def markdown() -> str:
-    """The table, for pages."""
-    head = ("kernel", "tiles", "needs", "order within a split", "splits of the KV", "in `kernels/`")
-    rows = [
-        (
-            kernel.name,
-            kernel.tiles,
-            kernel.needs or "any chip",
-            kernel.order.replace("{tiles.block}", "16 to 128"),
-            SPLITS,
-            f"`{kernel.module.replace('.', '/')}.py`",
-        )
-        for kernel in KERNELS
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))

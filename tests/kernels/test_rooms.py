@@ -1,0 +1,94 @@
+"""Order inside kernels/: imports go up one list, and an operation is entered by its door."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import milepost.kernels
+
+ROOT = Path(milepost.kernels.__file__).parent
+LOWER = ("platform", "layout")
+"""Rooms that know no operation, in order. All their modules may be imported by those above."""
+OPERATIONS: tuple[str, ...] = (
+    "norm",
+    "products",
+    "recurrent",
+    "conv",
+    "gated_delta",
+    "kda",
+    "mamba2",
+    "short_conv",
+    "attention",
+    "mtp",
+    "sampling",
+    "rows",
+    "comm",
+)
+BEFORE = (*LOWER, *OPERATIONS)
+MIXERS = {"recurrent", "conv", "gated_delta", "kda", "mamba2"}
+"""One operation in several folders."""
+
+
+def breaches(path: Path) -> list[str]:
+    """What a module imports that it may not, as 'from room: module'."""
+    own = path.relative_to(ROOT).parts[0]
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not node.module:
+            continue
+        for module in modules_of(node):
+            room, *inner = module.split(".")
+            if room == own or {room, own} <= MIXERS or room in LOWER[: rank(own) + 1]:
+                continue
+            is_before = room in BEFORE and BEFORE.index(room) < BEFORE.index(own)
+            if inner or not is_before:
+                found.append(f"{own}: {module}")
+    return found
+
+
+def rank(room: str) -> int:
+    return LOWER.index(room) if room in LOWER else len(LOWER)
+
+
+def modules_of(node: ast.ImportFrom) -> set[str]:
+    """The modules below kernels/ that a line imports."""
+    root, part, *rest = [*node.module.split("."), ""]
+    if (root, part) != ("milepost", "kernels"):
+        return set()
+    rest = [name for name in rest if name]
+    found = set()
+    for alias in node.names:
+        path = ROOT.joinpath(*rest, alias.name)
+        is_module = path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+        found.add(".".join([*rest, alias.name] if is_module else rest))
+    return found - {""}
+
+
+def test_imports_in_kernels_go_up_and_through_doors() -> None:
+    assert [each for path in sorted(ROOT.rglob("*.py")) for each in breaches(path)] == []
+
+
+def test_every_folder_has_its_place() -> None:
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"__pycache__"}
+    assert folders <= set(BEFORE)
+    text = (ROOT / "__init__.py").read_text(encoding="utf-8")
+    assert all(room in text for room in folders)
+
+
+def test_a_breach_is_seen(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tests.kernels.test_rooms.ROOT", tmp_path)
+    for name, line, is_fine in (
+        ("attention/a.py", "from milepost.kernels.platform.device import Chip", True),
+        ("attention/a.py", "from milepost.kernels.products import multiply", True),
+        ("products/a.py", "from milepost.kernels.attention import attend", False),
+        ("attention/a.py", "from milepost.kernels.products.table import choose", False),
+        ("attention/a.py", "from milepost.kernels.attention.table import choose", True),
+        ("layout/a.py", "from milepost.kernels.attention import attend", False),
+        ("platform/a.py", "from milepost.kernels.layout.batch import Batch", False),
+        ("kda/a.py", "from milepost.kernels.recurrent.structures import Mixer", True),
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(line, encoding="utf-8")
+        assert (breaches(path) == []) is is_fine, line
