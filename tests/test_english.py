@@ -18,6 +18,8 @@ DONE = (
     *("disaggregation", "kv_events", "tiers"),
     *("config.py", "demo.py", "errors.py", "json_settings.py", "speculative_config.py"),
     *("kv_events_config.py", "kv_transfer_config.py", "ray.py", "scheduler/plans.py"),
+    *(f"kernels/{name}" for name in ("attention", "comm", "layout", "mtp", "platform", "rows")),
+    "kernels/sampling",
     *("kernels/norm", "kernels/products/forms", "kernels/products/__init__.py"),
     *(
         f"kernels/products/{name}.py"

@@ -67,7 +67,7 @@ class AttentionItems:
     """[T + 1], where each token's partial results begin; results that are whole have none."""
     narrow_rows: int
     tokens_each: int
-    """Of most narrow items."""
+    """Tokens of most narrow items."""
     wide_rows: int
     num_partials: int
     """Partial results of all tokens, at most."""
@@ -109,7 +109,7 @@ class Tiling(NamedTuple):
     max_dequantised: int = 0
     """Most pages that are dequantised before wide items read them."""
     capacity: Capacity | None = None
-    """What arrays have room for; None: for the step alone."""
+    """Room in arrays; None: for the step alone."""
 
     @property
     def narrow_tokens(self) -> int:
@@ -168,7 +168,7 @@ class _Known(NamedTuple):
     """[P], where each ends at most."""
 
     def up_to(self, starts: Ints, ends: Ints) -> AttentionItems:
-        """Of sequences that end there."""
+        """Returns the layout of sequences with these ends."""
         narrow, own = self.items.narrow.copy(), slice(len(self.owners))
         narrow[own, POSITION] = starts[self.owners]
         narrow[own, END] = np.minimum(ends[self.owners], self.limits)
@@ -177,8 +177,9 @@ class _Known(NamedTuple):
 
 @lru_cache(maxsize=_NUM_REMEMBERED)
 def _cut_alone(units: bytes, programs: int, most_waves: int) -> tuple[bytes, bytes]:
-    """Into how many pieces sequences of so many units of KV are cut, and units of each piece; 0
-    where there is one. Few sequences mostly have as many units as in the step before."""
+    """Returns the number of pieces that sequences with these units of KV are cut into, and the
+    units of each piece, or 0 if there is one. Few sequences mostly have as many units as in the
+    step before."""
     own = np.frombuffer(units, np.int64)
     pieces = count_pieces(own, programs, NARROW_CUT_COST, most_waves)
     return pieces.tobytes(), np.where(pieces > 1, -(-own // pieces), 0).tobytes()
@@ -188,8 +189,8 @@ def _cut_alone(units: bytes, programs: int, most_waves: int) -> tuple[bytes, byt
 def _lay_out_like(
     lengths: bytes, pieces: bytes, units_each: bytes, rows: bytes, tiling: Tiling
 ) -> _Known:
-    """Of any step of these lengths, all narrow, whose KV in these rows of the page tables is cut
-    like this."""
+    """Lays out any step of these lengths, all narrow, whose KV in these rows of the page tables is
+    cut like this."""
     own, cuts, each, places = (
         np.frombuffer(packed, np.int64) for packed in (lengths, pieces, units_each, rows)
     )
@@ -209,7 +210,7 @@ def _lay_out(
     tiling: Tiling,
     narrow_pieces: Ints | None = None,
 ) -> AttentionItems:
-    """With narrow tiles cut like that, if it is said."""
+    """Lays out a step, with narrow tiles cut as given."""
     narrow, wide = tile_all(
         starts, lengths, rows, tiling.narrow_tokens, tiling.wide_tokens, tiling.page_size, tables
     )
@@ -294,7 +295,7 @@ def _room(capacity: Capacity, tiling: Tiling) -> _Room:
 
 
 def _lengthen(array: Ints, length: int) -> NDArray[np.int32]:
-    """In int32, with zeros behind."""
+    """Returns the array in int32, padded with zeros."""
     assert len(array) <= length, f"a step's {len(array)} rows do not fit a capacity of {length}"
     padded = np.zeros((length, array.shape[1]), np.int32)
     padded[: len(array)] = array

@@ -1,5 +1,5 @@
-"""Which kernel attends from which tile: `KERNELS` is the table, and `choose` the only place that
-decides. Nothing here needs a GPU, or Triton.
+"""The kernels of attention: `KERNELS` is the table, and `choose` the only place that decides which
+kernel serves a tile. Nothing here needs a GPU, or Triton.
 
 A tile's KV is read in blocks, one after the other ("64 seq"); "wgmma" and "lanes" say that a
 block's own terms are added another way than by the portable kernel. A result is a sum over the
@@ -26,8 +26,8 @@ from milepost.kernels.platform.tiles import next_power_of_2
 
 SPLITS = f"at multiples of {UNIT}, by load"
 CAPTURED_TOKENS = 512
-"""Steps of up to so many tokens are captured: a graph must not depend on a step's pages, so these
-do not dequantise them first."""
+"""Most tokens of a captured step: a graph must not depend on a step's pages, so it does not
+dequantise them first."""
 HOPPER = "sm_90"
 HOPPER_BLOCK = 64
 """KV positions of a block of Hopper's kernels."""
@@ -41,7 +41,7 @@ _HOPPER_NARROW_ROWS = 16
 _HOPPER_NARROW = {"num_beside": 2, "narrow_waves": 4}
 _LATENT_ROWS, _LATENT_UNIT = 64, 32
 """Wide rows of latents: sums of a row take as many registers as a latent is wide. And the least KV
-of a narrow item: a token's heads are so many rows that a program takes a while for little KV."""
+of a narrow item: a token's heads are many rows, which keep a program busy even with little KV."""
 _LATENT_SHARED = 160 << 10
 """Shared memory from which on wide tiles of latents fit; large entries need room for their rows and
 the least block."""
@@ -131,7 +131,7 @@ def shape_heads(
 
 
 def shape_latents(num_heads: int, width: int, chip: Chip, *, value_bytes: int) -> ItemShapes:
-    """Items for latents of `width` entries, of which all heads of a token are rows."""
+    """Items for latents of `width` entries; all heads of a token are rows."""
     one_token = max(NARROW_ROWS, next_power_of_2(num_heads))
     held = (_LATENT_ROWS + _LEAST_BLOCK) * width * value_bytes
     has_room = chip.shared_bytes >= max(_LATENT_SHARED, held)
@@ -151,8 +151,8 @@ def why_no_latents(num_heads: int, latent_dim: int) -> str:
 
 
 def narrow_rows(group: int, tokens_each: int, least: int = NARROW_ROWS) -> int:
-    """Rows of narrow items if most sequences have so many tokens, which then read their KV
-    together; `least` if they are fewer."""
+    """Rows of narrow items if most sequences have `tokens_each` tokens, which then read their KV
+    together; at least `least`."""
     rows = next_power_of_2(group * tokens_each)
     return max(rows, least) if rows <= MAX_NARROW_ROWS else NARROW_ROWS
 

@@ -142,18 +142,19 @@ def choose_dequantised(wide: Ints, page_size: int, most: int) -> NDArray[np.int3
 # --- items; costs are in the time that a unit of KV takes -----------------------------------------
 
 _ITEM_COST = 0.5
-"""Of beginning and ending an item."""
+"""Cost of beginning and ending an item."""
 NARROW_CUT_COST, WIDE_CUT_COST = 0.2, 1.0
-"""Of writing an item's partial results and reading them again."""
+"""Costs of writing an item's partial results and reading them again."""
 _COMBINE_COST = 1.5
-"""Of launching the kernel that does so."""
+"""Cost of launching the kernel that combines them."""
 WAVES = 2
-"""Cuts are tried that give every program so many items at most."""
+"""Most items per program in the cuts that are tried."""
 
 
 def count_pieces(units: Ints, programs: int, cut_cost: float, most_waves: int = WAVES) -> Ints:
-    """Into how many pieces to cut tiles of so many units of KV [N]: [N], so that `programs` at a
-    time finish soonest, each after `most_waves` items; `cut_cost` is that of a partial result."""
+    """Returns the number of pieces [N] to cut tiles with these units of KV [N] into, so that
+    `programs` at a time finish soonest, each after at most `most_waves` items; `cut_cost` is that
+    of a partial result."""
     best = np.ones_like(units)
     if not len(units):
         return best
@@ -184,7 +185,7 @@ def _cost(
 
 
 def units_of(tiles: Ints, unit: int = UNIT) -> Ints:
-    """Of KV, [N]."""
+    """Units of KV of each tile, [N]."""
     return -(-(tiles[:, END] - tiles[:, BEGIN]) // unit)
 
 

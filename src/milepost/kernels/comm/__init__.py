@@ -73,7 +73,7 @@ def mail_bytes(hidden_size: int, dtype: torch.dtype, size: int) -> tuple[int, in
 
 
 def box_bytes(num_rows: int, hidden_size: int, dtype: torch.dtype, size: int) -> tuple[int, int]:
-    """Bytes of a rank's boxes for so many rows of its own, and of its signals."""
+    """Bytes of a rank's boxes for its own `num_rows`, and of its signals."""
     return 2 * size * num_rows * hidden_size * dtype.itemsize, 2 * num_rows * size * 4
 
 
@@ -100,7 +100,7 @@ def share_norm(
     boxes: TwoShotBuffers,
     multiplier: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """`add_norm` for many rows, each of which one rank adds up."""
+    """`add_norm` for many rows: one rank adds up each."""
     from milepost.kernels.comm import two_shot
 
     return two_shot.share_norm(hidden, partials, scale, eps, boxes, multiplier)

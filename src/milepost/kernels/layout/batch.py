@@ -4,8 +4,9 @@ A step is a flat list of tokens, sequence after sequence; decoding sequences (on
 nothing to export) come first. What an operation works out of this is the same for all layers
 of a step that have the operation, so it is worked out once: layouts are kept by operation.
 
-In a step that *verifies*, a decoding sequence has drafts behind its one token, which leave no trace
-in its state: what recurrent layers would need to take them in is recorded. The accepted ones are
+In a step that *verifies*, a decoding sequence has drafts after its one token, which leave no trace
+in its state: whatever recurrent layers would need to take them in is
+recorded. The accepted ones are
 folded into the state by the sequence's next step, before its one token:
 
     state    [ fold ][ 1 ]                  fold: recorded tokens, that are no longer in the batch
@@ -29,8 +30,8 @@ from milepost.kernels.platform.device import Capable, Chip
 
 Ints = NDArray[np.int64]
 StateExport = tuple[int, int, int]
-"""Write the state of a sequence (index in the batch) after exactly so many tokens (its position) to
-a slot: start < position <= start + length."""
+"""A state to write: sequence (index in the batch), the position after which it is taken, and its
+slot; start < position <= start + length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +45,19 @@ class Capacity:
     decodes: bool = False
     """Every sequence decodes."""
     num_drafts: int = 0
-    """Of a decoding sequence, at most; with more than 0 the step may verify."""
+    """Most drafts of a decoding sequence; if above 0 the step may verify."""
     is_exact: bool = False
     """It is one step's own: what depends on contents need not be padded."""
 
     @property
     def ends_early(self) -> bool:
-        """Whether behind most tokens nothing is sampled: they have nothing to do once their KV and
+        """Whether most tokens are not sampled from: they have nothing to do once their KV and
         states are written."""
         return not self.decodes and not self.num_drafts
 
     @property
     def num_sampled(self) -> int:
-        """Tokens behind which is sampled, at most."""
+        """Most tokens that are sampled from."""
         return min(self.num_tokens, self.num_sequences * (1 + self.num_drafts))
 
 
@@ -94,7 +95,7 @@ class Batch:
     """None where the reference kernels run."""
     has_float8_kv: bool = False
     samples: Ints | None = None
-    """[S] whether something is sampled behind each sequence's last token; None where all do."""
+    """[S] whether each sequence samples after its last token; None if all do."""
     recorded: Ints | None = None
     """[S] how many drafts of its last step each sequence has taken since, -1 where it had none; of
     states beside pages, which have no fold. None where nothing is drafted."""
@@ -141,7 +142,7 @@ def ordinals_of(counts: Ints) -> Ints:
 def padded(
     values: Sequence[int] | Ints, length: int, filler: int, dtype: type = np.int32
 ) -> NDArray[Any]:
-    """`values` with `filler` behind, up to `length`."""
+    """Pads `values` with `filler` up to `length`."""
     assert len(values) <= length, "a batch stays within its capacities"
     if len(values) == length:
         return np.array(values, dtype)
@@ -152,7 +153,7 @@ def padded(
 
 
 class Operation(Capable, Protocol):
-    """A kind of work that layers share, with the sizes that its layout depends on; hashable."""
+    """A kind of work that layers share, with all sizes on which its layout depends; hashable."""
 
     def lay_out(self, batch: Batch) -> Any:
         """The work of a step: for a chip a dataclass of numpy arrays, which the runner sends to

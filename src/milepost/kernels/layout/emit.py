@@ -1,4 +1,4 @@
-"""What a kernel hands on to the products behind it: rows in the model's dtype, in FP8, or both.
+"""The rows that a kernel hands on to the products after it: in the model's dtype, in FP8, or both.
 
 Who reads rows is known when a model is put together, so each producer is told then what to emit. A
 producer may return the rows as they are where that is as fast: one row, or a chip whose products
@@ -22,11 +22,11 @@ from milepost.kernels.platform.tensors import BLOCK, FP8
 LINE = 4
 """Rows that torch's GEMM takes at a time; scales that TMA does."""
 FEW = 64
-"""Up to so many rows some products with FP8 read the values and round them on the way."""
+"""Most rows for which some FP8 products read the values and round them on the way."""
 
 
 class Emit(Enum):
-    """What those read that rows are made for."""
+    """The forms of rows that their readers need."""
 
     VALUES = "values"
     FP8 = "fp8"
@@ -34,7 +34,7 @@ class Emit(Enum):
 
     @staticmethod
     def joined(readers: Iterable[Emit]) -> Emit:
-        """What several readers need together."""
+        """Returns the forms that several readers need together."""
         needed = set(readers)
         return needed.pop() if len(needed) == 1 else Emit.BOTH if needed else Emit.VALUES
 
@@ -49,9 +49,9 @@ class Fp8Rows:
     scales: Tensor
     """[D, R] float32"""
     num_rows: int
-    """T; rows behind them are unfilled."""
+    """T; further rows are unfilled."""
     dtype: torch.dtype
-    """What the rows had before they were rounded."""
+    """The rows' type before they were rounded."""
     is_alone: bool = False
     """The rows exist in FP8 only."""
 
@@ -68,7 +68,7 @@ class Projected:
     owner: object
     """The projection that it belongs to; others read the row."""
     output: Tensor
-    """[1, O], with room for all outputs, of which the last matrix's are filled in."""
+    """[1, O], with room for all outputs; only the last matrix's are filled in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,7 +151,7 @@ def room_for(num_rows: int, size: int, like: Tensor, emit: Emit) -> Fp8Rows | No
 
 
 def handed_on(values: Tensor, fp8: Fp8Rows | None) -> Inputs:
-    """What a producer returns that filled `fp8`, and `values` unless that is alone."""
+    """Returns the output of a producer: it filled `fp8`, and `values` unless FP8 is alone."""
     if fp8 is None:
         return values
     return Activations(values=None if fp8.is_alone else values, fp8=fp8)
@@ -163,8 +163,8 @@ def keeps_values(fp8: Fp8Rows | None) -> bool:
 
 
 def as_arguments(fp8: Fp8Rows | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """What kernels in Triton are told: the values' bits, scales, and how far those of a row lie
-    apart."""
+    """Arguments of kernels in Triton: the values' bits, the scales, and the stride of a row's
+    scales."""
     if fp8 is None:
         return None, None, 0
     return fp8.values.view(torch.uint8), fp8.scales, fp8.scales.stride(0)

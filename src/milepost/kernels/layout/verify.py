@@ -1,5 +1,4 @@
-"""What the fused kernels of token mixers with states in slots need to know of a step that may
-verify.
+"""Layout of a step that may verify, for the fused kernels of token mixers with states in slots.
 
 Legend: S sequences, with their capacity.
 """

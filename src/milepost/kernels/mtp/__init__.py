@@ -1,9 +1,9 @@
-"""What an MTP head reads: each token's embedding, and the hidden state before it.
+"""The inputs of an MTP head: each token's embedding, and the hidden state before it.
 
-In a step the state before a token is that behind the token ahead of it in the batch. Before a
+In a step the state before a token is that after the previous token of the batch. Before a
 sequence's first it is *carried*: each slot holds the last hidden state of the tokens that it stands
-for. So a hit, whose tokens are not in the batch, has it too, bit for bit. Behind drafts that were
-accepted it is one of those that are recorded, as recurrent layers record what they need.
+for. So a hit, whose tokens are not in the batch, has it too, bit for bit. After accepted drafts it
+is one of the recorded states; recurrent layers record theirs likewise.
 
 This is the door to the op: callers import it from here, whatever computes it. `reference` is the
 definition, on any device.
@@ -27,10 +27,10 @@ __all__ = ["Carried", "CarryOperation", "CarryRows", "join", "keep"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarryOperation:
-    """Which hidden state stands before each token, and which are carried on."""
+    """Chooses the hidden state before each token, and those that are carried on."""
 
     def lay_out(self, batch: Batch) -> CarryRows:
-        """The same for the fused kernels and for the reference."""
+        """Lays out a step, alike for the fused kernels and the reference."""
         return lay_out(batch)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""What an MTP head reads, in plain torch: the definition, on any device.
+"""The inputs of an MTP head in plain torch: the definition, on any device.
 
 Legend: T tokens, V vocabulary, C hidden size.
 """

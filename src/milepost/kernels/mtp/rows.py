@@ -16,7 +16,7 @@ from torch import Tensor
 from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
 
 _NUM_REMEMBERED = 64
-"""Steps of sequences of so many tokens each."""
+"""Number of layouts kept, by the sequences' lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +37,16 @@ class CarryRows:
 
     sources: Any
     """[T, 2]: the slot that carries the state before a token, and -1; or the record of it; twice -1
-    where it is that behind the token ahead of it in the batch."""
+    if it is the state after the previous token of the batch."""
     targets: Any
-    """[W, 4]: the token behind which a state is carried on, or -1 where it is recorded; the slot
+    """[W, 4]: the token after which a state is carried on, or -1 if it is recorded; the slot
     that carries it, -1 for padding; the record."""
     recorded: Any
-    """[T, 2]: where the state behind a draft is recorded."""
+    """[T, 2]: where the state after a draft is recorded."""
 
 
 def lay_out(batch: Batch) -> CarryRows:
-    """Of a step; records and slots are read before they are written."""
+    """Lays out a step; records and slots are read before they are written."""
     capacity, num_tokens, num = batch.capacity, batch.capacity.num_tokens, len(batch.starts)
     places = _places(batch.lengths.tobytes(), batch.num_decodes)
     last_folded = batch.folds - 1
@@ -94,7 +94,7 @@ class _TokenPlaces(NamedTuple):
 
 @lru_cache(maxsize=_NUM_REMEMBERED)
 def _places(packed: bytes, num_decodes: int) -> _TokenPlaces:
-    """Of sequences of these lengths: mostly those of the step before."""
+    """Returns how tokens fall to sequences of these lengths: mostly those of the step before."""
     lengths = np.frombuffer(packed, np.int64)
     begins = lengths.cumsum() - lengths
     computing = lengths.nonzero()[0]

@@ -1,4 +1,4 @@
-"""What an MTP head reads, on a GPU: each of `reference`'s functions in one launch.
+"""The inputs of an MTP head on a GPU: each of `reference`'s functions in one launch.
 
 Legend: T tokens, V vocabulary, C hidden size, W states to be carried.
 """
@@ -139,7 +139,7 @@ def _keep_kernel(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One state: to a slot, or behind those one to a record."""
+    """Write one state: first those for slots, then those for records."""
     launch_dependents()
     wait_for_inputs()
     i_n = tl.program_id(0)

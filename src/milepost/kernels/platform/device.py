@@ -1,4 +1,4 @@
-"""What kernels ask of the device that they run on, and which of them run there.
+"""Capabilities of a device, and the kernels that run on it.
 
 This can be imported without triton, which Gluon's kernels and the fused ones need.
 """
@@ -27,12 +27,12 @@ _FLOAT8 = (8, 9)
 """And from which on there is float8."""
 _UNLIMITED = 1 << 30
 _AMD_SHARED_BYTES = 64 << 10
-"""Of AMD's chips for which torch does not say."""
+"""Shared memory of AMD's chips if torch does not report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """What of a GPU decides how kernels are cut up."""
+    """Properties of a GPU that decide how kernels are cut up."""
 
     arch: str
     """As compilers call it: sm_90, gfx942; cpu for Triton's interpreter."""
@@ -51,8 +51,8 @@ class Chip:
 
     @property
     def has_tma(self) -> bool:
-        """Whether boxes of a tensor come to shared memory by themselves; elsewhere Triton makes a
-        descriptor's loads of so many instructions that plain addresses are better."""
+        """Whether TMA copies boxes of a tensor to shared memory; elsewhere Triton needs so much
+        code for a descriptor's loads that plain addresses are better."""
         return self.capability >= (9, 0)
 
     @property
@@ -67,8 +67,9 @@ class Chip:
         return not self.has_fp8 and not self.is_amd
 
     def choose_stages(self, wanted: int, step_bytes: int) -> int:
-        """How many steps of a loop may be under way, each with so many bytes in shared memory: one
-        of them is in registers. AMD's loads go through registers, where more than two don't fit.
+        """Returns the number of a loop's steps that may be under way, each with `step_bytes` of
+        shared memory: one of them is in registers. AMD's loads go through registers, which hold at
+        most two.
         """
         most = 2 if self.is_amd else wanted
         return max(2, min(wanted, most, 1 + self.shared_bytes // step_bytes))
@@ -80,7 +81,7 @@ _INTERPRETER = Chip(arch="cpu", capability=(9, 0), is_amd=False, num_sms=1, shar
 
 @lru_cache
 def probe(device: torch.device) -> Chip:
-    """The chip behind a device."""
+    """The chip of a device."""
     if device.type == "cpu":
         return _INTERPRETER
     properties = torch.cuda.get_device_properties(device)
@@ -110,7 +111,7 @@ def hopper_kernels(allowed: bool) -> Iterator[None]:
 
 
 def allows_hopper_kernels() -> bool:
-    """What was said last around this code."""
+    """Whether the innermost `hopper_kernels` allows them."""
     return _ALLOWS_HOPPER.get()
 
 
@@ -185,7 +186,7 @@ def why_reference(
 
 
 def describe(device: torch.device, dtype: torch.dtype, operations: Iterable[Capable] = ()) -> str:
-    """Which kernels run and why not others, in a line for the log."""
+    """Says in a line for the log which kernels run and why others do not."""
     reason = why_reference(device, dtype, operations)
     if reason:
         return f"reference; {reason}"

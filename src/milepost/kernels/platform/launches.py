@@ -184,11 +184,11 @@ class _Compiled:
     function: int
     metadata: tuple[Any, ...]
     constants: tuple[Any, ...]
-    """Of the parameters behind the arguments; the launch itself ignores them."""
+    """Constants, passed after the arguments; the launch itself ignores them."""
 
 
 def _remembering(kernel: JITFunction[Any]) -> Callable[..., Any]:
-    """What stands in for the kernel's `run`."""
+    """Returns the replacement of the kernel's `run`."""
     known: dict[LaunchKind, _Compiled] = {}
     num_arguments = sum(not param.is_constexpr for param in kernel.params)
     runtime, hooks = triton.knobs.runtime, kernel.pre_run_hooks

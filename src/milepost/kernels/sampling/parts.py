@@ -1,4 +1,4 @@
-"""What the stages of a draw share: the order of logits, the noise, and constants of their rows.
+"""Parts of a draw's stages: the order of logits, the noise, and constants of their rows.
 
 A row's logits are ordered by the bits of their distance to the best one, scaled by the temperature:
 bits of floats of one sign are in the numbers' order.

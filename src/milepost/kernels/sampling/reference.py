@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 MASS_OF_BEST = 2.0**40
-"""Of the likeliest token; of 2**22 tokens, more than any vocabulary has, the sum fits 63 bits."""
+"""Mass of the likeliest token; the sum of 2**22 tokens, more than any vocabulary has, fits 63
+bits."""
 
 _CANDIDATES = 1024
 """Tokens that top_p looks at first; it sorts the whole vocabulary only if they don't suffice."""
@@ -94,12 +95,12 @@ def lowest_kept(scaled: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Nucleus:
-    """What some of the likeliest tokens tell of those to keep; both [R, 1]."""
+    """The tokens to keep, as far as some of the likeliest tell; both [R, 1]."""
 
     lowest: Tensor
     """The lowest logit kept."""
     is_final: Tensor
-    """Whether so many tokens are enough to know it."""
+    """Whether these tokens are enough to know it."""
 
 
 def _nucleus(

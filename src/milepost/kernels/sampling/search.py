@@ -62,7 +62,7 @@ def search(rows: StepRows, work: Workspace, first: int, last: int) -> None:
 
 
 class Rest(NamedTuple):
-    """Logits to bisect, of which the first CHUNK were loaded."""
+    """Logits to bisect; the first CHUNK were loaded."""
 
     p_x: Any
     number: Any
@@ -79,7 +79,7 @@ def _mass(distance, floor):
 
 @triton.jit
 def _weight(distance, top_k, floor):
-    """What is summed from the best logit on: ones for top_k, else masses."""
+    """Weights to sum from the best logit on: ones for top_k, else masses."""
     return tl.where(top_k > 0, tl.full(distance.shape, 1, tl.int64), _mass(distance, floor))
 
 

@@ -2,8 +2,8 @@
 
 Keys and values come to a ring in shared memory by TMA, and each thread loads the numbers that it
 multiplies from there. A block's tokens are the rows of its scores, which warps divide among them,
-and a value's dimensions those of the result; so query rows are columns, of which matrix units take
-eight at a time, and none is wasted. Four dimensions of a token form a word, and each makes a result
+and a value's dimensions those of the result; so query rows are columns: matrix units take eight at
+a time, and none is wasted. Four dimensions of a token form a word, and each makes a result
 of its own; the words of two tokens become pairs of float16, which holds what FP8 holds.
 
 Legend: T tokens, H query heads, G KV heads, E head_dim, P partial results.
@@ -43,7 +43,7 @@ _WORDS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=
 
 
 def attend(call: AttentionCall, work: Tensor, rows: int) -> None:
-    """Compute the results of `work`, narrow items of so many `rows`."""
+    """Compute the results of `work`, narrow items of `rows` query rows."""
     _, num_heads, head_dim = call.query.shape
     _, _, page_size, num_kv_heads, _ = call.kv.pool.shape
     kv = as_bytes(as_rows(call.kv.pool).flatten(1))

@@ -49,7 +49,7 @@ _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
 
 
 class Range(NamedTuple):
-    """What the loading warp needs: the KV of an item."""
+    """The KV of an item, for the loading warp."""
 
     kv: Any
     table: Any
@@ -60,7 +60,7 @@ class Range(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a computing group needs."""
+    """The arguments of a computing group."""
 
     query: Any
     gate: Any

@@ -1,4 +1,4 @@
-"""What a group of warps of Hopper's attention does with a block of KV, and with its result.
+"""Steps of a group of warps in Hopper's attention: blocks of KV, and the result.
 
 SCORES is the layout of a block's scores [64, BLOCK], RESULT that of results [64, head_dim].
 """

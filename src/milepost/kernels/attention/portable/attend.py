@@ -46,7 +46,7 @@ _MOST_IN_WORDS = 64
 
 
 def attend(call: AttentionCall, work: Tensor, rows: int, tiles: KVTiles) -> None:
-    """Compute the results of items `work` with so many `rows`."""
+    """Compute the results of items `work` of `rows` query rows."""
     _, num_heads, head_dim = call.query.shape
     _, _, page_size, num_kv_heads, _ = call.kv.pool.shape
     block_e = max(16, next_power_of_2(head_dim))

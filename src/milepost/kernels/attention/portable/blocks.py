@@ -1,4 +1,4 @@
-"""What the portable attention kernels share: an item, blocks of KV from pages, the running softmax.
+"""Parts of the portable attention kernels: an item, blocks of KV from pages, the running softmax.
 
 Legend: ROWS query rows of an item, BLOCK KV positions, G KV heads.
 """

@@ -30,8 +30,8 @@ _LEAST_PART, _NUMBERS = 32, 8192
 
 
 def combine(call: AttentionCall, items: AttentionItems) -> None:
-    """Write the rows of the output that have partial results, times the sigmoid of their gate, in
-    the forms that there is room for."""
+    """Write output rows with partial results, times the sigmoid of their gate, in the forms that
+    there is room for."""
     _, num_heads, head_dim = call.partials.base.shape
     block_e = triton.next_power_of_2(head_dim)
     part = choose_part(items.num_combined * num_heads, block_e)
