@@ -193,18 +193,18 @@ def rounds_gated(gate_up: Tensor) -> bool:
     return is_read and runs_triton(gate_up)
 
 
-def mix(rows: Inputs, shares: Tensor, experts: Tensor, up: Form, down: Form) -> Tensor:
-    """Multiplies `rows` [T, I] by each token's `experts` [T, N], weighted by `shares` [T, N], and
-    returns partials [T, P, I]."""
+def mix(rows: Inputs, routing_weights: Tensor, experts: Tensor, up: Form, down: Form) -> Tensor:
+    """Multiplies `rows` [T, I] by each token's `experts` [T, N], weighted by `routing_weights`
+    [T, N], and returns partials [T, P, I]."""
     if isinstance(up, Raw) and isinstance(down, Raw):
-        return moe.partials(values_of(rows), shares, experts, up.values, down.values)
+        return moe.partials(values_of(rows), routing_weights, experts, up.values, down.values)
     assert not isinstance(up, RawForm), "experts have one form"
     assert not isinstance(down, RawForm), "experts have one form"
     given = as_activations(rows)
     if given.values is None or (given.values.dim() == 2 and runs_triton(given.values)):
         from milepost.kernels.products import run_experts
 
-        mixed = run_experts.mix(given, shares, experts, up, down)
+        mixed = run_experts.mix(given, routing_weights, experts, up, down)
         if mixed is not None:
             return mixed
-    return experts_reference.mix_quantised(values_of(given), shares, experts, up, down)
+    return experts_reference.mix_quantised(values_of(given), routing_weights, experts, up, down)

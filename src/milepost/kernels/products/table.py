@@ -23,8 +23,6 @@ _MOST_BESIDE = 128
 """Raw outputs of a product beside another, at most: each unit reads all rows."""
 _MANY_ROWS = 64
 """Above this, torch's GEMM is as fast as ours, or it pays off to make 16-bit weights first."""
-_FEW = 128
-"""Up to this many rows, raw weights have kernels of ours."""
 _NORMED_INPUTS, _NORMED_OUTPUTS = 4096, 512
 """Sizes of products that take no longer than the norm before them, at most."""
 
@@ -52,10 +50,6 @@ class Product(NamedTuple):
         """Whether it is a matrix-vector product whose scales belong to whole blocks."""
         return self.num_rows == 1 and self.weight.has_whole_groups
 
-    @property
-    def num_weights(self) -> int:
-        return self.weight.num_outputs * self.weight.num_inputs
-
     def count(self, unit: str) -> float:  # noqa: ARG002
         return self.num_rows
 
@@ -69,9 +63,6 @@ class Product(NamedTuple):
         if not self.is_contiguous:
             return "rows are not contiguous"
         return "inputs are no whole blocks" if self.weight.num_inputs % BLOCK else ""
-
-
-# --- why a kernel refuses a product ---------------------------------------------------------------
 
 
 def _unless_contiguous(product: Product, chip: Chip) -> str:  # noqa: ARG001
@@ -97,11 +88,10 @@ def _refuses_raw_hopper(product: Product, chip: Chip) -> str:
 
 
 def _refuses_raw_some(product: Product, chip: Chip) -> str:
-    if not product.is_contiguous:
+    is_few = product.num_rows <= tiles.FEW_ROWS or product.weight.num_outputs <= tiles.FEW_OUTPUTS
+    if is_few or product.epilogue is Epilogue.FLOAT32:
         return _unless_contiguous(product, chip)
-    is_served = product.num_rows <= tiles.FEW_ROWS
-    is_served |= product.weight.num_outputs <= tiles.FEW_OUTPUTS
-    return "" if is_served or product.epilogue is Epilogue.FLOAT32 else "torch's GEMM is as fast"
+    return "torch's GEMM is as fast"
 
 
 def _unless_row(product: Product, chip: Chip) -> str:  # noqa: ARG001
@@ -116,7 +106,7 @@ def _refuses_gated_row(product: Product, chip: Chip) -> str:
 
 def _refuses_ring(product: Product, chip: Chip) -> str:
     weight = product.weight
-    if product.num_weights < _RING_WEIGHTS:
+    if weight.num_weights < _RING_WEIGHTS:
         return f"less than {_RING_WEIGHTS >> 20} Mi weights"
     if weight.num_inputs % (_PARTS * BLOCK) or weight.num_outputs % _TILE:
         return "parts are not equally long"
@@ -126,7 +116,7 @@ def _refuses_ring(product: Product, chip: Chip) -> str:
 def _refuses_fp8_hopper(product: Product, chip: Chip) -> str:
     if product.is_row:
         return "one row"
-    if product.num_weights < _HOPPER_WEIGHTS:
+    if product.weight.num_weights < _HOPPER_WEIGHTS:
         return f"less than {_HOPPER_WEIGHTS >> 20} Mi weights"
     if product.num_beside > _MOST_BESIDE:
         return f"more than {_MOST_BESIDE} outputs beside"
@@ -215,7 +205,7 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         name="raw small_m",
         module="products.portable.raw_small_m",
         forms=(Raw,),
-        rows=RowRange(above=1, most=_FEW),
+        rows=RowRange(above=1, most=2 * _MANY_ROWS),
         epilogues=_ALL,
         refuses=_refuses_raw_some,
         cut=tiles.cut_raw,

@@ -20,19 +20,16 @@ if TYPE_CHECKING:
     from milepost.kernels.products.table import Product
 
 _NARROWEST = 8
-"""Outputs that a tile of TMA can be made wider by: rows of its swizzle."""
+"""Outputs that a tile of TMA can grow by: rows of its swizzle."""
 
-
-# --- raw weights ----------------------------------------------------------------------------------
 
 FEW_INPUTS = 128
 """Inputs that a raw GEMV takes in one step of narrow programs."""
 FEW_OUTPUTS = 1024
 """Up to this many outputs, torch's GEMM leaves most SMs idle."""
-_SOME_OUTPUTS = 4096
-"""From this many outputs, programs with half as many threads read faster."""
-_LONG = 4096
-"""From this many inputs, another stage pays off."""
+_LARGE = 4096
+"""From this many outputs of one row, programs with half as many threads read faster; from this many
+inputs of few rows, another stage pays off."""
 
 
 class GemvTiles(NamedTuple):
@@ -56,7 +53,7 @@ def cut_gemv(product: Product, chip: Chip) -> GemvTiles:  # noqa: ARG001
         return NARROW
     if weight.num_inputs > 2048:
         return GemvTiles(block_n=2, block_k=2048, num_warps=4)
-    if weight.num_outputs >= _SOME_OUTPUTS:
+    if weight.num_outputs >= _LARGE:
         return GemvTiles(block_n=4, block_k=1024, num_warps=4)
     return GemvTiles(block_n=4, block_k=2048, num_warps=8)
 
@@ -79,14 +76,12 @@ def cut_raw(product: Product, chip: Chip) -> SplitTiles:
     number of stages only."""
     weight, tiles = product.weight, _MORE_ROWS
     if product.num_rows <= FEW_ROWS:
-        is_long = weight.num_inputs >= _LONG and product.epilogue is not Epilogue.FLOAT32
+        is_long = weight.num_inputs >= _LARGE and product.epilogue is not Epilogue.FLOAT32
         tiles = replace(_FEW_ROWS, num_stages=5) if is_long else _FEW_ROWS
     tiles = tiles.fitted(chip)
     split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
     return SplitTiles(tiles=tiles, split_k=split_k)
 
-
-# --- raw weights, Hopper --------------------------------------------------------------------------
 
 RAW_BLOCK_K = 64
 """Inputs of a step: 128 bytes, the widest rows that TMA swizzles."""
@@ -115,7 +110,6 @@ class RawTiles:
 
     @property
     def num_warps(self) -> int:
-        """Each has 16 rows of weight or more."""
         return min(self.max_warps, self.mma_m // 16)
 
 
@@ -126,11 +120,10 @@ class RawRegime:
     wide: RawTiles
     """For many outputs; a tile has at most this many."""
     long: RawTiles
-    """For many inputs and few outputs."""
+    """For many inputs, few outputs."""
     square: RawTiles
-    """For as many inputs as outputs, and not many of them."""
     small: RawTiles | None
-    """For few outputs and some inputs; None where other kernels are as fast."""
+    """For few outputs, some inputs; None where other kernels are as fast."""
 
 
 def _raw_regime(block_m: int, stages: tuple[int, ...], programs: int, split_k: int) -> RawRegime:
@@ -163,8 +156,7 @@ def cut_raw_hopper(product: Product, chip: Chip) -> RawTiles | None:
     regime = next((each for each in _REGIMES if 1 < num_rows <= each.wide.block_m), None)
     if regime is None:
         return None
-    is_whole = product.epilogue is Epilogue.NONE
-    tiles: RawTiles | None = None
+    tiles, is_whole = None, product.epilogue is Epilogue.NONE
     is_wide = is_whole and num_outputs in _SOME and num_inputs not in _MANY
     if num_outputs in _MANY or is_wide:
         block_n = _spread(num_outputs, chip.num_sms, regime.wide.block_n)
@@ -177,9 +169,8 @@ def cut_raw_hopper(product: Product, chip: Chip) -> RawTiles | None:
         tiles = regime.small
     elif num_inputs in _FEW and (num_outputs in _FEW or num_outputs in _SOME) and not is_whole:
         tiles = regime.long
-    if tiles is None or num_inputs % (RAW_BLOCK_K * tiles.split_k) != 0:
-        return None
-    return tiles
+    is_cut = tiles is not None and num_inputs % (RAW_BLOCK_K * tiles.split_k) == 0
+    return tiles if is_cut else None
 
 
 def _spread(num_outputs: int, num_sms: int, widest: int) -> int:
@@ -187,8 +178,6 @@ def _spread(num_outputs: int, num_sms: int, widest: int) -> int:
     rounds = cdiv(num_outputs, num_sms * widest)
     return cdiv(cdiv(num_outputs, num_sms * rounds), _NARROWEST) * _NARROWEST
 
-
-# --- quantised weights ----------------------------------------------------------------------------
 
 FEW = Tiles(block_m=16, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
 SOME, MORE = replace(FEW, block_m=32), replace(FEW, block_m=64)
@@ -218,8 +207,6 @@ def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
     return SplitTiles(tiles=tiles, split_k=split_k)
 
 
-# --- quantised weights, Hopper --------------------------------------------------------------------
-
 MMA_M = 64
 """Tokens of the left operand; the GEMM's come first."""
 _FP8_ROWS, _INT4_ROWS = (16, 32, 64), (8, 16, 32)
@@ -227,8 +214,6 @@ _FP8_ROWS, _INT4_ROWS = (16, 32, 64), (8, 16, 32)
 warp would read too much of them from shared memory."""
 _WIDE_N, _SOME_N, _FEW_N = 128, 64, 32
 """Outputs of a program, by how many the product has: fewer programs would leave SMs idle."""
-_PROGRAMS = 2
-"""Programs that an SM should have, at least."""
 _LEAST_SHARE = 4 * BLOCK
 """Inputs of a program, at least: Triton 3.6 fails at a loop of a single step."""
 
@@ -311,7 +296,7 @@ def cut_int4_hopper(product: Product, chip: Chip) -> Int4Tiles | None:
     is_whole = weight.group % BLOCK == 0 and num_inputs % (2 * BLOCK) == 0
     if not block_m or not is_whole or num_inputs < _LEAST_SHARE:
         return None
-    wanted = _PROGRAMS * chip.num_sms
+    wanted = 2 * chip.num_sms  # programs
     widths = (width for width in (_WIDE_N, _SOME_N) if num_outputs > width * (wanted - 1))
     whole_n = next(widths, _FEW_N)
     # Partials of few outputs cost less than narrow programs do.

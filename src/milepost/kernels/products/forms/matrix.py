@@ -112,6 +112,10 @@ class Matrix(NamedTuple):
         return Matrix(type(weight), weight.num_outputs, weight.num_inputs, 0, 0, group)
 
     @property
+    def num_weights(self) -> int:
+        return self.num_outputs * self.num_inputs
+
+    @property
     def is_blocked(self) -> bool:
         """Whether it is FP8 with a scale for each whole block, as its rows have."""
         return self.rows == self.depth == BLOCK and not self.has_input_scale
