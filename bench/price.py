@@ -88,10 +88,12 @@ def _no_beside() -> Iterator[None]:
         replace(each, epilogues=tuple(set(each.epilogues) - {products.Epilogue.BESIDE}))
         for each in PRODUCTS.kernels
     ]
-    with mock.patch.object(PRODUCTS, "kernels", kernels):
+    try:
+        with mock.patch.object(PRODUCTS, "kernels", kernels):
+            PRODUCTS.forget()
+            yield
+    finally:
         PRODUCTS.forget()
-        yield
-    PRODUCTS.forget()
 
 
 def _without(*modules: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -99,7 +101,9 @@ def _without(*modules: str) -> Callable[[], AbstractContextManager[Any]]:
 
     @contextmanager
     def without() -> Iterator[None]:
+        before = len(PRODUCTS.kernels) + len(EXPERTS.kernels)
         with PRODUCTS.without(*modules), EXPERTS.without(*modules):
+            assert len(PRODUCTS.kernels) + len(EXPERTS.kernels) < before, modules
             yield
 
     return without
