@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
+from math import inf
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -120,6 +121,10 @@ class EngineConfig:
     """Maximum number of requests that run at once."""
     max_num_batched_tokens: int = 8192
     """Token budget of one step; longer prompts are prefilled in chunks."""
+    max_queue_wait_s: float | None = None
+    """Longest time that a request may wait for its turn: one that would wait longer, by the
+    measured rates, is refused at once, and one that does is ended, both with 503 and `Retry-After`.
+    By default only `--request-timeout-s` limits the wait. For servers only."""
     hopper_kernels: bool = True
     """Run the kernels made for Hopper where they can run. Without them, a Hopper chip runs the
     portable kernels of all other chips."""
@@ -188,6 +193,8 @@ class EngineConfig:
                 f"{name}={gib}: use more than 0 and less than 2**40, or leave it out",
             )
         _require(self.cache_dir != "", "cache_dir='': name a directory, or leave it out")
+        wait_s = self.max_queue_wait_s
+        _require(wait_s is None or 0 < wait_s < inf, f"max_queue_wait_s={wait_s}: use more than 0")
         given = self.kv_cache_memory_bytes
         _require(given is None or given > 0, f"kv_cache_memory_bytes={given}: use more than 0")
         for name in (

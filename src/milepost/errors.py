@@ -10,6 +10,7 @@
     ├── EngineAsleepError (RuntimeError)    the engine was put to sleep
     ├── EngineDeadError (RuntimeError)      the step loop failed; no request can be answered
     ├── QueueFullError (RuntimeError)       a server has as many requests as it accepts; try again
+    ├── QueueWaitError (RuntimeError)       a request would wait longer than allowed; try again
     ├── RequestTimeoutError (TimeoutError)  a request took longer than a server allows
     └── ServerClosingError (RuntimeError)   a server is about to end and takes or finishes no more
 
@@ -54,6 +55,14 @@ class EngineDeadError(MilepostError, RuntimeError):
 
 class QueueFullError(MilepostError, RuntimeError):
     """The maximum number of requests is already queued."""
+
+
+class QueueWaitError(MilepostError, RuntimeError):
+    """The request would wait too long before it begins, or has; try again in `retry_after_s`."""
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RequestTimeoutError(MilepostError, TimeoutError):

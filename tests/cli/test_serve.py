@@ -61,6 +61,8 @@ def test_the_servers_status_is_the_commands():
         ("--port", "70000"),
         ("--max-waiting", "-1"),
         ("--request-timeout-s", "0"),
+        ("--max-queue-wait-s", "0"),
+        ("--max-queue-wait-s", "nan"),
         ("--api-key", ""),
         ("--page-size", "7"),
         ("--nonsense", "1"),

@@ -33,11 +33,21 @@ def tokens(num: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
 class Bench:
     """A scheduler on a fake runner that refuses wrong contents, with invariants checked."""
 
-    def __init__(self, *, budget: int = 512, max_num_seqs: int = 8, **cache_options) -> None:
+    def __init__(
+        self,
+        *,
+        budget: int = 512,
+        max_num_seqs: int = 8,
+        max_queue_wait_s: float | None = None,
+        **cache_options,
+    ) -> None:
         options = {"num_pages": 64, "num_slots": 16, "page_size": 16} | cache_options
         self.cache = Cache(**options)
         self.scheduler = Scheduler(
-            self.cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+            self.cache,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_queue_wait_s=max_queue_wait_s,
         )
         self.runner = FakeRunner(
             self.scheduler, page_size=self.cache.page_size, vocab_size=VOCAB_SIZE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from milepost.cache import Cache
@@ -18,7 +20,8 @@ class Room:
 
     def __init__(self) -> None:
         self.room = (10, 2)
-        self.expect = self.refresh = self.forget = lambda *_, **__: object()
+        reservation = SimpleNamespace(checkpoint=None)
+        self.expect = self.refresh = self.forget = lambda *_, **__: reservation
 
 
 @pytest.mark.parametrize(

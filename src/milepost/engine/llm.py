@@ -46,7 +46,13 @@ class LLM:
         _refuse_unknown(options)
         model = str(model) if isinstance(model, PathLike) else model
         options.setdefault("disable_log_stats", True)
-        self.llm_engine = Engine(EngineConfig(model=model, **options))
+        config = EngineConfig(model=model, **options)
+        if config.max_queue_wait_s is not None:
+            raise ConfigError(
+                f"max_queue_wait_s={config.max_queue_wait_s:g}: prompts of one call wait for each "
+                "other; set it on a server"
+            )
+        self.llm_engine = Engine(config)
         self._thread = EngineThread(self.llm_engine)
         self._tokenizing = threading.Lock()
 

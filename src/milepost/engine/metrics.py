@@ -54,6 +54,8 @@ def collect(scheduler: Scheduler) -> list[Metric]:
         gauges[f"{name}_cached_perc"] = pool.num_cached / capacity
     return [
         *(_counter(name, value) for name, value in counters.items()),
+        _counter("queue_wait_refused", steps.num_refused_early, when="arrival"),
+        _counter("queue_wait_refused", steps.num_ended_late, when="waiting"),
         *(
             _counter("prefix_cache_lost_tokens", value, reason=reason.value)
             for reason, value in stats.lost.items()

@@ -24,7 +24,7 @@ from milepost.cache.tree import Match
 from milepost.scheduler.budget import Budget
 from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.outside import Offer, Outside, explained
-from milepost.scheduler.queue import Queue
+from milepost.scheduler.queue import STEP_TOKENS, Queue
 from milepost.scheduler.request import Request
 from milepost.scheduler.sharing import PendingPrefixes
 from milepost.scheduler.stats import SchedulerStats
@@ -36,9 +36,6 @@ queue."""
 MAX_HOLD_BACK_S = 600.0
 """Seconds of steps that a request may wait while others go first: as long as clients wait by
 default."""
-
-STEP_TOKENS = 1024
-"""What a step costs beside its tokens, in tokens: a request costs no less."""
 
 BUSY_S = 30.0
 """Seconds of steps over which it is averaged how busy the machine is."""
@@ -331,6 +328,11 @@ class Admission:
         if turn.last_priority is None:
             turn.last_priority = max(other.priority for other in self._running)
         return turn.last_priority <= request.priority and not self.has_waited_long(request)
+
+    def held_back_s(self, request: Request, match: Match) -> float:
+        """Returns the seconds for which a request is held back at least, by what is known now."""
+        displaced = self._cache.displaced(match) if self._running else 0.0
+        return max(self._until_s(request, displaced) - self.now_s, 0.0) if displaced else 0.0
 
     def _until_s(self, request: Request, displaced: float) -> float:
         """When a request has waited for as long as all who wait lose by what it displaces: each

@@ -9,6 +9,9 @@ from milepost.cache.tree import Match
 from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.request import Request
 
+STEP_TOKENS = 1024
+"""What a step costs beside its tokens, in tokens: a request costs no less."""
+
 
 class Queue:
     """Requests by priority and arrival. The memory knows of each, and what it will resume from.
@@ -21,6 +24,9 @@ class Queue:
         self._memory = memory
         self._requests: list[Request] = []
         self._num_admitted = 0
+        self.cost_begun = 0
+        """Tokens that requests had left to compute when they were admitted, and a step's fixed cost
+        for each."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -64,6 +70,7 @@ class Queue:
 
     def admit(self, request: Request) -> None:
         """Remove a request that has found room. If it comes again, it waits anew."""
+        self.cost_begun += STEP_TOKENS + self.num_left(request)
         self.remove(request)
         self._num_admitted += 1
         request.blocked_at = request.awaits = request.held_until_s = None

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 from milepost.cache.placement import Kind
 from milepost.config import check_budget
-from milepost.errors import InvalidRequestError
+from milepost.errors import InvalidRequestError, QueueWaitError
 from milepost.scheduler.admission import Admission
+from milepost.scheduler.backlog import Backlog
 from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.outside import Outside
 from milepost.scheduler.planner import Planner
@@ -32,6 +33,7 @@ class Scheduler:
 
     Page tables of requests that sample reach `num_lookahead_tokens` further than they have to, for
     drafts that are made behind the tokens; where there is room, nobody gives way to that.
+    With `max_queue_wait_s`, `check_wait` and `take_late` say which requests wait too long.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         num_lookahead_tokens: int = 0,
+        max_queue_wait_s: float | None = None,
     ) -> None:
         check_budget(
             max_num_seqs=max_num_seqs,
@@ -60,6 +63,11 @@ class Scheduler:
             self.running,
             self.outside,
             self.stats,
+        )
+        self._backlog = (
+            Backlog(self.waiting, self._admission, self.stats, max_queue_wait_s)
+            if max_queue_wait_s is not None
+            else None
         )
         self._planner = Planner(
             cache,
@@ -141,6 +149,23 @@ class Scheduler:
         self._num_added += 1
         self._num_live += 1
         self._requests[request.number] = request
+        if self._backlog is not None:
+            self._backlog.add(request)
+
+    def check_wait(self, request: Request) -> None:
+        """Raise QueueWaitError for a new request that would not begin within `max_queue_wait_s`."""
+        if self._backlog is not None and self.waiting:
+            request.queued_s = self._admission.now_s
+            self._backlog.check(request, self.cache.match(request.chain))
+
+    def take_late(self) -> list[tuple[Request, QueueWaitError]]:
+        """Requests that have waited for longer than `max_queue_wait_s`, each once, and what to tell
+        their clients; whoever calls this ends them.
+        """
+        if self._backlog is None:
+            return []
+        backlog, match = self._backlog, self.cache.match
+        return [(r, backlog.too_late(r, match(r.chain))) for r in backlog.take_late()]
 
     def _queue(self, request: Request) -> None:
         request.queued_s = self._admission.now_s
@@ -255,6 +280,8 @@ class Scheduler:
         self.stats.num_steps += 1
         num_tokens = sum(s.num_tokens for s in plan.sequences if not s.is_decode)
         self._admission.ran(num_tokens, result.seconds)
+        if self._backlog is not None:
+            self._backlog.ran(result.seconds)
         if plan.sequences:
             first = self._steps.popleft()
             assert plan is first, "F3: outcomes are taken in the order of the steps"

@@ -13,6 +13,10 @@ class SchedulerStats:
     num_preemptions: int = 0
     num_waits: int = 0
     """Times that a request waited a step for a prefix that another one was computing."""
+    num_refused_early: int = 0
+    """Requests refused on arrival, because they would have waited too long."""
+    num_ended_late: int = 0
+    """Requests ended because they had waited too long."""
     prefill_tokens: int = 0
     decode_tokens: int = 0
     num_drafts: int = 0

@@ -48,6 +48,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
         field="prompt",
         is_counted=request.max_tokens != 0,
     )
+    await unless_disconnected(http, generation.begun())
     id_ = response_id("cmpl", request, http)
     writer = _CompletionWriter(service, request, prompts, texts, generation, model, id_)
     limit, close = service.config.write_timeout_s, generation.close

@@ -103,6 +103,7 @@ async def _begin(
         field=field,
         is_enough=(lambda index: answers[index].is_enough) if has_one_call else None,
     )
+    await generation.begun()
     return ChatTurn(
         prompt=prompt,
         breakpoints=rendered.breakpoints,

@@ -17,6 +17,7 @@ from milepost.errors import (
     InvalidRequestError,
     MilepostError,
     QueueFullError,
+    QueueWaitError,
     RequestTimeoutError,
     ServerClosingError,
 )
@@ -32,7 +33,10 @@ MEANINGS: dict[int | str, dict[str, Any]] = {
     413: {"description": "The body is too large."},
     415: {"description": "The body is declared as something other than JSON."},
     429: {"description": "The queue is full; see Retry-After."},
-    503: {"description": "The engine has died, or the server is shutting down."},
+    503: {
+        "description": "The wait would be too long (see Retry-After), the engine has died, or the "
+        "server is shutting down."
+    },
     504: {"description": "The request took longer than the server allows."},
 }
 """Meanings of the response statuses, for the description of the API."""
@@ -43,6 +47,7 @@ _STATUS: tuple[tuple[type[MilepostError], int, str], ...] = (
     (ServerClosingError, 503, "service_unavailable"),
     (EngineAsleepError, 503, "service_unavailable"),
     (EngineDeadError, 503, "service_unavailable"),
+    (QueueWaitError, 503, "service_unavailable"),
     (RequestTimeoutError, 504, "timeout"),
 )
 _TYPES = {
@@ -135,7 +140,7 @@ def response_of(error: Exception, body: Mapping[str, Any]) -> Response:
     status = status_of(error)
     headers = dict(getattr(error, "headers", None) or {})
     if status in (429, 503):
-        headers["retry-after"] = str(RETRY_AFTER_S)
+        headers["retry-after"] = str(getattr(error, "retry_after_s", RETRY_AFTER_S))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return json_response(body, status, headers)

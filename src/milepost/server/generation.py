@@ -74,6 +74,17 @@ class Generation:
         if params.max_tokens is not None:
             service.metrics.asked_tokens.observe(params.max_tokens)
 
+    async def begun(self) -> None:
+        """Wait until an answer begins, if requests that wait too long are refused: a response that
+        has begun could not say so with its status."""
+        if self._service.client.config.max_queue_wait_s is None:
+            return
+        try:
+            await self._submission.begun()
+        except BaseException:
+            self.close()
+            raise
+
     async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """Yields the deltas that have arrived, each time some have."""
         try:

@@ -30,6 +30,13 @@ class Submission:
                     self._num_open -= output.finished
         return found
 
+    async def begun(self) -> None:
+        """Wait until something has arrived, and leave it. Raises what `arrived` would."""
+        await self._bell.wait()
+        self._bell.ring()
+        for stream in self._streams:
+            stream.check()
+
     def close(self) -> None:
         """Give up what is not over."""
         self._timer.cancel()

@@ -88,6 +88,7 @@ def build(config: EngineConfig) -> EngineParts:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_lookahead_tokens=_num_lookahead_tokens(config, model),
+        max_queue_wait_s=config.max_queue_wait_s,
     )
     return EngineParts(
         scheduler=scheduler,

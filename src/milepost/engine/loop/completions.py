@@ -54,6 +54,10 @@ class RunningCompletions:
         found = [self._known.pop(number, None) for number in numbers]
         return [known[1].request for known in found if known is not None]
 
+    def group_of(self, request: Request) -> RequestGroup:
+        """Returns the group that a known request belongs to."""
+        return self._known[request.number][0]
+
     def wait_for(self, num_ahead: int, sequences: Sequence[SequencePlan]) -> bool:
         """Whether any of those that are ahead has to know its last so many tokens before the next
         is sampled."""

@@ -25,6 +25,7 @@ from milepost.engine.loop.trace_recording import TraceRecorder
 from milepost.engine.metrics import Metric, collect
 from milepost.engine.prompts import Prompt
 from milepost.engine.text import TokenTexts
+from milepost.errors import QueueWaitError
 from milepost.sampling_params import SamplingParams
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import FinishReason
@@ -104,7 +105,8 @@ class Engine:
     ) -> RequestGroup:
         """Queue a prompt; `form` is what `prepare` made for it, if it was called before.
 
-        Raises InvalidRequestError, and then nothing has changed.
+        Raises InvalidRequestError, and QueueWaitError if it would wait for too long; then nothing
+        has changed.
         """
         self._check(prompt, params)
         return self.queue(prompt, params, priority=priority, form=form)
@@ -121,6 +123,7 @@ class Engine:
         form = form or self._intake.form_of(params)
         job = self._intake.job(prompt, params, priority, form)
         remote = self._intake.remote(prompt)
+        self.scheduler.check_wait(job.answers[0].request)
         self._is_stuck = False
         try:
             for answer in job.answers:
@@ -152,6 +155,18 @@ class Engine:
                 answer.text.flush()
         self.flights.settle()
         self._publish()
+
+    def end_late(self) -> list[tuple[RequestGroup, QueueWaitError]]:
+        """End the groups that have waited for too long, none of whose answers has begun; returns
+        them, and what to tell their clients."""
+        ended: dict[RequestGroup, QueueWaitError] = {}
+        for request, error in self.scheduler.take_late():
+            if request.finish_reason is None:
+                group = self._answers.group_of(request)
+                if all(answer.request.report is None for answer in group.answers):
+                    self.abort(group)
+                    ended[group] = error
+        return list(ended.items())
 
     def _forget(self, job: RequestGroup) -> None:
         if self._trace is not None:

@@ -43,6 +43,7 @@ from milepost.errors import (
     InvalidRequestError,
     MilepostError,
     QueueFullError,
+    QueueWaitError,
     RequestTimeoutError,
 )
 from milepost.sampling_params import SamplingParams
@@ -324,7 +325,7 @@ class EngineClient:
             case Refused():
                 stream = self._streams.get(message.id)
                 if stream is not None:
-                    stream.fail(InvalidRequestError(message.message))
+                    stream.fail(_refusal(message))
             case Reply():
                 future = self._asked.get(message.id)
                 if future is not None and not future.done():
@@ -349,6 +350,12 @@ class EngineClient:
             await asyncio.to_thread(self._process.join)
         if self._writer is not None:
             self._writer.close()
+
+
+def _refusal(message: Refused) -> MilepostError:
+    if message.retry_after_s is None:
+        return InvalidRequestError(message.message)
+    return QueueWaitError(message.message, retry_after_s=message.retry_after_s)
 
 
 def _start(process: BaseProcess) -> None:

@@ -37,7 +37,7 @@ from milepost.engine.processes.wire import (
     ToEngine,
     frame,
 )
-from milepost.errors import EngineDeadError, InvalidRequestError, MilepostError
+from milepost.errors import EngineDeadError, InvalidRequestError, MilepostError, QueueWaitError
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +149,15 @@ class Loop:
         except InvalidRequestError as error:
             self.send(Refused(id=message.id, message=str(error)))
             return
+        except QueueWaitError as error:
+            self._refuse(message.id, error)
+            return
         task = Task(message.id, job, [Sent(answer) for answer in job.answers])
         self._tasks[message.id] = self._queued[message.id] = task
         self._by_job[job] = task
+
+    def _refuse(self, id_: int, error: QueueWaitError) -> None:
+        self.send(Refused(id=id_, message=str(error), retry_after_s=error.retry_after_s))
 
     def _abort(self, id_: int) -> None:
         self._compiling.forget(id_)
@@ -186,6 +192,10 @@ class Loop:
         self._has_rested = False
         jobs = self._engine.step()
         self._note_admissions(start)
+        for job, error in self._engine.end_late():
+            late = self._by_job[job]
+            self._forget(late)
+            self._refuse(late.id, error)
         tasks = [self._by_job[job] for job in jobs]
         outputs = [task.output() for task in tasks]
         for task, output in zip(tasks, outputs, strict=True):

@@ -86,6 +86,11 @@ class Stream:
             self._bell.ring()  # what is left may have rung with this one
         return output
 
+    def check(self) -> None:
+        """Raise what `take` would raise next."""
+        if self._error is not None and not self._pending:
+            raise self._error
+
     def put(self, output: Output) -> None:
         """Take over what the engine sent."""
         if self._pending and not self._keeps_steps:

@@ -171,6 +171,8 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
     id: int
     message: str
+    retry_after_s: int | None = None
+    """Set if the request may be sent again after this time."""
 
 
 class Reply(msgspec.Struct, tag=True, frozen=True):

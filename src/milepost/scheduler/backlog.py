@@ -1,0 +1,126 @@
+"""Estimates how long a new request would wait before it begins, and finds requests that have
+waited too long.
+
+The estimate is the cost of all that would go first, divided by the cost that has begun per second
+lately. That rate is measured while requests wait, so it covers whatever holds them back: the tokens
+of a step, seats, or memory. What a request would be held back for, because its memory is worth more
+to others, comes on top if it is longer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import ceil, inf
+
+from milepost.cache.tree import Match
+from milepost.errors import QueueWaitError
+from milepost.scheduler.admission import MAX_HOLD_BACK_S, Admission
+from milepost.scheduler.queue import STEP_TOKENS, Queue
+from milepost.scheduler.request import Request
+from milepost.scheduler.stats import SchedulerStats
+
+WINDOW_S = 30.0
+"""Seconds of steps over which the rate is averaged."""
+
+LEAST_MEASURED_S = 1.0
+"""Seconds of steps with a queue before the measured rate is used."""
+
+
+class Backlog:
+    """The requests of `waiting`, none of which is to wait longer than `max_wait_s`."""
+
+    def __init__(
+        self, waiting: Queue, admission: Admission, stats: SchedulerStats, max_wait_s: float
+    ) -> None:
+        self.max_wait_s = max_wait_s
+        self._waiting = waiting
+        self._admission = admission
+        self._stats = stats
+        self._arrived: deque[Request] = deque()
+        """New requests in the order of their arrival; those that have begun may be among them."""
+        self._cost_begun = 0
+        """Cost of all requests that had begun at the last step."""
+        self._recent_cost = 0.0
+        self._recent_s = 0.0
+        self._had_queue = False
+
+    def add(self, request: Request) -> None:
+        """Notes a request that begins to wait."""
+        self._arrived.append(request)
+
+    def ran(self, seconds: float) -> None:
+        """Notes the duration of a step; it counts if requests waited before it or after it."""
+        begun = self._waiting.cost_begun - self._cost_begun
+        self._cost_begun = self._waiting.cost_begun
+        if self._had_queue or self._waiting:
+            kept = max(1 - seconds / WINDOW_S, 0.0)
+            self._recent_cost = self._recent_cost * kept + begun
+            self._recent_s = self._recent_s * kept + seconds
+        self._had_queue = bool(self._waiting)
+
+    def check(self, request: Request, match: Match) -> None:
+        """Raises QueueWaitError if a new request would wait longer than `max_wait_s`."""
+        wait_s = self._wait_s(request, match)
+        if wait_s > self.max_wait_s:
+            self._stats.num_refused_early += 1
+            raise QueueWaitError(
+                f"the request would wait about {min(wait_s, MAX_HOLD_BACK_S):.0f} s for its turn; "
+                f"this server lets none wait longer than {self.max_wait_s:g} s: try again later",
+                retry_after_s=self._retry_after_s(wait_s - self.max_wait_s),
+            )
+
+    def take_late(self) -> list[Request]:
+        """Returns requests that have waited too long and have never begun, each once."""
+        late, arrived = [], self._arrived
+        while arrived:
+            request = arrived[0]
+            is_waiting = request.reservation is not None and request.report is None
+            if is_waiting and self._admission.now_s - request.queued_s <= self.max_wait_s:
+                break
+            arrived.popleft()
+            if is_waiting:
+                late.append(request)
+        return late
+
+    def too_late(self, request: Request, match: Match) -> QueueWaitError:
+        """Returns the error that ends a request that has waited too long."""
+        self._stats.num_ended_late += 1
+        return QueueWaitError(
+            f"the request has waited {self.max_wait_s:g} s for its turn, and this server lets none "
+            "wait longer: try again later",
+            retry_after_s=self._retry_after_s(self._wait_s(request, match)),
+        )
+
+    def _wait_s(self, request: Request, match: Match) -> float:
+        """Estimates the wait of a request that would be queued now."""
+        cost = STEP_TOKENS + request.num_tokens - match.state_length
+        ahead = sum(
+            other_cost
+            for other in self._waiting
+            if other is not request
+            and self._goes_first(other, other_cost := self._cost(other), request.priority, cost)
+        )
+        held_s = self._admission.held_back_s(request, match)
+        return max(ahead / self._rate, held_s) if ahead else held_s
+
+    def _goes_first(self, other: Request, other_cost: int, priority: int, cost: int) -> bool:
+        """Whether a waiting request would begin before one that has waited for `max_wait_s`."""
+        if other.priority != priority:
+            return other.priority < priority
+        waited_s = self._admission.now_s - other.queued_s + self.max_wait_s
+        return waited_s * cost >= self.max_wait_s * other_cost
+
+    def _cost(self, request: Request) -> int:
+        return STEP_TOKENS + self._waiting.num_left(request)
+
+    @property
+    def _rate(self) -> float:
+        """Cost that begins in a second while requests wait; a small number while none does."""
+        if self._recent_s >= LEAST_MEASURED_S:
+            return max(self._recent_cost / self._recent_s, 1e-3)
+        token_s = self._admission.token_s
+        return 1 / token_s if token_s else inf
+
+    @staticmethod
+    def _retry_after_s(wait_s: float) -> int:
+        return max(ceil(min(wait_s, MAX_HOLD_BACK_S)), 1)
