@@ -32,6 +32,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from milepost.ray import CostRouter, routed
 from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet import Fleet, Shape
+from milepost.simulator.loop import EngineLimits
 from milepost.simulator.policies import POLICIES
 from milepost.simulator.trace import read_trace
 
@@ -198,7 +199,7 @@ def simulated(told: list[list[Turn]], routing: str) -> float:
         trace,
         lambda: policy.cache(page_size=PAGE, **sizes),
         COST,
-        Shape(num_engines=2, max_num_seqs=MEMORY["max_num_seqs"]),
+        Shape(num_engines=2, limits=EngineLimits(max_num_seqs=MEMORY["max_num_seqs"])),
         routing=routing,
         closed=True,
     )

@@ -18,7 +18,7 @@ from milepost.engine.loop.core import Engine
 from milepost.engine.prompts import Prompt
 from milepost.sampling_params import SamplingParams
 from milepost.simulator.cost import read_cost
-from milepost.simulator.loop import Replay
+from milepost.simulator.loop import EngineLimits, Replay
 from milepost.simulator.trace import Trace, TraceRequest
 from tests.checkpoints import save
 
@@ -112,7 +112,11 @@ def test_the_simulator_plans_what_the_engine_plans(tmp_path, memory):
         storage = UnifiedPool(engines.slots.capacity, engines.storage.pages_a_slot)
     cache = Cache(storage=storage)
     replay = Replay(
-        trace_of(asked, 6), cache, read_cost("hybrid-35b-a3b-h200"), closed=False, **LIMITS
+        trace_of(asked, 6),
+        cache,
+        read_cost("hybrid-35b-a3b-h200"),
+        closed=False,
+        limits=EngineLimits(**LIMITS),
     )
     simulated: list = []
     recorded(replay.run_so_far.scheduler, simulated)

@@ -13,7 +13,7 @@ from slots import replay
 from milepost.cache import Cache
 from milepost.simulator import read_trace
 from milepost.simulator.cost import read_cost
-from milepost.simulator.loop import Replay
+from milepost.simulator.loop import EngineLimits, Replay
 from milepost.simulator.policies import CachePolicy
 from milepost.simulator.results import percentile
 from tests.invariants import check
@@ -45,7 +45,7 @@ def test_every_policy_adds_up_and_is_deterministic(policy):
     for _ in range(2):
         cache = policy.memory(COST, num_pages=600, num_slots=20, page_size=512)
         room = cache.room
-        run = Replay(trace, cache, COST, closed=False, max_num_seqs=8).run()
+        run = Replay(trace, cache, COST, closed=False, limits=EngineLimits(max_num_seqs=8)).run()
         check_memory(cache)
         stats = cache.stats
         assert stats.hits + sum(stats.lost.values()) == stats.queries

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -18,16 +18,19 @@ from milepost.cli import plot
 from milepost.cli.display import Screen
 from milepost.cli.simulate_fleet import fleet_table, run_fleet
 from milepost.cli.simulate_settings import GIB, Settings
-from milepost.cli.simulate_tables import WIDTH, hits_table, rest_table
+from milepost.cli.simulate_tables import WIDTH, goodput_table, hits_table, rest_table
 from milepost.errors import InvalidRequestError
 from milepost.simulator.cost import CostModel, read_cost
 from milepost.simulator.fleet.results import FleetRow, fleet_means
 from milepost.simulator.loop import Replay
+from milepost.simulator.made import MADE, make_trace
 from milepost.simulator.policies import CachePolicy, Pooled
 from milepost.simulator.results import MemoryGib, ResultRow, means, run_row
 from milepost.simulator.search import smallest
-from milepost.simulator.seeds import reseeded
+from milepost.simulator.seeds import faster, reseeded
 from milepost.simulator.trace import Trace, read_trace
+
+DEFAULT_SESSIONS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,8 @@ def simulate_command(screen: Screen) -> Callable[..., None]:
         Parameters
         ----------
         trace
-            JSON lines, plain or gzip; docs/simulator.md lists the fields.
+            JSON lines, plain or gzip (docs/simulator.md lists the fields), or made-up traffic:
+            agents, chats or agents+chats.
         """
         settings = settings or Settings()
         policies = settings.policies
@@ -61,7 +65,7 @@ def simulate_command(screen: Screen) -> Callable[..., None]:
             _require(settings.json)
         cost = read_cost(settings.cost)
         with screen.waiting(f"reading {trace}"):
-            read = read_trace(trace, block_size=settings.block_size, limit=settings.limit)
+            read = faster(_read(trace, settings), settings.load)
             if settings.predict_answers:
                 read.link_answers()
             bound = read.bound()
@@ -84,11 +88,23 @@ def simulate_command(screen: Screen) -> Callable[..., None]:
             ]
         else:
             rows = _rows_of_search(settings, policies, run)
-        _write(rows, screen, settings.json, bound)
+        _write(rows, screen, settings, bound)
         if settings.plot is not None:
             plot.draw(_means(rows), settings.plot, bound)
 
     return simulate
+
+
+def _read(trace: Path, settings: Settings) -> Trace:
+    """Reads a file, or makes the traffic of that name."""
+    if str(trace) in MADE and not trace.exists():
+        made = make_trace(str(trace), settings.sessions or DEFAULT_SESSIONS)
+        return replace(made, requests=made.requests[: settings.limit])
+    if settings.sessions is not None:
+        raise InvalidRequestError(
+            f"--sessions {settings.sessions}: {trace} is a file; use {', '.join(MADE)}"
+        )
+    return read_trace(trace, block_size=settings.block_size, limit=settings.limit)
 
 
 def _rows_of_search(
@@ -132,9 +148,9 @@ def _row(
         cell.policy.memory(cost, **memory, page_size=trace.page_size),
         cost,
         closed=_is_closed(trace, settings),
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
+        limits=settings.limits,
         tiers=settings.tiers,
+        patience=settings.patience,
     ).run(advance)
     gib = MemoryGib(device=cell.gib, host=settings.host_gib, disk=settings.disk_gib)
     name = cell.policy.name
@@ -168,7 +184,8 @@ def _require(path: Path) -> None:
         raise InvalidRequestError(f"--json {path}: name a file in an existing folder")
 
 
-def _write(rows: list[Any], screen: Screen, path: Path | None, bound: float) -> None:
+def _write(rows: list[Any], screen: Screen, settings: Settings, bound: float) -> None:
+    path = settings.json
     text = json.dumps([asdict(row) for row in rows], indent=1) + "\n"
     if path is not None and str(path) == "-":
         screen.answers.write(text)
@@ -186,6 +203,8 @@ def _write(rows: list[Any], screen: Screen, path: Path | None, bound: float) -> 
     else:
         console.print(hits_table(shown))
         console.print(rest_table(shown))
+    if settings.counts_goodput:
+        console.print(goodput_table(shown))
     console.print(f"{rows[0].trace}: {rows[0].requests} requests, bound {100 * bound:.1f} %")
 
 

@@ -43,8 +43,7 @@ def run_fleet(
         shape = Shape(
             num_engines=num_engines,
             num_prefill=settings.prefill_engines,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
+            limits=settings.limits,
             bytes_per_s=settings.transfer_gb_s * 1e9,
         )
         seeded = reseeded(trace, seed)
@@ -56,6 +55,7 @@ def run_fleet(
             routing=routing,
             closed=closed,
             tiers=settings.tiers,
+            patience=settings.patience,
         )
         with progress(f"{num_engines} x {routing}", len(trace.requests)) as advance:
             run = fleet.run(advance)
@@ -83,16 +83,17 @@ def _maker(
 
 def fleet_table(rows: Sequence[FleetRow]) -> Table:
     """Shows hit rates, times to first token, and how evenly the engines are loaded."""
-    names = ["routing", "engines", "GiB", "hit %", "of bound", "ttft p50", "p90", "p99", "busiest"]
+    names = ["routing", "engines", "GiB", "hit %", "ttft p50", "p90", "p99", "GPU h", "saved"]
+    names += ["busiest"]
     has_pools = any(row.prefill_engines for row in rows)
     table = plain_table(names + (["moved"] if has_pools else []), ("routing",))
     for row in rows:
         pools = f"{row.prefill_engines}+{row.engines - row.prefill_engines}"
         times = (row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s)
         cells = [pools if row.prefill_engines else f"{row.engines}", f"{row.gib:g}"]
-        cells += [f"{100 * row.hit_rate:.2f}", f"{100 * row.share_of_bound:.1f} %"]
+        cells += [f"{100 * row.hit_rate:.2f}"]
         cells += ["-" if time is None else seconds(time) for time in times]
-        cells += [f"{row.busiest:.2f}"]
+        cells += [f"{row.gpu_hours:.2f}", f"{row.gpu_hours_saved:.2f}", f"{row.busiest:.2f}"]
         cells += [f"{row.moved_bytes / 1e9:.0f} GB"] if has_pools else []
         table.add_row(row.routing, *cells)
     return table

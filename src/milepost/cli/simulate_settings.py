@@ -11,7 +11,9 @@ from cyclopts import Parameter
 
 from milepost.cli.flags import Whole, WholeOrNone, whole
 from milepost.errors import InvalidRequestError
+from milepost.simulator.clients import Patience
 from milepost.simulator.fleet import ROUTINGS
+from milepost.simulator.loop import EngineLimits
 from milepost.simulator.policies import POLICIES, CachePolicy, Pooled
 from milepost.simulator.tiers import TierSizes
 
@@ -57,6 +59,17 @@ class Settings:
     after its last answer. By default closed if the trace has sessions."""
     predict_answers: bool = True
     """Assume that an answer equals the part of the conversation's next prompt in its place."""
+    load: float = 1.0
+    """Let sessions start this many times as fast, or requests arrive if the trace has no
+    sessions."""
+    sessions: WholeOrNone = None
+    """Number of sessions of made-up traffic, which start within ten minutes (default 100)."""
+    client_timeout_s: float | None = None
+    """Time after which a client gives up if no first token has come, and tries again."""
+    client_retries: Whole = 2
+    """How often a client tries again before it ends its session."""
+    max_queue_wait_s: float | None = None
+    """The engines' `--max-queue-wait-s`."""
     limit: WholeOrNone = None
     """Number of requests to read."""
     block_size: WholeOrNone = None
@@ -94,10 +107,19 @@ class Settings:
     def _check_counts(self) -> None:
         if any(num < 1 for num in self.fleet or ()):
             raise InvalidRequestError(f"--fleet {self.fleet}: use 1 or more")
-        for name in ("seeds", "limit", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in (
+            *("seeds", "limit", "sessions", "block_size"),
+            *("max_num_seqs", "max_num_batched_tokens"),
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequestError(f"--{name.replace('_', '-')} {value}: use 1 or more")
+        if self.client_retries < 0:
+            raise InvalidRequestError(f"--client-retries {self.client_retries}: use 0 or more")
+        for name in ("load", "client_timeout_s", "max_queue_wait_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < inf:
+                raise InvalidRequestError(f"--{name.replace('_', '-')} {value:g}: use more than 0")
 
     def _check_sizes(self) -> None:
         if not all(0 < gib <= MAX_GIB for gib in self.gib or []):
@@ -147,6 +169,26 @@ class Settings:
                     f"--policy {name}: its {needs_cache} are not modelled; leave it out"
                 )
         return [POLICIES[name] for name in names]
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Settings of the engines' schedulers."""
+        return EngineLimits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_queue_wait_s=self.max_queue_wait_s,
+        )
+
+    @property
+    def patience(self) -> Patience:
+        """Patience of the clients."""
+        timeout_s = inf if self.client_timeout_s is None else self.client_timeout_s
+        return Patience(timeout_s=timeout_s, max_retries=self.client_retries)
+
+    @property
+    def counts_goodput(self) -> bool:
+        """Whether requests may end without an answer, so that good answers are counted."""
+        return self.client_timeout_s is not None or self.max_queue_wait_s is not None
 
     @property
     def sizes(self) -> list[float]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from milepost.cli.display import seconds
-from milepost.simulator.results import ResultRow
+from milepost.simulator.fleet.results import FleetRow
+from milepost.simulator.results import GOOD_S, ResultRow
 
 WIDTH = 80
 """Width of tables if the output is not a terminal."""
@@ -26,6 +27,18 @@ def hits_table(rows: Sequence[ResultRow]) -> Table:
         cells += ["-" if time is None else seconds(time) for time in times]
         cells += [f"{row.gpu_hours:.2f}", f"{row.gpu_hours_saved:.2f}", f"{row.refused}"]
         table.add_row(row.policy, f"{row.gib:.1f}", *cells)
+    return table
+
+
+def goodput_table(rows: Sequence[ResultRow | FleetRow]) -> Table:
+    """Shows what clients asked and got, as counts of requests."""
+    names = ["", "asked", f"in {GOOD_S:g} s", "of all", "retries", "refused", "given up"]
+    table = plain_table(names, ("",))
+    for row in rows:
+        name = row.policy if isinstance(row, ResultRow) else f"{row.policy}, {row.routing}"
+        cells = [f"{row.asked}", f"{row.good}", f"{100 * row.good / row.requests:.1f} %"]
+        cells += [f"{row.retries}", f"{row.queue_refusals}", f"{row.given_up}"]
+        table.add_row(name, *cells)
     return table
 
 

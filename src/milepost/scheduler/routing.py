@@ -1,15 +1,14 @@
-"""To which of several replicas a request is best sent: one rule, for Ray and for the simulator."""
+"""The cost of sending a request to a replica: one rule, for Ray and for the simulator."""
 
 from __future__ import annotations
 
-LACKING = 2
-"""So much a token counts that is computed for want of a page elsewhere: beside its time it takes
-memory, where it pushes out what another request would hit."""
 
+def cost(num_lacking: int, num_waiting: int, num_displaced: int | None = None) -> int:
+    """Returns the tokens that are computed because a request is sent to a replica, or before it:
+    the `num_lacking` of its own that are not cached there, the `num_waiting` of other prompts, and
+    the `num_displaced` that others will ask for and that are evicted for it.
 
-def cost(num_lacking: int, num_waiting: int) -> int:
-    """What it costs to send a request where `num_lacking` of its tokens are not cached and
-    `num_waiting` tokens of other prompts are still to be computed. The least is best, however many
-    requests are there: what they have to compute differs by a thousand times.
+    A replica that may be full displaces as many as it lacks, which is the default. The least cost
+    is best, whatever the number of requests: what they have to compute differs by a thousand times.
     """
-    return LACKING * num_lacking + num_waiting
+    return num_lacking + num_waiting + (num_lacking if num_displaced is None else num_displaced)

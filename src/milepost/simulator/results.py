@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import Any, TypeVar
 
+from milepost.simulator.clients import Asked
 from milepost.simulator.loop import Replayed
 from milepost.simulator.trace import Trace
 
@@ -16,6 +17,10 @@ REFUSED = "refused"
 """The reason that stands for the tokens of requests that never ran, because they need more memory
 than there is. They count as queries, or less memory would seem to hit more.
 """
+
+
+GOOD_S = 10.0
+"""Longest time to first token of an answer that counts as good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +68,15 @@ class ResultRow:
     checkpoints_evicted_unused: int
     preemptions: int = 0
     refused: int = 0
+    asked: int
+    """Requests of the trace that were sent; those of ended sessions are not."""
+    good: int
+    """Answers whose first token came within `GOOD_S`, retries included."""
+    retries: int
+    queue_refusals: int
+    """Times that a request was refused, or ended, because of its wait for a turn."""
+    given_up: int
+    """Requests that clients gave up on, after all retries."""
     virtual_s: float
 
 
@@ -111,7 +125,19 @@ def run_row(
         preemptions=stats.num_preemptions,
         refused=run.num_refused,
         virtual_s=run.end_s,
+        **counts_of(run.asked),
     )
+
+
+def counts_of(asked: Asked) -> dict[str, int]:
+    """Returns the fields of a row that count what clients asked and got."""
+    return {
+        "asked": asked.num_asked,
+        "good": asked.num_within(GOOD_S),
+        "retries": asked.num_retries,
+        "queue_refusals": asked.num_refusals,
+        "given_up": asked.num_given_up,
+    }
 
 
 def means(rows: Sequence[ResultRow]) -> list[ResultRow]:

@@ -1,19 +1,18 @@
-"""One engine of a fleet: the real scheduler and cache, and when its step ends."""
+"""One engine of a fleet: the real scheduler and cache, and the end of its step."""
 
 from __future__ import annotations
 
 from milepost.cache import Cache
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import Progress, Request
-from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet.transfers import Transfers
-from milepost.simulator.loop import outcome
+from milepost.simulator.loop import EngineLimits, outcome
 from milepost.simulator.tiers import Copies, TierSizes
 
 
 class FleetEngine:
-    """Told the time by whoever runs the fleet."""
+    """One engine; the fleet tells it the time."""
 
     def __init__(
         self,
@@ -21,27 +20,26 @@ class FleetEngine:
         cache: Cache,
         cost: CostModel,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
+        limits: EngineLimits,
         bytes_per_s: float,
         tiers: TierSizes | None = None,
     ) -> None:
         self.number = number
         self.cache = cache
-        self.scheduler = Scheduler(
-            cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-        )
+        self.scheduler = limits.scheduler(cache)
         self.transfers = Transfers(self.scheduler, cache, cost, bytes_per_s)
         self._copies = Copies(self.scheduler, cache, tiers, cost) if tiers is not None else None
         self._cost = cost
         self._step: tuple[StepPlan, float] | None = None
         self._end_s = 0.0
         self.busy_s = 0.0
-        """What its steps have taken."""
+        """Total time of its steps."""
+        self.saved_s = 0.0
+        """Time that prefilling its hits would have taken besides."""
 
     @property
     def next_s(self) -> float:
-        """When it has something to do, if nobody sends it anything; infinity for never."""
+        """Time of its next work if no request comes; infinity for never."""
         if self._step is not None:
             return self._end_s
         if not self.scheduler.has_work:
@@ -50,11 +48,11 @@ class FleetEngine:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it has work for which there is no room before something comes back."""
+        """Whether its work waits for memory that others have borrowed."""
         return self.next_s == float("inf") and self.scheduler.has_work
 
     def run(self, now_s: float) -> list[Progress]:
-        """Take what is over by now, and begin the next step; returns what requests progressed."""
+        """Takes what is over by now, and begins the next step; returns the requests' progress."""
         found: list[Progress] = []
         if self._step is not None:
             if self._end_s > now_s:
@@ -71,7 +69,8 @@ class FleetEngine:
         return found
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequestError."""
+        """Queues a request. Raises InvalidRequestError, and QueueWaitError."""
+        self.scheduler.check_wait(request)
         self.scheduler.add(request)
 
     def _begin(self, now_s: float) -> None:

@@ -1,9 +1,9 @@
-"""A trace through many engines: arrivals are routed, each engine runs its own steps, and where some
-only prefill, another one continues with what they lend.
+"""A trace through many engines: arrivals are routed, and each engine runs its own steps.
 
-With separate pools a request is sent to an engine that prefills all but the prompt's last token,
-and then to one that decodes, which reads what it lacks. The end of the previous answer is where it
-was decoded; the next turn's prefill reads it from there if that is deeper.
+Engines may be of one kind, or some may only prefill and the others decode. A request is then sent
+to an engine that prefills all but the prompt's last token, and after that to one that decodes and
+reads what it lacks. The engine that decoded an answer has the state at its end; the next turn's
+prefill reads it from there if it is deeper than its own.
 """
 
 from __future__ import annotations
@@ -12,52 +12,63 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 from milepost.cache import Cache
 from milepost.cache.allocation import Loan
-from milepost.errors import InvalidRequestError
-from milepost.scheduler.request import Progress, Request
+from milepost.errors import InvalidRequestError, QueueWaitError
+from milepost.scheduler.request import FinishReason, Progress, Request
 from milepost.simulator.chain import TraceChain
+from milepost.simulator.clients import Asked, Clients, Patience
 from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet.engine import FleetEngine
 from milepost.simulator.fleet.routing import ROUTINGS, Pages, Routing, Traffic
-from milepost.simulator.loop import Arrivals
+from milepost.simulator.loop import EngineLimits
 from milepost.simulator.tiers import TierSizes
 from milepost.simulator.trace import Trace, TraceRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How many engines, and what each may do at once."""
+    """Number and settings of the engines."""
 
     num_engines: int
     num_prefill: int = 0
-    """Of these, those that only prefill; the others then only decode."""
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 8192
+    """Number of these engines that only prefill; the others then only decode."""
+    limits: EngineLimits = field(default_factory=EngineLimits)
     bytes_per_s: float = 50e9
-    """Of each engine's link, for what it reads from others."""
+    """Bandwidth of each engine's link, for reads from other engines."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FleetRun:
-    """What came of one run."""
+    """Outcome of one run."""
 
+    asked: Asked
     queries: int = 0
     """Prompt tokens."""
     hits: int = 0
-    """Those that nobody computed for this request."""
-    ttft_s: list[float] = field(default_factory=list)
+    """Prompt tokens that no engine computed for this request."""
     num_refused: int = 0
+    """Requests that no engine could ever hold."""
     moved_bytes: int = 0
-    """Between engines."""
+    """Bytes that engines read from each other."""
     busiest: float = 0.0
-    """What the busiest engine's steps took, in means of all."""
+    """Time of the busiest engine's steps relative to the mean."""
+    busy_s: float = 0.0
+    """Time of all engines' steps."""
+    saved_s: float = 0.0
+    """Time that prefilling the hits would have taken besides."""
     end_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> list[float]:
+        """Times to first token, in order of the tokens."""
+        return self.asked.ttft_s
 
 
 class EnginePool:
-    """Engines that requests are sent to by one routing."""
+    """Engines among which one routing chooses."""
 
     def __init__(self, engines: Sequence[FleetEngine], routing: str) -> None:
         self.engines = engines
@@ -69,7 +80,7 @@ class EnginePool:
         self._routing: Routing = ROUTINGS[routing](self.traffic, pages)
 
     def send(self, asked: TraceRequest, keys: Sequence[bytes], page_size: int) -> tuple[int, int]:
-        """The engine that a request is sent to, and the tokens that it is expected to compute."""
+        """Chooses an engine for a request; returns it, and the tokens that it should compute."""
         at, traffic = self._routing.choose(asked, keys, page_size), self.traffic
         hit = self._pages.depths(keys).get(at, 0) * page_size
         expected = max(asked.input_length - hit, 1)
@@ -94,7 +105,7 @@ class _Sent:
 
 
 class Fleet:
-    """One trace through one fleet. `make_cache` makes the memory of each engine."""
+    """One trace through one fleet; `make_cache` makes the memory of each engine."""
 
     def __init__(
         self,
@@ -106,14 +117,14 @@ class Fleet:
         routing: str,
         closed: bool,
         tiers: TierSizes | None = None,
+        patience: Patience | None = None,
     ) -> None:
         engines = [
             FleetEngine(
                 number,
                 make_cache(),
                 cost,
-                max_num_seqs=shape.max_num_seqs,
-                max_num_batched_tokens=shape.max_num_batched_tokens,
+                limits=shape.limits,
                 bytes_per_s=shape.bytes_per_s,
                 tiers=tiers,
             )
@@ -124,28 +135,30 @@ class Fleet:
         self._back = (
             EnginePool(engines[shape.num_prefill :], routing) if shape.num_prefill else None
         )
-        self._trace, self._page_size = trace, trace.page_size
+        self._trace, self._page_size, self._cost = trace, trace.page_size, cost
         self._digests = trace.digests()
-        self._arrivals = Arrivals(trace, closed=closed)
-        self._arrived_s: dict[int, float] = {}
+        self._clients = Clients(trace, closed=closed, patience=patience)
         self._sent: dict[tuple[FleetEngine, int], _Sent] = {}
-        """By engine and the scheduler's number."""
+        """Requests under way, by engine and the scheduler's number."""
+        self._at: dict[int, _Sent] = {}
+        """Requests under way, by their number in the trace."""
         self._decoded: dict[object, FleetEngine] = {}
-        """Where a conversation's last answer was decoded."""
+        """The engine that decoded each conversation's last answer."""
         self._wakes: list[tuple[float, int]] = []
         self._now_s = 0.0
         self._num_done = 0
-        self._run = FleetRun()
+        self._run = FleetRun(asked=self._clients.asked)
 
     def run(self, on_done: Callable[[int], None] | None = None) -> FleetRun:
-        """Run everything; `on_done` is told how many requests are over."""
+        """Runs everything; `on_done` is told how many requests are over."""
         while True:
-            wake_s = self._wakes[0][0] if self._wakes else float("inf")
-            self._now_s = min(self._arrivals.next_s, wake_s)
-            if self._now_s == float("inf"):
+            wake_s = self._wakes[0][0] if self._wakes else inf
+            self._now_s = min(self._clients.next_s, wake_s)
+            if self._now_s == inf:
                 return self._finished()
-            for arrived_s, number in self._arrivals.due(self._now_s):
-                self._arrived_s[number] = arrived_s
+            for number in self._clients.timed_out(self._now_s):
+                self._abort(number)
+            for number in self._clients.due(self._now_s):
                 self._send(number)
             while self._wakes and self._wakes[0][0] <= self._now_s:
                 self._wake(heapq.heappop(self._wakes)[1])
@@ -160,6 +173,7 @@ class Fleet:
             run.hits += engine.cache.stats.hits
         busy = [engine.busy_s for engine in self._engines]
         run.busiest = max(busy) * len(busy) / sum(busy) if any(busy) else 0.0
+        run.busy_s, run.saved_s = sum(busy), sum(engine.saved_s for engine in self._engines)
         run.moved_bytes = sum(engine.transfers.num_bytes for engine in self._engines)
         return run
 
@@ -168,18 +182,23 @@ class Fleet:
         for progress in engine.run(self._now_s):
             self._progress(engine, progress)
             self._run.end_s = self._now_s
+        for request, error in engine.scheduler.take_late():
+            if request.finish_reason is None:
+                number = self._sent[engine, request.number].number
+                self._abort(number)
+                self._clients.refused(number, self._now_s, error.retry_after_s)
         self._push(engine)
 
     def _push(self, engine: FleetEngine, now_s: float | None = None) -> None:
-        """Have an engine run when it has something to do, or now."""
+        """Has an engine run at its next work, or now."""
         next_s = engine.next_s if now_s is None else now_s
-        if next_s != float("inf"):
+        if next_s != inf:
             heapq.heappush(self._wakes, (next_s, engine.number))
 
     # --- a request's way --------------------------------------------------------------------------
 
     def _send(self, number: int) -> None:
-        """To whoever prefills it, and decodes it too where nobody else does."""
+        """Sends a request to an engine that prefills it, and decodes it if no other does."""
         asked = self._trace.requests[number]
         prefills = self._back is not None and asked.input_length > 1
         length = asked.input_length - prefills
@@ -195,7 +214,7 @@ class Fleet:
             self._lend(before, sent)
 
     def _go_on(self, sent: _Sent, lender: FleetEngine) -> None:
-        """What was prefilled is decoded elsewhere."""
+        """Sends a prefilled request to an engine that decodes it."""
         assert self._back is not None
         asked = self._trace.requests[sent.number]
         chain = TraceChain(asked, self._page_size, self._digests)
@@ -217,19 +236,22 @@ class Fleet:
         )
         try:
             engine.add(request)
+        except QueueWaitError as error:
+            self._end(sent)
+            self._clients.refused(number, self._now_s, error.retry_after_s)
+            return None
         except InvalidRequestError:
-            self._begun(sent)
             self._end(sent)
             self._run.num_refused += 1
             self._run.queries += asked.input_length
             self._over(number)
             return None
-        self._sent[engine, request.number] = sent
+        self._sent[engine, request.number] = self._at[number] = sent
         self._push(engine, self._now_s)
         return sent
 
     def _lend(self, lender: FleetEngine, sent: _Sent) -> None:
-        """Let a request read what another engine has of it, if that is more than its own has."""
+        """Lets a request read another engine's pages and state, if they are deeper than its own."""
         borrower, chain = sent.pool.engines[sent.at], sent.request.chain
         if lender is borrower:
             return
@@ -238,7 +260,7 @@ class Fleet:
             borrower.transfers.want(sent.request, loan, partial(self._take_back, lender, loan))
 
     def _take_back(self, lender: FleetEngine, loan: Loan) -> None:
-        """Nobody reads on; the lender may have had room for nothing before."""
+        """Ends a loan, and wakes a lender that had no room before."""
         lender.cache.take_back(loan)
         if lender.is_stuck:
             self._push(lender, self._now_s)
@@ -248,11 +270,13 @@ class Fleet:
         sent = self._sent[engine, request.number]
         if not sent.has_begun and request.num_output_tokens:
             self._begun(sent)
+            assert request.report is not None, "a request with a token was admitted"
             if not sent.prefills:
-                self._run.ttft_s.append(self._now_s - self._arrived_s.pop(sent.number))
+                self._clients.begun(sent.number, self._now_s)
+            if sent.pool is self._front:
+                engine.saved_s += self._cost.prefill_s(0, request.report.state_length)
         if progress.finish_reason is None:
             return
-        del self._sent[engine, request.number]
         self._end(sent)
         if sent.prefills:
             self._go_on(sent, engine)
@@ -264,8 +288,23 @@ class Fleet:
         sent.pool.traffic.num_prefilling[sent.at] -= sent.expected
 
     def _end(self, sent: _Sent) -> None:
+        """Forgets a request at its engine."""
+        if not sent.has_begun:
+            self._begun(sent)
+        self._sent.pop((sent.pool.engines[sent.at], sent.request.number), None)
+        self._at.pop(sent.number, None)
         sent.pool.traffic.num_requests[sent.at] -= 1
+
+    def _abort(self, number: int) -> None:
+        """Ends a request whose client has given up, or is told to come again."""
+        sent = self._at.get(number)
+        if sent is None:
+            return
+        self._end(sent)
+        engine = sent.pool.engines[sent.at]
+        engine.scheduler.finish(sent.request, FinishReason.ABORT)
+        self._push(engine, self._now_s)
 
     def _over(self, number: int) -> None:
         self._num_done += 1
-        self._arrivals.done(number, self._now_s)
+        self._clients.done(number, self._now_s)
