@@ -1,8 +1,8 @@
-"""A request's chain when a trace has page ids instead of tokens.
+"""Chains of requests whose trace has page ids instead of tokens.
 
-The digest of a page stands for its id, which stands for everything before it; so two chains meet
-exactly as far as the trace says. The tokens of a page are its id over and over: equal where the
-pages are, different where they aren't.
+A page's digest stands for its id, which stands for everything before it; so two chains agree as far
+as the trace says. The tokens of a page are its id over and over, so they are equal if the pages
+are, and differ if not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from milepost.simulator.trace import TraceRequest
 
 
 class TraceChain(Chain):
-    """`digests` are those of the whole trace, by page id."""
+    """A request's tokens; `digests` are those of the whole trace, by page id."""
 
     __slots__ = ("_request", "_shared")
 
@@ -26,18 +26,18 @@ class TraceChain(Chain):
         self._shared = digests
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Grow by so many tokens; which, the trace doesn't say."""
+        """Grows by the number of tokens; a trace does not say what they are."""
         self.tokens = range(len(self.tokens) + len(tokens))  # type: ignore[assignment]
 
     def page_id(self, index: int) -> int:
-        """The id of a page, full or not."""
+        """Returns the id of a page, full or not."""
         request = self._request
-        behind = index - len(request.page_ids)
-        if behind < 0:
+        after = index - len(request.page_ids)
+        if after < 0:
             return request.page_ids[index]
-        if behind < len(request.answer_ids):
-            return request.answer_ids[behind]
-        return request.own_id + behind
+        if after < len(request.answer_ids):
+            return request.answer_ids[after]
+        return request.own_id + after
 
     def token_bytes(self, start: int, end: int) -> bytes:
         size = self.page_size

@@ -30,7 +30,7 @@ class Patience:
 
 @dataclass(slots=True, kw_only=True)
 class Asked:
-    """Counts of questions, each of which is a request of the trace."""
+    """Counts of questions; each is a request of the trace."""
 
     num_asked: int = 0
     num_retries: int = 0

@@ -14,8 +14,8 @@ from milepost.simulator.trace import Trace
 Row = TypeVar("Row")
 
 REFUSED = "refused"
-"""The reason that stands for the tokens of requests that never ran, because they need more memory
-than there is. They count as queries, or less memory would seem to hit more.
+"""Reason for the tokens of requests that need more memory than there is. They count as queries, or
+less memory would seem to hit more.
 """
 
 

@@ -1,4 +1,4 @@
-"""How much memory it takes for a hit rate: doubling, then halving the interval."""
+"""Finds the memory that a hit rate takes, by doubling it and then halving the interval."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 SMALLEST_GIB = 1.0
 LARGEST_GIB = 4096.0
 PRECISION = 0.05
-"""What is found is at most so much more than needed, as a share of it."""
+"""Largest excess of the result over the memory that is needed, as a share of it."""
 
 
 def smallest(target: float, hit_rate: Callable[[float], float]) -> float | None:
-    """The least memory in GiB with which `hit_rate` is at least `target`; None if LARGEST_GIB do
-    not suffice. Supposes that more memory hits no less; where luck has it otherwise, what is
-    returned still reaches the target.
+    """Returns the least memory in GiB with which `hit_rate` reaches `target`, or None if
+    LARGEST_GIB do not suffice. Assumes that more memory hits no less; if luck has it otherwise, the
+    result still reaches the target.
     """
     low, high = 0.0, SMALLEST_GIB
     while hit_rate(high) < target:

@@ -1,8 +1,8 @@
 """Host memory and a disk in virtual time: the engine's own decisions (`milepost.tiers`), and links
-whose copies take as long as their bytes.
+on which a copy takes its bytes over the bandwidth.
 
-There is a link each way to the host and to the disk, and a link copies one thing after the other.
-What comes from the disk crosses the host's link too. Copies do not slow the steps down.
+There is a link each way to the host and to the disk, and a link copies one item after the other.
+Data from the disk crosses the host's link too. Copies do not slow the steps down.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from milepost.tiers.rates import MeasuredRates
 from milepost.tiers.tier import Item
 
 MAX_WRITES = 64
-"""Files that are on their way to the disk at a time."""
+"""Largest number of files that are written to the disk at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSizes:
-    """Sizes in bytes, rates in bytes a second."""
+    """Sizes in bytes, and bandwidths in bytes per second."""
 
     host_bytes: int
     disk_bytes: int = 0
     host_bytes_per_s: float = 20e9
-    """Of each direction."""
+    """Bandwidth of each direction."""
     disk_bytes_per_s: float = 2e9
 
 
@@ -42,7 +42,7 @@ TierLink = Literal["down", "up", "write", "read"]
 
 
 class Copies:
-    """What is under way between the tiers of one replay."""
+    """Copies between the tiers of one replay."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class Copies:
 
     @property
     def next_s(self) -> float:
-        """When the next copy is over; infinity if none is under way."""
+        """Time at which the next copy is over; infinity if none is under way."""
         return self._under_way[0][0] if self._under_way else float("inf")
 
     def begin(self, plan: StepPlan, now_s: float) -> None:
-        """Begin what a plan names."""
+        """Begins the copies that a plan names."""
         for store in plan.stores:
             end_s = self._cross("down", now_s, self._bytes(store.what))
             self._at(end_s, partial(self.tiers.stores.stored, store.what, store.key))
@@ -96,7 +96,7 @@ class Copies:
         self._write(now_s)
 
     def settle(self, now_s: float) -> None:
-        """Take in what is over by now."""
+        """Takes in the copies that are over by now."""
         while self.next_s <= now_s:
             end_s, _, done = heapq.heappop(self._under_way)
             done()
@@ -119,7 +119,7 @@ class Copies:
         self._scheduler.arrived(number)
 
     def _write(self, now_s: float) -> None:
-        """Begin some of what is to go to the disk."""
+        """Begins writes to the disk, as many as may be under way."""
         if not self.tiers.writes.are_any or self._num_writes >= MAX_WRITES:
             return
         for item, copy in self.tiers.writes.take(MAX_WRITES - self._num_writes):
@@ -132,7 +132,7 @@ class Copies:
         self.tiers.writes.written(item, copy, is_there=True)
 
     def _cross(self, link: TierLink, now_s: float, num_bytes: int) -> float:
-        """When so many bytes have crossed a link, behind all that it has to copy."""
+        """Returns the time at which these bytes have crossed a link, after all earlier copies."""
         sizes = self._sizes
         rate = sizes.host_bytes_per_s if link in ("down", "up") else sizes.disk_bytes_per_s
         self._free_s[link] = max(self._free_s[link], now_s) + num_bytes / rate

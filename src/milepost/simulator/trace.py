@@ -6,7 +6,7 @@ One JSON object a line, in order of arrival, plain or gzip:
     input_length    prompt tokens, at least 1
     output_length   answer tokens; 0 is read as 1
     hash_ids        ids of the prompt's blocks from its start; an id stands for its block *and
-                    everything before it*. All full blocks, and maybe the partial one behind them.
+                    everything before it*. All full blocks, and maybe the partial one after them.
     session         optional: the conversation that the request belongs to
     agent           optional: which of a session's agents asks
     think_time      optional: seconds between the agent's previous answer and this request
@@ -16,9 +16,9 @@ is the page size of the replay, since reuse cannot be seen in smaller steps.
 
 An answer's tokens have no ids of their own in such a file. They only appear when a later prompt
 contains them. `Trace.link_answers` finds that prompt: the first one that continues a request's
-prompt and has room for the answer. Then the pages behind the prompt take that prompt's ids, so that
-a state kept at the answer's end can be found again. Answers that no prompt continues have ids that
-nobody asks for.
+prompt and has room for the answer. Then the pages after the prompt take that prompt's ids, so that
+a state saved at the answer's end can be found again. Answers that no prompt continues have ids that
+no request asks for.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from typing import Any
 from milepost.errors import TraceError
 
 _LARGEST = sys.float_info.max
-"""JSON's numbers may be larger, and then infinite."""
+"""Largest number; one in JSON may be larger, and then infinite."""
 
 BLOCK_SIZES = tuple(1 << k for k in range(4, 12))
-"""Block sizes that a file may have without naming it: 16 to 2048."""
+"""Block sizes that are found from the lengths: 16 to 2048."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TraceRequest:
-    """One line. `page_ids` are the trace's own numbers, 0, 1, 2 ... by first use."""
+    """One line of a trace; ids of pages are numbered 0, 1, 2 ... by first use."""
 
     arrival_s: float
     input_length: int
     output_length: int
     page_ids: array[int]
-    """Full pages of the prompt."""
+    """Ids of the prompt's full pages."""
     session: str | None = None
     agent: str | None = None
     think_s: float | None = None
     answer_ids: array[int] = field(default_factory=lambda: array("I"))
-    """Pages behind the prompt's full ones, as the prompt that continues this one has them."""
+    """Ids of the pages after the prompt's full ones, taken from the prompt that continues it."""
     own_id: int = 0
-    """First of the ids for pages behind the prompt that no other prompt has."""
+    """First id for pages after the prompt that no other prompt has."""
 
     @property
     def thread(self) -> tuple[str, str | None] | None:
-        """Whose requests follow each other: a session's agent."""
+        """Names the requests that follow each other: those of a session's agent."""
         return (self.session, self.agent) if self.session is not None else None
 
 
@@ -72,18 +72,18 @@ class Trace:
     page_size: int
     requests: list[TraceRequest]
     num_page_ids: int
-    """Distinct ids, those of unseen answers among them."""
+    """Number of distinct ids, those of unseen answers included."""
 
     @property
     def input_tokens(self) -> int:
         return sum(request.input_length for request in self.requests)
 
     def digests(self) -> list[bytes]:
-        """A digest for each page id. Made once a replay and shared by its chains."""
+        """Makes a digest for each page id, once per replay: its chains share them."""
         return [id_.to_bytes(8, "little") for id_ in range(self.num_page_ids)]
 
     def link_answers(self) -> None:
-        """Give each request the page ids of its answer, where a later prompt shows them."""
+        """Gives each request the page ids of its answer, if a later prompt shows them."""
         at_end: dict[int, TraceRequest] = {}
         for request in self.requests:
             ids = request.page_ids
@@ -103,7 +103,7 @@ class Trace:
         before.answer_ids = after.page_ids[first : -(-total // self.page_size)]
 
     def bound(self) -> float:
-        """Share of the input tokens that earlier prompts hold: with a state at every page."""
+        """Returns the share of the input tokens that earlier prompts hold, in whole pages."""
         seen = bytearray(self.num_page_ids)
         hit = 0
         for request in self.requests:
@@ -124,7 +124,7 @@ def read_trace(
     block_size: int | None = None,
     limit: int | None = None,
 ) -> Trace:
-    """Read a file. `limit` takes its first requests alone. Raises TraceError for a bad line."""
+    """Reads a file, or its first `limit` requests. Raises TraceError for a bad line."""
     numbers: dict[int, int] = {}
     requests: list[TraceRequest] = []
     sizes = (block_size,) if block_size else BLOCK_SIZES

@@ -1,5 +1,6 @@
-"""Transfers between engines in virtual time: the scheduler's own loads, over one link per engine
-that carries one thing after the other; what is read stays lent until it has arrived.
+"""Transfers between engines in virtual time: the scheduler's own loads, over one link per engine.
+
+A link carries one transfer after the other, and what is read stays lent until it has arrived.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator.cost import CostModel
 
 LEAST_TOKENS = 64
-"""Fewer are sooner computed, as in the engine."""
+"""Fewer tokens are computed rather than read, as in the engine."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class _Wanted:
 
 
 class Transfers:
-    """A source of one engine's scheduler: what others lend it."""
+    """Reads pages and states that other engines lend to one engine."""
 
     name = "remote"
 
@@ -48,16 +49,16 @@ class Transfers:
 
     @property
     def next_s(self) -> float:
-        """When the next one is over; infinity if none is under way."""
+        """Time at which the next transfer is over; infinity if none is under way."""
         return self._under_way[0][0] if self._under_way else float("inf")
 
     def want(self, request: Request, loan: Loan, give_back: Callable[[], None]) -> None:
-        """A request that was just added may read what is lent, and then gives it back."""
+        """Lets a request that was just added read a loan, and end it by `give_back`."""
         wanted = _Wanted(request=request, loan=loan, give_back=give_back)
         self._wanted[request.number] = wanted
 
     def offer(self, request: Request, match: Match) -> Offer:
-        """What is lent of it, if that is worth its bytes."""
+        """Offers the loan of a request, if it is worth its bytes."""
         wanted = self._wanted.get(request.number)
         if wanted is None:
             return Offer(source=self.name)
@@ -75,7 +76,7 @@ class Transfers:
         self._give_back(number)
 
     def fetch(self, plan: StepPlan, now_s: float) -> None:
-        """Begin what a plan names."""
+        """Begins the transfers that a plan names."""
         for load in plan.loads:
             if load.source != self.name:
                 continue
@@ -87,7 +88,7 @@ class Transfers:
             heapq.heappush(self._under_way, (self._free_s, load.number))
 
     def settle(self, now_s: float) -> None:
-        """Take in what has come by now, and give back what turned out not to be needed."""
+        """Takes in the transfers that are over by now, and ends needless loans."""
         while self.next_s <= now_s:
             self._scheduler.arrived(heapq.heappop(self._under_way)[1])
         for number, wanted in list(self._wanted.items()):
