@@ -4,16 +4,12 @@ requests that it sent to each engine and that are unfinished, and the pages that
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from milepost.cache.events import Cleared, Event, PagesReachable, PagesUnreachable
 from milepost.scheduler import routing
 from milepost.simulator.trace import TraceRequest
-
-LOOK_AHEAD = 256
-"""Requests to an engine within which a conversation there is likely to go on, as in the cache."""
 
 
 class Traffic:
@@ -40,12 +36,6 @@ class Pages:
         """The engines that have a page, as a bit each."""
         self._own: list[dict[bytes, int]] = [{} for _ in range(num_engines)]
         """Number of an engine's memories in which each page is usable."""
-        self._most = [0] * num_engines
-        self._has_dropped = [False] * num_engines
-
-    def capacity(self, engine: int) -> int | None:
-        """Returns the pages that fit an engine: the most that it had, once it has dropped some."""
-        return self._most[engine] if self._has_dropped[engine] else None
 
     def listener(self, engine: int) -> Callable[[tuple[Event, ...]], None]:
         """Returns a function that takes an engine's events."""
@@ -65,9 +55,7 @@ class Pages:
                         for key in event.keys:
                             own[key] = own.get(key, 0) + 1
                             holders[key] = holders.get(key, 0) | bit
-                        self._most[engine] = max(self._most[engine], len(own))
                     case PagesUnreachable():
-                        self._has_dropped[engine] = True
                         for key in event.keys:
                             own[key] -= 1
                             if not own[key]:
@@ -99,29 +87,6 @@ def _note(found: dict[int, int], engines: int, depth: int) -> None:
         lowest = engines & -engines
         found[lowest.bit_length() - 1] = depth
         engines ^= lowest
-
-
-class LivePaths:
-    """Pages at each engine that are likely to be asked for again: those of the prompts among the
-    last `LOOK_AHEAD` requests sent there, without those that a later prompt continues.
-    """
-
-    def __init__(self, num_engines: int) -> None:
-        self.num_pages = [0] * num_engines
-        self._paths: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in range(num_engines)]
-        """Length of each path by the key of its last page, the oldest first."""
-
-    def sent(self, engine: int, keys: Sequence[bytes]) -> None:
-        """Notes the pages of a prompt that is sent to an engine."""
-        if not keys:
-            return
-        paths = self._paths[engine]
-        before = next((key for key in reversed(keys) if key in paths), None)
-        self.num_pages[engine] += len(keys) - (0 if before is None else paths.pop(before))
-        paths[keys[-1]] = len(keys)
-        if len(paths) > LOOK_AHEAD:
-            _, num_pages = paths.popitem(last=False)
-            self.num_pages[engine] -= num_pages
 
 
 class Routing(Protocol):
@@ -181,13 +146,11 @@ class ByEvents:
 
 
 class ByPrefix:
-    """Chooses like `milepost.ray`: the least cost of the tokens that an engine lacks, of those that
-    wait there, and of what it would evict that others are likely to ask for. Among equals, the
-    least busy engine, then the one that was sent least."""
+    """Chooses like `milepost.ray`: the engine where a request costs least. Among equals, the least
+    busy engine, then the one that was sent least."""
 
     def __init__(self, traffic: Traffic, pages: Pages) -> None:
         self._traffic, self._pages = traffic, pages
-        self._live = LivePaths(len(traffic.num_sent))
 
     def choose(self, asked: TraceRequest, keys: Sequence[bytes], page_size: int) -> int:
         traffic, depths = self._traffic, self._pages.depths(keys)
@@ -195,21 +158,10 @@ class ByPrefix:
 
         def rank(at: int) -> tuple[int, int, int]:
             lacking = length - min(depths.get(at, 0) * page_size, length - 1)
-            displaced = self._displaced(at, lacking, page_size)
-            cost = routing.cost(lacking, traffic.num_prefilling[at], displaced)
+            cost = routing.cost(lacking, traffic.num_prefilling[at])
             return cost, traffic.num_requests[at], traffic.num_sent[at]
 
-        chosen = min(range(len(traffic.num_sent)), key=rank)
-        self._live.sent(chosen, keys)
-        return chosen
-
-    def _displaced(self, at: int, lacking: int, page_size: int) -> int:
-        """Returns the tokens likely to be asked for again that would go for those lacking."""
-        capacity = self._pages.capacity(at)
-        if capacity is None:
-            return 0
-        live = self._live.num_pages[at]
-        return min(max((live - capacity) * page_size + lacking, 0), lacking)
+        return min(range(len(traffic.num_sent)), key=rank)
 
 
 ROUTINGS: dict[str, Callable[[Traffic, Pages], Routing]] = {
