@@ -29,8 +29,8 @@ class Patience:
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
-    """Counts of questions; each is a request of the trace."""
+class Goodput:
+    """Counts of questions and answers; each question is a request of the trace."""
 
     num_asked: int = 0
     num_retries: int = 0
@@ -58,7 +58,7 @@ class Clients:
     """All clients of one trace."""
 
     def __init__(self, trace: Trace, *, closed: bool, patience: Patience | None = None) -> None:
-        self.asked = Asked()
+        self.asked = Goodput()
         self._patience = patience or Patience()
         self._requests = trace.requests
         self._heap: list[tuple[float, int]] = []

@@ -15,7 +15,7 @@ from milepost.scheduler.plans import StepPlan, StepResult
 from milepost.scheduler.request import FinishReason, Request
 from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator.chain import TraceChain
-from milepost.simulator.clients import Asked, Clients, Patience
+from milepost.simulator.clients import Clients, Goodput, Patience
 from milepost.simulator.cost import CostModel
 from milepost.simulator.tiers import Copies, TierSizes
 from milepost.simulator.trace import Trace
@@ -45,7 +45,7 @@ class Replayed:
 
     cache: PrefixMemory
     scheduler: Scheduler
-    asked: Asked
+    asked: Goodput
     num_refused: int = 0
     """Requests that the page pool could never hold."""
     refused_tokens: int = 0

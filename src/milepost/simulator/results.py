@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import Any, TypeVar
 
-from milepost.simulator.clients import Asked
+from milepost.simulator.clients import Goodput
 from milepost.simulator.loop import Replayed
 from milepost.simulator.trace import Trace
 
@@ -129,7 +129,7 @@ def run_row(
     )
 
 
-def counts_of(asked: Asked) -> dict[str, int]:
+def counts_of(asked: Goodput) -> dict[str, int]:
     """Returns the fields of a row that count what clients asked and got."""
     return {
         "asked": asked.num_asked,

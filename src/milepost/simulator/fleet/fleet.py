@@ -19,7 +19,7 @@ from milepost.cache.allocation import Loan
 from milepost.errors import InvalidRequestError, QueueWaitError
 from milepost.scheduler.request import FinishReason, Progress, Request
 from milepost.simulator.chain import TraceChain
-from milepost.simulator.clients import Asked, Clients, Patience
+from milepost.simulator.clients import Clients, Goodput, Patience
 from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet.engine import FleetEngine
 from milepost.simulator.fleet.routing import ROUTINGS, Pages, Routing, Traffic
@@ -44,7 +44,7 @@ class Shape:
 class FleetRun:
     """Outcome of one run."""
 
-    asked: Asked
+    asked: Goodput
     queries: int = 0
     """Prompt tokens."""
     hits: int = 0
