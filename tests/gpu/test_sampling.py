@@ -75,7 +75,7 @@ def test_what_remains_is_the_definitions() -> None:
                 top_k=torch.tensor([[row.params.top_k or VOCAB]], device="cuda"),
                 top_p=torch.tensor([[row.params.top_p]], device="cuda", dtype=torch.float64),
             )
-            found = -work.found[place, 3].view(torch.float32)
+            found = -work.scratch.found[place, 3].view(torch.float32)
             kept, expected = scaled >= found, scaled >= lowest
             differing = scaled[kept != expected].unique()
             assert len(differing) <= 1, (row.params, found, lowest)
