@@ -63,7 +63,7 @@ def route(
     dtype: torch.dtype | None = None,
     num_real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores of the experts, then the best of them: weights [T, N] in `dtype`, by default that
+    """Scores the experts and chooses the best: returns weights [T, N] in `dtype`, by default that
     of `logits`, and experts [T, N] int64.
 
     `logits` [T, X], or [T, P, X] whose parts are added up; for a softmax they are rounded to
@@ -96,15 +96,15 @@ def route(
     weights = weights * scores.scale
     if num_shared:
         first = routed.shape[1]
-        share = logits[:, first:].sigmoid() if has_gate else weights.new_ones(len(weights), 1)
-        weights = torch.cat((weights, share.expand(-1, num_shared)), -1)
+        gate = logits[:, first:].sigmoid() if has_gate else weights.new_ones(len(weights), 1)
+        weights = torch.cat((weights, gate.expand(-1, num_shared)), -1)
         shared = torch.arange(first, first + num_shared, device=experts.device)
         experts = torch.cat((experts, shared.expand(len(experts), -1)), -1)
     return cast(weights, dtype), experts
 
 
 def _among_best_groups(wanted: Tensor, scores: Scores) -> Tensor:
-    """`wanted` [T, X], minus infinity in all but the best groups."""
+    """Returns `wanted` [T, X], with minus infinity in all but the best groups."""
     groups = wanted.unflatten(-1, (scores.num_groups, -1))
     sums = groups.topk(2, dim=-1).values.sum(-1)
     best = sums.topk(scores.num_groups_chosen, dim=-1).indices
@@ -115,14 +115,14 @@ def _among_best_groups(wanted: Tensor, scores: Scores) -> Tensor:
 def partials(
     hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    """What `apply` returns, as one part: [T, 1, H]."""
+    """Returns what `apply` does, as one part: [T, 1, H]."""
     return apply(hidden, weights, experts, gate_up, down).unsqueeze(1)
 
 
 def apply(
     hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    """Mix the outputs of each token's experts: `hidden` [T, H], `weights` and `experts` [T, N];
+    """Mixes the outputs of each token's experts: `hidden` [T, H], `weights` and `experts` [T, N];
     returns [T, H]."""
     is_small = hidden.shape[0] <= _DENSE_TOKENS and gate_up[0].numel() <= _DENSE_WEIGHTS
     if is_small and experts.numel() >= gate_up.shape[0]:
@@ -131,8 +131,8 @@ def apply(
 
 
 def _activate(inputs: Tensor, size: int) -> Tensor:
-    """[..., `size`]: SiLU of the first half of the columns times the second; of so many columns,
-    the square of their ReLU."""
+    """Returns [..., `size`]: SiLU of the first half of the columns times the second half, or the
+    square of the ReLU if there are no more columns than that."""
     if inputs.shape[-1] == size:
         return F.relu(inputs).square_()
     gate, up = inputs.chunk(2, -1)
@@ -142,23 +142,23 @@ def _activate(inputs: Tensor, size: int) -> Tensor:
 def _apply_all(
     hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    """Run every expert for every token; those that were not chosen weigh nothing."""
+    """Runs every expert for every token; those that were not chosen weigh nothing."""
     num_experts = gate_up.shape[0]
-    shares = weights.new_zeros(hidden.shape[0], num_experts).scatter_(1, experts, weights)
+    routing_weights = weights.new_zeros(hidden.shape[0], num_experts).scatter_(1, experts, weights)
     inputs = F.linear(hidden, gate_up.flatten(0, 1)).view(-1, num_experts, gate_up.shape[1])
-    active = _activate(inputs, down.shape[2]).mul_(shares[:, :, None])
+    active = _activate(inputs, down.shape[2]).mul_(routing_weights[:, :, None])
     return torch.bmm(active.transpose(0, 1), down.transpose(1, 2)).sum(0)
 
 
 def _apply_hit(
     hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    """Visit the experts that were chosen by a token, each with all its tokens."""
+    """Runs the experts that were chosen, each with all its tokens."""
     num_chosen = experts.shape[1]
     chosen, order = experts.flatten().sort(stable=True)
     tokens = order // num_chosen
     gathered = hidden.index_select(0, tokens)
-    shares = weights.flatten().index_select(0, order)[:, None]
+    routing_weights = weights.flatten().index_select(0, order)[:, None]
     output = torch.zeros_like(hidden)
     end = 0
     for expert, count in enumerate(torch.bincount(chosen, minlength=gate_up.shape[0]).tolist()):
@@ -167,7 +167,7 @@ def _apply_hit(
         rows = slice(end, end + count)
         end += count
         active = _activate(F.linear(gathered[rows], gate_up[expert]), down.shape[2])
-        mixed = F.linear(active, down[expert]).mul_(shares[rows])
+        mixed = F.linear(active, down[expert]).mul_(routing_weights[rows])
         output.index_add_(0, tokens[rows], mixed)
     return output
 

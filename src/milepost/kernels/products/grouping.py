@@ -1,4 +1,4 @@
-"""Triton: which tokens an expert has, found on the device without waiting for it.
+"""Triton: finds the tokens of each expert on the device, without waiting for it.
 
 Routed tokens are sorted by expert, each expert's by number, so results do not depend on timing.
 
@@ -19,13 +19,13 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 MANY_ROUTED = 6144
-"""Beyond so many routed tokens the two more launches of `group_many` pay."""
+"""Routed tokens above which the two additional launches of `group_many` pay."""
 _CHUNK = 4096
 _UNROLLED_BINS = tl.constexpr(512)
-"""Up to so many all of what a chunk is compared with is loaded at once; with more it takes no less
-time."""
+"""Bins up to which all that a chunk is compared with is loaded at once; with more bins that takes
+no less time."""
 _COUNTED = 256
-"""Routed tokens of a program of `group_many`, whose ranks are found by comparing all with all."""
+"""Routed tokens of a program of `group_many`, which finds their ranks by comparing all with all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +38,17 @@ class Groups:
     """[3, capacity] int32: each block's expert (-1 for padding), first row, and end of the
     expert's rows, which may lie beyond the block."""
     num_blocks: Tensor | None = None
-    """[1] int32, where no padding stands between blocks."""
+    """[1] int32, if no padding stands between blocks."""
 
 
 def group(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
-    """Groups the routed tokens by expert, the way that takes less time for so many of them."""
+    """Groups the routed tokens by expert, in the way that is faster for their number."""
     by = group_many if experts.numel() > MANY_ROUTED else group_few
     return by(experts, num_experts, block_rows)
 
 
 def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
-    """Group the routed tokens of `experts` [T, N] int32 into blocks of M = `block_rows` rows, on
+    """Groups the routed tokens of `experts` [T, N] int32 into blocks of M = `block_rows` rows, on
     the device.
 
     Expert x's blocks stand from x + (its first row) // M on, which leaves room for every
@@ -78,7 +78,8 @@ def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
 def _group_kernel(
     experts, order, blocks, num_routed, capacity, ROWS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """One expert: count its rows and those before, then list them. No atomics: always the same."""
+    """Counts one expert's rows and those before them, then lists them. Without atomics results are
+    always the same."""
     launch_dependents()
     wait_for_inputs()
     i_x, o_c = tl.program_id(0), tl.arange(0, CHUNK)
@@ -115,8 +116,8 @@ def _group_kernel(
 
 
 def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
-    """As `group_few`, in three launches whose cost hardly grows, and without gaps between blocks:
-    count each chunk's routed tokens, add up over the chunks, place them."""
+    """Groups as `group_few` does, without gaps between blocks, in three launches whose cost hardly
+    grows: they count each chunk's routed tokens, add up over the chunks, and place them."""
     num_routed = experts.numel()
     capacity = num_experts + num_routed // block_rows
     chunks = cdiv(num_routed, _COUNTED)
@@ -157,7 +158,7 @@ def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
 @quick
 @triton.jit(do_not_specialize=("num_routed",))
 def _count_kernel(experts, counts, num_routed, BINS: tl.constexpr, CHUNK: tl.constexpr):
-    """A chunk's routed tokens by expert."""
+    """Counts a chunk's routed tokens by expert."""
     launch_dependents()
     wait_for_inputs()
     i_c, o_x = tl.program_id(0), tl.arange(0, BINS)
@@ -171,7 +172,7 @@ def _count_kernel(experts, counts, num_routed, BINS: tl.constexpr, CHUNK: tl.con
 def _prefix_kernel(
     counts, totals, chunks, BINS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr
 ):
-    """In place: an expert's count in each chunk becomes that of all chunks before it."""
+    """Replaces an expert's count in each chunk by that of all chunks before it."""
     launch_dependents()
     wait_for_inputs()
     o_x = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
@@ -190,8 +191,8 @@ def _prefix_kernel(
 def _count_before(
     p_chunk, num_left, b_x, first, BINS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr
 ):
-    """Of PART routed tokens from `first` on, how many stand before each of the chunk's and have its
-    expert."""
+    """Counts the routed tokens, among PART from `first` on, that stand before each of the chunk's
+    and have its expert."""
     # Others go down the first axis, which lies in a thread's registers.
     o_other, o_c = first + tl.arange(0, PART), tl.arange(0, CHUNK)
     b_other = tl.load(p_chunk + o_other, mask=o_other < num_left, other=BINS - 1)
@@ -217,7 +218,7 @@ def _place_kernel(
     PART: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Place one chunk's routed tokens behind earlier chunks', and list a share of the blocks."""
+    """Places one chunk's routed tokens after earlier chunks', and lists some of the blocks."""
     launch_dependents()
     wait_for_inputs()
     i_c, num_chunks, o_x = tl.program_id(0), tl.num_programs(0), tl.arange(0, BINS)

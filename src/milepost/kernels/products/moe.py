@@ -48,7 +48,7 @@ def route(
 def partials(
     hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    """Partials [T, P, H] that add up to what `apply` returns, as many as suit the device.
+    """Returns partials [T, P, H] that add up to what `apply` returns, as many as suit the device.
 
     Adding them up costs whoever reads the output next less than a pass of its own would.
     """

@@ -15,7 +15,7 @@ from milepost.kernels.platform.tiles import next_power_of_2
 from milepost.kernels.products.experts_reference import SOFTMAX, Scores
 
 LOWEST = tl.constexpr(-(2**31))
-"""Less than any key."""
+"""A number below all keys."""
 
 
 def route(
@@ -71,7 +71,7 @@ def route(
 
 @triton.jit
 def _add_up(p_logits, part_stride, mask, dtype: tl.constexpr, PARTS: tl.constexpr):
-    """Logits as if they had been rounded to `dtype` before they were read."""
+    """Adds the parts of logits up and rounds the sums to `dtype`."""
     b_logits = tl.load(p_logits, mask=mask).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         b_logits += tl.load(p_logits + part * part_stride, mask=mask)
@@ -80,8 +80,8 @@ def _add_up(p_logits, part_stride, mask, dtype: tl.constexpr, PARTS: tl.constexp
 
 @triton.jit
 def as_keys(b_logits, o_e, dtype: tl.constexpr):
-    """Integers in the order of logits of 16 bits, among equal ones the first column the greatest:
-    a warp finds the greatest integer in one instruction."""
+    """Returns integers that order as logits of 16 bits do, the first column before equal ones: a
+    warp finds the greatest integer in one instruction."""
     b_bits = (b_logits + 0.0).to(dtype).to(tl.int16, bitcast=True).to(tl.int32)
     return ((b_bits ^ (b_bits >> 15 & 0x7FFF)) << 16) | (0xFFFF - o_e)
 
@@ -100,7 +100,7 @@ def logits_of(b_keys, dtype: tl.constexpr):
 
 @triton.jit
 def _source(i_t, num_real):
-    """The token whose logits are read: padding repeats the last."""
+    """Returns the token whose logits are read: padding repeats the last one."""
     i_source = i_t
     if num_real is not None:
         i_source = tl.maximum(tl.minimum(i_t, tl.load(num_real) - 1), 0)
@@ -108,10 +108,10 @@ def _source(i_t, num_real):
 
 
 @triton.jit
-def _store(weights, experts, i_t, o_n, b_shares, b_experts, WIDTH: tl.constexpr):
-    """A token's experts and their weights."""
+def _store(weights, experts, i_t, o_n, b_weights, b_experts, WIDTH: tl.constexpr):
+    """Stores a token's experts and their weights."""
     o_target = i_t * WIDTH + o_n
-    tl.store(weights + o_target, b_shares.to(weights.dtype.element_ty), mask=o_n < WIDTH)
+    tl.store(weights + o_target, b_weights.to(weights.dtype.element_ty), mask=o_n < WIDTH)
     tl.store(experts + o_target, b_experts, mask=o_n < WIDTH)
 
 
@@ -131,7 +131,7 @@ def _route_kernel(
     NORMALISE: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """One token: a softmax, and CHOSEN times the largest that is left."""
+    """Routes one token: a softmax, and CHOSEN times the largest logit that is left."""
     launch_dependents()
     WIDTH: tl.constexpr = CHOSEN + SHARED
     i_t = tl.program_id(0)
@@ -168,13 +168,13 @@ def _route_kernel(
             b_logits = tl.where(o_n == n, best, b_logits)
             b_experts = tl.where(o_n == n, expert, b_experts)
     is_chosen = o_n < CHOSEN
-    b_shares = tl.where(is_chosen, tl.exp(b_logits - m), 0.0)
-    b_shares /= tl.sum(b_shares) if NORMALISE else l
+    b_weights = tl.where(is_chosen, tl.exp(b_logits - m), 0.0)
+    b_weights /= tl.sum(b_weights) if NORMALISE else l
     if SHARED:
         gate = _add_up(p_row + EXPERTS, part_stride, None, dtype, PARTS)
-        b_shares = tl.where(is_chosen, b_shares, tl.sigmoid(gate))
+        b_weights = tl.where(is_chosen, b_weights, tl.sigmoid(gate))
         b_experts = tl.where(is_chosen, b_experts, EXPERTS + o_n - CHOSEN)
-    _store(weights, experts, i_t, o_n, b_shares, b_experts, WIDTH)
+    _store(weights, experts, i_t, o_n, b_weights, b_experts, WIDTH)
 
 
 @quick
@@ -200,7 +200,8 @@ def _route_scores_kernel(
     GROUPS: tl.constexpr,
     GROUPS_CHOSEN: tl.constexpr,
 ):
-    """One token: its scores, perhaps its best groups, and CHOSEN times the largest that is left."""
+    """Routes one token: its scores, perhaps its best groups, and CHOSEN times the largest score
+    that is left."""
     launch_dependents()
     WIDTH: tl.constexpr = CHOSEN + SHARED
     i_t = tl.program_id(0)
@@ -234,22 +235,22 @@ def _route_scores_kernel(
     # Looking their logits up again takes less than a sum for each.
     is_chosen = o_n < CHOSEN
     b_logits = _add_up(p_row + b_experts, part_stride, is_chosen, rounded, PARTS)
-    b_shares = tl.where(is_chosen, _score(b_logits, top, total, SIGMOID), 0.0)
+    b_weights = tl.where(is_chosen, _score(b_logits, top, total, SIGMOID), 0.0)
     if NORMALISE:
-        b_shares /= tl.sum(b_shares) + norm_eps
-    b_shares *= scale
+        b_weights /= tl.sum(b_weights) + norm_eps
+    b_weights *= scale
     if SHARED:
         gate = 1.0
         if GATED:
             gate = tl.sigmoid(_add_up(p_row + EXPERTS, part_stride, None, rounded, PARTS))
-        b_shares = tl.where(is_chosen, b_shares, gate)
+        b_weights = tl.where(is_chosen, b_weights, gate)
         b_experts = tl.where(is_chosen, b_experts, EXPERTS + o_n - CHOSEN)
-    _store(weights, experts, i_t, o_n, b_shares, b_experts, WIDTH)
+    _store(weights, experts, i_t, o_n, b_weights, b_experts, WIDTH)
 
 
 @triton.jit
 def _score(logits, top, total, SIGMOID: tl.constexpr):
-    """Between 0 and 1: by itself, or as the softmax whose greatest logit and sum these are."""
+    """Returns scores between 0 and 1: sigmoids, or the softmax with this greatest logit and sum."""
     return tl.sigmoid(logits) if SIGMOID else tl.exp(logits - top) / total
 
 
@@ -257,7 +258,7 @@ def _score(logits, top, total, SIGMOID: tl.constexpr):
 def _is_in_best_group(
     b_scores, o_e, SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr
 ):
-    """Of each column: whether it is one of the groups whose two best have the greatest sums."""
+    """Returns which columns are in the groups whose two best experts have the greatest sums."""
     o_g = tl.arange(0, triton.next_power_of_2(GROUPS))
     b_sums = tl.full(o_g.shape, float("-inf"), tl.float32)
     for n in tl.static_range(GROUPS):

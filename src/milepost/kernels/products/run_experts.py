@@ -64,7 +64,7 @@ class RoutedRows:
 
     @property
     def mixture(self) -> Mixture:
-        """What the table decides by."""
+        """The shapes that the table chooses by."""
         values, alignment = self.rows.values, 16
         if values is not None and (values.stride(0) % 16 or values.data_ptr() % 16):
             alignment = 1
@@ -79,15 +79,15 @@ class RoutedRows:
         )
 
     def new_output(self, num_partials: int) -> Tensor:
-        """Unfilled partials [T, P, H]."""
+        """Returns unfilled partials [T, P, H]."""
         return self.rows.new_empty(len(self.experts), num_partials, self.down.num_outputs)
 
 
 def mix(
     rows: Inputs, routing_weights: Tensor, experts: Tensor, up: Form, down: Form
 ) -> Tensor | None:
-    """Partials [T, P, H] in the rows' dtype, which add up to each token's mix of its experts; None
-    if no kernel takes the shapes."""
+    """Returns partials [T, P, H] in the rows' dtype, which add up to each token's mix of its
+    experts; None if no kernel takes the shapes."""
     rows = as_activations(rows)
     if not isinstance(up, Raw) and not _suits(rows, up, down):
         return None
@@ -110,7 +110,7 @@ def _suits(rows: Activations, *weights: Form) -> bool:
 
 
 def run_chosen(routed: RoutedRows) -> Tensor:
-    """Partials [T, P, H] by the kernel that the table chooses."""
+    """Runs the kernel that the table chooses; returns partials [T, P, H]."""
     choice = EXPERTS.choose(routed.mixture, routed.chip)
     assert choice is not None, "the last row of a form serves all"
     partials: Tensor = choice.kernel.run(routed)

@@ -173,7 +173,7 @@ def _produce(
     down,
     SHAPE: gl.constexpr,
 ):
-    """Load every step as soon as there is room, the down projection's weights after the up
+    """Loads every step as soon as there is room, the down projection's weights after the up
     projection's; rows that other programs make are waited for."""
     TILES: gl.constexpr = SHAPE.tiles
     COLUMNS: gl.constexpr = SHAPE.columns
@@ -203,7 +203,7 @@ def _produce(
 
 @gluon.jit
 def fence_async():
-    """What other threads wrote to memory, or this one, and TMA reads next, is seen by it."""
+    """Makes what this thread or others wrote to memory visible to TMA."""
     gl.inline_asm_elementwise(
         "fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -211,7 +211,7 @@ def fence_async():
 
 @gluon.jit
 def wait_for(counter, value: gl.constexpr):
-    """Until other programs have added so much to it."""
+    """Waits until other programs have counted up to `value`."""
     count = _read(counter)
     while count < value:
         count = _read(counter)
@@ -228,8 +228,9 @@ def _read(pointer):
 
 @gluon.jit
 def share_down(num_blocks, SHAPE: gl.constexpr):
-    """A program's units of the down projection, for `find_down`, and how many. A block of rows has
-    `tiles` units of the up projection, each worth RATIO of its `columns` of the down projection.
+    """Returns a program's units of the down projection, for `find_down`, and their number. A block
+    of rows has `tiles` units of the up projection, each worth RATIO of its `columns` of the down
+    projection.
 
     Units of the up projection go round, and some programs have one less than others: first these
     get as much of the down projection instead. The rest goes round again."""
@@ -250,7 +251,7 @@ def share_down(num_blocks, SHAPE: gl.constexpr):
 
 @gluon.jit
 def find_down(index, share):
-    """The unit of the down projection that a program takes as its `index`-th."""
+    """Returns the unit of the down projection that a program takes as its `index`-th."""
     first, num_short, num_own, first_common = share
     common = first_common + (index - num_own) * gl.num_programs(0)
     return gl.where(index < num_own, first + index * num_short, common)
@@ -258,5 +259,5 @@ def find_down(index, share):
 
 @gluon.jit
 def find_place(index, share, num_blocks, SHAPE: gl.constexpr):
-    """The block of rows of such a unit; the last one beyond the last unit."""
+    """Returns the block of rows of such a unit; past the last unit, the last block."""
     return gl.minimum(find_down(index, share) // SHAPE.columns, num_blocks - 1)

@@ -65,7 +65,7 @@ _LINE = gl.constexpr(32)
 
 
 class ScaledStages(NamedTuple):
-    """See above."""
+    """The module's docstring describes them."""
 
     inputs: Any
     weights: Any
@@ -74,7 +74,7 @@ class ScaledStages(NamedTuple):
 
 
 def run(routed: RoutedRows) -> Tensor:
-    """Partials [T, N, H]."""
+    """Returns partials [T, N, H]."""
     up, down, size = routed.up, routed.down, routed.size
     assert isinstance(up, Fp8), "the kernel's form"
     assert isinstance(down, Fp8), "experts have one form"
@@ -119,7 +119,7 @@ def _open_narrow(rows, row_scales, weight, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _open_stages(row_scales, weight, SHAPE: gl.constexpr, WIDE: gl.constexpr):
-    """Shared memory for the stages, and their barriers."""
+    """Allocates shared memory for the stages, and their barriers."""
     STAGES: gl.constexpr = SHAPE.stages
     dtype: gl.constexpr = weight.dtype
     inputs = gl.allocate_shared_memory(dtype, [WIDE * STAGES, _M, _BLOCK], weight.layout)
@@ -134,7 +134,7 @@ def _open_stages(row_scales, weight, SHAPE: gl.constexpr, WIDE: gl.constexpr):
 
 @gluon.jit
 def _load_up(stages, rows, up, row, first, number, SHAPE: gl.constexpr):
-    """Have a unit's steps loaded; returns the number of the next step."""
+    """Has a unit's steps loaded; returns the number of the next step."""
     WIDE: gl.constexpr = stages.inputs.type.shape[0] // SHAPE.stages
     for step in range(0, SHAPE.inputs // _BLOCK, WIDE):
         for part in gl.static_range(WIDE):
@@ -162,7 +162,7 @@ def _load_down(stages, active, down, row, first, number, counter, SHAPE: gl.cons
 def _load_weights(
     matrix, row, step, part, APART: gl.constexpr, stages, number, SHAPE: gl.constexpr
 ):
-    """Have a step's weights loaded, once its stage, which is returned, is used up: of the rows from
+    """Has a step's weights loaded, once its stage, which is returned, is used up: of the rows from
     `row` on, or of those that stand APART."""
     STAGES: gl.constexpr = SHAPE.stages
     WIDE: gl.constexpr = stages.inputs.type.shape[0] // STAGES
@@ -179,7 +179,7 @@ def _load_weights(
 
 @gluon.jit
 def _load_rows(rows, first, step, stages, stage, WIDE: gl.constexpr):
-    """Have a step's rows from `first` on loaded, and their scales."""
+    """Has a step's rows from `first` on loaded, and their scales."""
     values, scales = rows
     bar = stages.bars.index(stage)
     mbarrier.expect(bar, WIDE * _M * (_BLOCK + 4))
@@ -191,7 +191,7 @@ def _load_rows(rows, first, step, stages, stage, WIDE: gl.constexpr):
 
 @gluon.jit
 def _consume(stages, lists, up_scales, down_scales, active, capacity, output, SHAPE: gl.constexpr):
-    """Multiply what is loaded."""
+    """Multiplies what is loaded."""
     dtype: gl.constexpr = output.base.dtype.element_ty
     number = _consume_up(stages, lists, up_scales.weights, active, capacity, dtype, SHAPE)
     _consume_down(stages, lists, down_scales.weights, output, number, SHAPE)
@@ -199,7 +199,7 @@ def _consume(stages, lists, up_scales, down_scales, active, capacity, output, SH
 
 @gluon.jit
 def _consume_up(stages, lists, scales, active, capacity, DTYPE: gl.constexpr, SHAPE: gl.constexpr):
-    """What gates and up projection come to, rounded. Returns the number of the next step."""
+    """Makes activations and rounds them; returns the number of the next step."""
     owners, num_blocks = lists.experts, gl.load(lists.count)
     WIDE: gl.constexpr = stages.inputs.type.shape[0] // SHAPE.stages
     TILES: gl.constexpr = SHAPE.tiles
@@ -233,7 +233,7 @@ def _consume_up(stages, lists, scales, active, capacity, DTYPE: gl.constexpr, SH
 
 @gluon.jit
 def _consume_down(stages, lists, scales, output, number, SHAPE: gl.constexpr):
-    """The experts' outputs, times the tokens' shares of them, to `output` [P, INPUTS]."""
+    """Stores the experts' outputs, times their routing weights, to `output` [P, INPUTS]."""
     owners, num_blocks = lists.experts, gl.load(lists.count)
     WIDE: gl.constexpr = stages.inputs.type.shape[0] // SHAPE.stages
     COLUMNS: gl.constexpr = SHAPE.columns

@@ -1,4 +1,6 @@
-"""What a program multiplies of FP8 experts with few tokens on Hopper, in Gluon: see `fp8_experts`.
+"""Products that a program makes of FP8 experts with few tokens on Hopper, in Gluon.
+
+`fp8_experts` describes the stages.
 
 Legend: M rows of a block.
 """
@@ -53,7 +55,8 @@ def add_up_in_turn(
     STEPS: gl.constexpr,
     SHAPE: gl.constexpr,
 ):
-    """The same where a step has two blocks of one of them, and the next of the other."""
+    """As `add_up_at_once`, if a step has two blocks of one sum, and the next step two of the
+    other."""
     first, second = _nothing(), _nothing()
     a, b = gl.load(p_first), gl.load(p_first + 1)
     c, d = gl.load(p_second), gl.load(p_second + 1)
@@ -73,7 +76,7 @@ def add_up_in_turn(
 
 @gluon.jit
 def add_up(stages, number, p_scale, STEPS: gl.constexpr, SHAPE: gl.constexpr):
-    """One such sum, of which a step has two blocks."""
+    """Returns one such sum; a step has two of its blocks."""
     total = _nothing()
     for step in gl.static_range(0, STEPS, 2):
         a, b = gl.load(p_scale + step), gl.load(p_scale + step + 1)
@@ -90,7 +93,7 @@ def _nothing():
 
 @gluon.jit
 def _multiply(stages, number, SHAPE: gl.constexpr):
-    """A step's two products [_BLOCK, M], and the scales of the rows of each."""
+    """Returns a step's two products [BLOCK, M], and the scales of the rows of each."""
     inputs, weights, held, bars = stages.inputs, stages.weights, stages.held, stages.bars
     STAGES: gl.constexpr = SHAPE.stages
     WIDE: gl.constexpr = inputs.type.shape[0] // STAGES

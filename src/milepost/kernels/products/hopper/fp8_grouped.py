@@ -64,7 +64,7 @@ class TurnStages(NamedTuple):
 
 
 def run(routed: RoutedRows) -> Tensor:
-    """Partials [T, N, H]."""
+    """Returns partials [T, N, H]."""
     up, down = routed.up, routed.down
     assert isinstance(up, Fp8), "the kernel's form"
     assert isinstance(down, Fp8), "experts have one form"
@@ -117,7 +117,7 @@ def _open(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _open_stages(weight, SHAPE: gl.constexpr, LOADERS: gl.constexpr):
-    """Shared memory for the stages, and barriers, for so many LOADERS of one; and for turns."""
+    """Allocates stages, their barriers for LOADERS of a stage each, and barriers for turns."""
     STAGES: gl.constexpr = SHAPE.stages
     PARTS: gl.constexpr = SHAPE.parts
     dtype: gl.constexpr = weight.dtype
@@ -161,7 +161,7 @@ def _copy_rows(found, step, stages, stage):
 
 @gluon.jit
 def _produce(stages, work, active, stride, weight, SHAPE: gl.constexpr):
-    """Load every step of every tile as soon as there is room."""
+    """Loads every step of every tile as soon as there is room."""
     inputs, bars = stages.inputs, stages.bars
     LEAST: gl.constexpr = (_HALF + SHAPE.parts * _BLOCK) * _BLOCK
     number = 0
@@ -184,7 +184,7 @@ def _produce(stages, work, active, stride, weight, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _consume_up(stages, work, scales, output, HALF_TILE: gl.constexpr, SHAPE: gl.constexpr):
-    """A group's rows of each tile of activations, rounded."""
+    """Makes one group's rows of each tile of activations, and rounds them."""
     STEPS: gl.constexpr = SHAPE.steps
     o_m = HALF_TILE * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, RESULT))
     number, turn = 0, 0
@@ -214,7 +214,7 @@ def _consume_up(stages, work, scales, output, HALF_TILE: gl.constexpr, SHAPE: gl
 
 @gluon.jit
 def _consume_down(stages, work, scales, output, HALF_TILE: gl.constexpr, SHAPE: gl.constexpr):
-    """A group's rows of each tile of outputs, times their routing weights."""
+    """Makes one group's rows of each tile of outputs, times their routing weights."""
     STEPS: gl.constexpr = SHAPE.steps
     PARTS: gl.constexpr = SHAPE.parts
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -258,7 +258,7 @@ def _consume_down(stages, work, scales, output, HALF_TILE: gl.constexpr, SHAPE: 
 
 @gluon.jit
 def _store_rows(active, values, first_row, first_column, SIZE: gl.constexpr):
-    """A tile of activations to rows that stand side by side."""
+    """Stores a tile of activations in rows that stand side by side."""
     STORED: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     values = gl.convert_layout(values, STORED)
     row = first_row + gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, STORED))
@@ -268,7 +268,7 @@ def _store_rows(active, values, first_row, first_column, SIZE: gl.constexpr):
 
 @gluon.jit
 def _store_routed(partials, values, routed, is_row, first_column, OUTPUTS: gl.constexpr):
-    """A tile to its routed tokens' rows."""
+    """Stores a tile in its routed tokens' rows."""
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     values = gl.convert_layout(values.to(partials.dtype.element_ty), STORED)
     column = first_column + gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, STORED))

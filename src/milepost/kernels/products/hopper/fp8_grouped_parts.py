@@ -1,4 +1,4 @@
-"""What a group of warps multiplies of FP8 experts with many rows on Hopper, in Gluon.
+"""Products that a group of warps makes of FP8 experts with many rows on Hopper, in Gluon.
 
 Two groups of four warps multiply 64 rows each of the same block: while one adds a step's product up
 in float32, times its scales, the other's runs on the tensor cores. They begin in turn: begun at
@@ -39,9 +39,9 @@ def multiply(
     _HALFTILE: gl.constexpr,
     SHAPE: gl.constexpr,
 ):
-    """Both parts' products [HALF, BLOCK] of a tile, whose scales are at `p_first` and APART from
-    it; those of its rows at `p_row`, step by step `stride` apart. `turn` counts the products of
-    tiles in which both groups have rows, `is_tall`."""
+    """Returns both parts' products [HALF, BLOCK] of a tile, whose scales are at `p_first` and APART
+    from it; those of its rows at `p_row`, step by step `stride` apart. `turn` counts the products
+    of tiles in which both groups have rows, `is_tall`."""
     STAGES: gl.constexpr = SHAPE.stages
     PARTS: gl.constexpr = SHAPE.parts
     bars = stages.bars
@@ -96,7 +96,7 @@ def _add_here(total, product, scale):
 
 @gluon.jit
 def skip(number, bars, STEPS: gl.constexpr, STAGES: gl.constexpr):
-    """Give a tile's steps back without rows of one's own."""
+    """Gives a tile's steps back without rows of one's own."""
     for _ in range(STEPS):
         mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
         mbarrier.arrive(bars.index(STAGES + number % STAGES), count=1)
@@ -105,7 +105,7 @@ def skip(number, bars, STEPS: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def round_active(gate, up, SHAPE: gl.constexpr):
-    """What the activation makes of both, rounded, and its rows' scales."""
+    """Returns rounded activations and their rows' scales."""
     if SHAPE.is_gated:
         values = gate / (1 + gl.exp(-gate)) * up
     else:

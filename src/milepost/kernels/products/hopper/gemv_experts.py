@@ -1,7 +1,7 @@
-"""The last products of quantised experts and so few tokens that each reads its own, on Hopper, in
-Gluon (see `row_gluon`; the first ones are `triton_hopper_row`'s).
+"""Quantised experts of so few tokens that each reads its own, on Hopper, in Gluon: `gemv` makes the
+up projection, the down projection is here.
 
-A program has all of a token's experts, one behind the other along the inputs, and adds them up. Its
+A program has all of a token's experts, one after the other along the inputs, and adds them up. Its
 weights are on their way while the first products still run.
 
 Legend: T tokens, N experts of a token, X experts, H hidden size, S units of an expert, B blocks of
@@ -36,7 +36,7 @@ from milepost.kernels.products.hopper.gemv_parts import (
 from milepost.kernels.products.run_experts import RoutedRows
 
 _HELD = 5
-"""Blocks of a row that a thread holds at a time."""
+"""Number of a row's blocks that a thread holds at a time."""
 _TILE, _BLOCK = gl.constexpr(TILE), gl.constexpr(BLOCK)
 
 
@@ -87,7 +87,7 @@ def _down_kernel(
     DEPTHS: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
 ):
-    """A tile of one token's outputs; an expert has EACH blocks."""
+    """Makes a tile of one token's outputs; an expert has EACH blocks."""
     launch_dependents()
     WIDTH: gl.constexpr = width_of(GROUP)
     token = gl.program_id(1).to(gl.int64)

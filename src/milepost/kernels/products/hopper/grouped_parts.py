@@ -50,7 +50,7 @@ class ExpertScales(NamedTuple):
 
 
 class ExpertOutput(NamedTuple):
-    """Where a product goes."""
+    """The tensor that takes a product."""
 
     base: Any
     scales: Any = None
@@ -77,7 +77,7 @@ class GroupedStages(NamedTuple):
 
 
 class GroupedWork(NamedTuple):
-    """What a program's warps have to do: tiles of blocks of rows."""
+    """Tiles of blocks of rows, shared out between programs."""
 
     groups: Any
     strides: Any
@@ -217,7 +217,7 @@ def _produce(PRODUCE: gl.constexpr, stages, work, rows, stride, weight, SHAPE: g
 
 @gluon.jit
 def open_bars(STAGES: gl.constexpr, LOADERS: gl.constexpr):
-    """Barriers of stages, for so many LOADERS of one."""
+    """Allocates barriers of stages, with LOADERS of a stage each."""
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(bars.index(stage), count=LOADERS)
@@ -227,7 +227,7 @@ def open_bars(STAGES: gl.constexpr, LOADERS: gl.constexpr):
 
 @gluon.jit
 def find_block(work, block):
-    """A block's expert, first row and end of the expert's rows."""
+    """Returns a block's expert, first row and end of the expert's rows."""
     blocks, capacity = work.groups.blocks, work.strides.capacity
     expert = gl.load(blocks + block)
     return expert, gl.load(blocks + capacity + block), gl.load(blocks + 2 * capacity + block)
@@ -235,7 +235,7 @@ def find_block(work, block):
 
 @gluon.jit
 def wait_for_room(number, bars, STAGES: gl.constexpr):
-    """The stage of a program's step of this number, once it is used up."""
+    """Returns the stage of a program's step of this number, once it is used up."""
     stage = number % STAGES
     mbarrier.wait(bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
     return stage
@@ -243,7 +243,7 @@ def wait_for_room(number, bars, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_weights(weight, row, step, stages, stage, SHAPE: gl.constexpr):
-    """Have TMA bring a step's weights of all parts, `row` being the first one's."""
+    """Has TMA bring a step's weights of all parts, `row` being the first one's."""
     weights = stages.weights
     WIDTH: gl.constexpr = weights.type.shape[2]
     PARTS: gl.constexpr = SHAPE.parts
@@ -264,7 +264,7 @@ def produce_gathered(
     LOAD: gl.constexpr,
     WEIGHT_BYTES: gl.constexpr,
 ):
-    """Load every step of every tile as soon as there is room, with rows where they lie. Copies of
+    """Loads every step of every tile as soon as there is room, with rows where they lie. Copies of
     rows are waited for a step later: TMA's signal for weights can't wait for them. FIND returns
     pointers to a block's rows, LOAD copies a step of them."""
     bars = stages.bars

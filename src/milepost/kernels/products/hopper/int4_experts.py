@@ -62,7 +62,7 @@ _M = gl.constexpr(BLOCK_M)
 
 
 def run(routed: RoutedRows) -> Tensor:
-    """Partials [T, N, H]."""
+    """Returns partials [T, N, H]."""
     up, down, size = routed.up, routed.down, routed.size
     assert isinstance(up, Int4), "the kernel's form"
     assert isinstance(down, Int4), "experts have one form"
@@ -104,13 +104,14 @@ def _weight_boxes(weight: Int4) -> TensorDescriptor:
 
 @gluon.constexpr_function
 def _num_steps(num_inputs: int) -> int:
-    """The last one may be half beyond the inputs, where all that is loaded is zeros."""
+    """Returns the number of steps. The last one may be half beyond the inputs, where all that is
+    loaded is zeros."""
     return (num_inputs + STEP - 1) // STEP
 
 
 @gluon.jit
 def _open_stages(rows, row_scales, weight, SHAPE: gl.constexpr):
-    """Shared memory for the stages, and their barriers."""
+    """Allocates shared memory for the stages, and their barriers."""
     STAGES: gl.constexpr = SHAPE.stages
     inputs = gl.allocate_shared_memory(rows.dtype, [4 * STAGES, _M, _HALF], rows.layout)
     weights = gl.allocate_shared_memory(weight.dtype, [2 * STAGES, _HALF, _BLOCK], weight.layout)
@@ -124,7 +125,7 @@ def _open_stages(rows, row_scales, weight, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _load_up(stages, rows, up, row, first, number, SHAPE: gl.constexpr):
-    """Have a unit's steps loaded; returns the number of the next step."""
+    """Has a unit's steps loaded; returns the number of the next step."""
     APART: gl.constexpr = SHAPE.size if SHAPE.is_gated else _HALF
     for step in range(_num_steps(SHAPE.inputs)):
         stage = _load_weights(up, row, APART, step, stages, number, SHAPE)
@@ -147,7 +148,7 @@ def _load_down(stages, active, down, row, first, number, counter, SHAPE: gl.cons
 
 @gluon.jit
 def _load_weights(matrix, row, APART: gl.constexpr, step, stages, number, SHAPE: gl.constexpr):
-    """Have a step's weights loaded, once its stage, which is returned, is used up: those from `row`
+    """Has a step's weights loaded, once its stage, which is returned, is used up: those from `row`
     on and those APART from them."""
     stage = number % SHAPE.stages
     bar = stages.loaded.index(stage)
@@ -161,7 +162,7 @@ def _load_weights(matrix, row, APART: gl.constexpr, step, stages, number, SHAPE:
 
 @gluon.jit
 def _load_rows(rows, first, step, stages, stage):
-    """Have a step's rows from `first` on loaded."""
+    """Has a step's rows from `first` on loaded."""
     bar = stages.loaded.index(stage)
     mbarrier.expect(bar, 2 * _M * _STEP)
     for i in gl.static_range(4):
@@ -171,7 +172,7 @@ def _load_rows(rows, first, step, stages, stage):
 
 @gluon.jit
 def _consume(stages, lists, up_scales, down_scales, active, capacity, output, SHAPE: gl.constexpr):
-    """Multiply what is loaded."""
+    """Multiplies what is loaded."""
     scaled = scales_of(down_scales, SHAPE.size // SHAPE.down_group)
     begun = _begin_down(lists, scaled, SHAPE)
     number = _consume_up(stages, lists, up_scales, active.base, SHAPE)
@@ -180,7 +181,7 @@ def _consume(stages, lists, up_scales, down_scales, active, capacity, output, SH
 
 @gluon.jit
 def _consume_up(stages, lists, scales, active, SHAPE: gl.constexpr):
-    """What gates and up projection come to. Returns the number of the next step."""
+    """Makes activations; returns the number of the next step."""
     owners, num_blocks = lists.experts, gl.load(lists.count)
     GATED: gl.constexpr = SHAPE.is_gated
     APART: gl.constexpr = SHAPE.size if GATED else _HALF
@@ -220,7 +221,8 @@ def _consume_up(stages, lists, scales, active, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _store_active(active, values, unit, BEYOND: gl.constexpr, SHAPE: gl.constexpr):
-    """A part's activations, which begin so many BEYOND the unit's; of what is no row as well."""
+    """Stores a part's activations, which begin BEYOND the unit's first; also those of what is no
+    row."""
     TILES: gl.constexpr = SHAPE.tiles
     o_n = outputs_of(gl.SliceLayout(1, PRODUCTS))
     row = unit // TILES * _M + gl.arange(0, _M, gl.SliceLayout(0, PRODUCTS))
@@ -231,8 +233,8 @@ def _store_active(active, values, unit, BEYOND: gl.constexpr, SHAPE: gl.constexp
 
 @gluon.jit
 def _begin_down(lists, scaled, SHAPE: gl.constexpr):
-    """A program's share of the down projection, and what its first unit begins with: asked for
-    ahead of the up projection, so that nothing is waited for in between."""
+    """Returns a program's units of the down projection and what the first one needs, loaded before
+    the up projection so that nothing is waited for in between."""
     owners, num_blocks = lists.experts, gl.load(lists.count)
     GROUP: gl.constexpr = SHAPE.down_group
     SCALES: gl.constexpr = SHAPE.size // GROUP
@@ -247,14 +249,14 @@ def _begin_down(lists, scaled, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _load_routed(routed, block):
-    """Which routed tokens a block's rows are [M]."""
+    """Returns the routed tokens of a block's rows [M]."""
     o_m = gl.arange(0, _M, gl.SliceLayout(0, PRODUCTS))
     return gl.load(routed + block * _M + o_m)
 
 
 @gluon.jit
 def _consume_down(stages, lists, scaled, output, begun, number, SHAPE: gl.constexpr):
-    """The experts' outputs, times the tokens' shares of them, to `output` [P, INPUTS]."""
+    """Stores the experts' outputs, times their routing weights, to `output` [P, INPUTS]."""
     owners, num_blocks = lists.experts, gl.load(lists.count)
     turns, num_units, next_expert, next_own, place, held = begun
     COLUMNS: gl.constexpr = SHAPE.columns

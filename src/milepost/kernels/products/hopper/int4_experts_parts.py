@@ -1,4 +1,4 @@
-"""What a program multiplies of four-bit experts with few tokens on Hopper, in Gluon.
+"""Products that a program makes of int4 experts with few tokens on Hopper, in Gluon.
 
 Every thread reads just the bytes that it multiplies and unpacks them in registers. Weights are the
 left operand. A block's product is made of whole numbers, less their zero point, then scaled and
@@ -64,7 +64,7 @@ _SCALED = gl.constexpr(
 
 
 class HalvedStages(NamedTuple):
-    """See `int4_experts`."""
+    """`int4_experts` describes them."""
 
     inputs: Any
     weights: Any
@@ -74,14 +74,15 @@ class HalvedStages(NamedTuple):
 
 @gluon.jit
 def scales_of(scales, SCALES: gl.constexpr):
-    """Pointers to scales and zero points of the outputs [N, 1] of the first unit's first part."""
+    """Returns pointers to scales and zero points of the outputs [N, 1] of the first unit's first
+    part."""
     first = outputs_of(gl.SliceLayout(1, _SCALED))[:, None] * SCALES
     return scales.weights + first, scales.zeros + first
 
 
 @gluon.jit
 def load_scales(own, place, step, APART: gl.constexpr, SCALES: gl.constexpr, GROUP: gl.constexpr):
-    """Scales and zero points [N, blocks] of a step, by part."""
+    """Loads scales and zero points [N, blocks] of a step, by part."""
     block = 2 * step + gl.arange(0, 2, gl.SliceLayout(0, _SCALED))[None, :]
     # Said like this, the compiler loads both blocks' at once.
     group = block if GROUP == _BLOCK else block * _BLOCK // GROUP
@@ -97,7 +98,7 @@ def load_scales(own, place, step, APART: gl.constexpr, SCALES: gl.constexpr, GRO
 
 @gluon.jit
 def _split(values, LAYOUT: gl.constexpr):
-    """Of each block [N]."""
+    """Splits values into those of each block [N]."""
     first, second = gl.split(values)
     OUTPUTS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     first = gl.convert_layout(first, OUTPUTS, assert_trivial=True)
@@ -118,8 +119,8 @@ def multiply(
     STEPS: gl.constexpr,
     SHAPE: gl.constexpr,
 ):
-    """Both parts' products [N, M] of a unit, whose first step has the `number` among a program's
-    and the scales `held`; and the next unit's first scales."""
+    """Returns both parts' products [N, M] of a unit, whose first step has the `number` among a
+    program's and the scales `held`; and the next unit's first scales."""
     inputs, weights, loaded, used = stages.inputs, stages.weights, stages.loaded, stages.used
     STAGES: gl.constexpr = SHAPE.stages
     BLOCK_M: gl.constexpr = inputs.type.shape[1]
@@ -149,7 +150,7 @@ def multiply(
 
 @gluon.jit
 def _load_rows(kept):
-    """A half of a block's rows [K, M], as they are multiplied."""
+    """Loads half of a block's rows [K, M], as they are multiplied."""
     rows = _in_turn(kept.load(_ROWS), kept.shape[0], 1)
     return gl.convert_layout(rows.permute((1, 0)), _RIGHT, assert_trivial=True)
 
@@ -164,14 +165,14 @@ def _in_turn(values, HEIGHT: gl.constexpr, SWAPPED: gl.constexpr):
 
 @gluon.jit
 def outputs_of(LAYOUT: gl.constexpr):
-    """Which output each product [N] is."""
+    """Returns the output that each product [N] is."""
     o_n = gl.arange(0, _HALF, LAYOUT)
     return (o_n & -8) + (o_n & 1) * 4 + (o_n // 2 & 3)
 
 
 @gluon.jit
 def _add(result, numbers, low_rows, high_rows, scale, zero):
-    """`result` and a block's product."""
+    """Adds a block's product to `result`."""
     dtype: gl.constexpr = low_rows.dtype
     low, high = unpack(numbers.load(_WEIGHTS), dtype)
     low = gl.convert_layout(_in_turn(low, _HALF, 2), _LEFT, assert_trivial=True)

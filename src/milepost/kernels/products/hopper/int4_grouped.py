@@ -45,7 +45,7 @@ from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.run_experts import RoutedRows
 
 _STAGES = {64: 6, 128: 4}
-"""By a block's rows: as many as there is room for."""
+"""Stages by a block's rows: as many as there is room for."""
 _SOME_ROWS = 48
 """Rows of an expert up to which blocks have 64 rows (a layer of 257 experts on an H100: with 36
 rows 296 us, blocks of 128 315; with 72 rows 442 and 411)."""
@@ -63,7 +63,7 @@ _WEIGHT_BYTES = gl.constexpr(2 * BLOCK * HALF)
 
 
 def run(routed: RoutedRows) -> Tensor:
-    """Partials [T, N, H]."""
+    """Returns partials [T, N, H]."""
     return run_blocks(routed, 64 if routed.rows_each <= _SOME_ROWS else 128)
 
 
@@ -116,7 +116,7 @@ def _open(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _open_stages(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr, LOADERS: gl.constexpr):
-    """Shared memory for the stages, and barriers, for so many LOADERS of one."""
+    """Allocates shared memory for the stages, and barriers, for so many LOADERS of one."""
     STAGES: gl.constexpr = SHAPE.stages
     BLOCK_M: gl.constexpr = SHAPE.block_m
     inputs = gl.allocate_shared_memory(DTYPE, [2 * STAGES, BLOCK_M, _HALF], _ROWS)
@@ -155,7 +155,7 @@ def _copy_rows(found, step, stages, stage):
 
 @gluon.jit
 def _produce(stages, work, active, stride, weight, SHAPE: gl.constexpr):
-    """Load every step of every tile as soon as there is room."""
+    """Loads every step of every tile as soon as there is room."""
     inputs, bars = stages.inputs, stages.bars
     BOX: gl.constexpr = active.block_type.shape[0]
     LEAST: gl.constexpr = _WEIGHT_BYTES + 4 * BOX * _HALF
@@ -197,8 +197,8 @@ def _consume_down(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.con
 def _consume(
     stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr, MAKE: gl.constexpr
 ):
-    """The work of a program's group OWN: of each tile 64 outputs of both parts. MAKE stores what a
-    tile's first `WIDTH` rows come to."""
+    """Makes the 64 outputs of both parts of each tile that belong to the group OWN; MAKE multiplies
+    and stores a tile's first WIDTH rows."""
     BLOCK_M: gl.constexpr = SHAPE.block_m
     PITCH: gl.constexpr = SHAPE.steps * _BLOCK // SHAPE.group
     STRIDE: gl.constexpr = SHAPE.apart * PITCH
@@ -246,8 +246,8 @@ def _make_active(
     STRIDE: gl.constexpr,
     SHAPE: gl.constexpr,
 ):
-    """A tile of activations; returns the next tile's first scales. `scaled` are the first ones, and
-    pointers to the tile's and the next one's."""
+    """Makes a tile of activations; returns the next tile's first scales. `scaled` are the first
+    ones, and pointers to the tile's and the next one's."""
     held, own, next_own = scaled
     first, second = multiply(stages, held, own[0], own[1], STRIDE, tile[3], OWN, WIDTH, SHAPE)
     held = load_scales(next_own[0], next_own[1], STRIDE, 0)
@@ -271,7 +271,7 @@ def _make_outputs(
     STRIDE: gl.constexpr,
     SHAPE: gl.constexpr,
 ):
-    """A tile of outputs, as `_make_active`."""
+    """Makes a tile of outputs, as `_make_active`."""
     held, own, next_own = scaled
     first_row, end, column, number = tile
     row = first_row + gl.arange(0, WIDTH, gl.SliceLayout(0, _STORED))
@@ -289,7 +289,7 @@ def _make_outputs(
 
 @gluon.jit
 def _store_active(active, tile, values, beyond, SHAPE: gl.constexpr):
-    """A part's activations, whose outputs are so many `beyond` the tile's first."""
+    """Stores a part's activations, whose outputs begin `beyond` the tile's first."""
     first_row, end, column, _ = tile
     values = gl.convert_layout(values.to(active.dtype.element_ty), _STORED)
     row = first_row + gl.arange(0, values.shape[1], gl.SliceLayout(0, _STORED))

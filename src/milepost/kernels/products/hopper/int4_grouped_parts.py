@@ -1,4 +1,4 @@
-"""What a group of warps multiplies of four-bit experts with many rows on Hopper, in Gluon.
+"""Products that a group of warps makes of int4 experts with many rows on Hopper, in Gluon.
 
 Two groups of four warps multiply 64 outputs each of both parts of the weights with the same rows.
 Weights are the left operand, which the tensor cores take from registers: while they multiply a
@@ -51,7 +51,7 @@ def _weights_layout(width: int) -> Any:
 
 @gluon.jit
 def load_scales(p_scale, p_zero, stride, place):
-    """Scales and zero points [N] by part, `stride` apart: of one group, the `place`-th."""
+    """Loads one group's scales and zero points [N] by part, `stride` apart, the `place`-th."""
     scales, zeros = (), ()
     for part in gl.static_range(2):
         scales += (gl.load(p_scale + part * stride + place),)
@@ -71,7 +71,7 @@ def multiply(
     WIDTH: gl.constexpr,
     SHAPE: gl.constexpr,
 ):
-    """Both parts' products [N, WIDTH] of a tile, whose first step has the `number` among a
+    """Returns both parts' products [N, WIDTH] of a tile, whose first step has the `number` among a
     program's and the scales `held`; those of later ones are at `p_scale` and `p_zero`.
 
     What the tensor cores read from registers must be there before they begin, and they are waited
@@ -119,14 +119,14 @@ def multiply(
 
 @gluon.jit
 def _load(weights, stage, PART: gl.constexpr, OWN: gl.constexpr):
-    """A group's packed weights [N, HALF / 2] of a step's part."""
+    """Loads a group's packed weights [N, HALF / 2] of a step's part."""
     place = weights.index(2 * stage + PART)
     return place.slice(OWN * _HALF, _HALF, 0).load(_PACKED)
 
 
 @gluon.jit
 def _unpack(packed, zero, scale, HIGH: gl.constexpr, dtype: gl.constexpr, WIDTH: gl.constexpr):
-    """The weights [N, K] in the low or in the high halves of bytes."""
+    """Unpacks the weights [N, K] in the low or in the high halves of bytes."""
     beside: gl.constexpr = 0x4300 if dtype == gl.bfloat16 else 0x6400
     # Two of each in 32 bits.
     zeros = (zero.to(gl.int32) | beside) * 0x10001

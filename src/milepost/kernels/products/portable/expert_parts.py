@@ -48,8 +48,8 @@ class RowGroups(NamedTuple):
 
 @triton.jit
 def find_block(groups, capacity, block):
-    """A block's expert (negative for padding), its first row and the end of the expert's rows; a
-    routed token that is not grouped is a block."""
+    """Returns a block's expert (negative for padding), its first row and the end of the expert's
+    rows; a routed token that is not grouped is a block."""
     expert = tl.load(groups.blocks + block).to(tl.int64)
     if groups.order is None:
         return expert, block, block + 1
@@ -61,7 +61,7 @@ def find_block(groups, capacity, block):
 
 @triton.jit
 def load_routed(order, o_m, is_row):
-    """The rows' routed tokens, 0 beyond the last."""
+    """Loads the rows' routed tokens, 0 beyond the last."""
     if order is None:
         return tl.where(is_row, o_m, 0)
     else:
@@ -78,8 +78,8 @@ def find_scales(
     DEPTHS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
 ):
-    """Pointers to the scales and zero points of `row` [N] of an expert, which has HEIGHT of them;
-    a form without zero points has any pointer for them."""
+    """Returns pointers to the scales and zero points of `row` [N] of an expert, which has HEIGHT of
+    them; a form without zero points has any pointer for them."""
     first_scale = expert * ((HEIGHT + SCALE_ROWS - 1) // SCALE_ROWS * DEPTHS)
     p_scale = weight.scales + first_scale + row // SCALE_ROWS * DEPTHS
     p_zero = p_scale

@@ -35,7 +35,7 @@ _SMALL = 1024
 
 
 class RowCut(NamedTuple):
-    """How a program cuts a weight up; a constant on the device."""
+    """Tiles of a weight and constants of its form; a constant on the device."""
 
     block_n: int
     """Outputs of a program."""
@@ -52,7 +52,7 @@ class RowCut(NamedTuple):
 
 
 def run(routed: RoutedRows) -> Tensor:
-    """Partials [T, N, H]."""
+    """Returns partials [T, N, H]."""
     output = routed.new_output(routed.experts.shape[1])
     active = routed.values.new_empty(routed.num_routed, routed.size)
     up, down = routed.up, routed.down
@@ -135,8 +135,8 @@ def _project_kernel(
     MULTIPLY: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Outputs of one routed token. Rows are tokens', `stride` apart; or, without a stride, routed
-    tokens'."""
+    """Makes outputs of one routed token. Rows are tokens', `stride` apart; or, without a stride,
+    routed tokens'."""
     launch_dependents()
     wait_for_inputs()
     routed = tl.program_id(1)
@@ -166,7 +166,7 @@ def _multiply_raw(
     GATED: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Products [N] of a row with the outputs `o_n` [N], and with their gates if GATED."""
+    """Multiplies a row by the outputs `o_n` [N], and with their gates if GATED."""
     BLOCK: tl.constexpr = CUT.block
     HEIGHT: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
     o_k = tl.arange(0, BLOCK)
@@ -199,7 +199,7 @@ def _multiply_quantised(
     GATED: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """As `_multiply_raw`, block by block."""
+    """Multiplies as `_multiply_raw`, block by block."""
     BLOCK: tl.constexpr = CUT.block
     BLOCK_D: tl.constexpr = CUT.block_d
     GROUP: tl.constexpr = CUT.group

@@ -56,7 +56,7 @@ class ScaleForm(NamedTuple):
 
 
 def run(routed: RoutedRows) -> Tensor:
-    """Partials [T, N, H]."""
+    """Returns partials [T, N, H]."""
     output = routed.new_output(routed.experts.shape[1])
     active = routed.rows.new_empty(routed.num_routed, routed.size)
     if isinstance(routed.up, Raw) and isinstance(routed.down, Raw):
@@ -168,8 +168,8 @@ def _project_kernel(
     BLOCK_K: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
-    """A tile of a block's outputs. Rows are tokens', `stride` apart, and outputs lie by group; or,
-    without a stride, rows lie by group, and outputs are routed tokens'."""
+    """Makes a tile of a block's outputs. Rows are tokens', `stride` apart, and outputs lie by
+    group; or, without a stride, rows lie by group, and outputs are routed tokens'."""
     launch_dependents()
     wait_for_inputs()
     TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
@@ -215,14 +215,14 @@ def _project_kernel(
 
 @triton.jit
 def _load_target(order, routing_weights, o_m, is_row):
-    """The rows' routed tokens, and their weights in float32."""
+    """Loads the rows' routed tokens, and their weights in float32."""
     routed = load_routed(order, o_m, is_row).to(tl.int64)
     return routed, tl.load(routing_weights + routed, mask=is_row, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _load(pointers, i_k, o_k, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A tile [rows, BLOCK_K] from input i_k on."""
+    """Loads a tile [rows, BLOCK_K] from input i_k on."""
     if INPUTS % BLOCK_K == 0:
         return tl.load(pointers + i_k)
     else:
@@ -231,7 +231,7 @@ def _load(pointers, i_k, o_k, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _add(left, right, acc, SWAPPED: tl.constexpr):
-    """acc + left @ right.T, transposed if SWAPPED."""
+    """Returns acc + left @ right.T, transposed if SWAPPED."""
     if SWAPPED:
         return tl.dot(right, tl.trans(left), acc, input_precision="ieee")
     else:
@@ -255,8 +255,8 @@ def _multiply_raw(
     BLOCK_K: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
-    """Products of rows and of the outputs `column` [O], and of the gates if GATED: [M, O], or
-    [O, M] if SWAPPED."""
+    """Multiplies rows by the outputs `column` [O], and by their gates if GATED: [M, O], or [O, M]
+    if SWAPPED."""
     HEIGHT: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
     o_k = tl.arange(0, BLOCK_K)
     p_x += o_k[None, :]
@@ -293,7 +293,7 @@ def _multiply_quantised(
     BLOCK_K: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
-    """As `_multiply_raw`, always swapped."""
+    """Multiplies as `_multiply_raw`, always swapped."""
     HEIGHT: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
     GROUP: tl.constexpr = FORM.group
     BLOCKED: tl.constexpr = FORM.has_block_scales

@@ -60,7 +60,7 @@ class UpShape(NamedTuple):
 
 
 def run(routed: RoutedRows) -> Tensor:
-    """Partials [T, N, H]."""
+    """Returns partials [T, N, H]."""
     groups = group_many(routed.experts, routed.num_experts, BLOCK_M)
     output = routed.new_output(routed.experts.shape[1])
     rows: RoundedRows = routed.values, None
@@ -74,7 +74,7 @@ def run(routed: RoutedRows) -> Tensor:
 
 
 def new_rounded(routed: RoutedRows, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Unfilled activations [num_rows, I] in FP8 and their scales [D, num_rows]."""
+    """Returns unfilled activations [num_rows, I] in FP8 and their scales [D, num_rows]."""
     values = routed.rows.new_empty(num_rows, routed.size, dtype=FP8)
     scales = routed.rows.new_empty(routed.size // BLOCK, num_rows, dtype=torch.float32)
     return values, scales
@@ -141,7 +141,7 @@ def _up_kernel(
     SHAPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """A tile of a block's activations, made by MAKE."""
+    """Has MAKE make a tile of a block's activations."""
     TILES: tl.constexpr = (SHAPE.size + SHAPE.block_n - 1) // SHAPE.block_n
     block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     expert = tl.load(groups.blocks + block)
@@ -177,7 +177,7 @@ def _make_raw(
     SHAPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """A tile of activations of the rows from `first_row` on, all in one product."""
+    """Makes a tile of activations of the rows from `first_row` on, in one product."""
     GATED: tl.constexpr = SHAPE.is_gated
     BLOCK_N: tl.constexpr = SHAPE.block_n
     BLOCK_K: tl.constexpr = SHAPE.block_k
@@ -218,7 +218,7 @@ def _make_fp8(
     SHAPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """A tile of activations, rounded."""
+    """Makes a tile of activations and rounds it."""
     GATED: tl.constexpr = SHAPE.is_gated
     NATIVE: tl.constexpr = SHAPE.is_native
     BLOCK_N: tl.constexpr = SHAPE.block_n

@@ -1,4 +1,4 @@
-"""How the experts' grouped GEMMs are cut up."""
+"""Tiles of the experts' grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["UNGROUPED", "choose_quantised", "choose_raw"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRegime:
-    """How the GEMMs run for up to `max_routed` rows an expert on average."""
+    """Tiles of both projections for up to `max_routed` rows an expert on average."""
 
     max_routed: float
     up: Tiles
@@ -48,7 +48,7 @@ _FLOAT32 = Tiles(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
 
 
 def choose_raw(routed: RoutedRows) -> tuple[Tiles, Tiles]:
-    """Tiles of both projections of raw weights."""
+    """Chooses the tiles of both projections of raw weights."""
     up = down = _FLOAT32
     if routed.rows.dtype != torch.float32:
         regime = next(each for each in _REGIMES if routed.rows_each <= each.max_routed)
@@ -61,7 +61,7 @@ def choose_raw(routed: RoutedRows) -> tuple[Tiles, Tiles]:
 
 
 def _dividing(tiles: Tiles, num_inputs: int) -> Tiles:
-    """Steps half as deep, twice as many under way, if only these are whole."""
+    """Returns steps half as deep, twice as many under way, if only these are whole."""
     half = tiles.block_k // 2
     if num_inputs % tiles.block_k == 0 or num_inputs % half:
         return tiles
@@ -69,7 +69,7 @@ def _dividing(tiles: Tiles, num_inputs: int) -> Tiles:
 
 
 def choose_quantised(routed: RoutedRows) -> tuple[Tiles, Tiles]:
-    """Tiles of both projections of quantised weights, which are the left operand."""
+    """Chooses the tiles of both projections of quantised weights, which are the left operand."""
     wide = choose(routed.rows_each, is_fp8=isinstance(routed.up, Fp8)).fitted(routed.chip)
     wide = replace(wide, is_swapped=True)
     # Gate and up projection have a sum each: with wide tiles more than there are registers.

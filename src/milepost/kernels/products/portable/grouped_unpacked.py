@@ -13,7 +13,7 @@ from milepost.kernels.products.run_experts import RoutedRows, run_chosen
 
 
 def run(routed: RoutedRows) -> Tensor:
-    """Partials [T, N, H]."""
+    """Returns partials [T, N, H]."""
 
     def widen(weight: Form) -> Raw:
         assert isinstance(weight, Int4 | Fp4), "the kernel's forms"
