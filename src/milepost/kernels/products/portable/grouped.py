@@ -8,8 +8,6 @@ M rows of a block, O outputs of a tile, D scales of a row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,7 +16,6 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.tensors import check_contiguous, check_rows
 from milepost.kernels.platform.tiles import Tiles, cdiv
 from milepost.kernels.products.forms.matrix import Raw
-from milepost.kernels.products.forms.quantised import Quantised
 from milepost.kernels.products.grouping import Groups, group
 from milepost.kernels.products.portable import grouped_tiles
 from milepost.kernels.products.portable.activation import activate
@@ -32,7 +29,6 @@ from milepost.kernels.products.portable.expert_parts import (
 from milepost.kernels.products.portable.gemm_step import (
     add_step,
     columns,
-    constants,
     factors,
     load_scales,
     pitch,
@@ -43,16 +39,6 @@ from milepost.kernels.products.run_experts import RoutedRows
 
 RoundedRows = tuple[Tensor, Tensor | None]
 """Rows and, if they are rounded, their scales [D, rows]."""
-
-
-class ScaleForm(NamedTuple):
-    """The constants of a form's scales: see `gemm_step.constants`."""
-
-    depths: int = 0
-    scale_rows: int = 1
-    group: int = 0
-    has_block_scales: bool = False
-    is_native: bool = True
 
 
 def run(routed: RoutedRows) -> Tensor:
@@ -112,7 +98,7 @@ def _launch(
         listed = RowGroups(groups.order, groups.blocks)
     capacity = listed.blocks.shape[1] if groups is not None else routed.num_routed
     num_outputs = output.shape[-1]
-    form = ScaleForm() if isinstance(weight, Raw) else _form_of(weight, routed)
+    shape = grouped_tiles.GroupedShape.of(routed, tiles, is_up=is_up)
     _project_kernel[(capacity * cdiv(num_outputs, tiles.block_n),)](
         readable(values, chip),
         scales,
@@ -123,26 +109,14 @@ def _launch(
         values.stride(0) if is_up else None,
         0 if scales is None else scales.stride(0),
         capacity,
-        TOP_K=routed.experts.shape[1] if is_up else 1,
-        INPUTS=values.shape[1],
-        OUTPUTS=num_outputs,
-        GATED=is_up and routed.is_gated,
         MULTIPLY=_multiply_raw if isinstance(weight, Raw) else _multiply_quantised,
-        FORM=form,
+        SHAPE=shape,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        SWAPPED=tiles.is_swapped,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **OVERLAPPED,
     )
-
-
-def _form_of(weight: Quantised, routed: RoutedRows) -> ScaleForm:
-    known = constants(weight, routed.chip)
-    names = ("DEPTHS", "SCALE_ROWS", "GROUP", "BLOCK_SCALES", "NATIVE")
-    return ScaleForm(*(known[name] for name in names))
 
 
 @quick
@@ -157,21 +131,16 @@ def _project_kernel(
     stride,
     scales_stride,
     capacity,
-    TOP_K: tl.constexpr,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    GATED: tl.constexpr,
     MULTIPLY: tl.constexpr,
-    FORM: tl.constexpr,
+    SHAPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWAPPED: tl.constexpr,
 ):
     """Makes a tile of a block's outputs. Rows are tokens', `stride` apart, and outputs lie by
     group; or, without a stride, rows lie by group, and outputs are routed tokens'."""
     launch_dependents()
     wait_for_inputs()
+    OUTPUTS: tl.constexpr = SHAPE.outputs
     TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     expert, first_row, end = find_block(groups, capacity, block)
@@ -183,29 +152,26 @@ def _project_kernel(
     # stored.
     if stride is None:
         row = tl.where(is_row, o_m, first_row).to(tl.int64)
-        p_x = rows + row[:, None] * INPUTS
+        p_x = rows + row[:, None] * SHAPE.inputs
     else:
-        row = (load_routed(groups.order, o_m, is_row) // TOP_K).to(tl.int64)
+        row = (load_routed(groups.order, o_m, is_row) // SHAPE.top_k).to(tl.int64)
         p_x = rows + row[:, None] * stride
     # Raw weights leave registers for what is needed after the products.
     if stride is None and weight.scales is None:
         o_target, b_weight = _load_target(groups.order, routing_weights, o_m, is_row)
     p_row_scale = None if row_scales is None else row_scales + row
     o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    b_up, b_gate = MULTIPLY(
-        p_x, p_row_scale, scales_stride, weight, expert, o_n % OUTPUTS, INPUTS, OUTPUTS, GATED,
-        FORM, BLOCK_M, BLOCK_N, BLOCK_K, SWAPPED,
-    )  # fmt: skip
+    b_up, b_gate = MULTIPLY(p_x, p_row_scale, scales_stride, weight, expert, o_n % OUTPUTS, SHAPE)
     if stride is None and weight.scales is not None:
         o_target, b_weight = _load_target(groups.order, routing_weights, o_m, is_row)
     if stride is not None:
         o_target = o_m.to(tl.int64)
-        b_o = activate(b_up, b_gate, GATED)
+        b_o = activate(b_up, b_gate, SHAPE.is_gated)
     else:
-        b_o = b_up * (b_weight[None, :] if SWAPPED else b_weight[:, None])
+        b_o = b_up * (b_weight[None, :] if SHAPE.is_swapped else b_weight[:, None])
     b_o = b_o.to(output.dtype.element_ty)
     o_target *= OUTPUTS
-    if SWAPPED:
+    if SHAPE.is_swapped:
         mask = (o_n < OUTPUTS)[:, None] & is_row[None, :]
         tl.store(output + o_target[None, :] + o_n[:, None], b_o, mask=mask)
     else:
@@ -239,24 +205,14 @@ def _add(left, right, acc, SWAPPED: tl.constexpr):
 
 
 @triton.jit
-def _multiply_raw(
-    p_x,
-    p_row_scale,
-    scales_stride,
-    weight,
-    expert,
-    column,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    GATED: tl.constexpr,
-    FORM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWAPPED: tl.constexpr,
-):
-    """Multiplies rows by the outputs `column` [O], and by their gates if GATED: [M, O], or [O, M]
-    if SWAPPED."""
+def _multiply_raw(p_x, p_row_scale, scales_stride, weight, expert, column, SHAPE: tl.constexpr):
+    """Multiplies rows by the outputs `column` [O], and by their gates if there are any: [M, O],
+    or [O, M] if swapped."""
+    INPUTS: tl.constexpr = SHAPE.inputs
+    OUTPUTS: tl.constexpr = SHAPE.outputs
+    GATED: tl.constexpr = SHAPE.is_gated
+    SWAPPED: tl.constexpr = SHAPE.is_swapped
+    BLOCK_K: tl.constexpr = SHAPE.block_k
     HEIGHT: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
     o_k = tl.arange(0, BLOCK_K)
     p_x += o_k[None, :]
@@ -264,9 +220,9 @@ def _multiply_raw(
     p_gate = weight.numbers + expert * (HEIGHT * INPUTS) + column[:, None] * INPUTS + o_k[None, :]
     p_up = p_gate + (HEIGHT - OUTPUTS) * INPUTS
     if SWAPPED:
-        b_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        b_gate = tl.zeros([column.shape[0], p_x.shape[0]], tl.float32)
     else:
-        b_gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        b_gate = tl.zeros([p_x.shape[0], column.shape[0]], tl.float32)
     b_up = b_gate
     for i_k in range(0, INPUTS, BLOCK_K):
         b_x = _load(p_x, i_k, o_k, INPUTS, BLOCK_K)
@@ -278,26 +234,17 @@ def _multiply_raw(
 
 @triton.jit
 def _multiply_quantised(
-    p_x,
-    p_row_scale,
-    scales_stride,
-    weight,
-    expert,
-    column,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    GATED: tl.constexpr,
-    FORM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWAPPED: tl.constexpr,
+    p_x, p_row_scale, scales_stride, weight, expert, column, SHAPE: tl.constexpr
 ):
     """Multiplies as `_multiply_raw`, always swapped."""
+    INPUTS: tl.constexpr = SHAPE.inputs
+    OUTPUTS: tl.constexpr = SHAPE.outputs
+    GATED: tl.constexpr = SHAPE.is_gated
+    BLOCK_K: tl.constexpr = SHAPE.block_k
     HEIGHT: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
-    GROUP: tl.constexpr = FORM.group
-    BLOCKED: tl.constexpr = FORM.has_block_scales
-    NATIVE: tl.constexpr = FORM.is_native
+    GROUP: tl.constexpr = SHAPE.group
+    BLOCKED: tl.constexpr = SHAPE.has_block_scales
+    NATIVE: tl.constexpr = SHAPE.is_native
     ROUNDED: tl.constexpr = p_row_scale is not None
     o_x, o_w = columns(BLOCK_K, GROUP)
     p_x += o_x[None, :]
@@ -308,12 +255,12 @@ def _multiply_quantised(
     p_gate = own + column[:, None] * pitch(INPUTS, GROUP)
     p_up = own + up_row[:, None] * pitch(INPUTS, GROUP)
     p_gate_scale, p_gate_zero = find_scales(
-        weight, expert, column, HEIGHT, GROUP, FORM.depths, FORM.scale_rows
+        weight, expert, column, HEIGHT, GROUP, SHAPE.depths, SHAPE.scale_rows
     )
     p_up_scale, p_up_zero = find_scales(
-        weight, expert, up_row, HEIGHT, GROUP, FORM.depths, FORM.scale_rows
+        weight, expert, up_row, HEIGHT, GROUP, SHAPE.depths, SHAPE.scale_rows
     )
-    b_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    b_gate = tl.zeros([column.shape[0], p_x.shape[0]], tl.float32)
     b_up = b_gate
     gate_scale, gate_zero, _ = load_scales(
         p_gate_scale, p_gate_zero, None, scales_stride, 0, INPUTS, BLOCK_K, GROUP, BLOCKED

@@ -11,8 +11,6 @@ D scales of a row.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +24,7 @@ from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.forms.quantised import BLOCK, FP8
 from milepost.kernels.products.grouping import Groups, group_many
 from milepost.kernels.products.portable.activation import activate
-from milepost.kernels.products.portable.expert_parts import RowGroups
+from milepost.kernels.products.portable.expert_parts import RowBase, RowGroups, UpShape
 from milepost.kernels.products.portable.grouped import RoundedRows
 from milepost.kernels.products.portable.rounding import readable, round_rows
 from milepost.kernels.products.run_experts import RoutedRows
@@ -36,27 +34,6 @@ _BLOCK_N = 128
 _RAW_DEPTH = 64
 _PROGRAMS = 2
 """Programs of raw weights' down projection that share an SM."""
-
-
-class RowBase(NamedTuple):
-    """Rows as kernels take them, and their scales [D, rows], or None."""
-
-    base: Any
-    scales: Any
-
-
-class UpShape(NamedTuple):
-    """The up projection and its tiles; a constant on the device."""
-
-    top_k: int
-    inputs: int
-    size: int
-    is_gated: bool
-    block_n: int
-    block_k: int
-    is_bfloat: bool
-    is_native: bool
-    """Whether the chip knows float8."""
 
 
 def run(routed: RoutedRows) -> Tensor:
@@ -149,39 +126,25 @@ def _up_kernel(
         return
     first_row = tl.load(groups.blocks + capacity + block)
     end = tl.load(groups.blocks + 2 * capacity + block)
+    place, strides = (expert, first_row, end, tile), (stride, scales_stride, num_rows)
     # An expert's last block is often less than half full: then half the rows are multiplied.
-    # fmt: off
     if end - first_row <= BLOCK_M // 2:
-        MAKE(rows, up, scales, active, groups.order, expert, first_row, end, tile, stride,
-             scales_stride, num_rows, SHAPE, BLOCK_M // 2)
+        MAKE(rows, up, scales, active, groups.order, place, strides, SHAPE, BLOCK_M // 2)
     else:
-        MAKE(rows, up, scales, active, groups.order, expert, first_row, end, tile, stride,
-             scales_stride, num_rows, SHAPE, BLOCK_M)
-    # fmt: on
+        MAKE(rows, up, scales, active, groups.order, place, strides, SHAPE, BLOCK_M)
 
 
 @triton.jit
 def _make_raw(
-    rows,
-    up,
-    scales,
-    active,
-    order,
-    expert,
-    first_row,
-    end,
-    tile,
-    stride,
-    scales_stride,
-    num_rows,
-    SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    rows, up, scales, active, order, place, strides, SHAPE: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """Makes a tile of activations of the rows from `first_row` on, in one product."""
     GATED: tl.constexpr = SHAPE.is_gated
     BLOCK_N: tl.constexpr = SHAPE.block_n
     BLOCK_K: tl.constexpr = SHAPE.block_k
     WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    expert, first_row, end, tile = place
+    stride = strides[0]
     o_m = first_row + tl.arange(0, BLOCK_M)
     is_row = o_m < end
     # Rows beyond the expert's read token 0; they are not stored.
@@ -203,20 +166,7 @@ def _make_raw(
 
 @triton.jit
 def _make_fp8(
-    rows,
-    up,
-    scales,
-    active,
-    order,
-    expert,
-    first_row,
-    end,
-    tile,
-    stride,
-    scales_stride,
-    num_rows,
-    SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    rows, up, scales, active, order, place, strides, SHAPE: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """Makes a tile of activations and rounds it."""
     GATED: tl.constexpr = SHAPE.is_gated
@@ -225,6 +175,8 @@ def _make_fp8(
     BLOCK_K: tl.constexpr = SHAPE.block_k
     DEPTHS: tl.constexpr = SHAPE.inputs // BLOCK_K
     HEIGHT: tl.constexpr = 2 * SHAPE.size if GATED else SHAPE.size
+    expert, first_row, end, tile = place
+    stride, scales_stride, num_rows = strides
     o_m = first_row + tl.arange(0, BLOCK_M)
     is_row = o_m < end
     # Rows beyond the expert's read token 0; they are not stored.

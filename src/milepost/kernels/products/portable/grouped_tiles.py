@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products.expert_table import UNGROUPED
+from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.forms.quantised import FourBits, Fp8
+from milepost.kernels.products.portable.gemm_step import constants
 from milepost.kernels.products.run_experts import RoutedRows
 from milepost.kernels.products.tiles import MANY, choose
 
-__all__ = ["UNGROUPED", "choose_quantised", "choose_raw"]
+__all__ = ["UNGROUPED", "GroupedShape", "choose_quantised", "choose_raw"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,46 @@ _REGIMES = (
 )
 _FLOAT32 = Tiles(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
 """Tensor cores do not multiply float32 exactly."""
+
+
+class GroupedShape(NamedTuple):
+    """A projection, its tiles and its form; a constant on the device."""
+
+    inputs: int
+    outputs: int
+    top_k: int
+    is_gated: bool
+    block_k: int
+    is_swapped: bool
+    depths: int = 0
+    scale_rows: int = 1
+    group: int = 0
+    has_block_scales: bool = False
+    is_native: bool = True
+    """The constants of a form's scales: see `gemm_step.constants`."""
+
+    @staticmethod
+    def of(routed: RoutedRows, tiles: Tiles, *, is_up: bool) -> GroupedShape:
+        weight = routed.up if is_up else routed.down
+        outputs = routed.size if is_up else weight.num_outputs
+        shape = GroupedShape(
+            inputs=weight.num_inputs,
+            outputs=outputs,
+            top_k=routed.experts.shape[1] if is_up else 1,
+            is_gated=is_up and routed.is_gated,
+            block_k=tiles.block_k,
+            is_swapped=tiles.is_swapped,
+        )
+        if isinstance(weight, Raw):
+            return shape
+        known = constants(weight, routed.chip)
+        return shape._replace(
+            depths=known["DEPTHS"],
+            scale_rows=known["SCALE_ROWS"],
+            group=known["GROUP"],
+            has_block_scales=known["BLOCK_SCALES"],
+            is_native=known["NATIVE"],
+        )
 
 
 def choose_raw(routed: RoutedRows) -> tuple[Tiles, Tiles]:
