@@ -28,8 +28,8 @@ import torch
 from milepost.cache import Cache
 from milepost.engine.prompts import check_prompt, read_prompt
 from milepost.kernels.attention import AttentionOperation
-from milepost.kernels.gated_delta import GatedDeltaOperation
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.recurrent import GatedDeltaWeights, Recurrence, RecurrentOperation
 from milepost.runner import arrays
 from milepost.runner.graphs import exact_capacity, ladder, largest_step, smallest
 from milepost.runner.staging import Staging, num_staged_bytes
@@ -42,7 +42,8 @@ from milepost.simulator.loop import outcome
 VOCAB_SIZE = 151_936
 LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
 ATTENTION = AttentionOperation(num_heads=16, num_kv_heads=2, head_dim=256)
-FIRST = (GatedDeltaOperation(conv_width=4, num_key_heads=16, num_value_heads=32),)
+RECURRENCE = Recurrence(rule=GatedDeltaWeights, num_units=16, num_heads=32, shared=128, own=128)
+FIRST = (RecurrentOperation(recurrence=RECURRENCE, conv_width=4),)
 SECOND = (ATTENTION, replace(ATTENTION, last_tokens_only=True))
 """What the layers before the first attention read, and what those behind do."""
 GEOMETRY = arrays.Geometry(

@@ -35,9 +35,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from milepost import LLM, SamplingParams
 from milepost.kernels.attention import run as attention_run
-from milepost.kernels.gated_delta import triton_chunk_o, triton_hopper
 from milepost.kernels.layout import emit
 from milepost.kernels.norm import triton as norm_triton
+from milepost.kernels.recurrent import fused
 from milepost.layers.context import Context
 from milepost.layers.parts import ResidualBlock
 from milepost.runner.graphs import Graphs
@@ -87,7 +87,7 @@ def by_launches() -> Iterator[None]:
         return None if num_tokens > _FEW else room_for(num_tokens, *args, **how)
 
     with ExitStack() as stack:
-        for producer in (attention_run, triton_chunk_o, triton_hopper, norm_triton):
+        for producer in (attention_run, fused, norm_triton):
             stack.enter_context(mock.patch.object(producer, "room_for", few))
         yield
 

@@ -16,6 +16,7 @@ ROOT = Path(milepost.__file__).parent
 DONE = (
     *("cli", "layers", "load", "models", "parallel", "runner", "server", "speculative"),
     *("disaggregation", "kv_events", "simulator", "tiers"),
+    *("kernels/conv", "kernels/recurrent", "kernels/short_conv"),
     *("config.py", "demo.py", "errors.py", "json_settings.py", "speculative_config.py"),
     *("kv_events_config.py", "kv_transfer_config.py", "ray.py", "scheduler/plans.py"),
     *(f"kernels/{name}" for name in ("attention", "comm", "layout", "mtp", "platform", "rows")),

@@ -25,6 +25,7 @@ from tests.kernels.mixers import (
     REAL,
     Batch,
     Pools,
+    lay_out_decode,
     make_pools,
     make_projected,
     make_weights,
@@ -32,9 +33,8 @@ from tests.kernels.mixers import (
     space,
 )
 
-from milepost.kernels.gated_delta import CHUNK, GatedDeltaWeights, mix
 from milepost.kernels.layout.chunks import lay_out
-from milepost.kernels.layout.verify import lay_out_decodes
+from milepost.kernels.recurrent import CHUNK, GatedDeltaWeights, mix
 from milepost.runner.staging import on_device
 
 STATE_BYTES = 4 * REAL.value_heads * REAL.key_dim * REAL.value_dim
@@ -65,10 +65,10 @@ def main() -> None:
 def decode_row(num_sequences: int, spacing: int) -> dict[str, Any]:
     weights, pools, slots = _prepare(num_sequences, spacing)
     projected = make_projected(REAL, num_sequences, torch.bfloat16, "cuda")
-    layout = on_device(lay_out_decodes(num_sequences, REAL.key_heads), projected.device)
+    layout = on_device(lay_out_decode(REAL, num_sequences), projected.device)
 
     def call(turn: int) -> None:
-        mix(projected, weights, pools.conv, pools.recurrent, *slots[turn], layout)
+        mix(projected, weights, pools.states(slots[turn]), layout)
 
     return {
         "op": f"decode, {num_sequences} sequences",
@@ -86,7 +86,7 @@ def prefill_row(num_sequences: int, length: int, spacing: int) -> dict[str, Any]
     chunks = send_layout(layout, "cuda")
 
     def call(turn: int) -> None:
-        mix(projected, weights, pools.conv, pools.recurrent, *slots[turn], chunks)
+        mix(projected, weights, pools.states(slots[turn]), chunks)
 
     return {
         "op": f"prefill, {num_sequences} x {length} tokens",

@@ -22,8 +22,8 @@ from tests.kernels.kimi import REAL, make_weights
 from tests.kernels.mixers import Batch, Pools, make_pools, make_projected, space
 from tests.kernels.ssd import lay_out
 
-from milepost.kernels.kda import CHUNK, mix
 from milepost.kernels.platform.device import probe
+from milepost.kernels.recurrent import CHUNK, KDAProjected, mix
 
 DEVICE = torch.device("cuda", 0)
 
@@ -65,7 +65,7 @@ def _calls(count: int, length: int) -> Iterator[Callable[[], object]]:
     )
     whole = make_projected(REAL, count * max(length, 1), torch.bfloat16, "cuda")
     projected, decay, gate = whole.split((sum(REAL.sizes[:2]), REAL.size, REAL.size), -1)
-    inputs = projected, decay.contiguous(), gate.contiguous(), weights
+    inputs = KDAProjected(projected, decay.contiguous(), gate.contiguous()), weights
     for turn in range(turns):
         slots = range(1 + turn * count, 1 + (turn + 1) * count)
         batch = Batch(
@@ -75,7 +75,7 @@ def _calls(count: int, length: int) -> Iterator[Callable[[], object]]:
             slot_out=slots,
         )
         layout, places = lay_out(REAL, batch, DEVICE, probe(DEVICE), {})
-        yield partial(mix, *inputs, pools.conv, pools.recurrent, *places, layout)
+        yield partial(mix, *inputs, pools.states(places), layout)
 
 
 if __name__ == "__main__":

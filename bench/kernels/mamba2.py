@@ -28,8 +28,8 @@ from tests.kernels.ssd import (
     make_weights,
 )
 
-from milepost.kernels.mamba2 import mix
 from milepost.kernels.platform.device import probe
+from milepost.kernels.recurrent import mix
 
 DEVICE = torch.device("cuda", 0)
 SHAPES = {"nemotron": NEMOTRON, "bamba": BAMBA}
@@ -84,7 +84,7 @@ def _calls(shapes: Shapes, count: int, length: int) -> Iterator[Callable[[], obj
             slot_out=slots,
         )
         layout, places = lay_out(shapes, batch, DEVICE, probe(DEVICE), {})
-        yield partial(mix, projected, weights, pools.conv, pools.recurrent, *places, layout)
+        yield partial(mix, projected, weights, pools.states(places), layout)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from milepost.kernels.layout.emit import Emit
 from milepost.kernels.platform.device import probe, runs_gluon
 from milepost.kernels.products.portable import rounding
+from milepost.kernels.recurrent import LayerStates
 from tests.kernels.mixers import (
     LONG_BATCHES,
     ODD,
@@ -110,11 +111,19 @@ def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype, spacing: i
     assert_pools_match(ours, pools, 1e-5)
 
 
+def _decode_on_hopper(projected, weights, states: LayerStates, arrivals) -> torch.Tensor:
+    from milepost.kernels.recurrent import fused
+    from milepost.kernels.recurrent.hopper import delta_decode
+
+    mixer = fused.describe(projected, weights, states.recurrent)
+    output = projected.new_empty(len(projected), REAL.values)
+    delta_decode.run(mixer, states.decodes(), output, arrivals)
+    return output
+
+
 @pytest.mark.parametrize("num_real", [1, 3])
 def test_value_heads_in_programs_of_their_own_leave_the_same_bits(num_real: int) -> None:
     """Few sequences, in place, token after token; the last one is padding."""
-    from milepost.kernels.gated_delta import triton_hopper
-
     slots = list(range(1, num_real + 1))
     batch = Batch(starts=[], lengths=[], slot_in=[*slots, 0], slot_out=[*slots, -1])
     weights = make_weights(REAL, torch.bfloat16, "cuda")
@@ -126,7 +135,7 @@ def test_value_heads_in_programs_of_their_own_leave_the_same_bits(num_real: int)
         projected = make_projected(REAL, num_real + 1, torch.bfloat16, "cuda", seed=seed)
         of_slots = batch.slots(projected.device)
         own, common = (
-            triton_hopper.decode(projected, weights, each.conv, each.recurrent, *of_slots, places)
+            _decode_on_hopper(projected, weights, each.states(of_slots), places)
             for each, places in ((others, arrivals), (pools, None))
         )
         assert torch.equal(own, common)
@@ -203,11 +212,11 @@ def test_on_hopper_long_prefills_have_the_same_bits(
     projected = make_projected(shapes, sum(batch.lengths), dtype, "cuda")
     if not runs_gluon(projected):
         pytest.skip("needs the kernels for Hopper")
-    from milepost.kernels.gated_delta import triton_hopper_chunk_h
+    from milepost.kernels.recurrent import table
 
     weights = make_weights(shapes, dtype, "cuda")
     for fewest in (1 << 20, 0):
-        monkeypatch.setattr(triton_hopper_chunk_h, "HOST_BOUND_TOKENS", fewest)
+        monkeypatch.setattr(table, "HOST_BOUND_TOKENS", fewest)
         pools = make_pools(shapes, 14, dtype, "cuda")
         outcomes.append((fused_prefill(projected, weights, pools, batch), pools))
     (expected, theirs), (output, ours) = outcomes

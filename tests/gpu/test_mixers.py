@@ -133,11 +133,11 @@ def test_on_hopper_long_prefills_of_kda_have_the_same_bits(monkeypatch, batch: s
     projected = make_projected(shapes, sum(rows.lengths), dtype, "cuda")
     if not runs_gluon(projected):
         pytest.skip("needs the kernels for Hopper")
-    from milepost.kernels.gated_delta import triton_hopper_chunk_h
+    from milepost.kernels.recurrent import table
 
     weights = mixer.make_weights(shapes, dtype, "cuda")
     for fewest in (1 << 20, 0):
-        monkeypatch.setattr(triton_hopper_chunk_h, "HOST_BOUND_TOKENS", fewest)
+        monkeypatch.setattr(table, "HOST_BOUND_TOKENS", fewest)
         pools = make_pools(shapes, 14, dtype, "cuda")
         outcomes.append((mixer.fused(projected, weights, pools, rows), pools))
     (expected, theirs), (output, ours) = outcomes

@@ -10,14 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels import attention, gated_delta, norm, products
+from milepost.kernels import attention, norm, products, recurrent
 from milepost.kernels.attention import items as work
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.layout.chunks import lay_out
-from milepost.kernels.layout.verify import DecodeLayout
 from milepost.kernels.platform.tensors import FP8
 from milepost.kernels.products import Epilogue, Raw, moe
-from tests.kernels.mixers import REAL, Batch, make_pools, make_weights, send_layout
+from milepost.runner import staging
+from tests.kernels.mixers import (
+    REAL,
+    Batch,
+    lay_out_decode,
+    make_pools,
+    make_weights,
+    send_layout,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -151,16 +158,15 @@ def _recurrent(num_sequences: int, length: int):
     pools, mixer = kept.clone(), make_weights(REAL, torch.bfloat16, "cuda")
     slots = range(1, num_sequences + 1)
     batch = Batch(starts=[], lengths=[], slot_in=slots, slot_out=slots)
-    common = mixer, pools.conv, pools.recurrent, *batch.slots(torch.device("cuda"))
+    common = mixer, pools.states(batch.slots(torch.device("cuda")))
     if length > 1:
-        laid_out = lay_out([0] * num_sequences, [length] * num_sequences, chunk=gated_delta.CHUNK)
+        laid_out = lay_out([0] * num_sequences, [length] * num_sequences, chunk=recurrent.CHUNK)
         layout = send_layout(laid_out, "cuda")
     else:
-        size = num_sequences, REAL.key_heads
-        layout = DecodeLayout(arrivals=torch.zeros(size, dtype=torch.int32, device="cuda"))
+        layout = staging.on_device(lay_out_decode(REAL, num_sequences), torch.device("cuda"))
 
     def mix(projected: Tensor, pause: Callable[[], object]) -> Tensor:
-        output = gated_delta.mix(projected, *common, layout)
+        output = recurrent.mix(projected, *common, layout)
         pause()
         return output
 

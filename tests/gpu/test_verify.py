@@ -77,9 +77,11 @@ def test_mamba2_has_the_bits_of_hopper_decodes(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which run where there is work for all SMs; here for the only one."""
-    from milepost.kernels.mamba2 import triton_hopper
+    from milepost.kernels.recurrent import fused
+    from milepost.kernels.recurrent.hopper import mamba2_decode
 
-    monkeypatch.setattr(triton_hopper, "num_sms", lambda _: 1)
+    monkeypatch.setattr(fused, "probe", lambda device: replace(probe(device), num_sms=1))
+    monkeypatch.setattr(mamba2_decode, "num_sms", lambda _: 1)
     plain = Plain(kind_of(ssd.NEMOTRON, dtype))
     for seed in range(6):
         play(plain, random.Random(seed))

@@ -13,8 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.kda import KDAOperation, KDAWeights, mix
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.recurrent import (
+    KDAProjected,
+    KDAWeights,
+    Recurrence,
+    RecurrentOperation,
+    mix,
+)
 from tests.kernels.mixers import Batch, Pools
 from tests.kernels.ssd import lay_out, widen
 
@@ -48,8 +54,10 @@ class Shapes:
         return range(sum(self.sizes[:3]))
 
     @property
-    def operation(self) -> KDAOperation:
-        return KDAOperation(conv_width=self.taps, num_heads=self.heads, head_dim=self.head_dim)
+    def operation(self) -> RecurrentOperation:
+        sizes = {"num_units": self.heads, "shared": self.head_dim, "own": self.head_dim}
+        recurrence = Recurrence(rule=KDAWeights, num_heads=self.heads, **sizes)
+        return RecurrentOperation(recurrence=recurrence, conv_width=self.taps)
 
 
 ODD = Shapes(heads=3, head_dim=5, taps=3)
@@ -107,8 +115,8 @@ def launch(
     """One layer's call, of a step that has been laid out."""
     first = sum(shapes.sizes[:2])
     decay, gate = (each.contiguous() for each in projected[:, first:].chunk(2, -1))
-    inputs = projected[:, :first], decay, gate, weights
-    return mix(*inputs, pools.conv, pools.recurrent, *slots, layout, records)
+    inputs = KDAProjected(projected[:, :first], decay, gate)
+    return mix(inputs, weights, pools.states(slots, records), layout)
 
 
 def recur(

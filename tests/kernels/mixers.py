@@ -13,17 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels import conv, gated_delta
-from milepost.kernels.gated_delta import (
-    CHUNK,
-    GatedDeltaOperation,
-    GatedDeltaWeights,
-    reference,
-)
+from milepost.kernels import conv, recurrent
 from milepost.kernels.layout.batch import Operation
 from milepost.kernels.layout.chunks import ChunkLayout, ChunkRows, lay_out, lay_out_chunks
 from milepost.kernels.layout.emit import Emit, Inputs
-from milepost.kernels.layout.verify import lay_out_decodes
+from milepost.kernels.layout.verify import DecodeLayout, lay_out_decodes
+from milepost.kernels.platform.device import probe
+from milepost.kernels.recurrent import (
+    CHUNK,
+    GatedDeltaWeights,
+    LayerStates,
+    Recurrence,
+    RecurrentOperation,
+    needs_arrivals,
+)
+from milepost.kernels.recurrent.reference import gated_delta as reference
 from milepost.runner.staging import on_device
 from tests.numbers import relative_error
 
@@ -81,10 +85,15 @@ class Shapes:
         return [*range(self.channels), *range(-2 * self.value_heads, 0)]
 
     @property
-    def operation(self) -> GatedDeltaOperation:
-        return GatedDeltaOperation(
-            conv_width=self.taps, num_key_heads=self.key_heads, num_value_heads=self.value_heads
+    def operation(self) -> RecurrentOperation:
+        recurrence = Recurrence(
+            rule=GatedDeltaWeights,
+            num_units=self.key_heads,
+            num_heads=self.value_heads,
+            shared=self.key_dim,
+            own=self.value_dim,
         )
+        return RecurrentOperation(recurrence=recurrence, conv_width=self.taps)
 
 
 ODD = Shapes(key_heads=2, value_heads=6, key_dim=8, value_dim=5, max_beta=2.0)
@@ -103,6 +112,9 @@ class Pools:
 
     conv: Tensor
     recurrent: Tensor
+
+    def states(self, slots: tuple[Tensor, Tensor], records: Tensor | None = None) -> LayerStates:
+        return LayerStates(self.conv, self.recurrent, *slots, records)
 
     def clone(self, spacing: int = SPACING) -> Pools:
         return Pools(conv=space(self.conv, spacing), recurrent=space(self.recurrent, spacing))
@@ -286,11 +298,9 @@ def fused_prefill(
     emit: Emit = Emit.VALUES,
     **capacities: int,
 ) -> Tensor:
-    """`gated_delta.mix`, padded to `capacities`."""
+    """`recurrent.mix`, padded to `capacities`."""
     chunks, slots = _laid_out(batch, projected.device, capacities)
-    return gated_delta.mix(
-        projected, weights, pools.conv, pools.recurrent, *slots, chunks, emit=emit
-    )
+    return recurrent.mix(projected, weights, pools.states(slots), chunks, emit=emit)
 
 
 def captured_prefill(
@@ -301,11 +311,11 @@ def captured_prefill(
     empty = Batch(starts=[], lengths=[], slot_in=[], slot_out=[])
     chunks, slots = _laid_out(empty, device, capacities)
     projected = make_projected(shapes, capacities["max_tokens"], weights.conv.dtype, device.type)
-    arguments = projected, weights, pools.conv, pools.recurrent, *slots, chunks
-    gated_delta.mix(*arguments)
+    arguments = projected, weights, pools.states(slots), chunks
+    recurrent.mix(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = gated_delta.mix(*arguments)
+        output = recurrent.mix(*arguments)
 
     def replay(rows: Tensor, batch: Batch) -> Tensor:
         projected.copy_(rows)
@@ -343,7 +353,7 @@ def launch(
     records: Tensor | None = None,
 ) -> Tensor:
     """One layer's call, of a step that has been laid out."""
-    return gated_delta.mix(projected, weights, pools.conv, pools.recurrent, *slots, layout, records)
+    return recurrent.mix(projected, weights, pools.states(slots, records), layout)
 
 
 def fused_decode(
@@ -355,8 +365,17 @@ def fused_decode(
     emit: Emit = Emit.VALUES,
 ) -> Inputs:
     slots = batch.slots(projected.device)
-    both = pools.conv, pools.recurrent
     _, value_heads, key_dim, value_dim = pools.recurrent.shape
     key_heads = (len(weights.conv) - value_heads * value_dim) // (2 * key_dim)
-    layout = on_device(lay_out_decodes(len(projected), key_heads), projected.device)
-    return gated_delta.mix(projected, weights, *both, *slots, layout, emit=emit)
+    shapes = Shapes(
+        key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim
+    )
+    layout = on_device(lay_out_decode(shapes, len(projected)), projected.device)
+    return recurrent.mix(projected, weights, pools.states(slots), layout, emit=emit)
+
+
+def lay_out_decode(shapes: Shapes, num_sequences: int) -> DecodeLayout:
+    """As an engine does on this machine's device."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    has_arrivals = needs_arrivals(shapes.operation.recurrence, num_sequences, probe(device))
+    return lay_out_decodes(num_sequences, shapes.key_heads if has_arrivals else 0)

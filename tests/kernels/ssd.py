@@ -16,8 +16,14 @@ from torch import Tensor
 
 from milepost.kernels.layout.batch import Batch as Step
 from milepost.kernels.layout.batch import Capacity
-from milepost.kernels.mamba2 import Mamba2Operation, Mamba2Weights, choose_chunk, mix
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.recurrent import (
+    Mamba2Weights,
+    Recurrence,
+    RecurrentOperation,
+    choose_chunk,
+    mix,
+)
 from milepost.runner.staging import on_device
 from tests.kernels.mixers import Batch, Pools
 
@@ -53,8 +59,10 @@ class Shapes:
         return range(self.inner, sum(self.sizes))
 
     @property
-    def operation(self) -> Mamba2Operation:
-        return Mamba2Operation(conv_width=self.taps, chunk=self.chunk, num_groups=self.groups)
+    def operation(self) -> RecurrentOperation:
+        sizes = {"num_units": self.groups, "shared": self.state_size, "own": self.head_dim}
+        recurrence = Recurrence(rule=Mamba2Weights, num_heads=self.heads, **sizes)
+        return RecurrentOperation(recurrence=recurrence, conv_width=self.taps, chunk=self.chunk)
 
 
 ONE_GROUP = Shapes(heads=3, head_dim=5, groups=1, state_size=7, taps=3)
@@ -111,7 +119,7 @@ def launch(
     records: Tensor | None = None,
 ) -> Tensor:
     """One layer's call, of a step that has been laid out."""
-    return mix(projected, weights, pools.conv, pools.recurrent, *slots, layout, records)
+    return mix(projected, weights, pools.states(slots, records), layout)
 
 
 def lay_out(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from milepost.kernels.layout.chunks import lay_out_chunks
-from milepost.kernels.mamba2 import Mamba2Operation, choose_chunk, reference
+from milepost.kernels.recurrent import choose_chunk
+from milepost.kernels.recurrent.reference import mamba2 as reference
 from tests.kernels.mixers import Batch, Pools, make_pools, make_projected
 from tests.kernels.ssd import (
     GROUPS,
@@ -80,7 +82,7 @@ def scan(tokens: list[torch.Tensor], pool, start, slot_in, exports=()) -> torch.
     layout = lay_out_chunks([start], [len(tokens[0])], exports, chunk=16)
     rate, skip = make_weights(GROUPS).rate, make_weights(GROUPS).skip
     slots = torch.tensor([slot_in]), torch.tensor([3])
-    return reference.prefill(*tokens, rate, skip, pool, *slots, layout)
+    return reference.prefill(reference.SSDTokens(*tokens), rate, skip, pool, *slots, layout)
 
 
 def make_tokens(count: int) -> list[torch.Tensor]:
@@ -146,7 +148,7 @@ def test_nan_in_one_sequence_stays_there(broken):
 @pytest.mark.parametrize("size", [64, 128, 256, 1024])
 def test_chunks_that_outgrow_a_program_are_refused(size: int) -> None:
     chunk = choose_chunk(size)
-    assert Mamba2Operation(conv_width=4, chunk=chunk, num_groups=1).chunk == chunk
+    assert replace(ONE_GROUP, chunk=chunk).operation.chunk == chunk
     if size > chunk:
         with pytest.raises(AssertionError, match="outgrows"):
-            Mamba2Operation(conv_width=4, chunk=size, num_groups=1)
+            _ = replace(ONE_GROUP, chunk=size).operation

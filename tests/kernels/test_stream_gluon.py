@@ -99,8 +99,8 @@ def test_a_step_reads_and_leaves_what_one_token_at_a_time_does(stream_gluon, num
 
         num_places = num_folded + num_new
         flat, kept = records.reshape(-1), state.reshape(-1)
-        stream = Memory(tokens.reshape(-1)), CHANNELS + 1, Memory(flat), CHANNELS + 2
-        stream += num_folded, num_places
+        rows = Memory(tokens.reshape(-1)), CHANNELS + 1, Memory(flat), CHANNELS + 2
+        stream = stream_gluon.TokenStream(*rows, num_folded, num_places)
         for begin in range(0, num_places, step):
             own = stream, Memory(kept), channel, begin
             rows = stream_gluon.load_inputs(*own, begin == 0, TAPS, step)

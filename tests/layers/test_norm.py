@@ -9,8 +9,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRMSNormGated,
 )
 
-from milepost.kernels.gated_delta import GatedDeltaWeights
-from milepost.kernels.gated_delta.mixer import gated_norm
+from milepost.kernels.recurrent import GatedDeltaWeights
+from milepost.kernels.recurrent.reference.gated_delta import gated_norm
 from milepost.layers.norm import HeadNorms, RMSNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.parallel import Cut

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from milepost.errors import UnsupportedModelError
-from milepost.kernels.mamba2 import choose_chunk
+from milepost.kernels.recurrent import choose_chunk
 from milepost.models import LoadOptions, load_model
 from tests.checkpoints import save
 from tests.engines import VOCAB_SIZE, open_llm, tokens

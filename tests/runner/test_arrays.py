@@ -15,9 +15,9 @@ from milepost.cache.placement import Kind
 from milepost.cache.plans import Export
 from milepost.kernels.attention import AttentionOperation
 from milepost.kernels.attention.tiles import END, FIRST, POSITION, ROW, TOKENS
-from milepost.kernels.gated_delta import GatedDeltaOperation
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.recurrent import GatedDeltaWeights, Recurrence, RecurrentOperation
 from milepost.runner.arrays import Geometry, build
 from milepost.runner.graphs import exact_capacity, ladder, largest_step, smallest
 from milepost.runner.records import RecordRows
@@ -27,7 +27,8 @@ from milepost.scheduler.plans import SequencePlan, StepPlan
 
 ATTENTION = AttentionOperation(num_heads=8, num_kv_heads=2, head_dim=128)
 ENDING = replace(ATTENTION, last_tokens_only=True)
-GATED_DELTA = GatedDeltaOperation(conv_width=4, num_key_heads=16, num_value_heads=32)
+RECURRENCE = Recurrence(rule=GatedDeltaWeights, num_units=16, num_heads=32, shared=128, own=128)
+GATED_DELTA = RecurrentOperation(recurrence=RECURRENCE, conv_width=4)
 GEOMETRY = Geometry(
     operations=(ATTENTION, ENDING, GATED_DELTA),
     page_size=64,
@@ -183,12 +184,14 @@ def test_padding_names_nothing(tables):
     assert [array.shape for array in _arrays(empty)] == [array.shape for array in _arrays(step)]
 
 
-def test_programs_of_a_key_head_arrive(tables):
-    """A decode has a place for each of a sequence's 16 key heads."""
-    capacity = Capacity(num_tokens=5, num_sequences=5, decodes=True)
-    layout = build(steps(), tables, GEOMETRY, capacity).layouts[GATED_DELTA]
-    assert layout.arrivals.shape == (5, 16)
-    assert not layout.arrivals.any()
+@pytest.mark.parametrize(("num_sequences", "shape"), [(4, (4, 16)), (5, None)])
+def test_programs_of_a_key_head_arrive(tables, num_sequences, shape):
+    """If each value head has an SM of its own, there is a place for each of 16 key heads; else no
+    program waits for others, and nothing is sent."""
+    capacity = Capacity(num_tokens=num_sequences, num_sequences=num_sequences, decodes=True)
+    arrivals = build(steps(), tables, GEOMETRY, capacity).layouts[GATED_DELTA].arrivals
+    assert (arrivals if arrivals is None else arrivals.shape) == shape
+    assert arrivals is None or not arrivals.any()
 
 
 def test_shapes_follow_from_the_capacity_alone(tables):

@@ -53,7 +53,7 @@ def test_on_hopper_kernels_are_cut_as_they_were_measured(found):
     names = {row["kernel"] for row in launched}
     assert {
         "attention.hopper.wide._attend_kernel",
-        "gated_delta.triton_hopper._decode_kernel",
+        "recurrent.hopper.delta_decode._decode_kernel",
         "products.hopper.raw_small_m._gemm_kernel",
         "products.portable.raw_grouped_large._up_kernel",
     } <= names

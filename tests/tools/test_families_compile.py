@@ -27,11 +27,11 @@ def compiled(*arguments: str) -> dict[str, Any]:
 
 def test_mamba2_without_a_norm_compiles():
     """As Falcon-H1 is published."""
-    found = compiled("falcon_h1", "sm_90", "bfloat16", "triton_norm")
-    assert found == {"kernels": ["mamba2.triton_norm.norm"], "refused": {}}
+    found = compiled("falcon_h1", "sm_90", "bfloat16", "_norm_kernel")
+    assert found == {"kernels": ["recurrent.portable.mamba2._norm_kernel"], "refused": {}}
 
 
-_CHUNK_O = "gated_delta.triton_chunk_o._chunk_fwd_o_kernel"
+_CHUNK_O = "recurrent.portable.chunk_o._chunk_fwd_o_kernel"
 TOO_LARGE = {("olmo_hybrid", "sm_80", "float32"): {_CHUNK_O}}
 """States of 128 x 256 in float32 beside a chunk's tokens: 192 KiB, where an A100 has 163."""
 

@@ -1,5 +1,5 @@
-"""`milepost kernels`: which kernels serve a model's weights and attention on a chip, and why not
-others."""
+"""`milepost kernels`: which kernels serve a model's weights, attention and recurrences on a chip,
+and why not others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def kernels_command(screen: Screen) -> Callable[..., None]:
         hopper_kernels: bool = True,
     ) -> None:
         """Show which kernels multiply the model's weights, by the number of tokens of a step, and
-        which kernels attend, by the tokens of a sequence.
+        which kernels attend, by the tokens of a sequence, and which run its recurrences, by the
+        number of decoding sequences or of a prefill's tokens.
 
         A GPU is needed only if no chip is named; of the model, only its configuration is read. Each
         kernel is listed with its order of summation, and with the reason why the kernel before it

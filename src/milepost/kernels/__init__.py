@@ -6,8 +6,8 @@ Imports go up this list only:
     where a step's tokens and states lie          layout
     norms                                         norm
     products, routed experts                      products
-    token mixers                                  recurrent, gated_delta, kda, mamba2
     short convolutions                            conv, short_conv
+    token mixers                                  recurrent
     attention, latent attention                   attention
     drafts, samples, single rows                  mtp, sampling, rows
     sums over ranks                               comm

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from milepost.kernels.layout.batch import Operation
 from milepost.kernels.mtp import Carried
+from milepost.kernels.recurrent import LayerStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +160,12 @@ class Context:
         """Returns the context for the sampled rows [R, C], for layers after the last one with a
         cache."""
         return replace(self, step=replace(self.step, num_real=self.step.num_sampled))
+
+    def layer_states(self, number: int) -> LayerStates:
+        """Returns a recurrent mixer's pools with the step's slots."""
+        state, step = self.states[number], self.step
+        slots = step.slot_in, step.slot_out
+        return LayerStates(state.conv, state.recurrent, *slots, state.records)
 
     @property
     def num_real(self) -> Tensor | None:

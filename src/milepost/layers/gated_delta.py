@@ -12,10 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import gated_delta
-from milepost.kernels.gated_delta import GatedDeltaOperation, GatedDeltaWeights
+from milepost.kernels import recurrent
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
+from milepost.kernels.recurrent import (
+    GatedDeltaWeights,
+    Recurrence,
+    RecurrentOperation,
+)
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ModuleScope
@@ -118,8 +122,15 @@ class GatedDelta(nn.Module):
             kind,
             inputs=self._segments(self.full.values_size),
         )
-        self.operation = GatedDeltaOperation(
-            conv_width=shapes.conv_width, num_key_heads=shapes.num_key_heads, num_value_heads=heads
+        self.operation = RecurrentOperation(
+            recurrence=Recurrence(
+                rule=GatedDeltaWeights,
+                num_units=shapes.num_key_heads,
+                num_heads=heads,
+                shared=shapes.key_dim,
+                own=shapes.value_dim,
+            ),
+            conv_width=shapes.conv_width,
         )
 
     def _own(self, shapes: GatedDeltaShapes) -> GatedDeltaShapes:
@@ -146,9 +157,9 @@ class GatedDelta(nn.Module):
         return RecurrentSpec(
             conv_shape=(shapes.channels, shapes.conv_width - 1),
             recurrent_shape=(shapes.num_value_heads, shapes.key_dim, shapes.value_dim),
-            grid=gated_delta.CHUNK,
+            grid=recurrent.CHUNK,
             record_size=shapes.channels + 2 * shapes.num_value_heads,
-            takes_drafts_fused=gated_delta.takes_drafts_fused(shapes.key_dim, shapes.value_dim),
+            takes_drafts_fused=recurrent.takes_drafts_fused(shapes.key_dim, shapes.value_dim),
         )
 
     @property
@@ -163,7 +174,6 @@ class GatedDelta(nn.Module):
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Returns the output, or split-K partials [T, P, C] of it."""
-        state, step = ctx.states[number], ctx.step
         weights = GatedDeltaWeights(
             conv=self.conv_weight,
             decay_rate=self.decay_rate,
@@ -172,15 +182,11 @@ class GatedDelta(nn.Module):
             norm_eps=self.shapes.norm_eps,
             max_beta=self.shapes.max_beta,
         )
-        mixed = gated_delta.mix(
+        mixed = recurrent.mix(
             self.projection(rows, launch_dependents=ctx.decodes),
             weights,
-            state.conv,
-            state.recurrent,
-            step.slot_in,
-            step.slot_out,
-            step.layouts[self.operation],
-            state.records,
+            ctx.layer_states(number),
+            ctx.step.layouts[self.operation],
             emit=self.out.reads,
         )
         return self.out(mixed, epilogue=Epilogue.PARTIALS)

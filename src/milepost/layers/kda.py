@@ -11,10 +11,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import kda, products
-from milepost.kernels.kda import KDAOperation, KDAWeights
+from milepost.kernels import products, recurrent
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
+from milepost.kernels.recurrent import (
+    KDAProjected,
+    KDAWeights,
+    Recurrence,
+    RecurrentOperation,
+)
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ModuleScope
@@ -87,8 +92,12 @@ class KDA(nn.Module):
         self.decay_bias = kind.empty_precise(size)
         self.norm_weight = kind.empty_precise(rank)
         self.out = Linear(size, (("o_proj", shapes.hidden_size),), kind, inputs=self.cut)
-        self.operation = KDAOperation(
-            conv_width=shapes.conv_width, num_heads=shapes.num_heads, head_dim=shapes.head_dim
+        heads = shapes.num_heads
+        self.operation = RecurrentOperation(
+            recurrence=Recurrence(
+                rule=KDAWeights, num_units=heads, num_heads=heads, shared=rank, own=rank
+            ),
+            conv_width=shapes.conv_width,
         )
 
     @property
@@ -97,7 +106,7 @@ class KDA(nn.Module):
         return RecurrentSpec(
             conv_shape=(3 * shapes.size, shapes.conv_width - 1),
             recurrent_shape=(shapes.num_heads, shapes.head_dim, shapes.head_dim),
-            grid=kda.CHUNK,
+            grid=recurrent.CHUNK,
             record_size=4 * shapes.size + shapes.num_heads,
         )
 
@@ -108,7 +117,7 @@ class KDA(nn.Module):
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Returns the output, or split-K partials [T, P, C] of it."""
-        state, step, shapes = ctx.states[number], ctx.step, self.shapes
+        shapes = self.shapes
         weights = KDAWeights(
             conv=self.conv_weight,
             decay_rate=self.decay_rate,
@@ -123,17 +132,11 @@ class KDA(nn.Module):
             (self.decay.form, self.gate.form),
             launch_dependents=ctx.decodes,
         )
-        mixed = kda.mix(
-            projected[:, :first],
-            decays,
-            gates,
+        mixed = recurrent.mix(
+            KDAProjected(projected[:, :first], decays, gates),
             weights,
-            state.conv,
-            state.recurrent,
-            step.slot_in,
-            step.slot_out,
-            step.layouts[self.operation],
-            state.records,
+            ctx.layer_states(number),
+            ctx.step.layouts[self.operation],
         )
         return self.out(mixed, epilogue=Epilogue.PARTIALS)
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from milepost.errors import ConfigError
-from milepost.kernels import mamba2
+from milepost.kernels import recurrent
 from milepost.kernels.layout.emit import Emit, Inputs
-from milepost.kernels.mamba2 import Mamba2Operation, Mamba2Weights
 from milepost.kernels.products import Epilogue
+from milepost.kernels.recurrent import Mamba2Weights, Recurrence, RecurrentOperation
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.norm import NormedPart, norm_over_ranks
@@ -97,10 +97,17 @@ class Mamba2(nn.Module):
             bias=shapes.bias,
             inputs=self.inner_cut,
         )
-        self.operation = Mamba2Operation(
+        self.operation = RecurrentOperation(
+            recurrence=Recurrence(
+                rule=Mamba2Weights,
+                num_units=shapes.num_groups,
+                num_heads=heads,
+                shared=shapes.state_size,
+                own=shapes.head_dim,
+                has_norm=shapes.has_norm and not self._shares_group,
+            ),
             conv_width=shapes.conv_width,
-            chunk=mamba2.choose_chunk(shapes.chunk_size),
-            num_groups=shapes.num_groups,
+            chunk=recurrent.choose_chunk(shapes.chunk_size),
         )
 
     def _split(self, shapes: Mamba2Shapes) -> tuple[Cut, Mamba2Shapes]:
@@ -136,7 +143,6 @@ class Mamba2(nn.Module):
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Returns the output, or split-K partials [T, Q, C] of it."""
-        state, step = ctx.states[number], ctx.step
         weights = Mamba2Weights(
             conv=self.conv_weight,
             conv_bias=self.conv_bias,
@@ -148,16 +154,13 @@ class Mamba2(nn.Module):
             norm_before_gate=self.shapes.norm_before_gate,
             dt_limit=self.shapes.time_step_limit,
         )
-        mixed = mamba2.mix(
+        mixed = recurrent.mix(
             self.projection(rows, launch_dependents=ctx.decodes),
             weights,
-            state.conv,
-            state.recurrent,
-            step.slot_in,
-            step.slot_out,
-            step.layouts[self.operation],
-            state.records,
+            ctx.layer_states(number),
+            ctx.step.layouts[self.operation],
         )
+        assert isinstance(mixed, Tensor), "Mamba2's kernels round nothing"
         if self._shares_group and self.norm_weight is not None:
             mixed = self._norm(mixed, self.norm_weight)
         return self.out(mixed, epilogue=Epilogue.PARTIALS)

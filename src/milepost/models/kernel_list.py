@@ -1,5 +1,5 @@
-"""Lists the kernels that multiply a model's weights and attend on a chip; needs only the model's
-configuration.
+"""Lists the kernels that multiply a model's weights, attend and run its recurrences on a chip;
+needs only the model's configuration.
 
 Legend: O outputs, I inputs.
 """
@@ -17,6 +17,7 @@ from milepost.kernels.products.describe import Span, spans
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix
 from milepost.kernels.products.table import PRODUCTS, Product
+from milepost.kernels.recurrent import TABLES, MixerPart, RecurrentOperation
 from milepost.layers.attention import Attention
 from milepost.layers.linear import Linear
 from milepost.layers.mla import MLA
@@ -36,7 +37,7 @@ def list_kernels(model: str, chip_name: str, quantization: str | None) -> Iterat
     chip = _find_chip(chip_name)
     folder = find_folder(model, revision=None, with_weights=False)
     decoder = outline(folder, quantization=quantization)
-    seen: set[tuple[object, ...]] = set()
+    seen: set[object] = set()
     layers = [(f"layer {index}", layer) for index, layer in enumerate(decoder.layers)]
     for owner, layer in (*layers, ("lm_head", decoder.lm_head)):
         for path, module in layer.named_modules():
@@ -60,6 +61,24 @@ def list_kernels(model: str, chip_name: str, quantization: str | None) -> Iterat
                     seen.add((path, mixture))
                     served = spans(EXPERTS, make_mixture, chip)
                     yield from _cells(f"{name} experts", mixture.up, served)
+            operation = getattr(module, "operation", None)
+            if isinstance(operation, RecurrentOperation) and operation not in seen:
+                seen.add(operation)
+                yield from _mixer_cells(name, operation, chip)
+
+
+def _mixer_cells(name: str, operation: RecurrentOperation, chip: Chip) -> Iterator[tuple[str, ...]]:
+    """Yields rows of a table, for sequences that decode and tokens of a prefill."""
+    recurrence = operation.recurrence
+    for phase, table in TABLES.items():
+
+        def make(num: int) -> MixerPart:
+            return MixerPart(recurrence=recurrence, num=num, chunk=operation.chunk)
+
+        shape = "{} heads, {} x {}".format(recurrence.num_heads, *recurrence.state)
+        for index, span in enumerate(spans(table, make, chip)):
+            whose = ("", "") if index else (f"{name} {phase}", shape)
+            yield *whose, span.tokens, span.kernel, span.order, span.refused
 
 
 def _cells(name: str, matrix: Matrix, served: Sequence[Span]) -> Iterator[tuple[str, ...]]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from milepost.kernels.gated_delta import CHUNK
 from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.recurrent import CHUNK
 from milepost.scheduler.budget import max_num_exports
 from milepost.scheduler.plans import StepPlan
 

@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from milepost.kernels.gated_delta import CHUNK
+from milepost.kernels.recurrent import CHUNK
 from milepost.layers.context import AttentionSpec, LayerSpec, RecurrentSpec, ShortConvSpec
 
 

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from milepost.kernels.gated_delta import CHUNK
 from milepost.kernels.layout import emit
 from milepost.kernels.layout.emit import Emit, as_activations
 from milepost.kernels.platform.device import probe
 from milepost.kernels.products.portable import rounding
+from milepost.kernels.recurrent import CHUNK
 from tests.batches import spread
 from tests.kernels.mixers import (
     FEW_HEADS,

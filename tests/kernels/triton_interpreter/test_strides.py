@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels import gated_delta, kda, mamba2
 from milepost.kernels.attention import PagedKV
 from milepost.kernels.attention import run as attention
 from milepost.kernels.attention.portable import latent, prepare
@@ -17,6 +16,7 @@ from milepost.kernels.products import run_experts
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.portable import raw_small_m
 from milepost.kernels.products.tiles import SplitTiles
+from milepost.kernels.recurrent import KDAProjected, LayerStates, mix
 from tests.kernels.choices import multiplication
 
 ROWS, SLOTS = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32)
@@ -40,14 +40,25 @@ CALLS: dict[str, tuple[str, Callable[[], object]]] = {
     "mla": ("query", lambda: latent.attend(apart(STATES[0]), STATES[0], KV, None, 1)),
     "gated_delta": (
         "projected",
-        lambda: gated_delta.mix(apart(ROWS), None, CONV, STATES, SLOTS, SLOTS, 0),
+        lambda: mix(apart(ROWS), None, LayerStates(CONV, STATES, SLOTS, SLOTS), 0),
     ),
     "gated_delta's states": (
         "recurrent_pool",
-        lambda: gated_delta.mix(ROWS, None, CONV, STATES.mT, SLOTS, SLOTS, 0),
+        lambda: mix(ROWS, None, LayerStates(CONV, STATES.mT, SLOTS, SLOTS), 0),
     ),
-    "kda": ("gate", lambda: kda.mix(*[ROWS] * 2, apart(ROWS), None, CONV, STATES, SLOTS, SLOTS, 0)),
-    "mamba2": ("conv_pool", lambda: mamba2.mix(ROWS, None, CONV.mT, STATES, SLOTS, SLOTS, None)),
+    "kda": (
+        "gate",
+        lambda: mix(
+            KDAProjected(ROWS, ROWS, apart(ROWS)),
+            None,
+            LayerStates(CONV, STATES, SLOTS, SLOTS),
+            0,
+        ),
+    ),
+    "mamba2": (
+        "conv_pool",
+        lambda: mix(ROWS, None, LayerStates(CONV.mT, STATES, SLOTS, SLOTS), None),
+    ),
     "norm": ("delta", lambda: norm.add_norm(ROWS, apart(ROWS), ROWS[0], 1e-6)),
     "linear": (
         "weight",

@@ -87,10 +87,12 @@ def _lay_out_prefills(batch: Batch, chunk: int) -> PrefillLayout:
 class DecodeLayout:
     """Where every sequence decodes."""
 
-    arrivals: Array
+    arrivals: Array | None
     """[S, G] zeros: programs of a group that have read all they need. The last one resets it, so
-    that all layers of a step share it."""
+    that all layers of a step share it. None where no program waits for others."""
 
 
 def lay_out_decodes(num_sequences: int, num_groups: int) -> DecodeLayout:
-    return DecodeLayout(arrivals=np.zeros((num_sequences, num_groups), np.int32))
+    """Returns the layout; without groups no program waits for others."""
+    arrivals = np.zeros((num_sequences, num_groups), np.int32) if num_groups else None
+    return DecodeLayout(arrivals=arrivals)

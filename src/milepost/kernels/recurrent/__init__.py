@@ -1,9 +1,154 @@
-"""Recurrent steps of Gated DeltaNet, KDA and Mamba2: one kernel, three rules.
+"""Token mixers with states in slots: Gated DeltaNet, KDA and Mamba2, each from its input projection
+to its output projection, over pools of states: short convolution, recurrence, gated norm.
 
-portable.step      launches a step of decoding sequences, with or without drafts
-portable.stream    rows of a sequence, and the short convolution over them
-structures         the arguments of the kernels, grouped
-rules              what differs: small weights, the change of a state, the output
-hopper             what kernels in Gluon read and write of states and rows
-mixer_rows         a step's work for the reference kernels
+This is the door to them: callers import from here, whatever computes it. It can be imported without
+triton.
+
+weights      small weights of a layer, and what its projections hand over
+table        which kernel serves decodes, verifies and prefills, and why no better one
+fused        a step by the kernels that the table names
+structures   the arguments of the kernels, grouped
+rules        what differs between the mixers, as functions of the device
+portable     kernels in Triton, for any chip
+hopper       kernels in Gluon
+reference    the definition, in plain torch, on any device
+
+In the fused kernels sums are float32, the operands of matrix products have the projection's type.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from milepost.kernels.layout import chunks
+from milepost.kernels.layout.batch import Batch
+from milepost.kernels.layout.chunks import ChunkLayout
+from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.layout.verify import (
+    DecodeLayout,
+    VerifyLayout,
+    lay_out_decodes,
+    lay_out_verifies,
+)
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tensors import check_contiguous, check_rows, check_slots
+from milepost.kernels.recurrent import reference
+from milepost.kernels.recurrent.reference import MixerRows, lay_out_rows
+from milepost.kernels.recurrent.structures import LayerStates
+from milepost.kernels.recurrent.table import CHUNK, TABLES, MixerPart, Recurrence, needs_arrivals
+from milepost.kernels.recurrent.weights import (
+    GatedDeltaWeights,
+    KDAProjected,
+    KDAWeights,
+    Mamba2Weights,
+    MixerProjections,
+    Weights,
+)
+
+__all__ = [
+    "CHUNK",
+    "TABLES",
+    "GatedDeltaWeights",
+    "KDAProjected",
+    "KDAWeights",
+    "LayerStates",
+    "Mamba2Weights",
+    "MixerPart",
+    "Recurrence",
+    "RecurrentOperation",
+    "choose_chunk",
+    "mix",
+    "needs_arrivals",
+    "takes_drafts_fused",
+]
+
+MixerLayout = ChunkLayout | DecodeLayout | VerifyLayout | MixerRows
+
+_CHUNKS = 64, 128
+"""Tokens: shorter ones leave more states to write than tokens to read; of longer ones the products
+within a chunk outgrow a program's registers."""
+_LINE = 64
+
+
+def choose_chunk(size: int) -> int:
+    """The longest chunk that is no longer than the model's own, if there is one: how a sum is split
+    is the kernels' matter, and what can be resumed is the finer the shorter chunks are."""
+    return max((chunk for chunk in _CHUNKS if chunk <= size), default=_CHUNKS[0])
+
+
+def takes_drafts_fused(key_dim: int, value_dim: int) -> bool:
+    """Whether the fused kernels that verify are right for Gated DeltaNet's heads of these sizes:
+    powers of two, from 16 on. Of others, which need masks, a GPU's states were not those of plain
+    decoding."""
+    return all(size >= 16 and size.bit_count() == 1 for size in (key_dim, value_dim))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentOperation:
+    """A token mixer after convolutions of `conv_width` taps, in chunks of `chunk` tokens."""
+
+    recurrence: Recurrence
+    conv_width: int
+    chunk: int = CHUNK
+
+    def __post_init__(self) -> None:
+        assert self.chunk <= _CHUNKS[-1], f"a chunk of {self.chunk} tokens outgrows a program"
+
+    def lay_out(self, batch: Batch) -> MixerLayout:
+        """Chunks for the fused kernels, or what they need where every sequence decodes or the step
+        may verify; or rows for the reference."""
+        if batch.chip is None:
+            return lay_out_rows(batch, conv_width=self.conv_width, chunk=self.chunk)
+        if batch.capacity.num_drafts:
+            return lay_out_verifies(batch, self.chunk)
+        if batch.capacity.decodes:
+            num = batch.capacity.num_sequences
+            has_groups = needs_arrivals(self.recurrence, num, batch.chip)
+            return lay_out_decodes(num, self.recurrence.num_units if has_groups else 0)
+        return chunks.lay_out_step(batch, self.chunk)
+
+    def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
+        """The fused kernels run on every chip that runs Triton's; KDA's rows of bfloat16 that are
+        no whole lines of memory leave wrong states there (an H200, triton 3.6)."""
+        head_dim = self.recurrence.shared
+        if self.recurrence.rule is KDAWeights and head_dim % _LINE:
+            return f"the fused ones have heads of multiples of {_LINE}, not {head_dim}"
+        return ""
+
+
+def mix(
+    projected: MixerProjections,
+    weights: Weights,
+    states: LayerStates,
+    layout: MixerLayout,
+    *,
+    emit: Emit = Emit.VALUES,
+) -> Inputs:
+    """Advance the sequences by all their tokens, as `layout` has them; returns the mixer's output
+    [T, heads * W] and writes both pools, the states of exports among them.
+
+    Rows of `projected` may be strided, as may a pool's slots be, and nothing else.
+
+    Records [rows, drafts, ...] hold, of each draft that a sequence had in its step before, what is
+    read of its row of the projections but for the gates; those of this step's drafts take their
+    place. A state is written as it is after a sequence's first token, never after a draft.
+
+    A slot that is written is read by no other sequence of the batch; several sequences may read one
+    slot, and slot_out may be slot_in. Where slot_out is negative there is no sequence; outputs of
+    padding are zeros, but for steps that verify, where they hold anything. Gated DeltaNet's output
+    is handed on as `emit` asks, but for that of steps that verify; the others' is values alone.
+    """
+    if isinstance(layout, MixerRows):
+        return reference.mix(projected, weights, states, layout)
+    rows = projected
+    if isinstance(projected, KDAProjected):
+        rows = projected.rows
+        check_contiguous(decay_inputs=projected.decays, gate=projected.gate)
+    assert isinstance(rows, Tensor)
+    check_rows(projected=rows, slot_in=states.slot_in, slot_out=states.slot_out)
+    check_slots(conv_pool=states.conv, recurrent_pool=states.recurrent)
+    from milepost.kernels.recurrent import fused
+
+    return fused.mix(projected, weights, states, layout, emit)

@@ -1,15 +1,24 @@
-"""The arguments of the step kernels, grouped by what they belong to.
+"""The arguments of recurrent kernels, grouped by what they belong to.
 
 Kernels take these as they are: a field is read by its name on the device too. `base` is a tensor on
 the host and a pointer on the device (a field named `values` would be hidden by Triton's tuples).
 
-Legend: S sequences, T tokens, C channels, J taps, U units, K entries that a state is read along, W
-entries of a head's output.
+Legend: S sequences, T tokens, N chunks, L tiles, E exports, C channels, J taps, U units, K entries
+that a state is read along, W entries of a head's output.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from milepost.kernels.platform.tiles import next_power_of_2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from milepost.kernels.layout.chunks import ChunkLayout
+    from milepost.kernels.recurrent.weights import Weights
 
 
 class ProjectedRows(NamedTuple):
@@ -19,19 +28,21 @@ class ProjectedRows(NamedTuple):
     """[T, columns]"""
     stride: Any
     """Elements from one token's row to the next one's."""
-    recorded: Any
+    recorded: Any = 0
     """First of these columns in a draft's record."""
 
 
 class MixerInputs(NamedTuple):
-    """All that a mixer reads of a token, apart from its output gate."""
+    """All that a mixer reads of a token."""
 
     mixed: ProjectedRows
-    """MixerInputs of the convolution [T, C]."""
+    """Inputs of the convolution [T, C]."""
     strengths: ProjectedRows
     """Beta inputs, or Mamba2's time-step inputs, one per head."""
     decays: ProjectedRows
     """Decay inputs: one per head (Gated DeltaNet), one per key channel (KDA), none (Mamba2)."""
+    gate: ProjectedRows
+    """Inputs of the output's gate [T, U * GROUP * W]; not recorded."""
 
 
 class SlotStates(NamedTuple):
@@ -71,12 +82,89 @@ class StepOutput(NamedTuple):
     """Where a token's output goes."""
 
     read: Any
-    """[T, U * GROUP * W] float32, before the norm."""
-    gate: ProjectedRows
+    """[T, U * GROUP * W] float32, before the norm; None where heads are normed one by one."""
     base: Any
     """[T, U * GROUP * W]"""
     squares: Any = None
     """[T, U * GROUP, 4]: sums of squares of what four warps have read, if the norm takes them."""
+
+
+class RoundedOutput(NamedTuple):
+    """Where outputs rounded to FP8 go. The stride of scales is an argument of its own, so that
+    kernels are not compiled anew for it."""
+
+    base: Any
+    """[T, V * W], in kernels for any chip the numbers' bits."""
+    scales: Any
+    """[V, T] float32"""
+
+
+class PrefillChunks(NamedTuple):
+    """A prefill's chunks and its sequences' slots, int32 arrays."""
+
+    first: Any
+    """[S + 1], first chunk of each sequence."""
+    begin: Any
+    """[N], first token of each chunk."""
+    size: Any
+    """[N], its tokens; 0 past the last, and -n for n tokens that no sequence has."""
+    export: Any
+    """[N], slot to which the state after the chunk is exported, or -1."""
+    slot_in: Any
+    slot_out: Any
+
+
+class PrefillTiles(NamedTuple):
+    """A prefill's tiles and its sequences' slots, int32 arrays: see `layout.chunks`."""
+
+    sequence_begin: Any
+    """[S + 1]"""
+    sequence: Any
+    """[L], -1 past the last."""
+    begin: Any
+    """[L]"""
+    export: Any
+    """[L + 1], the exports from this one up to the next tile's are the tile's."""
+    export_end: Any
+    """[E]"""
+    export_slot: Any
+    """[E]"""
+    slot_in: Any
+    slot_out: Any
+
+
+class ChunkTensors(NamedTuple):
+    """Tensors that the launches of a delta rule's prefill hand on."""
+
+    query_key: Any
+    """[2 * U, T, K], unit vectors; KDA's are then decayed, queries from their chunk's begin, keys
+    to its end."""
+    v: Any
+    """[V, T, W], values; then what tokens add for their keys as if the state before the chunk were
+    zero; at last what they do add."""
+    w: Any
+    """[V, T, K], times the state before the chunk what tokens add less."""
+    decay: Any
+    """[V, T] float32, sums of log decays from the chunk's begin; or, by channel, [N, V, K], decays
+    over the whole chunk."""
+    h: Any
+    """[N, V, K, W], the states before chunks."""
+    scores: Any = None
+    """[V, T, C], decayed products of queries and keys, zero for later keys; where they are made
+    with the rest."""
+
+
+class TimeSteps(NamedTuple):
+    """Mamba2's time steps in a prefill, float32."""
+
+    steps: Any
+    """[H, T]"""
+    sums: Any
+    """[H, T], logarithms of decays, of base 2, added up from a chunk's begin."""
+    to_end: Any
+    """[H, T], steps decayed up to a chunk's end."""
+    decays: Any
+    """[N, H], of whole chunks."""
 
 
 class MixerSizes(NamedTuple):
@@ -95,7 +183,7 @@ class MixerSizes(NamedTuple):
     """W: entries of a head's value and output."""
     shared_stride: int
     own_stride: int
-    """Of a head's state in memory."""
+    """Strides of a head's state in memory."""
     first_read: int
     first_write: int
     first_own: int
@@ -108,3 +196,117 @@ class MixerSizes(NamedTuple):
     """Whether each head is normed by itself, with the same weights, and queries and keys are unit
     vectors (the delta rule); else all heads of a unit are normed together."""
     taps: int
+    gates_first: bool = False
+    """Whether heads are gated before they are normed."""
+
+    @property
+    def heads(self) -> int:
+        return self.units * self.group
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's output."""
+        return self.heads * self.own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Mixer:
+    """A layer's mixer in a step: its inputs, small weights and sizes, and its rule."""
+
+    inputs: MixerInputs
+    weights: Any
+    """A named tuple of what kernels read."""
+    sizes: MixerSizes
+    rule: MixerRule
+    rule_of: type[Weights]
+    """The weights' type, which tables know the rule by."""
+
+
+class MixerRule(NamedTuple):
+    """A mixer's own arithmetic, as functions of the device.
+
+    `open_head(weights, head, o_shared, o_own, SIZES, HEADS)` reads what does not change from token
+    to token. `strengths(streams, place, head, weights, VERIFIES)` returns how strongly a token is
+    written, and the decay before that; `advance(b_state, vectors, b_strength, b_decay)` the state
+    after the token, in memory's order of rows and columns; `read(b_state, vectors, head)` what the
+    token reads of it [W]. `finish(y, weight, gate, eps, WIDTH, squares)` norms and gates rows;
+    `squares` is the sum of squares of the one row, if it is known.
+    """
+
+    open_head: Any
+    strengths: Any
+    advance: Any
+    read: Any
+    finish: Any
+
+
+class DecodingSteps(NamedTuple):
+    """The decoding sequences of a step, and what they read and write of a layer."""
+
+    conv: SlotStates
+    recurrent: SlotStates
+    sequences: Sequences
+    records: DraftRecords | None
+    """None in a step without drafts."""
+    num_drafts: int
+    """Room for the drafts of a sequence."""
+
+    @property
+    def num_places(self) -> int:
+        """Tokens of a sequence at most, recorded ones and new ones."""
+        return 2 * self.num_drafts + 1
+
+
+class LayerStates(NamedTuple):
+    """A layer's pools, and the slots of a step's sequences."""
+
+    conv: Tensor
+    """[slots, C, J - 1]"""
+    recurrent: Tensor
+    """[slots, heads, ...]"""
+    slot_in: Tensor
+    slot_out: Tensor
+    """[S] of any integer type, -1 for padding."""
+    records: Tensor | None = None
+    """[rows, drafts, ...], drafts of the step before."""
+
+    def decodes(self) -> DecodingSteps:
+        """Each sequence takes one token."""
+        sequences = Sequences(None, None, None, None, self.slot_in, self.slot_out)
+        return DecodingSteps(*self._pools(), sequences, None, 0)
+
+    def verifies(self, sequences: Tensor) -> DecodingSteps:
+        """Sequences [6, S] as a `VerifyLayout` has them."""
+        assert self.records is not None, "V1: only mixers that keep records verify"
+        records = DraftRecords(self.records, *self.records.stride()[:2])
+        own = Sequences(*sequences.unbind())
+        return DecodingSteps(*self._pools(), own, records, self.records.shape[1])
+
+    def chunks(self, layout: ChunkLayout) -> PrefillChunks:
+        where = layout.sequence_chunk, layout.chunk_begin, layout.chunk_size, layout.chunk_slot
+        return PrefillChunks(*where, self.slot_in, self.slot_out)
+
+    def tiles(self, layout: ChunkLayout) -> PrefillTiles:
+        where = layout.sequence_begin, layout.tile_sequence, layout.tile_begin
+        exports = layout.tile_export, layout.export_end, layout.export_slot
+        return PrefillTiles(*where, *exports, self.slot_in, self.slot_out)
+
+    def _pools(self) -> tuple[SlotStates, SlotStates]:
+        return slot_states(self.conv), slot_states(self.recurrent)
+
+
+_LEAST_TILE = 64
+"""Narrower tiles of half precision make triton 3.6 read beyond shared memory in `wy_fwd`."""
+
+
+def delta_blocks(sizes: MixerSizes) -> dict[str, int]:
+    """Constants of kernels that work by chunks of the delta rule: a head's keys and values."""
+    return {"BLOCK_K": tile_of(sizes.shared), "BLOCK_W": tile_of(sizes.own)}
+
+
+def tile_of(size: int) -> int:
+    return max(_LEAST_TILE, next_power_of_2(size))
+
+
+def slot_states(pool: Tensor) -> SlotStates:
+    return SlotStates(pool, pool.stride(0))

@@ -29,7 +29,7 @@ __all__ = ["ShortConvOperation", "mix"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvOperation:
-    """Convolutions of so many taps."""
+    """Convolutions of `num_taps` taps."""
 
     num_taps: int
 
@@ -55,12 +55,12 @@ def mix(
     """Advance the sequences by all their tokens, as `layout` has them; returns [T, C] and writes
     the states at every page's end and where a sequence stops.
 
-    `projected` [T, 3 * C]: gates before the convolution, gates behind it, x. `weight` [C, J],
+    `projected` [T, 3 * C]: gates before the convolution, gates after it, x. `weight` [C, J],
     `bias` [C]. `pool` [1 + pages, C, J - 1], oldest first: zeros, which nothing writes, and what
     lies beside each page.
 
     `records` [rows, J - 1 + drafts, C] hold, of each sequence that had drafts in its step before,
-    what the convolution read behind its own token: J - 1 inputs, and those of the drafts. Where the
+    what the convolution read after its own token: J - 1 inputs, and those of the drafts. Where the
     sequence goes on is known only now, so its state is read there; what lies beside its page may be
     that of drafts which were rejected. Those of this step's drafts take their place.
     """

@@ -40,7 +40,7 @@ class ShortConvItems:
 
 
 def lay_out(batch: Batch) -> ShortConvItems:
-    """The states that are read, and those that are written."""
+    """Returns the states that a step reads, and those it writes."""
     capacity, count = batch.capacity, len(batch.starts)
     owners, begins = np.arange(count), batch.lengths.cumsum() - batch.lengths
     kept = find_kept(batch, range(count))

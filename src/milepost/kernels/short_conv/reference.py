@@ -27,7 +27,7 @@ class DraftRows:
     """Decoding sequences of any length; inputs of records are counted in [rows, inputs]."""
 
     windows: conv.ConvLayout
-    """With the states that are written."""
+    """Windows, with the states that are written."""
     again: Tensor
     """[n] int64, sequences that begin with what was recorded of their step before."""
     read: tuple[Tensor, Tensor]
@@ -49,9 +49,9 @@ class ShortConvRows:
     prefills_in: Tensor
     """[S] int64"""
     windows: conv.ConvLayout | None
-    """Of the other sequences, with all the states that they write; None where all decode."""
+    """Windows of the other sequences, with all states that they write; None where all decode."""
     drafts: DraftRows | None
-    """Of those that decode, where one has drafts or had some in its step before."""
+    """Rows of decoding sequences, where one has drafts or had some in its step before."""
 
 
 def lay_out(batch: Batch, num_taps: int) -> ShortConvRows:
@@ -89,7 +89,7 @@ def has_drafts(batch: Batch) -> bool:
 
 
 def num_drafts(batch: Batch) -> Ints:
-    """Of each sequence."""
+    """Returns the number of each sequence's drafts."""
     decodes = np.arange(len(batch.starts)) < batch.num_decodes
     return np.where(decodes, np.maximum(batch.lengths - 1, 0), 0)
 
@@ -108,7 +108,7 @@ def _lay_out_drafts(batch: Batch, num_taps: int) -> DraftRows:
     counts = np.where(drafts > 0, width + drafts, 0)
     number = ordinals_of(counts)
     own = batch.lengths[:decodes]
-    first = own.cumsum() - own + np.arange(decodes) * width + 1  # behind a sequence's own token
+    first = own.cumsum() - own + np.arange(decodes) * width + 1  # after a sequence's own token
 
     def send(numbers: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers)).to(device)
@@ -126,15 +126,15 @@ def _lay_out_drafts(batch: Batch, num_taps: int) -> DraftRows:
 
 
 def find_rows(batch: Batch, sequences: Ints, positions: Ints) -> Ints:
-    """Where the states of sequences after so many tokens lie."""
+    """Returns the rows of sequences' states after `positions` tokens."""
     last = np.maximum(positions - 1, 0) // batch.page_size
     pages = batch.tables[batch.rows[sequences], last].astype(np.int64)
     return np.where(positions > 0, pages + 1, 0)
 
 
 def find_kept(batch: Batch, sequences: Iterable[int]) -> Ints:
-    """[n, 2], of these sequences each with the positions whose states it writes: the ends of pages,
-    and where it stops, but behind drafts."""
+    """Returns [n, 2]: these sequences, each with the positions whose states it writes, the ends of
+    pages and, if it has no drafts, where it stops."""
     return np.array(list(_find_kept(batch, sequences)), np.int64).reshape(-1, 2)
 
 

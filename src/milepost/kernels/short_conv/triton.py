@@ -150,7 +150,7 @@ def _inputs(
     RECORDED: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """What the convolution reads at tokens `source`, [tokens, channels]: of the step, or from the
+    """The convolution's inputs at tokens `source`, [tokens, channels]: the step's own, or from the
     state before it, or from what was recorded of the step before."""
     pool, row, records, record, recorded = old
     is_new = inside & (source >= begin)[:, None]

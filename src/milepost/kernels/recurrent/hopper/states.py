@@ -1,20 +1,19 @@
-"""How Hopper's decoding kernels get at recurrent states, in Gluon: Triton's language for programs
-that place data themselves.
+"""How Hopper's kernels for decoding steps get at recurrent states, in Gluon: Triton's language for
+programs that place data themselves.
 
 A program goes through states of its own. While it works on one in registers, TMA brings the next to
 shared memory, line by line, since memory is slower in strides. That begins before the input
 projection has ended: the states were written in an earlier step. A convolution state is changed in
 place by the thread that has read it.
 
-`work` are (states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded): the
-TMA descriptor, lines of a slot, the slots, the program's first unit and the distance to its next,
-how many states it has, shared memory for some of them, barriers. A unit is EACH of a sequence's
-states, of which there are UNITS * EACH.
+A sequence has UNITS * EACH states; a unit is EACH of them.
 
-Legend: D sequences, C channels, J taps, K rows and W columns of a state.
+Legend: C channels, J taps, K rows and W columns of a state.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,20 +25,16 @@ from milepost.kernels.platform.gluon import load_box, thread_barrier
 from milepost.kernels.platform.numerics import LOG2_E
 
 STATE_SIZE = 128
-"""Of a key and a value of Gated DeltaNet and KDA: a thread for each of their channels."""
+"""Channels of a key and of a value of Gated DeltaNet and KDA, each a thread's."""
 _LINE = 32
 """Numbers of a line, 128 bytes: the most that TMA swizzles."""
 _BOX = 256
 """Lines that it copies at a time, the most."""
-_ALIGNMENT = 16
-"""Bytes: TMA's."""
-_MAX_LINES = 2**31
-"""TMA counts lines from the first state to the last."""
 
 CHANNEL = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-"""Of a head's channels, one a thread."""
+"""Layout of a head's channels, one a thread."""
 STATE = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [1, 4], [1, 0]))
-"""Of [K, W], both STATE_SIZE: a warp holds 32 columns, so sums over rows stay inside it."""
+"""Layout of [K, W], both STATE_SIZE: a warp holds 32 columns, so sums over rows stay inside it."""
 BY_LINE = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [16, 0], [32, 0], [64, 0], [128, 0], [256, 0]],
@@ -49,25 +44,38 @@ BY_LINE = gl.constexpr(
         shape=[STATE_SIZE * STATE_SIZE // _LINE, _LINE],
     )
 )
-"""The same by lines, four to a row."""
+"""A state by lines, four to a row."""
 
 
-def can_describe(recurrent_pool: Tensor) -> bool:
-    """Whether TMA reaches all states of `recurrent_pool` [slots, heads, K, W]."""
-    is_aligned = recurrent_pool.data_ptr() % _ALIGNMENT == 0
-    return is_aligned and _num_lines(recurrent_pool) < _MAX_LINES
+class Work(NamedTuple):
+    """The states that a program goes through, and shared memory for some of them."""
+
+    states: Any
+    """TMA's descriptor of the lines of all states."""
+    slot_lines: Any
+    slot_in: Any
+    slot_out: Any
+    first: Any
+    stride: Any
+    """The program's first unit, and the distance to its next."""
+    num_states: Any
+    places: Any
+    loaded: Any
+    """A barrier for each place."""
 
 
-def _num_lines(recurrent_pool: Tensor) -> int:
-    """Lines from the first state to the last, with what lies between."""
-    states = (len(recurrent_pool) - 1) * recurrent_pool.stride(0) + recurrent_pool[0].numel()
-    return states // _LINE
+class Window(NamedTuple):
+    """A head's inputs of the convolution, oldest first, and its weights: tuples of [SIZE]."""
+
+    rows: Any
+    taps: Any
 
 
 def describe_states(recurrent_pool: Tensor) -> TensorDescriptor:
     """`recurrent_pool` [slots, heads, K, W] float32 line by line."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    lines = recurrent_pool.as_strided((_num_lines(recurrent_pool), _LINE), (_LINE, 1))
+    num_states = (len(recurrent_pool) - 1) * recurrent_pool.stride(0) + recurrent_pool[0].numel()
+    lines = recurrent_pool.as_strided((num_states // _LINE, _LINE), (_LINE, 1))
     return TensorDescriptor.from_tensor(lines, [_BOX, _LINE], layout)
 
 
@@ -75,59 +83,50 @@ def describe_states(recurrent_pool: Tensor) -> TensorDescriptor:
 def begin_work(
     states,
     slot_stride,
-    slot_in,
-    slot_out,
+    sequences,
     num_units,
     SHAPE: gl.constexpr,
     UNITS: gl.constexpr,
     EACH: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """This program's `work` on states [K, W] of this SHAPE, with places for STAGES of them, to
+    """This program's `Work` on states [K, W] of this SHAPE, with places for STAGES of them, to
     which the first are on their way."""
     LINE: gl.constexpr = states.block_type.shape[1]
-    places, loaded = _open_places(states, SHAPE[0] * SHAPE[1] // LINE, STAGES)
+    LINES: gl.constexpr = SHAPE[0] * SHAPE[1] // LINE
+    places = gl.allocate_shared_memory(gl.float32, [STAGES, LINES, LINE], states.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(loaded.index(stage), count=1)
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_states = EACH * ((num_units - first + stride - 1) // stride)
-    slot_lines = slot_stride // LINE
-    work = states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded
+    slots = sequences.slot_in, sequences.slot_out
+    work = Work(states, slot_stride // LINE, *slots, first, stride, num_states, places, loaded)
     for ahead in gl.static_range(STAGES):
         fetch(work, ahead, UNITS, EACH)
     return work
 
 
 @gluon.jit
-def _open_places(states, LINES: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory for STAGES states of so many lines, and a barrier for each."""
-    LINE: gl.constexpr = states.block_type.shape[1]
-    places = gl.allocate_shared_memory(gl.float32, [STAGES, LINES, LINE], states.layout)
-    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(loaded.index(stage), count=1)
-    return places, loaded
-
-
-@gluon.jit
 def fetch(work, number, UNITS: gl.constexpr, EACH: gl.constexpr):
-    """Have this program's state of this number brought to shared memory, if there is one. Of
-    padding nothing is read, and its turn is over at once."""
-    states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded = work
-    BOX: gl.constexpr = states.block_type.shape[0]
-    STAGES: gl.constexpr = places.type.shape[0]
-    LINES: gl.constexpr = places.type.shape[1]
-    LINE: gl.constexpr = places.type.shape[2]
-    if number < num_states:
-        unit = first + number // EACH * stride
+    """Have this program's state of this number brought to shared memory, if there is one. Nothing
+    is read for padding, whose turn is over at once."""
+    BOX: gl.constexpr = work.states.block_type.shape[0]
+    STAGES: gl.constexpr = work.places.type.shape[0]
+    LINES: gl.constexpr = work.places.type.shape[1]
+    LINE: gl.constexpr = work.places.type.shape[2]
+    if number < work.num_states:
+        unit = work.first + number // EACH * work.stride
         sequence, head = unit // UNITS, unit % UNITS * EACH + number % EACH
-        is_real = gl.load(slot_out + sequence) >= 0
-        line = gl.load(slot_in + sequence).to(gl.int32) * slot_lines + head * LINES
-        bar = loaded.index(number % STAGES)
-        place = places.index(number % STAGES)
+        is_real = gl.load(work.slot_out + sequence) >= 0
+        line = gl.load(work.slot_in + sequence).to(gl.int32) * work.slot_lines + head * LINES
+        bar = work.loaded.index(number % STAGES)
+        place = work.places.index(number % STAGES)
         mbarrier.expect(bar, LINES * LINE * 4, pred=is_real)
         mbarrier.arrive(bar, count=1, pred=is_real == 0)
         for at in gl.static_range(0, LINES, BOX):
             part = place.slice(at, BOX)
-            load_box(states, [line + at, 0], bar, part, pred=is_real)
+            load_box(work.states, [line + at, 0], bar, part, pred=is_real)
 
 
 @gluon.jit
@@ -143,10 +142,9 @@ def take(
 ):
     """The state of this number in registers as soon as it has come, times its decay; what comes
     next takes its place in shared memory."""
-    places, loaded = work[7], work[8]
-    STAGES: gl.constexpr = places.type.shape[0]
-    mbarrier.wait(loaded.index(number % STAGES), number // STAGES & 1)
-    state = places.index(number % STAGES).load(LINE_LAYOUT).reshape(SHAPE)
+    STAGES: gl.constexpr = work.places.type.shape[0]
+    mbarrier.wait(work.loaded.index(number % STAGES), number // STAGES & 1)
+    state = work.places.index(number % STAGES).load(LINE_LAYOUT).reshape(SHAPE)
     state = gl.convert_layout(state, LAYOUT, assert_trivial=True)
     if decay is not None:
         state *= decay
@@ -157,16 +155,15 @@ def take(
 
 
 @gluon.jit
-def load_window(inputs, head, SIZE: gl.constexpr, TAPS: gl.constexpr):
-    """A head's inputs of the convolution, oldest first, and its weights: two tuples of [SIZE]."""
-    token, weight, source = inputs
+def load_window(token, weight, state, head, SIZE: gl.constexpr, TAPS: gl.constexpr):
+    """A head's `Window`: the convolution's `state`, then the `token`'s input."""
     channel = head * SIZE + gl.arange(0, SIZE, layout=CHANNEL)
     newest = gl.load(token + channel)
     window = ()
     for tap in gl.static_range(TAPS - 1):
-        window += (gl.load(source + channel * (TAPS - 1) + tap).to(newest.dtype),)
+        window += (gl.load(state + channel * (TAPS - 1) + tap).to(newest.dtype),)
     window += (newest,)
-    return window, load_taps(weight, channel, TAPS)
+    return Window(window, load_taps(weight, channel, TAPS))
 
 
 @gluon.jit
@@ -179,24 +176,25 @@ def load_taps(weight, channel, TAPS: gl.constexpr):
 
 
 @gluon.jit
-def convolve(inputs, taps, TAPS: gl.constexpr, PLACE: gl.constexpr = 0, bias=None):
+def convolve(window, TAPS: gl.constexpr, PLACE: gl.constexpr = 0, bias=None):
     """Convolution and SiLU of TAPS inputs from a place on. Here and below what is fused is said, so
     that kernels that verify round as those that decode."""
-    x = inputs[PLACE].to(gl.float32) * taps[0]
+    rows, taps = window
+    x = rows[PLACE].to(gl.float32) * taps[0]
     for tap in gl.static_range(1, TAPS):
-        x = gl.fma(inputs[PLACE + tap].to(gl.float32), taps[tap], x)
+        x = gl.fma(rows[PLACE + tap].to(gl.float32), taps[tap], x)
     if bias is not None:
         x += bias
     return x / (1 + gl.exp(-x))
 
 
 @gluon.jit
-def keep_window(window, target, head, is_real, SIZE: gl.constexpr, TAPS: gl.constexpr):
+def keep_window(window, state, head, is_real, SIZE: gl.constexpr, TAPS: gl.constexpr):
     """Move a head's convolution state on by one input."""
     channel = head * SIZE + gl.arange(0, SIZE, layout=CHANNEL)
     for tap in gl.static_range(1, TAPS):
-        at = target + channel * (TAPS - 1) + tap - 1
-        gl.store(at, window[tap].to(target.dtype.element_ty), mask=is_real)
+        at = state + channel * (TAPS - 1) + tap - 1
+        gl.store(at, window.rows[tap].to(state.dtype.element_ty), mask=is_real)
 
 
 @gluon.jit
@@ -246,18 +244,6 @@ def sigmoid(x):
 
 
 @gluon.jit
-def decay_of(inputs, rate, bias):
-    """What a head's state is multiplied by before a token."""
-    return gl.exp(rate * softplus(inputs.to(gl.float32) + bias))
-
-
-@gluon.jit
-def times_silu(x, gate):
-    gate = gate.to(gl.float32)
-    return x * gate / (1 + gl.exp(-gate))
-
-
-@gluon.jit
 def read_rows(state, x):
     """[W], what `x` [K, 1] reads of a state [K, W]. A thread's sum begins with one product that is
     rounded, its first; else the compiler chooses one of the first two."""
@@ -270,27 +256,15 @@ def read_rows(state, x):
 
 @gluon.jit
 def delta_rule(state, key, value, beta):
-    """A decayed state [K, W] behind a token, whose key is [K, 1]."""
+    """A decayed state [K, W] after a token, whose key is [K, 1]."""
     change = (value - read_rows(state, key)) * beta
     return gl.fma(key, change[None, :], state)
 
 
 @gluon.jit
-def pass_token(work, number, token, target, UNITS: gl.constexpr, EACH: gl.constexpr):
-    """Take the state [K, W] of this number past a token and store it; returns it. `token` are (key
-    [K, 1], value [W], beta, decay), `target` the slot that is written, the head, rows, columns, and
-    whether there is a sequence."""
-    key, value, beta, decay = token
-    written, head, row, column, is_real = target
-    SIZE: gl.constexpr = key.shape[0]
-    state = take(work, number, STATE, BY_LINE, [SIZE, SIZE], UNITS, EACH, decay)
-    state = delta_rule(state, key, value, beta)
-    written += head * (SIZE * SIZE)
-    gl.store(written + row[:, None] * SIZE + column[None, :], state, mask=is_real)
-    return state
-
-
-@gluon.jit
-def rms_scale(x, eps, SIZE: gl.constexpr):
-    """What makes the mean square of `x` [SIZE] 1."""
-    return gl.rsqrt(gl.sum(square(x), 0) / SIZE + eps)
+def norm_and_gate(x, scale, eps, gate, SIZE: gl.constexpr, BY_CHANNEL: gl.constexpr):
+    """A head's output: RMS norm, times SiLU of `gate`, or of KDA, which decays BY_CHANNEL, its
+    sigmoid."""
+    x *= gl.rsqrt(gl.sum(square(x), 0) / SIZE + eps) * scale
+    gate = gate.to(gl.float32)
+    return (x if BY_CHANNEL else x * gate) / (1 + gl.exp(-gate))

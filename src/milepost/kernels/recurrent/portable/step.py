@@ -1,158 +1,76 @@
 """One step of the decoding sequences of a recurrent mixer, on any chip that runs Triton.
 
-1. `_convolve_kernel`: convolution and SiLU of tokens, vector by vector (a query, a key, a value).
-   It moves the states of the convolution on, and records the inputs of drafts.
-2. `_update_kernel`: a program takes the state of a head, or of some, through all tokens in
+1. `convolve_kernel`: convolution and SiLU of tokens, vector by vector (a query, a key, a value). It
+   moves the states of the convolution on, and records the inputs of drafts.
+2. `update_kernel`: a program takes the state of a head, or of some, through all tokens in
    registers: first the recorded ones that are folded in, then the sequence's own, after which the
    state is written, then its drafts. Each new token reads the state. Where a head is normed by
-   itself (NORMS_HEADS) the program also norms and gates what was read.
+   itself the program also norms and gates what was read.
 3. Else the heads of a unit are normed together: in a step without drafts by the last program of the
-   unit to arrive, with drafts by `_finish_kernel`. Who norms changes no bit.
+   unit to arrive, with drafts by `finish_kernel`. Who norms changes no bit.
 
 A step without drafts (VERIFIES is false) takes the same operations for a token in the same order.
 A slot that is written is read by no other sequence, so slot_out may be slot_in.
 
-    place     0 .. F - 1    F          F + 1 .. F + N - 1
-    token     records       its own    drafts
-
-Legend: S sequences, T tokens, F folded and N new tokens of each, R places at most, C channels, U
-units, K shared entries of a state, O own entries of a program.
+Legend: S sequences, T tokens, U units, W entries of a head's output.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.layout.verify import DecodeLayout, VerifyLayout
+from milepost.kernels.layout.emit import Fp8Rows
 from milepost.kernels.platform.device import num_sms
-from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, wait_for_inputs
-from milepost.kernels.recurrent.portable.stream import (
-    TokenRows,
-    convolve,
-    keep_window,
-    load_window,
-    open_stream,
-    record_drafts,
+from milepost.kernels.platform.launches import OVERLAPPED
+from milepost.kernels.recurrent.portable.step_kernels import (
+    convolve_kernel,
+    finish_kernel,
+    update_kernel,
 )
-from milepost.kernels.recurrent.structures import (
-    DraftRecords,
-    MixerInputs,
-    MixerSizes,
-    ProjectedRows,
-    Sequences,
-    SlotStates,
-    StepOutput,
-)
+from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, MixerSizes, StepOutput
 
 _COLUMNS = 512
 """Columns that a program of the last launch leaves to the next step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Mixer:
-    """A mixer in a step: its inputs and weights, and its rule as functions of the device.
-
-    `open_head(weights, head, o_shared, o_own, SIZES, HEADS)` reads what does not change from token
-    to token. `strengths(streams, place, head, weights, VERIFIES)` returns how strongly a token is
-    written, and the decay before that; `advance(b_state, vectors, b_strength, b_decay)` the state
-    after the token, in memory's order of rows and columns; `read(b_state, vectors, head)` what the
-    token reads of it [O]. `finish(y, weight, gate, eps, WIDTH, squares)` norms and gates rows;
-    `squares` is the sum of squares of the one row, if it is known.
-    """
-
-    inputs: MixerInputs
-    gate: ProjectedRows
-    weights: Any
-    sizes: MixerSizes
-    open_head: Any
-    strengths: Any
-    advance: Any
-    read: Any
-    finish: Any
-
-
-class Vectors(NamedTuple):
-    """A token's inputs after the convolution, float32."""
-
-    read: Any
-    """[K] query, or C."""
-    write: Any
-    """[K] key, or B."""
-    own: Any
-    """[O] value, or x."""
-
-
-class Streams(NamedTuple):
-    """What a token's strength and decay are made of, for all tokens of a sequence."""
-
-    strengths: TokenRows
-    decays: TokenRows
-
-
-def decode(
+def run(
     mixer: Mixer,
-    conv_pool: Tensor,
-    recurrent_pool: Tensor,
-    slot_in: Tensor,
-    slot_out: Tensor,
-    layout: DecodeLayout,
-) -> Tensor:
-    """Advance each sequence by one token; returns [S, U * GROUP * W], zeros for padding."""
-    sizes, like = mixer.sizes, mixer.inputs.mixed.base
-    sequences = Sequences(None, None, None, None, slot_in, slot_out)
-    values = like.new_empty(len(slot_out), sizes.units * sizes.group * sizes.own)
-    read = None if sizes.norms_heads else torch.empty_like(values, dtype=torch.float32)
-    output = StepOutput(read, mixer.gate, values)
-    _launch(mixer, conv_pool, recurrent_pool, sequences, None, layout.arrivals, output)
-    return values
-
-
-def verify(
-    mixer: Mixer,
-    conv_pool: Tensor,
-    recurrent_pool: Tensor,
-    layout: VerifyLayout,
-    records: Tensor,
+    steps: DecodingSteps,
     output: Tensor,
+    arrivals: Tensor | None = None,
+    fp8: Fp8Rows | None = None,
 ) -> None:
-    """Fold recorded drafts, advance by one token, continue through drafts; writes `output` [T, U *
-    GROUP * W] of the decoding sequences."""
-    read = None if mixer.sizes.norms_heads else torch.empty_like(output, dtype=torch.float32)
-    outputs = StepOutput(read, mixer.gate, output)
-    sequences = Sequences(*layout.sequences)
-    _launch(mixer, conv_pool, recurrent_pool, sequences, records, None, outputs)
-    if not mixer.sizes.norms_heads:
-        finish(mixer, conv_pool, layout, records, outputs, moves=False)
+    """Fold recorded drafts, advance each sequence by one token, continue through drafts; writes
+    `output` [T, U * GROUP * W] of the decoding sequences, without drafts zeros for padding.
+
+    `arrivals` [S, U] are zeros and stay so; units that are normed together need them in a step
+    without drafts.
+    """
+    assert fp8 is None, "outputs are rounded by who reads them"
+    norms_heads = mixer.sizes.norms_heads
+    read = None if norms_heads else torch.empty_like(output, dtype=torch.float32)
+    outputs = StepOutput(read, output)
+    _launch(mixer, steps, arrivals, outputs)
+    if steps.records is not None and not norms_heads:
+        finish(mixer, steps, outputs, moves=False)
 
 
-def finish(
-    mixer: Mixer,
-    conv_pool: Tensor,
-    layout: VerifyLayout,
-    records: Tensor,
-    output: StepOutput,
-    *,
-    moves: bool,
-) -> None:
+def finish(mixer: Mixer, steps: DecodingSteps, output: StepOutput, *, moves: bool) -> None:
     """Norm and gate what new tokens have read, unit by unit. If it `moves`, also move the
     convolution's states on and record the drafts, which another kernel has left to do."""
-    sizes, most = mixer.sizes, records.shape[1] + 1
+    sizes, most = mixer.sizes, steps.num_drafts + 1
     num_blocks = triton.cdiv(max(sizes.channels, sizes.strengths), _COLUMNS) if moves else 0
-    _finish_kernel[(sizes.units * most + num_blocks, layout.num_sequences)](
+    finish_kernel[(sizes.units * most + num_blocks, len(steps.sequences.slot_out))](
         mixer.inputs,
         mixer.weights,
-        SlotStates(conv_pool, conv_pool.stride(0)),
-        Sequences(*layout.sequences),
-        DraftRecords(records, records.stride(0), records.stride(1)),
+        steps.conv,
+        steps.sequences,
+        steps.records,
         output,
         SIZES=sizes,
-        FINISH=mixer.finish,
+        FINISH=mixer.rule.finish,
         MOST=most,
         COLUMNS=_COLUMNS,
         num_warps=4,
@@ -161,52 +79,37 @@ def finish(
 
 
 def _launch(
-    mixer: Mixer,
-    conv_pool: Tensor,
-    recurrent_pool: Tensor,
-    sequences: Sequences,
-    records: Tensor | None,
-    arrivals: Tensor | None,
-    output: StepOutput,
+    mixer: Mixer, steps: DecodingSteps, arrivals: Tensor | None, output: StepOutput
 ) -> None:
     """The first two launches; `output.read` is filled where units are normed together."""
-    sizes, device, num_sequences = mixer.sizes, conv_pool.device, len(sequences.slot_out)
-    verifies, places, kept = records is not None, 1, None
-    if records is not None:
-        kept = DraftRecords(records, records.stride(0), records.stride(1))
-        places = 2 * records.shape[1] + 1
-    size = num_sequences, places, sizes.channels
-    mixed = torch.empty(size, dtype=torch.float32, device=device)
-    num_heads = sizes.units * sizes.group
-    _convolve_kernel[(num_sequences, 2 * sizes.units + num_heads)](
+    sizes, rule, places = mixer.sizes, mixer.rule, steps.num_places
+    num_sequences, verifies = len(steps.sequences.slot_out), steps.records is not None
+    device = output.base.device
+    mixed = torch.empty(num_sequences, places, sizes.channels, dtype=torch.float32, device=device)
+    common = steps.sequences, steps.records, mixed, places
+    convolve_kernel[(num_sequences, 2 * sizes.units + sizes.heads)](
         mixer.inputs.mixed,
         mixer.weights,
-        SlotStates(conv_pool, conv_pool.stride(0)),
-        sequences,
-        kept,
-        mixed,
-        places,
+        steps.conv,
+        *common,
         SIZES=sizes,
         VERIFIES=verifies,
         num_warps=1,
     )
     heads, num_warps = _cut(sizes, num_sequences, device)
-    _update_kernel[(num_heads // heads, num_sequences)](
+    update_kernel[(sizes.heads // heads, num_sequences)](
         mixer.inputs,
         mixer.weights,
-        SlotStates(recurrent_pool, recurrent_pool.stride(0)),
-        sequences,
-        kept,
-        mixed,
-        places,
+        steps.recurrent,
+        *common,
         arrivals,
         output,
         SIZES=sizes,
-        OPEN_HEAD=mixer.open_head,
-        STRENGTHS=mixer.strengths,
-        ADVANCE=mixer.advance,
-        READ=mixer.read,
-        FINISH=mixer.finish,
+        OPEN_HEAD=rule.open_head,
+        STRENGTHS=rule.strengths,
+        ADVANCE=rule.advance,
+        READ=rule.read,
+        FINISH=rule.finish,
         HEADS=heads,
         VERIFIES=verifies,
         num_warps=num_warps,
@@ -220,271 +123,6 @@ def _cut(sizes: MixerSizes, num_sequences: int, device: torch.device) -> tuple[i
     entries = triton.next_power_of_2(sizes.shared) * triton.next_power_of_2(sizes.own)
     if sizes.norms_heads:
         return 1, min(16, max(4, entries // 4096))
-    are_few = sizes.units * sizes.group * num_sequences < 4 * num_sms(device)
+    are_few = sizes.heads * num_sequences < 4 * num_sms(device)
     heads = 1 if are_few or sizes.group % 2 else 2
     return heads, min(16, max(4, entries // 2048) * heads)
-
-
-@triton.jit(do_not_specialize_on_alignment=["sequences"])
-def _convolve_kernel(
-    rows,
-    weights,
-    conv,
-    sequences,
-    records,
-    mixed,
-    places,
-    SIZES: tl.constexpr,
-    VERIFIES: tl.constexpr,
-):
-    """One vector of a sequence: convolution and SiLU into `mixed` [S, R, C] float32, a unit vector
-    if it is a query or a key of the delta rule."""
-    # The second launch may start, and load what this one does not write.
-    launch_dependents()
-    i_sequence, i_vector = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    written = tl.load(sequences.slot_out + i_sequence).to(tl.int64)
-    if written < 0:
-        return
-    first = SIZES.first_own + (i_vector - 2 * SIZES.units) * SIZES.own
-    size = SIZES.own
-    if i_vector < 2 * SIZES.units:
-        first = SIZES.first_write + (i_vector - SIZES.units) * SIZES.shared
-        size = SIZES.shared
-    if i_vector < SIZES.units:
-        first = SIZES.first_read + i_vector * SIZES.shared
-    o_c = tl.arange(0, triton.next_power_of_2(max(SIZES.shared, SIZES.own)))
-    channel, is_channel = first + o_c, o_c < size
-    stream = open_stream(rows, records, sequences, i_sequence, VERIFIES)
-    source = tl.load(sequences.slot_in + i_sequence).to(tl.int64)
-    p_conv = conv.base + source * conv.stride
-    p_mixed = mixed + i_sequence * places * SIZES.channels + channel
-    last, num_new = 0, 1
-    if VERIFIES:
-        num_new = tl.load(sequences.length + i_sequence)
-        last = stream.num_folded + tl.minimum(num_new, 1) - 1
-        for place in range(stream.num_folded + num_new):
-            window = load_window(stream, p_conv, channel, is_channel, place, SIZES.taps, VERIFIES)
-            p_place = p_mixed + place * SIZES.channels
-            _store_convolved(window, p_place, weights, channel, is_channel, i_vector, SIZES)
-    window = load_window(stream, p_conv, channel, is_channel, last, SIZES.taps, VERIFIES)
-    if not VERIFIES:
-        _store_convolved(window, p_mixed, weights, channel, is_channel, i_vector, SIZES)
-    # All has been read before any is written: slot_in may be slot_out.
-    tl.debug_barrier()
-    keep_window(conv.base + written * conv.stride, window, channel, is_channel, SIZES.taps)
-    if VERIFIES:
-        record_drafts(stream, channel, is_channel, num_new)
-
-
-@triton.jit
-def _store_convolved(window, target, weights, channel, is_channel, i_vector, SIZES: tl.constexpr):
-    b_x = convolve(window, weights.conv, weights.conv_bias, channel, is_channel, SIZES.taps)
-    if SIZES.norms_heads:
-        b_x *= _unit_scale(b_x, i_vector, SIZES)
-    tl.store(target, b_x, is_channel)
-
-
-@triton.jit
-def _unit_scale(x, i_vector, SIZES: tl.constexpr):
-    """What makes a key a unit vector, and a query one that is shorter by K ** -0.5."""
-    scale = tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
-    scale *= tl.where(i_vector < SIZES.units, SIZES.shared**-0.5, 1.0)
-    return tl.where(i_vector < 2 * SIZES.units, scale, 1.0)
-
-
-@triton.jit(do_not_specialize_on_alignment=["sequences", "arrivals"])
-def _update_kernel(
-    inputs,
-    weights,
-    states,
-    sequences,
-    records,
-    mixed,
-    places,
-    arrivals,
-    output,
-    SIZES: tl.constexpr,
-    OPEN_HEAD: tl.constexpr,
-    STRENGTHS: tl.constexpr,
-    ADVANCE: tl.constexpr,
-    READ: tl.constexpr,
-    FINISH: tl.constexpr,
-    HEADS: tl.constexpr,
-    VERIFIES: tl.constexpr,
-):
-    """HEADS heads of a sequence: their states move on, and are read for new tokens."""
-    i_head, i_sequence = tl.program_id(0) * HEADS, tl.program_id(1).to(tl.int64)
-    WIDTH: tl.constexpr = SIZES.units * SIZES.group * SIZES.own
-    o_s = tl.arange(0, triton.next_power_of_2(SIZES.shared))
-    o_own = tl.arange(0, triton.next_power_of_2(HEADS * SIZES.own))
-    is_s, is_own = o_s < SIZES.shared, o_own < HEADS * SIZES.own
-    o_output = i_head * SIZES.own + o_own
-    written = tl.load(sequences.slot_out + i_sequence).to(tl.int64)
-    if written < 0:
-        # Padding waits too: a launch that is nothing else must not end before the one before it.
-        wait_for_inputs()
-        if not VERIFIES:
-            zeros = tl.zeros(o_own.shape, output.base.dtype.element_ty)
-            tl.store(output.base + i_sequence * WIDTH + o_output, zeros, is_own)
-        return
-    if SIZES.shared_stride == 1:
-        o_state = o_own[:, None] * SIZES.own_stride + o_s[None, :]
-        in_state = is_own[:, None] & is_s[None, :]
-    else:
-        o_state = o_s[:, None] * SIZES.shared_stride + o_own[None, :]
-        in_state = is_s[:, None] & is_own[None, :]
-    o_state += i_head * (SIZES.shared * SIZES.own)
-    source = tl.load(sequences.slot_in + i_sequence).to(tl.int64)
-    p_read, p_written = states.base + source * states.stride, states.base + written * states.stride
-    b_state = tl.load(p_read + o_state, in_state, 0).to(tl.float32)
-    head = OPEN_HEAD(weights, i_head, o_s, o_own, SIZES, HEADS)
-    streams = Streams(
-        open_stream(inputs.strengths, records, sequences, i_sequence, VERIFIES),
-        open_stream(inputs.decays, records, sequences, i_sequence, VERIFIES),
-    )
-    i_unit = i_head // SIZES.group
-    p_mixed = mixed + i_sequence * places * SIZES.channels
-    p_gate = output.gate.base + o_output
-    first, num_folded, num_new = i_sequence, 0, 1
-    if VERIFIES:
-        first = tl.load(sequences.begin + i_sequence).to(tl.int64)
-        num_folded = tl.load(sequences.fold + i_sequence)
-        num_new = tl.load(sequences.length + i_sequence)
-    last = num_folded + tl.minimum(num_new, 1) - 1
-    b_strength, b_decay = STRENGTHS(streams, 0, head, weights, VERIFIES)
-    if SIZES.norms_heads:
-        b_norm = tl.load(weights.norm + o_own, is_own, 0)
-        b_gate = tl.load(p_gate + first * output.gate.stride, is_own & (num_new > 0), 0)
-    # From here on the first launch has ended.
-    wait_for_inputs()
-
-    for place in range(num_folded + num_new):
-        p_place = p_mixed + place * SIZES.channels
-        p_shared = p_place + i_unit * SIZES.shared + o_s
-        vectors = Vectors(
-            tl.load(p_shared + SIZES.first_read, is_s, 0),
-            tl.load(p_shared + SIZES.first_write, is_s, 0),
-            tl.load(p_place + SIZES.first_own + o_output, is_own, 0),
-        )
-        b_state = ADVANCE(b_state, vectors, b_strength, b_decay)
-        if place >= num_folded:
-            token = first + place - num_folded
-            b_y = READ(b_state, vectors, head)
-            if SIZES.norms_heads:
-                eps = weights.norm_eps
-                b_y = FINISH(b_y[None, :], b_norm[None, :], b_gate[None, :], eps, SIZES.own)
-                p_y = output.base + token * WIDTH + o_output[None, :]
-                tl.store(p_y, b_y.to(output.base.dtype.element_ty), is_own[None, :])
-            else:
-                tl.store(output.read + token * WIDTH + o_output, b_y, is_own)
-        b_kept = b_state.to(states.base.dtype.element_ty)
-        if place == last:
-            # Threads that hold the same numbers have all read them: slot_in may be slot_out.
-            tl.debug_barrier()
-            tl.store(p_written + o_state, b_kept, in_state)
-        # What a step that ends here would find in the pool.
-        b_state = b_kept.to(tl.float32)
-        if VERIFIES:
-            following = tl.minimum(place + 1, num_folded + num_new - 1)
-            b_strength, b_decay = STRENGTHS(streams, following, head, weights, VERIFIES)
-            if SIZES.norms_heads:
-                following = tl.maximum(following - num_folded, 0)
-                p_following = p_gate + (first + following) * output.gate.stride
-                b_gate = tl.load(p_following, is_own & (num_new > 0), 0)
-    if VERIFIES:
-        # All threads have read what the columns of these heads had recorded.
-        tl.debug_barrier()
-        NUM_HEADS: tl.constexpr = SIZES.units * SIZES.group
-        _record(streams.strengths, i_head, num_new, HEADS, SIZES.strengths // NUM_HEADS)
-        if SIZES.decays > 0:
-            _record(streams.decays, i_head, num_new, HEADS, SIZES.decays // NUM_HEADS)
-    elif not SIZES.norms_heads:
-        # What the unit's norm reads is stored.
-        tl.debug_barrier()
-        p_arrivals = arrivals + i_sequence * SIZES.units + i_unit
-        arrived = tl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu")
-        if arrived == SIZES.group // HEADS - 1:
-            tl.store(p_arrivals, 0)
-            _finish_unit(output, weights, i_sequence, i_unit, SIZES, FINISH)
-
-
-@triton.jit
-def _record(stream, i_head, num_new, HEADS: tl.constexpr, EACH: tl.constexpr):
-    """Record EACH columns of some heads' drafts."""
-    o_column = tl.arange(0, triton.next_power_of_2(HEADS * EACH))
-    record_drafts(stream, i_head * EACH + o_column, o_column < HEADS * EACH, num_new)
-
-
-@triton.jit
-def _finish_unit(output, weights, token, i_unit, SIZES: tl.constexpr, FINISH: tl.constexpr):
-    """Norm and gate what all heads of a unit have read for a token."""
-    WIDTH: tl.constexpr = SIZES.group * SIZES.own
-    column = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
-    is_real, at = column < WIDTH, i_unit * WIDTH + column
-    b_weight = None
-    if weights.norm is not None:
-        b_weight = tl.load(weights.norm + at, is_real, 0)
-    b_gate = tl.load(output.gate.base + token * output.gate.stride + at, is_real, 0)
-    p_token = token * (SIZES.units * WIDTH) + at
-    b_y = tl.load(output.read + p_token, is_real, 0)
-    squares = None
-    if output.squares is not None:
-        HEADS: tl.constexpr = SIZES.units * SIZES.group
-        squares = _add_squares(output.squares, token * HEADS + i_unit * SIZES.group, SIZES.group)
-    b_y = FINISH(b_y, b_weight, b_gate, weights.norm_eps, WIDTH, squares)
-    tl.store(output.base + p_token, b_y.to(output.base.dtype.element_ty), is_real)
-
-
-@triton.jit
-def _add_squares(squares, first, HEADS: tl.constexpr):
-    """The sum of squares of HEADS heads from the first on, in the order of Hopper's decode: each of
-    four warps' part over all heads, then these."""
-    o_w = tl.arange(0, 4)
-    parts = tl.load(squares + first * 4 + o_w)
-    for i_head in tl.static_range(1, HEADS):
-        parts += tl.load(squares + (first + i_head) * 4 + o_w)
-    total = 0.0
-    for i_warp in tl.static_range(4):
-        total += tl.sum(tl.where(o_w == i_warp, parts, 0.0), 0)
-    return total
-
-
-@triton.jit(do_not_specialize_on_alignment=["sequences"])
-def _finish_kernel(
-    inputs,
-    weights,
-    conv,
-    sequences,
-    records,
-    output,
-    SIZES: tl.constexpr,
-    FINISH: tl.constexpr,
-    MOST: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """A unit of one of a sequence's new tokens, MOST at most; after all of these, COLUMNS columns
-    of what the next step reads."""
-    i_part, i_sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    written = tl.load(sequences.slot_out + i_sequence).to(tl.int64)
-    source = tl.load(sequences.slot_in + i_sequence).to(tl.int64)
-    num_new = tl.load(sequences.length + i_sequence)
-    token = tl.load(sequences.begin + i_sequence).to(tl.int64) + i_part % MOST
-    mixed = open_stream(inputs.mixed, records, sequences, i_sequence, True)
-    strengths = open_stream(inputs.strengths, records, sequences, i_sequence, True)
-    wait_for_inputs()
-    if written < 0:
-        return
-    if i_part < SIZES.units * MOST:
-        if i_part % MOST < num_new:
-            _finish_unit(output, weights, token, i_part // MOST, SIZES, FINISH)
-        return
-    column = (i_part - SIZES.units * MOST) * COLUMNS + tl.arange(0, COLUMNS)
-    last = mixed.num_folded + tl.minimum(num_new, 1) - 1
-    is_channel = column < SIZES.channels
-    p_conv = conv.base + source * conv.stride
-    window = load_window(mixed, p_conv, column, is_channel, last, SIZES.taps, True)
-    # Both are read before either is written: slot_in may be slot_out.
-    tl.debug_barrier()
-    keep_window(conv.base + written * conv.stride, window, column, is_channel, SIZES.taps)
-    record_drafts(mixed, column, is_channel, num_new)
-    record_drafts(strengths, column, column < SIZES.strengths, num_new)

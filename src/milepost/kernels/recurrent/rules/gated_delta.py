@@ -13,11 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.platform.numerics import sigmoid, silu, softplus
-from milepost.kernels.recurrent.portable.step import Mixer
 from milepost.kernels.recurrent.portable.stream import load_place
-from milepost.kernels.recurrent.structures import MixerInputs, MixerSizes, ProjectedRows
+from milepost.kernels.recurrent.structures import (
+    Mixer,
+    MixerInputs,
+    MixerRule,
+    MixerSizes,
+    ProjectedRows,
+)
+from milepost.kernels.recurrent.weights import GatedDeltaWeights, KDAWeights
 
 
 class DeltaWeights(NamedTuple):
@@ -32,54 +37,57 @@ class DeltaWeights(NamedTuple):
     norm_eps: Any
 
 
-def describe(projected: Tensor, weights: GatedDeltaWeights, recurrent_pool: Tensor) -> Mixer:
-    """The mixer of `projected` [T, C + V * W + 2 * V]; see `gated_delta.mix`."""
+def describe(rows: Tensor, weights: GatedDeltaWeights, recurrent_pool: Tensor) -> Mixer:
+    """The mixer of `rows`: see `MixerProjections`."""
+    sizes = delta_sizes(weights, recurrent_pool, recurrent_pool.shape[1])
+    stride, channels, heads = rows.stride(0), sizes.channels, sizes.heads
+    gates_end = channels + sizes.width
+    return Mixer(
+        inputs=MixerInputs(
+            mixed=ProjectedRows(rows, stride),
+            strengths=ProjectedRows(rows[:, gates_end:], stride, channels),
+            decays=ProjectedRows(rows[:, gates_end + heads :], stride, channels + heads),
+            gate=ProjectedRows(rows[:, channels:], stride),
+        ),
+        weights=delta_weights(weights, weights.max_beta),
+        sizes=sizes,
+        rule=MixerRule(open_head, strengths, advance, read, finish),
+        rule_of=GatedDeltaWeights,
+    )
+
+
+def delta_weights(weights: GatedDeltaWeights | KDAWeights, max_beta: float) -> DeltaWeights:
+    decays = weights.decay_rate, weights.decay_bias
+    return DeltaWeights(weights.conv, None, *decays, max_beta, weights.norm, weights.norm_eps)
+
+
+def delta_sizes(
+    weights: GatedDeltaWeights | KDAWeights, recurrent_pool: Tensor, num_decays: int
+) -> MixerSizes:
+    """Sizes for `recurrent_pool` [slots, V, K, W] and `num_decays` of a token."""
     _, heads, key_dim, value_dim = recurrent_pool.shape
     channels, taps = weights.conv.shape
     key_heads = (channels - heads * value_dim) // (2 * key_dim)
-    stride, gates_end = projected.stride(0), channels + heads * value_dim
-    return Mixer(
-        inputs=MixerInputs(
-            mixed=ProjectedRows(projected, stride, 0),
-            strengths=ProjectedRows(projected[:, gates_end:], stride, channels),
-            decays=ProjectedRows(projected[:, gates_end + heads :], stride, channels + heads),
-        ),
-        gate=ProjectedRows(projected[:, channels:], stride, 0),
-        weights=DeltaWeights(
-            weights.conv,
-            None,
-            weights.decay_rate,
-            weights.decay_bias,
-            weights.max_beta,
-            weights.norm,
-            weights.norm_eps,
-        ),
-        sizes=MixerSizes(
-            units=key_heads,
-            group=heads // key_heads,
-            shared=key_dim,
-            own=value_dim,
-            shared_stride=value_dim,
-            own_stride=1,
-            first_read=0,
-            first_write=key_heads * key_dim,
-            first_own=2 * key_heads * key_dim,
-            channels=channels,
-            strengths=heads,
-            decays=heads,
-            norms_heads=True,
-            taps=taps,
-        ),
-        open_head=open_head,
-        strengths=strengths,
-        advance=advance,
-        read=read,
-        finish=finish,
+    return MixerSizes(
+        units=key_heads,
+        group=heads // key_heads,
+        shared=key_dim,
+        own=value_dim,
+        shared_stride=value_dim,
+        own_stride=1,
+        first_read=0,
+        first_write=key_heads * key_dim,
+        first_own=2 * key_heads * key_dim,
+        channels=channels,
+        strengths=heads,
+        decays=num_decays,
+        norms_heads=True,
+        taps=taps,
     )
 
 
 class GatedDeltaHead(NamedTuple):
-    """What a program reads once."""
+    """Weights that a program reads once."""
 
     index: Any
     decay_rate: Any
@@ -88,7 +96,7 @@ class GatedDeltaHead(NamedTuple):
 
 @triton.jit
 def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.constexpr):
-    """See `step.Mixer`."""
+    """See `MixerRule`."""
     return GatedDeltaHead(
         head, tl.load(weights.decay_rate + head), tl.load(weights.decay_bias + head)
     )
@@ -96,7 +104,7 @@ def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.con
 
 @triton.jit
 def strengths(streams, place, head, weights, VERIFIES: tl.constexpr):
-    """Beta and decay; see `step.Mixer`."""
+    """Beta and decay; see `MixerRule`."""
     b_beta = sigmoid(load_place(streams.strengths, head.index, place, VERIFIES)) * weights.max_beta
     wide = load_place(streams.decays, head.index, place, VERIFIES).to(tl.float32) + head.decay_bias
     return b_beta, tl.exp(head.decay_rate * softplus(wide))
@@ -112,7 +120,7 @@ def advance(b_state, vectors, b_beta, b_decay):
 
 @triton.jit
 def read(b_state, vectors, head):
-    """See `step.Mixer`."""
+    """See `MixerRule`."""
     return tl.sum(b_state * vectors.read[:, None], 0)
 
 

@@ -13,67 +13,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.platform.numerics import sigmoid, softplus
-from milepost.kernels.recurrent.portable.step import Mixer
 from milepost.kernels.recurrent.portable.stream import load_place
-from milepost.kernels.recurrent.rules.gated_delta import DeltaWeights, advance, read
-from milepost.kernels.recurrent.structures import MixerInputs, MixerSizes, ProjectedRows
+from milepost.kernels.recurrent.rules.gated_delta import (
+    advance,
+    delta_sizes,
+    delta_weights,
+    read,
+)
+from milepost.kernels.recurrent.structures import Mixer, MixerInputs, MixerRule, ProjectedRows
+from milepost.kernels.recurrent.weights import KDAProjected, KDAWeights
 
 
-def describe(
-    projected: Tensor,
-    decay_inputs: Tensor,
-    gate: Tensor,
-    weights: KDAWeights,
-    recurrent_pool: Tensor,
-) -> Mixer:
-    """The mixer of `projected` [T, C + H] and the others [T, H * K]; see `kda.mix`."""
-    _, heads, head_dim, _ = recurrent_pool.shape
-    channels, taps = weights.conv.shape
-    size, stride = heads * head_dim, projected.stride(0)
+def describe(projected: KDAProjected, weights: KDAWeights, recurrent_pool: Tensor) -> Mixer:
+    """The mixer of `projected`."""
+    rows, decays, gate = projected
+    sizes = delta_sizes(weights, recurrent_pool, decays.shape[1])
+    stride, channels, width = rows.stride(0), sizes.channels, sizes.width
     return Mixer(
         inputs=MixerInputs(
-            mixed=ProjectedRows(projected, stride, 0),
-            strengths=ProjectedRows(projected[:, channels:], stride, channels),
-            decays=ProjectedRows(decay_inputs, size, channels + heads),
+            mixed=ProjectedRows(rows, stride),
+            strengths=ProjectedRows(rows[:, channels:], stride, channels),
+            decays=ProjectedRows(decays, width, channels + sizes.heads),
+            gate=ProjectedRows(gate, width),
         ),
-        gate=ProjectedRows(gate, size, 0),
-        weights=DeltaWeights(
-            weights.conv,
-            None,
-            weights.decay_rate,
-            weights.decay_bias,
-            1.0,
-            weights.norm,
-            weights.norm_eps,
-        ),
-        sizes=MixerSizes(
-            units=heads,
-            group=1,
-            shared=head_dim,
-            own=head_dim,
-            shared_stride=head_dim,
-            own_stride=1,
-            first_read=0,
-            first_write=size,
-            first_own=2 * size,
-            channels=channels,
-            strengths=heads,
-            decays=size,
-            norms_heads=True,
-            taps=taps,
-        ),
-        open_head=open_head,
-        strengths=strengths,
-        advance=advance,
-        read=read,
-        finish=finish,
+        weights=delta_weights(weights, 1.0),
+        sizes=sizes,
+        rule=MixerRule(open_head, strengths, advance, read, finish),
+        rule_of=KDAWeights,
     )
 
 
 class KDAHead(NamedTuple):
-    """What a program reads once."""
+    """Weights that a program reads once."""
 
     index: Any
     channel: Any
@@ -85,7 +57,7 @@ class KDAHead(NamedTuple):
 
 @triton.jit
 def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.constexpr):
-    """See `step.Mixer`."""
+    """See `MixerRule`."""
     # Channels beyond the head's last repeat it: the state has none of them.
     channel = head * SIZES.shared + tl.minimum(o_shared, SIZES.shared - 1)
     bias = tl.load(weights.decay_bias + channel)
@@ -94,7 +66,7 @@ def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.con
 
 @triton.jit
 def strengths(streams, place, head, weights, VERIFIES: tl.constexpr):
-    """Beta, and the decay of each key channel [K, 1]; see `step.Mixer`."""
+    """Beta, and the decay of each key channel [K, 1]; see `MixerRule`."""
     b_beta = sigmoid(load_place(streams.strengths, head.index, place, VERIFIES))
     wide = load_place(streams.decays, head.channel, place, VERIFIES).to(tl.float32)
     wide += head.decay_bias

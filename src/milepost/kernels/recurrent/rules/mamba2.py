@@ -13,11 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.platform.numerics import silu, softplus
-from milepost.kernels.recurrent.portable.step import Mixer
 from milepost.kernels.recurrent.portable.stream import load_place
-from milepost.kernels.recurrent.structures import MixerInputs, MixerSizes, ProjectedRows
+from milepost.kernels.recurrent.structures import (
+    Mixer,
+    MixerInputs,
+    MixerRule,
+    MixerSizes,
+    ProjectedRows,
+)
+from milepost.kernels.recurrent.weights import Mamba2Weights
 
 
 class SmallMamba2Weights(NamedTuple):
@@ -34,20 +39,19 @@ class SmallMamba2Weights(NamedTuple):
     norm_eps: Any
 
 
-def describe(projected: Tensor, weights: Mamba2Weights, recurrent_pool: Tensor) -> Mixer:
-    """The mixer of `projected` [T, H * P + C + H]; see `mamba2.mix`."""
-    _, heads, head_dim, state_size = recurrent_pool.shape
-    channels, taps = weights.conv.shape
-    inner, stride = heads * head_dim, projected.stride(0)
-    groups = (channels - inner) // (2 * state_size)
-    steps = ProjectedRows(projected[:, inner + channels :], stride, channels)
+def describe(rows: Tensor, weights: Mamba2Weights, recurrent_pool: Tensor) -> Mixer:
+    """The mixer of `rows`: see `MixerProjections`."""
+    sizes = _sizes(weights, recurrent_pool)
+    stride, inner = rows.stride(0), sizes.width
+    steps = ProjectedRows(rows[:, inner + sizes.channels :], stride, sizes.channels)
+    finish = gate_first if sizes.gates_first else norm_first
     return Mixer(
         inputs=MixerInputs(
-            mixed=ProjectedRows(projected[:, inner:], stride, 0),
+            mixed=ProjectedRows(rows[:, inner:], stride),
             strengths=steps,
             decays=steps,  # none of its columns is read
+            gate=ProjectedRows(rows, stride),
         ),
-        gate=ProjectedRows(projected, stride, 0),
         weights=SmallMamba2Weights(
             weights.conv,
             weights.conv_bias,
@@ -58,32 +62,39 @@ def describe(projected: Tensor, weights: Mamba2Weights, recurrent_pool: Tensor) 
             weights.norm,
             weights.norm_eps,
         ),
-        sizes=MixerSizes(
-            units=groups,
-            group=heads // groups,
-            shared=state_size,
-            own=head_dim,
-            shared_stride=1,
-            own_stride=state_size,
-            first_read=inner + groups * state_size,
-            first_write=inner,
-            first_own=0,
-            channels=channels,
-            strengths=heads,
-            decays=0,
-            norms_heads=False,
-            taps=taps,
-        ),
-        open_head=open_head,
-        strengths=strengths,
-        advance=advance,
-        read=read,
-        finish=gate_first if not weights.norm_before_gate else norm_first,
+        sizes=sizes,
+        rule=MixerRule(open_head, strengths, advance, read, finish),
+        rule_of=Mamba2Weights,
+    )
+
+
+def _sizes(weights: Mamba2Weights, recurrent_pool: Tensor) -> MixerSizes:
+    """Sizes for `recurrent_pool` [slots, H, P, K]."""
+    _, heads, head_dim, state_size = recurrent_pool.shape
+    channels, taps = weights.conv.shape
+    inner = heads * head_dim
+    groups = (channels - inner) // (2 * state_size)
+    return MixerSizes(
+        units=groups,
+        group=heads // groups,
+        shared=state_size,
+        own=head_dim,
+        shared_stride=1,
+        own_stride=state_size,
+        first_read=inner + groups * state_size,
+        first_write=inner,
+        first_own=0,
+        channels=channels,
+        strengths=heads,
+        decays=0,
+        norms_heads=False,
+        taps=taps,
+        gates_first=not weights.norm_before_gate,
     )
 
 
 class Mamba2Head(NamedTuple):
-    """What a program reads once, for each of its entries [O], or for its only head."""
+    """Weights that a program reads once, for each of its entries [O], or for its only head."""
 
     index: Any
     rate: Any
@@ -93,7 +104,7 @@ class Mamba2Head(NamedTuple):
 
 @triton.jit
 def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.constexpr):
-    """See `step.Mixer`."""
+    """See `MixerRule`."""
     if HEADS > 1:
         # Entries beyond the last head repeat it; they are not stored.
         head = tl.minimum(head + o_own // SIZES.own, SIZES.units * SIZES.group - 1)
@@ -103,7 +114,7 @@ def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.con
 
 @triton.jit
 def strengths(streams, place, head, weights, VERIFIES: tl.constexpr):
-    """Time step and decay; see `step.Mixer`."""
+    """Time step and decay; see `MixerRule`."""
     inputs = load_place(streams.strengths, head.index, place, VERIFIES)
     b_step = time_step(inputs, head.dt_bias, weights.dt_low, weights.dt_high)
     b_decay = tl.exp(b_step * head.rate)
@@ -121,7 +132,7 @@ def advance(b_state, vectors, b_step, b_decay):
 
 @triton.jit
 def read(b_state, vectors, head):
-    """See `step.Mixer`."""
+    """See `MixerRule`."""
     return tl.sum(b_state * vectors.read[None, :], 1) + head.skip * vectors.own
 
 

@@ -1,0 +1,125 @@
+"""A step of a token mixer by the fused kernels that the tables name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from milepost.kernels.layout.chunks import ChunkLayout
+from milepost.kernels.layout.emit import Emit, Inputs, handed_on, room_for
+from milepost.kernels.layout.verify import DecodeLayout, VerifyLayout
+from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.tensors import BLOCK
+from milepost.kernels.products.kernels import Kernel, KernelTable
+from milepost.kernels.recurrent.portable import delta, mamba2
+from milepost.kernels.recurrent.rules import gated_delta as gated_delta_rule
+from milepost.kernels.recurrent.rules import kda as kda_rule
+from milepost.kernels.recurrent.rules import mamba2 as mamba2_rule
+from milepost.kernels.recurrent.structures import LayerStates, Mixer, slot_states
+from milepost.kernels.recurrent.table import (
+    DECODES,
+    OUTPUTS,
+    STATES,
+    VERIFIES,
+    MixerPart,
+    Recurrence,
+    is_reached,
+)
+from milepost.kernels.recurrent.weights import (
+    GatedDeltaWeights,
+    KDAProjected,
+    KDAWeights,
+    Mamba2Weights,
+    MixerProjections,
+    Weights,
+)
+
+
+def mix(
+    projected: MixerProjections,
+    weights: Weights,
+    states: LayerStates,
+    layout: ChunkLayout | DecodeLayout | VerifyLayout,
+    emit: Emit,
+) -> Inputs:
+    """See `recurrent.mix`."""
+    mixer = describe(projected, weights, states.recurrent)
+    if isinstance(layout, DecodeLayout):
+        return _decode(mixer, states, layout.arrivals, emit)
+    if isinstance(layout, ChunkLayout):
+        return _prefill(mixer, states, layout, emit)
+    like, many = mixer.inputs.mixed.base, layout.prefills
+    if many is None:
+        output = like.new_empty(len(like), mixer.sizes.width)
+    else:
+        own = states._replace(slot_in=many.slot_in, slot_out=many.slot_out)
+        output = _prefill(mixer, own, many.chunks, Emit.VALUES)
+        assert isinstance(output, Tensor), "nothing else was asked for"
+    steps = states.verifies(layout.sequences)
+    kernel = _choose(VERIFIES, mixer, len(steps.sequences.slot_out), states)
+    kernel.run(mixer, steps, output)
+    return output
+
+
+def describe(projected: MixerProjections, weights: Weights, recurrent_pool: Tensor) -> Mixer:
+    """A layer's mixer, as kernels take it."""
+    if isinstance(weights, KDAWeights):
+        assert isinstance(projected, KDAProjected)
+        return kda_rule.describe(projected, weights, recurrent_pool)
+    assert isinstance(projected, Tensor)
+    if isinstance(weights, GatedDeltaWeights):
+        return gated_delta_rule.describe(projected, weights, recurrent_pool)
+    return mamba2_rule.describe(projected, weights, recurrent_pool)
+
+
+def _decode(mixer: Mixer, states: LayerStates, arrivals: Tensor | None, emit: Emit) -> Inputs:
+    num_sequences = len(states.slot_out)
+    output = mixer.inputs.mixed.base.new_empty(num_sequences, mixer.sizes.width)
+    kernel = _choose(DECODES, mixer, num_sequences, states)
+    fp8 = None
+    if emit is not Emit.VALUES and Emit.FP8 in kernel.epilogues:
+        fp8 = room_for(*output.shape, output, Emit.BOTH)
+    kernel.run(mixer, states.decodes(), output, arrivals, fp8)
+    return handed_on(output, fp8)
+
+
+def _prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout, emit: Emit) -> Inputs:
+    if mixer.rule_of is Mamba2Weights:
+        return mamba2.prefill(mixer, states, layout)
+    num_tokens, chunks = len(mixer.inputs.mixed.base), states.chunks(layout)
+    tensors = delta.prepare(mixer, states, layout, chunks)
+    kernel = _choose(STATES, mixer, num_tokens, states, layout.chunk)
+    pool = slot_states(states.recurrent)
+    kernel.run(mixer, layout.chunk, pool, chunks, tensors)
+    kernel = _choose(OUTPUTS, mixer, num_tokens, states, layout.chunk)
+    output = tensors.v.new_empty(num_tokens, mixer.sizes.width)
+    fp8 = room_for(*output.shape, output, emit if mixer.sizes.own == BLOCK else Emit.VALUES)
+    if fp8 is not None and Emit.BOTH not in kernel.epilogues:
+        fp8 = replace(fp8, is_alone=True) if emit is Emit.FP8 else None
+    kernel.run(mixer, layout.chunk, chunks, tensors, output, fp8)
+    return handed_on(output, fp8)
+
+
+def _choose(
+    table: KernelTable[MixerPart], mixer: Mixer, num: int, states: LayerStates, chunk: int = 64
+) -> Kernel[MixerPart]:
+    sizes, like = mixer.sizes, mixer.inputs.mixed.base
+    recurrence = Recurrence(
+        rule=mixer.rule_of,
+        num_units=sizes.units,
+        num_heads=sizes.heads,
+        shared=sizes.shared,
+        own=sizes.own,
+        has_norm=mixer.weights.norm is not None,
+    )
+    part = MixerPart(
+        recurrence=recurrence,
+        num=num,
+        element_bytes=like.element_size(),
+        chunk=chunk,
+        is_reached=is_reached(states.recurrent),
+    )
+    choice = table.choose(part, probe(like.device))
+    assert choice is not None, "kernels for any chip serve all"
+    return choice.kernel

@@ -1,0 +1,356 @@
+"""The delta rule's states from chunk to chunk on Hopper, in Gluon: `portable.chunk_h` for keys of
+128.
+
+A program goes through a sequence's chunks one after the other, so what counts is how long a chunk
+takes from its begin to its end. One warp has TMA bring chunks to shared memory ahead of time; what
+is looked up for a chunk is asked for a chunk before.
+
+Legend: T tokens, N chunks, C tokens in a chunk, G key heads, V value heads, K key_dim, W value_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.gluon import (
+    launch_dependents,
+    load_box,
+    store_box,
+    thread_barrier,
+    wait_for_inputs,
+)
+from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.recurrent.structures import (
+    ChunkTensors,
+    Mixer,
+    PrefillChunks,
+    SlotStates,
+)
+
+_COLUMNS = 32
+"""Columns of the state in one program."""
+_STAGES = 4, 2
+"""Chunks under way if a program has an SM to itself, and if two share one."""
+_REGISTERS, _PRODUCER_REGISTERS = 128, 24
+_WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_NARROW = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+
+
+class ChunksUnderWay(NamedTuple):
+    """Shared memory for chunks under way, and barriers: that they are there, that they are free."""
+
+    w: Any
+    k: Any
+    u: Any
+    bars: Any
+
+
+class Buffers(NamedTuple):
+    """Shared memory that a program's results leave through, and as operands of its products."""
+
+    held: Any
+    """[2, K, COLUMNS], states before chunks."""
+    added: Any
+    """[2, C, COLUMNS], what tokens add."""
+    decayed: Any
+    """[C, COLUMNS], what they add, decayed to the chunk's end."""
+
+
+class ChunkPlace(NamedTuple):
+    """A chunk, its number in its sequence, its tokens, and their decays."""
+
+    index: Any
+    number: Any
+    begin: Any
+    size: Any
+    g: Any
+    g_last: Any
+
+
+def run(
+    mixer: Mixer, chunk: int, pool: SlotStates, chunks: PrefillChunks, tensors: ChunkTensors
+) -> None:
+    """See `portable.chunk_h.run`."""
+    sizes = mixer.sizes
+    key_dim, value_dim = sizes.shared, sizes.own
+    grid = value_dim // _COLUMNS, sizes.heads, len(chunks.slot_out)
+    are_many = math.prod(grid) > probe(tensors.v.device).num_sms
+    key, value, w, h = (
+        tensor.view(-1, tensor.shape[-1])
+        for tensor in (tensors.query_key, tensors.v, tensors.w, tensors.h)
+    )
+    _chunk_fwd_h_kernel[grid](
+        tensors.v.shape[1],
+        chunks,
+        pool,
+        TensorDescriptor.from_tensor(key, [chunk, key_dim], _WIDE),
+        TensorDescriptor.from_tensor(value, [chunk, _COLUMNS], _NARROW),
+        TensorDescriptor.from_tensor(w, [chunk, key_dim], _WIDE),
+        TensorDescriptor.from_tensor(h, [key_dim, _COLUMNS], _NARROW),
+        tensors.v,
+        tensors.decay,
+        SIZES=sizes,
+        BY_CHANNEL=tensors.scores is not None,
+        C=chunk,
+        COLUMNS=_COLUMNS,
+        STAGES=_STAGES[are_many],
+        PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
+        num_warps=4,
+        maxnreg=_REGISTERS,
+        **OVERLAPPED,
+    )
+
+
+@quick
+@gluon.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["chunks"])
+def _chunk_fwd_h_kernel(
+    num_tokens,
+    chunks,
+    pool,
+    key,
+    value,
+    w,
+    h,
+    values,
+    decay,
+    SIZES: gl.constexpr,
+    BY_CHANNEL: gl.constexpr,
+    C: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """COLUMNS of a value head's state over all chunks of a sequence."""
+    dtype: gl.constexpr = w.dtype
+    launch_dependents()
+    i_n = gl.program_id(2)
+    span = gl.load(chunks.first + i_n), gl.load(chunks.first + i_n + 1)
+    wide_shape: gl.constexpr = [STAGES, C, SIZES.shared]
+    b_w = gl.allocate_shared_memory(dtype, wide_shape, w.layout)
+    b_k = gl.allocate_shared_memory(dtype, wide_shape, key.layout)
+    b_u = gl.allocate_shared_memory(dtype, [STAGES, C, COLUMNS], value.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(2 * STAGES):
+        mbarrier.init(bars.index(bar), count=1)
+    places = ChunksUnderWay(b_w, b_k, b_u, bars)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    span, chunks, pool, places, value, h, values, decay, num_tokens,
+                    SIZES, BY_CHANNEL, C, COLUMNS, STAGES,
+                ),
+            ),
+            (
+                _produce,
+                (span, chunks, places, key, value, w, num_tokens, SIZES, C, COLUMNS, STAGES),
+            ),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _produce(
+    span,
+    chunks,
+    places,
+    key,
+    value,
+    w,
+    num_tokens,
+    SIZES: gl.constexpr,
+    C: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Load every chunk as soon as there is room, a short one with what lies after its tokens."""
+    first, last = span
+    i_w, i_hv = gl.program_id(0), gl.program_id(1)
+    key_row = (SIZES.units + i_hv // SIZES.group) * num_tokens
+    BYTES: gl.constexpr = (2 * SIZES.shared + COLUMNS) * C * 2
+    wait_for_inputs()
+    for number in range(last - first):
+        stage = number % STAGES
+        begin = gl.load(chunks.begin + first + number)
+        mbarrier.wait(places.bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
+        bar = places.bars.index(stage)
+        mbarrier.expect(bar, BYTES)
+        load_box(w, [i_hv * num_tokens + begin, 0], bar, places.w.index(stage))
+        load_box(value, [i_hv * num_tokens + begin, i_w * COLUMNS], bar, places.u.index(stage))
+        load_box(key, [key_row + begin, 0], bar, places.k.index(stage))
+
+
+@gluon.jit
+def _consume(
+    span,
+    chunks,
+    pool,
+    places,
+    value,
+    h,
+    values,
+    decay,
+    num_tokens,
+    SIZES: gl.constexpr,
+    BY_CHANNEL: gl.constexpr,
+    C: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Take the state through every chunk."""
+    first, last = span
+    dtype: gl.constexpr = h.dtype
+    KEY_DIM: gl.constexpr = SIZES.shared
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    i_w, i_hv, i_n = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    o_k = gl.arange(0, KEY_DIM, layout=gl.SliceLayout(1, RESULT))
+    o_w = i_w * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, RESULT))
+    o_h = (i_hv * KEY_DIM + o_k[:, None]) * SIZES.own + o_w[None, :]
+    held = gl.allocate_shared_memory(dtype, [2, KEY_DIM, COLUMNS], h.layout)
+    added = gl.allocate_shared_memory(dtype, [2, C, COLUMNS], value.layout)
+    decayed = gl.allocate_shared_memory(dtype, [C, COLUMNS], value.layout)
+    buffers = Buffers(held, added, decayed)
+    wait_for_inputs()
+    if first < last:
+        source = pool.base + gl.load(chunks.slot_in + i_n).to(gl.int64) * pool.stride
+        state = gl.load(source + o_h).to(gl.float32)
+        row = i_hv * num_tokens
+        begin, size = gl.load(chunks.begin + first), gl.load(chunks.size + first)
+        slot = gl.load(chunks.export + first)
+        b_g, b_last = _load_decay(decay, row, first, begin, size, SIZES, BY_CHANNEL, C, RESULT)
+        following = gl.minimum(first + 1, last - 1)
+        next_begin, next_size = gl.load(chunks.begin + following), gl.load(chunks.size + following)
+        for i_t in range(first, last):
+            after = gl.minimum(i_t + 1, last - 1)
+            next_g, next_last = _load_decay(
+                decay, row, after, next_begin, next_size, SIZES, BY_CHANNEL, C, RESULT
+            )
+            next_slot = gl.load(chunks.export + after)
+            later = gl.minimum(i_t + 2, last - 1)
+            later_begin, later_size = gl.load(chunks.begin + later), gl.load(chunks.size + later)
+
+            chunk = ChunkPlace(i_t, i_t - first, begin, size, b_g, b_last)
+            state = _pass_chunk(
+                state, chunk, places, buffers, h, value, values, row,
+                SIZES, BY_CHANNEL, C, COLUMNS, STAGES, RESULT,
+            )  # fmt: skip
+            if slot >= 0:
+                exported = pool.base + slot.to(gl.int64) * pool.stride + o_h
+                gl.store(exported, state.to(pool.base.dtype.element_ty))
+            begin, size, slot, b_g, b_last = next_begin, next_size, next_slot, next_g, next_last
+            next_begin, next_size = later_begin, later_size
+        # The slot that the state came from may be the same.
+        thread_barrier()
+        target = pool.base + gl.load(chunks.slot_out + i_n).to(gl.int64) * pool.stride
+        gl.store(target + o_h, state.to(pool.base.dtype.element_ty))
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _load_decay(
+    decay,
+    row,
+    i_t,
+    begin,
+    size,
+    SIZES: gl.constexpr,
+    BY_CHANNEL: gl.constexpr,
+    C: gl.constexpr,
+    RESULT: gl.constexpr,
+):
+    """Sums of log decays of a chunk's tokens and of its last; or decays of channels, twice."""
+    if BY_CHANNEL:
+        o_k = gl.arange(0, SIZES.shared, layout=gl.SliceLayout(1, RESULT))
+        VALUE_HEADS: gl.constexpr = SIZES.units * SIZES.group
+        b_g = gl.load(decay + (i_t * VALUE_HEADS + gl.program_id(1)) * SIZES.shared + o_k)
+        b_last = b_g
+    else:
+        o_t = gl.arange(0, C, layout=gl.SliceLayout(1, RESULT))
+        b_g = gl.load(decay + row + begin + gl.minimum(o_t, size - 1))
+        b_last = gl.load(decay + row + begin + size - 1)
+    return b_g, b_last
+
+
+@gluon.jit
+def _pass_chunk(
+    state,
+    chunk,
+    places,
+    buffers,
+    h,
+    value,
+    values,
+    row,
+    SIZES: gl.constexpr,
+    BY_CHANNEL: gl.constexpr,
+    C: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    RESULT: gl.constexpr,
+):
+    """The state after a chunk; the one before it, and what its tokens add, are written."""
+    dtype: gl.constexpr = h.dtype
+    VALUE_HEADS: gl.constexpr = SIZES.units * SIZES.group
+    i_w, i_hv, stage = gl.program_id(0), gl.program_id(1), chunk.number % STAGES
+    b_h, b_v = buffers.held.index(chunk.number % 2), buffers.added.index(chunk.number % 2)
+    b_h.store(state.to(dtype))
+    fence_async_shared()
+    thread_barrier()
+    store_box(h, [(chunk.index * VALUE_HEADS + i_hv) * SIZES.shared, i_w * COLUMNS], b_h)
+    mbarrier.wait(places.bars.index(stage), chunk.number // STAGES & 1)
+    nothing = gl.zeros([C, COLUMNS], gl.float32, layout=RESULT)
+    read = warpgroup_mma(places.w.index(stage), b_h, nothing, use_acc=False, is_async=True)
+    u = places.u.index(stage).load(RESULT).to(gl.float32)
+    read = warpgroup_mma_wait(0, [read])
+    o_t = gl.arange(0, C, layout=gl.SliceLayout(1, RESULT))
+    in_chunk = (o_t < chunk.size)[:, None]
+    v = gl.where(in_chunk, u - read, 0.0)
+    b_v.store(v.to(dtype))
+    b_vg = b_v
+    if BY_CHANNEL:
+        decayed_state = state * chunk.g[:, None]
+    else:
+        b_vg = buffers.decayed
+        b_vg.store((v * gl.exp(chunk.g_last - chunk.g)[:, None]).to(dtype))
+        decayed_state = state * gl.exp(chunk.g_last)
+    if chunk.size < C:
+        clear_rows(places.k.index(stage), chunk.size, C)
+        o_w = i_w * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, RESULT))
+        o_v = (row + chunk.begin + o_t).to(gl.int64)[:, None] * SIZES.own + o_w[None, :]
+        gl.store(values + o_v, v.to(dtype), mask=in_chunk)
+    fence_async_shared()
+    # What was stored from the buffers of the chunk before has been read: they are next.
+    tma.store_wait(1)
+    thread_barrier()
+    if chunk.size == C:
+        store_box(value, [row + chunk.begin, i_w * COLUMNS], b_v)
+    right = places.k.index(stage).permute((1, 0))
+    state = warpgroup_mma(right, b_vg, decayed_state, is_async=True)
+    state = warpgroup_mma_wait(0, [state])
+    mbarrier.arrive(places.bars.index(STAGES + stage), count=1)
+    return state
+
+
+@gluon.jit
+def clear_rows(tile, size, C: gl.constexpr):
+    """Put zeros where a short chunk has no tokens: what lies there may be no numbers."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
+    rows = tile.load(LAYOUT)
+    tile.store(gl.where((row < size)[:, None], rows, 0.0).to(rows.dtype))

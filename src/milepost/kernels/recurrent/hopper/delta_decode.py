@@ -1,0 +1,213 @@
+"""Decoding steps of Gated DeltaNet and KDA on Hopper in one launch, in Gluon.
+
+Programs go through sequences and units: a key head with its value heads. While one works on a value
+head's state in registers, TMA brings the next to shared memory. It begins before the input
+projection has ended: the states were written in an earlier step. A key head's query and key are
+worked out once for all its value heads, and by one program, which alone reads and writes their
+convolution states.
+
+Where there is work for many, two programs share an SM, with one place for a state each: one waits
+while the other works. Else a program has two places, and fetches both states at once. With so few
+sequences that each value head can have an SM, each has a program. Those of a key head then work its
+query and key out by themselves, and the last of them to arrive, when all have read their
+convolution states, moves these on.
+
+KDA's heads are units of one value head with a decay for each channel of a key (BY_CHANNEL).
+
+Legend: S sequences, T tokens, J taps, G key heads, V value heads, K key_dim, W value_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from milepost.kernels.layout.emit import Fp8Rows
+from milepost.kernels.platform.device import num_sms
+from milepost.kernels.platform.gluon import launch_dependents, round_block, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.recurrent.hopper.states import (
+    BY_LINE,
+    CHANNEL,
+    STATE,
+    Window,
+    begin_work,
+    by_row,
+    convolve,
+    delta_rule,
+    describe_states,
+    keep_window,
+    load_window,
+    norm_and_gate,
+    read_rows,
+    sigmoid,
+    softplus,
+    take,
+    unit_vectors,
+)
+from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, RoundedOutput, StepOutput
+
+
+def run(
+    mixer: Mixer,
+    steps: DecodingSteps,
+    output: Tensor,
+    arrivals: Tensor | None = None,
+    fp8: Fp8Rows | None = None,
+) -> None:
+    """Advance each sequence by one token; writes `output` [S, V * W], zeros for padding, and `fp8`
+    if there is that.
+
+    With `arrivals` [S, G], which are zeros and stay so, each value head has a program.
+    """
+    sizes, num_sequences = mixer.sizes, len(output)
+    rounded = None if fp8 is None else RoundedOutput(fp8.values, fp8.scales)
+    each = sizes.group if arrivals is None else 1
+    num_units = num_sequences * sizes.heads // each
+    units_at_once = num_sms(output.device)
+    _decode_kernel[(min(num_units, 2 * units_at_once),)](
+        mixer.inputs,
+        mixer.weights,
+        steps.conv,
+        describe_states(steps.recurrent.base),
+        steps.recurrent,
+        steps.sequences,
+        arrivals if each < sizes.group else None,
+        StepOutput(None, output),
+        rounded,
+        0 if fp8 is None else fp8.scales.stride(0),
+        num_units,
+        SIZES=sizes,
+        BY_CHANNEL=sizes.decays > sizes.heads,
+        MAX_BETA=mixer.weights.max_beta,
+        EACH=each,
+        STAGES=2 if each > 1 and num_units <= units_at_once else 1,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+
+
+@quick
+@gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["sequences"])
+def _decode_kernel(
+    inputs,
+    weights,
+    conv,
+    lines,
+    states,
+    sequences,
+    arrivals,
+    output,
+    rounded,
+    scales_stride,
+    num_units,
+    SIZES: gl.constexpr,
+    BY_CHANNEL: gl.constexpr,
+    MAX_BETA: gl.constexpr,
+    EACH: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """A unit after the other, each EACH value heads of a key head of a sequence: all or one."""
+    SIZE: gl.constexpr = SIZES.shared
+    TAPS: gl.constexpr = SIZES.taps
+    KEY_HEADS: gl.constexpr = SIZES.units
+    GROUP: gl.constexpr = SIZES.group
+    VALUE_HEADS: gl.constexpr = KEY_HEADS * GROUP
+    UNITS: gl.constexpr = VALUE_HEADS // EACH
+    SHAPE: gl.constexpr = [SIZE, SIZE]
+    work = begin_work(lines, states.stride, sequences, num_units, SHAPE, UNITS, EACH, STAGES)
+
+    o_k = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
+    o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
+    b_norm = gl.load(weights.norm + o_v)
+    following = work.first // UNITS
+    source = gl.load(sequences.slot_in + following)
+    target = gl.load(sequences.slot_out + following)
+    wait_for_inputs()
+    launch_dependents()  # the output projection, which begins with its weights
+    number = 0
+    for unit in range(work.first, num_units, work.stride):
+        i_n, i_first = (unit // UNITS).to(gl.int64), unit % UNITS * EACH
+        i_h = i_first // GROUP
+        p_token = inputs.mixed.base + i_n * inputs.mixed.stride
+        # Everything is asked for before anything is used.
+        args = p_token, weights.conv, conv.base + source.to(gl.int64) * conv.stride
+        window_q = load_window(*args, i_h, SIZE, TAPS)
+        window_k = load_window(*args, KEY_HEADS + i_h, SIZE, TAPS)
+        heads = ()
+        for i_m in gl.static_range(EACH):
+            i_hv = i_first + i_m
+            window_v = load_window(*args, 2 * KEY_HEADS + i_hv, SIZE, TAPS)
+            heads += (_load_head(window_v, inputs, weights, i_n, i_hv, SIZES, BY_CHANNEL),)
+        is_real = target >= 0
+        p_conv = conv.base + target.to(gl.int64) * conv.stride
+        p_state = states.base + target.to(gl.int64) * states.stride
+        following = gl.minimum(unit + work.stride, num_units - 1) // UNITS
+        source = gl.load(sequences.slot_in + following)
+        target = gl.load(sequences.slot_out + following)
+
+        b_q, b_k = unit_vectors(convolve(window_q, TAPS), convolve(window_k, TAPS), SIZE)
+        b_k = by_row(b_k)
+        if EACH == GROUP:
+            keep_window(window_q, p_conv, i_h, is_real, SIZE, TAPS)
+            keep_window(window_k, p_conv, KEY_HEADS + i_h, is_real, SIZE, TAPS)
+        else:
+            # All threads have both windows: unit vectors are made of them.
+            p_arrivals = arrivals + i_n * KEY_HEADS + i_h
+            arrived = gl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu")
+        for i_m in gl.static_range(EACH):
+            head, i_hv = ValueHead(*heads[i_m]), i_first + i_m  # sums of tuples lose their names
+            window_v = Window(*head.window)
+            b_v = gl.convert_layout(convolve(window_v, TAPS), gl.SliceLayout(0, STATE))
+            keep_window(window_v, p_conv, 2 * KEY_HEADS + i_hv, is_real, SIZE, TAPS)
+            b_decay = gl.exp(head.rate * softplus(head.decay.to(gl.float32) + head.bias))
+            if BY_CHANNEL:
+                b_decay = by_row(b_decay)
+            b_state = take(work, number, STATE, BY_LINE, SHAPE, UNITS, EACH, b_decay)
+            b_state = delta_rule(b_state, b_k, b_v, sigmoid(head.beta) * MAX_BETA)
+            o_state = i_hv * (SIZE * SIZE) + o_k[:, None] * SIZE + o_v[None, :]
+            gl.store(p_state + o_state, b_state, mask=is_real)
+            number += 1
+            # Only now by row: beside a state, its key and its decay a thread has no registers left.
+            b_o = read_rows(b_state, by_row(b_q))
+            b_o = norm_and_gate(b_o, b_norm, weights.norm_eps, head.gate, SIZE, BY_CHANNEL)
+            b_o = gl.where(is_real, b_o, 0.0).to(output.base.dtype.element_ty)
+            at = (i_n * VALUE_HEADS + i_hv) * SIZE + o_v
+            gl.store(output.base + at, b_o)
+            if rounded is not None:
+                b_rounded, scale = round_block(b_o.to(gl.float32), 0)
+                gl.store(rounded.base + at, b_rounded)
+                gl.store(rounded.scales + i_hv * scales_stride + i_n, scale)
+        if EACH < GROUP:
+            is_last = arrived == GROUP // EACH - 1
+            gl.store(p_arrivals, 0, mask=is_last)
+            keep_window(window_q, p_conv, i_h, is_real & is_last, SIZE, TAPS)
+            keep_window(window_k, p_conv, KEY_HEADS + i_h, is_real & is_last, SIZE, TAPS)
+
+
+class ValueHead(NamedTuple):
+    """Inputs of a token's step of a value head, before anything is computed."""
+
+    window: Window
+    gate: Any
+    beta: Any
+    decay: Any
+    """One number, or [K]."""
+    rate: Any
+    bias: Any
+
+
+@gluon.jit
+def _load_head(window, inputs, weights, token, head, SIZES: gl.constexpr, BY_CHANNEL: gl.constexpr):
+    """A token's `ValueHead`."""
+    SIZE: gl.constexpr = SIZES.own
+    o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
+    gate = gl.load(inputs.gate.base + token * inputs.gate.stride + head * SIZE + o_v)
+    beta = gl.load(inputs.strengths.base + token * inputs.strengths.stride + head)
+    column = head * SIZE + gl.arange(0, SIZE, layout=CHANNEL) if BY_CHANNEL else head
+    decay = gl.load(inputs.decays.base + token * inputs.decays.stride + column)
+    rate, bias = gl.load(weights.decay_rate + head), gl.load(weights.decay_bias + column)
+    return ValueHead(window, gate, beta, decay, rate, bias)

@@ -1,0 +1,311 @@
+"""Mamba2's verifying steps on Hopper, in Gluon: states, and what new tokens read of them;
+`portable.step` norms and gates that.
+
+Each program goes through heads of a group, one after the other, which TMA brings to shared memory
+ahead. B and C of all tokens are worked out once, and a head's x while the one before it is worked
+on; they wait in shared memory. What happens with a token is what `mamba2_decode` does, in its
+order: states are the same bit for bit, and so are outputs, for the squares that the norm adds up
+are added here, head by head. States are those of the decoding kernel for any chip, too.
+
+Legend: S sequences, F folded and N new tokens of each, H heads, P head_dim, G groups, K state_size,
+J taps; I = H * P entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from milepost.kernels.platform.device import num_sms
+from milepost.kernels.platform.gluon import launch_dependents, wait_for_inputs
+from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.recurrent.hopper.mamba2_decode import (
+    BY_LINE,
+    NUM_WARPS,
+    STATE,
+    add_squares,
+    bias_of,
+    read_columns,
+    time_step,
+)
+from milepost.kernels.recurrent.hopper.states import (
+    CHANNEL,
+    Window,
+    begin_work,
+    convolve,
+    describe_states,
+    load_taps,
+    take,
+)
+from milepost.kernels.recurrent.hopper.stream import load_inputs, open_stream, row_of
+from milepost.kernels.recurrent.portable.step import finish
+from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, MixerSizes, StepOutput
+from milepost.kernels.recurrent.table import MOST_GROUPED_HEADS
+
+_PROGRAMS, _STAGES = 2, 2
+"""Programs of an SM, and places for states in each."""
+_MOST_HEADS = 8
+"""Heads that a program takes one after the other."""
+
+
+def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
+    """Fold recorded drafts, advance by one token, continue through drafts; writes `output` [T, I]
+    of the decoding sequences."""
+    sizes, num_sequences = mixer.sizes, len(steps.sequences.slot_out)
+    units_at_once = _PROGRAMS * num_sms(output.device)
+    each = _choose_heads(sizes, num_sequences, units_at_once)
+    num_units = num_sequences * (sizes.heads // each)
+    y = torch.empty_like(output, dtype=torch.float32)
+    squares = None
+    if mixer.weights.norm is not None and sizes.group <= MOST_GROUPED_HEADS:
+        squares = y.new_empty(len(y), sizes.heads, NUM_WARPS)
+    read = StepOutput(y, output, squares)
+    _verify_kernel[(min(num_units, units_at_once),)](
+        mixer.inputs,
+        mixer.weights,
+        steps.conv,
+        describe_states(steps.recurrent.base),
+        steps.recurrent,
+        steps.sequences,
+        steps.records,
+        read,
+        num_units,
+        SIZES=sizes,
+        EACH=each,
+        GATE_FIRST=sizes.gates_first,
+        PLACES=steps.num_places,
+        STAGES=_STAGES,
+        num_warps=NUM_WARPS,
+        **OVERLAPPED,
+    )
+    finish(mixer, steps, read, moves=True)
+
+
+def _choose_heads(sizes: MixerSizes, num_sequences: int, units_at_once: int) -> int:
+    """Heads of a program, as many of a group as leave work for all that run at a time."""
+    each = 1
+    while 2 * each <= _MOST_HEADS and sizes.group % (2 * each) == 0:
+        if num_sequences * sizes.heads < 2 * each * units_at_once:
+            break
+        each *= 2
+    return each
+
+
+class Channels(NamedTuple):
+    """Inputs of some channels of the convolution."""
+
+    window: Window
+    bias: Any
+
+
+class HeadInputs(NamedTuple):
+    """Inputs of a head's tokens, before anything is computed."""
+
+    x: Channels
+    rate: Any
+    dt_bias: Any
+    skip: Any
+    step: Any
+    """Input of the first token's time step."""
+
+
+class GroupedHeadRows(NamedTuple):
+    """Where a head's new tokens are read and written."""
+
+    gate: Any
+    gate_stride: Any
+    y: Any
+    squares: Any
+    state: Any
+
+
+@quick
+@gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["sequences"])
+def _verify_kernel(
+    inputs,
+    weights,
+    conv,
+    lines,
+    states,
+    sequences,
+    records,
+    output,
+    num_units,
+    SIZES: gl.constexpr,
+    EACH: gl.constexpr,
+    GATE_FIRST: gl.constexpr,
+    PLACES: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """A unit after the other, each EACH heads of a group of a sequence."""
+    HEADS: gl.constexpr = SIZES.units * SIZES.group
+    HEAD_DIM: gl.constexpr = SIZES.own
+    STATE_SIZE: gl.constexpr = SIZES.shared
+    SHAPE: gl.constexpr = [HEAD_DIM, STATE_SIZE]
+    UNITS: gl.constexpr = HEADS // EACH
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    vectors = gl.allocate_shared_memory(gl.float32, [2 * PLACES, STATE_SIZE], VECTOR)
+    values = gl.allocate_shared_memory(gl.float32, [PLACES, HEAD_DIM], VECTOR)
+    work = begin_work(lines, states.stride, sequences, num_units, SHAPE, UNITS, EACH, STAGES)
+    wait_for_inputs()
+    launch_dependents()
+    number = 0
+    for unit in range(work.first, num_units, work.stride):
+        sequence, first_head = unit // UNITS, unit % UNITS * EACH
+        stream, first_token, target = open_stream(inputs.mixed, records, sequences, sequence)
+        read = conv.base + gl.load(sequences.slot_in + sequence).to(gl.int64) * conv.stride
+        p_gate = inputs.gate.base + first_token * inputs.gate.stride
+        # Everything is asked for before anything is used.
+        head_inputs = _ask_head(stream, read, weights, first_head, SIZES, PLACES)
+        _keep_group(stream, read, weights, first_head // SIZES.group, vectors, SIZES, PLACES)
+        for member in range(EACH):
+            head = first_head + member
+            _keep_values(stream, read, weights, head, head_inputs.x, values, SIZES, PLACES)
+            own = head_inputs
+            following = first_head + gl.minimum(member + 1, EACH - 1)
+            head_inputs = _ask_head(stream, read, weights, following, SIZES, PLACES)
+            state = take(work, number, STATE, BY_LINE, SHAPE, UNITS, EACH)
+            number += 1
+            first_read = first_token * HEADS + head
+            squares = output.read
+            if output.squares is not None:
+                squares = output.squares + first_read * gl.num_warps()
+            p_state = states.base + target.to(gl.int64) * states.stride
+            at = GroupedHeadRows(
+                p_gate + head * HEAD_DIM,
+                inputs.gate.stride,
+                output.read + first_read * HEAD_DIM,
+                squares,
+                p_state + head * (HEAD_DIM * STATE_SIZE),
+            )
+            limits = weights.dt_low, weights.dt_high, SIZES.channels + head
+            ADDS_SQUARES: gl.constexpr = output.squares is not None
+            _pass_tokens(
+                stream, state, own, limits, vectors, values, at,
+                HEADS, ADDS_SQUARES, GATE_FIRST, PLACES,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _ask(
+    stream,
+    state,
+    weights,
+    channel,
+    begin,
+    IS_FIRST: gl.constexpr,
+    TAPS: gl.constexpr,
+    STEP: gl.constexpr,
+):
+    """The `Channels` of STEP tokens from a place on."""
+    bias = bias_of(weights.conv_bias, channel)
+    inputs = load_inputs(stream, state, channel, begin, IS_FIRST, TAPS, STEP)
+    return Channels(Window(inputs, load_taps(weights.conv, channel, TAPS)), bias)
+
+
+@gluon.jit
+def _ask_head(stream, state, weights, head, SIZES: gl.constexpr, PLACES: gl.constexpr):
+    """A head's `HeadInputs`, x of the first tokens."""
+    STEP: gl.constexpr = min(PLACES, 8)  # tokens whose inputs a thread holds at a time
+    channel = head * SIZES.own + gl.arange(0, SIZES.own, layout=CHANNEL)
+    x = _ask(stream, state, weights, channel, 0, True, SIZES.taps, STEP)
+    p_step = row_of(stream, 0) + SIZES.channels + head
+    step = gl.load(p_step, mask=stream.num_places > 0, other=0.0)
+    rate, dt_bias = gl.load(weights.rate + head), gl.load(weights.dt_bias + head)
+    return HeadInputs(x, rate, dt_bias, gl.load(weights.skip + head), step)
+
+
+@gluon.jit
+def _keep(channels, vectors, first, begin, num_places, TAPS: gl.constexpr, STEP: gl.constexpr):
+    """Some channels after the convolution, of STEP tokens in shared memory."""
+    for ahead in gl.static_range(STEP):
+        if begin + ahead < num_places:
+            x = convolve(channels.window, TAPS, ahead, channels.bias)
+            vectors.index(first + ahead).store(x)
+
+
+@gluon.jit
+def _keep_group(stream, state, weights, group, vectors, SIZES: gl.constexpr, PLACES: gl.constexpr):
+    """B of all tokens in shared memory, and C after it, which the heads of a group share."""
+    STEP: gl.constexpr = min(PLACES, 8)
+    TAPS: gl.constexpr = SIZES.taps
+    o_k = gl.arange(0, SIZES.shared, layout=CHANNEL)
+    o_b = SIZES.first_write + group * SIZES.shared + o_k
+    o_c = SIZES.first_read + group * SIZES.shared + o_k
+    args = stream, state, weights
+    own_b = _ask(*args, o_b, 0, True, TAPS, STEP)
+    own_c = _ask(*args, o_c, 0, True, TAPS, STEP)
+    _keep(own_b, vectors, 0, 0, stream.num_places, TAPS, STEP)
+    _keep(own_c, vectors, PLACES, 0, stream.num_places, TAPS, STEP)
+    if PLACES > STEP:
+        for begin in range(STEP, stream.num_places, STEP):
+            own_b = _ask(*args, o_b, begin, False, TAPS, STEP)
+            own_c = _ask(*args, o_c, begin, False, TAPS, STEP)
+            _keep(own_b, vectors, begin, begin, stream.num_places, TAPS, STEP)
+            _keep(own_c, vectors, PLACES + begin, begin, stream.num_places, TAPS, STEP)
+
+
+@gluon.jit
+def _keep_values(
+    stream, state, weights, head, asked, values, SIZES: gl.constexpr, PLACES: gl.constexpr
+):
+    """A head's x of all tokens in shared memory; that of the first has been asked for."""
+    STEP: gl.constexpr = min(PLACES, 8)
+    TAPS: gl.constexpr = SIZES.taps
+    channel = head * SIZES.own + gl.arange(0, SIZES.own, layout=CHANNEL)
+    _keep(asked, values, 0, 0, stream.num_places, TAPS, STEP)
+    if PLACES > STEP:
+        for begin in range(STEP, stream.num_places, STEP):
+            asked = _ask(stream, state, weights, channel, begin, False, TAPS, STEP)
+            _keep(asked, values, begin, begin, stream.num_places, TAPS, STEP)
+
+
+@gluon.jit
+def _pass_tokens(
+    stream,
+    state,
+    own,
+    limits,
+    vectors,
+    values,
+    at,
+    HEADS: gl.constexpr,
+    ADDS_SQUARES: gl.constexpr,
+    GATE_FIRST: gl.constexpr,
+    PLACES: gl.constexpr,
+):
+    """Take a head's state through all tokens: it is stored after the last committed one, and read
+    for each new one. `limits` are those of time steps, and the column of their inputs."""
+    dt_low, dt_high, column = limits
+    STATE_SIZE: gl.constexpr = vectors.type.shape[1]
+    HEAD_DIM: gl.constexpr = values.type.shape[1]
+    last = gl.minimum(stream.num_folded, stream.num_places - 1)
+    o_p = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, STATE))
+    o_k = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(0, STATE))
+    b_in = own.step
+    for place in range(stream.num_places):
+        new, is_new = place - stream.num_folded, place >= stream.num_folded
+        p_gate = at.gate + new * at.gate_stride + o_p
+        gate = gl.load(p_gate, mask=is_new, other=0.0).to(gl.float32)
+        step = time_step(b_in, own.dt_bias, dt_low, dt_high)
+        b_in = gl.load(row_of(stream, gl.minimum(place + 1, stream.num_places - 1)) + column)
+        x = values.index(place).load(gl.SliceLayout(1, STATE))
+        b = vectors.index(place).load(gl.SliceLayout(0, STATE))[None, :]
+        state *= gl.exp(step * own.rate)
+        state = gl.fma((x * step)[:, None], b, state)
+        if place == last:
+            gl.store(at.state + o_p[:, None] * STATE_SIZE + o_k[None, :], state)
+        if is_new:
+            c = vectors.index(PLACES + place).load(gl.SliceLayout(0, STATE))[None, :]
+            read = gl.fma(x, own.skip, read_columns(state, c))
+            gl.store(at.y + new * (HEADS * HEAD_DIM) + o_p, read)
+            if ADDS_SQUARES:
+                if GATE_FIRST:
+                    read *= gate / (1 + gl.exp(-gate))
+                parts = add_squares(read)
+                o_w = gl.arange(0, parts.shape[0], layout=parts.type.layout)
+                gl.store(at.squares + new * (HEADS * parts.shape[0]) + o_w, parts)

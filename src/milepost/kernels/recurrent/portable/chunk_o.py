@@ -1,0 +1,158 @@
+"""Outputs of the delta rule: what queries read from the state before their chunk, and from the
+chunk's own tokens; KDA's products of queries and keys have been decayed before (BY_CHANNEL).
+
+Legend: T tokens, N chunks, C tokens in a chunk, V value heads, K key_dim, W value_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.layout.emit import Fp8Rows
+from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.launches import OVERLAPPED, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import encode, scale_of
+from milepost.kernels.platform.tensors import LEAST_SCALE
+from milepost.kernels.recurrent.structures import (
+    ChunkTensors,
+    Mixer,
+    PrefillChunks,
+    RoundedOutput,
+    delta_blocks,
+)
+
+_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
+
+
+def run(
+    mixer: Mixer,
+    chunk: int,
+    chunks: PrefillChunks,
+    tensors: ChunkTensors,
+    output: Tensor,
+    fp8: Fp8Rows | None,
+) -> None:
+    """Write `output` [T, V * W] through the gated norm, and to `fp8` if there is that."""
+    rounded = None
+    if fp8 is not None:
+        rounded = RoundedOutput(fp8.values.view(torch.uint8), fp8.scales)
+    _chunk_fwd_o_kernel[(mixer.sizes.heads, len(chunks.size))](
+        len(output),
+        mixer.inputs.gate,
+        mixer.weights,
+        chunks,
+        tensors,
+        output,
+        rounded,
+        0 if fp8 is None else fp8.scales.stride(0),
+        SIZES=mixer.sizes,
+        FINISH=mixer.rule.finish,
+        BY_CHANNEL=tensors.scores is not None,
+        C=chunk,
+        **delta_blocks(mixer.sizes),
+        KEEPS_ROWS=fp8 is None or not fp8.is_alone,
+        NATIVE=probe(output.device).has_fp8,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+
+
+@quick
+@triton.jit(
+    do_not_specialize=["num_tokens", "scales_stride"],
+    do_not_specialize_on_alignment=["chunks"],
+)
+def _chunk_fwd_o_kernel(
+    num_tokens,
+    gate,
+    weights,
+    chunks,
+    tensors,
+    output,
+    rounded,
+    scales_stride,
+    SIZES: tl.constexpr,
+    FINISH: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    KEEPS_ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """One value head of a chunk: what queries read from the state before the chunk and from the
+    chunk's own new values, through the gated norm into `output` [T, V * W], or to float8."""
+    KEY_DIM: tl.constexpr = SIZES.shared
+    VALUE_DIM: tl.constexpr = SIZES.own
+    VALUE_HEADS: tl.constexpr = SIZES.units * SIZES.group
+    i_hv, i_t = tl.program_id(0), tl.program_id(1)
+    size = tl.load(chunks.size + i_t)
+    wait_for_inputs()
+    if size == 0:
+        return
+    begin = tl.load(chunks.begin + i_t).to(tl.int64)
+    o_t = tl.arange(0, C)
+    in_chunk = o_t < tl.abs(size)
+    o_v, o_k = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_K)
+    is_v, is_k = o_v < VALUE_DIM, o_k < KEY_DIM
+    in_v = in_chunk[:, None] & is_v[None, :]
+    first = (begin * VALUE_HEADS + i_hv) * VALUE_DIM
+    at = first + o_t[:, None] * (VALUE_HEADS * VALUE_DIM) + o_v[None, :]
+    if size < 0:
+        if KEEPS_ROWS:
+            tl.store(output + at, tl.zeros([C, BLOCK_W], output.dtype.element_ty), in_v)
+        if rounded is not None:  # by their bits: see `hopper.chunk_o`
+            tl.store(rounded.base + at, tl.zeros([C, BLOCK_W], tl.uint8), in_v)
+            least = tl.full([C], _LEAST_SCALE, tl.float32)
+            tl.store(rounded.scales + i_hv * scales_stride + begin + o_t, least, in_chunk)
+        return
+
+    tokens = tl.cast(num_tokens, tl.int64)
+    query_begin = (i_hv // SIZES.group) * tokens + begin
+    in_k = in_chunk[:, None] & is_k[None, :]
+    p_q = tensors.query_key + query_begin * KEY_DIM + o_t[:, None] * KEY_DIM + o_k[None, :]
+    b_q = tl.load(p_q, in_k, 0)
+    v_begin = i_hv * tokens + begin
+    if not BY_CHANNEL:
+        b_k = tl.load(p_q + SIZES.units * tokens * KEY_DIM, in_k, 0)
+        b_g = tl.load(tensors.decay + v_begin + o_t, in_chunk, 0)
+    p_h = tensors.h + (i_t.to(tl.int64) * VALUE_HEADS + i_hv) * (VALUE_DIM * KEY_DIM)
+    o_h = o_k[:, None] * VALUE_DIM + o_v[None, :]
+    b_h = tl.load(p_h + o_h, is_k[:, None] & is_v[None, :], 0)
+
+    b_o = tl.dot(b_q, b_h, input_precision="ieee")
+    if BY_CHANNEL:
+        p_a = tensors.scores + (v_begin + o_t)[:, None] * C + o_t[None, :]
+        b_a = tl.load(p_a, in_chunk[:, None] & (o_t < C)[None, :], 0)
+    else:
+        b_o *= tl.exp(b_g)[:, None]
+        b_a = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        b_a = (b_a * pairwise_decay(b_g, o_t, 0)).to(b_k.dtype)
+    value_at = o_t[:, None] * VALUE_DIM + o_v[None, :]
+    b_v = tl.load(tensors.v + v_begin * VALUE_DIM + value_at, in_v, 0)
+    b_o += tl.dot(b_a, b_v, input_precision="ieee")
+
+    b_weight = tl.load(weights.norm + o_v, is_v, 0)[None, :]
+    p_gate = gate.base + begin * gate.stride + i_hv * VALUE_DIM
+    b_gate = tl.load(p_gate + o_t[:, None] * gate.stride + o_v[None, :], in_v, 0)
+    b_o = FINISH(b_o, b_weight, b_gate, weights.norm_eps, VALUE_DIM)
+    b_o = b_o.to(output.dtype.element_ty)
+    if KEEPS_ROWS:
+        tl.store(output + at, b_o, in_v)
+    if rounded is not None:
+        # Over a scale for each token.
+        b_wide = b_o.to(tl.float32)
+        b_scale = scale_of(b_wide, 1)
+        tl.store(rounded.base + at, encode(b_wide / b_scale[:, None], NATIVE), in_v)
+        tl.store(rounded.scales + i_hv * scales_stride + begin + o_t, b_scale, in_chunk)
+
+
+@triton.jit
+def pairwise_decay(decay, row, BELOW: tl.constexpr):
+    """[C, C], decay from token j to token i where i >= j + BELOW, else 0."""
+    is_later = row[:, None] >= row[None, :] + BELOW
+    between = tl.where(is_later, decay[:, None] - decay[None, :], 0)
+    return tl.where(is_later, tl.exp(between), 0)

@@ -1,0 +1,278 @@
+"""Short convolutions of many tokens a sequence, with SiLU, and states in and out.
+
+A program computes some rows of a tile. The first rows of a tile also write the convolution states
+of the tile's exports, and in a sequence's first tile the final state: they alone read the old one.
+
+Legend: T tokens, C channels, J taps, U units, V heads, K key_dim, W value_dim.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.layout.chunks import TILE
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import silu
+from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.recurrent.structures import Mixer, PrefillTiles, SlotStates
+
+_ROWS, _HEAD_ROWS = 16, 32
+"""Rows of a tile in one program, no fewer than the convolution is wide."""
+_BATCH = 8
+"""Rows that are loaded at a time."""
+_CHANNELS = 512
+"""Channels of one program."""
+
+
+def convolve(mixer: Mixer, pool: SlotStates, tiles: PrefillTiles) -> Tensor:
+    """Returns all channels [T, C] after the convolution."""
+    sizes, rows = mixer.sizes, mixer.inputs.mixed
+    mixed = rows.base.new_empty(len(rows.base), sizes.channels)
+    parts = TILE // _ROWS
+    _conv_kernel[(cdiv(sizes.channels, _CHANNELS), len(tiles.sequence) * parts)](
+        rows,
+        mixer.weights,
+        pool,
+        tiles,
+        mixed,
+        SIZES=sizes,
+        BLOCK=_CHANNELS,
+        ROWS=_ROWS,
+        BATCH=_BATCH,
+        PARTS=parts,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+    return mixed
+
+
+def convolve_heads(
+    mixer: Mixer, pool: SlotStates, tiles: PrefillTiles, query_key: Tensor, values: Tensor
+) -> None:
+    """Write `query_key` [2 * U, T, K] and `values` [V, T, W], ready for the delta rule: queries and
+    keys are unit vectors."""
+    sizes, rows, parts = mixer.sizes, mixer.inputs.mixed, TILE // _HEAD_ROWS
+    block = next_power_of_2(max(sizes.shared, sizes.own))
+    num_heads = max(2 * sizes.units, sizes.heads)
+    each = min(max(1, _CHANNELS // block), next_power_of_2(num_heads))
+    programs = cdiv(2 * sizes.units, each) + cdiv(sizes.heads, each)
+    _conv_heads_kernel[(programs, len(tiles.sequence) * parts)](
+        rows,
+        len(rows.base),
+        mixer.weights,
+        pool,
+        tiles,
+        query_key,
+        values,
+        SIZES=sizes,
+        BLOCK=block,
+        EACH=each,
+        ROWS=_HEAD_ROWS,
+        BATCH=_BATCH,
+        PARTS=parts,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+
+
+@quick
+@triton.jit(do_not_specialize_on_alignment=["tiles"])
+def _conv_kernel(
+    rows,
+    weights,
+    pool,
+    tiles,
+    mixed,
+    SIZES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BATCH: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """ROWS tokens of some channels of a tile: convolution and SiLU into `mixed` [T, C]."""
+    launch_dependents()
+    TAPS: tl.constexpr = SIZES.taps
+    tile, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    sequence = tl.load(tiles.sequence + tile)
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_channel = channel < SIZES.channels
+    taps = load_taps(weights.conv, channel, is_channel, TAPS)
+    b_bias = tl.zeros([BLOCK], tl.float32)
+    if weights.conv_bias is not None:
+        b_bias += tl.load(weights.conv_bias + channel, is_channel, 0).to(tl.float32)
+    wait_for_inputs()
+    if sequence < 0:
+        return
+    begin = tl.load(tiles.sequence_begin + sequence)
+    end = tl.load(tiles.sequence_begin + sequence + 1)
+    part_from = tl.load(tiles.begin + tile) + part * ROWS
+    if part_from >= end:
+        return
+    state = pool.base + tl.load(tiles.slot_in + sequence).to(tl.int64) * pool.stride
+    window = first_window(rows, state, channel, is_channel, begin, part_from, TAPS)
+    for first in range(part_from, tl.minimum(end, part_from + ROWS), BATCH):
+        p_inputs = rows.base + tl.cast(first, tl.int64) * rows.stride + channel
+        p_mixed = mixed + tl.cast(first, tl.int64) * SIZES.channels + channel
+        b_rows = load_rows(p_inputs, rows.stride, is_channel, end - first, BATCH)
+        for row in tl.static_range(BATCH):
+            x, window = slide(window, taps, b_rows[row].to(tl.float32), TAPS)
+            is_row = is_channel & (first + row < end)
+            b_mixed = silu(x + b_bias).to(mixed.dtype.element_ty)
+            tl.store(p_mixed + row * SIZES.channels, b_mixed, is_row)
+    if part == 0:
+        keep_states(rows, state, pool, tiles, tile, channel, is_channel, part_from, TAPS)
+
+
+@quick
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["tiles"])
+def _conv_heads_kernel(
+    rows,
+    num_tokens,
+    weights,
+    pool,
+    tiles,
+    query_key,
+    values,
+    SIZES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EACH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BATCH: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """ROWS tokens of EACH heads of a tile: convolution, SiLU and L2 norm into `query_key`
+    [2 * U, T, K] or `values` [V, T, W]."""
+    launch_dependents()
+    TAPS: tl.constexpr = SIZES.taps
+    NUM_KEYS: tl.constexpr = 2 * SIZES.units
+    tile, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    sequence = tl.load(tiles.sequence + tile)
+    # Heads of queries and keys, or of values.
+    key_programs: tl.constexpr = (NUM_KEYS + EACH - 1) // EACH
+    is_value = tl.program_id(0) >= key_programs
+    own = (tl.program_id(0) - tl.where(is_value, key_programs, 0)) * EACH + tl.arange(0, EACH)
+    size, num_heads = SIZES.shared, NUM_KEYS
+    if is_value:
+        size, num_heads = SIZES.own, SIZES.units * SIZES.group
+    column = tl.arange(0, BLOCK)[None, :]
+    channel = tl.where(is_value, NUM_KEYS * SIZES.shared, 0) + own[:, None] * size + column
+    is_channel = (own < num_heads)[:, None] & (column < size)
+    taps = load_taps(weights.conv, channel, is_channel, TAPS)
+    wait_for_inputs()
+    if sequence < 0:
+        return
+    begin = tl.load(tiles.sequence_begin + sequence)
+    end = tl.load(tiles.sequence_begin + sequence + 1)
+    part_from = tl.load(tiles.begin + tile) + part * ROWS
+    if part_from >= end:
+        return
+    state = pool.base + tl.load(tiles.slot_in + sequence).to(tl.int64) * pool.stride
+    window = first_window(rows, state, channel, is_channel, begin, part_from, TAPS)
+    p_output = query_key
+    if is_value:
+        p_output = values
+    o_output = own.to(tl.int64)[:, None] * num_tokens * size + column
+    head = tl.where(is_value, NUM_KEYS, own)[:, None]
+    for first in range(part_from, tl.minimum(end, part_from + ROWS), BATCH):
+        p_inputs = rows.base + tl.cast(first, tl.int64) * rows.stride + channel
+        b_rows = load_rows(p_inputs, rows.stride, is_channel, end - first, BATCH)
+        for row in tl.static_range(BATCH):
+            x, window = slide(window, taps, b_rows[row].to(tl.float32), TAPS)
+            x = silu(x)
+            x *= unit_scale(x, head, SIZES.units, SIZES.shared)
+            at = o_output + tl.cast(first + row, tl.int64) * size
+            is_real = is_channel & (row < end - first)
+            tl.store(p_output + at, x.to(p_output.dtype.element_ty), is_real)
+    if part == 0:
+        flat, is_flat = tl.reshape(channel, [EACH * BLOCK]), tl.reshape(is_channel, [EACH * BLOCK])
+        keep_states(rows, state, pool, tiles, tile, flat, is_flat, part_from, TAPS)
+
+
+@triton.jit
+def unit_scale(x, head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr):
+    """The factor for rows of `x` to be unit vectors if `head` is a key's; a query's is shorter by
+    KEY_DIM ** -0.5; a value stays as it is."""
+    scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + 1e-6)
+    scale *= tl.where(head < KEY_HEADS, KEY_DIM**-0.5, 1.0)
+    return tl.where(head < 2 * KEY_HEADS, scale, 1.0)
+
+
+@triton.jit
+def first_window(rows, state, channel, is_channel, begin, part_from, TAPS: tl.constexpr):
+    """The TAPS - 1 inputs before token `part_from` of a sequence whose first is `begin`, oldest
+    first, each of `channel`'s shape, float32; what precedes `begin` is in `state`."""
+    window = ()
+    is_first = part_from == begin
+    p_row = rows.base + part_from.to(tl.int64) * rows.stride + channel
+    for tap in tl.static_range(TAPS - 1):
+        old = tl.load(state + channel * (TAPS - 1) + tap, is_channel & is_first, 0)
+        inputs = tl.load(p_row + (tap - (TAPS - 1)) * rows.stride, is_channel & ~is_first, 0)
+        b_input = inputs.to(tl.float32) + old.to(tl.float32)
+        window = window + (b_input,)  # noqa: RUF005  Triton unpacks no tuples
+    return window
+
+
+@triton.jit
+def load_taps(weight, channel, is_channel, TAPS: tl.constexpr):
+    """The convolution's weights for each tap, of `channel`'s shape, float32."""
+    taps = ()
+    for tap in tl.static_range(TAPS):
+        b_tap = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
+        taps = taps + (b_tap,)  # noqa: RUF005
+    return taps
+
+
+@triton.jit
+def load_rows(p_inputs, stride, is_channel, num_rows, BATCH: tl.constexpr):
+    """BATCH rows of inputs, zeros after the first `num_rows`. All are loaded before anything is
+    stored: for all the compiler knows that might change what later ones read."""
+    rows = ()
+    for row in tl.static_range(BATCH):
+        b_row = tl.load(p_inputs + row * stride, is_channel & (row < num_rows), 0)
+        rows = rows + (b_row,)  # noqa: RUF005
+    return rows
+
+
+@triton.jit
+def slide(window, taps, newest, TAPS: tl.constexpr):
+    """The convolution of `window` and the input after it; and the next window."""
+    seen = window + (newest,)  # noqa: RUF005
+    x = seen[0] * taps[0]
+    following = ()
+    for tap in tl.static_range(1, TAPS):
+        x += seen[tap] * taps[tap]
+        following = following + (seen[tap],)  # noqa: RUF005
+    return x, following
+
+
+@triton.jit
+def keep_states(rows, state, pool, tiles, tile, channel, is_channel, part_from, TAPS: tl.constexpr):
+    """Write the states of a tile's exports, and of a sequence's first tile its final state."""
+    sequence = tl.load(tiles.sequence + tile)
+    begin = tl.load(tiles.sequence_begin + sequence)
+    args = rows, state, pool, channel, is_channel, begin
+    for export in range(tl.load(tiles.export + tile), tl.load(tiles.export + tile + 1)):
+        slot, stop = tl.load(tiles.export_slot + export), tl.load(tiles.export_end + export)
+        _keep_inputs(*args, stop, slot, TAPS)
+    if part_from == begin:
+        end = tl.load(tiles.sequence_begin + sequence + 1)
+        _keep_inputs(*args, end, tl.load(tiles.slot_out + sequence), TAPS)
+
+
+@triton.jit
+def _keep_inputs(rows, state, pool, channel, is_channel, begin, stop, slot, TAPS: tl.constexpr):
+    """Write the last TAPS - 1 inputs before token `stop` to `slot`; those before token `begin` are
+    in the state that was read."""
+    tap = tl.arange(0, triton.next_power_of_2(TAPS))[None, :]
+    source = stop - (TAPS - 1) + tap
+    is_kept = is_channel[:, None] & (tap < TAPS - 1)
+    at = source.to(tl.int64) * rows.stride + channel[:, None]
+    inputs = tl.load(rows.base + at, is_kept & (source >= begin), 0)
+    of_channel = channel[:, None] * (TAPS - 1)
+    before = of_channel + source - begin + (TAPS - 1)
+    inputs += tl.load(state + before, is_kept & (source < begin), 0).to(inputs.dtype)
+    tl.debug_barrier()
+    written = pool.base + slot.to(tl.int64) * pool.stride
+    tl.store(written + of_channel + tap, inputs.to(pool.base.dtype.element_ty), is_kept)

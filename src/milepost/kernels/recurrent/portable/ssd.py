@@ -1,0 +1,266 @@
+"""SSD in two launches: states from chunk to chunk, and what is read from these and from the chunks'
+own tokens.
+
+Legend: T tokens, N chunks, C tokens in a chunk, H heads, P head_dim, G groups, S state_size; I = H
+* P and WIDTH = I + 2 * G * S channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.platform.device import num_sms
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.recurrent.portable.chunk_h import export_state, load_state, store_state
+from milepost.kernels.recurrent.structures import (
+    Mixer,
+    MixerSizes,
+    PrefillChunks,
+    SlotStates,
+    TimeSteps,
+    tile_of,
+)
+
+_ROWS = 64
+"""Tokens of a program of outputs; tiles of float32 are no wider."""
+_MOST_HEADS = 8
+"""Heads in one program of outputs."""
+_COLUMNS = 32
+"""Columns of the state in one program; twice as many in float32."""
+_WARPS, _STAGES = 4, 3
+
+
+def run(
+    mixer: Mixer,
+    chunk: int,
+    pool: SlotStates,
+    chunks: PrefillChunks,
+    mixed: Tensor,
+    times: TimeSteps,
+) -> Tensor:
+    """Returns outputs before gates and norm [T, I], of `mixed` x, B and C [T, channels] after the
+    convolution; writes exports and final states to `pool`."""
+    h = _chunk_fwd_h(mixer, chunk, pool, chunks, mixed, times)
+    return _chunk_fwd_o(mixer, chunk, chunks, mixed, times, h)
+
+
+def _chunk_fwd_h(
+    mixer: Mixer,
+    chunk: int,
+    pool: SlotStates,
+    chunks: PrefillChunks,
+    mixed: Tensor,
+    times: TimeSteps,
+) -> Tensor:
+    """Returns the states before chunks [N, H, P, S]; writes exports and final states to `pool`."""
+    sizes = mixer.sizes
+    h = mixed.new_empty(len(chunks.size), sizes.heads, sizes.own, sizes.shared)
+    is_wide = mixed.dtype == torch.float32
+    columns = _COLUMNS * (1 + is_wide)
+    _chunk_fwd_h_kernel[(triton.cdiv(sizes.shared, columns), sizes.heads, len(chunks.slot_out))](
+        len(mixed),
+        chunks,
+        pool,
+        mixed,
+        times,
+        h,
+        SIZES=sizes,
+        C=chunk,
+        BLOCK_P=tile_of(sizes.own),
+        BLOCK_S=columns,
+        num_warps=_WARPS * (1 + is_wide),
+        num_stages=_STAGES,
+        **OVERLAPPED,
+    )
+    return h
+
+
+def _chunk_fwd_o(
+    mixer: Mixer, chunk: int, chunks: PrefillChunks, mixed: Tensor, times: TimeSteps, h: Tensor
+) -> Tensor:
+    """Returns outputs before gates and norm, [T, I]."""
+    sizes, is_wide = mixer.sizes, mixed.dtype == torch.float32
+    y = mixed.new_empty(len(mixed), sizes.width)
+    num_tiles = len(h) * triton.cdiv(chunk, _ROWS)
+    each = _choose_heads(sizes, num_tiles, num_sms(mixed.device))
+    _chunk_fwd_o_kernel[sizes.heads // each, num_tiles](
+        len(mixed),
+        mixer.weights,
+        chunks,
+        mixed,
+        times,
+        h,
+        y,
+        SIZES=sizes,
+        C=chunk,
+        ROWS=_ROWS,
+        COLUMNS=_ROWS if is_wide else max(_ROWS, chunk),
+        EACH=each,
+        BLOCK_P=tile_of(sizes.own),
+        BLOCK_S=tile_of(sizes.shared),
+        num_warps=4,
+        num_stages=1 + is_wide,
+        **OVERLAPPED,
+    )
+    return y
+
+
+def _choose_heads(sizes: MixerSizes, num_tiles: int, num_sms: int) -> int:
+    """Heads of a program: as many as leave two programs for each SM."""
+    each = _MOST_HEADS
+    while sizes.group % each or (each > 1 and sizes.heads // each * num_tiles < 2 * num_sms):
+        each //= 2
+    return each
+
+
+@quick
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["chunks"])
+def _chunk_fwd_h_kernel(
+    num_tokens,
+    chunks,
+    pool,
+    mixed,
+    times,
+    h,
+    SIZES: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """BLOCK_S columns of a head's state."""
+    STATE_SIZE: tl.constexpr = SIZES.shared
+    HEAD_DIM: tl.constexpr = SIZES.own
+    HEADS: tl.constexpr = SIZES.units * SIZES.group
+    WIDTH: tl.constexpr = SIZES.channels
+    i_s, i_h, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    launch_dependents()
+    first, last = tl.load(chunks.first + i_n), tl.load(chunks.first + i_n + 1)
+    if first == last:
+        wait_for_inputs()
+        return
+    o_t, o_p = tl.arange(0, C), tl.arange(0, BLOCK_P)
+    o_s = i_s * BLOCK_S + tl.arange(0, BLOCK_S)
+    is_p, is_s = o_p < HEAD_DIM, o_s < STATE_SIZE
+    in_h = is_p[:, None] & is_s[None, :]
+    o_h = (i_h * HEAD_DIM + o_p[:, None]) * STATE_SIZE + o_s[None, :]
+    # What an earlier step wrote may be read before the kernels of this one have ended.
+    b_h = load_state(pool, chunks, i_n, o_h, in_h)
+    wait_for_inputs()
+    p_x = mixed + i_h * HEAD_DIM + o_t[:, None] * WIDTH + o_p[None, :]
+    p_b = mixed + HEADS * HEAD_DIM + i_h // SIZES.group * STATE_SIZE
+    p_b += o_t[:, None] * WIDTH + o_s[None, :]
+    head_begin = i_h.to(tl.int64) * num_tokens
+
+    # Loaded a chunk ahead, as in `chunk_h`.
+    begin, size = tl.load(chunks.begin + first), tl.load(chunks.size + first)
+    slot, decay = tl.load(chunks.export + first), tl.load(times.decays + first * HEADS + i_h)
+    for i_t in range(first, last):
+        in_chunk, at = o_t < size, begin.to(tl.int64) * WIDTH
+        b_x = tl.load(p_x + at, in_chunk[:, None] & is_p[None, :], 0)
+        b_b = tl.load(p_b + at, in_chunk[:, None] & is_s[None, :], 0)
+        b_step = tl.load(times.to_end + head_begin + begin + o_t, in_chunk, 0)
+        following = tl.minimum(i_t + 1, last - 1)
+        begin, size = tl.load(chunks.begin + following), tl.load(chunks.size + following)
+        next_slot = tl.load(chunks.export + following)
+        next_decay = tl.load(times.decays + following * HEADS + i_h)
+        p_h = h + tl.cast(i_t, tl.int64) * (HEADS * HEAD_DIM * STATE_SIZE) + o_h
+        tl.store(p_h, b_h.to(h.dtype.element_ty), in_h)
+        b_x = (b_x.to(tl.float32) * b_step[:, None]).to(b_b.dtype)
+        b_h *= decay
+        b_h += tl.dot(tl.trans(b_x), b_b, input_precision="ieee")
+        export_state(pool, slot, o_h, in_h, b_h)
+        slot, decay = next_slot, next_decay
+
+    store_state(pool, chunks, i_n, o_h, in_h, b_h)
+
+
+@quick
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["chunks"])
+def _chunk_fwd_o_kernel(
+    num_tokens,
+    weights,
+    chunks,
+    mixed,
+    times,
+    h,
+    y,
+    SIZES: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """ROWS tokens of EACH heads of a group and chunk: what C reads from the states before the chunk
+    and from the chunk's own tokens, COLUMNS at a time, and D * x, into `y` [T, I]. C times B is the
+    group's; how many heads share them changes no bit."""
+    STATE_SIZE: tl.constexpr = SIZES.shared
+    HEAD_DIM: tl.constexpr = SIZES.own
+    HEADS: tl.constexpr = SIZES.units * SIZES.group
+    WIDTH: tl.constexpr = SIZES.channels
+    first = tl.program_id(0) * EACH
+    PARTS: tl.constexpr = (C + ROWS - 1) // ROWS
+    i_t, i_part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    size = tl.load(chunks.size + i_t)
+    wait_for_inputs()
+    if i_part * ROWS >= size:
+        return
+    begin = tl.load(chunks.begin + i_t).to(tl.int64)
+    o_p, o_s = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_S)
+    is_p, is_s = o_p < HEAD_DIM, o_s < STATE_SIZE
+    p_b = mixed + begin * WIDTH + HEADS * HEAD_DIM + first // SIZES.group * STATE_SIZE
+    p_b += o_s[None, :]
+    i_row, column = i_part * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    # Nothing is read of later tokens than these rows.
+    is_row, stop = i_row < size, tl.minimum(size, (i_part + 1) * ROWS)
+    p_c = p_b + SIZES.units * STATE_SIZE + i_row[:, None] * WIDTH
+    b_c = tl.load(p_c, is_row[:, None] & is_s[None, :], 0)
+    whole = _scores(b_c, p_b, i_row, column, stop, is_s, WIDTH) if COLUMNS >= C else 0.0
+    for i_h in range(first, first + EACH):
+        head_begin = tl.cast(i_h, tl.int64) * num_tokens + begin
+        b_sums = tl.load(times.sums + head_begin + i_row, is_row, 0)
+        p_h = h + (i_t.to(tl.int64) * HEADS + i_h) * (HEAD_DIM * STATE_SIZE)
+        p_h += o_p[:, None] * STATE_SIZE + o_s[None, :]
+        b_h = tl.load(p_h, is_p[:, None] & is_s[None, :], 0)
+        p_x = mixed + begin * WIDTH + i_h * HEAD_DIM + o_p[None, :]
+        p_steps, p_sums = times.steps + head_begin, times.sums + head_begin
+        b_y = tl.dot(b_c, tl.trans(b_h), input_precision="ieee") * tl.exp2(b_sums)[:, None]
+        of_tokens = b_sums, p_x, p_steps, p_sums
+        if COLUMNS >= C:
+            b_y = _read_tokens(b_y, whole, *of_tokens, column, stop, is_p, WIDTH)
+        else:
+            for part in range(i_part * ROWS // COLUMNS + 1):
+                j_row = part * COLUMNS + column
+                scores = _scores(b_c, p_b, i_row, j_row, stop, is_s, WIDTH)
+                b_y = _read_tokens(b_y, scores, *of_tokens, j_row, stop, is_p, WIDTH)
+        in_y = is_row[:, None] & is_p[None, :]
+        b_own = tl.load(p_x + i_row[:, None] * WIDTH, in_y, 0)
+        b_y += tl.load(weights.skip + i_h) * b_own.to(tl.float32)
+        p_y = y + (begin + i_row[:, None]) * (HEADS * HEAD_DIM) + i_h * HEAD_DIM + o_p[None, :]
+        tl.store(p_y, b_y.to(y.dtype.element_ty), in_y)
+
+
+@triton.jit
+def _scores(b_c, p_b, i_row, j_row, stop, is_s, WIDTH: tl.constexpr):
+    """C times B transposed, [ROWS, COLUMNS], zero for later tokens."""
+    in_b = (j_row < stop)[:, None] & is_s[None, :]
+    b_b = tl.load(p_b + j_row[:, None] * WIDTH, in_b, 0)
+    scores = tl.dot(b_c, tl.trans(b_b), input_precision="ieee")
+    return tl.where(i_row[:, None] >= j_row[None, :], scores, 0)
+
+
+@triton.jit
+def _read_tokens(b_y, scores, b_sums, p_x, p_steps, p_sums, j_row, stop, is_p, WIDTH: tl.constexpr):
+    """`b_y` [ROWS, P] and what it reads of some tokens of a head."""
+    is_token = j_row < stop
+    b_x = tl.load(p_x + j_row[:, None] * WIDTH, is_token[:, None] & is_p[None, :], 0)
+    sums = tl.load(p_sums + j_row, is_token, 0)
+    step = tl.load(p_steps + j_row, is_token, 0)
+    # For later tokens it would be no decay, perhaps no number; their scores are zero.
+    decay = tl.minimum(b_sums[:, None] - sums[None, :], 0, propagate_nan=tl.PropagateNan.ALL)
+    weight = scores * (tl.exp2(decay) * step[None, :])
+    return tl.dot(weight.to(b_x.dtype), b_x, b_y, input_precision="ieee")

@@ -1,0 +1,162 @@
+"""The WY representation of a chunk of the gated delta rule, through the UT transform (Yang et al.,
+Gated Delta Networks, arXiv 2412.06464, section 3.3): what doesn't depend on the state before it.
+
+u are the values that tokens add for their keys, as if the state before the chunk were zero; w times
+that state is what they then add less.
+
+Legend: T tokens, C tokens in a chunk, V value heads, K key_dim, W value_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import sigmoid, softplus
+from milepost.kernels.recurrent.portable.chunk_o import pairwise_decay
+from milepost.kernels.recurrent.structures import (
+    ChunkTensors,
+    Mixer,
+    PrefillChunks,
+    delta_blocks,
+)
+
+
+def wy_fwd(mixer: Mixer, chunk: int, chunks: PrefillChunks, tensors: ChunkTensors) -> None:
+    """Turn `tensors.v` into u; write `tensors.w` and `tensors.decay`."""
+    like = tensors.v
+    _wy_fwd_kernel[(mixer.sizes.heads, len(chunks.size))](
+        like.shape[1],
+        mixer.inputs,
+        mixer.weights,
+        chunks,
+        tensors,
+        SIZES=mixer.sizes,
+        C=chunk,
+        **delta_blocks(mixer.sizes),
+        MAX_BETA=mixer.weights.max_beta,
+        SPLIT=splits(like),
+        num_warps=4,
+        **OVERLAPPED,
+    )
+
+
+def splits(like: torch.Tensor) -> bool:
+    """Whether float32 numbers are multiplied as sums of two in bfloat16."""
+    return like.is_cuda and like.dtype != torch.float32
+
+
+@quick
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["chunks"])
+def _wy_fwd_kernel(
+    num_tokens,
+    inputs,
+    weights,
+    chunks,
+    tensors,
+    SIZES: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    MAX_BETA: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """One value head of a chunk: values become u [V, T, W]; w [V, T, K], and the sums of log decays
+    from the chunk's begin [V, T]."""
+    KEY_DIM: tl.constexpr = SIZES.shared
+    VALUE_DIM: tl.constexpr = SIZES.own
+    i_hv, i_t = tl.program_id(0), tl.program_id(1)
+    launch_dependents()
+    size = tl.load(chunks.size + i_t)
+    wait_for_inputs()
+    if size <= 0:
+        return
+    begin = tl.load(chunks.begin + i_t).to(tl.int64)
+    tokens = tl.cast(num_tokens, tl.int64)
+    o_t = tl.arange(0, C)
+    in_chunk = o_t < size
+    betas, decays = inputs.strengths, inputs.decays
+    p_beta = betas.base + begin * betas.stride + i_hv + o_t * betas.stride
+    b_beta = sigmoid(tl.load(p_beta, in_chunk, 0)) * MAX_BETA
+    rate, bias = tl.load(weights.decay_rate + i_hv), tl.load(weights.decay_bias + i_hv)
+    p_decay = decays.base + begin * decays.stride + i_hv + o_t * decays.stride
+    b_in = tl.load(p_decay, in_chunk, 0).to(tl.float32)
+    b_g = tl.cumsum(tl.where(in_chunk, rate * softplus(b_in + bias), 0))
+    v_begin = i_hv * tokens + begin
+    tl.store(tensors.decay + v_begin + o_t, b_g, in_chunk)
+
+    k_begin = (SIZES.units + i_hv // SIZES.group) * tokens + begin
+    o_k, o_v = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_W)[None, :]
+    in_k = in_chunk[:, None] & (o_k < KEY_DIM)
+    in_v = in_chunk[:, None] & (o_v < VALUE_DIM)
+    key_at = o_t[:, None] * KEY_DIM + o_k
+    b_k = tl.load(tensors.query_key + k_begin * KEY_DIM + key_at, in_k, 0)
+
+    b_kk = tl.dot(b_k, tl.trans(b_k), input_precision="ieee")
+    system = b_kk * pairwise_decay(b_g, o_t, 1) * b_beta[:, None]
+    b_inv = invert(system, o_t, C, SPLIT)
+    p_u = tensors.v + v_begin * VALUE_DIM + o_t[:, None] * VALUE_DIM + o_v
+    b_v = tl.load(p_u, in_v, 0)
+    # The factors of the right sides' rows stand in the inverse's columns.
+    by_value = (b_inv * b_beta[None, :]).to(b_v.dtype)
+    by_key = (b_inv * (b_beta * tl.exp(b_g))[None, :]).to(b_k.dtype)
+    b_u = tl.dot(by_value, b_v, input_precision="ieee")
+    tl.store(p_u, b_u.to(b_v.dtype), in_v)
+    b_w = tl.dot(by_key, b_k, input_precision="ieee")
+    tl.store(tensors.w + v_begin * KEY_DIM + key_at, b_w.to(b_k.dtype), in_k)
+
+
+@triton.jit
+def invert(lower, row, C: tl.constexpr, SPLIT: tl.constexpr):
+    """Inverse of 1 + `lower` [C, C], strictly lower triangular, float32.
+
+    Inverses of diagonal blocks grow to twice their size at each step: [[A, 0], [B, D]] has the
+    inverse [[A', 0], [-D' B A', D']]. Unlike a product of powers of `lower` it never forms numbers
+    that dwarf the result. Blocks up to 16 are a batch of small products.
+    """
+    tl.static_assert(C == 64)
+    small = tl.arange(0, 16)
+    block = tl.arange(0, 4)
+    is_diagonal = (block[:, None] == block[None, :])[:, None, :, None]
+    blocks = tl.reshape(lower, [4, 16, 4, 16])
+    blocks = tl.sum(tl.where(is_diagonal, blocks, 0), 2)
+    # Tokens i and j are in one block of size 2 n, but not of size n, iff i ^ j is in [n, 2 n).
+    apart = (small[:, None] ^ small[None, :])[None, :, :]
+    inverses = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, blocks, 0)
+    for power in tl.static_range(1, 4):
+        off = tl.where((apart >> power) == 1, blocks, 0)
+        moved = _product(off, inverses, SPLIT)
+        inverses -= _product(inverses, moved, SPLIT)
+
+    spread = tl.where(is_diagonal, tl.expand_dims(inverses, 2), 0)
+    inverse = tl.reshape(spread, [C, C])
+    apart = row[:, None] ^ row[None, :]
+    for power in tl.static_range(4, 6):
+        off = tl.where((apart >> power) == 1, lower, 0)
+        moved = _product(off, inverse, SPLIT)
+        inverse -= _product(inverse, moved, SPLIT)
+    return inverse
+
+
+@triton.jit
+def _product(left, right, SPLIT: tl.constexpr):
+    """Matrix product of float32 numbers; with SPLIT each is the sum of two bfloat16 numbers, which
+    keeps 16 bits and is twice as fast."""
+    if SPLIT:
+        left_high, left_low = split(left)
+        right_high, right_low = split(right)
+        product = tl.dot(left_high, right_low)
+        product = tl.dot(left_low, right_high, product)
+        return tl.dot(left_high, right_high, product)
+    else:
+        return tl.dot(left, right, input_precision="tf32x3")
+
+
+@triton.jit
+def split(wide):
+    """Two bfloat16 numbers whose sum is nearly `wide`, the first of them cut off."""
+    bits = wide.to(tl.int32, bitcast=True) & -65536
+    high = bits.to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (wide - high).to(tl.bfloat16)

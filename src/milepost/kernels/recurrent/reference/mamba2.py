@@ -1,0 +1,194 @@
+"""Mamba2's recurrence (SSD) in plain torch: the definition, on any device.
+
+For each head, with state S [head_dim, state_size] (Dao and Gu, Transformers are SSMs, arXiv
+2405.21060, sections 2 and 6):
+
+    S_t = exp(dt_t * A) * S_{t-1} + dt_t * x_t B_t^T        y_t = S_t C_t + D * x_t
+
+B and C are shared by the heads of a group. Sums are float32, or float64 for float64 inputs; states
+are cast from the pool's type when read and to it when written.
+
+Slots: `slot_in` of several sequences may be the same slot (slot 0 holds zeros). A slot that is
+written is read by no other sequence of the batch, and every state is read before any is written.
+
+Legend: T tokens, D decoding sequences, S sequences, n sequences of a step, L tokens in a chunk, H
+heads, P head_dim, G groups, R = H / G heads of a group, N state_size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from milepost.kernels import conv
+from milepost.kernels.layout import slots
+from milepost.kernels.layout.chunks import ChunkRows
+from milepost.kernels.platform.tensors import accumulation_dtype, cast, rows_apart
+from milepost.kernels.recurrent.reference.rows import MixerRows, PrefillRows, Steps, run
+from milepost.kernels.recurrent.structures import LayerStates
+from milepost.kernels.recurrent.weights import Mamba2Weights
+
+
+class SSDTokens(NamedTuple):
+    """Tokens after the convolution."""
+
+    x: Tensor
+    """[T, H, P]"""
+    b: Tensor
+    c: Tensor
+    """[T, G, N]"""
+    dt: Tensor
+    """[T, H], time steps."""
+
+
+def mix(projected: Tensor, weights: Mamba2Weights, states: LayerStates, rows: MixerRows) -> Tensor:
+    """See `recurrent.mix`."""
+    channels = len(weights.conv)
+    _, heads, head_dim, state_size = states.recurrent.shape
+    gate, *inputs = projected.split((heads * head_dim, channels, heads), -1)
+    steps = Steps(
+        prepare=partial(_prepare, weights),
+        decode=partial(_decode, weights),
+        prefill=partial(_prefill, weights),
+    )
+    output = run(steps, inputs, states, rows)
+    groups = (channels - heads * head_dim) // (2 * state_size)
+    return cast(gated_norm(output.flatten(1), gate, weights, groups), projected.dtype)
+
+
+def _prepare(weights: Mamba2Weights, mixed: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The convolution's inputs, and time steps [T, H]. These are bounded where a sequence decodes
+    too: a state must not depend on who made it."""
+    rate = weights.rate
+    wide = torch.add(inputs, weights.dt_bias, out=rows_apart(rate, len(inputs), len(rate)))
+    return mixed, F.softplus(wide).clamp_(*weights.dt_limit)
+
+
+def _decode(
+    weights: Mamba2Weights,
+    mixed: Tensor,
+    steps: Tensor,
+    conv_pool: Tensor,
+    recurrent_pool: Tensor,
+    slot_in: Tensor,
+    slot_out: Tensor,
+) -> Tensor:
+    """One token a sequence; [D, H, P] before the norm."""
+    slots = slot_in, slot_out
+    inputs = conv.decode(mixed, weights.conv, weights.conv_bias, conv_pool, *slots)
+    small = weights.rate, weights.skip, recurrent_pool
+    return decode(_split(inputs, steps, recurrent_pool), *small, *slots)
+
+
+def _prefill(
+    weights: Mamba2Weights,
+    mixed: Tensor,
+    steps: Tensor,
+    conv_pool: Tensor,
+    recurrent_pool: Tensor,
+    rows: PrefillRows,
+) -> Tensor:
+    """Many tokens a sequence; [T, H, P] before the norm."""
+    slots, convolution = (rows.slot_in, rows.slot_out), (weights.conv, weights.conv_bias)
+    inputs = conv.prefill(mixed, *convolution, conv_pool, *slots, rows.windows)
+    small = weights.rate, weights.skip, recurrent_pool
+    return prefill(_split(inputs, steps, recurrent_pool), *small, *slots, rows.chunks)
+
+
+def _split(inputs: Tensor, steps: Tensor, recurrent_pool: Tensor) -> SSDTokens:
+    _, heads, head_dim, state_size = recurrent_pool.shape
+    x, b_c = inputs.tensor_split((heads * head_dim,), -1)
+    b, c = b_c.unflatten(-1, (2, -1, state_size)).unbind(1)
+    return SSDTokens(x.unflatten(-1, (heads, head_dim)), b, c, steps)
+
+
+def gated_norm(hidden: Tensor, gate: Tensor, weights: Mamba2Weights, groups: int) -> Tensor:
+    """`hidden` [T, H * P] times SiLU of `gate`, normed group by group after that or before it."""
+    gate = F.silu(cast(gate, hidden.dtype))
+    if weights.norm is None:
+        return hidden * gate
+    if not weights.norm_before_gate:
+        hidden = hidden * gate
+    grouped = hidden.unflatten(-1, (groups, -1))
+    normed = F.rms_norm(grouped, grouped.shape[-1:], eps=weights.norm_eps).flatten(1)
+    normed = normed.mul_(weights.norm)
+    return normed.mul_(gate) if weights.norm_before_gate else normed
+
+
+def decode(
+    tokens: SSDTokens,
+    rate: Tensor,
+    skip: Tensor,
+    pool: Tensor,
+    slot_in: Tensor,
+    slot_out: Tensor,
+) -> Tensor:
+    """Advance D sequences by one token each; returns [D, H, P] in the type of sums and writes
+    `pool`.
+
+    `rate` [H] (the published A), `skip` [H] (its D), `pool` [slots, H, P, N], `slot_in` and
+    `slot_out` [D].
+    """
+    x, b, c, dt = tokens
+    heads, dtype = x.shape[1], accumulation_dtype(x.dtype)
+    x, dt = cast(x, dtype), cast(dt, dtype)
+    b, c = (cast(each, dtype).repeat_interleave(heads // each.shape[1], 1) for each in (b, c))
+    state = slots.read(pool, slot_in, slot_out, dtype)
+    state.mul_((dt * rate).exp_()[..., None, None])
+    state.addcmul_((x * dt[..., None])[..., None], b[:, :, None])
+    slots.write(pool, slot_out, state)
+    return torch.matmul(state, c[..., None]).squeeze(-1).add_(x * skip[:, None])
+
+
+def prefill(
+    tokens: SSDTokens,
+    rate: Tensor,
+    skip: Tensor,
+    pool: Tensor,
+    slot_in: Tensor,
+    slot_out: Tensor,
+    layout: ChunkRows,
+) -> Tensor:
+    """Advance S sequences by all their tokens; returns [T, H, P] in the type of sums and writes
+    `pool`.
+
+    Arguments as for `decode`, with T tokens in place of D, `slot_in` and `slot_out` [S]. States
+    that `layout` names as exports are written to their slots on the way.
+    """
+    x, b, c, dt = tokens
+    dtype = accumulation_dtype(x.dtype)
+    state = pool.index_select(0, slot_in.index_select(0, layout.order)).to(dtype)
+    output = x.new_empty(x.shape, dtype=dtype)
+    for (first, size), exports in zip(layout.steps, layout.exports, strict=True):
+        rows, is_token = (each[first : first + size] for each in (layout.tokens, layout.is_token))
+        inputs = (each[rows].to(dtype) for each in (x, b, c))
+        steps = dt[rows].to(dtype).masked_fill_(~is_token[..., None], 0)
+        found = _advance(*inputs, steps, rate, state[:size])
+        output[rows[is_token]] = found[is_token]
+        for index, slot in exports:
+            pool[slot].copy_(state[index])
+    slots.write(pool, slot_out.index_select(0, layout.order), state)
+    return output.addcmul_(x.to(dtype), skip[:, None])
+
+
+def _advance(x: Tensor, b: Tensor, c: Tensor, dt: Tensor, rate: Tensor, state: Tensor) -> Tensor:
+    """Carry `state` [n, H, P, N] over one chunk each, in place; returns what is read, [n, L, H, P].
+
+    `x` [n, L, H, P], `b` and `c` [n, L, G, N]; `dt` [n, L, H] is 0 for what is no token.
+    """
+    groups = (b.shape[2], -1)
+    b, c = b.transpose(1, 2)[:, :, None], c.transpose(1, 2)[:, :, None]  # [n, G, 1, L, N]
+    written = (x * dt[..., None]).transpose(1, 2).unflatten(1, groups)  # [n, G, R, L, P]
+    before = state.unflatten(1, groups)
+    sums = (dt * rate).cumsum(1).transpose(1, 2).unflatten(1, groups)[..., None]  # [n, G, R, L, 1]
+    total = sums[..., -1:, :]
+    above = torch.ones(sums.shape[-2], sums.shape[-2], dtype=torch.bool, device=x.device).triu_(1)
+    scores = (sums - sums.mT).masked_fill_(above, -torch.inf).exp_().mul_(c @ b.mT)
+    output = scores @ written
+    output.add_((c @ before.mT).mul_(sums.exp()))
+    before.mul_(total.exp()).add_((written * (total - sums).exp()).mT @ b)
+    return output.flatten(1, 2).transpose(1, 2)

@@ -1,0 +1,195 @@
+"""A step's work for the reference of token mixers: a short convolution, then a recurrence.
+
+Sequences that decode come first and take one step of the recurrence each, or, where the step
+verifies, as many as they have tokens; the others go through chunks.
+
+Legend: D decoding sequences, T tokens of theirs, F recorded tokens that are folded, R drafts, E
+numbers of a token's record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from milepost.kernels import conv
+from milepost.kernels.layout.batch import Batch, Ints
+from milepost.kernels.layout.chunks import ChunkRows, lay_out_chunks
+from milepost.kernels.recurrent.structures import LayerStates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRows:
+    """The sequences that do not decode."""
+
+    slot_in: Tensor
+    slot_out: Tensor
+    chunks: ChunkRows
+    windows: conv.ConvLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One token of each of some decoding sequences."""
+
+    sequences: Tensor
+    """[n] int64"""
+    tokens: Tensor
+    """[n] int64, among F recorded tokens and the T of the step after them."""
+    stored: Tensor
+    """[m] int64, the sequences whose states are written after this token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verifies:
+    """Where the tokens of a step that verifies come from, and what is kept of them.
+
+    Records are counted in tokens, row after row, in memory [rows, tokens of a row, ...].
+    """
+
+    lengths: tuple[int, ...]
+    """[D] tokens of the step."""
+    folded: tuple[Tensor, Tensor]
+    """[F] int64 each: row and place of the records that are read."""
+    drafts: Tensor
+    """[R] int64, the tokens that are recorded."""
+    recorded: tuple[Tensor, Tensor]
+    """[R] int64 each: row and place of their records."""
+    rounds: tuple[Round, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixerRows:
+    """A step for the reference: slots as int64, and where tokens stand in chunks and windows."""
+
+    slot_in: Tensor
+    """[D]"""
+    slot_out: Tensor
+    """[D]"""
+    verifies: Verifies | None
+    """None where each decoding sequence has one token and folds none."""
+    prefills: PrefillRows | None
+
+
+def lay_out_rows(batch: Batch, *, conv_width: int, chunk: int) -> MixerRows:
+    """Returns the rows of a step, for convolutions of `conv_width` taps and chunks of `chunk`
+    tokens."""
+    decodes, device = batch.num_decodes, batch.device
+    slot_in, slot_out = (
+        torch.from_numpy(slots).to(device) for slots in (batch.slot_in, batch.slot_out)
+    )
+    prefills = None
+    if decodes < len(batch.starts):
+        starts, lengths = batch.starts[decodes:].tolist(), batch.lengths[decodes:].tolist()
+        exports = [(sequence - decodes, *export) for sequence, *export in batch.exports]
+        prefills = PrefillRows(
+            slot_in=slot_in[decodes:],
+            slot_out=slot_out[decodes:],
+            chunks=lay_out_chunks(starts, lengths, exports, chunk=chunk, device=device),
+            windows=conv.lay_out_windows(starts, lengths, exports, conv_width, device),
+        )
+    return MixerRows(
+        slot_in=slot_in[:decodes],
+        slot_out=slot_out[:decodes],
+        verifies=_lay_out_verifies(batch) if batch.verifies else None,
+        prefills=prefills,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """A mixer's arithmetic.
+
+    `prepare` turns what is recorded of tokens, row by row, into what the two others take. These
+    advance the states of pools by one token a sequence, or by many; both return [T, ...].
+    """
+
+    prepare: Callable[..., Sequence[Tensor]]
+    decode: Callable[..., Tensor]
+    """Takes what `prepare` returns, pools, slot_in and slot_out."""
+    prefill: Callable[..., Tensor]
+    """Takes what `prepare` returns, pools and `PrefillRows`."""
+
+
+def run(steps: Steps, inputs: Sequence[Tensor], states: LayerStates, rows: MixerRows) -> Tensor:
+    """Advance the sequences by all their tokens; returns [T, ...].
+
+    `inputs` [T, ...], side by side [T, E], are what is recorded of a draft in the records [rows,
+    drafts, E].
+    """
+    num_decodes, parts, pools = len(rows.slot_in), [], (states.conv, states.recurrent)
+    if rows.verifies is not None:
+        num_decodes = sum(rows.verifies.lengths)
+        parts.append(_verify(steps, [part[:num_decodes] for part in inputs], states, rows))
+    elif num_decodes:
+        own = steps.prepare(*(part[:num_decodes] for part in inputs))
+        parts.append(steps.decode(*own, *pools, rows.slot_in, rows.slot_out))
+    if rows.prefills is not None:
+        own = steps.prepare(*(part[num_decodes:] for part in inputs))
+        parts.append(steps.prefill(*own, *pools, rows.prefills))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _verify(steps: Steps, inputs: Sequence[Tensor], states: LayerStates, rows: MixerRows) -> Tensor:
+    """Tokens one by one, by the very operations of a decode, in a copy of the states."""
+    verifies, records, pools = rows.verifies, states.records, (states.conv, states.recurrent)
+    assert verifies is not None
+    assert records is not None, "V1: only mixers that keep records verify"
+    own = [pool.index_select(0, rows.slot_in) for pool in pools]
+    old = records[verifies.folded].split([part.shape[1] for part in inputs], -1)
+    records[verifies.recorded] = torch.cat([part[verifies.drafts] for part in inputs], 1)
+    both = steps.prepare(*(torch.cat(parts) for parts in zip(old, inputs, strict=True)))
+    output = None
+    for each in verifies.rounds:
+        of_round = (part[each.tokens] for part in both)
+        found = steps.decode(*of_round, *own, each.sequences, each.sequences)
+        output = found.new_empty(len(both[0]), *found.shape[1:]) if output is None else output
+        output[each.tokens] = found
+        for pool, kept in zip(pools, own, strict=True):
+            pool[rows.slot_out[each.stored]] = kept[each.stored]
+    assert output is not None, "who verifies has a token, recorded or new"
+    return output[len(old[0]) :]
+
+
+def _lay_out_verifies(batch: Batch) -> Verifies:
+    own, device = slice(batch.num_decodes), batch.device
+    folds, lengths, rows = batch.folds[own], batch.lengths[own], batch.record_rows[own]
+    num_drafts = np.maximum(lengths - 1, 0)
+    assert ((rows >= 0) | ((folds == 0) & (num_drafts == 0))).all(), "V2: who records has a row"
+    begins = lengths.cumsum() - lengths
+    places = _ordinals(num_drafts)
+
+    def send(numbers: Ints) -> Tensor:
+        return torch.from_numpy(numbers).to(device)
+
+    return Verifies(
+        lengths=tuple(lengths.tolist()),
+        folded=(send(rows.repeat(folds)), send(_ordinals(folds))),
+        drafts=send(begins.repeat(num_drafts) + 1 + places),
+        recorded=(send(rows.repeat(num_drafts)), send(places)),
+        rounds=tuple(
+            Round(sequences=send(sequences), tokens=send(tokens), stored=send(stored))
+            for sequences, tokens, stored in _rounds(folds, lengths)
+        ),
+    )
+
+
+def _rounds(folds: Ints, lengths: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Each sequence's first token, which may be a recorded one, then the second of those that have
+    one, and so on."""
+    firsts = folds.cumsum() - folds
+    begins = folds.sum() + lengths.cumsum() - lengths
+    stops = folds + np.minimum(lengths, 1)
+    for number in range(int((folds + lengths).max())):
+        sequences = np.flatnonzero(folds + lengths > number)
+        tokens = np.where(number < folds, firsts + number, begins + number - folds)[sequences]
+        yield sequences, tokens, np.flatnonzero(stops == number + 1)
+
+
+def _ordinals(counts: Ints) -> Ints:
+    """0, 1 ... count - 1 for each of `counts`."""
+    return np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)

@@ -1,0 +1,95 @@
+"""The tables of recurrent kernels: which serves what, and that the command and a page say so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from milepost.kernels.platform import device
+from milepost.kernels.platform.device import CHIPS, hopper_kernels
+from milepost.kernels.recurrent import (
+    TABLES,
+    GatedDeltaWeights,
+    KDAWeights,
+    Mamba2Weights,
+    MixerPart,
+    Recurrence,
+    needs_arrivals,
+)
+from milepost.kernels.recurrent.table import DECODES, OUTPUTS, STATES, VERIFIES, is_reached
+
+H200, A100 = CHIPS["sm_90"][1], CHIPS["sm_80"][1]
+DELTA = Recurrence(rule=GatedDeltaWeights, num_units=16, num_heads=32, shared=128, own=128)
+KIMI = Recurrence(rule=KDAWeights, num_units=32, num_heads=32, shared=128, own=128)
+NEMOTRON = Recurrence(rule=Mamba2Weights, num_units=8, num_heads=64, shared=128, own=64)
+OLMO = replace(DELTA, num_units=30, num_heads=30, shared=96, own=192)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """As with a Triton whose Gluon is known, whatever is installed here."""
+    monkeypatch.setattr(device, "triton_version", lambda: (3, 6))
+    for table in TABLES.values():
+        table.forget()
+
+
+def serves(table, recurrence: Recurrence, num: int, chip=H200, **others) -> str:
+    part = MixerPart(recurrence=recurrence, num=num, **others)
+    return table.choose(part, chip).kernel.name
+
+
+@pytest.mark.parametrize("recurrence", [DELTA, KIMI])
+def test_hopper_runs_all_steps_of_square_states(recurrence):
+    for num in (1, 2, 64, 500):
+        assert serves(DECODES, recurrence, num) == "delta decode, Hopper"
+        assert serves(VERIFIES, recurrence, num) == "delta verify, Hopper"
+        assert serves(DECODES, recurrence, num, A100) == "step"
+        assert serves(DECODES, recurrence, num, is_reached=False) == "step"
+    with hopper_kernels(False):
+        assert serves(DECODES, recurrence, 1) == "step"
+
+
+def test_other_states_are_any_chips():
+    assert serves(DECODES, OLMO, 1) == serves(VERIFIES, OLMO, 1) == "step"
+    assert serves(STATES, OLMO, 8192) == "chunk_h"
+    assert serves(OUTPUTS, OLMO, 8192) == "chunk_o"
+
+
+def test_mamba2_decodes_on_hopper_once_there_is_work_for_all_sms():
+    assert [serves(DECODES, NEMOTRON, num) for num in (8, 9)] == ["step", "mamba2 decode, Hopper"]
+    assert serves(VERIFIES, NEMOTRON, 1) == "mamba2 verify, Hopper"
+    for changed in ({"has_norm": False}, {"num_units": 1}, {"shared": 256}):
+        assert serves(DECODES, replace(NEMOTRON, **changed), 500) == "step"
+
+
+@pytest.mark.parametrize("recurrence", [DELTA, KIMI])
+def test_long_prefills_go_through_tma(recurrence):
+    for num, where in ((4096, ""), (4097, ", Hopper")):
+        assert serves(STATES, recurrence, num) == f"chunk_h{where}"
+        own = where if recurrence is DELTA else ""
+        assert serves(OUTPUTS, recurrence, num) == f"chunk_o{own}"
+    assert serves(STATES, recurrence, 8192, element_bytes=4) == "chunk_h"
+
+
+def test_only_programs_that_wait_for_others_are_sent_arrivals():
+    assert needs_arrivals(NEMOTRON, 500, H200)
+    assert needs_arrivals(DELTA, 4, H200)
+    assert not needs_arrivals(DELTA, 5, H200)
+    assert not needs_arrivals(DELTA, 1, A100)
+    assert not needs_arrivals(KIMI, 1, H200)
+
+
+def test_tma_reaches_states_of_float32_whose_slots_lie_apart_by_whole_lines():
+    pool = torch.zeros(3, 2, 128, 128)
+    assert is_reached(pool)
+    assert not is_reached(pool.bfloat16())
+    assert not is_reached(
+        torch.zeros(3, 2 * 128 * 128 + 4)[:, : 2 * 128 * 128].unflatten(1, (2, -1))
+    )
+
+
+def test_rows_have_names_of_their_own():
+    for table in TABLES.values():
+        assert len({kernel.name for kernel in table.kernels}) == len(table.kernels)
