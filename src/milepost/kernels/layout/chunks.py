@@ -32,23 +32,6 @@ from milepost.kernels.layout.batch import Batch
 TILE = 64
 """Tokens in a full tile."""
 
-UNSPECIALISED = (
-    "slot_in",
-    "slot_out",
-    "sequence_begin",
-    "sequence_chunk",
-    "tile_sequence",
-    "tile_begin",
-    "tile_export",
-    "export_end",
-    "export_slot",
-    "chunk_begin",
-    "chunk_size",
-    "chunk_slot",
-)
-"""Arrays that begin anywhere in a buffer: kernels in Triton are not compiled anew for their
-alignment."""
-
 Array = Any
 """A numpy int32 array on the host; a tensor once the runner has sent the layout to the device."""
 

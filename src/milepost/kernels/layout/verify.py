@@ -13,9 +13,6 @@ from milepost.kernels.layout import chunks
 from milepost.kernels.layout.batch import Batch, padded
 from milepost.kernels.layout.chunks import Array, ChunkLayout
 
-UNSPECIALISED = [*chunks.UNSPECIALISED, "begin", "length", "fold", "row"]
-"""Arrays that begin anywhere in a buffer."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLayout:

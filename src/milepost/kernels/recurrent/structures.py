@@ -304,6 +304,13 @@ def delta_blocks(sizes: MixerSizes) -> dict[str, int]:
     return {"BLOCK_K": tile_of(sizes.shared), "BLOCK_W": tile_of(sizes.own)}
 
 
+def delta_warps(sizes: MixerSizes, like: Tensor) -> int:
+    """Warps of a program with a head's keys and values. Products in float32 are unrolled: for wide
+    heads a program of fewer threads has so much code in each that it takes minutes to compile."""
+    is_wide = tile_of(sizes.shared) * tile_of(sizes.own) > 128 * 128
+    return 16 if is_wide and like.element_size() == 4 else 4
+
+
 def tile_of(size: int) -> int:
     return max(_LEAST_TILE, next_power_of_2(size))
 

@@ -22,6 +22,7 @@ from milepost.kernels.recurrent.structures import (
     PrefillChunks,
     RoundedOutput,
     delta_blocks,
+    delta_warps,
 )
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
@@ -55,7 +56,7 @@ def run(
         **delta_blocks(mixer.sizes),
         KEEPS_ROWS=fp8 is None or not fp8.is_alone,
         NATIVE=probe(output.device).has_fp8,
-        num_warps=4,
+        num_warps=delta_warps(mixer.sizes, output),
         **OVERLAPPED,
     )
 

@@ -21,6 +21,7 @@ from milepost.kernels.recurrent.structures import (
     Mixer,
     PrefillChunks,
     delta_blocks,
+    delta_warps,
 )
 
 
@@ -38,7 +39,7 @@ def wy_fwd(mixer: Mixer, chunk: int, chunks: PrefillChunks, tensors: ChunkTensor
         **delta_blocks(mixer.sizes),
         MAX_BETA=mixer.weights.max_beta,
         SPLIT=splits(like),
-        num_warps=4,
+        num_warps=delta_warps(mixer.sizes, like),
         **OVERLAPPED,
     )
 
