@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from milepost.kernels.recurrent import (
     needs_arrivals,
 )
 from milepost.kernels.recurrent.table import DECODES, OUTPUTS, STATES, VERIFIES, is_reached
+from milepost.models.kernel_list import list_kernels
 
+MODELS = Path(__file__).parents[2] / "bench" / "models"
 H200, A100 = CHIPS["sm_90"][1], CHIPS["sm_80"][1]
 DELTA = Recurrence(rule=GatedDeltaWeights, num_units=16, num_heads=32, shared=128, own=128)
 KIMI = Recurrence(rule=KDAWeights, num_units=32, num_heads=32, shared=128, own=128)
@@ -93,3 +96,18 @@ def test_tma_reaches_states_of_float32_whose_slots_lie_apart_by_whole_lines():
 def test_rows_have_names_of_their_own():
     for table in TABLES.values():
         assert len({kernel.name for kernel in table.kernels}) == len(table.kernels)
+
+
+def test_the_command_lists_a_models_recurrences():
+    rows = list(list_kernels(str(MODELS / "kimi-linear-48b-a3b"), "sm_90", None))
+    first = next(index for index, row in enumerate(rows) if row[0].endswith("decode"))
+    name, shape, *served = rows[first]
+    assert name.startswith("layer 0 ")
+    assert shape == "32 heads, 128 x 128"
+    assert served == ["from 1", "delta decode, Hopper", "4 rows, warps", ""]
+    states = next(index for index, row in enumerate(rows) if row[0].endswith("states"))
+    assert [row[2:4] for row in rows[states : states + 2]] == [
+        ("1 to 4096", "chunk_h"),
+        ("from 4097", "chunk_h, Hopper"),
+    ]
+    assert rows[states][-1] == "chunk_h, Hopper: up to 4096 tokens"
