@@ -22,10 +22,7 @@ DONE = (
     *(f"kernels/{name}" for name in ("attention", "comm", "layout", "mtp", "platform", "rows")),
     "kernels/sampling",
     *("kernels/norm", "kernels/products/forms", "kernels/products/__init__.py"),
-    *(
-        f"kernels/products/{name}.py"
-        for name in ("describe", "kernels", "library", "table", "tiles")
-    ),
+    *(f"kernels/products/{name}.py" for name in ("describe", "library", "table", "tiles")),
     *(f"kernels/products/{name}.py" for name in ("run_products", "hopper/beside", "hopper/gemv")),
     *(f"kernels/products/hopper/{name}.py" for name in ("gemv_parts", "gemv_ring")),
     *(f"kernels/products/hopper/{form}_small_m.py" for form in ("fp8", "int4", "raw")),

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.platform.device import CHIPS, probe
+from milepost.kernels.platform.tables import Kernel, RowRange
 from milepost.kernels.products import Epilogue, describe
 from milepost.kernels.products.forms.quantised import Fp8, multiply
-from milepost.kernels.products.kernels import Kernel, RowRange
 from milepost.kernels.products.run_products import Multiplication
 from milepost.kernels.products.table import PRODUCTS, Product
 from tests.kernels.choices import forget, multiplication, run_kernel

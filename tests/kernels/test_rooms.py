@@ -15,9 +15,6 @@ OPERATIONS: tuple[str, ...] = (
     "products",
     "recurrent",
     "conv",
-    "gated_delta",
-    "kda",
-    "mamba2",
     "short_conv",
     "attention",
     "mtp",
@@ -26,7 +23,7 @@ OPERATIONS: tuple[str, ...] = (
     "comm",
 )
 BEFORE = (*LOWER, *OPERATIONS)
-MIXERS = {"recurrent", "conv", "gated_delta", "kda", "mamba2"}
+MIXERS = {"recurrent", "conv"}
 """One operation in several folders."""
 
 
@@ -86,7 +83,7 @@ def test_a_breach_is_seen(tmp_path, monkeypatch) -> None:
         ("attention/a.py", "from milepost.kernels.attention.table import choose", True),
         ("layout/a.py", "from milepost.kernels.attention import attend", False),
         ("platform/a.py", "from milepost.kernels.layout.batch import Batch", False),
-        ("kda/a.py", "from milepost.kernels.recurrent.structures import Mixer", True),
+        ("conv/a.py", "from milepost.kernels.recurrent.structures import Mixer", True),
     ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 device      capabilities of a GPU, present or not, and which kernels run on it
 launches    Triton launches that are cheap to repeat, and that overlap with the one before
+tables      a row for each kernel, and the choice among them
 gluon       differences between Triton's versions; overlapping launches and FP8 in Gluon
 numerics    activations and FP8 in Triton
 tensors     number types and strides, in torch

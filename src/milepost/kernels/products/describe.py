@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tables import KernelTable, P
 from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4
-from milepost.kernels.products.kernels import KernelTable, P
 
 QUANTISED = (Fp8, Int4, Fp4)
 _PROBED = (*range(1, 130), 160, 256, 512, 1024, 2048, 4096, 8192)

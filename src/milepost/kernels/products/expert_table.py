@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tables import HOPPER, Kernel, KernelTable, RowRange
 from milepost.kernels.products.forms.matrix import Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4
-from milepost.kernels.products.kernels import HOPPER, Kernel, KernelTable, RowRange
 
 UNGROUPED = 40
 """Up to so many rows (four tokens, nine experts each) nothing is grouped."""

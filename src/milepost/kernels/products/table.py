@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tables import HOPPER, Kernel, KernelTable, RowRange
 from milepost.kernels.products import tiles
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4
-from milepost.kernels.products.kernels import HOPPER, Kernel, KernelTable, RowRange
 
 _HOPPER_WEIGHTS = 1 << 22
 """Fewest weights for which Hopper's FP8 kernel of some rows is the fastest."""

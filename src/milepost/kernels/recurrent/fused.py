@@ -10,8 +10,8 @@ from milepost.kernels.layout.chunks import ChunkLayout
 from milepost.kernels.layout.emit import Emit, Inputs, handed_on, room_for
 from milepost.kernels.layout.verify import DecodeLayout, VerifyLayout
 from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.tables import Kernel, KernelTable
 from milepost.kernels.platform.tensors import BLOCK
-from milepost.kernels.products.kernels import Kernel, KernelTable
 from milepost.kernels.recurrent.portable import delta, mamba2
 from milepost.kernels.recurrent.rules import gated_delta as gated_delta_rule
 from milepost.kernels.recurrent.rules import kda as kda_rule

@@ -18,13 +18,7 @@ from torch import Tensor
 
 from milepost.kernels.layout.emit import Emit
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.products.kernels import (
-    HOPPER,
-    Kernel,
-    KernelTable,
-    RowRange,
-    why_no_hopper,
-)
+from milepost.kernels.platform.tables import HOPPER, Kernel, KernelTable, RowRange, why_no_hopper
 from milepost.kernels.recurrent.weights import (
     GatedDeltaWeights,
     KDAWeights,

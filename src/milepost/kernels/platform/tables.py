@@ -1,7 +1,7 @@
 """Tables of kernels: what a row states, and how the kernel that serves a problem is chosen.
 
-`table` has the rows of dense products, `expert_table` those of routed experts. The first row that
-serves a problem is its kernel; rows after it are for those that it refuses. Nothing here imports
+Dense products, routed experts and recurrences have such a table each. The first row that serves a
+problem is its kernel; rows after it are for those that it refuses. Nothing here imports
 Triton or needs a GPU.
 
 A kernel's order is the one in which an output's terms are added; kernels with different orders
@@ -27,7 +27,7 @@ _MOST_REMEMBERED = 1 << 14
 
 
 class Problem(Hashable, Protocol):
-    """A multiplication, as far as it decides which kernel runs."""
+    """A computation, as far as it decides which kernel runs."""
 
     @property
     def form(self) -> type[Any]:
