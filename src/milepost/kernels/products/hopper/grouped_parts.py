@@ -60,7 +60,8 @@ class ExpertOutput(NamedTuple):
 
 
 class GroupStrides(NamedTuple):
-    """Elements between rows, or between lines of scales."""
+    """Elements between lines of scales, and of blocks. Launches take them one by one: within a
+    tuple Triton would compile anew for multiples of 16."""
 
     scales: int = 0
     output: int = 0
@@ -155,7 +156,9 @@ def launch(
         output,
         RowGroups(groups.order, groups.blocks, groups.num_blocks),
         rows.stride(0) if is_up else 0,
-        strides._replace(capacity=groups.blocks.shape[1]),
+        strides.scales,
+        strides.output,
+        groups.blocks.shape[1],
         SHAPE=shape,
         OPEN=form.open,
         PRODUCE=form.produce,
@@ -170,7 +173,7 @@ def launch(
 
 
 @quick
-@gluon.jit(do_not_specialize=["strides"])
+@gluon.jit(do_not_specialize=["scale_stride", "output_stride", "capacity"])
 def _project_kernel(
     rows,
     weight,
@@ -178,7 +181,9 @@ def _project_kernel(
     output,
     groups,
     stride,
-    strides,
+    scale_stride,
+    output_stride,
+    capacity,
     SHAPE: gl.constexpr,
     OPEN: gl.constexpr,
     PRODUCE: gl.constexpr,
@@ -191,6 +196,7 @@ def _project_kernel(
     stages = OPEN(output.base.dtype.element_ty, weight, SHAPE)
     wait_for_inputs()
     launch_dependents()
+    strides = GroupStrides(scale_stride, output_stride, capacity)
     work = GroupedWork(groups, strides, gl.load(groups.num_blocks) * SHAPE.tiles)
     gl.warp_specialize(
         [
