@@ -94,7 +94,7 @@ def test_a_second_ctrl_c_ends_what_runs(folder):
         server.process.send_signal(signal.SIGINT)
         until(lambda: any("still running: 1" in line for line in server.log))
         server.process.send_signal(signal.SIGINT)
-        with pytest.raises(openai.APIError, match="told to end at once"):
+        with pytest.raises(openai.APIError, match="told to stop at once"):
             list(stream)
         assert server.process.wait(DEADLINE_S) == 0
     assert not [line for line in server.log if "Traceback" in line]

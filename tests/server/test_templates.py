@@ -48,7 +48,7 @@ def test_a_variable_that_is_not_read_is_refused():
 
 @pytest.mark.parametrize("name", ["messages", "tokenize", "chat_template", "bos_token"])
 def test_what_is_not_for_a_request_to_set(name):
-    with pytest.raises(HttpError, match="not for a request"):
+    with pytest.raises(HttpError, match="requests cannot set it"):
         check_template_kwargs({name: False}, None)
 
 
