@@ -57,6 +57,15 @@ def test_a_client_comes_again_when_a_refusal_says_unless_that_is_long():
     assert own.due(21.0) == [1], "its session goes on"
 
 
+def test_each_try_has_its_own_time():
+    own = clients(sessions(1), timeout_s=10.0)
+    own.due(0.0)
+    own.refused(0, 1.0, 5.0)
+    assert own.due(6.0) == [0]
+    assert own.timed_out(10.0) == [], "that was the first try's"
+    assert own.timed_out(16.0) == [0]
+
+
 def test_an_answer_that_has_begun_is_not_given_up():
     own = clients(sessions(1), timeout_s=10.0)
     own.due(0.0)
