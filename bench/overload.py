@@ -57,6 +57,7 @@ ROWS = {
     "auto": Row(policy="auto"),
     "auto-wait": Row(policy="auto", max_queue_wait_s=10.0),
     "no-admission": Row(policy="auto", is_first_come=True),
+    "no-admission-wait": Row(policy="auto", is_first_come=True, max_queue_wait_s=10.0),
     "vllm": Row(policy="vllm", is_first_come=True),
     "sglang": Row(policy="sglang", is_first_come=True),
     "vllm-wait": Row(policy="vllm", is_first_come=True, max_queue_wait_s=10.0),
