@@ -61,7 +61,7 @@ class Worker:
         engine = self.engine
         while True:
             if not engine.has_work or engine.awaits_others:
-                select.select([self.pipe, engine.bell.socket], [], [])
+                select.select([self.pipe, engine.wakers[0]], [], [])
             while self.pipe.poll():
                 if not self._obey(*self.pipe.recv()):
                     engine.close()
@@ -102,7 +102,7 @@ class Worker:
                 continue
             self.times[number].append(now)
             if len(self.times[number]) == 2 or job.is_finished:
-                request = job.answers[0].request
+                request = job.completions[0].request
                 loaded = sum(request.report.loaded.values()) if request.report else 0
                 told = self.times[number], job.kv_transfer_params, loaded, job.is_finished
                 self.pipe.send(("told", number, *told))

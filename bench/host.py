@@ -26,7 +26,8 @@ import rows
 import torch
 
 from milepost.cache import Cache
-from milepost.engine.prompts import check_prompt, read_prompt
+from milepost.engine.prompts import read_prompt
+from milepost.engine.validation import Limits, check_prompt
 from milepost.kernels.attention import AttentionOperation
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.recurrent import GatedDeltaWeights, Recurrence, RecurrentOperation
@@ -88,8 +89,14 @@ class Host:
         """One request of one output token; returns how many tokens were reused."""
         timed, self._num_asked = self._timed, self._num_asked + 1
         prompt = timed("read", lambda: read_prompt({"prompt_token_ids": token_ids}, None))
-        limits = {"vocab_size": VOCAB_SIZE, "max_model_len": 1 << 20, "max_cache_marks": 8}
-        timed("check", lambda: check_prompt(prompt, **limits))
+        limits = Limits(
+            vocab_size=VOCAB_SIZE,
+            max_model_len=1 << 20,
+            max_cache_marks=8,
+            has_tokenizer=False,
+            closes_reasoning=False,
+        )
+        timed("check", lambda: check_prompt(prompt, limits))
         chain = timed("queue", lambda: self.cache.chain(prompt.packed))
         request = Request(id=str(self._num_asked), chain=chain, max_tokens=1)
         timed("queue", lambda: self.scheduler.add(request))

@@ -118,14 +118,14 @@ def compare(llm: LLM, run: Run, turns: int, *, equal: bool, less: Run | None = N
     this process's own time; refuses answers that differ. What `less` does is subtracted, in tokens
     and in time."""
     engine = llm.llm_engine
-    sides = {"plain": None, "drafts": engine.flights.speculation}
+    sides = {"plain": None, "drafts": engine.pipeline.speculation}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     own_seconds: dict[str, list[float]] = {side: [] for side in sides}
     answers: dict[str, list[list[int]]] = {}
     num_tokens = 0
     for turn in range(1 + turns):
         for side, speculation in sides.items():
-            engine.flights.speculation = speculation
+            engine.pipeline.speculation = speculation
             base, base_s, base_own_s = _timed(llm, less, turn) if less else ([], 0.0, 0.0)
             answers[side], whole_s, own_s = _timed(llm, run, turn)
             num_tokens = sum(map(len, answers[side])) - sum(map(len, base))
@@ -225,8 +225,8 @@ def long(arguments: argparse.Namespace) -> Iterator[Row]:
             fields = speculating(3, **LONG[method], adaptive=False)
             llm = embedded(dtype=dtype, **options, **fields)
             if method == "erring":
-                assert llm.llm_engine.flights.speculation is not None
-                llm.llm_engine.flights.speculation.drafter = Erring(known, 0.2)
+                assert llm.llm_engine.pipeline.speculation is not None
+                llm.llm_engine.pipeline.speculation.drafter = Erring(known, 0.2)
             stats = llm.llm_engine.scheduler.stats
             for num in arguments.sequences:
                 accepted = stats.num_accepted_tokens
@@ -260,8 +260,8 @@ def dummy(arguments: argparse.Namespace, max_num_seqs: int, method: str, **field
 def decoding(arguments: argparse.Namespace, batches: Sequence[int], **fields: Any) -> Iterator[Row]:
     """Decoding with drafts of nobody's beside plain decoding."""
     llm = dummy(arguments, max(batches), "ngram", **fields)
-    assert llm.llm_engine.flights.speculation is not None
-    llm.llm_engine.flights.speculation.drafter = Anything()
+    assert llm.llm_engine.pipeline.speculation is not None
+    llm.llm_engine.pipeline.speculation.drafter = Anything()
     vocab_size = llm.llm_engine.vocab_size
     for batch in batches:
         rng = random.Random(batch)
@@ -295,11 +295,11 @@ def chats(arguments: argparse.Namespace) -> Iterator[Row]:
     """The chats of `engine`, with the passes of a head whose drafts are accepted at `RATES`; the
     plain side has the head too, whose KV takes a hundredth of a step."""
     llm = dummy(arguments, 64, "mtp", **AT_RATES, adaptive=False)
-    sides = {"plain": None, "drafts": llm.llm_engine.flights.speculation}
+    sides = {"plain": None, "drafts": llm.llm_engine.pipeline.speculation}
     found: dict[str, list[Row]] = {side: [] for side in sides}
     for turn in range(1 + arguments.turns):
         for side, speculation in sides.items():
-            llm.llm_engine.flights.speculation = speculation
+            llm.llm_engine.pipeline.speculation = speculation
             llm.reset_prefix_cache()
             rng, vocab_size = random.Random(turn), llm.llm_engine.vocab_size
             found[side] += engine.chats(engine.Bench(llm, SamplingParams, vocab_size, rng))

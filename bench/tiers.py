@@ -28,6 +28,7 @@ from typing import Any
 import rows
 
 from milepost import LLM, SamplingParams
+from milepost.engine.loop.tiering import Tiering
 from milepost.scheduler.outside import Offer
 from milepost.tiers.disk import NUM_READERS
 from milepost.tiers.rates import MeasuredRates
@@ -35,12 +36,17 @@ from milepost.tiers.rates import MeasuredRates
 LONG = 31_700
 
 
+def _tiering(llm: LLM) -> Tiering:
+    (found,) = [part for part in llm.llm_engine.off_device if isinstance(part, Tiering)]
+    return found
+
+
 class Bench:
     """An engine with tiers, and the source of its prompts."""
 
     def __init__(self, llm: LLM, seed: int, vocab_size: int) -> None:
         self.llm = llm
-        self.tiers = llm.llm_engine._tiering.tiers
+        self.tiers = _tiering(llm).tiers
         self._rng = random.Random(seed)
         self._vocab_size = vocab_size
 
@@ -66,7 +72,7 @@ class Bench:
     def forget_host(self) -> None:
         """Have all that is worth it on disk, and only there."""
         self.forget_device()
-        tiering = self.llm.llm_engine._tiering
+        tiering = _tiering(self.llm)
         while tiering.do_idle_work():
             time.sleep(0.001)
         self.tiers.clear()

@@ -79,7 +79,7 @@ def share_memory(llm: LLM, pages_each: int, make: Callable[[Pools, int], Executo
     )
     poison(pools, unit_of(shape, pages_each).num_bytes)
     shared = SharedRunner(make(pools, num_units), pools, num_units=num_units, pages_each=pages_each)
-    llm.llm_engine.runner = llm.llm_engine.flights.runner = shared
+    llm.llm_engine.runner = llm.llm_engine.pipeline.runner = shared
     return shared
 
 

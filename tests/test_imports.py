@@ -57,7 +57,7 @@ FLOORS = {
 
 BESIDE_FLOORS = {
     "cache": {"events", "order", "placement", "plans", "report"},
-    "engine": {"child", "facts", "heap", "metrics", "outputs", "parent", "prompts"},
+    "engine": {"child", "facts", "heap", "metrics", "outputs", "parent", "prompts", "validation"},
 }
 """Modules beside the folders that all of them may use."""
 

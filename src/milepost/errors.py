@@ -2,6 +2,7 @@
 
     MilepostError
     ├── InvalidRequestError (ValueError)    the caller's prompt, marks or sampling parameters
+    │   └── InvalidPromptError              the prompt or its marks
     ├── ConfigError (ValueError)            the engine's configuration
     │   └── UnsupportedModelError           an architecture or a feature that we do not run
     ├── WeightsError (ValueError)           weight files that are missing, truncated or do not fit
@@ -27,6 +28,15 @@ class MilepostError(Exception):
 
 class InvalidRequestError(MilepostError, ValueError):
     """The request cannot be served as it stands."""
+
+
+class InvalidPromptError(InvalidRequestError):
+    """The prompt, or its marks, cannot be served. `is_too_long`: it is longer than the model's
+    longest."""
+
+    def __init__(self, message: str, *, is_too_long: bool = False) -> None:
+        super().__init__(message)
+        self.is_too_long = is_too_long
 
 
 class ConfigError(MilepostError, ValueError):

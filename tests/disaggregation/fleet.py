@@ -9,10 +9,10 @@ from typing import Any
 
 from milepost.config import EngineConfig
 from milepost.engine.loop.core import Engine
-from milepost.engine.loop.requests import RequestGroup
+from milepost.engine.loop.group import RequestGroup
 from milepost.engine.prompts import Prompt
 from milepost.sampling_params import SamplingParams
-from tests.engines import greedy
+from tests.engines import connector_of, greedy
 from tests.invariants import check
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -59,7 +59,7 @@ class Fleet:
         """Until some engine is told something."""
         import select
 
-        select.select([engine.bell.socket for engine in self.engines], [], [], 0.05)
+        select.select([engine.wakers[0] for engine in self.engines], [], [], 0.05)
 
     def prefill(self, engine: Engine, tokens: Sequence[int]) -> dict[str, Any] | None:
         """What the engine answers for the one that decodes."""
@@ -91,7 +91,7 @@ class Fleet:
 
     def check(self) -> None:
         """Nothing is held or lent any more, and every cache is whole."""
-        self.until(lambda: not any(len(e.connector.leases) for e in self.engines))
+        self.until(lambda: not any(len(connector_of(e).leases) for e in self.engines))
         for engine in self.engines:
             engine.poll()
             cache = engine.scheduler.cache
@@ -111,7 +111,7 @@ def running(*engines: Engine) -> Iterator[Fleet]:
 
 def sizes(engine: Engine) -> tuple[int, int]:
     """Bytes of a page and of a state, on all ranks."""
-    hello = engine.connector._links.hello
+    hello = connector_of(engine)._links.hello
     pages, slots = map(sum, hello.layout.piece_bytes)
     return pages * hello.num_ranks, slots * hello.num_ranks
 

@@ -37,12 +37,12 @@ from milepost.disaggregation.messages import (
     Welcome,
 )
 from milepost.disaggregation.params import read
-from milepost.engine.loop.requests import RequestGroup
+from milepost.engine.loop.group import RequestGroup
 from milepost.errors import InvalidRequestError
 from tests.disaggregation.fleet import Fleet, open_engine, running
 from tests.disaggregation.hostile import VALUES, Liar, mutated
 from tests.disaggregation.storm import left
-from tests.engines import Tiny, greedy, tokens
+from tests.engines import Tiny, connector_of, greedy, tokens
 
 NUM_PROMPTS = 4
 OPTIONS = {"extra": {"timeout_s": 0.4, "max_transfers": 16}, "max_num_seqs": 8}
@@ -74,9 +74,9 @@ class Fuzz:
                     self.fleet.add(self.second, prompt, params | {"remote_port": liar.port})
                 )
                 self._mistake(prompt, params, jobs)
-            before = self.second.connector.num_fetched
+            before = connector_of(self.second).num_fetched
             self.fleet.run(*jobs)
-            self.counts["fetched from liars"] += self.second.connector.num_fetched - before
+            self.counts["fetched from liars"] += connector_of(self.second).num_fetched - before
         for job in jobs:
             self._judge(job)
         self._judge_both()
@@ -93,7 +93,7 @@ class Fuzz:
             self.counts["parameters refused"] += 1
 
     def _judge(self, job: RequestGroup) -> None:
-        (answer,) = job.answers
+        (answer,) = job.completions
         output = answer.request.output_token_ids
         if job.prefills:
             return
@@ -103,9 +103,9 @@ class Fuzz:
     def _judge_both(self) -> None:
         """Both live, hold nothing, and exchange."""
         for engine in self.fleet.engines:
-            links = engine.connector._links
+            links = connector_of(engine)._links
             assert links._thread.is_alive()
-            engine.connector.leases.end()  # those that nobody knows of any more
+            connector_of(engine).leases.end()  # those that nobody knows of any more
             engine.poll()
             links.end_pulls()
             self.fleet.until(lambda e=engine: not e.has_work)
@@ -119,11 +119,11 @@ class Fuzz:
     def _is_fetched(self) -> bool:
         """Whether the second reads from the first, for which there is little time."""
         self.second.reset_prefix_cache()
-        before, prompt = self.second.connector.num_fetched, self.prompts[-1]
+        before, prompt = connector_of(self.second).num_fetched, self.prompts[-1]
         job = self.fleet.decode(self.second, prompt, self.fleet.prefill(self.first, prompt))
         self._judge(job)
-        self.first.connector.leases.end()
-        return self.second.connector.num_fetched > before
+        connector_of(self.first).leases.end()
+        return connector_of(self.second).num_fetched > before
 
     # --- the control port -------------------------------------------------------------------------
 
@@ -134,12 +134,12 @@ class Fuzz:
                 sock.send_multipart(self._frames(leases))
             if self.random.random() < 0.1:
                 sock.send(bytes(2**25))  # more than a message may have: the connection is closed
-        raw = socket.create_connection(self.first.connector.place)
+        raw = socket.create_connection(connector_of(self.first).place)
         raw.sendall(self.random.randbytes(self.random.randrange(1000)))
         return raw.close
 
     def _frames(self, leases: list[str]) -> list[bytes]:
-        random, hello = self.random, self.first.connector._links.hello
+        random, hello = self.random, connector_of(self.first)._links.hello
         find = Find(tokens=bytes(4 * random.randrange(200)), salt="", least=0)
         some = random.sample(leases, random.randrange(len(leases)))
         lease = random.choice([*leases, "f" * 32])
@@ -157,17 +157,17 @@ class Fuzz:
     def _connected(self) -> Iterator[Any]:
         """To the first engine, after a hello perhaps; what is answered is left unread."""
         sock = self._context.socket(zmq.DEALER)
-        sock.connect("tcp://{}:{}".format(*self.first.connector.place))
+        sock.connect("tcp://{}:{}".format(*connector_of(self.first).place))
         if self.random.random() < 0.7:
-            sock.send_multipart([b"", b"0", ENCODER.encode(self.first.connector._links.hello)])
+            sock.send_multipart([b"", b"0", ENCODER.encode(connector_of(self.first)._links.hello)])
         yield sock
         sock.close(linger=200)
 
     def _is_welcome(self) -> None:
         """Who is polite is served."""
         sock = self._context.socket(zmq.DEALER)
-        sock.connect("tcp://{}:{}".format(*self.first.connector.place))
-        sock.send_multipart([b"", b"0", ENCODER.encode(self.first.connector._links.hello)])
+        sock.connect("tcp://{}:{}".format(*connector_of(self.first).place))
+        sock.send_multipart([b"", b"0", ENCODER.encode(connector_of(self.first)._links.hello)])
         assert sock.poll(10_000), "the control port does not answer"
         msgspec.msgpack.decode(sock.recv_multipart()[2], type=Welcome)
         sock.close(linger=0)
@@ -177,7 +177,7 @@ class Fuzz:
     def _attack_data(self, leases: list[str]) -> Any:
         """Returns what ends the attack."""
         random, stack = self.random, contextlib.ExitStack()
-        transport = self.first.connector._transport
+        transport = connector_of(self.first)._transport
         lease, num_pieces = bytes.fromhex(random.choice(leases)), transport._pieces._num
         for _ in range(random.randrange(6)):
             numbers = [random.randrange(num_pieces + 3) for _ in range(random.randrange(4))]

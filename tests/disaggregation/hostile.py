@@ -16,6 +16,7 @@ import zmq
 from milepost.disaggregation.messages import ENCODER, QUESTIONS, Gone, Granted, Released, Welcome
 from milepost.disaggregation.sockets import Sockets
 from milepost.engine.loop.core import Engine
+from tests.engines import connector_of
 
 NESTED: Any = []
 for _ in range(60):
@@ -124,7 +125,7 @@ class Liar:
         self._socket.send_multipart(frames)
 
     def _right(self, question: Any) -> Any:
-        connector = self._of.connector
+        connector = connector_of(self._of)
         match type(question).__name__:
             case "Hello":
                 metadata = msgspec.msgpack.encode(self._data.getsockname()[:2])
@@ -159,7 +160,7 @@ class Liar:
     def _serve(self, sock: socket.socket) -> None:
         _, num = struct.unpack("<16sI", sock.recv(20, socket.MSG_WAITALL))
         numbers = struct.unpack(f"<{num}I", sock.recv(4 * num, socket.MSG_WAITALL))
-        transport = self._of.connector._transport
+        transport = connector_of(self._of)._transport
         assert isinstance(transport, Sockets)
         view: Callable[[int], memoryview] = transport._pieces.view
         if self._is_honest:

@@ -27,7 +27,7 @@ import torch
 
 from milepost.engine.prompts import Prompt
 from tests.disaggregation.fleet import PREFILL, lacking, open_engine, sizes
-from tests.engines import VOCAB_SIZE, Tiny, greedy, sampled, tokens
+from tests.engines import VOCAB_SIZE, Tiny, connector_of, greedy, sampled, tokens
 from tests.invariants import check
 
 
@@ -42,7 +42,7 @@ class Worker:
 
     def run(self) -> None:
         while True:
-            wait([self.pipe, self.engine.bell.socket])
+            wait([self.pipe, self.engine.wakers[0]])
             self.engine.poll()
             if self.pipe.poll():
                 name, *given = self.pipe.recv()
@@ -54,7 +54,7 @@ class Worker:
         return self._ask(asked, salt, PREFILL, greedy(1, min_tokens=1)).kv_transfer_params
 
     def decode(self, asked: list[int], salt: str, params: Any, sampling: Any) -> dict[str, Any]:
-        connector, cache = self.engine.connector, self.engine.scheduler.cache
+        connector, cache = connector_of(self.engine), self.engine.scheduler.cache
         before, failed = connector.num_bytes, connector.num_failed
         has_pages = len(cache.match(cache.chain(asked, salt)).path.nodes)
         expected = lacking(self.engine, asked, len(asked) - 1, salt) if params else 0
@@ -71,8 +71,8 @@ class Worker:
 
     def await_leases(self) -> bool:
         """Until none is left: their end rings the bell."""
-        while len(self.engine.connector.leases):
-            wait([self.engine.bell.socket], 10.0)
+        while len(connector_of(self.engine).leases):
+            wait([self.engine.wakers[0]], 10.0)
             self.engine.poll()
         return True
 
@@ -81,7 +81,7 @@ class Worker:
 
     def kill_at_read(self, pid: int) -> None:
         """Whom is read from next, once all is agreed on."""
-        transport = self.engine.connector._transport
+        transport = connector_of(self.engine)._transport
         begin = transport.begin
 
         def lose_and_begin(*given: Any) -> Any:
@@ -93,7 +93,7 @@ class Worker:
 
     def die_at_read(self) -> None:
         """This one, as soon as it has begun to read."""
-        transport = self.engine.connector._transport
+        transport = connector_of(self.engine)._transport
         begin = transport.begin
 
         def begin_and_die(*given: Any) -> Any:
@@ -107,7 +107,7 @@ class Worker:
         self.engine.poll()
         cache = self.engine.scheduler.cache
         check(cache)
-        return len(self.engine.connector.leases), len(cache.loans) + len(cache.allocations)
+        return len(connector_of(self.engine).leases), len(cache.loans) + len(cache.allocations)
 
     def close(self) -> None:
         self.engine.close()
@@ -117,7 +117,7 @@ class Worker:
         job = self.engine.add(prompt, sampling)
         while not job.is_finished:
             if self.engine.awaits_others:
-                wait([self.engine.bell.socket], 0.05)
+                wait([self.engine.wakers[0]], 0.05)
             self.engine.step()
         return job
 

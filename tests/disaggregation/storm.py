@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from milepost.engine.loop.core import Engine
-from milepost.engine.loop.requests import RequestGroup
+from milepost.engine.loop.group import RequestGroup
 from tests.disaggregation.fleet import ONE_TOKEN, PREFILL, Fleet, open_engine, running
-from tests.engines import Tiny, greedy, tokens
+from tests.engines import Tiny, connector_of, greedy, tokens
 
 
 def open_storm(tiny: Tiny, transport: str, at_once: int, **changes: Any) -> list[Engine]:
@@ -72,9 +72,9 @@ class Storm:
                 for _ in range(min(random.randrange(1, 20), len(doomed))):
                     second.abort(doomed.pop())
             if turn == at and fate == "leases end":
-                first.connector.leases.end()
+                connector_of(first).leases.end()
             if turn == at and fate == "interrupt":
-                second.connector.end_loads()
+                connector_of(second).end_loads()
             if not doomed and all(job.is_finished for job in jobs):
                 break
             self._turn()
@@ -88,7 +88,7 @@ class Storm:
     def _judge(self, prompts: list[list[int]], jobs: list[RequestGroup]) -> None:
         compared = 0
         for prompt, job in zip(prompts, jobs, strict=True):
-            request = job.answers[0].request
+            request = job.completions[0].request
             assert request.finish_reason is not None, "it hangs"
             if request.finish_reason == "abort":
                 self.counts["aborted"] += 1
@@ -99,14 +99,17 @@ class Storm:
             self.counts["fetched" if request.report.loaded else "computed"] += 1
         self.fleet.until(lambda: not any(engine.has_work for engine in self.fleet.engines))
         for engine in self.fleet.engines:
-            engine.connector._links.end_pulls()
+            connector_of(engine)._links.end_pulls()
         self.fleet.check()
         for engine in self.fleet.engines:
             assert not left(engine), left(engine)
 
     def _slow_down(self) -> None:
         """What is read takes from nothing to 50 ms longer than it does."""
-        moving, random = self.fleet.engines[1].connector._transport, Random(self.random.random())
+        moving, random = (
+            connector_of(self.fleet.engines[1])._transport,
+            Random(self.random.random()),
+        )
         is_done = moving.is_done
 
         def slowly(transfer: Any) -> bool:
@@ -121,7 +124,7 @@ class Storm:
 
 def left(engine: Engine) -> dict[str, Any]:
     """What is remembered of requests and leases that are over."""
-    connector = engine.connector
+    connector = connector_of(engine)
     links = connector._links
     held = {
         "wanted": connector._wanted,
@@ -153,8 +156,8 @@ class Held:
 
 
 def held_by_nixl(engine: Engine, others: list[Engine]) -> Held:
-    agent = engine.connector._transport._agent
-    names = [other.connector._transport._agent.name for other in others]
+    agent = connector_of(engine)._transport._agent
+    names = [connector_of(other)._transport._agent.name for other in others]
     handles = [each for each in gc.get_objects() if type(each).__name__ == "nixl_xfer_handle"]
     own = [each for each in handles if each._agent is agent.agent]
     return Held(

@@ -11,7 +11,7 @@ import pytest
 from milepost.engine.prompts import Prompt
 from tests.disaggregation.conftest import save_small
 from tests.disaggregation.fleet import ONE_TOKEN, PREFILL, open_engine, running
-from tests.engines import greedy, sampled, tokens
+from tests.engines import connector_of, greedy, sampled, tokens
 from tests.mtp import add_head
 
 DRAFTS = {"speculative_config": {"method": "mtp", "adaptive": False}}
@@ -56,11 +56,11 @@ def test_answers_are_those_of_one_plain_engine(headed, options):
                 asked = Prompt(token_ids=history, cache_salt=salt, kv_transfer_params=params)
                 job = second.add(asked, sampling)
                 fleet.run(job)
-                output = job.answers[0].request.output_token_ids
+                output = job.completions[0].request.output_token_ids
                 assert output == reference.expected(history, sampling)
                 history += output
-        assert second.connector.num_fetched
-        assert not second.connector.num_failed
+        assert connector_of(second).num_fetched
+        assert not connector_of(second).num_failed
         if "speculative_config" in options:
             assert second.scheduler.stats.num_draft_tokens
         fleet.check()

@@ -26,7 +26,7 @@ from tests.disaggregation import fuzz
 from tests.disaggregation.fleet import PREFILL, open_engine, running
 from tests.disaggregation.hostile import BROKEN_TEXT, DEEP, Liar
 from tests.disaggregation.test_faults import is_computed
-from tests.engines import greedy, tokens
+from tests.engines import connector_of, greedy, tokens
 from tests.waiting import until
 
 REMOTE = {
@@ -57,7 +57,7 @@ def others(tiny):
 def connected(engine, source="127.0.0.1"):
     context = zmq.Context()
     sock = context.socket(zmq.DEALER)
-    host, port = engine.connector.place
+    host, port = connector_of(engine).place
     sock.connect(f"tcp://{source}:0;{host}:{port}")
     try:
         yield sock
@@ -68,7 +68,7 @@ def connected(engine, source="127.0.0.1"):
 
 def welcome(engine, sock):
     """The answer to a hello."""
-    sock.send_multipart([b"", b"hello", ENCODER.encode(engine.connector._links.hello)])
+    sock.send_multipart([b"", b"hello", ENCODER.encode(connector_of(engine)._links.hello)])
     assert sock.poll(10_000), "nobody answers"
     return msgspec.msgpack.decode(sock.recv_multipart()[2], type=Welcome)
 
@@ -102,7 +102,7 @@ def test_a_message_that_is_none_ends_nothing(fleet, caplog, body):
     assert not any(record.exc_info for record in caplog.records)
     params = fleet.prefill(first, tokens(200))
     fleet.decode(fleet.engines[1], tokens(200), params)
-    assert fleet.engines[1].connector.num_fetched == 1
+    assert connector_of(fleet.engines[1]).num_fetched == 1
     fleet.check()
 
 
@@ -182,19 +182,19 @@ def test_what_a_peer_lies_about_is_computed_and_ends_nothing(tiny, others, caplo
     fleet, (first, second) = others, others.engines
     assert first.reset_prefix_cache()
     assert second.reset_prefix_cache()
-    fetched, failed = second.connector.num_fetched, second.connector.num_failed
+    fetched, failed = connector_of(second).num_fetched, connector_of(second).num_failed
     params = fleet.prefill(first, tokens(200))
     liar = Liar(first, Random(0), lie=lie)
     try:
         assert is_computed(tiny, fleet, tokens(200), params | {"remote_port": liar.port})
-        assert second.connector.num_fetched == fetched
-        assert second.connector.num_failed == failed + 1
+        assert connector_of(second).num_fetched == fetched
+        assert connector_of(second).num_failed == failed + 1
     finally:
         liar.close()
     assert not any(record.exc_info for record in caplog.records)
     params = fleet.prefill(first, tokens(200, 2))
     assert not is_computed(tiny, fleet, tokens(200, 2), params)
-    first.connector.leases.end()
+    connector_of(first).leases.end()
     fleet.check()
 
 
@@ -207,7 +207,7 @@ def test_a_peer_that_is_honest_is_read_from(tiny, fleet):
         assert not is_computed(tiny, fleet, tokens(200), params | {"remote_port": liar.port})
     finally:
         liar.close()
-    first.connector.leases.end()
+    connector_of(first).leases.end()
     fleet.check()
 
 
@@ -218,15 +218,15 @@ def test_who_is_no_peer_is_not_heard(tiny, caplog):
     with running(first, second) as fleet:
         params = fleet.prefill(first, tokens(200))
         with connected(first) as sock:
-            sock.send_multipart([b"", b"hello", ENCODER.encode(first.connector._links.hello)])
+            sock.send_multipart([b"", b"hello", ENCODER.encode(connector_of(first)._links.hello)])
             with connected(first, "127.0.0.2") as peer:
                 welcome(first, peer)
             until(lambda: "a connection of no peer's is refused" in caplog.text)
             assert not sock.poll(0)
         with pytest.raises(InvalidRequestError, match=r"remote_host='127\.0\.0\.1'"):
             fleet.add(second, tokens(200), params)
-        assert not list(second.connector._links._peers.sockets)
-        first.connector.leases.end()
+        assert not list(connector_of(second)._links._peers.sockets)
+        connector_of(first).leases.end()
         fleet.check()
 
 
@@ -234,7 +234,7 @@ def test_a_reader_that_is_no_peer_is_asked_nothing(tiny):
     """The next turn is looked for where a hello says, so that has to be a peer's address too."""
     first = open_engine(tiny.folder, "socket")
     with running(first) as fleet:
-        hello = msgspec.structs.replace(first.connector._links.hello, host="10.0.0.1", port=80)
+        hello = msgspec.structs.replace(connector_of(first)._links.hello, host="10.0.0.1", port=80)
         lease = fleet.prefill(first, tokens(200))["remote_request_id"]
         with connected(first) as sock:
             sock.send_multipart([b"", b"1", ENCODER.encode(hello)])
@@ -246,14 +246,14 @@ def test_a_reader_that_is_no_peer_is_asked_nothing(tiny):
             assert sock.poll(10_000)
             sock.recv_multipart()
         fleet.check()
-        assert not first.connector._readers
+        assert not connector_of(first)._readers
 
 
 def test_a_thousand_requests_that_name_others_end_nothing(tiny):
     """Each is answered; no more engines are asked than may be unknown at a time."""
     first, second = (open_engine(tiny.folder, "socket", extra={"timeout_s": 30}) for _ in range(2))
     with running(first, second) as fleet, socket.create_server(("127.0.0.1", 0)) as silent:
-        params, links, most = fleet.prefill(first, tokens(90)), second.connector._links, 0
+        params, links, most = fleet.prefill(first, tokens(90)), connector_of(second)._links, 0
         for number in range(1100):
             port = 20_000 + number if number % 100 else silent.getsockname()[1]
             given = params | {"remote_port": port, "remote_host": f"127.0.{number // 250}.9"}
@@ -270,7 +270,7 @@ def test_a_thousand_requests_that_name_others_end_nothing(tiny):
             links.end_pulls()
         params = fleet.prefill(first, tokens(200, 2))
         assert not is_computed(tiny, fleet, tokens(200, 2), params)
-        first.connector.leases.end()
+        connector_of(first).leases.end()
         fleet.check()
 
 
@@ -295,7 +295,7 @@ def test_without_files_transfers_fail_and_engines_go_on(tiny, fleet, caplog):
     assert "no socket for 127.0.0.1" in caplog.text
     params = fleet.prefill(first, tokens(200, 2))
     assert not is_computed(tiny, fleet, tokens(200, 2), params)
-    first.connector.leases.end()
+    connector_of(first).leases.end()
     fleet.check()
 
 
@@ -303,7 +303,7 @@ def test_without_peers_nothing_is_exchanged(tiny, caplog):
     """No port is opened, and whoever asks for an exchange is told what to set."""
     engine = open_engine(tiny.folder, "socket", extra={"peers": []})
     with running(engine) as fleet:
-        assert engine.connector is None
+        assert connector_of(engine) is None
         assert "kv_transfer_config lists no peers" in caplog.text
         for params in (PREFILL, REMOTE):
             with pytest.raises(InvalidRequestError, match=r"list their addresses or networks"):
@@ -316,7 +316,7 @@ def test_any_peer_is_taken_with_a_warning(tiny, caplog):
     with running(first, second) as fleet:
         assert "takes any peer: whoever sends requests with kv_transfer_params" in caplog.text
         fleet.decode(second, tokens(200), fleet.prefill(first, tokens(200)))
-        assert second.connector.num_fetched == 1
+        assert connector_of(second).num_fetched == 1
         fleet.check()
 
 
@@ -364,9 +364,12 @@ def test_addresses_of_peers(peers, host, is_one):
 )
 def test_parameters_that_name_no_peer_are_refused(others, changes, named):
     first, second = others.engines
-    params, known = others.prefill(first, tokens(90)), set(second.connector._links._peers._known)
+    params, known = (
+        others.prefill(first, tokens(90)),
+        set(connector_of(second)._links._peers._known),
+    )
     with pytest.raises(InvalidRequestError, match=named):
         others.add(second, tokens(90), params | changes)
-    assert set(second.connector._links._peers._known) == known, "nobody new is asked"
+    assert set(connector_of(second)._links._peers._known) == known, "nobody new is asked"
     others.decode(second, tokens(90), params)
     others.check()

@@ -28,7 +28,7 @@ from tests.disaggregation.fleet import open_engine, running
 from tests.disaggregation.storm import Storm, open_storm
 from tests.disaggregation.test_faults import is_computed, jump
 from tests.disaggregation.test_transfers import output_of, report_of
-from tests.engines import greedy, tokens
+from tests.engines import connector_of, greedy, tokens
 from tests.mtp import add_head
 from tests.parallel.team import ThreadTeam
 from tests.waiting import until
@@ -100,7 +100,7 @@ def converse(tiny, fleet):
     prompt += [*output_of(job), *tokens(70, 3)]
     params = fleet.prefill(first, prompt)
     assert report_of(fleet.last_prefill).reused == 150 + 65, "as far as the answer's end"
-    assert first.connector.num_fetched == 1
+    assert connector_of(first).num_fetched == 1
     job = fleet.decode(second, prompt, params)
     assert report_of(job).reused == len(prompt) - 1
     assert output_of(job) == tiny.expected(prompt, greedy(4))
@@ -123,7 +123,7 @@ def test_what_one_rank_cannot_read_is_computed(tiny, fleet, readers, monkeypatch
         for reader in readers:
             patch.setattr(reader._transport, "begin", fail)
         assert is_computed(tiny, fleet, prompt, params)
-    assert second.connector.num_failed == 1
+    assert connector_of(second).num_failed == 1
     jump(fleet.engines[0], 31.0)
     assert "rank 1 cannot read its part: on purpose" in caplog.text
     assert "another rank could not read its part; the prompt is computed here" in caplog.text
@@ -177,10 +177,10 @@ def test_nobody_reads_what_a_rank_has_not_computed(tiny, held):
     with running(*engines) as fleet:
         first, second = engines
         params = fleet.prefill(first, tokens(200))
-        begin, begun = second.connector._transport.begin, []
-        second.connector._transport.begin = lambda *given: begun.append(given) or begin(*given)
+        begin, begun = connector_of(second)._transport.begin, []
+        connector_of(second)._transport.begin = lambda *given: begun.append(given) or begin(*given)
         job = fleet.add(second, tokens(200), params)
-        fleet.until(lambda: first.connector._links._lender._claims)
+        fleet.until(lambda: connector_of(first)._links._lender._claims)
         for number in range(NUM_LOOKS):
             fleet.decode(second, tokens(9, number), None)
         assert not begun
@@ -195,7 +195,7 @@ def test_who_waits_for_a_rank_too_long_computes(tiny, fleet, held):
     first, _ = fleet.engines
     params = fleet.prefill(first, tokens(200))
     assert is_computed(tiny, fleet, tokens(200), params)
-    lender = first.connector._links._lender
+    lender = connector_of(first)._links._lender
     fleet.until(lambda: not lender._readers and not lender._claims)
     for each in held:
         each()
@@ -241,7 +241,7 @@ def test_ranks_in_processes_until_one_is_killed(tiny, team, monkeypatch):
     second = open_ranks(tiny, "socket", timeout_s=30.0)
     with running(first, second) as fleet:
         converse(tiny, fleet)
-        transport, is_done = second.connector._transport, []
+        transport, is_done = connector_of(second)._transport, []
         transport._own.is_done = lambda _: bool(is_done.append(1))
         fleet.add(second, tokens(200, 8), fleet.prefill(first, tokens(200, 8)))
         fleet.until(lambda: is_done)

@@ -17,7 +17,7 @@ from tests.disaggregation.fleet import (
     running,
     sizes,
 )
-from tests.engines import VOCAB_SIZE, greedy, sampled, tokens
+from tests.engines import VOCAB_SIZE, connector_of, greedy, sampled, tokens
 
 
 @pytest.fixture
@@ -29,11 +29,11 @@ def fleet(tiny, transport):
 
 
 def report_of(job):
-    return job.answers[0].request.report
+    return job.completions[0].request.report
 
 
 def output_of(job):
-    return job.answers[0].request.output_token_ids
+    return job.completions[0].request.output_token_ids
 
 
 def test_answers_are_one_engines_and_only_what_is_lacking_moves(tiny, fleet):
@@ -50,10 +50,10 @@ def test_answers_are_one_engines_and_only_what_is_lacking_moves(tiny, fleet):
             assert len(asked) == 1, "nothing stands before the last token"
             continue
         assert params["remote_num_tokens"] == len(asked) - 1
-        expected, before = lacking(second, asked, len(asked) - 1), second.connector.num_bytes
+        expected, before = lacking(second, asked, len(asked) - 1), connector_of(second).num_bytes
         sampling = sampled(3, temperature=1.0, seed=number) if number % 3 else greedy(3)
         job = fleet.decode(second, asked, params, sampling)
-        assert second.connector.num_bytes - before == expected
+        assert connector_of(second).num_bytes - before == expected
         assert output_of(job) == tiny.expected(asked, sampling)
         if expected:
             assert report_of(job).reused == len(asked) - 1
@@ -62,9 +62,9 @@ def test_answers_are_one_engines_and_only_what_is_lacking_moves(tiny, fleet):
         kind = "pages too" if expected > few else "a state and a tail" if expected else "nothing"
         counts[kind] += 1
     assert all(counts.values()), counts
-    counters = fleet.engines[1].connector.counters
+    counters = connector_of(fleet.engines[1]).counters
     assert 0 < counters["kv_transfer_read_seconds"] < counters["kv_transfer_seconds"]
-    assert [engine.connector.num_failed for engine in fleet.engines] == [0, 0]
+    assert [connector_of(engine).num_failed for engine in fleet.engines] == [0, 0]
     fleet.check()
 
 
@@ -78,7 +78,7 @@ def test_pages_without_a_state_save_their_transfer(fleet):
     assert (match.state_length, len(match.path.nodes)) == (0, 300 // 64)
     job = fleet.decode(second, parting, fleet.prefill(first, parting))
     page, state = sizes(second)
-    assert second.connector.num_bytes == page + state, "the tail's page, and the state"
+    assert connector_of(second).num_bytes == page + state, "the tail's page, and the state"
     assert report_of(job).reused == 300
     fleet.check()
 
@@ -87,12 +87,12 @@ def test_what_was_fetched_is_cached_like_what_was_computed(tiny, fleet):
     first, second = fleet.engines
     prompt = tokens(300)
     job = fleet.decode(second, prompt, fleet.prefill(first, prompt))
-    moved = second.connector.num_bytes
+    moved = connector_of(second).num_bytes
     again = fleet.decode(second, [*prompt, *output_of(job), *tokens(100, 3)], None)
     assert report_of(again).reused == len(prompt) + len(output_of(job)) - 1
     elsewhere = fleet.decode(second, prompt[:-1] + tokens(50, 4), None)
     assert report_of(elsewhere).reused >= 256
-    assert second.connector.num_bytes == moved
+    assert connector_of(second).num_bytes == moved
     back = fleet.decode(first, prompt + tokens(80, 5), None)
     assert report_of(back).reused == len(prompt) - 1, "who prefilled keeps it as well"
     fleet.check()
@@ -104,9 +104,9 @@ def test_a_full_local_hit_moves_nothing(fleet):
     fleet.decode(second, prompt, None)
     params = fleet.prefill(first, prompt)
     fleet.decode(second, prompt, params)
-    assert second.connector.num_bytes == 0
-    fleet.until(lambda: not len(first.connector.leases))
-    assert first.connector.leases.num_expired == 0, "it was told that nobody wants it"
+    assert connector_of(second).num_bytes == 0
+    fleet.until(lambda: not len(connector_of(first).leases))
+    assert connector_of(first).leases.num_expired == 0, "it was told that nobody wants it"
     fleet.check()
 
 
@@ -119,7 +119,7 @@ def test_a_device_that_is_still_busy_is_waited_for_though_nobody_steps(tiny, fle
     job = fleet.add(second, prompt, params)
     while not second.awaits_others:
         second.step()
-    assert select.select([second.bell.socket], [], [], 10)[0], "it has come"
+    assert select.select([second.wakers[0]], [], [], 10)[0], "it has come"
     assert next(looks, None) is None, "three looks were in vain"
     fleet.run(job)
     assert output_of(job) == tiny.expected(prompt, greedy(4))
@@ -132,10 +132,10 @@ def test_several_answers_fetch_once(tiny, fleet):
     prompt = tokens(200)
     params, sampling = fleet.prefill(first, prompt), sampled(4, temperature=1.0, n=3)
     job = fleet.decode(second, prompt, params, sampling)
-    outputs = [answer.request.output_token_ids for answer in job.answers]
+    outputs = [answer.request.output_token_ids for answer in job.completions]
     assert outputs == [tiny.expected(prompt, sampling, index) for index in range(3)]
     page, state = sizes(second)
-    assert second.connector.num_bytes == 4 * page + state
+    assert connector_of(second).num_bytes == 4 * page + state
     fleet.check()
 
 
@@ -149,7 +149,7 @@ def test_many_at_once_and_others_between(tiny, fleet):
     for prompt, job in zip(prompts, jobs, strict=True):
         assert output_of(job) == tiny.expected(prompt, greedy(4))
         assert report_of(job).reused == len(prompt) - 1
-    assert second.connector.num_fetched == 8
+    assert connector_of(second).num_fetched == 8
     fleet.check()
 
 
@@ -177,11 +177,11 @@ def test_a_prompt_that_is_scored_is_fetched_by_nobody(tiny, fleet):
     params = fleet.prefill(first, prompt)
     job = fleet.decode(second, prompt, params, greedy(4, prompt_logprobs=0))
     assert output_of(job) == tiny.expected(prompt, greedy(4))
-    assert len(job.answers[0].prompt_logprobs) == 200
-    assert (second.connector.num_fetched, second.connector.num_failed) == (0, 0)
+    assert len(job.completions[0].prompt_logprobs) == 200
+    assert (connector_of(second).num_fetched, connector_of(second).num_failed) == (0, 0)
     assert not report_of(job).lost.keys() & {Lost.LATE_COPY}
     fleet.check()
-    assert first.connector.leases.num_expired == 0
+    assert connector_of(first).leases.num_expired == 0
 
 
 @pytest.mark.parametrize("name", ["remote_host", "remote_port", "remote_request_id"])
@@ -205,8 +205,8 @@ def test_the_next_turn_fetches_the_answers_end_from_who_decoded(tiny, fleet):
         if turn:
             assert report_of(fleet.last_prefill).loaded, "the end of the answer before"
             assert report_of(fleet.last_prefill).reused == end
-            assert first.connector.num_bytes > moved
-        moved = first.connector.num_bytes
+            assert connector_of(first).num_bytes > moved
+        moved = connector_of(first).num_bytes
         end = len(history) + 69
         history = [*history, *output_of(job), *tokens(90, 10 + turn)]
     fleet.check()
@@ -216,12 +216,12 @@ def test_who_does_not_say_what_it_has_is_not_waited_for(tiny, fleet):
     first, second = fleet.engines
     prompt = tokens(200)
     job = fleet.decode(second, prompt, fleet.prefill(first, prompt))
-    fleet.until(lambda: first.connector._readers)
+    fleet.until(lambda: connector_of(first)._readers)
     second.reset_prefix_cache()
     history = [*prompt, *output_of(job), *tokens(90, 3)]
     params = fleet.prefill(first, history)
     assert report_of(fleet.last_prefill).reused == len(prompt) - 1, "its own"
-    assert not first.connector._readers, "it is not asked again"
+    assert not connector_of(first)._readers, "it is not asked again"
     assert params["remote_num_tokens"] == len(history) - 1
     fleet.decode(second, history, params)
     fleet.check()
@@ -231,7 +231,7 @@ def test_a_prefill_is_given_up_while_it_asks_elsewhere(fleet):
     first, second = fleet.engines
     prompt = tokens(200)
     fleet.decode(second, prompt, fleet.prefill(first, prompt))
-    fleet.until(lambda: first.connector._readers)
+    fleet.until(lambda: connector_of(first)._readers)
     prompt = prompt + tokens(100, 3)
     asked = Prompt(token_ids=prompt, kv_transfer_params=PREFILL)
     job = first.add(asked, greedy(1))

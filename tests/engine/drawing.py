@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from milepost import LLM, RequestOutput, SamplingParams
-from milepost.engine.loop.requests import RequestGroup
+from milepost.engine.loop.group import RequestGroup
 from milepost.engine.prompts import read_prompt
 from milepost.sampling_params import StructuredOutputs
 from tests.engines import num_held

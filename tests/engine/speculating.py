@@ -58,5 +58,5 @@ def drafting(num_drafts: int, **options: Any) -> dict[str, Any]:
 
 def consult(llm: LLM, drafter: Any) -> LLM:
     """Have an engine ask this drafter."""
-    llm.llm_engine.flights.speculation.drafter = drafter
+    llm.llm_engine.pipeline.speculation.drafter = drafter
     return llm

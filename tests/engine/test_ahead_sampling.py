@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milepost import LLM, SamplingParams
-from milepost.engine.loop.requests import RequestGroup
+from milepost.engine.loop.group import RequestGroup
 from milepost.engine.prompts import Prompt, read_prompt
 from milepost.sampling_params import StructuredOutputs
 from tests import chatmodel
@@ -115,7 +115,7 @@ def test_answers_are_those_of_the_plain_loop(side, wanted):
     check(cache)
     assert (cache.pages.num_used, cache.slots.num_used) == (0, 0)
     for wish, _, job in jobs:
-        reasons = [answer.request.finish_reason for answer in job.answers]
+        reasons = [answer.request.finish_reason for answer in job.completions]
         for found, expected, reason in zip(token_ids(job), side.alone(wish), reasons, strict=True):
             assert found == (expected[: len(found)] if reason.value == "abort" else expected)
 

@@ -13,7 +13,7 @@ from milepost import LLM
 from milepost.tiers.rates import MeasuredRates
 from tests.checkpoints import CHECKPOINTS
 from tests.engine.drawing import WITH_HEAD, Traffic, differences, engine_options
-from tests.engines import save_tiny
+from tests.engines import save_tiny, tiering_of
 from tests.mtp import add_head
 
 FAMILIES = ["qwen3_5", "qwen3_next", "nemotron_h", "kimi_linear", "lfm2_moe"]
@@ -40,7 +40,7 @@ def folder_of(tmp_path_factory, tokenizer):
 
 def opened(folder: Path, options: dict[str, Any]) -> LLM:
     llm = LLM(folder, **options)
-    tiering = llm.llm_engine._tiering
+    tiering = tiering_of(llm.llm_engine)
     if tiering is not None:
         # Nothing is worth computing.
         tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
@@ -51,7 +51,7 @@ def end(llm: LLM) -> None:
     """Nothing is held by anybody once all is over."""
     engine = llm.llm_engine
     engine.close()
-    tiering = engine._tiering
+    tiering = tiering_of(engine)
     if tiering is not None:
         assert not tiering.is_busy
         assert not engine.scheduler.num_loading

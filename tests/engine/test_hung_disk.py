@@ -15,7 +15,7 @@ from milepost.cache import Lost
 from milepost.tiers import disk as disk_module
 from milepost.tiers.files import Files
 from milepost.tiers.rates import MeasuredRates
-from tests.engines import NUM_TOKENS, THREE_LAYERS, answer, ask, save_tiny, tokens
+from tests.engines import NUM_TOKENS, THREE_LAYERS, answer, ask, save_tiny, tiering_of, tokens
 
 END = 300 + NUM_TOKENS - 1
 WAIT_S = 60
@@ -63,9 +63,9 @@ def gate(monkeypatch):
 
 def opened(tiny, folder):
     llm = tiny.open(num_pages=14, num_slots=4, max_num_seqs=3, cache_dir=str(folder))
-    tiers = llm.llm_engine._tiering.tiers
+    tiers = tiering_of(llm.llm_engine).tiers
     tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)  # nothing is worth computing
-    return llm, llm.llm_engine._tiering, tiers
+    return llm, tiering_of(llm.llm_engine), tiers
 
 
 def written(tiny, folder, *prompts):

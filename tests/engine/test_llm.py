@@ -564,7 +564,7 @@ def test_an_interrupt_behind_the_end_of_an_answer_leaves_nothing_of_it(tiny, mon
 
     def interrupted(*args):
         sample(*args)
-        if jobs[0].is_finished and not jobs[1].is_finished and engine.flights.in_flight:
+        if jobs[0].is_finished and not jobs[1].is_finished and engine.pipeline.in_flight:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

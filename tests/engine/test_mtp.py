@@ -47,7 +47,7 @@ class Watched:
 
     def __post_init__(self) -> None:
         runner = self.llm.llm_engine.runner
-        self.llm.llm_engine.flights.speculation = None  # nothing is verified: all is drafted
+        self.llm.llm_engine.pipeline.speculation = None  # nothing is verified: all is drafted
         sample, drafting = runner.sample, runner.executor._drafting
         run, draft = drafting._pass, drafting.draft
 

@@ -10,6 +10,7 @@ from milepost.errors import InvalidRequestError
 from milepost.runner import prompt_scores
 from milepost.sampling_params import SamplingParams
 from milepost.tiers.rates import MeasuredRates
+from tests.engines import tiering_of
 
 TOKENS = [5 + (7 * i) % 400 for i in range(300)]
 
@@ -43,7 +44,7 @@ def expected(engine, tokens):
         job = engine.add(Prompt(token_ids=tokens[:end]), params)
         while engine.has_work:
             engine.step()
-        (entry,) = job.answers[0].logprobs
+        (entry,) = job.completions[0].logprobs
         found.append((end, {id_: one.logprob for id_, one in entry.items()}))
     return found
 
@@ -73,7 +74,7 @@ def test_what_an_earlier_engine_left_on_disk_is_computed(tmp_path):
     found = []
     for _ in range(2):
         engine = Engine(config)
-        engine._tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+        tiering_of(engine).tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
         output = scored(engine, TOKENS).output()
         assert output.num_cached_tokens == 0
         found.append(output.prompt_logprobs)

@@ -17,6 +17,7 @@ from tests.engines import (
     answer,
     ask,
     open_llm,
+    tiering_of,
     tokens,
 )
 from tests.quantised import EXPERTS, write
@@ -28,8 +29,8 @@ END = 200 + NUM_TOKENS - 1
 def opened(folder: Path, **options: object) -> LLM:
     sizes = {"num_pages": 32, "num_slots": 8, "max_num_seqs": 4, "dtype": "float64"}
     llm = open_llm(folder, **{**sizes, **options})
-    if llm.llm_engine._tiering is not None:  # nothing is worth computing
-        llm.llm_engine._tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+    if tiering_of(llm.llm_engine) is not None:  # nothing is worth computing
+        tiering_of(llm.llm_engine).tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
     return llm
 
 

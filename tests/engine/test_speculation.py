@@ -17,7 +17,6 @@ from milepost import LLM
 from milepost.engine.assembly.drafting import num_drafts_of
 from milepost.engine.assembly.setup import build
 from milepost.engine.processes.stream import _joined
-from milepost.engine.processes.tasks import Sent, Task
 from milepost.engine.prompts import Prompt
 from milepost.errors import UnsupportedModelError
 from milepost.layers.gated_delta import Arrangement, GatedDelta, GatedDeltaShapes
@@ -396,8 +395,8 @@ def test_what_was_verified_is_handed_on_while_the_next_step_runs(exact):
     num_verifying = 0
     for running in steps_until_done(llm):
         if running:
-            assert engine.flights.in_flight is not None
-            num_verifying += engine.flights.in_flight.plan.num_drafts > 0
+            assert engine.pipeline.in_flight is not None
+            num_verifying += engine.pipeline.in_flight.plan.num_drafts > 0
     assert num_verifying > 3
     exact.check([job.output()], greedy(30))
     assert num_held(llm) == (0, 0)
@@ -542,10 +541,10 @@ def test_outputs_say_what_became_of_drafts(exact):
     knowing(exact, llm, [tokens(50)], greedy(20), mistakes(0.3))
     engine = llm.llm_engine
     job = engine.add(Prompt(token_ids=tokens(50)), greedy(20))
-    task, joined = Task(0, job, [Sent(each) for each in job.answers]), None
+    joined = None
     while engine.has_work:
         for _ in engine.step():
-            new = task.output()
+            new = job.take_output()
             joined = new if joined is None else _joined(joined, new)
     (whole,), (delta,), stats = job.output().outputs, joined.deltas, stats_of(llm)
     found = [(each.num_draft_tokens, each.num_accepted_tokens) for each in (whole, delta)]
@@ -559,7 +558,7 @@ def test_a_model_that_cannot_take_drafts_is_refused_by_name_or_warned_of(tmp_pat
     with pytest.raises(UnsupportedModelError, match="layers of Mixer cannot take drafts"):
         num_drafts_of(config, [], ["Mixer"], has_head=False, is_fused=False)
     llm = open_llm(folder, speculative_config={"method": "auto"}, **POOLS)
-    assert llm.llm_engine.flights.speculation is None
+    assert llm.llm_engine.pipeline.speculation is None
     (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert "head" in warning
 

@@ -14,11 +14,20 @@ import pytest
 import torch
 
 from milepost import LLM, RequestOutput
-from milepost.engine.loop.requests import RequestGroup
+from milepost.engine.loop.group import RequestGroup
 from milepost.engine.prompts import Prompt
 from milepost.tiers.rates import MeasuredRates
 from tests.engine.speculating import Oracle, consult
-from tests.engines import WIDE_STATES, Tiny, greedy, num_held, sampled, save_tiny, tokens
+from tests.engines import (
+    WIDE_STATES,
+    Tiny,
+    greedy,
+    num_held,
+    sampled,
+    save_tiny,
+    tiering_of,
+    tokens,
+)
 from tests.invariants import check
 from tests.mtp import add_head
 
@@ -126,9 +135,9 @@ class Asked:
 
     def _open(self) -> LLM:
         llm = self._tiny.open(**self._options)
-        if llm.llm_engine._tiering is not None:  # nothing is worth computing
+        if tiering_of(llm.llm_engine) is not None:  # nothing is worth computing
             rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
-            llm.llm_engine._tiering.tiers.rates = rates
+            tiering_of(llm.llm_engine).tiers.rates = rates
         return llm if self._known is None else consult(llm, Oracle(self._known, errs))
 
     def known(self) -> Known:

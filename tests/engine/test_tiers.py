@@ -26,6 +26,7 @@ from tests.engines import (
     prompt,
     sampled,
     save_tiny,
+    tiering_of,
     tokens,
 )
 from tests.mtp import add_head
@@ -50,7 +51,7 @@ def llm(request, tiny):
 
 def opened(tiny, **options):
     llm = tiny.open(max_num_seqs=3, **({"cache_host_gib": 0.05} | options))
-    tiering = llm.llm_engine._tiering
+    tiering = tiering_of(llm.llm_engine)
     if tiering is not None:
         tiering.tiers.rates = MeasuredRates(
             tokens_per_s=1.0, load_s=0.0
@@ -113,12 +114,13 @@ def test_only_what_the_device_lacks_comes(tiny, llm):
     (first,) = ask(llm, tokens(300))
     forget_device(llm)
     ask(llm, [*tokens(300)[:130], *tokens(9, seed=4)])
-    before = llm.llm_engine._tiering.copier.num_pages_brought
+    before = tiering_of(llm.llm_engine).copier.num_pages_brought
     again = ask(llm, follow_up(first))
     assert loaded(again[0]) == {"host": END - 128}
     size = llm.llm_engine.config.page_size
     assert (
-        llm.llm_engine._tiering.copier.num_pages_brought - before == -(-END // size) - 128 // size
+        tiering_of(llm.llm_engine).copier.num_pages_brought - before
+        == -(-END // size) - 128 // size
     )
     tiny.check(again)
 
@@ -137,7 +139,7 @@ def test_what_is_kept_has_the_bytes_that_the_device_had(tiny):
     ask(llm, tokens(300))
     engine = llm.llm_engine
     cache, pools = engine.scheduler.cache, engine.runner.pools
-    tiering = engine._tiering
+    tiering = tiering_of(engine)
     num = 0
     for node in cache.tree.nodes.values():
         item = tiering.tiers.host.get("page", node.digest)
@@ -208,7 +210,7 @@ def test_drafts_float8_salts_aborts_and_tight_memory_beside_each_other(tmp_path,
     llm = opened(
         tiny, speculative_config={"method": "mtp", "adaptive": False}, num_pages=12, num_slots=4
     )
-    engine, copier = llm.llm_engine, llm.llm_engine._tiering.copier
+    engine, copier = llm.llm_engine, tiering_of(llm.llm_engine).copier
     (first,) = ask(llm, tokens(300), cache_salt="a")
     forget_device(llm)
     stranger = ask(llm, follow_up(first), cache_salt="b")
@@ -230,7 +232,7 @@ def test_drafts_float8_salts_aborts_and_tight_memory_beside_each_other(tmp_path,
     long = greedy(60)
     again = ask(llm, follow_up(first), tokens(280, seed=6), params=long, cache_salt="a")
     assert loaded(again[0]) == {"host": END}
-    assert engine.flights.speculation is not None
+    assert engine.pipeline.speculation is not None
     assert sum(output.outputs[0].num_draft_tokens for output in again) > 0
     assert engine.scheduler.stats.num_preemptions > 0
     tiny.check([first, *stranger])
@@ -254,9 +256,9 @@ def test_a_restart_goes_on_from_what_was_written(tiny, tmp_path, device):
     (first,) = ask(llm, tokens(300))
     ask(llm, tokens(150, seed=5))
     end(llm)
-    num_written = llm.llm_engine._tiering.tiers.stats.written
+    num_written = tiering_of(llm.llm_engine).tiers.stats.written
     again = kept(tiny, tmp_path, **DEVICES[device])
-    assert len(again.llm_engine._tiering.tiers.disk) == num_written > 10
+    assert len(tiering_of(again.llm_engine).tiers.disk) == num_written > 10
     outputs = ask(again, follow_up(first))
     assert loaded(outputs[0]) == {"disk": END}
     forget_device(again)
@@ -312,19 +314,19 @@ def test_files_that_are_no_good_cost_time_alone(tiny, tmp_path, how):
     outputs = ask(again, follow_up(first))
     assert outputs[0].cache_report.lost[Lost.LATE_COPY] == END
     assert loaded(outputs[0]) == {}
-    assert again.llm_engine._tiering.tiers.stats.failed_loads == 1
+    assert tiering_of(again.llm_engine).tiers.stats.failed_loads == 1
     tiny.check(outputs)
 
 
 def test_what_another_engine_writes_meanwhile_is_found(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("milepost.tiers.disk.ROUND_S", 1e-6)
     llm, other = kept(tiny, tmp_path), kept(tiny, tmp_path)
-    assert not len(llm.llm_engine._tiering.tiers.disk)
+    assert not len(tiering_of(llm.llm_engine).tiers.disk)
     (first,) = ask(other, tokens(300))
     end(other)
     engine = llm.llm_engine
     assert engine.rest_s is not None, "an engine that does nothing looks from time to time"
-    while len(engine._tiering.tiers.disk) < other.llm_engine._tiering.tiers.stats.written:
+    while len(tiering_of(engine).tiers.disk) < tiering_of(other.llm_engine).tiers.stats.written:
         engine.do_idle_work()
     outputs = ask(llm, follow_up(first))
     assert loaded(outputs[0]) == {"disk": END}
@@ -342,7 +344,7 @@ def test_a_disk_that_is_full_costs_what_it_lacks_alone(tiny, tmp_path, monkeypat
     tiny.check([first])
     own = [line for line in caplog.messages if str(tmp_path) in line]  # others' engines write, too
     assert "".join(own).count("No space left") == 1
-    assert llm.llm_engine._tiering.tiers.stats.written == 0
+    assert tiering_of(llm.llm_engine).tiers.stats.written == 0
     monkeypatch.undo()
     again = ask(kept(tiny, tmp_path), follow_up(first))
     assert loaded(again[0]) == {}

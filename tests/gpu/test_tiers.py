@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from milepost.tiers.rates import MeasuredRates
-from tests.engines import Tiny, ask, greedy, logprobs, save_tiny, tokens
+from tests.engines import Tiny, ask, greedy, logprobs, save_tiny, tiering_of, tokens
 from tests.gpu.test_engine import SHAPES
 
 pytestmark = [
@@ -39,7 +39,7 @@ def test_round_trip(tiny, memory):
         **sizes,
     )
     engine = llm.llm_engine
-    tiering = engine._tiering
+    tiering = tiering_of(engine)
     tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
     (first,) = ask(llm, tokens(700), params=greedy(20))
     turn = [*tokens(700), *first.outputs[0].token_ids, *tokens(40, 1)]

@@ -14,7 +14,7 @@ from milepost import LLM
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.models import LoadOptions, load_model
 from tests.checkpoints import save
-from tests.engines import VOCAB_SIZE, ask, open_llm, tokens
+from tests.engines import VOCAB_SIZE, ask, open_llm, tiering_of, tokens
 from tests.models.resuming import Resuming
 
 CONFIGURATIONS = {
@@ -139,7 +139,7 @@ def test_pages_that_hold_nothing_have_a_bound(tmp_path):
     options = {"skip_tokenizer_init": True, "cpu_cache_gib": 0.1}
     llm = LLM(str(tmp_path), cache_dir=str(tmp_path / "cache"), cache_disk_gib=0.5, **options)
     assert llm.llm_engine.scheduler.cache.pages.capacity < 2**17
-    tiers = llm.llm_engine._tiering.tiers
+    tiers = tiering_of(llm.llm_engine).tiers
     assert tiers.host.budgets["pages"].capacity < 2**17
     assert tiers.disk.budgets["pages"].capacity < 2**17
     for number, seen in ((0, 0), (1, 0), (0, 192)):

@@ -68,13 +68,13 @@ def test_two_processes_answer_as_one_until_a_rank_is_killed():
                 [{"prompt_token_ids": each} for each in prompts], GREEDY, use_tqdm=False
             )
             for output, token_ids in zip(found, prompts, strict=True):
-                stream = client.add(Prompt(token_ids=token_ids), GREEDY)
-                parts = [part async for part in stream]
+                stream = client.add([Prompt(token_ids=token_ids)], GREEDY)
+                parts = [part async for arrived in stream for _, part in arrived]
                 text = "".join(delta.text for part in parts for delta in part.deltas)
                 assert text == output.outputs[0].text
                 stream.close()
         long = SamplingParams(max_tokens=900, ignore_eos=True)
-        streams = [client.add(Prompt(token_ids=each), long) for each in prompts]
+        streams = [client.add([Prompt(token_ids=each)], long) for each in prompts]
         for stream in streams:
             await anext(stream)
         os.kill(pids[1], signal.SIGKILL)

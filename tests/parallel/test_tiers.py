@@ -15,7 +15,7 @@ from milepost.parallel.tickets import Tickets
 from milepost.tiers import disk as disk_module
 from milepost.tiers.rank_worker import RankTierWorker
 from milepost.tiers.rates import MeasuredRates
-from tests.engines import NUM_TOKENS, THREE_LAYERS, answer, ask, save_tiny, tokens
+from tests.engines import NUM_TOKENS, THREE_LAYERS, answer, ask, save_tiny, tiering_of, tokens
 from tests.parallel.team import ThreadTeam
 
 END = 300 + NUM_TOKENS - 1
@@ -37,7 +37,7 @@ def opened(tiny, **options):
     defaults = {"num_pages": 14, "num_slots": 4, "max_num_seqs": 3, "cache_host_gib": 0.05}
     llm = tiny.open(tensor_parallel_size=2, **(defaults | options))
     # Nothing is worth computing.
-    llm.llm_engine._tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+    tiering_of(llm.llm_engine).tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
     return llm
 
 
@@ -55,9 +55,9 @@ def test_what_all_ranks_keep_comes_back_and_outlives_them(tiny, tmp_path):
     llm = opened(tiny, cache_dir=str(tmp_path))
     (first,) = ask(llm, tokens(300))
     ask_again(llm, tiny, first, {"host": END})
-    kept = llm.llm_engine._tiering.copier.mover.host
+    kept = tiering_of(llm.llm_engine).copier.mover.host
     alone = tiny.open(num_pages=14, num_slots=4, cache_host_gib=0.05)
-    whole = alone.llm_engine._tiering.copier.mover.host
+    whole = tiering_of(alone.llm_engine).copier.mover.host
     assert kept.pages.item_bytes == whole.pages.item_bytes // 2
     assert len(kept.pages.tensors[0]) == pytest.approx(len(whole.pages.tensors[0]), rel=0.01)
     llm.llm_engine.close()
@@ -94,7 +94,7 @@ def test_nothing_is_there_before_all_ranks_have_it(tiny, gate):
     """Neither what comes nor what leaves, however often rank 0 looks, whose own copy is made."""
     llm = opened(tiny)
     engine = llm.llm_engine
-    tiering = engine._tiering
+    tiering = tiering_of(engine)
     (first,) = ask(llm, tokens(300))
     assert engine.scheduler.cache.reset()
     num_looks, num_stored = [], tiering.tiers.stats.stored
@@ -137,7 +137,7 @@ def test_a_rank_whose_files_do_not_come_is_not_waited_for(tiny, tmp_path, monkey
     monkeypatch.setattr(
         RankTierWorker, "_on_disk", lambda *given: gate.wait(WAIT_S) and on_disk(*given)
     )
-    tiers = llm.llm_engine._tiering.tiers
+    tiers = tiering_of(llm.llm_engine).tiers
     ask_again(llm, tiny, first, {})
     assert tiers.stats.disk_rests == 1
     assert any(item.pins for item in tiers.host)
@@ -166,7 +166,7 @@ def test_memory_that_one_rank_is_refused_none_has(tiny, monkeypatch, caplog):
 
     monkeypatch.setattr(arena, "allocate_host", allocate_once)
     llm = tiny.open(tensor_parallel_size=2, cache_host_gib=0.05)
-    assert llm.llm_engine._tiering is None
+    assert tiering_of(llm.llm_engine) is None
     assert "tiers: off, no more" in caplog.text
     tiny.check(ask(llm, tokens(90)))
 

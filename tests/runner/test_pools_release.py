@@ -23,7 +23,7 @@ def test_released_pools_are_zero_and_serve_again():
         while engine.has_work:
             assert not engine.release_cache(), "not while requests are running"
             engine.step()
-        return job.answers[0].request.output_token_ids
+        return job.completions[0].request.output_token_ids
 
     first = answer()
     pools = engine.runner.pools

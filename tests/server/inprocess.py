@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import httpx
 
 from milepost.config import EngineConfig
+from milepost.engine.validation import Limits
 from milepost.server import app
 from milepost.server.config import ServerConfig
 from milepost.server.service import Service
@@ -31,7 +32,13 @@ def service(config: ServerConfig) -> Service:
         death=None,
         num_in_flight=0,
         max_in_flight=MAX_IN_FLIGHT,
-        check_room=lambda _: None,
+        check_room=lambda *_: None,
+        limits=Limits.of(
+            EngineConfig(),
+            vocab_size=INFO.vocab_size,
+            max_model_len=INFO.max_model_len,
+            closes_reasoning=True,
+        ),
     )
     return Service(config, client, chatmodel.make_tokenizer(), ["tiny"])
 

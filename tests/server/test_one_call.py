@@ -3,14 +3,13 @@
 import asyncio
 from types import SimpleNamespace
 
-from milepost.engine.processes.stream import Stream, StreamBell
-from milepost.engine.processes.wire import Delta, Output
+from milepost.engine.outputs import Delta, Output
+from milepost.engine.processes.stream import Stream
 from milepost.server import conversation
 from milepost.server.chat import _ChatWriter
 from milepost.server.config import ServerConfig
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
-from milepost.server.submission import Submission
 from tests.server.inprocess import service
 
 CALL = ["<tool_call>\n", '{"name": "now", "arguments": {}}', "\n</tool_call>"]
@@ -27,12 +26,11 @@ STEPS = [
 
 def answered(monkeypatch, *, all_at_once: bool):
     """The body of a response whose steps had all come before it was read, or one after another."""
-    bell = StreamBell()
     given_up = []
-    client = SimpleNamespace(forget=lambda _, *, is_over: given_up.append(not is_over))
+    client = SimpleNamespace(forget=lambda stream: given_up.append(bool(stream.open)))
 
     def submit(_, prompts, params, *, keeps_steps, **__):
-        stream = Stream(1, params.n, client, bell, keeps_steps=keeps_steps)
+        stream = Stream([1], params.n, client, keeps_steps=keeps_steps)
         loop = asyncio.get_running_loop()
         for number, deltas in enumerate(STEPS):
             output = Output(1, deltas, finished=number == len(STEPS) - 1)
@@ -40,7 +38,7 @@ def answered(monkeypatch, *, all_at_once: bool):
                 stream.put(output)
             else:
                 loop.call_later(0.01 * number, stream.put, output)
-        return Submission([stream], bell, loop.call_later(60, lambda: None))
+        return stream
 
     monkeypatch.setattr(Service, "submit", submit)
     tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from milepost.engine.processes.stream import Stream, StreamBell
-from milepost.engine.processes.wire import Delta, Output
+from milepost.engine.outputs import Delta, Output
+from milepost.engine.processes.stream import Stream
 from milepost.server import conversation
 from milepost.server.config import ServerConfig
 from milepost.server.protocol import ChatRequest
@@ -14,7 +14,6 @@ from milepost.server.responses.protocol import ResponsesRequest
 from milepost.server.responses.tools import Names
 from milepost.server.responses.writer import Writer
 from milepost.server.service import Service
-from milepost.server.submission import Submission
 from tests import chatmodel
 from tests.server.inprocess import service
 
@@ -27,23 +26,20 @@ CLOSED = [*THOUGHT, ("</think>", CLOSE), ("\n\n", 14)]
 
 def counted(monkeypatch, pieces, joins):
     """Of an answer of these pieces, a token each; the server reads so many of them at once."""
-    bell, client = StreamBell(), SimpleNamespace(forget=lambda *_, **__: None)
-    stream = Stream(1, 1, client, bell)
+    stream = Stream([1], 1, SimpleNamespace(forget=lambda _: None))
     steps = [[Delta(0, text, [token])] for text, token in pieces]
     steps.append([Delta(0, "", [15], finish_reason="stop")])
 
     async def arrive():
         for number, deltas in enumerate(steps):
             if number % joins == 0:
-                while stream._pending:
+                while stream._pending[1]:
                     await asyncio.sleep(0)
             stream.put(Output(1, deltas, finished=number == len(steps) - 1))
 
     def submit(*_, **__):
-        loop = asyncio.get_running_loop()
-        submission = Submission([stream], bell, loop.call_later(60, lambda: None))
-        submission.arriving = loop.create_task(arrive())
-        return submission
+        stream.arriving = asyncio.get_running_loop().create_task(arrive())
+        return stream
 
     monkeypatch.setattr(Service, "submit", submit)
 

@@ -10,13 +10,11 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from milepost.engine.outputs import Logprob
-from milepost.engine.processes.stream import Stream, StreamBell
-from milepost.engine.processes.wire import Delta, Output
+from milepost.engine.outputs import Delta, Logprob, Output
+from milepost.engine.processes.stream import Stream
 from milepost.server import app
 from milepost.server.config import ServerConfig
 from milepost.server.service import Service
-from milepost.server.submission import Submission
 from tests import chatmodel
 from tests.server.inprocess import service
 
@@ -136,8 +134,7 @@ def send(monkeypatch, tokenizer):
 
         def submit(_, prompts, params, **__):
             seen.append(params)
-            bell = StreamBell()
-            stream = Stream(1, 1, SimpleNamespace(forget=lambda *_, **__: None), bell)
+            stream = Stream([1], 1, SimpleNamespace(forget=lambda _: None))
             for number, text in enumerate([*answer, ""]):
                 is_last = number == len(answer)
                 score = Logprob(logprob=-0.5, rank=1, decoded_token=text)
@@ -150,8 +147,7 @@ def send(monkeypatch, tokenizer):
                     stop_reason=stop_reason if is_last else None,
                 )
                 stream.put(Output(1, [delta], finished=is_last))
-            loop = asyncio.get_running_loop()
-            return Submission([stream], bell, loop.call_later(60, lambda: None))
+            return stream
 
         monkeypatch.setattr(Service, "submit", submit)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from milepost.engine.processes.wire import Delta, Output
+from milepost.engine.outputs import Delta, Output
 from milepost.server import conversation
 from milepost.server.chat import _ChatWriter
 from milepost.server.config import ServerConfig

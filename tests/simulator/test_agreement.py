@@ -71,7 +71,7 @@ def run_engine(folder, memory):
         jobs = [engine.add(Prompt(token_ids=prompt), params) for prompt in prompts]
         while engine.has_work:
             engine.step()
-        asked += [job.answers[0].request for job in jobs]
+        asked += [job.completions[0].request for job in jobs]
         prompts = [
             [*r.chain.tokens, *tokens(70, 50 + i)] for i, r in enumerate(asked[: len(prompts)])
         ]

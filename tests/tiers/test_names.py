@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import pytest
 
-from milepost.tiers.holdings import Holdings, Limits
+from milepost.tiers.holdings import Holdings, TierLimits
 from milepost.tiers.names import FileName, Finds
 from milepost.tiers.rates import MeasuredRates
 from milepost.tiers.writes import Writes
@@ -19,7 +19,7 @@ class Index:
     """Of one engine, which looks through a directory part by part."""
 
     def __init__(self, num_pages, num_states, *, has_states=True):
-        limits = Limits(
+        limits = TierLimits(
             page_bytes=1, state_bytes=1, num_host_pages=0, num_host_states=0,
             num_disk_pages=num_pages, num_disk_states=num_states,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from milepost.cache.tree import FullAttention, Recurrent, ShortConvolution
 from milepost.scheduler.request import FinishReason
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers import loads as loads_module
-from milepost.tiers.holdings import Limits
+from milepost.tiers.holdings import TierLimits
 from milepost.tiers.policy import Tiers
 from milepost.tiers.rates import MeasuredRates
 from milepost.tiers.stores import MIN_SCORE
@@ -42,7 +42,7 @@ class Engine:
         self.runner = FakeRunner(
             self.scheduler, page_size=PAGE_SIZE, kinds=kinds, pages_each=pages_each
         )
-        limits = Limits(
+        limits = TierLimits(
             page_bytes=1, state_bytes=1,
             num_host_pages=host[0], num_host_states=host[1],
             num_disk_pages=disk[0], num_disk_states=disk[1],

@@ -11,7 +11,7 @@ import torch
 
 from milepost.tiers.device_copies import DirectLink
 from milepost.tiers.rates import MeasuredRates
-from tests.engines import THREE_LAYERS, ask, save_tiny, tokens
+from tests.engines import THREE_LAYERS, ask, save_tiny, tiering_of, tokens
 
 
 class LateEvent:
@@ -86,7 +86,7 @@ def late(tiny, monkeypatch):
     llm = tiny.open(
         num_pages=14, num_slots=4, max_num_seqs=3, max_num_batched_tokens=128, cache_host_gib=0.05
     )
-    tiering = llm.llm_engine._tiering
+    tiering = tiering_of(llm.llm_engine)
     tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
     poll = tiering.copier.poll
 
@@ -129,7 +129,7 @@ def test_what_is_read_before_its_copy_is_there_is_found_out(late, tiny, monkeypa
 def test_a_staging_place_is_used_again_only_once_it_is_read(late, tiny, monkeypatch, is_reused):
     """States of two prompts go by it, the second while the first is still to be copied on."""
     llm, _ = late
-    mover = llm.llm_engine._tiering.copier.mover
+    mover = tiering_of(llm.llm_engine).copier.mover
     store = mover.store
 
     def reuse(stores):
@@ -156,7 +156,7 @@ def test_what_leaves_is_copied_before_the_plan_writes_over_it(late, tiny, monkey
     """A source that is read behind the step holds what that has written."""
     llm, link = late
     copy, waiting = link.copy, []
-    staging = llm.llm_engine._tiering.copier.mover.staging
+    staging = tiering_of(llm.llm_engine).copier.mover.staging
 
     def too_late(copies):
         is_staged = any(target is staging for target, *_ in copies)
@@ -177,7 +177,7 @@ def test_what_leaves_is_copied_before_the_plan_writes_over_it(late, tiny, monkey
 def test_stores_of_a_step_that_was_cut_short_are_not_kept(late, tiny, monkeypatch):
     """Nobody knows what was copied: pages may have been moved, or half of it written over."""
     llm, _ = late
-    copier = llm.llm_engine._tiering.copier
+    copier = tiering_of(llm.llm_engine).copier
     with monkeypatch.context() as during:
         during.setattr(copier, "poll", lambda: False)
         during.setattr(llm.llm_engine, "flush", lambda: None)
@@ -196,7 +196,7 @@ def test_stores_of_a_step_that_was_cut_short_are_not_kept(late, tiny, monkeypatc
 def alone(late, monkeypatch):
     """The same, with nothing to do but wait: steps are launched behind what comes up."""
     llm, link = late
-    engine, copier = llm.llm_engine, llm.llm_engine._tiering.copier
+    engine, copier = llm.llm_engine, tiering_of(llm.llm_engine).copier
     del copier.wait
     copier._tiers.rates = MeasuredRates(tokens_per_s=1.0, host_bytes_per_s=1e12, load_s=0.0)
     launch = engine.runner.launch
@@ -231,7 +231,7 @@ def test_a_step_that_does_not_wait_for_what_comes_is_found_out(alone, tiny, monk
     if defect == "order":
         monkeypatch.setattr(link, "order", lambda _: None)
     else:
-        copier = llm.llm_engine._tiering.copier
+        copier = tiering_of(llm.llm_engine).copier
         arrive = copier._arrive
 
         def scribble(loading):
@@ -262,7 +262,7 @@ def test_a_state_is_taken_in_once(late, tiny, monkeypatch):
 def test_pages_without_the_state_are_no_hit(late, tiny, monkeypatch):
     """KV alone leaves the recurrent layers behind: the load would end with a wrong answer."""
     llm, _ = late
-    copier = llm.llm_engine._tiering.copier
+    copier = tiering_of(llm.llm_engine).copier
     bring = copier._bring
 
     def without_state(loading):

@@ -4,7 +4,7 @@ Five rooms, each used through its `__init__`; a room uses only those above it: `
 `constraints/`, `assembly/`, `loop/`, `processes/`. Beside them stands what all of them use:
 
     Python API                  llm, vllm_names
-    prompts and outputs         prompts, outputs
+    prompts and outputs         prompts, validation, outputs
     what can be seen            metrics, facts
     any process of ours         parent, child, heap
 """

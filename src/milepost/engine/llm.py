@@ -205,24 +205,24 @@ class LLM:
         params = self._params_for(sampling_params, len(prompts))
         wanted = list(zip(prompts, params, strict=True))
         self._thread.run(self._check, wanted)
-        jobs: list[RequestGroup] = []
+        groups: list[RequestGroup] = []
         try:
-            self._thread.run(self._queue, wanted, jobs)
-            self._finish(jobs, use_tqdm)
+            self._thread.run(self._queue, wanted, groups)
+            self._finish(groups, use_tqdm)
         finally:  # an interruption leaves nothing queued
-            self._thread.tidy(self._give_up, jobs)
+            self._thread.tidy(self._give_up, groups)
         if not self.llm_engine.config.disable_log_stats:
             self._log_stats()
-        return [job.output() for job in jobs]
+        return [group.output() for group in groups]
 
-    def _finish(self, jobs: list[RequestGroup], use_tqdm: bool) -> None:
-        """Have steps run until all jobs are over."""
-        left = jobs
-        with _bar(len(jobs), is_shown=use_tqdm) as advance:
+    def _finish(self, groups: list[RequestGroup], use_tqdm: bool) -> None:
+        """Have steps run until all groups are over."""
+        left = groups
+        with _bar(len(groups), is_shown=use_tqdm) as advance:
             while left:
-                self._thread.steps(lambda left=left: all(job.is_finished for job in left), bool)
+                self._thread.steps(lambda left=left: all(group.is_finished for group in left), bool)
                 num_before = len(left)
-                left = [job for job in left if not job.is_finished]
+                left = [group for group in left if not group.is_finished]
                 advance(num_before - len(left))
 
     def _stream(
@@ -236,21 +236,21 @@ class LLM:
         """Queues the prompt when the first output is asked for: an iterator that is never begun
         leaves nothing behind.
         """
-        jobs: list[RequestGroup] = []
+        groups: list[RequestGroup] = []
         num_shown = 0
         try:
-            self._thread.run(self._queue, [(prompt, params)], jobs)
-            (job,) = jobs
-            while not job.is_finished or num_shown < job.num_output_tokens:
+            self._thread.run(self._queue, [(prompt, params)], groups)
+            (group,) = groups
+            while not group.is_finished or num_shown < group.num_output_tokens:
                 found = self._thread.steps(
-                    lambda num=num_shown: num < job.num_output_tokens or job.is_finished,
-                    lambda: (job.num_output_tokens, job.output()),
+                    lambda num=num_shown: num < group.num_output_tokens or group.is_finished,
+                    lambda: (group.num_output_tokens, group.output()),
                 )
                 if found is not None and found[0] > num_shown:
                     num_shown, output = found
                     yield output
         finally:
-            self._thread.tidy(self._give_up, jobs)
+            self._thread.tidy(self._give_up, groups)
 
     # --- on the engine's thread -------------------------------------------------------------------
 
@@ -262,18 +262,18 @@ class LLM:
                 raise InvalidRequestError(f"prompt {index}: {error}") from error
 
     def _queue(
-        self, wanted: Sequence[tuple[Prompt, SamplingParams]], jobs: list[RequestGroup]
+        self, wanted: Sequence[tuple[Prompt, SamplingParams]], groups: list[RequestGroup]
     ) -> None:
-        """Queue prompts that have passed `_check`. `jobs` has those that are queued, also for a
+        """Queue prompts that have passed `_check`. `groups` has those that are queued, also for a
         caller that no longer waits."""
         for prompt, params in wanted:
-            jobs.append(self.llm_engine.queue(prompt, params))
+            groups.append(self.llm_engine.queue(prompt, params))
 
-    def _give_up(self, jobs: Sequence[RequestGroup]) -> None:
-        """Leave nothing of these jobs running."""
-        for job in jobs:
-            if not job.is_finished:
-                self.llm_engine.abort(job)
+    def _give_up(self, groups: Sequence[RequestGroup]) -> None:
+        """Leave nothing of these groups running."""
+        for group in groups:
+            if not group.is_finished:
+                self.llm_engine.abort(group)
         self.llm_engine.flush()
 
     def _log_stats(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -91,3 +92,41 @@ def token_logprobs(
         if other != token_id:
             entry[other] = Logprob(logprob=value, rank=place, decoded_token=text_of(other))
     return entry
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A request's cache report, and the time of its admission in seconds of the monotonic clock."""
+
+    prompt_tokens: int
+    kv_length: int
+    state_length: int
+    reused: int
+    lost: dict[str, int]
+    admitted_at: float
+    loaded: dict[str, int] = {}
+
+
+class Delta(msgspec.Struct, array_like=True, frozen=True):
+    """Tokens that one completion gained, in one step or several."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Number of those drafts that were accepted."""
+
+
+class Output(msgspec.Struct, array_like=True, frozen=True):
+    """What a request gained, in one step or several. `report` and `prompt_logprobs` come once,
+    with the first, and `kv_transfer_params` with the last, for the engine that continues."""
+
+    number: int
+    deltas: list[Delta]
+    finished: bool
+    report: Report | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    kv_transfer_params: dict[str, Any] | None = None

@@ -31,7 +31,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
     defaults = service.sampling_defaults
     params = forms.apply(parameters.of_completion(request, defaults), form)
     params = await service.checked(params, forms.field_of(request))
-    service.check_number(num_prompts(request), params.n)  # before tokenizing
+    service.client.check_room(num_prompts(request), params.n)  # before tokenizing
     work = prompts_of(service, request, params)
     prompts = await unless_disconnected(http, work)
     for prompt in prompts:

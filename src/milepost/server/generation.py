@@ -47,7 +47,7 @@ class Generation:
         self._params = params
         self._record: dict[str, Any] = scope["milepost.record"]
         self._arrival: float = scope["milepost.arrival"]
-        self._submission = service.submit(
+        self._stream = service.submit(
             prompts,
             params,
             priority=priority,
@@ -80,7 +80,7 @@ class Generation:
         if self._service.client.config.max_queue_wait_s is None:
             return
         try:
-            await self._submission.begun()
+            await self._stream.begun()
         except BaseException:
             self.close()
             raise
@@ -88,7 +88,7 @@ class Generation:
     async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """Yields the deltas that have arrived, each time some have."""
         try:
-            while arrived := await self._submission.arrived():
+            async for arrived in self._stream:
                 yield [pair for number, output in arrived for pair in self._take(number, output)]
                 if self._is_enough is not None:
                     yield self._end_enough(self._is_enough)
@@ -101,7 +101,7 @@ class Generation:
         """Aborts answers that are not finished, and records the request. Call it in any case."""
         if not self._is_closed:
             self._is_closed = True
-            self._submission.close()
+            self._stream.close()
             self._close_record()
 
     def _end_enough(self, is_enough: Callable[[int], bool]) -> list[tuple[int, Delta]]:

@@ -30,7 +30,7 @@ def routes(store: ResponseStore) -> Sequence[tuple[str, Any, Any]]:
     ) -> Response:
         model = service.check_model(body.model)
         params = parameters.of_completion(body, service.sampling_defaults)
-        service.check_number(completions.num_prompts(body), params.n)  # before tokenizing
+        service.client.check_room(completions.num_prompts(body), params.n)  # before tokenizing
         work = completions.prompts_of(service, body, params)
         prompts = await unless_disconnected(request, work)
         for prompt in prompts:

@@ -3,21 +3,23 @@ cannot be served."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from milepost.engine.constraints import FormChecks, check_budget, check_combination, think_ids
-from milepost.engine.processes import EngineClient, Stream, StreamBell
-from milepost.engine.prompts import Prompt, check_prompt
+from milepost.engine.constraints import FormChecks, think_ids
+from milepost.engine.processes import EngineClient, Stream
+from milepost.engine.prompts import Prompt
 from milepost.engine.text import chat, overridden, special_texts
+from milepost.engine.validation import check_combination, check_prompt
 from milepost.errors import (
     ConfigError,
     EngineAsleepError,
     EngineDeadError,
+    InvalidPromptError,
     InvalidRequestError,
     RequestTimeoutError,
     ServerClosingError,
@@ -28,7 +30,6 @@ from milepost.server.encoder import TOO_LONG, Encoder
 from milepost.server.errors import HttpError
 from milepost.server.metrics import RequestMetrics
 from milepost.server.parsing.answer import find_format, reasoning_tokens, special_tags
-from milepost.server.submission import Submission
 from milepost.server.templates import check_template_kwargs, variables_of
 from milepost.server.unknown import UnknownFields
 
@@ -75,8 +76,7 @@ class Service:
         )
         self._special_tags = special_tags(self.format, tokenizer)
         self.reasoning_tokens = reasoning_tokens(self.format, tokenizer)
-        self._think_ids = think_ids(tokenizer)
-        self.counts_thinking = None not in self._think_ids
+        self.counts_thinking = None not in think_ids(tokenizer)
         """Whether the engine can count the tokens of this model's reasoning."""
         self.is_closing = False
         self.is_asleep = False
@@ -194,7 +194,7 @@ class Service:
         arrival: float,
         field: str,
         keeps_steps: bool = False,
-    ) -> Submission:
+    ) -> Stream:
         """Queues all prompts or none. `field` is named in errors about prompts; `keeps_steps` is
         passed to `Stream`."""
         if self.is_closing:
@@ -208,67 +208,47 @@ class Service:
                 f"priority={priority}: this server answers in order of arrival; start it with "
                 "--scheduling-policy priority"
             )
-        self._check(prompts, params, field)
-        bell = StreamBell()
-        streams = [
-            self.client.add(prompt, params, priority=priority, bell=bell, keeps_steps=keeps_steps)
-            for prompt in prompts
-        ]
-        remaining = arrival + self.config.request_timeout_s - time.monotonic()
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(max(remaining, 0.0), self._time_out, streams)
-        return Submission(streams, bell, timer)
-
-    def check_number(self, num_prompts: int, num_each: int) -> None:
-        """Raises InvalidRequestError or QueueFullError if these are more answers than may run or
-        wait."""
-        num_answers = num_prompts * num_each
-        if num_answers > self.client.max_in_flight:
-            raise InvalidRequestError(
-                f"n={num_each}: {num_prompts} prompts with {num_each} answers each are more than "
-                f"the {self.client.max_in_flight} that this server accepts at once"
-            )
-        self.client.check_room(num_answers)
-
-    def _check(self, prompts: Sequence[Prompt], params: SamplingParams, field: str) -> None:
-        self.check_number(len(prompts), params.n)
-        params.check_vocab(self.client.info.vocab_size)
-        check_budget(params.thinking_token_budget, self._think_ids[1])
         for prompt in prompts:
-            self.check_prompt(prompt, params, field)
+            self._check_room(prompt, params)
+        with naming(field):
+            stream = self.client.add(prompts, params, priority=priority, keeps_steps=keeps_steps)
+        limit, spent = self.config.request_timeout_s, time.monotonic() - arrival
+        late = RequestTimeoutError(f"the request took longer than {limit:g} seconds")
+        stream.fail_after(max(limit - spent, 0.0), late)
+        return stream
 
     def check_prompt(self, prompt: Prompt, params: SamplingParams, field: str) -> None:
         """Raises HttpError 400 for a prompt that cannot be served with these parameters."""
-        info = self.client.info
-        try:
-            check_prompt(
-                prompt,
-                vocab_size=info.vocab_size,
-                max_model_len=info.max_model_len,
-                max_cache_marks=self.client.config.max_cache_marks,
-            )
-        except InvalidRequestError as error:
-            is_long = len(prompt.token_ids) >= info.max_model_len
-            code = TOO_LONG if is_long else None
-            raise HttpError(400, f"{field}: {error}", param=field, code=code) from error
-        room = info.max_model_len - len(prompt.token_ids)
-        if params.max_tokens is not None and params.max_tokens > room:
+        with naming(field):
+            check_prompt(prompt, self.client.limits)
+        self._check_room(prompt, params)
+
+    def _check_room(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raises HttpError 400 if max_tokens is more than the prompt leaves room for."""
+        longest = self.client.limits.max_model_len
+        room = longest - len(prompt.token_ids)
+        if params.max_tokens is not None and 0 < room < params.max_tokens:
             raise HttpError(
                 400,
                 f"max_tokens={params.max_tokens}: the prompt has {len(prompt.token_ids)} tokens, "
-                f"which leaves {room} of max_model_len={info.max_model_len}",
+                f"which leaves {room} of max_model_len={longest}",
                 param="max_tokens",
                 code=TOO_LONG,
             )
 
-    def _time_out(self, streams: Sequence[Stream]) -> None:
-        limit = self.config.request_timeout_s
-        for stream in streams:
-            stream.fail(RequestTimeoutError(f"the request took longer than {limit:g} seconds"))
-
     async def close(self) -> None:
         await self.encoder.close()
         await self.form_checks.close()
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Has errors about a prompt name the field that it came in."""
+    try:
+        yield
+    except InvalidPromptError as error:
+        code = TOO_LONG if error.is_too_long else None
+        raise HttpError(400, f"{field}: {error}", param=field, code=code) from error
 
 
 def _length(value: Any) -> int:

@@ -18,7 +18,7 @@ from milepost.cache.plans import What
 from milepost.scheduler.plans import Load, StepPlan
 from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator.cost import CostModel
-from milepost.tiers.holdings import Limits, split
+from milepost.tiers.holdings import TierLimits, split
 from milepost.tiers.policy import Tiers
 from milepost.tiers.rates import MeasuredRates
 from milepost.tiers.tier import Item
@@ -58,7 +58,7 @@ class Copies:
         page, state = self._page_bytes, self._state_bytes
         host_pages, host_states = split(sizes.host_bytes, page, state)
         disk_pages, disk_states = split(sizes.disk_bytes, page, state)
-        limits = Limits(
+        limits = TierLimits(
             page_bytes=self._page_bytes,
             state_bytes=self._state_bytes,
             num_host_pages=host_pages,

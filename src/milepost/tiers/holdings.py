@@ -13,7 +13,7 @@ from milepost.tiers.tier import Item, Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class TierLimits:
     """Capacities of both tiers, the size of an item, and how many may be on their way."""
 
     page_bytes: int
@@ -69,7 +69,7 @@ class Holdings:
     """Both tiers of one model, whose pages have `page_size` tokens."""
 
     def __init__(
-        self, limits: Limits, rates: MeasuredRates, *, page_size: int, has_states: bool
+        self, limits: TierLimits, rates: MeasuredRates, *, page_size: int, has_states: bool
     ) -> None:
         self.limits = limits
         self.rates = rates

@@ -12,7 +12,7 @@ from milepost.cache.events import Event
 from milepost.scheduler.outside import Offer
 from milepost.scheduler.plans import Load, Store
 from milepost.scheduler.request import Request
-from milepost.tiers.holdings import Holdings, Limits, TierStats
+from milepost.tiers.holdings import Holdings, TierLimits, TierStats
 from milepost.tiers.loads import Loads
 from milepost.tiers.rates import MeasuredRates
 from milepost.tiers.reach import Reach
@@ -26,7 +26,9 @@ class Tiers:
 
     name = "tiers"
 
-    def __init__(self, cache: Cache, limits: Limits, rates: MeasuredRates | None = None) -> None:
+    def __init__(
+        self, cache: Cache, limits: TierLimits, rates: MeasuredRates | None = None
+    ) -> None:
         self.holdings = Holdings(
             limits,
             rates if rates is not None else MeasuredRates(),
@@ -49,7 +51,7 @@ class Tiers:
         return self.holdings.disk
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> TierLimits:
         return self.holdings.limits
 
     @property

@@ -19,9 +19,8 @@ from milepost.cache import Cache
 from milepost.config import EngineConfig
 from milepost.engine.assembly.setup import EngineParts
 from milepost.engine.loop.core import Engine
-from milepost.engine.loop.requests import RequestGroup
+from milepost.engine.loop.group import RequestGroup
 from milepost.engine.processes.stream import _joined
-from milepost.engine.processes.tasks import Sent, Task
 from milepost.engine.prompts import Prompt
 from milepost.runner.choice import SampledToken
 from milepost.runner.in_flight import InFlightStep
@@ -136,11 +135,10 @@ def answers(wishes: Sequence[Wish], most: int, seed: int = 0) -> tuple[list[Any]
     scripts = {number: (wish.num_prompt, script_of(wish)) for number, wish in enumerate(wishes)}
     engine = engine_of(scripts, most, seed)
     jobs = [engine.add(_prompt(number, wish), wish.params) for number, wish in enumerate(wishes)]
-    tasks = [Task(0, job, [Sent(answer) for answer in job.answers]) for job in jobs]
     streams: dict[RequestGroup, Any] = {}
     while engine.has_work:
         for job in engine.step():
-            new = replace_report(tasks[jobs.index(job)].output())
+            new = replace_report(job.take_output())
             streams[job] = _joined(streams[job], new) if job in streams else new
         check(engine.scheduler.cache)
     cache = engine.scheduler.cache
@@ -155,7 +153,7 @@ def answers(wishes: Sequence[Wish], most: int, seed: int = 0) -> tuple[list[Any]
 
 def replace_report(output: Any) -> Any:
     """Without what depends on when it was admitted."""
-    return type(output)(id=0, deltas=output.deltas, finished=output.finished)
+    return type(output)(number=0, deltas=output.deltas, finished=output.finished)
 
 
 def _prompt(number: int, wish: Wish) -> Prompt:

@@ -5,19 +5,22 @@ import multiprocessing
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 import uvloop
 
 from milepost.config import EngineConfig
 from milepost.engine.loop.core import Engine
+from milepost.engine.outputs import Output
 from milepost.engine.processes import client as client_module
 from milepost.engine.processes.client import WATCHES, EngineClient
-from milepost.engine.processes.stream import StreamBell
+from milepost.engine.processes.stream import Stream
 from milepost.engine.prompts import Prompt
 from milepost.errors import (
     ConfigError,
     EngineDeadError,
+    InvalidPromptError,
     InvalidRequestError,
     QueueFullError,
     RequestTimeoutError,
@@ -38,7 +41,7 @@ class FailingEngine(Engine):
 
     def step(self):
         if self.scheduler.stats.num_steps == 2:
-            self.flights.runner = None
+            self.pipeline.runner = None
         return super().step()
 
 
@@ -87,7 +90,7 @@ def run(config, scenario, **options):
 
 async def take(stream):
     try:
-        return [output async for output in stream]
+        return [output async for arrived in stream for _, output in arrived]
     finally:
         stream.close()
 
@@ -103,7 +106,7 @@ def test_answers_come_in_order_and_whole(config, monkeypatch):
 
     async def scenario(client):
         first, second = await asyncio.gather(
-            take(client.add(PROMPT, SHORT)), take(client.add(PROMPT, SHORT))
+            take(client.add([PROMPT], SHORT)), take(client.add([PROMPT], SHORT))
         )
         assert client.num_in_flight == 0
         return first, second
@@ -121,9 +124,9 @@ def test_answers_come_in_order_and_whole(config, monkeypatch):
 
 def test_a_slow_reader_gets_the_same_joined(config):
     async def scenario(client):
-        quick = await take(client.add(PROMPT, SHORT))
-        stream = client.add(PROMPT, SHORT)
-        while not stream._is_over:
+        quick = await take(client.add([PROMPT], SHORT))
+        stream = client.add([PROMPT], SHORT)
+        while stream.open:
             await client.metrics()
         return quick, await take(stream)
 
@@ -136,9 +139,9 @@ def test_a_slow_reader_gets_the_same_joined(config):
 
 def test_a_slow_reader_that_keeps_steps_gets_them_one_by_one(config):
     async def scenario(client):
-        quick = await take(client.add(PROMPT, SHORT, keeps_steps=True))
-        stream = client.add(PROMPT, SHORT, keeps_steps=True)
-        while not stream._is_over:
+        quick = await take(client.add([PROMPT], SHORT, keeps_steps=True))
+        stream = client.add([PROMPT], SHORT, keeps_steps=True)
+        while stream.open:
             await client.metrics()
         return quick, await take(stream)
 
@@ -147,45 +150,38 @@ def test_a_slow_reader_that_keeps_steps_gets_them_one_by_one(config):
     assert [output.finished for output in slow] == [False] * 5 + [True]
 
 
-def test_streams_that_share_a_bell_lose_nothing(config):
+def test_prompts_that_share_a_stream_lose_nothing(config):
     async def scenario(client):
-        bell = StreamBell()
-        streams = [client.add(PROMPT, SHORT, bell=bell) for _ in range(3)]
-        tokens, ended = [0, 0, 0], 0
-        while ended < 3:
-            await bell.wait()
-            for number, stream in enumerate(streams):
-                output = stream.take()
-                if output is not None:
-                    tokens[number] += sum(len(delta.token_ids) for delta in output.deltas)
-                    ended += output.finished
-        for stream in streams:
-            assert stream.take() is None
-            stream.close()
+        stream, tokens, ended = client.add([PROMPT] * 3, SHORT), [0, 0, 0], 0
+        async for arrived in stream:
+            for index, output in arrived:
+                tokens[index] += sum(len(delta.token_ids) for delta in output.deltas)
+                ended += output.finished
+        assert (ended, client.num_in_flight) == (3, 3)
+        stream.close()
+        stream.close()
+        assert client.num_in_flight == 0
         return tokens
 
     assert run(config, scenario) == [6, 6, 6]
 
 
-def test_an_error_that_comes_with_an_output_is_told_too(config):
-    async def scenario(client):
-        bell = StreamBell()
-        stream = client.add(PROMPT, LONG, bell=bell)
-        await bell.wait()
+def test_an_error_that_comes_with_an_output_is_told_after_it():
+    async def scenario():
+        stream = Stream([3], 1, SimpleNamespace(forget=lambda _: None))
+        output = Output(number=3, deltas=[], finished=False)
+        stream.put(output)
         stream.fail(RequestTimeoutError("late"))
-        await bell.wait()
-        assert stream.take() is not None
-        await asyncio.wait_for(bell.wait(), 10)
+        assert await anext(stream) == [(0, output)]
         with pytest.raises(RequestTimeoutError):
-            stream.take()
-        stream.close()
+            await anext(stream)
 
-    run(config, scenario)
+    asyncio.run(scenario())
 
 
 def test_a_closed_stream_is_free_before_the_next_step(config):
     async def scenario(client):
-        stream = client.add(PROMPT, LONG)
+        stream = client.add([PROMPT], LONG)
         await anext(stream)
         assert (await gauges(client))["num_requests_running"] == 1
         stream.close()
@@ -198,9 +194,9 @@ def test_a_closed_stream_is_free_before_the_next_step(config):
 
 def test_lower_priority_numbers_go_first(config):
     async def scenario(client):
-        blockers = [client.add(PROMPT, LONG) for _ in range(2)]
-        late = client.add(PROMPT, SHORT, priority=5)
-        soon = client.add(PROMPT, SHORT, priority=-5)
+        blockers = [client.add([PROMPT], LONG) for _ in range(2)]
+        late = client.add([PROMPT], SHORT, priority=5)
+        soon = client.add([PROMPT], SHORT, priority=-5)
         order = []
 
         async def note(name, stream):
@@ -219,12 +215,12 @@ def test_lower_priority_numbers_go_first(config):
 
 def test_the_queue_is_bounded(config):
     async def scenario(client):
-        streams = [client.add(PROMPT, LONG) for _ in range(3)]
+        streams = [client.add([PROMPT], LONG) for _ in range(3)]
         with pytest.raises(QueueFullError, match="3 answers"):
-            client.add(PROMPT, SHORT)
+            client.add([PROMPT], SHORT)
         for stream in streams:
             stream.close()
-        return await take(client.add(PROMPT, SHORT))
+        return await take(client.add([PROMPT], SHORT))
 
     assert run(config, scenario, max_waiting=1)[-1].finished
 
@@ -241,18 +237,31 @@ def test_the_queue_is_bounded(config):
 def test_what_cannot_be_sent_takes_no_place_in_the_queue(config, prompt, named):
     async def scenario(client):
         with pytest.raises(InvalidRequestError, match=named):
-            client.add(prompt, SHORT)
+            client.add([prompt], SHORT)
         assert client.num_in_flight == 0
-        return await take(client.add(PROMPT, SHORT))
+        return await take(client.add([PROMPT], SHORT))
 
     assert run(config, scenario)[-1].finished
 
 
-def test_a_refusal_concerns_one_request(config):
+def test_a_request_that_is_refused_at_the_door_is_not_sent(config):
     async def scenario(client):
-        bad = client.add(Prompt(token_ids=[10**6]), SHORT)
-        good = client.add(PROMPT, SHORT)
-        with pytest.raises(InvalidRequestError, match="vocabulary"):
+        with pytest.raises(InvalidPromptError, match="vocabulary"):
+            client.add([PROMPT, Prompt(token_ids=[10**6])], SHORT)
+        assert client.num_in_flight == 0
+        return await take(client.add([PROMPT], SHORT))
+
+    assert run(config, scenario)[-1].finished
+
+
+def test_a_refusal_by_the_engine_concerns_one_request(config):
+    """Whether parameters leave a token is known where they are compiled."""
+    nothing = SamplingParams(allowed_token_ids=[7], logit_bias={7: -100})
+
+    async def scenario(client):
+        bad = client.add([PROMPT], nothing)
+        good = client.add([PROMPT], SHORT)
+        with pytest.raises(InvalidRequestError, match="leave no token"):
             await take(bad)
         return await take(good)
 
@@ -261,7 +270,7 @@ def test_a_refusal_concerns_one_request(config):
 
 def test_reset_waits_for_nobody(config):
     async def scenario(client):
-        stream = client.add(PROMPT, LONG)
+        stream = client.add([PROMPT], LONG)
         await anext(stream)
         while_running = await client.reset_prefix_cache()
         stream.close()
@@ -274,13 +283,13 @@ def test_a_killed_process_fails_streams_and_questions(config):
     deaths = []
 
     async def scenario(client):
-        stream = client.add(PROMPT, LONG)
+        stream = client.add([PROMPT], LONG)
         await anext(stream)
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="signal 9"):
             await take(stream)
         with pytest.raises(EngineDeadError):
-            client.add(PROMPT, SHORT)
+            client.add([PROMPT], SHORT)
         with pytest.raises(EngineDeadError):
             await client.metrics()
 
@@ -290,7 +299,7 @@ def test_a_killed_process_fails_streams_and_questions(config):
 
 def test_a_question_to_an_engine_that_hangs_has_an_end(config):
     async def scenario(client):
-        stream = client.add(PROMPT, LONG)
+        stream = client.add([PROMPT], LONG)
         async for _ in stream:
             break
         os.kill(client.pid, signal.SIGSTOP)
@@ -310,7 +319,7 @@ def test_a_question_to_an_engine_that_hangs_has_an_end(config):
 def test_a_step_that_fails_says_why(config):
     async def scenario(client):
         with pytest.raises(EngineDeadError, match="AttributeError"):
-            await take(client.add(PROMPT, LONG))
+            await take(client.add([PROMPT], LONG))
 
     run(config, scenario, make_engine=FailingEngine)
 
@@ -320,7 +329,7 @@ def test_a_step_that_does_not_end_is_ended(config):
 
     async def scenario(client):
         with pytest.raises(EngineDeadError, match=r"no sign of life for 0\.4 seconds"):
-            await take(client.add(PROMPT, LONG))
+            await take(client.add([PROMPT], LONG))
         with pytest.raises(EngineDeadError, match="no sign of life"):
             await client.metrics()
 
@@ -338,19 +347,19 @@ def test_an_engine_that_works_or_rests_is_left_alone(config):
     """While it works, and then while it rests, it is asked more often than silence is borne."""
 
     async def scenario(client):
-        stream, asked, next_id = client.add(PROMPT, LONG), asyncio.Queue(), client._next_id
+        stream, asked, next_id = client.add([PROMPT], LONG), asyncio.Queue(), client._next_question
 
         def noted():
             asked.put_nowait(None)
             return next_id()
 
-        client._next_id = noted
+        client._next_question = noted
         while asked.qsize() <= WATCHES:
             await anext(stream)
         stream.close()
         for _ in range(asked.qsize() + 2 * WATCHES):
             await asked.get()
-        return await take(client.add(PROMPT, SHORT))
+        return await take(client.add([PROMPT], SHORT))
 
     assert run(config, scenario, step_timeout_s=1.0)[-1].finished
 
@@ -371,7 +380,7 @@ def test_an_engine_that_cannot_be_built(tmp_path):
 
 def test_open_streams_end_with_the_client(config):
     async def scenario(client):
-        stream = client.add(PROMPT, LONG)
+        stream = client.add([PROMPT], LONG)
         await anext(stream)
         closing = asyncio.create_task(client.close())
         with pytest.raises(EngineDeadError, match="stopped"):
@@ -396,14 +405,14 @@ def test_between_an_engines_end_and_the_notice_of_it_nothing_else_is_raised(conf
             assert may_notice.wait(timeout)
 
         monkeypatch.setattr(client._process, "join", slow_join)
-        first = client.add(PROMPT, LONG)
+        first = client.add([PROMPT], LONG)
         os.kill(client.pid, signal.SIGKILL)
         await asyncio.to_thread(has_ended.wait)
-        client.add(PROMPT, SHORT).close()
+        client.add([PROMPT], SHORT).close()
         while not client._writer.is_closing():
             await asyncio.sleep(0)
-        second, question = client.add(PROMPT, SHORT), asyncio.create_task(client.metrics())
-        client.add(PROMPT, SHORT).close()
+        second, question = client.add([PROMPT], SHORT), asyncio.create_task(client.metrics())
+        client.add([PROMPT], SHORT).close()
         await asyncio.sleep(0)
         may_notice.set()
         for waiting in (take(first), take(second), question):

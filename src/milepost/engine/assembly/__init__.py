@@ -19,7 +19,7 @@ from milepost.engine.assembly.team import (
     Team,
     TicketedCommand,
 )
-from milepost.engine.assembly.tiering import porter_of
+from milepost.engine.assembly.tiering import RankTierState, porter_of
 
 __all__ = [
     "HERE",
@@ -31,6 +31,7 @@ __all__ = [
     "RankFailure",
     "RankMessage",
     "RankParts",
+    "RankTierState",
     "Team",
     "TicketedCommand",
     "build",

@@ -20,7 +20,7 @@ from milepost.engine.assembly.drafting import speculation_of
 from milepost.engine.assembly.rank import RankParts, build_rank
 from milepost.engine.assembly.sizing import check_length
 from milepost.engine.assembly.team import Team
-from milepost.engine.assembly.tiering import Tiering, tiering_of
+from milepost.engine.assembly.tiering import RankTierState
 from milepost.engine.facts import Facts
 from milepost.engine.text import end_token_ids, load_tokenizer, sampling_defaults, within
 from milepost.errors import ConfigError
@@ -52,8 +52,8 @@ class EngineParts:
     facts: Facts
     speculation: Speculation | None = None
     """None where nothing is drafted."""
-    tiering: Tiering | None = None
-    """What is kept outside the device; None where nothing is."""
+    tier_state: RankTierState | None = None
+    """This rank's part of the tiers; None without tiers."""
     runs_ahead: bool = False
     """Whether a step is launched before the tokens of the one before are read."""
     team: Team | None = None
@@ -93,9 +93,7 @@ def build(config: EngineConfig) -> EngineParts:
     return EngineParts(
         scheduler=scheduler,
         runner=own.runner,
-        tiering=tiering_of(
-            config, scheduler, own.runner, own.hands, None if team is None else team.ask
-        ),
+        tier_state=own.hands,
         speculation=speculation_of(
             config.speculative_config,
             scheduler,

@@ -10,7 +10,6 @@ from milepost.engine.constraints.grammars import (
     JSON_OPTIONS,
     CompiledForm,
     Forms,
-    check_combination,
     vocabulary_of,
 )
 from milepost.engine.constraints.guidance import FormGuide, Mask, form_masks
@@ -20,7 +19,6 @@ from milepost.engine.constraints.restrictions import (
     Restriction,
     RuleBook,
     Rules,
-    check_budget,
     has,
     think_ids,
     without,
@@ -37,8 +35,6 @@ __all__ = [
     "Restriction",
     "RuleBook",
     "Rules",
-    "check_budget",
-    "check_combination",
     "form_masks",
     "has",
     "masks",

@@ -23,7 +23,7 @@ from functools import cache
 from typing import Any
 
 from milepost.errors import ConfigError, InvalidRequestError, missing
-from milepost.sampling_params import SamplingParams, StructuredOutputs
+from milepost.sampling_params import StructuredOutputs
 
 MAX_GRAMMAR_LEN = 2**18
 """Characters of a form."""
@@ -91,15 +91,6 @@ def llguidance() -> Any:
 @cache
 def _limits() -> Any:
     return llguidance()._lib.LLParserLimits(**LIMITS)
-
-
-def check_combination(params: SamplingParams) -> None:
-    """Raise InvalidRequestError for parameters that no form can be combined with."""
-    wanted = params.structured_outputs
-    if wanted is not None and (params.ignore_eos or params.min_tokens):
-        raise InvalidRequestError(
-            f"{wanted.field}: it says where an answer ends, so leave out ignore_eos and min_tokens"
-        )
 
 
 def grammar_of(wanted: StructuredOutputs) -> str:

@@ -194,9 +194,7 @@ class RuleBook:
         """Of the tokens that open and close the reasoning, if anything depends on them."""
         if budget is None:
             return None, None
-        opens, closes = think_ids(self._tokenizer)
-        check_budget(budget, closes)
-        return opens, closes
+        return think_ids(self._tokenizer)
 
     def _spellings(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """The tokens of each word at the beginning of a text and behind a space."""
@@ -230,14 +228,6 @@ def _judge(rules: Rules, ends: Sequence[int]) -> None:
         raise InvalidRequestError(
             f"thinking_token_budget={rules.budget}: {THINK[1]}, which closes the reasoning, ends "
             "the answer here, and min_tokens keeps it from coming: leave one of them out"
-        )
-
-
-def check_budget(budget: int | None, closes: int | None) -> None:
-    """Raise InvalidRequestError for one where no token closes the reasoning."""
-    if budget is not None and closes is None:
-        raise InvalidRequestError(
-            f"thinking_token_budget={budget}: this model has no token {THINK[1]}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The running answers: tells the runner how to sample them, and hands them the tokens that were
+"""The running completions: tells the runner how to sample them, and hands them the tokens that were
 sampled.
 """
 
@@ -10,7 +10,8 @@ from operator import attrgetter
 from msgspec import structs
 
 from milepost.engine.constraints import masks
-from milepost.engine.loop.requests import Completion, RequestGroup
+from milepost.engine.loop.completion import Completion
+from milepost.engine.loop.group import RequestGroup
 from milepost.engine.text import TokenTexts
 from milepost.runner.runner import RunnerOutput
 from milepost.scheduler.plans import SamplingPlan, SequencePlan, StepPlan
@@ -19,9 +20,9 @@ from milepost.scheduler.scheduler import Scheduler
 
 
 class RunningCompletions:
-    """By request number, from when the scheduler has their requests until their jobs are over.
+    """By request number, from when the scheduler has their requests until their groups are over.
 
-    With `counts_are_kept` the executor counts the tokens of answers itself.
+    With `counts_are_kept` the executor counts the tokens of completions itself.
     """
 
     def __init__(
@@ -41,15 +42,15 @@ class RunningCompletions:
     def __len__(self) -> int:
         return len(self._known)
 
-    def add(self, job: RequestGroup, answer: Completion) -> None:
-        number = answer.request.number
-        self._known[number] = (job, answer)
-        if answer.guide is not None or job.params.has_penalties:
+    def add(self, group: RequestGroup, completion: Completion) -> None:
+        number = completion.request.number
+        self._known[number] = (group, completion)
+        if completion.guide is not None or group.params.has_penalties:
             self._held.add(number)
 
-    def forget(self, job: RequestGroup) -> list[Request]:
-        """A job is over; returns those of its requests that were known."""
-        numbers = [answer.request.number for answer in job.answers]
+    def forget(self, group: RequestGroup) -> list[Request]:
+        """A group is over; returns those of its requests that were known."""
+        numbers = [completion.request.number for completion in group.completions]
         self._held.difference_update(numbers)
         found = [self._known.pop(number, None) for number in numbers]
         return [known[1].request for known in found if known is not None]
@@ -69,31 +70,31 @@ class RunningCompletions:
         )
 
     def _waits(self, number: int, num_ahead: int) -> bool:
-        job, answer = self._known[number]
-        return answer.waits_for(num_ahead, job.params, counts_are_kept=self._counts_are_kept)
+        group, completion = self._known[number]
+        return completion.waits_for(num_ahead, group.params, counts_are_kept=self._counts_are_kept)
 
     def choices(self, plan: StepPlan, num_ahead: int) -> tuple[SamplingPlan, ...]:
         """What the choice of each token that a step samples depends on. Of its sequences that are
         ahead, so many tokens are not known yet."""
         sampling = [sequence for sequence in plan.sequences if sequence.samples]
         pairs = [self._known[sequence.number] for sequence in sampling]
-        allowed = masks([answer.guide for _, answer in pairs])
+        allowed = masks([completion.guide for _, completion in pairs])
         rows: list[SamplingPlan] = []
-        for sequence, (job, answer), own in zip(sampling, pairs, allowed, strict=True):
+        for sequence, (group, completion), own in zip(sampling, pairs, allowed, strict=True):
             mask = own
-            if answer.is_dead_end(job.params, own):
-                answer.note_dead_end(job.params)
+            if completion.is_dead_end(group.params, own):
+                completion.note_dead_end(group.params)
                 mask = None  # whatever comes is left out
             if sequence.num_drafts:
-                rows += answer.samplings(job.params, drafts=sequence.drafts, mask=mask)
+                rows += completion.samplings(group.params, drafts=sequence.drafts, mask=mask)
             else:
                 unknown = num_ahead if sequence.is_ahead else 0
-                rows.append(answer.sampling(job.params, num_ahead=unknown, mask=mask))
+                rows.append(completion.sampling(group.params, num_ahead=unknown, mask=mask))
         return tuple(rows)
 
     def take(self, plan: StepPlan, output: RunnerOutput) -> list[RequestGroup]:
-        """Hand each run of tokens to its answer, then what of it belongs to the answer to the
-        scheduler; returns the jobs that have new ones, in the order of being added."""
+        """Hands the sampled tokens to their completions, and to the scheduler those that belong to
+        the completion. Returns the groups that have new ones, by number."""
         for scores in output.prompt_scores:
             known = self._known.get(scores.number)
             if known is not None:
@@ -101,28 +102,28 @@ class RunningCompletions:
         tokens = dict(output.result.tokens)
         progressed: dict[RequestGroup, None] = {}
         for number, run in output.sampled.items():
-            job, answer = self._known.get(number, (None, None))
-            if answer is None or answer.request.finish_reason is not None:
+            group, completion = self._known.get(number, (None, None))
+            if completion is None or completion.request.finish_reason is not None:
                 continue
-            if answer.dead_end is None:
-                tokens[number] = answer.take(run, job.params, self._texts)
+            if completion.dead_end is None:
+                tokens[number] = completion.take(run, group.params, self._texts)
             else:
-                self._scheduler.finish(answer.request, answer.dead_end)
-                answer.num_left_out = len(run)
-                answer.text.flush()
-                progressed[job] = None
+                self._scheduler.finish(completion.request, completion.dead_end)
+                completion.num_left_out = len(run)
+                completion.text.flush()
+                progressed[group] = None
         result = structs.replace(output.result, tokens=tokens)
         for progress in self._scheduler.update(plan, result):
-            job, answer = self._known[progress.request.number]
-            if answer.ending is not None:
-                self._scheduler.finish(answer.request, answer.ending)
-                answer.request.finish_reason = answer.ending
-            progressed[job] = None
+            group, completion = self._known[progress.request.number]
+            if completion.ending is not None:
+                self._scheduler.finish(completion.request, completion.ending)
+                completion.request.finish_reason = completion.ending
+            progressed[group] = None
         return sorted(progressed, key=attrgetter("number"))
 
     def note_drafts(self, plan: StepPlan, num_tokens: Mapping[int, int]) -> None:
-        """Have answers count the drafts that a step verified; `num_tokens` were sampled for each
-        request."""
+        """Has completions count the drafts that a step verified, given the number of tokens that
+        were sampled for each request."""
         for sequence in plan.sequences:
             known = self._known.get(sequence.number)
             if sequence.num_drafts and known is not None:

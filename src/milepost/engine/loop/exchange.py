@@ -1,19 +1,21 @@
-"""What an engine exchanges with others: KV and states with engines, events with routers."""
+"""Exchanges KV and states with other engines, and tells routers what is cached."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from milepost.cache import Cache
 from milepost.config import EngineConfig
 from milepost.disaggregation.all_ranks import fencing, filling
-from milepost.disaggregation.params import Remote, TransferWish, check_exchange, read
+from milepost.disaggregation.params import Remote
 from milepost.engine.loop.bell import Bell
-from milepost.engine.loop.requests import Completion, RequestGroup
+from milepost.engine.loop.completion import Completion
+from milepost.engine.loop.group import RequestGroup
+from milepost.engine.loop.off_device import Fence, OffDevice
 from milepost.engine.metrics import Metric
-from milepost.engine.prompts import Prompt
 from milepost.errors import missing
 from milepost.kv_transfer_config import KVTransferConfig
 from milepost.runner.runner import Runner
@@ -31,96 +33,115 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Exchange:
-    """What an engine's loop calls; `ask` has the other ranks do their part, if there are any.
-    Raises ConfigError. `close` it at the end."""
+class Exchange(OffDevice):
+    """What an engine fetches from others and lends to them. `enter` queues a completion that was
+    held until another engine had said what it has of the prompt."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        scheduler: Scheduler,
-        runner: Runner,
-        access: Access | None,
-        ask: SendTransferCommand | None,
+        self, cache: Cache, connector: Connector, bell: Bell, enter: Callable[..., None]
     ) -> None:
-        self._cache = scheduler.cache
-        self.bell = Bell() if config.kv_exchange is not None else None
-        self._publisher = publishing(config, scheduler.outside)
-        self.connector = connecting(config, scheduler, runner, self.bell, access, ask)
+        self._cache, self._bell, self._enter = cache, bell, enter
+        self.connector = connector
+        self.waker = bell.socket
         self._looking: dict[int, tuple[RequestGroup, Completion]] = {}
-        """Not queued yet: another engine is asked what it has of them."""
+        """Completions that are not queued yet: another engine is asked what it has of them."""
 
     @property
-    def is_looking(self) -> bool:
+    def has_work(self) -> bool:
+        """Whether another engine is asked for a completion that is not queued yet."""
         return bool(self._looking)
 
-    def look(self, job: RequestGroup, answer: Completion) -> bool:
-        """Ask another engine for what an answer that is to be prefilled here goes on from; False
-        if there is nobody to be asked."""
-        if not job.prefills or self.connector is None:
+    def hold(self, group: RequestGroup, completion: Completion) -> bool:
+        """Asks another engine for the part of a prompt that a prefill can resume from. Returns
+        False if there is none to ask."""
+        if not group.prefills:
             return False
-        number = self.connector.look_elsewhere(answer.request.chain)
+        number = self.connector.look_elsewhere(completion.request.chain)
         if number is not None:
-            self._looking[number] = (job, answer)
+            self._looking[number] = (group, completion)
         return number is not None
 
-    def want(self, answer: Completion, remote: Remote | None) -> None:
-        """The request of an answer was queued, and may fetch something from there; not where its
-        prompt is scored, and so is computed whole."""
-        if remote is None or self.connector is None:
+    def note_queued(self, group: RequestGroup, completion: Completion) -> None:
+        """Offers the first completion what the group's wish says that another engine has."""
+        if group.wish is not None and completion.index == 0:
+            self._want(completion, group.wish.remote)
+
+    def _want(self, completion: Completion, remote: Remote | None) -> None:
+        if remote is None:
             return
-        if answer.request.num_prompt_logprobs is not None:
+        if completion.request.num_prompt_logprobs is not None:  # it is computed whole
             self.connector.refuse(remote)
         else:
-            self.connector.want(answer.request, remote)
+            self.connector.want(completion.request, remote)
 
-    def found(self) -> Iterator[tuple[RequestGroup, Completion, Remote | None]]:
-        """Take in what has come from other engines: answers that can be queued by now, and where
-        something of them is."""
-        if self.connector is None or self.bell is None:
-            return
-        self.bell.clear()
+    def poll(self) -> None:
+        """Takes in what other engines have sent, and queues the completions that waited for it."""
+        self._bell.clear()
         for found in self.connector.settle():
             if found.number in self._looking:
-                yield *self._looking.pop(found.number), found.remote
+                group, completion = self._looking.pop(found.number)
+                self._enter(group, completion)
+                self._want(completion, found.remote)
             elif found.remote is not None:
                 self.connector.refuse(found.remote)
 
-    def drop(self, job: RequestGroup) -> list[Completion]:
-        """Queue none of a job's answers any more; returns those."""
-        numbers = [number for number, known in self._looking.items() if known[0] is job]
+    def drop(self, group: RequestGroup) -> list[Completion]:
+        """Returns the completions of a group that wait for another engine, and forgets them."""
+        numbers = [number for number, known in self._looking.items() if known[0] is group]
         return [self._looking.pop(number)[1] for number in numbers]
 
-    def fetch(self, loads: tuple[Load, ...], fence: Callable[[], Callable[[], bool]]) -> None:
-        """Have other engines' pages and states fetched, where a plan that was launched says so;
-        `fence` is `Runner.fence`."""
-        if self.connector is not None and loads:
+    def begin_loads(self, loads: tuple[Load, ...], fence: Fence) -> None:
+        """Begins to fetch the pages and states that a launched plan loads from other engines."""
+        if loads:
             self.connector.fetch(loads, fence())
 
     def end_loads(self) -> None:
-        if self.connector is not None:
-            self.connector.end_loads()
+        """Ends every fetch."""
+        self.connector.end_loads()
 
-    def lend(self, job: RequestGroup) -> None:
-        """Keep what was prefilled for other engines, and say where it is."""
-        if self.connector is not None and job.prefills:
-            salt = job.answers[0].request.chain.salt
-            chain = self._cache.chain(job.prompt.packed, salt)
-            job.kv_transfer_params = self.connector.lend(chain)
+    def note_finished(self, group: RequestGroup) -> None:
+        """Keeps a prompt that was prefilled for another engine, and notes how to fetch it."""
+        if group.prefills:
+            salt = group.completions[0].request.chain.salt
+            chain = self._cache.chain(group.prompt.packed, salt)
+            group.kv_transfer_params = self.connector.lend(chain)
 
     def metrics(self) -> list[Metric]:
-        """Counters of what was exchanged."""
-        counters = {} if self.connector is None else self.connector.counters
-        return [Metric(name=f"milepost:{name}", value=n) for name, n in counters.items()]
+        """Returns counters of what was fetched and lent."""
+        counters = self.connector.counters.items()
+        return [Metric(name=f"milepost:{name}", value=value) for name, value in counters]
 
-    def close(self) -> None:
-        for each in (self._publisher, self.connector, self.bell):
-            if each is not None:
-                each.close()
+    def close(self, *, is_whole: bool) -> None:  # noqa: ARG002
+        """Closes the addresses at which other engines find this one."""
+        self.connector.close()
+        self._bell.close()
+
+
+def exchange_of(
+    config: EngineConfig,
+    scheduler: Scheduler,
+    runner: Runner,
+    access: Access | None,
+    ask: SendTransferCommand | None,
+    enter: Callable[..., None],
+) -> Exchange | None:
+    """Returns the exchange with other engines, if the configuration asks for one. `ask` has the
+    other ranks do their part. Raises ConfigError."""
+    bell = Bell()
+    try:
+        connector = connecting(config, scheduler, runner, bell, access, ask)
+    except BaseException:
+        bell.close()
+        raise
+    if connector is None:
+        bell.close()
+        return None
+    return Exchange(scheduler.cache, connector, bell, enter)
 
 
 def publishing(config: EngineConfig, outside: Outside) -> EventPublisher | None:
-    """What tells routers what is cached, if that is asked for. Raises ConfigError."""
+    """Returns the publisher that tells routers what is cached, if the configuration asks for one.
+    Raises ConfigError."""
     wanted = config.kv_events_config
     if wanted is None or not wanted.is_on:
         return None
@@ -137,16 +158,16 @@ def connecting(
     config: EngineConfig,
     scheduler: Scheduler,
     runner: Runner,
-    bell: Bell | None,
+    bell: Bell,
     access: Access | None,
     ask: SendTransferCommand | None,
 ) -> Connector | None:
-    """What fetches from other engines and lends to them, if that is asked for. Raises
+    """Returns the connection to other engines, if the configuration asks for one. Raises
     ConfigError."""
     wanted = config.kv_exchange
     if config.kv_transfer_config is not None:
         _warn(config.kv_transfer_config)
-    if wanted is None or bell is None or access is None:
+    if wanted is None or access is None:
         return None
     try:
         from milepost.disaggregation.connector import Connector
@@ -184,7 +205,7 @@ def reader_of(
     answer: Callable[[int, bool], None],
     fail: Callable[[Exception], object],
 ) -> PartReader | None:
-    """Of a rank but the first."""
+    """Returns the reader of a rank other than the first; None if nothing is exchanged."""
     if access is None:
         return None
     from milepost.disaggregation.access import SOURCE
@@ -193,11 +214,3 @@ def reader_of(
     reader = PartReader(runner, access.rank, access.transport, answer, fail)
     runner.carriers[SOURCE] = reader
     return reader
-
-
-def wish_of(prompt: Prompt, config: EngineConfig) -> TransferWish | None:
-    """What a request has to do with other engines. Raises InvalidRequestError."""
-    wish = read(prompt.kv_transfer_params)
-    if wish is not None:
-        check_exchange(wish, config.kv_transfer_config)
-    return wish

@@ -1,4 +1,4 @@
-"""Checks what is asked of an engine, and makes jobs of it. Queues nothing.
+"""Makes request groups of valid prompts. Queues nothing.
 
 A form is also compiled here, at its first request, and bad words are tokenized; both may be called
 from another thread.
@@ -11,7 +11,7 @@ import uuid
 import numpy as np
 
 from milepost.config import EngineConfig
-from milepost.disaggregation.params import Remote
+from milepost.disaggregation.params import read
 from milepost.engine.assembly import EngineParts
 from milepost.engine.constraints import (
     CompiledForm,
@@ -21,14 +21,13 @@ from milepost.engine.constraints import (
     Restriction,
     RuleBook,
     Rules,
-    check_combination,
     form_masks,
     has,
     vocabulary_of,
 )
-from milepost.engine.loop.exchange import wish_of
-from milepost.engine.loop.requests import Completion, RequestGroup
-from milepost.engine.prompts import Prompt, check_prompt, check_scores
+from milepost.engine.loop.completion import Completion
+from milepost.engine.loop.group import RequestGroup
+from milepost.engine.prompts import Prompt
 from milepost.engine.text import TokenTexts, detokenizer_for
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams, StructuredOutputs
@@ -49,23 +48,8 @@ class Intake:
         self._rules = RuleBook(parts.tokenizer, parts.vocab_size, parts.end_token_ids)
         self.forms: Forms | None = None
         """None before the first is wanted."""
-        self._num_jobs = 0
+        self._num_groups = 0
         self._id = uuid.uuid4().hex
-
-    def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raise InvalidRequestError for what cannot be served, but for the form."""
-        check_prompt(
-            prompt,
-            vocab_size=self._vocab_size,
-            max_model_len=self._max_model_len,
-            max_cache_marks=self._config.max_cache_marks,
-        )
-        wish_of(prompt, self._config)
-        params.check_vocab(self._vocab_size)
-        check_scores(prompt, params)
-        check_combination(params)
-        self._rules.rules_of(params)
-        detokenizer_for(self._texts, params)
 
     def prepare(self, params: SamplingParams) -> CompiledForm | None:
         """Make what takes long of parameters: spell what may not come, and return the compiled
@@ -106,24 +90,26 @@ class Intake:
                 f"{wanted.field}: {rules.names} exclude every token that it can begin with"
             )
 
-    def remote(self, prompt: Prompt) -> Remote | None:
-        """Where another engine has something of a prompt."""
-        wish = wish_of(prompt, self._config)
-        return wish.remote if wish is not None else None
-
-    def job(
-        self, prompt: Prompt, params: SamplingParams, priority: int, form: CompiledForm | None
+    def group(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        number: int | None,
+        priority: int,
+        form: CompiledForm | None,
     ) -> RequestGroup:
-        """A checked prompt with its answers, whose form this is."""
-        number, self._num_jobs = self._num_jobs, self._num_jobs + 1
-        wish = wish_of(prompt, self._config)
-        job = RequestGroup(number=number, prompt=prompt, params=params)
-        job.prefills = wish is not None and wish.prefills and len(prompt.token_ids) > 1
+        """Makes the group of a valid prompt, whose completions follow `form`. Raises
+        InvalidRequestError for parameters that leave no token."""
+        number = self._num_groups if number is None else number
+        self._num_groups = max(self._num_groups, number + 1)
+        wish = read(prompt.kv_transfer_params)
+        group = RequestGroup(number=number, prompt=prompt, params=params, wish=wish)
         salt = self._salt(prompt, params, number)
-        job.answers = [
+        group.completions = [
             Completion(
                 index=index,
-                request=self._request(index, job, priority, salt),
+                request=self._request(index, group, priority, salt),
                 text=detokenizer_for(self._texts, params),
                 seed=params.sample_seed(
                     index, engine_seed=self._config.seed, request_number=number
@@ -132,7 +118,7 @@ class Intake:
             )
             for index in range(params.n)
         ]
-        return job
+        return group
 
     def _salt(self, prompt: Prompt, params: SamplingParams, number: int) -> str:
         """What is to be scored must be computed, all of it: under a salt of its own it hits
@@ -141,15 +127,15 @@ class Intake:
             return prompt.cache_salt
         return f"{prompt.cache_salt}\0scored {number} by {self._id}"
 
-    def _request(self, index: int, job: RequestGroup, priority: int, salt: str) -> Request:
-        prompt, params = job.prompt, job.params
-        tokens = prompt.packed[:-1] if job.prefills else prompt.packed
+    def _request(self, index: int, group: RequestGroup, priority: int, salt: str) -> Request:
+        prompt, params = group.prompt, group.params
+        tokens = prompt.packed[:-1] if group.prefills else prompt.packed
         room = self._max_model_len - len(prompt.token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         own = params.stop_token_ids or ()
         ends = () if params.ignore_eos else self._end_token_ids
         request = Request(
-            id=f"{job.number}-{index}",
+            id=f"{group.number}-{index}",
             chain=self._chain(tokens, salt),
             max_tokens=max_tokens,
             min_tokens=params.min_tokens,

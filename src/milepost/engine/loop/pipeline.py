@@ -6,15 +6,15 @@ Knows nothing of jobs: what a step samples goes to the answers. Single-threaded,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
 from milepost.config import EngineConfig
 from milepost.engine.assembly import EngineParts
 from milepost.engine.loop.completions import RunningCompletions
-from milepost.engine.loop.exchange import Exchange
 from milepost.engine.loop.failure import FailureLatch
+from milepost.engine.loop.off_device import OffDevice
 from milepost.engine.loop.pace import Pace
 from milepost.errors import EngineDeadError
 from milepost.runner.runner import InFlightStep, RunnerOutput
@@ -22,27 +22,26 @@ from milepost.scheduler.plans import StepPlan, StepSampling
 
 
 class StepPipeline:
-    """The steps of one engine. A failure in one ends the engine (`fate`)."""
+    """The steps of one engine. A failure in one ends the engine (`failure`)."""
 
     def __init__(
         self,
         config: EngineConfig,
         parts: EngineParts,
-        answers: RunningCompletions,
-        exchange: Exchange,
-        fate: FailureLatch,
+        completions: RunningCompletions,
+        off_device: Sequence[OffDevice],
+        latch: FailureLatch,
     ) -> None:
         self.speculation = parts.speculation
         self.in_flight: InFlightStep | None = None
         self._max_num_seqs = config.max_num_seqs
         self._scheduler = parts.scheduler
         self.runner = parts.runner
-        self._tiering = parts.tiering
         self._team = parts.team
         self._runs_ahead = parts.runs_ahead
-        self._answers = answers
-        self._exchange = exchange
-        self._fate = fate
+        self._completions = completions
+        self._off_device = off_device
+        self._latch = latch
         self._pace = Pace()
         self._last_end_s: float | None = None
         """When the last step was taken, if work was left then."""
@@ -51,23 +50,23 @@ class StepPipeline:
     def spare_s(self) -> float:
         """Seconds for which no step need be begun: what is added by then is in the step that is
         planned ahead, and the device has work until then."""
-        flight = self.in_flight
-        if flight is None or not flight.is_timed or _is_mostly_verifying(flight.plan):
+        step = self.in_flight
+        if step is None or not step.is_timed or _is_mostly_verifying(step.plan):
             return 0.0
         running = self._scheduler.running
         if len(running) + len(self._scheduler.waiting) >= self._max_num_seqs:
             return 0.0  # arrivals have to wait anyway
         will_prefill = bool(self._scheduler.waiting) or any(r.num_left > 1 for r in running)
-        elapsed_s = self.runner.elapsed_s(flight)
-        return self._pace.spare_s(flight.plan, elapsed_s, will_prefill=will_prefill)
+        elapsed_s = self.runner.elapsed_s(step)
+        return self._pace.spare_s(step.plan, elapsed_s, will_prefill=will_prefill)
 
     def current(self) -> InFlightStep | None:
-        """The step in flight, or else a new one; None if there is nothing to do."""
+        """The step in step, or else a new one; None if there is nothing to do."""
         return self.in_flight or self._start()
 
     def _start(self) -> InFlightStep | None:
         """Plan a step and launch it; None if there is nothing to do."""
-        with self._fate.fatal(BaseException):
+        with self._latch.fatal(BaseException):
             plan = self._scheduler.schedule()
             can_wait = self._scheduler.num_loading or self._scheduler.outside.has_lent
             assert plan.sequences or can_wait or not self._scheduler.has_work, (
@@ -77,39 +76,39 @@ class StepPipeline:
             self._only_copy(plan)
             return None
         with self.rolling_back(plan):
-            flight = self.runner.launch(plan)
-            self._exchange.fetch(plan.loads, self.runner.fence)
-            self._sample(flight, num_ahead=0)
-        return flight
+            step = self.runner.launch(plan)
+            self._begin_loads(plan)
+            self._sample(step, num_ahead=0)
+        return step
 
-    def collect(self, flight: InFlightStep) -> RunnerOutput:
-        """Launch the step behind one in flight, then wait for that one's tokens."""
-        with self.rolling_back(flight.plan):
-            self.in_flight = self._start_ahead(flight)
-            self._scheduler.prepare(flight.plan)
-            output = self.runner.collect(flight)
-            if flight.is_timed:
-                self._pace.note_step(flight.plan, flight.device_s)
-            if self._tiering is not None:
-                self._tiering.note_step(flight.plan, output.result.seconds)
+    def collect(self, step: InFlightStep) -> RunnerOutput:
+        """Launch the step behind one in step, then wait for that one's tokens."""
+        with self.rolling_back(step.plan):
+            self.in_flight = self._start_ahead(step)
+            self._scheduler.prepare(step.plan)
+            output = self.runner.collect(step)
+            if step.is_timed:
+                self._pace.note_step(step.plan, step.device_s)
+            for part in self._off_device:
+                part.note_step(step.plan, output.result.seconds)
         return output
 
-    def _start_ahead(self, flight: InFlightStep) -> InFlightStep | None:
-        """Launch the step behind one in flight, if it can be planned without that one's tokens.
+    def _start_ahead(self, step: InFlightStep) -> InFlightStep | None:
+        """Launch the step behind one in step, if it can be planned without that one's tokens.
 
         It samples at once unless sampling needs them; then it samples when they are taken.
         """
-        if not self._runs_ahead or _is_mostly_verifying(flight.plan):
+        if not self._runs_ahead or _is_mostly_verifying(step.plan):
             return None
         began_s = perf_counter()
-        with self._fate.fatal(BaseException):
-            plan = self._scheduler.follow(flight.plan)
+        with self._latch.fatal(BaseException):
+            plan = self._scheduler.follow(step.plan)
         if plan is None or not plan.sequences:
             self._only_copy(plan or StepPlan(sequences=()))
             return None
-        ahead = self.runner.launch(plan, before=flight)
-        self._exchange.fetch(plan.loads, self.runner.fence)
-        if not self._answers.wait_for(1, plan.sequences):
+        ahead = self.runner.launch(plan, before=step)
+        self._begin_loads(plan)
+        if not self._completions.wait_for(1, plan.sequences):
             self._sample(ahead, num_ahead=1)
         self._pace.note_planning(plan, perf_counter() - began_s, is_late=ahead.is_late)
         return ahead
@@ -127,24 +126,24 @@ class StepPipeline:
         if waits and self._scheduler.has_work and not self._scheduler.only_folds:
             self.in_flight = self._start()
 
-    def _sample(self, flight: InFlightStep, *, num_ahead: int) -> None:
+    def _sample(self, step: InFlightStep, *, num_ahead: int) -> None:
         """Have a launched step sample; `num_ahead` tokens of its sequences are not known yet."""
-        rows = self._answers.choices(flight.plan, num_ahead)
-        num_drafts = 0 if self.speculation is None else self.speculation.num_behind(flight.plan)
-        self.runner.sample(flight, StepSampling(rows=rows, num_drafts=num_drafts))
+        rows = self._completions.choices(step.plan, num_ahead)
+        num_drafts = 0 if self.speculation is None else self.speculation.num_behind(step.plan)
+        self.runner.sample(step, StepSampling(rows=rows, num_drafts=num_drafts))
 
     def speculate(self, plan: StepPlan, output: RunnerOutput) -> None:
         """Note which drafts were accepted, and propose new ones."""
         if self.speculation is None:
             return
         now_s, last_s = perf_counter(), self._last_end_s
-        has_work = self._scheduler.has_work or self._exchange.is_looking
+        has_work = self._scheduler.has_work or any(part.has_work for part in self._off_device)
         self._last_end_s = now_s if has_work else None
         num_tokens = {number: len(run) for number, run in output.sampled.items()}
-        self._answers.note_drafts(plan, num_tokens)
+        self._completions.note_drafts(plan, num_tokens)
         self.speculation.note(plan, num_tokens, None if last_s is None else now_s - last_s)
         self.speculation.learn(output.read_drafts())
-        self.speculation.propose(self._answers.possible)
+        self.speculation.propose(self._completions.possible)
 
     def settle(self) -> None:
         """Once every answer has ended, collect a step that turned out to be unneeded, and fold
@@ -152,16 +151,16 @@ class StepPipeline:
         """
         if self._scheduler.has_work and not self._scheduler.only_folds:
             return
-        flight, self.in_flight = self.in_flight, None
-        if flight is not None:
-            with self._fate.fatal(BaseException):
-                self._scheduler.update(flight.plan, self.runner.collect(flight).result)
+        step, self.in_flight = self.in_flight, None
+        if step is not None:
+            with self._latch.fatal(BaseException):
+                self._scheduler.update(step.plan, self.runner.collect(step).result)
         if self._scheduler.only_folds:
             last = self._start()
             assert last is not None, "a fold is a step"
             with self.rolling_back(last.plan):
                 output = self.runner.collect(last)
-            with self._fate.fatal(BaseException):
+            with self._latch.fatal(BaseException):
                 self._scheduler.update(last.plan, output.result)
 
     @contextmanager
@@ -169,12 +168,12 @@ class StepPipeline:
         """An interruption leaves half-written states, so the step and what follows it is rolled
         back; a failure ends the engine.
         """
-        with self._fate.fatal(Exception):
+        with self._latch.fatal(Exception):
             try:
                 yield
             except (KeyboardInterrupt, SystemExit):
                 self.in_flight = None
-                if self._fate.is_alive:  # else it was planning that was interrupted
+                if self._latch.is_alive:  # else it was planning that was interrupted
                     self._roll_back(plan)
                 raise
 
@@ -182,20 +181,23 @@ class StepPipeline:
         """Undo a step that was interrupted. With several ranks some have begun it and others have
         not, and they would wait for each other forever: that ends the engine."""
         if self._team is not None:
-            self._fate.end(EngineDeadError("a step was interrupted between ranks"))
+            self._latch.end(EngineDeadError("a step was interrupted between ranks"))
             return
-        if self._tiering is not None:
-            self._tiering.end_loads()
-        self._exchange.end_loads()
+        for part in self._off_device:
+            part.end_loads()
         self._scheduler.roll_back(plan)
         self.runner.roll_back()
+
+    def _begin_loads(self, plan: StepPlan) -> None:
+        for part in self._off_device:
+            part.begin_loads(plan.loads, self.runner.fence)
 
     def _only_copy(self, plan: StepPlan) -> None:
         """Run a plan that computes nothing, and so has no result."""
         if plan.only_copies:
-            with self._fate.fatal(BaseException):
+            with self._latch.fatal(BaseException):
                 self.runner.copy(plan)
-                self._exchange.fetch(plan.loads, self.runner.fence)
+                self._begin_loads(plan)
 
 
 def _is_mostly_verifying(plan: StepPlan) -> bool:

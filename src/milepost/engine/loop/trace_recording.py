@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from milepost.engine.loop.requests import Completion, RequestGroup
+from milepost.engine.loop.completion import Completion
+from milepost.engine.loop.group import RequestGroup
 from milepost.runner.growing import GrowingFile
 
 ID_BYTES = 6
@@ -43,25 +44,25 @@ class TraceRecorder:
         self._start_s = now()
         self._key = os.urandom(16)
         self._entries: dict[int, _Entry] = {}
-        """By number of the job, in order of arrival."""
+        """By number of the group, in order of arrival."""
         self._order: deque[int] = deque()
 
-    def begin(self, job: RequestGroup) -> None:
+    def begin(self, group: RequestGroup) -> None:
         """A request has come."""
         if self._file.is_full:
             return
         arrived_ms = int(1000 * (self._now() - self._start_s))
-        self._entries[job.number] = _Entry(arrived_ms)
-        self._order.append(job.number)
+        self._entries[group.number] = _Entry(arrived_ms)
+        self._order.append(group.number)
 
-    def end(self, job: RequestGroup) -> None:
+    def end(self, group: RequestGroup) -> None:
         """It is over, however it ended."""
-        entry = self._entries.get(job.number)
+        entry = self._entries.get(group.number)
         if entry is None or entry.lines is not None:
             return
         entry.lines = [
             json.dumps(self._row(entry.arrived_ms, answer)).encode() + b"\n"
-            for answer in job.answers
+            for answer in group.completions
         ]
         while self._order and (first := self._entries[self._order[0]]).lines is not None:
             self._file.write(b"".join(first.lines))

@@ -1,15 +1,15 @@
 """The engine in a process of its own, its client, and the ranks beside it.
 Its modules:
 
-    the engine's process        engine, tasks, compiling
+    the engine's process        engine, compiling
     messages                    wire
     the client                  client, stream
     a further rank              rank
 """
 
+from milepost.engine.outputs import Delta, Output, Report
 from milepost.engine.processes.client import EngineClient
-from milepost.engine.processes.stream import Stream, StreamBell
-from milepost.engine.processes.wire import Delta, Output, Report
+from milepost.engine.processes.stream import Stream
 
 __all__ = [
     "Delta",
@@ -17,5 +17,4 @@ __all__ = [
     "Output",
     "Report",
     "Stream",
-    "StreamBell",
 ]

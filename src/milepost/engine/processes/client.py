@@ -10,7 +10,7 @@ import asyncio
 import logging
 import multiprocessing
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -20,7 +20,7 @@ from milepost import errors
 from milepost.config import EngineConfig
 from milepost.engine.metrics import Metric
 from milepost.engine.parent import without_interrupts
-from milepost.engine.processes.stream import Stream, StreamBell
+from milepost.engine.processes.stream import Stream
 from milepost.engine.processes.wire import (
     Abort,
     Add,
@@ -38,6 +38,7 @@ from milepost.engine.processes.wire import (
     frame,
 )
 from milepost.engine.prompts import Prompt
+from milepost.engine.validation import Limits, validate
 from milepost.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -81,12 +82,13 @@ class EngineClient:
         self.num_in_flight = 0
         self.death: str | None = None
         self.info: Ready
+        self.limits: Limits
         self._step_timeout_s = step_timeout_s
         self._on_death = on_death
         self._make_engine = make_engine
         self._streams: dict[int, Stream] = {}
         self._asked: dict[int, asyncio.Future[Reply]] = {}
-        self._num_ids = 0
+        self._num_requests = self._num_questions = 0
         self._is_closing = False
         self._process: Any = None
         self._starting: asyncio.Future[None] | None = None
@@ -116,6 +118,12 @@ class EngineClient:
             raise getattr(errors, first.kind)(first.message)
         assert isinstance(first, Ready)
         self.info = first
+        self.limits = Limits.of(
+            self.config,
+            vocab_size=first.vocab_size,
+            max_model_len=first.max_model_len,
+            closes_reasoning=first.closes_reasoning,
+        )
         self._handle_all(rest)
         self._reading = asyncio.create_task(self._read())
         self._watching = asyncio.create_task(self._watch())
@@ -130,54 +138,60 @@ class EngineClient:
     def is_alive(self) -> bool:
         return self.death is None and not self._is_closing
 
-    def check_room(self, num_answers: int) -> None:
-        """Raise QueueFullError if so many answers more would overfill the queue."""
-        if self.num_in_flight + num_answers > self.max_in_flight:
+    def check_room(self, num_prompts: int, num_each: int) -> None:
+        """Raises InvalidRequestError for more completions than are ever accepted, and
+        QueueFullError for more than may be running or waiting now."""
+        num_new = num_prompts * num_each
+        if num_new > self.max_in_flight:
+            raise InvalidRequestError(
+                f"n={num_each}: {num_prompts} prompts with {num_each} answers each are more than "
+                f"the {self.max_in_flight} that this server accepts at once"
+            )
+        if self.num_in_flight + num_new > self.max_in_flight:
             raise QueueFullError(
-                f"{self.num_in_flight} answers are running or waiting, {num_answers} more would "
+                f"{self.num_in_flight} answers are running or waiting, {num_new} more would "
                 f"exceed the {self.max_in_flight} that this server accepts at once: try again later"
             )
 
     def add(
         self,
-        prompt: Prompt,
+        prompts: Sequence[Prompt],
         params: SamplingParams,
         *,
         priority: int = 0,
-        bell: StreamBell | None = None,
         keeps_steps: bool = False,
     ) -> Stream:
-        """Queue a prompt; `bell` rings when its stream has something, which comes step by step if
-        it `keeps_steps`.
+        """Validates prompts and queues all of them or none. Their outputs come in one stream, step
+        by step if it `keeps_steps`.
 
-        Raises EngineDeadError and QueueFullError, and InvalidRequestError for numbers that no frame
-        can carry and for `kv_transfer_params` that are none; then nothing has changed.
+        Raises EngineDeadError, QueueFullError, InvalidRequestError, and InvalidPromptError if that
+        is due to a prompt; then nothing has changed.
         """
         self._check_alive()
-        self.check_room(params.n)
-        stream = Stream(
-            self._next_id(), params.n, self, bell or StreamBell(), keeps_steps=keeps_steps
-        )
-        try:
-            message = Add.of(stream.id, prompt, params, priority)
-        except (OverflowError, TypeError) as error:
-            raise InvalidRequestError(f"prompt_token_ids: {error}") from error
-        self._send(message)
-        self._streams[stream.id] = stream
-        self.num_in_flight += params.n
+        self.check_room(len(prompts), params.n)
+        for prompt in prompts:
+            validate(prompt, params, self.limits)
+        numbers = range(self._num_requests, self._num_requests + len(prompts))
+        self._num_requests += len(prompts)
+        stream = Stream(numbers, params.n * len(prompts), self, keeps_steps=keeps_steps)
+        for number, prompt in zip(numbers, prompts, strict=True):
+            self._send(Add.of(number, prompt, params, priority))
+            self._streams[number] = stream
+        self.num_in_flight += stream.num_answers
         return stream
 
-    def forget(self, stream: Stream, *, is_over: bool) -> None:
-        """Drop a stream, telling the engine if the request is not over; used by `Stream.close`."""
-        if self._streams.pop(stream.id, None) is None:
+    def forget(self, stream: Stream) -> None:
+        """Drops a stream, and aborts those of its requests that are not over. Called by
+        `Stream.close`."""
+        if not [number for number in stream.numbers if self._streams.pop(number, None)]:
             return
         self.num_in_flight -= stream.num_answers
-        if not is_over and self.death is None:
-            self._send(Abort(stream.id))
+        for number in stream.open if self.death is None else ():
+            self._send(Abort(number))
 
     def fail_all(self, error: MilepostError) -> None:
-        """End every open stream with an error."""
-        for stream in list(self._streams.values()):
+        """Ends every open stream with an error."""
+        for stream in dict.fromkeys(self._streams.values()):
             stream.fail(error)
 
     def fail_questions(self, error: MilepostError) -> None:
@@ -231,9 +245,9 @@ class EngineClient:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _next_id(self) -> int:
-        self._num_ids += 1
-        return self._num_ids
+    def _next_question(self) -> int:
+        self._num_questions += 1
+        return self._num_questions
 
     def _check_alive(self) -> None:
         if self.death is not None:
@@ -249,7 +263,7 @@ class EngineClient:
 
     async def _ask(self, what: Question) -> Reply:
         self._check_alive()
-        id_ = self._next_id()
+        id_ = self._next_question()
         future = self._asked[id_] = asyncio.get_running_loop().create_future()
         try:
             self._send(Ask(id=id_, what=what))
@@ -296,7 +310,7 @@ class EngineClient:
             return
         while num_silent < WATCHES:
             self._has_heard = False
-            self._send(Ask(id=self._next_id(), what="alive"))
+            self._send(Ask(id=self._next_question(), what="alive"))
             await asyncio.sleep(limit / WATCHES)
             num_silent = 0 if self._has_heard else num_silent + 1
         self._hang = f"the engine gave no sign of life for {limit:g} seconds and was killed"
@@ -319,11 +333,11 @@ class EngineClient:
         match message:
             case Outputs():
                 for output in message.outputs:
-                    stream = self._streams.get(output.id)
+                    stream = self._streams.get(output.number)
                     if stream is not None:
                         stream.put(output)
             case Refused():
-                stream = self._streams.get(message.id)
+                stream = self._streams.get(message.number)
                 if stream is not None:
                     stream.fail(_refusal(message))
             case Reply():

@@ -24,14 +24,14 @@ class Compiling:
 
     def begin(self, message: Add) -> None:
         """The first request starts the thread, which nobody waits for at the end."""
-        self._pending.add(message.id)
+        self._pending.add(message.number)
         self._wanted.put(message)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="forms", daemon=True)
             self._thread.start()
 
-    def forget(self, id_: int) -> None:
-        self._pending.discard(id_)
+    def forget(self, number: int) -> None:
+        self._pending.discard(number)
 
     def close(self) -> None:
         """Nobody reads on. A form that is being compiled is left to its thread, which ends with
@@ -47,8 +47,8 @@ class Compiling:
         found = []
         while not self._made.empty():
             made = self._made.get()
-            if made[0].id in self._pending:
-                self._pending.discard(made[0].id)
+            if made[0].number in self._pending:
+                self._pending.discard(made[0].number)
                 found.append(made)
         return found
 
@@ -56,7 +56,7 @@ class Compiling:
         while True:
             message = self._wanted.get()
             form, problem = None, ""
-            if message.id in self._pending:
+            if message.number in self._pending:
                 try:
                     form = self._engine.prepare(message.params)
                 except BaseException as error:  # noqa: BLE001 - a panic in llguidance is one too

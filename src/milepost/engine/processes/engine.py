@@ -21,7 +21,6 @@ from milepost.engine.constraints import CompiledForm
 from milepost.engine.loop import Engine, RequestGroup, Watch
 from milepost.engine.parent import end_with_parent
 from milepost.engine.processes.compiling import Compiling
-from milepost.engine.processes.tasks import Sent, Task
 from milepost.engine.processes.wire import (
     Abort,
     Add,
@@ -58,9 +57,9 @@ class Loop:
         self._engine = engine
         self._socket = sock
         self._frames: Frames[ToEngine] = Frames(ToEngine)
-        self._tasks: dict[int, Task] = {}
-        self._by_job: dict[RequestGroup, Task] = {}
-        self._queued: dict[int, Task] = {}
+        self._groups: dict[int, RequestGroup] = {}
+        self._queued: dict[int, RequestGroup] = {}
+        """Groups that are not admitted yet."""
         self._compiling = Compiling(engine)
         self._watch = Watch(engine.scheduler, engine.facts)
         self._lookers: list[int] = []
@@ -91,9 +90,7 @@ class Loop:
 
     @property
     def _sources(self) -> list[socket.socket]:
-        bell, alarm = self._engine.bell, self._engine.alarm
-        others = [*([bell.socket] if bell else []), *([alarm] if alarm else [])]
-        return [self._socket, self._compiling.done, *others]
+        return [self._socket, self._compiling.done, *self._engine.wakers]
 
     def _rest(self) -> None:
         """Give memory back, unless something comes soon."""
@@ -108,10 +105,8 @@ class Loop:
             if self._compiling.done in ready:
                 for add, form, problem in self._compiling.take():
                     self._add(add, form, problem)
-            if self._engine.alarm is not None and self._engine.alarm in ready:
-                self._engine.check_ranks()
-            if self._engine.bell is not None and self._engine.bell.socket in ready:
-                self._engine.poll()
+            if any(waker in ready for waker in self._engine.wakers):
+                self._engine.heed()
             if self._socket in ready:
                 self._read()
             timeout = 0
@@ -130,7 +125,7 @@ class Loop:
             case Add():
                 self._add(message)
             case Abort():
-                self._abort(message.id)
+                self._abort(message.number)
             case Ask(what="state"):
                 self._lookers.append(message.id)
                 self._watch.look()
@@ -143,28 +138,31 @@ class Loop:
         try:
             if problem:
                 raise InvalidRequestError(problem)
-            job = self._engine.add(
-                message.prompt, message.params, priority=message.priority, form=form
+            group = self._engine.queue(
+                message.prompt,
+                message.params,
+                number=message.number,
+                priority=message.priority,
+                form=form,
             )
         except InvalidRequestError as error:
-            self.send(Refused(id=message.id, message=str(error)))
+            self.send(Refused(number=message.number, message=str(error)))
             return
         except QueueWaitError as error:
-            self._refuse(message.id, error)
+            self._refuse(message.number, error)
             return
-        task = Task(message.id, job, [Sent(answer) for answer in job.answers])
-        self._tasks[message.id] = self._queued[message.id] = task
-        self._by_job[job] = task
+        self._groups[group.number] = self._queued[group.number] = group
 
-    def _refuse(self, id_: int, error: QueueWaitError) -> None:
-        self.send(Refused(id=id_, message=str(error), retry_after_s=error.retry_after_s))
+    def _refuse(self, number: int, error: QueueWaitError) -> None:
+        late_s = error.retry_after_s
+        self.send(Refused(number=number, message=str(error), retry_after_s=late_s))
 
-    def _abort(self, id_: int) -> None:
-        self._compiling.forget(id_)
-        task = self._tasks.get(id_)
-        if task is not None:
-            self._engine.abort(task.job)
-            self._forget(task)
+    def _abort(self, number: int) -> None:
+        self._compiling.forget(number)
+        group = self._groups.get(number)
+        if group is not None:
+            self._engine.abort(group)
+            self._forget(group)
 
     def _answer(self, ask: Ask) -> Reply:
         if ask.what == "reset_prefix_cache":
@@ -190,17 +188,15 @@ class Loop:
         start = time.monotonic()
         self._watch.note_time(start)
         self._has_rested = False
-        jobs = self._engine.step()
+        groups = self._engine.step()
         self._note_admissions(start)
-        for job, error in self._engine.end_late():
-            late = self._by_job[job]
-            self._forget(late)
-            self._refuse(late.id, error)
-        tasks = [self._by_job[job] for job in jobs]
-        outputs = [task.output() for task in tasks]
-        for task, output in zip(tasks, outputs, strict=True):
+        for group, error in self._engine.end_late():
+            self._forget(group)
+            self._refuse(group.number, error)
+        outputs = [group.take_output() for group in groups]
+        for group, output in zip(groups, outputs, strict=True):
             if output.finished:
-                self._forget(task)
+                self._forget(group)
         if outputs:
             self.send(Outputs(outputs))
         self._trim(start)
@@ -214,17 +210,15 @@ class Loop:
             self._trimmed_at = now
 
     def _note_admissions(self, now: float) -> None:
-        admitted = [
-            task for task in self._queued.values() if task.job.answers[0].request.report is not None
-        ]
-        for task in admitted:
-            task.admitted_at = now
-            self._watch.note_admission(task.job.answers[0].request, now)
-            del self._queued[task.id]
+        queued = self._queued.values()
+        for group in [one for one in queued if one.completions[0].request.report is not None]:
+            group.admitted_at = now
+            self._watch.note_admission(group.completions[0].request, now)
+            del self._queued[group.number]
 
-    def _forget(self, task: Task) -> None:
-        del self._tasks[task.id], self._by_job[task.job]
-        self._queued.pop(task.id, None)
+    def _forget(self, group: RequestGroup) -> None:
+        del self._groups[group.number]
+        self._queued.pop(group.number, None)
 
     def send(self, message: object) -> None:
         """To the client; one that has gone ends the loop."""
@@ -264,8 +258,9 @@ def _ready(engine: Engine) -> Ready:
     cache = engine.scheduler.cache
     return Ready(
         model=engine.config.model or "milepost-tiny",
-        max_model_len=engine.max_model_len,
-        vocab_size=engine.vocab_size,
+        max_model_len=engine.limits.max_model_len,
+        vocab_size=engine.limits.vocab_size,
+        closes_reasoning=engine.limits.closes_reasoning,
         page_size=cache.page_size,
         num_pages=cache.pages.capacity,
         num_slots=cache.slots.capacity,

@@ -1,123 +1,109 @@
-"""One request of the engine process, as an async stream of its answers' deltas.
+"""The stream of one caller: the outputs of its prompts, as they come from the engine process.
 
-A stream merges what has arrived and was not read yet into one piece per answer, so a slow reader
-costs no more memory than its answer is long; or keeps it step by step, on request.
+What has arrived and was not read yet is joined, so a slow reader costs no more memory than its
+completions are long; or it is kept step by step, on request.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
-from milepost.engine.processes.wire import Delta, Output
+from milepost.engine.outputs import Delta, Output
 from milepost.errors import MilepostError
 
-if TYPE_CHECKING:
-    from milepost.engine.processes.client import EngineClient
 
+class Sender(Protocol):
+    """The client that a stream belongs to."""
 
-class StreamBell:
-    """Wakes the one task that waits for it; a ring that nobody waited for is kept."""
-
-    def __init__(self) -> None:
-        self._waiter: asyncio.Future[None] | None = None
-        self._has_rung = False
-
-    def ring(self) -> None:
-        self._has_rung = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def wait(self) -> None:
-        if not self._has_rung:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._has_rung = False
+    def forget(self, stream: Stream) -> None:
+        """Drops a stream, and aborts those of its requests that are not over."""
 
 
 class Stream:
-    """The outputs of one request, from `EngineClient.add` to its end.
+    """The outputs of the prompts of one `EngineClient.add`, until the last has ended.
 
-    Iterate to take them, or `take` them when the bell has rung, which several streams can share.
-    `close` it, whatever happens. Outputs that come faster than they are taken are joined, unless
-    it `keeps_steps`: then each is of one step, however busy the reader is.
+    Each iteration yields what has arrived since the last one: pairs of a prompt's index and its
+    output, at most one of each prompt. Raises what `fail` was given, once all that arrived before
+    is read. `close` it in any case. Outputs that arrive faster than they are read are joined,
+    unless it `keeps_steps`: then each is of one step, however busy the reader is.
     """
 
     def __init__(
-        self,
-        id_: int,
-        num_answers: int,
-        client: EngineClient,
-        bell: StreamBell,
-        *,
-        keeps_steps: bool = False,
+        self, numbers: Sequence[int], num_answers: int, client: Sender, *, keeps_steps: bool = False
     ) -> None:
-        self.id = id_
+        self.numbers = tuple(numbers)
         self.num_answers = num_answers
+        self.open = set(numbers)
+        """Numbers of the requests whose last output has not arrived."""
         self._client = client
-        self._bell = bell
-        self._pending: deque[Output] = deque()
         self._keeps_steps = keeps_steps
+        self._pending: dict[int, deque[Output]] = {number: deque() for number in numbers}
+        self._news = asyncio.Event()
         self._error: MilepostError | None = None
-        self._is_over = False
+        self._timer: asyncio.TimerHandle | None = None
 
-    def __aiter__(self) -> AsyncIterator[Output]:
+    def __aiter__(self) -> AsyncIterator[list[tuple[int, Output]]]:
         return self
 
-    async def __anext__(self) -> Output:
-        """The next output. Raises as `take`."""
-        while (output := self.take()) is None:
-            if self._is_over:
+    async def __anext__(self) -> list[tuple[int, Output]]:
+        while not (found := self._taken()):
+            if self._error is not None:
+                raise self._error
+            if not self.open:
                 raise StopAsyncIteration
-            await self._bell.wait()
-        return output
+            self._news.clear()
+            await self._news.wait()
+        return found
 
-    def take(self) -> Output | None:
-        """What has arrived since the last call, or the first of its steps.
+    def _taken(self) -> list[tuple[int, Output]]:
+        pending = enumerate(self._pending.values())
+        return [(index, outputs.popleft()) for index, outputs in pending if outputs]
 
-        Raises what `fail` was given, once all is taken: InvalidRequestError, EngineDeadError.
-        """
-        output = self._pending.popleft() if self._pending else None
-        if self._error is not None and output is None:
-            raise self._error
-        if self._error is not None or self._pending:
-            self._bell.ring()  # what is left may have rung with this one
-        return output
-
-    def check(self) -> None:
-        """Raise what `take` would raise next."""
-        if self._error is not None and not self._pending:
+    async def begun(self) -> None:
+        """Waits until something has arrived, and leaves it. Raises the error of a stream that has
+        nothing else."""
+        await self._news.wait()
+        if self._error is not None and not any(self._pending.values()):
             raise self._error
 
     def put(self, output: Output) -> None:
-        """Take over what the engine sent."""
-        if self._pending and not self._keeps_steps:
-            output = _joined(self._pending.pop(), output)
-        self._pending.append(output)
-        self._is_over = output.finished
-        self._bell.ring()
+        """Takes an output that the engine has sent."""
+        pending = self._pending[output.number]
+        if pending and not self._keeps_steps:
+            output = _joined(pending.pop(), output)
+        pending.append(output)
+        if output.finished:
+            self.open.discard(output.number)
+        self._news.set()
 
     def fail(self, error: MilepostError) -> None:
-        """End the stream with an error, once what has arrived is taken."""
-        if not self._is_over and self._error is None:
+        """Ends the stream with an error, once what has arrived is read."""
+        if self.open and self._error is None:
             self._error = error
-            self._bell.ring()
+            self._news.set()
+
+    def fail_after(self, seconds: float, error: MilepostError) -> None:
+        """Ends the stream with an error unless it is over by then."""
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.fail, error)
 
     def close(self) -> None:
-        """Give the request up if it is not over; the engine frees it before its next step."""
-        self._client.forget(self, is_over=self._is_over)
+        """Gives up what is not over; the engine frees it before its next step."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._client.forget(self)
 
 
 def _joined(first: Output, second: Output) -> Output:
-    """Two outputs of one request, as one."""
+    """Returns two outputs of one request as one."""
     deltas = {delta.index: delta for delta in first.deltas}
     for delta in second.deltas:
         known = deltas.get(delta.index)
         deltas[delta.index] = delta if known is None else _joined_delta(known, delta)
     return Output(
-        id=first.id,
+        number=first.number,
         deltas=list(deltas.values()),
         finished=second.finished,
         report=first.report or second.report,

@@ -21,7 +21,7 @@ import msgspec
 from milepost.disaggregation.params import as_read
 from milepost.engine.facts import Facts
 from milepost.engine.metrics import Metric
-from milepost.engine.outputs import Logprob
+from milepost.engine.outputs import Output
 from milepost.engine.prompts import Prompt
 from milepost.sampling_params import SamplingParams
 
@@ -36,9 +36,9 @@ MAX_FRAME_BYTES = 2**30
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
-    """Queue a prompt under an id that the client chose. Its text stays with the client."""
+    """Queue a prompt under a number that the client counts. Its text stays with the client."""
 
-    id: int
+    number: int
     tokens: bytes
     """Packed, as `Prompt.packed` has them: number by number, those of a long prompt take longer to
     write and to read than to look up in the cache."""
@@ -49,11 +49,10 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     kv_transfer_params: dict[str, Any] | None = None
 
     @staticmethod
-    def of(id_: int, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Add:
-        """Raises OverflowError or TypeError as `Prompt.packed` does, and InvalidRequestError for
-        what is said of other engines."""
+    def of(number: int, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Add:
+        """Returns the message for a valid prompt."""
         return Add(
-            id=id_,
+            number=number,
             tokens=prompt.packed.tobytes(),
             params=params,
             priority=priority,
@@ -76,7 +75,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
 class Abort(msgspec.Struct, tag=True, frozen=True):
     """End a request before the next step."""
 
-    id: int
+    number: int
 
 
 Question = Literal["alive", "metrics", "release_cache", "reset_prefix_cache", "state"]
@@ -111,8 +110,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     sampling_defaults: dict[str, int | float]
     """Fields of SamplingParams for requests that do not set them."""
     facts: Facts
+    closes_reasoning: bool = False
+    """Whether one token of the model closes the reasoning."""
     identity: bytes = b""
-    """Of which the keys of what it caches are made."""
+    """The identity of the model, on which the keys of what it caches depend."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -120,44 +121,6 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
     kind: str
     message: str
-
-
-class Report(msgspec.Struct, frozen=True):
-    """A request's CacheReport, and when it was admitted (seconds of the monotonic clock)."""
-
-    prompt_tokens: int
-    kv_length: int
-    state_length: int
-    reused: int
-    lost: dict[str, int]
-    admitted_at: float
-    loaded: dict[str, int] = {}
-
-
-class Delta(msgspec.Struct, array_like=True, frozen=True):
-    """What one answer gained in a step."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    """Of those."""
-
-
-class Output(msgspec.Struct, array_like=True, frozen=True):
-    """What a request gained in a step; `report` and `prompt_logprobs` come once, with the
-    first, and `kv_transfer_params` with the last, for the engine that goes on."""
-
-    id: int
-    deltas: list[Delta]
-    finished: bool
-    report: Report | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):
@@ -169,7 +132,7 @@ class Outputs(msgspec.Struct, tag=True, frozen=True):
 class Refused(msgspec.Struct, tag=True, frozen=True):
     """A request was not taken, and why."""
 
-    id: int
+    number: int
     message: str
     retry_after_s: int | None = None
     """Set if the request may be sent again after this time."""

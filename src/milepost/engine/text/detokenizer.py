@@ -12,7 +12,6 @@ from enum import Enum, auto
 from typing import Protocol
 
 from milepost.engine.text.token_texts import INCOMPLETE, TokenTexts
-from milepost.errors import InvalidRequestError
 from milepost.sampling_params import ReasoningTokens, SamplingParams
 
 _MAX_PENDING = 32
@@ -31,15 +30,7 @@ class Detokenizer(Protocol):
 
 
 def detokenizer_for(texts: TokenTexts | None, params: SamplingParams) -> Detokenizer:
-    """A `TextDetokenizer`, or `NoText` where no text is wanted or no tokenizer is there.
-
-    Raises InvalidRequestError for stop strings without a tokenizer.
-    """
-    if texts is None and params.stop:
-        raise InvalidRequestError(
-            f"stop={params.stop!r}: stop strings need a tokenizer; use stop_token_ids, "
-            "or an engine without skip_tokenizer_init=True"
-        )
+    """Returns a `TextDetokenizer`, or `NoText` if no text is wanted or there is no tokenizer."""
     if texts is None or not params.detokenize:
         return NoText()
     return TextDetokenizer(texts, params)

@@ -1,22 +1,16 @@
-"""The engine's side of a request: its prompt, its n answers, and their text.
+"""One completion of a request: what may be sampled next, the tokens it has, and where it ends.
 
-A prompt with n > 1 becomes n requests of the scheduler, which share the prompt through the cache.
+A stop string, a stop token, a form or a length may end it in the middle of the tokens of a step:
+`Completion.take` returns those that belong to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from milepost.engine.constraints import Guide, Mask, masks_along, without
-from milepost.engine.outputs import (
-    CompletionOutput,
-    Logprob,
-    RequestOutput,
-    token_logprobs,
-)
-from milepost.engine.prompts import Prompt
+from milepost.engine.outputs import CompletionOutput, Delta, Logprob, token_logprobs
 from milepost.engine.text import Detokenizer, TokenTexts
 from milepost.runner.choice import SampledToken
 from milepost.runner.prompt_scores import PromptScores
@@ -27,7 +21,7 @@ from milepost.scheduler.request import FinishReason, Request
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Completion:
-    """One of a request's n answers."""
+    """One of a group's n answers: a request of the scheduler, and what becomes of its tokens."""
 
     index: int
     request: Request
@@ -51,6 +45,10 @@ class Completion:
     """Verified so far."""
     num_accepted_tokens: int = 0
     """Of those."""
+    _num_taken: tuple[int, int, int] = (0, 0, 0)
+    """Tokens, drafts and accepted drafts that earlier deltas have."""
+    _is_over: bool = False
+    """Whether its last delta was taken."""
     _num_known: int | None = None
     """Tokens of the run under way that were sampled as its form has it; None for all."""
 
@@ -223,7 +221,29 @@ class Completion:
             entry = token_logprobs(token.token_id, token.logprob, token.rank, top)
             self.prompt_logprobs[position] = entry
 
+    def take_delta(self) -> Delta | None:
+        """Returns what it gained since the last call; None for nothing."""
+        tokens, drafts, accepted = self._num_taken
+        request = self.request
+        new = request.chain.tokens[request.num_prompt_tokens + tokens :].tolist()
+        reason = request.finish_reason
+        if self._is_over or not (new or reason):
+            return None
+        self._num_taken = tokens + len(new), self.num_draft_tokens, self.num_accepted_tokens
+        self._is_over = reason is not None
+        return Delta(
+            index=self.index,
+            text=self.text.delta(),
+            token_ids=new,
+            logprobs=None if self.logprobs is None else self.logprobs[tokens : tokens + len(new)],
+            finish_reason=reason.value if reason is not None else None,
+            stop_reason=self.stop_reason,
+            num_draft_tokens=self.num_draft_tokens - drafts,
+            num_accepted_tokens=self.num_accepted_tokens - accepted,
+        )
+
     def output(self) -> CompletionOutput:
+        """Returns the whole answer so far."""
         reason = self.request.finish_reason
         return CompletionOutput(
             index=self.index,
@@ -235,46 +255,4 @@ class Completion:
             stop_reason=self.stop_reason,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
-        )
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class RequestGroup:
-    """One prompt with its answers, from `add` until all have ended."""
-
-    number: int
-    """The order in which jobs were added."""
-    prompt: Prompt
-    params: SamplingParams
-    answers: list[Completion] = field(default_factory=list)
-    prefills: bool = False
-    """Its prompt, but for the last token, is computed for another engine."""
-    kv_transfer_params: dict[str, Any] | None = None
-    """For that one, once it is over."""
-
-    @property
-    def id(self) -> str:
-        return str(self.number)
-
-    @property
-    def is_finished(self) -> bool:
-        return None not in [answer.request.finish_reason for answer in self.answers]
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens of all answers so far."""
-        return sum(answer.request.num_output_tokens for answer in self.answers)
-
-    def output(self) -> RequestOutput:
-        """The answers so far, as the caller sees them."""
-        report = self.answers[0].request.report
-        return RequestOutput(
-            request_id=self.id,
-            prompt=self.prompt.text,
-            prompt_token_ids=self.prompt.token_ids,
-            prompt_logprobs=self.answers[0].prompt_logprobs,
-            outputs=[answer.output() for answer in self.answers],
-            finished=self.is_finished,
-            num_cached_tokens=report.reused if report else 0,
-            cache_report=report,
         )

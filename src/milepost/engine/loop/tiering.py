@@ -1,0 +1,164 @@
+"""The tiers as the step loop sees them: loads and stores between steps, and how fast they are."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from milepost.config import EngineConfig
+from milepost.engine.assembly import RankTierState
+from milepost.engine.loop.off_device import OffDevice
+from milepost.engine.metrics import Metric
+from milepost.scheduler.plans import StepPlan
+from milepost.scheduler.scheduler import Scheduler
+from milepost.tiers.rates import MIN_TOKENS
+
+if TYPE_CHECKING:
+    from milepost.runner.runner import Runner
+    from milepost.tiers.orders import SendTierCommand
+    from milepost.tiers.policy import Tiers
+    from milepost.tiers.transfers import TierTransfers
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+
+class Tiering(OffDevice):
+    """The host memory and the disk of one engine."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, tiers: Tiers, copier: TierTransfers
+    ) -> None:
+        self._scheduler, self._runner = scheduler, runner
+        self.tiers = tiers
+        self.copier = copier
+
+    @property
+    def rest_s(self) -> float | None:
+        """Seconds until the disk is tried again after an error; None for never."""
+        return self.copier.rest_s
+
+    def poll(self) -> None:
+        """Takes in the copies that are done."""
+        self.copier.poll()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits this long for a copy. Returns False at once if none is under way."""
+        if not self.copier.is_busy:
+            return False
+        self.copier.wait(seconds)
+        return True
+
+    def do_idle_work(self) -> bool:
+        """Makes the copies that wait for nothing to run. Returns whether there will be more."""
+        self.copier.poll()
+        outside = self._scheduler.outside
+        if outside.has_stores:
+            plan = self._scheduler.plan_copies()
+            if plan.only_copies:
+                self._runner.copy(plan)
+        is_busy = self.copier.is_busy or self.copier.is_writing or self.tiers.is_behind
+        return is_busy or outside.has_stores
+
+    def flush(self) -> None:
+        """Waits until all stores are done, and all loads of requests that have ended."""
+        while self.copier.is_busy or self._goes_down():
+            self.copier.wait(0.01)
+
+    def _goes_down(self) -> bool:
+        self.do_idle_work()
+        return self.copier.is_busy or self._scheduler.outside.has_stores
+
+    def end_loads(self) -> None:
+        """Ends every load: the plan that was interrupted may have begun it, or not."""
+        self.copier.end_loads()
+        for number, (_, offer) in list(self._scheduler.outside.loading.items()):
+            if offer.source == self.tiers.name:
+                self._scheduler.failed(number)
+
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """Measures how fast prompts are computed, from the time of a step."""
+        num_tokens = sum(s.num_tokens for s in plan.sequences if not s.is_decode)
+        if num_tokens >= MIN_TOKENS:
+            self.tiers.rates.computed(num_tokens, seconds)
+
+    def metrics(self) -> list[Metric]:
+        """Returns counters of what was copied, and how full each tier is."""
+        stats = self.tiers.stats
+        counters = {
+            "tier_stored_items": stats.stored,
+            "tier_written_items": stats.written,
+            "tier_loads": stats.loads,
+            "tier_failed_loads": stats.failed_loads,
+            "tier_states_too_late": stats.too_late,
+            "tier_disk_rests": stats.disk_rests,
+        }
+        found = [Metric(name=f"milepost:{name}", value=value) for name, value in counters.items()]
+        for name, tier in (("host", self.tiers.host), ("disk", self.tiers.disk)):
+            labels = {"tier": name}
+            items = Metric(name="milepost:tier_items", value=len(tier), kind="gauge", labels=labels)
+            found.append(items)
+            for what, budget in tier.budgets.items():
+                share = budget.num_used / max(budget.capacity, 1)
+                labels = {"tier": name, "what": what}
+                usage = Metric(
+                    name="milepost:tier_usage_perc", value=share, kind="gauge", labels=labels
+                )
+                found.append(usage)
+        return found
+
+    def reset(self) -> None:
+        """Forgets what host memory holds."""
+        self.copier.end_loads()
+        self.tiers.clear()
+
+    def close(self, *, is_whole: bool) -> None:
+        """Stores what is left, unless a step has failed."""
+        if is_whole:
+            self.flush()
+            self.copier.close()
+
+
+def tiering_of(
+    config: EngineConfig,
+    scheduler: Scheduler,
+    runner: Runner,
+    state: RankTierState | None,
+    ask: SendTierCommand | None,
+) -> Tiering | None:
+    """Returns the tiers of an engine whose rank has `state`; None without one. `ask` is as for
+    `TierTransfers`."""
+    if state is None:
+        return None
+    from milepost.tiers.disk import Disk
+    from milepost.tiers.holdings import TierLimits, split
+    from milepost.tiers.policy import Tiers
+    from milepost.tiers.transfers import TierTransfers
+
+    host, outside = state.mover.host, scheduler.outside
+    page_bytes, state_bytes = host.pages.item_bytes, host.states.item_bytes
+    disk_pages, disk_states = 0, 0
+    if state.files is not None:
+        size = int(config.cache_disk_gib * GIB) // config.tensor_parallel_size
+        disk_pages, disk_states = split(size, page_bytes, state_bytes)
+    limits = TierLimits(
+        page_bytes=page_bytes,
+        state_bytes=state_bytes,
+        num_host_pages=state.num_pages,
+        num_host_states=state.num_states,
+        num_disk_pages=disk_pages,
+        num_disk_states=disk_states,
+        max_pages_under_way=state.num_staged[0],
+        max_states_under_way=state.num_staged[1],
+    )
+    tiers = Tiers(outside.cache, limits)
+    disk = None if state.files is None else Disk(state.files, tiers, host, ask)
+    outside.add_keeper(tiers)
+    outside.add_source(tiers)
+    copier = TierTransfers(scheduler, runner, tiers, state.mover, disk, ask)
+    logger.info(
+        "tiers: %d pages and %d states in host memory, %d items on disk",
+        state.num_pages, state.num_states, len(tiers.disk),
+    )  # fmt: skip
+    return Tiering(scheduler, runner, tiers, copier)
