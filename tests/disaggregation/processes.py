@@ -58,7 +58,7 @@ class Worker:
         before, failed = connector.num_bytes, connector.num_failed
         has_pages = len(cache.match(cache.chain(asked, salt)).path.nodes)
         expected = lacking(self.engine, asked, len(asked) - 1, salt) if params else 0
-        request = self._ask(asked, salt, params, sampling).answers[0].request
+        request = self._ask(asked, salt, params, sampling).completions[0].request
         return {
             "tokens": request.output_token_ids,
             "bytes": connector.num_bytes - before,

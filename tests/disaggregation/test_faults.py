@@ -224,9 +224,9 @@ def test_a_slow_link_blocks_nobody_and_ends(tiny, fleet):
     assert other.is_finished
     assert not slow.is_finished
     fleet.run(slow)
-    assert slow.answers[0].request.output_token_ids == tiny.expected(prompt, greedy(4))
+    assert slow.completions[0].request.output_token_ids == tiny.expected(prompt, greedy(4))
     assert len(given_up) == 2, "not before nobody writes any more"
-    assert not slow.answers[0].request.report.loaded
+    assert not slow.completions[0].request.report.loaded
     fleet.check()
 
 
@@ -270,7 +270,7 @@ def test_an_interrupted_step_ends_what_is_fetched_and_lent(tiny, fleet, monkeypa
     assert connector_of(second)._links._borrowed.next_beat is None, "nobody keeps its lease"
     fleet.run(busy, job)
     assert job.completions[0].request.output_token_ids == tiny.expected(prompt, greedy(4))
-    assert busy.answers[0].request.output_token_ids == tiny.expected(other, greedy(30))
+    assert busy.completions[0].request.output_token_ids == tiny.expected(other, greedy(30))
     fleet.check()
 
 

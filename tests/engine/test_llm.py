@@ -527,7 +527,7 @@ def test_interrupt_frees_the_requests(tiny, llm, monkeypatch, num_steps):
     tiny.check(ask(llm, *(tokens(100 + i, i) for i in range(4))))
 
 
-@pytest.mark.parametrize("where", ["_intake.job", "scheduler.cache.match", "_answers.add"])
+@pytest.mark.parametrize("where", ["_intake.group", "scheduler.cache.match", "_completions.add"])
 @pytest.mark.parametrize("num_before", [0, 1, 3])
 def test_interrupt_while_prompts_are_queued(tiny, llm, monkeypatch, where, num_before):
     """Those that are queued already are given up, wherever the next one is."""
@@ -577,7 +577,7 @@ def test_an_interrupt_behind_the_end_of_an_answer_leaves_nothing_of_it(tiny, mon
         for job, wish in zip(jobs, wishes, strict=True)
         for token in tiny.expected(job.prompt.token_ids, wish)
     ]
-    assert len(engine._answers) == 0
+    assert len(engine._completions) == 0
 
 
 def test_interrupted_bookkeeping_ends_the_engine(llm, monkeypatch):

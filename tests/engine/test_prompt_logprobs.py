@@ -117,7 +117,7 @@ def test_beside_others_and_with_several_answers(engine):
     while engine.has_work:
         engine.step()
     found = job.output().prompt_logprobs
-    assert other.answers[0].prompt_logprobs is None
+    assert other.completions[0].prompt_logprobs is None
     for one, its in zip(found[1:], alone[1:], strict=True):
         assert next(iter(one)) == next(iter(its))
         own = next(iter(one))

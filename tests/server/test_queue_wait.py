@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from milepost.config import EngineConfig
-from milepost.engine.processes.stream import Stream, StreamBell
+from milepost.engine.processes.stream import Stream
 from milepost.errors import QueueWaitError
 from milepost.server import app
 from milepost.server.config import ServerConfig
@@ -38,8 +38,8 @@ def refused(path, body):
         own.client.config = EngineConfig(max_queue_wait_s=5.0)
         own.client.forget = lambda stream, **_: dropped.append(stream)
 
-        def add(prompt, params, *, bell=None, **_options):
-            stream = Stream(1, params.n, own.client, bell or StreamBell())
+        def add(prompts, params, **_options):
+            stream = Stream([1], params.n, own.client)
             error = QueueWaitError("later", retry_after_s=17)
             asyncio.get_running_loop().call_soon(stream.fail, error)
             return stream

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from os import PathLike
-from typing import Any, TypeGuard
+from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -18,15 +18,21 @@ from milepost.config import EngineConfig
 from milepost.engine.loop import Engine, EngineThread, RequestGroup
 from milepost.engine.metrics import Metric
 from milepost.engine.outputs import RequestOutput
-from milepost.engine.prompts import Prompt, PromptLike, read_prompt
+from milepost.engine.prompts import (
+    ChatMessages,
+    Prompt,
+    PromptLike,
+    is_conversation,
+    is_prompt,
+    one_each,
+    read_prompt,
+)
 from milepost.engine.text import chat
 from milepost.engine.vllm_names import own_options
 from milepost.errors import ConfigError, InvalidRequestError
 from milepost.sampling_params import SamplingParams, check_unicode
 
 logger = logging.getLogger(__name__)
-
-ChatMessages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -72,7 +78,7 @@ class LLM:
 
         Raises InvalidRequestError, naming the prompt, before anything is computed.
         """
-        listed = [prompts] if _is_prompt(prompts) else list(prompts)
+        listed = [prompts] if is_prompt(prompts) else list(prompts)
         read = [self._read(index, prompt) for index, prompt in enumerate(listed)]
         return self._run(read, sampling_params, use_tqdm)
 
@@ -100,7 +106,7 @@ class LLM:
 
         Raises InvalidRequestError before anything is computed.
         """
-        conversations = [messages] if _is_conversation(messages) else list(messages)
+        conversations = [messages] if is_conversation(messages) else list(messages)
         prompts = [
             self._render(
                 conversation,
@@ -194,7 +200,7 @@ class LLM:
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams]:
         given = self.get_default_sampling_params() if params is None else params
-        return _one_each(given, num_prompts)
+        return one_each(given, num_prompts)
 
     def _run(
         self,
@@ -307,33 +313,3 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}"
             raise ConfigError(f"option {name!r} is unknown: {hint}")
-
-
-def _is_prompt(prompts: object) -> TypeGuard[PromptLike]:
-    """Whether it is no sequence of prompts: a text, a mapping, token ids, or nothing that can be
-    asked."""
-    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
-        return True
-    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
-
-
-def _is_conversation(messages: ChatMessages | Sequence[ChatMessages]) -> TypeGuard[ChatMessages]:
-    """One conversation is a list of messages, several are a list of such lists."""
-    if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise InvalidRequestError(f"messages={messages!r}: use a list of messages")
-    return not messages or isinstance(messages[0], Mapping)
-
-
-def _one_each(
-    params: SamplingParams | Sequence[SamplingParams], num_prompts: int
-) -> list[SamplingParams]:
-    """One set of parameters for each prompt."""
-    if isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise InvalidRequestError(f"sampling_params={params!r}: use SamplingParams(...), or a list")
-    if len(params) != num_prompts:
-        raise InvalidRequestError(
-            f"{len(params)} sampling_params for {num_prompts} prompts: give one, or one for each"
-        )
-    return list(params)

@@ -6,10 +6,10 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from milepost.errors import InvalidRequestError
-from milepost.sampling_params import check_unicode
+from milepost.sampling_params import SamplingParams, check_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,9 @@ PromptLike = str | list[int] | Mapping[str, Any]
 """Text, or a list of token ids, or {"prompt": text} or {"prompt_token_ids": [...]}, with
 "cache_salt" and "cache_marks" if wanted.
 """
+
+ChatMessages = Sequence[Mapping[str, Any]]
+"""A conversation, as OpenAI has it."""
 
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt", "cache_marks")
 
@@ -100,3 +103,36 @@ def _read_salt(salt: object) -> str:
         raise InvalidRequestError(f"cache_salt={salt!r}: use a string that is not empty")
     check_unicode(salt, "cache_salt")
     return salt
+
+
+# --- one or several -------------------------------------------------------------------------------
+
+
+def is_prompt(prompts: object) -> TypeGuard[PromptLike]:
+    """Whether it is no sequence of prompts: a text, a mapping, token ids, or nothing that can be
+    asked."""
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        return True
+    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
+
+
+def is_conversation(messages: ChatMessages | Sequence[ChatMessages]) -> TypeGuard[ChatMessages]:
+    """One conversation is a list of messages, several are a list of such lists."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise InvalidRequestError(f"messages={messages!r}: use a list of messages")
+    return not messages or isinstance(messages[0], Mapping)
+
+
+def one_each(
+    params: SamplingParams | Sequence[SamplingParams], num_prompts: int
+) -> list[SamplingParams]:
+    """One set of parameters for each prompt."""
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise InvalidRequestError(f"sampling_params={params!r}: use SamplingParams(...), or a list")
+    if len(params) != num_prompts:
+        raise InvalidRequestError(
+            f"{len(params)} sampling_params for {num_prompts} prompts: give one, or one for each"
+        )
+    return list(params)

@@ -278,7 +278,9 @@ def test_nothing_is_known_behind_a_draft_that_leads_to_a_dead_end(llm):
     (end, *_) = llm.llm_engine._intake._end_token_ids
     for wish in ({"allowed_token_ids": [a]}, {"allowed_token_ids": [a, end], "min_tokens": 9}):
         params = SamplingParams(bad_words=["aaa"], max_tokens=9, **wish)
-        job = llm.llm_engine._intake.job(Prompt(token_ids=[a]), params, 0, None)
+        job = llm.llm_engine._intake.group(
+            Prompt(token_ids=[a]), params, number=None, priority=0, form=None
+        )
         (answer,) = job.completions
         drafts, (mask,) = [a, a, a], masks([answer.guide])
         rows = list(answer.samplings(params, drafts=drafts, mask=mask))

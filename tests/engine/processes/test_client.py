@@ -13,8 +13,9 @@ import uvloop
 from milepost.config import EngineConfig
 from milepost.engine.loop.core import Engine
 from milepost.engine.outputs import Output
-from milepost.engine.processes import client as client_module
-from milepost.engine.processes.client import WATCHES, EngineClient
+from milepost.engine.processes import starting
+from milepost.engine.processes.client import EngineClient
+from milepost.engine.processes.questions import WATCHES
 from milepost.engine.processes.stream import Stream
 from milepost.engine.prompts import Prompt
 from milepost.errors import (
@@ -71,7 +72,7 @@ def engines_are_forked(monkeypatch):
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["milepost.engine.processes.engine"])
-    monkeypatch.setattr(client_module, "CONTEXT", context)
+    monkeypatch.setattr(starting, "CONTEXT", context)
 
 
 def run(config, scenario, **options):
@@ -102,7 +103,7 @@ async def gauges(client):
 
 
 def test_answers_come_in_order_and_whole(config, monkeypatch):
-    monkeypatch.setattr(client_module, "CONTEXT", multiprocessing.get_context("spawn"))
+    monkeypatch.setattr(starting, "CONTEXT", multiprocessing.get_context("spawn"))
 
     async def scenario(client):
         first, second = await asyncio.gather(
@@ -347,13 +348,13 @@ def test_an_engine_that_works_or_rests_is_left_alone(config):
     """While it works, and then while it rests, it is asked more often than silence is borne."""
 
     async def scenario(client):
-        stream, asked, next_id = client.add([PROMPT], LONG), asyncio.Queue(), client._next_question
+        stream, asked, send = client.add([PROMPT], LONG), asyncio.Queue(), client._send
 
-        def noted():
+        def noted(message):
             asked.put_nowait(None)
-            return next_id()
+            send(message)
 
-        client._next_question = noted
+        client._questions._send = noted
         while asked.qsize() <= WATCHES:
             await anext(stream)
         stream.close()
@@ -399,10 +400,10 @@ def test_between_an_engines_end_and_the_notice_of_it_nothing_else_is_raised(conf
         has_ended, may_notice = threading.Event(), threading.Event()
         join = client._process.join
 
-        def slow_join(timeout):
-            join(timeout)
+        async def slow_join():
+            await join()
             has_ended.set()
-            assert may_notice.wait(timeout)
+            assert await asyncio.to_thread(may_notice.wait, 10)
 
         monkeypatch.setattr(client._process, "join", slow_join)
         first = client.add([PROMPT], LONG)

@@ -2,13 +2,12 @@
 Its modules:
 
     the whole                   setup, auto, sizing, drafting
-    one rank of several         rank, team
+    one rank of several         rank, team, rank_messages
     tiers                       tiering
 """
 
 from milepost.engine.assembly.rank import RankParts, build_rank
-from milepost.engine.assembly.setup import EngineParts, build
-from milepost.engine.assembly.team import (
+from milepost.engine.assembly.rank_messages import (
     HERE,
     SILENCE_S,
     START_S,
@@ -16,9 +15,10 @@ from milepost.engine.assembly.team import (
     RankConfig,
     RankFailure,
     RankMessage,
-    Team,
     TicketedCommand,
 )
+from milepost.engine.assembly.setup import EngineParts, build
+from milepost.engine.assembly.team import Team
 from milepost.engine.assembly.tiering import RankTierState, porter_of
 
 __all__ = [

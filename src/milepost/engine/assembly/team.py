@@ -31,64 +31,28 @@ import torch
 
 from milepost import errors
 from milepost.config import EngineConfig
-from milepost.disaggregation import orders as exchanging
+from milepost.engine.assembly.rank_messages import (
+    HERE,
+    SILENCE_S,
+    START_S,
+    Answered,
+    RankCommand,
+    RankConfig,
+    RankFailure,
+    RankMessage,
+    TicketedCommand,
+)
 from milepost.engine.parent import without_interrupts
 from milepost.errors import EngineDeadError, MilepostError
 from milepost.parallel import Ranks
 from milepost.parallel.gloo import GlooLink, open_store
 from milepost.parallel.records import receive, send
 from milepost.parallel.tickets import Tickets
-from milepost.runner.recording import Record
-from milepost.tiers import orders as keeping
 
 logger = logging.getLogger(__name__)
 
-START_S = 1800.0
-"""Reading the weights may take so much longer on one rank than on another."""
-HERE = 0
-"""What is asked first: that a rank has come so far that it can meet the others."""
-SILENCE_S = 60.0
-"""A step may not wait for a rank longer than this."""
 _NOTICE_S = 5.0
 """A process that has closed its connections is over within this time."""
-
-
-class RankConfig(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """The first frame: what a rank is to be."""
-
-    config: EngineConfig
-    rank: int
-    port: int
-    """Where ranks find each other."""
-
-
-class RankFailure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """A rank's last words."""
-
-    kind: str
-    """Name of the error."""
-    message: str
-
-
-RankCommand = keeping.TierCommand | exchanging.TransferCommand
-
-
-class TicketedCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What the other ranks are to do with what is kept outside their devices, or exchanged."""
-
-    ticket: int
-    order: RankCommand
-
-
-class Answered(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A rank has done what it was asked, or could not."""
-
-    ticket: int
-    is_well: bool
-
-
-RankMessage = Record | TicketedCommand
-"""Frames behind the first."""
 
 
 class Team:

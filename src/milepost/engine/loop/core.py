@@ -46,6 +46,7 @@ class Engine:
         self.scheduler = parts.scheduler
         self.runner = parts.runner
         self.tokenizer: PreTrainedTokenizerBase | None = parts.tokenizer
+        self.vocab_size, self.max_model_len = parts.vocab_size, parts.max_model_len
         self.sampling_defaults = parts.sampling_defaults
         self.facts = parts.facts
         self.limits = Limits.of(

@@ -3,7 +3,7 @@ Its modules:
 
     the engine's process        engine, compiling
     messages                    wire
-    the client                  client, stream
+    the client                  client, questions, starting, stream
     a further rank              rank
 """
 

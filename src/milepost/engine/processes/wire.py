@@ -23,6 +23,7 @@ from milepost.engine.facts import Facts
 from milepost.engine.metrics import Metric
 from milepost.engine.outputs import Output
 from milepost.engine.prompts import Prompt
+from milepost.errors import InvalidRequestError, MilepostError, QueueWaitError
 from milepost.sampling_params import SamplingParams
 
 M = TypeVar("M")
@@ -136,6 +137,13 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     message: str
     retry_after_s: int | None = None
     """Set if the request may be sent again after this time."""
+
+    @property
+    def error(self) -> MilepostError:
+        """The error for the caller."""
+        if self.retry_after_s is None:
+            return InvalidRequestError(self.message)
+        return QueueWaitError(self.message, retry_after_s=self.retry_after_s)
 
 
 class Reply(msgspec.Struct, tag=True, frozen=True):

@@ -1,7 +1,7 @@
 """Conversations, tokens and text: renders and tokenizes prompts, and turns tokens into text.
 Its modules:
 
-    rendering a conversation    chat, roles, special, conversations
+    rendering a conversation    chat, template, marks, roles, special, conversations
     in a process of its own     process, __main__
     tokens of a text            tokenizer, lengths
     text of tokens              detokenizer, token_texts

@@ -1,9 +1,8 @@
 """Renders a conversation with the tokenizer's chat template, and finds where a checkpoint pays.
 
 The marks are where other prompts are likely to leave this one: the end of the system prompt and the
-tools, and the end of the last message. Templates say nothing about their parts, so these places are
-found by rendering shorter or differing conversations and comparing the text. A mark is always a
-position of this very prompt, whatever a template does to earlier messages.
+tools, and the end of the last message (`marks`). A mark is always a position of this very prompt,
+whatever a template does to earlier messages.
 """
 
 from __future__ import annotations
@@ -15,31 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from milepost.engine.text import roles
+from milepost.engine.text.marks import body_end, breakpoints, common_length, head_end
 from milepost.engine.text.roles import ChatMessage
 from milepost.engine.text.special import CUT, cut
+from milepost.engine.text.template import REFUSALS, BoundTemplate, as_text, joint_of
 from milepost.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_REFUSALS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    RuntimeError,
-)
-"""What a template that does not take a conversation raises: it is a program."""
 _MAX_REFUSAL = 1000
 """Characters that are shown of what it says; it may quote all that it was given."""
-
-_PROBES = ("A", "B")
-"""Two user messages that share no first character."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,21 +123,21 @@ def compose(
     if special is not None:
         messages, tools = cut(messages, special), cut(tools, special)
         template_kwargs = cut(template_kwargs, special)
-    conversation = _Conversation(tokenizer, tools, template_kwargs)
-    joint = _joint(conversation, messages)
+    conversation = BoundTemplate(tokenizer, tools, template_kwargs)
+    joint = joint_of(conversation, messages)
     messages, checked, text = _taken(conversation, messages, ending, joint)
     if check is not None:
         check(text)
     ends = [
-        _head_end(conversation, checked, text),
-        _body_end(conversation, checked, text),
-        *_breakpoints(conversation, messages, checked, text, ending, joint),
+        head_end(conversation, checked, text),
+        body_end(conversation, checked, text),
+        *breakpoints(conversation, messages, checked, text, ending, joint),
     ]
     return Composed(pieces=text.split(CUT) if special is not None else [text], ends=ends)
 
 
 def _taken(
-    conversation: _Conversation,
+    conversation: BoundTemplate,
     messages: Sequence[ChatMessage],
     ending: Mapping[str, bool],
     joint: str,
@@ -165,10 +151,10 @@ def _taken(
     messages = roles.placed(messages, conversation.text_if_taken, joint)
     refusal: Exception | None = None
     for put in itertools.chain([messages], roles.mends(messages, joint)):
-        checked = [_checked(message, joint) for message in put]
+        checked = [as_text(message, joint) for message in put]
         try:
             return put, checked, conversation.text(checked, ending)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             refusal = refusal or error
     why = str(refusal)[:_MAX_REFUSAL]
     raise InvalidRequestError(f"the chat template refuses the messages: {why}") from refusal
@@ -177,182 +163,6 @@ def _taken(
 def _check_role(message: ChatMessage) -> None:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"message {message!r}: use a dict with a role and a content")
-
-
-@dataclass(frozen=True, slots=True)
-class _Conversation:
-    """Everything that decides the text, besides the messages."""
-
-    tokenizer: PreTrainedTokenizerBase
-    tools: Sequence[Any] | None
-    template_kwargs: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        named = self.template_kwargs.get("chat_template")
-        if not named and not getattr(self.tokenizer, "chat_template", None):
-            raise InvalidRequestError(
-                "the tokenizer has no chat template: use generate() with a plain prompt, or name "
-                "one with chat_template_kwargs={'chat_template': ...}"
-            )
-
-    def text(self, messages: Sequence[ChatMessage], ending: Mapping[str, bool]) -> str:
-        return self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=self.tools,
-            tokenize=False,
-            **ending,
-            **self.template_kwargs,
-        )
-
-    def text_if_taken(self, messages: Sequence[ChatMessage]) -> str | None:
-        """Without a generation prompt; None if the template refuses these messages."""
-        try:
-            return self.text(messages, {"add_generation_prompt": False})
-        except _REFUSALS:
-            return None
-
-
-_PARTS = ("\ue0b2", "\ue0b3")
-"""Two texts that no template has."""
-
-
-def _joint(conversation: _Conversation, messages: Sequence[ChatMessage]) -> str:
-    """What stands between the text parts of a message: what the template puts there, where it reads
-    parts at all, and else a line break."""
-    if all(len(_parts(message)) < 2 for message in messages if isinstance(message, Mapping)):
-        return "\n"
-    parts = [{"type": "text", "text": text} for text in _PARTS]
-    shown = conversation.text_if_taken([{"role": "user", "content": parts}]) or ""
-    between = shown.partition(_PARTS[0])[2].partition(_PARTS[1])
-    return between[0] if between[1] and not between[0].strip() else "\n"
-
-
-def _checked(message: ChatMessage, joint: str) -> dict[str, Any]:
-    """A copy without breakpoints, whose content is text: a list of parts becomes one string."""
-    content = message.get("content")
-    if isinstance(content, list | tuple):
-        content = joint.join(_part_text(part) for part in content)
-    elif content is not None and not isinstance(content, str):
-        raise InvalidRequestError(f"content={content!r}: use a string or a list of text parts")
-    own = {key: value for key, value in message.items() if key != "cache_control"}
-    return {**own, "content": content} if "content" in message else own
-
-
-def _part_text(part: object) -> str:
-    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text"):
-        return str(part.get("text", ""))
-    kind = part.get("type") if isinstance(part, Mapping) else part
-    raise InvalidRequestError(f"content part {kind!r}: only text parts are supported")
-
-
-# --- where the parts of the text end --------------------------------------------------------------
-
-
-def _head_end(conversation: _Conversation, messages: list[dict[str, Any]], text: str) -> int:
-    """Where the system prompt (and what the template puts beside it, such as tools) ends.
-
-    Rendered on its own where the template allows that and keeps it whole; otherwise what two
-    conversations share that differ from their first user message on.
-    """
-    head = messages[: _head_length(messages)]
-    alone = conversation.text_if_taken(head) if head else None
-    if alone and text.startswith(alone) and all(_content(m).strip() in alone for m in head):
-        return len(alone)
-    probes = [
-        conversation.text_if_taken([*head, {"role": "user", "content": probe}]) for probe in _PROBES
-    ]
-    shared = _common_length(*(probe or "" for probe in probes))
-    return _common_length(text, (probes[0] or "")[:shared])
-
-
-def _head_length(messages: list[dict[str, Any]]) -> int:
-    is_system = [message["role"] in roles.SYSTEM for message in messages]
-    return is_system.index(False) if False in is_system else len(is_system)
-
-
-def _content(message: dict[str, Any]) -> str:
-    return message.get("content") or ""
-
-
-def _body_end(conversation: _Conversation, messages: list[dict[str, Any]], text: str) -> int:
-    """Where the last message ends and the generation prompt begins."""
-    return _common_length(text, conversation.text_if_taken(messages) or "")
-
-
-_BREAKPOINT = "\ue0b1"
-"""A character of the private use area: what follows a breakpoint never begins with it."""
-
-MAX_BREAKPOINTS = 8
-
-
-def _breakpoints(
-    conversation: _Conversation,
-    messages: Sequence[ChatMessage],
-    checked: list[dict[str, Any]],
-    text: str,
-    ending: Mapping[str, bool],
-    joint: str,
-) -> list[int]:
-    """Where the parts with a `cache_control` end: the last MAX_BREAKPOINTS of them.
-
-    Each is found by adding a character there: up to it, the texts agree.
-    """
-    ends = []
-    for index, place in _last_places(messages):
-        changed = _checked(_marked(messages[index], place), joint)
-        others = [*checked[:index], changed, *checked[index + 1 :]]
-        try:
-            marked = conversation.text(others, ending)
-        except _REFUSALS:
-            continue
-        ends.append(_common_length(text, marked))
-    return ends
-
-
-def _last_places(messages: Sequence[ChatMessage]) -> list[tuple[int, int]]:
-    """(Message, part) of the last MAX_BREAKPOINTS breakpoints, the last one first."""
-    found: list[tuple[int, int]] = []
-    for index in range(len(messages) - 1, -1, -1):
-        parts = _parts(messages[index])
-        is_marked = bool(messages[index].get("cache_control"))
-        for place in range(len(parts) - 1, -1, -1):
-            if len(found) == MAX_BREAKPOINTS:
-                return found
-            is_last = place == len(parts) - 1
-            if parts[place].get("cache_control") or (is_marked and is_last):
-                found.append((index, place))
-    return found
-
-
-def _parts(message: ChatMessage) -> Sequence[Any]:
-    """A content that is one text is one part."""
-    content = message.get("content")
-    return content if isinstance(content, list | tuple) else [{"text": content or ""}]
-
-
-def _marked(message: ChatMessage, place: int) -> ChatMessage:
-    """The message with the character added to one of its parts."""
-    parts = _parts(message)
-    text = f"{parts[place].get('text', '')}{_BREAKPOINT}"
-    if not isinstance(message.get("content"), list | tuple):
-        return {**message, "content": text}
-    added = {"type": "text", "text": text}
-    return {**message, "content": [*parts[:place], added, *parts[place + 1 :]]}
-
-
-def _common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many characters, or tokens, two sequences share from the start.
-
-    Halves are compared whole: a conversation can have millions of characters.
-    """
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 # --- characters to tokens -------------------------------------------------------------------------
@@ -364,7 +174,7 @@ def _tokenize(
     if not tokenizer.is_fast:
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         prefixes = [tokenizer.encode(text[:end], add_special_tokens=False) for end in ends]
-        return token_ids, [_common_length(token_ids, prefix) for prefix in prefixes]
+        return token_ids, [common_length(token_ids, prefix) for prefix in prefixes]
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return encoding["input_ids"], tokens_before(encoding["offset_mapping"], ends)
 

@@ -1,0 +1,55 @@
+"""The messages between the first rank and the others."""
+
+from __future__ import annotations
+
+import msgspec
+
+from milepost.config import EngineConfig
+from milepost.disaggregation import orders as exchanging
+from milepost.runner.recording import Record
+from milepost.tiers import orders as keeping
+
+START_S = 1800.0
+"""Reading the weights may take so much longer on one rank than on another."""
+HERE = 0
+"""What is asked first: that a rank has come so far that it can meet the others."""
+SILENCE_S = 60.0
+"""A step may not wait for a rank longer than this."""
+
+
+class RankConfig(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """The first frame: what a rank is to be."""
+
+    config: EngineConfig
+    rank: int
+    port: int
+    """Where ranks find each other."""
+
+
+class RankFailure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """A rank's last words."""
+
+    kind: str
+    """Name of the error."""
+    message: str
+
+
+RankCommand = keeping.TierCommand | exchanging.TransferCommand
+
+
+class TicketedCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What the other ranks are to do with what is kept outside their devices, or exchanged."""
+
+    ticket: int
+    order: RankCommand
+
+
+class Answered(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A rank has done what it was asked, or could not."""
+
+    ticket: int
+    is_well: bool
+
+
+RankMessage = Record | TicketedCommand
+"""Frames behind the first."""

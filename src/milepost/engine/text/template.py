@@ -1,0 +1,98 @@
+"""Applies a tokenizer's chat template to messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from milepost.engine.text.roles import ChatMessage
+from milepost.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,
+)
+"""What a template that does not take a conversation raises: it is a program."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundTemplate:
+    """Everything that decides the text, besides the messages."""
+
+    tokenizer: PreTrainedTokenizerBase
+    tools: Sequence[Any] | None
+    template_kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        named = self.template_kwargs.get("chat_template")
+        if not named and not getattr(self.tokenizer, "chat_template", None):
+            raise InvalidRequestError(
+                "the tokenizer has no chat template: use generate() with a plain prompt, or name "
+                "one with chat_template_kwargs={'chat_template': ...}"
+            )
+
+    def text(self, messages: Sequence[ChatMessage], ending: Mapping[str, bool]) -> str:
+        return self.tokenizer.apply_chat_template(
+            list(messages),
+            tools=self.tools,
+            tokenize=False,
+            **ending,
+            **self.template_kwargs,
+        )
+
+    def text_if_taken(self, messages: Sequence[ChatMessage]) -> str | None:
+        """Without a generation prompt; None if the template refuses these messages."""
+        try:
+            return self.text(messages, {"add_generation_prompt": False})
+        except REFUSALS:
+            return None
+
+
+_PARTS = ("\ue0b2", "\ue0b3")
+"""Two texts that no template has."""
+
+
+def joint_of(conversation: BoundTemplate, messages: Sequence[ChatMessage]) -> str:
+    """What stands between the text parts of a message: what the template puts there, where it reads
+    parts at all, and else a line break."""
+    if all(len(parts_of(message)) < 2 for message in messages if isinstance(message, Mapping)):
+        return "\n"
+    parts = [{"type": "text", "text": text} for text in _PARTS]
+    shown = conversation.text_if_taken([{"role": "user", "content": parts}]) or ""
+    between = shown.partition(_PARTS[0])[2].partition(_PARTS[1])
+    return between[0] if between[1] and not between[0].strip() else "\n"
+
+
+def as_text(message: ChatMessage, joint: str) -> dict[str, Any]:
+    """A copy without breakpoints, whose content is text: a list of parts becomes one string."""
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = joint.join(_part_text(part) for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise InvalidRequestError(f"content={content!r}: use a string or a list of text parts")
+    own = {key: value for key, value in message.items() if key != "cache_control"}
+    return {**own, "content": content} if "content" in message else own
+
+
+def _part_text(part: object) -> str:
+    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text"):
+        return str(part.get("text", ""))
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    raise InvalidRequestError(f"content part {kind!r}: only text parts are supported")
+
+
+def parts_of(message: ChatMessage) -> Sequence[Any]:
+    """A content that is one text is one part."""
+    content = message.get("content")
+    return content if isinstance(content, list | tuple) else [{"text": content or ""}]
