@@ -535,13 +535,13 @@ def test_interrupt_while_prompts_are_queued(tiny, llm, monkeypatch, where, num_b
     owner, calls = attrgetter(folder)(llm.llm_engine), []
     call = getattr(owner, name)
 
-    def interrupted(*args):
+    def interrupted(*args, **named):
         calls.append(args)
         if len(calls) > num_before:
             raise KeyboardInterrupt
-        return call(*args)
+        return call(*args, **named)
 
-    monkeypatch.setattr(type(owner), name, lambda _, *args: interrupted(*args))
+    monkeypatch.setattr(type(owner), name, lambda _, *args, **named: interrupted(*args, **named))
     params = sampled(3, n=2)
     with pytest.raises(KeyboardInterrupt):
         ask(llm, *(tokens(100 + i, i) for i in range(4)), params=params)

@@ -1,7 +1,8 @@
 """Steps on the device: planned, launched one ahead where possible, collected, and rolled back if
 they are interrupted.
 
-Knows nothing of jobs: what a step samples goes to the answers. Single-threaded, like the engine.
+Knows nothing of requests: what a step samples goes to the completions. Single-threaded, like the
+engine.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class StepPipeline:
         return self._pace.spare_s(step.plan, elapsed_s, will_prefill=will_prefill)
 
     def current(self) -> InFlightStep | None:
-        """The step in step, or else a new one; None if there is nothing to do."""
+        """The step in flight, or else a new one; None if there is nothing to do."""
         return self.in_flight or self._start()
 
     def _start(self) -> InFlightStep | None:
@@ -82,7 +83,7 @@ class StepPipeline:
         return step
 
     def collect(self, step: InFlightStep) -> RunnerOutput:
-        """Launch the step behind one in step, then wait for that one's tokens."""
+        """Launches the step after one in flight, then waits for that one's tokens."""
         with self.rolling_back(step.plan):
             self.in_flight = self._start_ahead(step)
             self._scheduler.prepare(step.plan)
@@ -94,7 +95,7 @@ class StepPipeline:
         return output
 
     def _start_ahead(self, step: InFlightStep) -> InFlightStep | None:
-        """Launch the step behind one in step, if it can be planned without that one's tokens.
+        """Launches the step after one in flight, if it can be planned without that one's tokens.
 
         It samples at once unless sampling needs them; then it samples when they are taken.
         """
