@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from milepost.engine.processes import Delta
 from milepost.server.custom import CustomInput
-from milepost.server.parsing.answer import AnswerParser
+from milepost.server.parsing.answer import TextParser
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 
 
-class AnswerEvents:
+class AnswerParser:
     """Parses one answer's text, and drops what the request does not want. The arguments of a custom
     tool's call are its input."""
 
     def __init__(
         self,
-        parser: AnswerParser,
+        parser: TextParser,
         *,
         has_reasoning: bool,
         has_one_call: bool,

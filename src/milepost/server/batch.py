@@ -33,7 +33,7 @@ NUM_AHEAD = 2
 """Lines in progress per sequence that can run: the waiting ones take places as they become free."""
 _NO_LIMIT = 2**31
 
-Progress = Callable[[bool], None]
+OnLine = Callable[[bool], None]
 """Called for each finished line with whether it was answered."""
 
 
@@ -71,7 +71,7 @@ def run_batch(
     engine_config: EngineConfig,
     source: Iterable[bytes],
     open_target: Callable[[], BinaryIO],
-    progress: Progress,
+    progress: OnLine,
 ) -> Tally:
     """Answers all lines of `source`. The target is opened once requests are accepted.
 
@@ -111,7 +111,7 @@ async def answer_all(
     source: Iterable[bytes],
     target: BinaryIO,
     num_ahead: int,
-    progress: Progress,
+    progress: OnLine,
 ) -> Tally:
     """Asks the application for every line that is not empty, `num_ahead` at a time, and writes
     results in the order in which they finish. Raises OSError if they cannot be written."""

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from milepost.engine.processes import Delta
 from milepost.server import logprobs, transfer
-from milepost.server.answers import AnswerEvents
+from milepost.server.answers import AnswerParser
 from milepost.server.conversation import ChatTurn, begin, response_id
 from milepost.server.logprobs import TokenBytes
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
@@ -37,10 +37,10 @@ async def chat(service: Service, request: ChatRequest, http: Request) -> Respons
 
 
 @dataclass(slots=True)
-class _Answer:
+class ChoiceWriter:
     """One choice, as far as it has arrived."""
 
-    events: AnswerEvents
+    events: AnswerParser
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[tuple[dict[str, Any], list[str]]] = field(default_factory=list)
@@ -135,7 +135,7 @@ class _ChatWriter:
         self._prompt = turn.prompt
         self._generation = turn.generation
         self._usage = turn.usage
-        self._answers = [_Answer(events) for events in turn.answers]
+        self._answers = [ChoiceWriter(events) for events in turn.answers]
         self.id = id_
         self._created = int(time.time())
         self._model = model

@@ -12,7 +12,7 @@ from milepost.engine.prompts import Prompt
 from milepost.engine.text import ChatPrompt
 from milepost.sampling_params import SamplingParams
 from milepost.server import forms, parameters, transfer
-from milepost.server.answers import AnswerEvents
+from milepost.server.answers import AnswerParser
 from milepost.server.generation import Generation
 from milepost.server.messages import for_template, tools_for_template, toolset_of
 from milepost.server.protocol import ChatRequest, Sampling
@@ -31,7 +31,7 @@ class ChatTurn:
     breakpoints: tuple[int, ...]
     """Positions in the prompt of the request's own `cache_control`s."""
     generation: Generation
-    answers: list[AnswerEvents]
+    answers: list[AnswerParser]
 
     def usage(self) -> dict[str, Any]:
         """Returns the usage so far, with the number of reasoning tokens."""
@@ -85,7 +85,7 @@ async def _begin(
 
     has_one_call = request.parallel_tool_calls is False
     answers = [
-        AnswerEvents(
+        AnswerParser(
             service.format.parser(tools=tools.callable, is_open=is_open),
             has_reasoning=request.include_reasoning is not False,
             has_one_call=has_one_call,

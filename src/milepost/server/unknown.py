@@ -78,7 +78,7 @@ class UnknownFields:
 def ignored(body: Body) -> Iterator[tuple[str, bool]]:
     """Removes the extras of a body and of the bodies inside it. Yields the path of each, and of
     everything else that is ignored, with whether a strict server refuses it."""
-    todo: list[_Place] = [(body, None, "", None)]
+    todo: list[_FieldPlace] = [(body, None, "", None)]
     while todo:
         place = todo.pop()
         own = place[0]
@@ -90,7 +90,7 @@ def ignored(body: Body) -> Iterator[tuple[str, bool]]:
         watch = _watch(type(own))
         if watch is not None:
             yield from watch.ignored(place)
-        inside: list[_Place] = []
+        inside: list[_FieldPlace] = []
         for name, value in own.__dict__.items():
             if type(value) in _LEAVES:  # much faster than isinstance
                 continue
@@ -110,7 +110,7 @@ class _Watch:
     leaves_out: bool
     changes: bool
 
-    def ignored(self, place: _Place) -> Iterator[tuple[str, bool]]:
+    def ignored(self, place: _FieldPlace) -> Iterator[tuple[str, bool]]:
         body = place[0]
         for name, mark in self.marks:
             value = body.__dict__[name]
@@ -136,11 +136,11 @@ def _watch(kind: type[Body]) -> _Watch | None:
     return _Watch(marks, leaves_out, changes) if marks or leaves_out or changes else None
 
 
-_Place = tuple[Body, Any, str, int | None]
+_FieldPlace = tuple[Body, Any, str, int | None]
 """A body, the place of the body it stands in, and its field and index there."""
 
 
-def _path(place: _Place) -> str:
+def _path(place: _FieldPlace) -> str:
     """Returns the path of a place, up to the name of one of its fields."""
     steps = []
     while place[1] is not None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milepost.server.parsing import lark
-from milepost.server.parsing.answer import AnswerFormat, AnswerParser, find_format
+from milepost.server.parsing.answer import AnswerFormat, TextParser, find_format
 from milepost.server.parsing.events import CallArguments, CallStart
 from milepost.server.parsing.formats import CALLS_OF, TOOL_CALLS
 from milepost.server.parsing.json_calls import JsonCalls
@@ -406,7 +406,7 @@ def test_formats_are_found_by_name_and_described_by_data():
     text = '<TOOLS>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]</TOOLS>'
     rules = listed.grammar(tools, lark.text, is_single=False)
     assert Grammar.of(["start: calls", *rules]).accepts(text)
-    parser = AnswerParser(None, listed.reader(tools), is_open=False)
+    parser = TextParser(None, listed.reader(tools), is_open=False)
     events = [event for character in text for event in parser.feed(character)] + parser.finish()
     assert [event.name for event in events if isinstance(event, CallStart)] == ["f", "g"]
 

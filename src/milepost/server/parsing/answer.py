@@ -19,7 +19,7 @@ from milepost.server.parsing.reasoning import ThinkTags, lines
 from milepost.server.parsing.tape import Reading, Tape, tags, until
 
 
-class AnswerParser:
+class TextParser:
     """Turns the text of an answer into events."""
 
     def __init__(
@@ -127,11 +127,11 @@ class AnswerFormat:
         the answer there."""
         return self.thinking is not None and self.thinking.is_open_in(prompt, begun)
 
-    def parser(self, *, tools: lark.Tools | None, is_open: bool) -> AnswerParser:
+    def parser(self, *, tools: lark.Tools | None, is_open: bool) -> TextParser:
         """Returns the parser for one answer. Without `tools`, calls stay text."""
         form = self.tool_calls
         calls = form.reader(tools) if form is not None and tools else None
-        return AnswerParser(self.thinking, calls, is_open=is_open)
+        return TextParser(self.thinking, calls, is_open=is_open)
 
 
 def find_format(

@@ -11,8 +11,8 @@ from milepost.server import parts as openai
 from milepost.server import tools as chat_tools
 from milepost.server.protocol import ChatRequest
 from milepost.server.responses import protocol as kinds
-from milepost.server.responses.protocol import LOGPROBS, ContentPart, Item, ResponsesRequest
-from milepost.server.responses.tools import Names, Tool, choice_for_chat, for_chat
+from milepost.server.responses.protocol import LOGPROBS, ContentPart, ResponseItem, ResponsesRequest
+from milepost.server.responses.tools import Names, ResponseTool, choice_for_chat, for_chat
 
 _SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "top_k", "min_p",
@@ -30,7 +30,7 @@ class Converted:
     names: Names
 
 
-def to_chat(request: ResponsesRequest, items: Sequence[Item]) -> Converted:
+def to_chat(request: ResponsesRequest, items: Sequence[ResponseItem]) -> Converted:
     """Returns the conversation of `items` with the rest of the request.
 
     Raises ValueError (pydantic's) if no chat request can express it.
@@ -39,7 +39,7 @@ def to_chat(request: ResponsesRequest, items: Sequence[Item]) -> Converted:
     if has_logprobs(request):
         own |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     effort = request.reasoning.effort if request.reasoning is not None else None
-    tools: list[Tool] = list(request.tools or ())
+    tools: list[ResponseTool] = list(request.tools or ())
     for item in items:
         tools += item.tools if isinstance(item, kinds.MoreToolsItem) else ()
     names = Names(tools)
@@ -60,7 +60,7 @@ def has_logprobs(request: ResponsesRequest) -> bool:
     return LOGPROBS in (request.include or ())
 
 
-def items_of(given: str | Sequence[Item]) -> list[Item]:
+def items_of(given: str | Sequence[ResponseItem]) -> list[ResponseItem]:
     """Returns the items of an input; a text is a user's message."""
     if isinstance(given, str):
         return [kinds.MessageItem(role="user", content=given)]
@@ -68,7 +68,7 @@ def items_of(given: str | Sequence[Item]) -> list[Item]:
 
 
 def messages_of(
-    instructions: str | None, items: Sequence[Item], names: Names
+    instructions: str | None, items: Sequence[ResponseItem], names: Names
 ) -> list[openai.Message]:
     """Returns the messages. Reasoning, text and calls of one turn are one message of the
     assistant."""
@@ -100,7 +100,7 @@ class _Turn:
         self._parts: list[openai.TextPart] = []
         self._calls: list[chat_tools.ToolCall] = []
 
-    def takes(self, item: Item) -> bool:
+    def takes(self, item: ResponseItem) -> bool:
         """Returns whether an item continues the message: only calls follow a call."""
         if isinstance(item, kinds.CallItem | kinds.CustomCallItem | kinds.BuiltInCallItem):
             return True
@@ -109,7 +109,7 @@ class _Turn:
             or (isinstance(item, kinds.MessageItem) and item.role == "assistant")
         )
 
-    def add(self, item: Item) -> bool:
+    def add(self, item: ResponseItem) -> bool:
         """Adds an item of the assistant's. Returns False if the item needs a message of its own."""
         match item:
             case kinds.ReasoningItem():
@@ -153,7 +153,7 @@ class _Turn:
         return [message]
 
 
-def _plain(item: Item) -> openai.Message:
+def _plain(item: ResponseItem) -> openai.Message:
     """Returns an item that is not the assistant's as a message."""
     if isinstance(item, kinds.MessageItem):
         return openai.Message(role=item.role, content=_content(_parts(item.content)))
@@ -161,7 +161,7 @@ def _plain(item: Item) -> openai.Message:
     return openai.Message(role="tool", tool_call_id=id_, content=_output(item))
 
 
-def _output(item: Item) -> str | list[openai.TextPart]:
+def _output(item: ResponseItem) -> str | list[openai.TextPart]:
     match item:
         case kinds.OutputItem():
             return _content(_parts(item.output))

@@ -17,7 +17,7 @@ from milepost.server import conversation, transfer
 from milepost.server.callers import Caller
 from milepost.server.errors import HttpError
 from milepost.server.responses.convert import Converted, items_of, to_chat
-from milepost.server.responses.protocol import ITEM, Item, ResponsesRequest
+from milepost.server.responses.protocol import ITEM, ResponseItem, ResponsesRequest
 from milepost.server.responses.writer import Writer
 from milepost.server.service import Service
 from milepost.server.stream import send, unless_disconnected
@@ -32,7 +32,7 @@ class StoredResponse:
 
     body: dict[str, Any]
     input_items: Sequence[dict[str, Any]]
-    conversation: Sequence[Item]
+    conversation: Sequence[ResponseItem]
     num_bytes: int
     """Size of the whole conversation as JSON, so that a long chain counts with all that it keeps
     alive."""
@@ -105,7 +105,7 @@ async def count_tokens(
 
 def chat_of(
     store: ResponseStore, request: ResponsesRequest, http: Request
-) -> tuple[Sequence[Item], Sequence[Item], Converted]:
+) -> tuple[Sequence[ResponseItem], Sequence[ResponseItem], Converted]:
     """Returns the items of a request, the items of its whole conversation, and the chat request."""
     before = _conversation_before(store, owner_of(http), request.previous_response_id)
     own = items_of(request.input)
@@ -139,7 +139,9 @@ def owner_of(http: Request) -> str:
     return caller.owner
 
 
-def _conversation_before(store: ResponseStore, owner: str, id_: str | None) -> Sequence[Item]:
+def _conversation_before(
+    store: ResponseStore, owner: str, id_: str | None
+) -> Sequence[ResponseItem]:
     if id_ is None:
         return ()
     stored = store.get(owner, id_)
@@ -157,7 +159,9 @@ def _no_such(id_: str, field: str) -> HttpError:
     )
 
 
-def _stored(body: dict[str, Any], own: Sequence[Item], items: Sequence[Item]) -> StoredResponse:
+def _stored(
+    body: dict[str, Any], own: Sequence[ResponseItem], items: Sequence[ResponseItem]
+) -> StoredResponse:
     said = [ITEM.validate_python(item) for item in body["output"]]
     conversation_ = (*items, *said)
     plain = [item.model_dump(exclude_none=True) for item in conversation_]

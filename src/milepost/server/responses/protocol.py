@@ -22,7 +22,7 @@ from milepost.server.fields import (
 )
 from milepost.server.parts import AnswerFields
 from milepost.server.protocol import MAX_MESSAGES
-from milepost.server.responses.tools import ChosenTool, Tool
+from milepost.server.responses.tools import ChosenTool, ResponseTool
 from milepost.server.tools import read_arguments
 
 
@@ -159,7 +159,7 @@ class McpCallItem(_AnyItem):
 class MoreToolsItem(_AnyItem):
     type: Literal["additional_tools"]
     role: Any = None
-    tools: Many[Tool]
+    tools: Many[ResponseTool]
 
 
 class OtherItem(_AnyItem):
@@ -185,7 +185,7 @@ class OtherItem(_AnyItem):
         yield self.type
 
 
-Item: Any = tagged(
+ResponseItem: Any = tagged(
     MessageItem,
     ReasoningItem,
     CallItem,
@@ -199,7 +199,7 @@ Item: Any = tagged(
     OtherItem,
     other=lambda kind: MessageItem if kind is None else OtherItem,
 )
-ITEM: TypeAdapter[Any] = TypeAdapter(Item)
+ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 
 
 class TextFormat(Body):
@@ -233,7 +233,7 @@ LOGPROBS = "message.output_text.logprobs"
 class ResponsesRequest(AnswerFields):
     """POST /v1/responses"""
 
-    input: str | Annotated[Many[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[Many[ResponseItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     store: bool | None = None
@@ -241,7 +241,7 @@ class ResponsesRequest(AnswerFields):
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Many[Tool] | None = None
+    tools: Many[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

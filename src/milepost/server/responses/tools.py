@@ -63,7 +63,7 @@ class Namespace(Body):
     type: Literal["namespace"]
     name: Name
     description: str | None = None
-    tools: Many[Tool]
+    tools: Many[ResponseTool]
     """Functions and custom tools."""
 
     @model_validator(mode="after")
@@ -91,7 +91,9 @@ class OtherTool(Body):
         yield self.type
 
 
-Tool: Any = tagged(FunctionTool, CustomTool, Namespace, OtherTool, other=lambda _: OtherTool)
+ResponseTool: Any = tagged(
+    FunctionTool, CustomTool, Namespace, OtherTool, other=lambda _: OtherTool
+)
 
 
 class NamedTool(Body):
@@ -151,7 +153,7 @@ class OwnName:
 class Names:
     """Maps the names that a model calls to the client's names."""
 
-    def __init__(self, tools: Iterable[Tool]) -> None:
+    def __init__(self, tools: Iterable[ResponseTool]) -> None:
         """Raises ValueError for two tools of one name."""
         self._own: dict[str, OwnName] = {}
         self._bare: dict[str, str] = {}
@@ -175,7 +177,7 @@ class Names:
         return self._bare.get(name, name)
 
 
-def _all(tools: Iterable[Tool]) -> Iterator[tuple[str | None, FunctionTool | CustomTool]]:
+def _all(tools: Iterable[ResponseTool]) -> Iterator[tuple[str | None, FunctionTool | CustomTool]]:
     for tool in tools:
         if isinstance(tool, Namespace):
             yield from ((tool.name, inner) for inner in tool.runnable)
@@ -183,7 +185,7 @@ def _all(tools: Iterable[Tool]) -> Iterator[tuple[str | None, FunctionTool | Cus
             yield None, tool
 
 
-def for_chat(tools: Iterable[Tool]) -> list[chat.Tool]:
+def for_chat(tools: Iterable[ResponseTool]) -> list[chat.Tool]:
     """Returns the tools as chat tools. The first of a namespace also has the namespace's
     description."""
     found = []
