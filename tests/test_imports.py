@@ -240,13 +240,9 @@ TAKEN_TWICE = {
         "Cut",
         "Event",
         "Family",
-        "Item",
         "MixerLayout",
-        "Progress",
         "Reading",
-        "Tool",
         "Where",
-        "_Place",
     ),
 }
 """Aliases whose name another type has. The list only shrinks."""
