@@ -14,7 +14,7 @@ import milepost
 ROOT = Path(milepost.__file__).parent
 
 DONE = (
-    *("cli", "layers", "load", "models", "parallel", "runner", "server", "speculative"),
+    *("cli", "engine", "layers", "load", "models", "parallel", "runner", "server", "speculative"),
     *("disaggregation", "kv_events", "simulator", "tiers"),
     *("kernels/conv", "kernels/recurrent", "kernels/short_conv"),
     *("config.py", "demo.py", "errors.py", "json_settings.py", "speculative_config.py"),

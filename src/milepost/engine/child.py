@@ -85,7 +85,7 @@ class Child:
 
 
 def messages() -> Iterator[bytes]:
-    """What comes on standard input, to its end."""
+    """Yields the messages on standard input, until its end."""
     source = sys.stdin.buffer
     end_with_parent(source.fileno())
     while len(head := source.read(_LENGTH.size)) == _LENGTH.size:

@@ -1,4 +1,4 @@
-"""What a started engine reports about itself, for people."""
+"""Facts that a started engine reports about itself, for people."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class Facts:
     device: str
     """As its maker calls it."""
     dtype: str
-    """Of weights and activations."""
+    """Dtype of weights and activations."""
     state_dtype: str
-    """Of recurrent states."""
+    """Dtype of recurrent states."""
     weights_bytes: int
     page_bytes: int
     slot_bytes: int
-    """Of one page and one state slot, over all layers."""
+    """Bytes of one page and of one state slot, over all layers."""
     cache_bytes: int
-    """Of all pages and slots."""
+    """Bytes of all pages and slots."""
     is_shared: bool
     """Whether pages and slots share one memory."""
     num_graphs: int
     """Captured steps."""
     kv_dtype: str = ""
-    """Of keys and values, where it is not `dtype`."""
+    """Dtype of keys and values, if it is not `dtype`."""
     model_type: str = ""
-    """Of the model's configuration."""
+    """Model type of the configuration."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import cache
 
 _NUM_PLANS = b"256"
-"""Of each of the two kinds that torch and oneDNN keep; by themselves they keep 1024. Enough for
+"""Number of plans of each of the two kinds that torch and oneDNN keep; by default 1024. Enough for
 batches whose size varies by a few dozen; a plan that is missing is made in a millisecond."""
 _BOUNDS = (b"LRU_CACHE_CAPACITY", b"ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 

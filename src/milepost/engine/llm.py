@@ -141,8 +141,8 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a prompt without sampling parameters gets: the checkpoint's own defaults, unless
-        generation_config="none"."""
+        """Returns the parameters of prompts that come without: the checkpoint's own defaults,
+        unless generation_config="none"."""
         return SamplingParams(**self.llm_engine.sampling_defaults)
 
     def reset_prefix_cache(self) -> bool:
@@ -154,7 +154,7 @@ class LLM:
         return self._thread.run(self.llm_engine.get_metrics)
 
     def _prompt(self, prompt: PromptLike) -> Prompt:
-        """With token ids; not every tokenizer serves two threads at once."""
+        """Reads a prompt. Not every tokenizer serves two threads at once."""
         with self._tokenizing:
             return read_prompt(prompt, self.get_tokenizer())
 
@@ -240,7 +240,7 @@ class LLM:
 
     def _outputs(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
         """Queues the prompt when the first output is asked for: an iterator that is never begun
-        leaves nothing behind.
+        leaves nothing queued.
         """
         groups: list[RequestGroup] = []
         num_shown = 0

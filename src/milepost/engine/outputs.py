@@ -1,4 +1,4 @@
-"""What a caller gets back, as vLLM users know it, and where each prompt token came from.
+"""The outputs of requests, as vLLM users know them, and the origin of each prompt token.
 
 Plain values: no tokenizer, no torch.
 """
@@ -30,11 +30,11 @@ class CompletionOutput:
     """One answer to a prompt, so far."""
 
     index: int
-    """Which of the request's n answers this is."""
+    """Index of this answer among the request's n."""
     text: str
     """Empty without a tokenizer, or with `detokenize=False`."""
     token_ids: list[int]
-    """With the stop token that ended it, if one did."""
+    """Includes the stop token that ended it, if one did."""
     cumulative_logprob: float | None = None
     """Sum of the tokens' log-probabilities, if they were asked for."""
     logprobs: list[dict[int, Logprob]] | None = None
@@ -46,9 +46,9 @@ class CompletionOutput:
     """The stop string or stop token id that ended it; None for the model's own end. Of an error,
     what it was."""
     num_draft_tokens: int = 0
-    """Tokens that were drafted ahead for it and verified."""
+    """Number of drafts that were verified."""
     num_accepted_tokens: int = 0
-    """Of those."""
+    """Number of those drafts that were accepted."""
 
     @property
     def finished(self) -> bool:
@@ -121,8 +121,8 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):
-    """What a request gained, in one step or several. `report` and `prompt_logprobs` come once,
-    with the first, and `kv_transfer_params` with the last, for the engine that continues."""
+    """The tokens that a request gained, in one step or several. `report` and `prompt_logprobs` come
+    once, with the first, and `kv_transfer_params` with the last, for the engine that continues."""
 
     number: int
     deltas: list[Delta]

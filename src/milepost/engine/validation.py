@@ -52,8 +52,8 @@ class Limits:
 
 
 def validate(prompt: Prompt, params: SamplingParams, limits: Limits) -> None:
-    """Raises InvalidRequestError for a request that the engine cannot serve, and
-    InvalidPromptError if that is due to the prompt."""
+    """Raises InvalidRequestError for a request that the engine cannot serve, or InvalidPromptError
+    for such a prompt."""
     check_prompt(prompt, limits)
     wish = read(prompt.kv_transfer_params)
     if wish is not None:

@@ -35,7 +35,7 @@ def folder_of(config: EngineConfig) -> Path:
 
 
 def device_of(name: str, rank: int = 0) -> torch.device:
-    """Of a rank: one GPU behind the other, from the named one on."""
+    """Returns a rank's device: one GPU after the other, from the named one on."""
     device = _named_device(name)
     if rank and device.type == "cuda":
         return torch.device("cuda", (device.index or 0) + rank)
@@ -88,7 +88,7 @@ def _head_of(config: EngineConfig) -> Head:
 def kv_dtype_of(
     config: EngineConfig, dtype: torch.dtype, whole: PreTrainedConfig
 ) -> torch.dtype | None:
-    """Of keys and values; None: the model's."""
+    """Returns the dtype of keys and values; None for the model's."""
     asked = config.kv_cache_dtype
     if asked == "auto":
         return FP8 if has_fp8_kv(whole) else None

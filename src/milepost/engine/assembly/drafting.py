@@ -24,9 +24,9 @@ def num_drafts_of(
     has_head: bool,
     is_fused: bool,
 ) -> int:
-    """Of one step at most; 0 where nothing is drafted. Raises UnsupportedModelError for a model
-    with mixers `without` kernels that take drafts, or with heads that the fused ones do not take,
-    unless the method is `auto`."""
+    """Returns the most drafts of one step; 0 if nothing is drafted. Raises UnsupportedModelError
+    for a model with mixers `without` kernels that take drafts, or with heads that the fused ones do
+    not take, unless the method is `auto`."""
     if wanted is None or (wanted.method == "auto" and not has_head):
         return 0
     odd = {spec.recurrent_shape[1:] for spec in specs if is_fused and _takes_drafts_plain(spec)}
@@ -50,7 +50,7 @@ def _takes_drafts_plain(spec: LayerSpec) -> TypeGuard[RecurrentSpec]:
 def speculation_of(
     wanted: SpeculativeConfig | None, scheduler: Scheduler, num_drafts: int, *, has_head: bool
 ) -> Speculation | None:
-    """What drafts for the scheduler's requests; None where nothing is drafted."""
+    """Returns what drafts for the scheduler's requests; None if nothing is drafted."""
     if wanted is None or not num_drafts:
         return None
     if wanted.rejection_sample_method == "synthetic":
@@ -61,6 +61,6 @@ def speculation_of(
 
 
 def accept_of(wanted: SpeculativeConfig | None) -> Accept:
-    """Which drafts the runner accepts."""
+    """Returns the rule by which the runner accepts drafts."""
     rates = None if wanted is None else wanted.synthetic_acceptance_rates
     return accept_equal if rates is None else accept_at(rates)

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankParts:
-    """What every rank has: its part of the model, pools, and a runner."""
+    """The parts of one rank: its shard of the model, pools, and a runner."""
 
     model: Decoder
     weights_bytes: int
@@ -57,7 +57,7 @@ class RankParts:
     hands: RankTierState | None
     """For its part of what is kept outside the device; None where nothing is."""
     access: Access | None
-    """Of other engines to its pools; None where nothing is exchanged."""
+    """Gives other engines access to its pools; None if nothing is exchanged."""
 
 
 def build_rank(
@@ -67,7 +67,7 @@ def build_rank(
     log: PlanLog | None = None,
     team: Team | None = None,
 ) -> RankParts:
-    """What one rank runs with; `log` and `team` are told what its runner is told."""
+    """Builds the parts of one rank. `log` and `team` receive its runner's records."""
     with hopper_kernels(config.hopper_kernels):  # an executor keeps to what it was made with
         return _build(config, ranks, log, team)
 
@@ -121,7 +121,7 @@ def _access(config: EngineConfig, pools: Pools, ranks: Ranks) -> Access | None:
 
 
 def _reaching(ranks: Ranks, device: torch.device, team: Team | None) -> Ranks:
-    """The same ranks, whose GPUs reach each other."""
+    """Returns the ranks with a link between their GPUs."""
     # Imported where it is used: machines without a GPU need not have what it needs.
     from milepost.parallel.gpu import GpuLink
 
@@ -185,7 +185,7 @@ def _cache(
 
 
 def _kinds(shape: PoolShape) -> tuple[LayerKind, ...]:
-    """Of the model's layers, for the cache."""
+    """Returns the kinds of the model's layers, for the cache."""
     kinds: list[LayerKind] = [FullAttention(page_bytes=shape.kv_bytes)]
     if shape.convolutions:
         kinds.append(ShortConvolution(grid=shape.page_size, page_bytes=shape.conv_bytes))
@@ -208,7 +208,8 @@ def _executor(
 
 
 def _identity(config: EngineConfig, folder: Path, shape: PoolShape, num_positions: int) -> bytes:
-    """Of the model as it is run here, for the keys of what it caches."""
+    """Returns the identity of the model as it runs here, which goes into the keys of cached
+    items."""
     has_weights = config.load_format != "dummy"
     facts: dict[str, str | int] = {
         "dtype": str(shape.dtype),

@@ -12,7 +12,7 @@ from milepost.tiers import orders as keeping
 START_S = 1800.0
 """Reading the weights may take so much longer on one rank than on another."""
 HERE = 0
-"""What is asked first: that a rank has come so far that it can meet the others."""
+"""The ticket that a rank answers first: it is ready to meet the others."""
 SILENCE_S = 60.0
 """A step may not wait for a rank longer than this."""
 
@@ -38,7 +38,7 @@ RankCommand = keeping.TierCommand | exchanging.TransferCommand
 
 
 class TicketedCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What the other ranks are to do with what is kept outside their devices, or exchanged."""
+    """A command about memory outside the devices, for all other ranks."""
 
     ticket: int
     order: RankCommand
@@ -52,4 +52,4 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 RankMessage = Record | TicketedCommand
-"""Frames behind the first."""
+"""The frames after the first."""

@@ -39,7 +39,7 @@ from milepost.speculative import Speculation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What an engine runs on."""
+    """The parts that an engine runs on."""
 
     scheduler: Scheduler
     runner: Runner
@@ -59,7 +59,7 @@ class EngineParts:
     team: Team | None = None
     """The other ranks, if there are any."""
     access: Access | None = None
-    """Of other engines to this rank's pools; None where nothing is exchanged."""
+    """Gives other engines access to this rank's pools; None if nothing is exchanged."""
 
 
 def build(config: EngineConfig) -> EngineParts:
@@ -128,7 +128,7 @@ def _check_settings(config: EngineConfig, folder: Path) -> None:
 
 
 def _check_split(config: EngineConfig, folder: Path) -> None:
-    """Raise what is wrong with so many ranks, before any of them starts."""
+    """Raises ConfigError for a number of ranks that the model does not allow, before any starts."""
     device, size = device_of(config.device), config.tensor_parallel_size
     if device.type == "cuda" and size > torch.cuda.device_count():
         raise ConfigError(
@@ -164,6 +164,6 @@ def _device_name(device: torch.device, num_ranks: int) -> str:
 
 
 def _num_lookahead_tokens(config: EngineConfig, model: Decoder) -> int:
-    """What the head drafts behind a token has to fit page tables."""
+    """The head's drafts after a token have to fit page tables."""
     wanted = config.speculative_config
     return wanted.num_tokens if wanted is not None and model.mtp is not None else 0

@@ -30,8 +30,8 @@ from milepost.runner.pool_sizes import (
 def sizes_of(
     config: EngineConfig, shape: PoolShape, device: torch.device, activations: int, ranks: Ranks
 ) -> Sizes:
-    """What was asked for, and else what the memory of every rank has room for. Raises ConfigError
-    for more than there is."""
+    """Returns the configured sizes, or else those that fit the memory of every rank. Raises
+    ConfigError for more than there is."""
     for name in ("num_pages", "num_slots"):
         number = getattr(config, name)
         if number is not None and number > MAX_PAGES:
@@ -112,7 +112,7 @@ def max_model_len_of(config: EngineConfig, model: Decoder, shape: PoolShape, cap
 def pool_shape(
     config: EngineConfig, model: Decoder, device: torch.device, kv_dtype: torch.dtype | None
 ) -> PoolShape:
-    """What a page and a slot of the model hold, with room for what drafts record."""
+    """Returns the shapes of a page and a slot of the model, with room for what drafts record."""
     state_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     if config.mamba_ssm_cache_dtype != "auto":
         state_dtype = resolve_dtype(config.mamba_ssm_cache_dtype, model.config)

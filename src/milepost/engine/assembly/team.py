@@ -73,9 +73,9 @@ class Team:
         self.alarm, self._bell = socket.socketpair()
         """Can be read once a rank is lost."""
         self.losing: list[Callable[[], object]] = []
-        """What is done then, in a thread: nobody else may come to it."""
+        """Called then, in a thread, since nothing else may run any more."""
         self.closing: list[Callable[[], object]] = [self.alarm.close, self._bell.close]
-        """What else ends with it."""
+        """Called when it closes."""
         self.close = weakref.finalize(self, _end, self._members, self.closing)
         # The thread that starts a process is the one that it ends with: this one stays.
         started = threading.Event()
@@ -151,7 +151,7 @@ class Team:
         return self._lost.is_set()
 
     def failure(self) -> MilepostError:
-        """What became of a rank that does not answer."""
+        """Returns the error of a rank that does not answer."""
         return _failure(self._members, self._lost)
 
 
@@ -179,7 +179,7 @@ class _Member:
             send(self.socket, msgspec.msgpack.encode(self._orders))
 
     def hear(self, tickets: Tickets) -> bool:
-        """What it says next: False if that is the last."""
+        """Handles its next message. Returns False if it was the last."""
         body = receive(self.socket)
         if body is None:
             self.wait()
@@ -192,7 +192,7 @@ class _Member:
         return True
 
     def error(self) -> MilepostError | None:
-        """What it died of; None while it lives."""
+        """Returns the error that ended it; None while it lives."""
         if self.last_words is not None:
             kind = getattr(errors, self.last_words.kind, EngineDeadError)
             return kind(f"rank {self.rank}: {self.last_words.message}")
@@ -259,14 +259,14 @@ def _watch(members: Sequence[_Member], started: threading.Event, news: _News) ->
 
 
 def _failure(members: Sequence[_Member], lost: threading.Event) -> MilepostError:
-    """The error of a rank that was killed, or else of one that said something."""
+    """Returns the error of a rank that was killed, or else the last words of another."""
     if not lost.wait(_NOTICE_S):
         return EngineDeadError(f"a rank did not answer within {SILENCE_S:g} seconds")
     return next(iter(_errors(members)), EngineDeadError("a rank has ended"))
 
 
 def _errors(members: Sequence[_Member]) -> list[MilepostError]:
-    """Of those that have ended, first those that had no time to say why."""
+    """Returns the errors of ranks that have ended, first of those without last words."""
     ended = sorted(members, key=lambda member: member.last_words is not None)
     return [error for member in ended if (error := member.error()) is not None]
 

@@ -1,4 +1,4 @@
-"""What each rank has of the tiers: host memory, files, and the copies between."""
+"""Each rank's part of the tiers: host memory, files, and the copies between."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ MAKE_S = 5.0
 MIN_PAGES_UNDER_WAY = 64
 MIN_STATES_UNDER_WAY, MAX_STATES_UNDER_WAY = 2, 8
 SHARE_UNDER_WAY = 1 / 16
-"""Of the device's memory for pages and slots, each for pages and for states that are on their way
-to host memory, if those bounds let it be.
+"""Share of the device's memory for copies on their way to host memory: for pages, and again for
+states, within those bounds.
 """
 
 
 def staging_bytes(config: EngineConfig, shape: PoolShape, pool_bytes: int) -> int:
-    """Of the device's memory, for copies on their way to the host."""
+    """Returns the device memory for copies on their way to the host."""
     if not config.has_tiers:
         return 0
     num_pages, num_states = under_way(config, pool_bytes, shape.page_bytes, shape.slot_bytes)
@@ -59,7 +59,7 @@ def under_way(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTierState:
-    """What a rank has for its part of the tiers."""
+    """A rank's part of the tiers."""
 
     mover: DeviceHostCopies
     files: Files | None
@@ -112,7 +112,7 @@ def hands_of(
 def porter_of(
     runner: Runner, hands: RankTierState | None, answer: Callable[[int, bool], None]
 ) -> RankTierWorker | None:
-    """Of a rank but the first."""
+    """Returns the worker of a rank other than the first; None without tiers."""
     if hands is None:
         return None
     from milepost.tiers.policy import Tiers

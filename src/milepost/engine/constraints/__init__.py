@@ -1,4 +1,4 @@
-"""What constrains an answer: a form, allowed tokens, bad words, a budget for reasoning.
+"""Constrains answers: to a form, allowed tokens, bad words, a budget for reasoning.
 Its modules:
 
     one answer's masks          guide, guidance, restrictions

@@ -1,4 +1,4 @@
-"""Turns the form that an answer must have into a grammar, and keeps those that were compiled.
+"""Turns the forms of answers into grammars, and keeps the compiled ones.
 
 llguidance does the work. Building a grammar takes a millisecond for most schemas and minutes for a
 hostile one; copying one takes microseconds. So a form is compiled once, by a thread that no step
@@ -55,7 +55,7 @@ always find."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """What a grammar has to know of a tokenizer, as plain values."""
+    """The facts about a tokenizer that a grammar needs, as plain values."""
 
     tokenizer_json: str
     num_tokens: int
@@ -63,9 +63,8 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...]) -> Vocabulary:
-    """Of a fast tokenizer, which may have tokens beyond the model's `vocab_size`.
-
-    Raises ConfigError for one that is not fast.
+    """Returns the vocabulary of a fast tokenizer, which may have tokens beyond the model's
+    `vocab_size`. Raises ConfigError for one that is not fast.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError("structured outputs need a fast tokenizer (a tokenizer.json)")
@@ -171,7 +170,7 @@ def problem_of(matcher: Any) -> str | None:
 
 
 class CompiledForm:
-    """A compiled form, of which each answer follows a copy."""
+    """A compiled form. Each answer follows a copy."""
 
     def __init__(self, matcher: Any, length: int, spelled: Mapping[int, int]) -> None:
         self._matcher = matcher
@@ -194,7 +193,7 @@ class CompiledForm:
 
 
 class Forms:
-    """The forms of one engine, the least recently used of which are forgotten.
+    """The forms of one engine. The least recently used are forgotten.
 
     Safe to use from several threads. The tokenizer is taken over with the first form.
     """

@@ -61,14 +61,14 @@ class FormGuide:
         return self.is_bound and (matcher.is_accepting() or matcher.is_stopped())
 
     def copy(self) -> FormGuide:
-        """One that goes its own way, for tokens that are not certain."""
+        """Returns a copy, to follow tokens that are not certain."""
         guide = copy(self)
         guide.matcher = self.matcher.deep_copy()
         return guide
 
     def follows(self, token_id: int) -> bool:
-        """Go on to behind a token that is not certain; False where it may not come, or nothing
-        behind it. Of a copy."""
+        """Advances a copy over a token that is not certain. Returns False if it may not come, or
+        nothing after it."""
         if self.matcher.is_error() or not self.allows(token_id):
             return False
         if self._starts_after is not None:

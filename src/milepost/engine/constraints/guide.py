@@ -1,4 +1,4 @@
-"""What constrains one answer: a form, restrictions, or both.
+"""Constrains one answer: by a form, restrictions, or both.
 
 A guide belongs to one answer and follows its tokens; before each choice it says which are allowed.
 None may be: what the form has next may be what the restrictions exclude. Then the answer is over.
@@ -44,13 +44,13 @@ class Guide:
         return "" if self.restriction is None else self.restriction.names
 
     def waits_for(self, num_tokens: int) -> bool:
-        """Whether what may come next depends on the last so many tokens, which are not known."""
+        """Whether the next token is constrained by the last `num_tokens`, which are not known."""
         if self.form is not None:
             return True
         return self.restriction is not None and self.restriction.waits_for(num_tokens)
 
     def copy(self) -> Guide:
-        """One that goes its own way, for tokens that are not certain."""
+        """Returns a copy, to follow tokens that are not certain."""
         form, restriction = self.form, self.restriction
         return Guide(
             None if form is None else form.copy(),
@@ -58,8 +58,8 @@ class Guide:
         )
 
     def follows(self, token_id: int) -> bool:
-        """Go on to behind a token that is not certain; False where it may not come, or nothing
-        behind it. Of a copy."""
+        """Advances a copy over a token that is not certain. Returns False if it may not come, or
+        nothing after it."""
         if self.restriction is not None:
             if not self.restriction.allows(token_id, counts=self.counts):
                 return False
@@ -74,7 +74,7 @@ class Guide:
         return self.form is None or self.form.allows(token_id)
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these may come next, one behind the other."""
+        """Returns how many of these may come next, one after the other."""
         num = len(token_ids) if self.form is None else self.form.num_allowed(token_ids)
         own = self.restriction
         return num if own is None else own.num_allowed(token_ids[:num], counts=self.counts)
@@ -100,9 +100,9 @@ def masks(guides: Sequence[Guide | None]) -> list[Mask | None]:
 def masks_along(
     guide: Guide | None, drafts: Sequence[int], first: Mask | None
 ) -> list[Mask | None]:
-    """The tokens that may come behind each of an answer's drafts, if those before it come; `first`
-    is what may come now. As many as can be told: none behind a draft that may not come, nor where
-    the form turns out too complex, which the answer itself has to find.
+    """Returns the tokens that may come after each of an answer's drafts, given those before it;
+    `first` are those that may come now. The list ends at a draft that may not come, and where the
+    form turns out too complex: the answer itself finds that.
     """
     if guide is None:
         return [first] * (1 + len(drafts))
@@ -118,7 +118,7 @@ def masks_along(
 
 
 def _both(form: Mask | None, own: Mask | None) -> Mask | None:
-    """What two masks allow."""
+    """Returns the tokens that two masks allow."""
     if form is None or own is None:
         return own if form is None else form
     return form & own

@@ -33,7 +33,7 @@ MAX_BYTES = 2 * 2**30
 MAX_MASK_S = 0.05
 """Processor time of one token's mask; the limits of `grammars` keep most far below."""
 _PATIENCE = 4.0
-"""The bound is one of processor time; on a busy machine it takes longer, but not so many times."""
+"""Factor by which a form may take longer than its processor time, on a busy machine."""
 
 
 class FormChecks:
@@ -100,7 +100,7 @@ class FormChecks:
             raise InvalidRequestError(f"{wanted.field}: {verdict}")
 
     async def _judge(self, text: str) -> str:
-        """What is wrong with a form; nothing, if nothing is."""
+        """Returns what is wrong with a form; empty if nothing is."""
         async with self._turn:
             verdict, is_sure = await self._tried(text)
         if is_sure:
@@ -145,7 +145,7 @@ class FormChecks:
 
 
 class _Trial:
-    """A form that is being tried, or waits for that, and those who want to know."""
+    """A form that is tried or queued, and the number of those who wait for the outcome."""
 
     def __init__(self, task: asyncio.Future[str]) -> None:
         self._task = task
@@ -210,7 +210,7 @@ def _problem(compiler: Compiler, wanted: StructuredOutputs) -> str:
     spent_s = time.process_time() - start
     if not matcher.is_error() and mask:
         lowest = (mask & -mask).bit_length() - 1
-        matcher.consume_token(lowest)  # rows are counted when they are left behind
+        matcher.consume_token(lowest)  # rows are counted once they are passed
     problem = problem_of(matcher)
     if problem is None and spent_s > MAX_MASK_S:
         problem = (

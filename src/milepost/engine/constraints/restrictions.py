@@ -32,7 +32,7 @@ MAX_RULES = 64
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rules:
-    """What holds for all answers with the same parameters."""
+    """The rules for all answers with the same parameters."""
 
     allowed: Mask | None
     """[W], the tokens that may come unless a run or the budget is against it; None for all. Never
@@ -40,8 +40,7 @@ class Rules:
     names: str
     """The parameters that exclude the others, for errors."""
     runs: Mapping[int, Sequence[tuple[tuple[int, ...], int]]]
-    """Tokens, two or more in all, of which the last may not come behind the others; by the last of
-    those."""
+    """Banned sequences of two tokens or more, as (all but the last, last), by the last but one."""
     budget: int | None
     """Most tokens between `opens` and `closes`."""
     opens: int | None
@@ -67,7 +66,7 @@ class Restriction:
         self._is_thinking = rules.budget is not None and _is_open(rules, prompt)
 
     def waits_for(self, num_tokens: int) -> bool:
-        """Whether what may come next depends on the last so many tokens, which are not known."""
+        """Whether the next token is constrained by the last `num_tokens`, which are not known."""
         rules = self._rules
         if rules.runs:
             return True
@@ -79,7 +78,7 @@ class Restriction:
         return self._rules.names
 
     def copy(self) -> Restriction:
-        """One that goes its own way, for tokens that are not certain."""
+        """Returns a copy, to follow tokens that are not certain."""
         return copy(self)
 
     def mask(self, *, counts: bool = True) -> Mask | None:
@@ -101,7 +100,7 @@ class Restriction:
         return mask is None or has(mask, token_id)
 
     def num_allowed(self, token_ids: Sequence[int], *, counts: bool = True) -> int:
-        """How many of these may come, one behind the other."""
+        """Returns how many of these may come, one after the other."""
         ahead = self.copy()
         for num, token_id in enumerate(token_ids):
             if not ahead.allows(token_id, counts=counts):
@@ -191,13 +190,13 @@ class RuleBook:
         return replace(rules, allowed=None) if is_free else rules
 
     def _think_ids(self, budget: int | None) -> tuple[int | None, int | None]:
-        """Of the tokens that open and close the reasoning, if anything depends on them."""
+        """Returns the tokens that open and close the reasoning, if there is a budget."""
         if budget is None:
             return None, None
         return think_ids(self._tokenizer)
 
     def _spellings(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """The tokens of each word at the beginning of a text and behind a space."""
+        """Returns the tokens of each word, at the beginning of a text and after a space."""
         if not words:
             return []
         if self._tokenizer is None:

@@ -30,7 +30,7 @@ class Completion:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Of the whole prompt once it is computed, if that was asked for; the first token has none."""
+    """The prompt's, once it is computed, if they were asked for; the first token has none."""
     stop_reason: int | str | None = None
     guide: Guide | None = None
     """Keeps the answer to its form and what else was asked for."""
@@ -42,9 +42,9 @@ class Completion:
     num_left_out: int = 0
     """Tokens that were sampled at a dead end: who follows the samples counts them."""
     num_draft_tokens: int = 0
-    """Verified so far."""
+    """Number of drafts that were verified."""
     num_accepted_tokens: int = 0
-    """Of those."""
+    """Number of those drafts that were accepted."""
     _num_taken: tuple[int, int, int] = (0, 0, 0)
     """Tokens, drafts and accepted drafts that earlier deltas have."""
     _is_over: bool = False
@@ -53,8 +53,8 @@ class Completion:
     """Tokens of the run under way that were sampled as its form has it; None for all."""
 
     def waits_for(self, num_tokens: int, params: SamplingParams, *, counts_are_kept: bool) -> bool:
-        """Whether the host has to know the last so many tokens before it can have the next one
-        sampled; with `counts_are_kept` penalties don't ask for that.
+        """Whether the next token can be sampled only once the host knows the last `num_tokens`.
+        With `counts_are_kept` the device counts tokens for penalties.
         """
         if params.has_penalties and not counts_are_kept:
             return True
@@ -63,16 +63,16 @@ class Completion:
     def samplings(
         self, params: SamplingParams, *, drafts: Sequence[int], mask: Mask | None
     ) -> Iterator[SamplingPlan]:
-        """What the choices of the next token and of those behind each draft depend on; `mask` is
-        the next one's."""
+        """Yields the sampling of the next token and of one after each draft; `mask` is the next
+        one's."""
         along = masks_along(self.guide, drafts, mask)
-        behind = range(1, len(along))
-        ends = (n for n in behind if self.is_dead_end(params, along[n], num_behind=n))
+        after = range(1, len(along))
+        ends = (n for n in after if self.is_dead_end(params, along[n], num_after=n))
         along = along[: next(ends, len(along))]
         self._num_known = len(along)
         for num in range(1 + len(drafts)):
             own = along[num] if num < len(along) else None
-            yield self.sampling(params, mask=own, num_behind=num, num_drafts=len(drafts))
+            yield self.sampling(params, mask=own, num_after=num, num_drafts=len(drafts))
 
     def sampling(
         self,
@@ -80,14 +80,14 @@ class Completion:
         *,
         mask: Mask | None,
         num_ahead: int = 0,
-        num_behind: int = 0,
+        num_after: int = 0,
         num_drafts: int = 0,
     ) -> SamplingPlan:
-        """What the choice of the next token depends on; `num_ahead` tokens before it are not known
-        yet, and it stands behind `num_behind` of so many drafts.
+        """Returns the sampling of a token: `num_ahead` tokens before it are not known yet, and
+        `num_after` of its `num_drafts` drafts precede it.
         """
         request = self.request
-        index = request.num_output_tokens + self.num_left_out + num_ahead + num_behind
+        index = request.num_output_tokens + self.num_left_out + num_ahead + num_after
         return SamplingPlan(
             number=request.number,
             params=params,
@@ -104,13 +104,11 @@ class Completion:
         """The tokens that may not come yet, since they would end the answer."""
         return tuple(sorted(self.request.stop_token_ids)) if index < params.min_tokens else ()
 
-    def is_dead_end(
-        self, params: SamplingParams, mask: Mask | None, *, num_behind: int = 0
-    ) -> bool:
-        """Whether none of these tokens may come, so many behind the next one."""
+    def is_dead_end(self, params: SamplingParams, mask: Mask | None, *, num_after: int = 0) -> bool:
+        """Whether no token of a mask may come, `num_after` tokens after the next one."""
         if mask is None:
             return False
-        suppressed = self._suppressed(params, self.request.num_output_tokens + num_behind)
+        suppressed = self._suppressed(params, self.request.num_output_tokens + num_after)
         return not (without(mask, suppressed) if suppressed else mask).any()
 
     def note_dead_end(self, params: SamplingParams) -> None:
@@ -130,8 +128,8 @@ class Completion:
         params: SamplingParams,
         texts: TokenTexts | None,
     ) -> list[int]:
-        """Take in what was sampled behind the answer; returns the ids that belong to it: those up
-        to its end, as far as its form was known, and up to where that would have another.
+        """Takes the tokens that were sampled after the answer. Returns those that belong to it: up
+        to its end, and to the first that its form does not allow.
         """
         run, self._num_known = run[: self._num_known], None
         token_ids = [sampled.token_id for sampled in run]
@@ -148,8 +146,8 @@ class Completion:
         return token_ids[:num_tokens]
 
     def _take_text(self, token_ids: list[int]) -> list[int]:
-        """Take in tokens of which nothing but the text is wanted, and of which none is the last for
-        another reason; returns those up to the one that completes a stop string."""
+        """Takes tokens for their text alone. Returns those up to the one that completes a stop
+        string."""
         for num, token_id in enumerate(token_ids, start=1):
             stop = self.text.append(token_id)
             if stop is not None:

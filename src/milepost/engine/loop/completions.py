@@ -20,9 +20,8 @@ from milepost.scheduler.scheduler import Scheduler
 
 
 class RunningCompletions:
-    """By request number, from when the scheduler has their requests until their groups are over.
-
-    With `counts_are_kept` the executor counts the tokens of completions itself.
+    """The completions of the requests that the scheduler has, until their groups are over. With
+    `counts_are_kept` the executor counts their tokens itself.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class RunningCompletions:
         self._counts_are_kept = counts_are_kept
         self._known: dict[int, tuple[RequestGroup, Completion]] = {}
         self._held: set[int] = set()
-        """Requests of which a token may have to be known before the next is sampled."""
+        """Numbers of requests that may have to know a token before the next is sampled."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -49,7 +48,7 @@ class RunningCompletions:
             self._held.add(number)
 
     def forget(self, group: RequestGroup) -> list[Request]:
-        """A group is over; returns those of its requests that were known."""
+        """Forgets a group that is over. Returns its requests that were known."""
         numbers = [completion.request.number for completion in group.completions]
         self._held.difference_update(numbers)
         found = [self._known.pop(number, None) for number in numbers]
@@ -60,8 +59,8 @@ class RunningCompletions:
         return self._known[request.number][0]
 
     def wait_for(self, num_ahead: int, sequences: Sequence[SequencePlan]) -> bool:
-        """Whether any of those that are ahead has to know its last so many tokens before the next
-        is sampled."""
+        """Whether any sequence that is ahead has to know its last `num_ahead` tokens before the
+        next is sampled."""
         held = self._held
         return bool(held) and any(
             self._waits(sequence.number, num_ahead)
@@ -74,8 +73,8 @@ class RunningCompletions:
         return completion.waits_for(num_ahead, group.params, counts_are_kept=self._counts_are_kept)
 
     def choices(self, plan: StepPlan, num_ahead: int) -> tuple[SamplingPlan, ...]:
-        """What the choice of each token that a step samples depends on. Of its sequences that are
-        ahead, so many tokens are not known yet."""
+        """Returns the sampling of each token of a step. The last `num_ahead` tokens of sequences
+        that are ahead are not known yet."""
         sampling = [sequence for sequence in plan.sequences if sequence.samples]
         pairs = [self._known[sequence.number] for sequence in sampling]
         allowed = masks([completion.guide for _, completion in pairs])
@@ -122,14 +121,14 @@ class RunningCompletions:
         return sorted(progressed, key=attrgetter("number"))
 
     def note_drafts(self, plan: StepPlan, num_tokens: Mapping[int, int]) -> None:
-        """Has completions count the drafts that a step verified, given the number of tokens that
-        were sampled for each request."""
+        """Has completions count the drafts of a step, given the number of sampled tokens by
+        request."""
         for sequence in plan.sequences:
             known = self._known.get(sequence.number)
             if sequence.num_drafts and known is not None:
                 known[1].verified(sequence.num_drafts, num_tokens[sequence.number] - 1)
 
     def possible(self, request: Request, drafts: Sequence[int]) -> Sequence[int]:
-        """Of a request's drafts those that its form has."""
+        """Returns the drafts that a request's form allows."""
         guide = self._known[request.number][1].guide
         return drafts if guide is None else drafts[: guide.num_allowed(drafts)]

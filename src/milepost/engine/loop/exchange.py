@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Exchange(OffDevice):
-    """What an engine fetches from others and lends to them. `enter` queues a completion that was
+    """Fetches from other engines and lends to them. `enter` queues a completion that was
     held until another engine had said what it has of the prompt."""
 
     def __init__(

@@ -12,7 +12,7 @@ from milepost.errors import EngineDeadError
 
 
 class FailureLatch:
-    """Of one engine, and of the other ranks if there are any."""
+    """Remembers the first failure of one engine, and ends the other ranks."""
 
     def __init__(self, team: Team | None) -> None:
         self._team = team
@@ -31,7 +31,7 @@ class FailureLatch:
 
     @contextmanager
     def fatal(self, kind: type[BaseException]) -> Iterator[None]:
-        """What raises this kind of exception in here is the engine's death."""
+        """Ends the engine if this kind of exception is raised inside."""
         try:
             yield
         except kind as error:
@@ -43,7 +43,7 @@ class FailureLatch:
             raise lost or EngineDeadError(f"the step loop failed: {error!r}") from error
 
     def end(self, error: BaseException) -> None:
-        """The engine dies of this, and the other ranks with it."""
+        """Ends the engine, and the other ranks with it."""
         self._death = error
         if self._team is not None:
             self._team.close()

@@ -26,7 +26,7 @@ class RequestGroup:
     params: SamplingParams
     completions: list[Completion] = field(default_factory=list)
     wish: TransferWish | None = None
-    """What other engines have of the prompt, or are to have."""
+    """The part of the prompt that other engines have, or are to have."""
     kv_transfer_params: dict[str, Any] | None = None
     """The fields for the engine that continues, once the request is over."""
     admitted_at: float | None = None

@@ -121,8 +121,8 @@ class Intake:
         return group
 
     def _salt(self, prompt: Prompt, params: SamplingParams, number: int) -> str:
-        """What is to be scored must be computed, all of it: under a salt of its own it hits
-        nothing, and nothing that another engine has lent or left on disk either."""
+        """Returns the salt. A prompt to be scored is computed whole: under a salt of its own it
+        hits nothing, here or in tiers or other engines."""
         if params.prompt_logprobs is None:
             return prompt.cache_salt
         return f"{prompt.cache_salt}\0scored {number} by {self._id}"

@@ -21,9 +21,10 @@ class Pace:
 
     def __init__(self) -> None:
         self._taken_s: dict[tuple[int, int], float] = {}
-        """By size: near the least that such steps took of late."""
+        """About the least time that such steps took lately, by size."""
         self._planning_s = {True: 0.0, False: 0.0}
-        """Near the most that it took of late to plan and launch a step that prefills, and another.
+        """About the most time that planning and launching took lately, with and without
+        prefills.
         """
         self._margin_s = MARGIN_S
 
@@ -41,8 +42,8 @@ class Pace:
         self._margin_s = grown if is_late else max(0.98 * self._margin_s, MARGIN_S)
 
     def spare_s(self, plan: StepPlan, elapsed_s: float, *, will_prefill: bool) -> float:
-        """Seconds for which nothing need be planned behind a step that has run for so long; 0 for
-        one of a size that has not been seen. Its tokens are read once the next step is launched:
+        """Returns the seconds for which nothing need be planned after a step that has run for
+        `elapsed_s`; 0 for an unknown size. Its tokens are read once the next step is launched:
         one that prefills takes longer to launch."""
         taken_s = self._taken_s.get(_size(plan), 0.0)
         planning_s = self._planning_s[will_prefill]

@@ -21,7 +21,7 @@ VISITS = 4096
 """Nodes that a slice looks at: about a millisecond."""
 
 _RUN_VISITS = 8
-"""A run costs as much as so many nodes that are only passed."""
+"""Number of nodes that can be passed for the cost of one run."""
 _NONE = -1
 _ASKED_FOR = 2**40
 """Pages that a run counts for if somebody asks after it, when the largest are chosen."""
@@ -38,7 +38,7 @@ class CheckpointView:
 
 @dataclass(slots=True, kw_only=True)
 class PageRun:
-    """Pages one behind the other, up to where paths part or end; a root has none."""
+    """Consecutive pages, up to where paths part or end; a root has none."""
 
     id: int
     """The first page's id, the same from one survey to the next while nothing is split or moved; a
@@ -49,7 +49,7 @@ class PageRun:
     """Pages of its path before it."""
     num_pages: int
     num_strays: int
-    """So many pages at its end cannot be reached by any checkpoint."""
+    """Number of pages at its end that no checkpoint can reach."""
     checkpoints: list[CheckpointView]
     """Deepest first."""
     num_checkpoints: int
@@ -68,7 +68,7 @@ class View:
     """For each resident node that was asked after: the index of its run, or of the nearest listed
     one above."""
     num_runs: int
-    """With those that are not listed."""
+    """Includes those that are not listed."""
 
 
 Slices = Generator[None, None, None]
@@ -254,7 +254,7 @@ class _Surveyor:
         return View(runs=runs, places=self._places(index), num_runs=len(self._bottom_up))
 
     def _run(self, number: int, index: dict[int, int]) -> PageRun:
-        """With all that is below it, of which `view` takes off what is listed."""
+        """Counts all that is below it; `view` subtracts what is listed."""
         checkpoints = self._checkpoints.get(number, [])
         return PageRun(
             id=self._id[number],

@@ -32,7 +32,7 @@ _END_S = 10.0
 
 
 class EngineThread:
-    """Of one engine, until nobody refers to it any more."""
+    """The thread of one engine, until nothing refers to it any more."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

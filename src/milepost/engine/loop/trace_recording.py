@@ -22,7 +22,7 @@ from milepost.engine.loop.group import RequestGroup
 from milepost.runner.growing import GrowingFile
 
 ID_BYTES = 6
-"""Numbers of so many bytes are exact in every reader of JSON."""
+"""Size of ids: numbers of this size are exact in every reader of JSON."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class TraceRecorder:
         self._start_s = now()
         self._key = os.urandom(16)
         self._entries: dict[int, _Entry] = {}
-        """By number of the group, in order of arrival."""
+        """Entries by the group's number, in order of arrival."""
         self._order: deque[int] = deque()
 
     def begin(self, group: RequestGroup) -> None:

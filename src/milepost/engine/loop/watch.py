@@ -1,4 +1,4 @@
-"""What the page shows of a running engine: its tree, its memory, its last minutes.
+"""Collects what the page shows of a running engine: its tree, its memory, its last minutes.
 
 A snapshot is made in slices, a few between two steps, so that no step waits for it. Between
 snapshots next to nothing is done: some numbers every two seconds in which there are steps, and
@@ -47,7 +47,7 @@ class Sample(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What a prompt found when it was admitted."""
+    """The cached part that a prompt found when it was admitted."""
 
     id: str
     at: float

@@ -170,8 +170,8 @@ class EngineClient:
         return (await self._ask("metrics")).metrics or []
 
     async def state(self) -> bytes:
-        """What there is to see of the engine, as JSON: the tree, the memory, the last minutes.
-        Takes some steps.
+        """Returns the state of the engine as JSON: the tree, the memory, the last minutes. Takes
+        some steps.
         """
         return (await self._ask("state")).state or b"{}"
 

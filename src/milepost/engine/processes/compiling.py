@@ -42,7 +42,7 @@ class Compiling:
             self._bell.close()
 
     def take(self) -> list[tuple[Add, CompiledForm | None, str]]:
-        """What has become of the requests: the form, or what is wrong with it."""
+        """Returns the requests that are compiled, each with its form or what is wrong with it."""
         self.done.recv(4096)
         found = []
         while not self._made.empty():

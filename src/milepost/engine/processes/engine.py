@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 READ_BYTES = 2**18
 REST_S = 1.0
-"""So long after its last step the engine counts as idle."""
+"""Seconds after its last step until the engine counts as idle."""
 TEND_S = 0.002
 """Between two looks at copies that are made while nothing runs."""
 TRIM_S = 60.0
@@ -93,14 +93,14 @@ class Loop:
         return [self._socket, self._compiling.done, *self._engine.wakers]
 
     def _rest(self) -> None:
-        """Give memory back, unless something comes soon."""
+        """Returns memory to the system, unless something arrives soon."""
         self._watch.note_time(time.monotonic())
         if not select.select(self._sources, [], [], REST_S)[0]:
             heap.give_back()
             self._has_rested = True
 
     def _receive(self, timeout: float | None) -> None:
-        """Handle what has arrived, or what comes within so many seconds; None: whenever."""
+        """Handles what has arrived, or what arrives within `timeout` seconds; None for no limit."""
         while self._is_open and (ready := select.select(self._sources, [], [], timeout)[0]):
             if self._compiling.done in ready:
                 for add, form, problem in self._compiling.take():
@@ -177,7 +177,7 @@ class Loop:
         return Reply(id=ask.id)
 
     def _look(self) -> None:
-        """Some of the look under way, if there is one, and its answer when it is whole."""
+        """Goes on with the look under way, and sends its answer when it is whole."""
         state = self._watch.go_on(time.monotonic)
         if state is not None:
             lookers, self._lookers = self._lookers, []
@@ -202,7 +202,7 @@ class Loop:
         self._trim(start)
 
     def _trim(self, now: float) -> None:
-        """Give memory back, if the last time was long ago."""
+        """Returns memory to the system, if the last time was long ago."""
         if self._trimmed_at is None:
             self._trimmed_at = now
         elif now - self._trimmed_at >= TRIM_S:

@@ -80,7 +80,7 @@ def _fail(say: _Voice, error: Exception) -> NoReturn:
 
 
 class _Voice:
-    """What this rank says, from any of its threads."""
+    """Sends what this rank says, from any of its threads."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._lock = sock, threading.Lock()
@@ -135,7 +135,7 @@ def follow(records: Iterable[Record], runner: Runner) -> None:
 def _records(
     told: Iterable[RankMessage], porter: RankTierWorker | None, reader: PartReader | None
 ) -> Iterator[Record]:
-    """What is the runner's; the rest is done."""
+    """Yields the runner's records, and does the other commands."""
     for each in told:
         if not isinstance(each, TicketedCommand):
             yield each

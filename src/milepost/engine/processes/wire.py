@@ -125,7 +125,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):
-    """What all requests gained in a step."""
+    """The tokens that all requests gained in a step."""
 
     outputs: list[Output]
 

@@ -63,7 +63,8 @@ class Composed:
         return found
 
     def prompt(self, encoded: Sequence[tuple[list[int], list[int]]]) -> ChatPrompt:
-        """Of the token ids of each piece, with the number of its tokens before each end."""
+        """Returns the prompt, given the token ids of each piece and the number of its tokens before
+        each end."""
         token_ids: list[int] = []
         positions = [0] * len(self.ends)
         for (ids, counts), places in zip(encoded, self.places(), strict=True):
@@ -88,7 +89,7 @@ def render(
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, composed: Composed) -> ChatPrompt:
-    """With the token ids of its text. A token that reaches over an end counts as after it."""
+    """Tokenizes a conversation. A token that reaches over an end counts as after it."""
     pairs = zip(composed.pieces, composed.places(), strict=True)
     return composed.prompt([_tokenize(tokenizer, piece, ends) for piece, ends in pairs])
 

@@ -28,7 +28,7 @@ MAX_BYTES = 2 * 2**30
 
 
 class Unrendered(msgspec.Struct, array_like=True, frozen=True, tag="conversation"):
-    """What a template is given. `content` is JSON, since messages may have numbers of any size."""
+    """A conversation to render. `content` is JSON, since messages may have numbers of any size."""
 
     content: bytes
     max_chars: int
@@ -40,7 +40,7 @@ class Unrendered(msgspec.Struct, array_like=True, frozen=True, tag="conversation
 
 
 class Template(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a tokenizer a conversation is rendered with."""
+    """The parts of a tokenizer that render a conversation."""
 
     chat_template: str | dict[str, str]
     special_tokens: dict[str, Any]
@@ -64,7 +64,7 @@ class Rendered(msgspec.Struct, array_like=True, frozen=True):
 
 
 def too_slow(limit_s: float) -> Rendered:
-    """Of a conversation whose rendering was ended."""
+    """Returns the outcome of a conversation whose rendering was ended."""
     return Rendered(
         refusal=f"the chat template takes more than {limit_s:g} seconds to render the messages",
         is_slow=True,

@@ -3,7 +3,7 @@
 Two things delay text: bytes that may be the beginning of a character, and text that may be the
 beginning of a stop string. Text is never retracted, and in the end all of it equals what decoding
 all tokens at once returns (cut at the stop string, if one ended the answer). Stop strings count
-only behind the reasoning, where the request says which tokens are around it.
+only after the reasoning, if the request names the tokens around it.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class _Phase(Enum):
     """Nothing but white space has come."""
     REASONING = auto()
     GAP = auto()
-    """Behind the reasoning, and the line breaks that follow it."""
+    """After the reasoning, in the line breaks that follow it."""
     BEHIND = auto()
 
 
@@ -234,7 +234,7 @@ class _TokenDecoder:
 
     A token's text can depend on the tokens before it (a character's first bytes, a word's leading
     space), so each is decoded in a window: the tokens of the last complete piece, then those since.
-    Tokens that are bytes need no window behind a complete piece.
+    Tokens that are bytes need no window after a complete piece.
     """
 
     def __init__(self, texts: TokenTexts, skip_special_tokens: bool) -> None:

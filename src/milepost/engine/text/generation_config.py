@@ -55,7 +55,7 @@ def end_token_ids(
 
 
 def within(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Those of the ids that a model of so many tokens can answer with; warns of others."""
+    """Returns the ids within a vocabulary of this size, and warns of others."""
     others = [id_ for id_ in ids if id_ >= vocab_size]
     if others:
         logger.warning("end tokens %s are left out: the model has %d tokens", others, vocab_size)
@@ -63,7 +63,7 @@ def within(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
 
 
 def sampling_defaults(folder: Path, wanted: GenerationConfig) -> dict[str, int | float]:
-    """Fields of SamplingParams that the checkpoint sets, for requests that do not set them.
+    """Returns the checkpoint's defaults for fields of SamplingParams.
 
     As in vLLM, `do_sample` is not asked. Raises ConfigError for values that no request could have,
     or for a file that is no JSON object.

@@ -26,11 +26,11 @@ from milepost.engine.text.conversations import Rendered, Renderer, Template, Unr
 from milepost.errors import InvalidRequestError
 
 PATIENCE = 10.0
-"""Limits are of processor time; on a busy machine it takes longer, but not so many times."""
+"""Factor by which work may take longer than its processor time, on a busy machine."""
 
 
 class Text(msgspec.Struct, array_like=True, frozen=True):
-    """What is to be tokenized."""
+    """Texts to tokenize."""
 
     text: str
     ends: list[int] = []
@@ -45,7 +45,7 @@ class Texts(msgspec.Struct, array_like=True, frozen=True, tag="texts"):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process works with."""
+    """The tokenizer and template of the process."""
 
     tokenizer_json: str | None
     """None for a tokenizer that is written in Python: then nothing is tokenized."""
@@ -53,7 +53,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Reply(msgspec.Struct, array_like=True, frozen=True):
-    """Of one text."""
+    """The tokens of one text."""
 
     num_tokens: int
     ids: bytes
@@ -64,7 +64,7 @@ class _Reply(msgspec.Struct, array_like=True, frozen=True):
 class _ChatReply(msgspec.Struct, array_like=True, frozen=True):
     rendered: Rendered
     replies: list[_Reply] | None = None
-    """Of its pieces, unless they were not to be tokenized."""
+    """The tokens of its pieces, unless they were not to be tokenized."""
 
 
 @dataclass(frozen=True, slots=True)

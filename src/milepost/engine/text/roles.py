@@ -21,8 +21,8 @@ _MARK = "\ue0b4"
 
 
 def placed(messages: Sequence[ChatMessage], shown: RenderOrNone, joint: str) -> list[ChatMessage]:
-    """With one system message at the head, and others only if the template shows them there: else
-    the user says them. `joint` stands between the parts of a message."""
+    """Returns the messages with one system message at the head. Others stay only if the template
+    shows them there; else the user says them. `joint` stands between the parts of a message."""
     end = _head_length(messages)
     head = list(messages[:end])
     if end > 1:
@@ -83,7 +83,8 @@ def _with_user(messages: list[ChatMessage]) -> list[ChatMessage]:
 
 
 def _in_turns(messages: list[ChatMessage], joint: str) -> list[ChatMessage]:
-    """With neighbours of the user's, and of the assistant's without calls, in one message."""
+    """Returns the messages with neighbours of the user joined, and those of the assistant without
+    calls."""
     found: list[ChatMessage] = []
     for message in messages:
         is_same = bool(found) and _role(found[-1]) == _role(message)

@@ -22,7 +22,8 @@ CUT = "\ufdd0"
 
 
 def special_texts(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """What the tokenizer reads as special tokens; None if that is nothing.
+    """Returns a pattern of the texts that the tokenizer reads as special tokens; None without
+    any.
 
     Tokens that are merely added (<think>, <tool_call>) are none: they structure an answer, begin no
     role, and are in what clients send back. One of a single character cannot be cut.

@@ -23,7 +23,7 @@ REFUSALS = (
     AttributeError,
     RuntimeError,
 )
-"""What a template that does not take a conversation raises: it is a program."""
+"""Errors of a template that refuses a conversation: it is a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ _PARTS = ("\ue0b2", "\ue0b3")
 
 
 def joint_of(conversation: BoundTemplate, messages: Sequence[ChatMessage]) -> str:
-    """What stands between the text parts of a message: what the template puts there, where it reads
-    parts at all, and else a line break."""
+    """Returns the text between the text parts of a message: that of the template if it reads parts,
+    or else a line break."""
     if all(len(parts_of(message)) < 2 for message in messages if isinstance(message, Mapping)):
         return "\n"
     parts = [{"type": "text", "text": text} for text in _PARTS]

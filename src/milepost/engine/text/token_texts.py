@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"
-"""What decoding shows for bytes that are no whole character (yet)."""
+"""Decoding shows this for bytes that are no whole character (yet)."""
 
 Decode = Callable[[list[int]], str]
 
@@ -39,15 +39,15 @@ class TokenTexts:
         return lambda token_ids: decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def alone(self, token_id: int) -> str:
-        """What decoding a token by itself shows, special or not."""
+        """Returns the text of a token by itself, special or not."""
         text = self._alone.get(token_id)
         if text is None:
             text = self._alone[token_id] = self._tokenizer.decode([token_id])
         return text
 
     def whole(self, token_id: int) -> str | None:
-        """The text of a token, special or not, that is whole characters whatever stands beside it;
-        None for one of which that isn't known.
+        """Returns the text of a token, special or not, if it is whole characters whatever stands
+        beside it; None if that isn't known.
         """
         text = self._whole.get(token_id)
         if text is None and self.are_bytes:
