@@ -6,8 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
-from difflib import get_close_matches
 from os import PathLike
 from typing import Any
 
@@ -28,8 +26,8 @@ from milepost.engine.prompts import (
     read_prompt,
 )
 from milepost.engine.text import chat
-from milepost.engine.vllm_names import own_options
-from milepost.errors import ConfigError, InvalidRequestError
+from milepost.engine.vllm_names import own_options, refuse_unknown
+from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams, check_unicode
 
 logger = logging.getLogger(__name__)
@@ -49,7 +47,7 @@ class LLM:
 
     def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
         options = own_options(options)
-        _refuse_unknown(options)
+        refuse_unknown(options)
         model = str(model) if isinstance(model, PathLike) else model
         options.setdefault("disable_log_stats", True)
         config = EngineConfig(model=model, **options)
@@ -304,12 +302,3 @@ def _bar(num_prompts: int, *, is_shown: bool) -> Iterator[Callable[[int], object
         return
     with tqdm(total=num_prompts, desc="prompts", dynamic_ncols=True) as bar:
         yield bar.update
-
-
-def _refuse_unknown(options: Mapping[str, Any]) -> None:
-    known = [field.name for field in fields(EngineConfig)]
-    for name in options:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}"
-            raise ConfigError(f"option {name!r} is unknown: {hint}")

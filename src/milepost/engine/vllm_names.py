@@ -11,10 +11,12 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from milepost.config import EngineConfig
 from milepost.errors import ConfigError
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -107,3 +109,13 @@ def _has_no_effect(flag: ForeignFlag, value: object) -> bool:
     if value is None or not flag.without_effect:
         return value is None or value is False
     return str(value).removesuffix(".0") in flag.without_effect
+
+
+def refuse_unknown(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for options that are no fields of `EngineConfig`."""
+    known = [field.name for field in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}"
+            raise ConfigError(f"option {name!r} is unknown: {hint}")
