@@ -27,7 +27,7 @@ from milepost.engine.prompts import (
 )
 from milepost.engine.text import chat
 from milepost.engine.vllm_names import own_options, refuse_unknown
-from milepost.errors import InvalidRequestError
+from milepost.errors import ConfigError, InvalidRequestError
 from milepost.sampling_params import SamplingParams, check_unicode
 
 logger = logging.getLogger(__name__)
@@ -189,10 +189,8 @@ class LLM:
         with self._tokenizing:
             rendered = chat.tokenized(tokenizer, composed)
         marks = rendered.marks[: self.llm_engine.config.max_cache_marks]
-        salt = {"cache_salt": cache_salt} if cache_salt is not None else {}
-        return read_prompt(
-            {"prompt_token_ids": rendered.token_ids, "cache_marks": marks, **salt}, tokenizer
-        )
+        given = {"prompt_token_ids": rendered.token_ids, "cache_marks": marks}
+        return read_prompt({**given, "cache_salt": cache_salt}, tokenizer)
 
     def _params_for(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -220,7 +218,7 @@ class LLM:
         return [group.output() for group in groups]
 
     def _finish(self, groups: list[RequestGroup], use_tqdm: bool) -> None:
-        """Have steps run until all groups are over."""
+        """Has steps run until all groups are over."""
         left = groups
         with _bar(len(groups), is_shown=use_tqdm) as advance:
             while left:
@@ -237,9 +235,7 @@ class LLM:
         return self._outputs(prompt, params)
 
     def _outputs(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
-        """Queues the prompt when the first output is asked for: an iterator that is never begun
-        leaves nothing queued.
-        """
+        """Queues the prompt once the first output is asked for."""
         groups: list[RequestGroup] = []
         num_shown = 0
         try:
@@ -274,7 +270,7 @@ class LLM:
             groups.append(self.llm_engine.queue(prompt, params))
 
     def _give_up(self, groups: Sequence[RequestGroup]) -> None:
-        """Leave nothing of these groups running."""
+        """Leaves nothing of these groups running."""
         for group in groups:
             if not group.is_finished:
                 self.llm_engine.abort(group)
@@ -295,8 +291,7 @@ class LLM:
 
 @contextmanager
 def _bar(num_prompts: int, *, is_shown: bool) -> Iterator[Callable[[int], object]]:
-    """Shows how many prompts are done. One that shows nothing is not made: that takes as long as to
-    admit a prompt."""
+    """Shows how many prompts are done. A hidden one is not made: that costs as much as a prompt."""
     if not is_shown:
         yield lambda _: None
         return

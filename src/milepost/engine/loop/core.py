@@ -170,11 +170,10 @@ class Engine:
         Returns them, with the errors for their clients."""
         ended: dict[RequestGroup, QueueWaitError] = {}
         for request, error in self.scheduler.take_late():
-            if request.finish_reason is None:
-                group = self._completions.group_of(request)
-                if all(one.request.report is None for one in group.completions):
-                    self.abort(group)
-                    ended[group] = error
+            group = self._completions.group_of(request) if request.finish_reason is None else None
+            if group and all(one.request.report is None for one in group.completions):
+                self.abort(group)
+                ended[group] = error
         return list(ended.items())
 
     def abort(self, group: RequestGroup) -> None:
@@ -267,8 +266,6 @@ class Engine:
         if not self._completions and self._latch.is_alive:
             for part in self.off_device:
                 part.flush()
-
-    # --- all of it --------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
         """Forgets everything cached. Returns False while requests are running."""
