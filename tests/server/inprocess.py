@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx
 
 from milepost.config import EngineConfig
-from milepost.engine.validation import Limits
+from milepost.engine.validation import Limits, validate
 from milepost.server import app
 from milepost.server.config import ServerConfig
 from milepost.server.service import Service
@@ -25,6 +25,21 @@ INFO = SimpleNamespace(
 MAX_IN_FLIGHT = 100
 
 
+LIMITS = Limits.of(
+    EngineConfig(),
+    vocab_size=INFO.vocab_size,
+    max_model_len=INFO.max_model_len,
+    closes_reasoning=True,
+)
+
+
+def _refuse(prompts, params, **_options):
+    """Validates as a client does; there is no engine to send to."""
+    for prompt in prompts:
+        validate(prompt, params, LIMITS)
+    raise AssertionError("a request ends before an engine is asked")
+
+
 def service(config: ServerConfig) -> Service:
     client = SimpleNamespace(
         info=INFO,
@@ -33,12 +48,8 @@ def service(config: ServerConfig) -> Service:
         num_in_flight=0,
         max_in_flight=MAX_IN_FLIGHT,
         check_room=lambda *_: None,
-        limits=Limits.of(
-            EngineConfig(),
-            vocab_size=INFO.vocab_size,
-            max_model_len=INFO.max_model_len,
-            closes_reasoning=True,
-        ),
+        limits=LIMITS,
+        add=_refuse,
     )
     return Service(config, client, chatmodel.make_tokenizer(), ["tiny"])
 

@@ -1,6 +1,7 @@
 """What clients send beside the question: taken, ignored aloud, or refused by name."""
 
 import json
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -8,6 +9,7 @@ from tokenizers.processors import TemplateProcessing
 
 from milepost.server.config import ServerConfig
 from tests import chatmodel
+from tests.server import inprocess
 from tests.server.inprocess import answered
 
 HELLO = [{"role": "user", "content": "the quick brown fox"}]
@@ -195,7 +197,8 @@ def test_reasoning_has_a_budget(http):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_budget_of_reasoning_that_nothing_ends_is_refused_before_the_stream(stream, monkeypatch):
-    monkeypatch.setattr("milepost.server.service.think_ids", lambda _: (None, None))
+    limits = replace(inprocess.LIMITS, closes_reasoning=False)
+    monkeypatch.setattr(inprocess, "LIMITS", limits)
     body = {"prompt": "a", "thinking_token_budget": 5, "stream": stream}
     refused = answered(ServerConfig(), "/v1/completions", body)
     error = refused.json()["error"]

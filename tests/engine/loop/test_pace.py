@@ -82,7 +82,8 @@ def test_a_device_that_ran_out_of_work_is_given_it_earlier():
 class Busy:
     """An engine with a step in flight that takes a second."""
 
-    bell = alarm = scheduler = facts = None
+    scheduler = facts = None
+    wakers = ()
     has_work, awaits_others = True, False
 
     def __init__(self):

@@ -8,6 +8,7 @@ Single-threaded; the caller runs `step` while `has_work`.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -239,9 +240,9 @@ class Engine:
                 part.poll()
         self._is_stuck = False
 
-    def heed(self) -> None:
-        """Does what a waker asks for. Raises EngineDeadError if another rank is lost."""
-        if self._team is not None and self._team.has_lost_one:
+    def heed(self, ready: Sequence[socket.socket]) -> None:
+        """Does what these wakers ask for. Raises EngineDeadError if another rank is lost."""
+        if self._team is not None and self._team.alarm in ready:
             with self._latch.fatal(BaseException):
                 raise self._team.failure()
         self.poll()

@@ -106,7 +106,7 @@ class Loop:
                 for add, form, problem in self._compiling.take():
                     self._add(add, form, problem)
             if any(waker in ready for waker in self._engine.wakers):
-                self._engine.heed()
+                self._engine.heed(ready)
             if self._socket in ready:
                 self._read()
             timeout = 0
