@@ -27,6 +27,7 @@ from rich.progress import track
 from rich.table import Table
 from traces import Cell, run
 
+from milepost.cache import placement
 from milepost.cache.eviction import buckets, hold_back, reclaim, return_rates, score
 from milepost.scheduler import admission, planner, sharing
 from milepost.simulator.cost import read_cost
@@ -51,18 +52,11 @@ def _fixed_law(rates: Any, num_returns: int, age: int) -> float:  # noqa: ARG001
 
 
 def _rate_now(rates: Any, num_returns: int, age: int) -> float:
-    ratio = rates._up_to(age.bit_length())[age.bit_length()][0]
-    return (
-        rates._levels[min(num_returns, return_rates.MAX_RETURNS)]
-        * ratio
-        / (age + return_rates.AGE_OFFSET)
-    )
+    return rates._level(num_returns) * rates._at(age)[0] / (age + return_rates.AGE_OFFSET)
 
 
 def _level_alone(rates: Any, num_returns: int, age: int) -> float:
-    return rates._levels[min(num_returns, return_rates.MAX_RETURNS)] / (
-        age + return_rates.AGE_OFFSET
-    )
+    return rates._level(num_returns) / (age + return_rates.AGE_OFFSET)
 
 
 def _no_levels() -> None:
@@ -98,23 +92,22 @@ VARIANTS: dict[str, Callable[[], None]] = {
     "no-rates-by-age": _put(return_rates.ReturnRates, "chance", _level_alone),
     "no-rates-by-returns": _no_levels,
     "no-cut-counts": _put(return_rates.Cuts, "observe", _nothing),
-    "no-fork-counts": _put(score.Expected, "_fork_at", lambda *_: None),
+    "no-fork-counts": _put(score.Score, "_fork_at", lambda *_: None),
     "no-newest-end": _put(buckets.Bucket, "look", _oldest_alone),
     "no-reservations": _put(reclaim.Reclaimer, "claim", _claim_nothing),
     "no-hold-back": _put(admission.Admission, "_may_hold_back", lambda *_: False),
-    "no-growth": _put(score.Expected, "growth", lambda *_: 0.0),
+    "no-growth": _put(score.Score, "growth", lambda *_: 0.0),
     "busy-or-not": _put(admission.Admission, "busy_share", property(lambda _: 1.0, _nothing)),
     "first-come": _put(admission.Admission, "_place", lambda _, request: request.rank),
     "no-short-ones-first": _put(planner.Planner, "_shortest", lambda *_: []),
     "bypassed-64": _put(admission, "MAX_BYPASSED", 64),
     "held-back-60-s": _put(admission, "MAX_HOLD_BACK_S", 60.0),
     "look-ahead-64": _put(hold_back, "LOOK_AHEAD", 64),
-    "no-sparse-states": _put(reclaim.Reclaimer, "is_worth_a_slot", lambda *_: False),
-    "all-sparse-states": _put(reclaim.Reclaimer, "is_worth_a_slot", lambda *_: True),
-    "no-bytes": _put(score.Expected, "of_page", _per_page),
+    "no-sparse-states": _put(placement, "SPARSE", 1 << 30),
+    "no-bytes": _put(score.Score, "of_page", _per_page),
     "no-waits-for-prefix": _put(sharing.PendingPrefixes, "find", lambda *_: None),
     "no-parted-tails": _put(score, "_has_parted", lambda *_: False),
-    "recency-alone": _put(score.Expected, "of", _lru),
+    "recency-alone": _put(score.Score, "of", _lru),
 }
 
 Row = dict[str, Any]

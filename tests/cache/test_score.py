@@ -5,9 +5,14 @@ import random
 from collections import Counter
 from itertools import pairwise
 
-from milepost.cache.eviction import Expected
+from milepost.cache.eviction import Score
 from milepost.cache.eviction.buckets import Buckets
-from milepost.cache.eviction.return_rates import AGE_OFFSET, MAGNITUDES, Cuts, ReturnRates
+from milepost.cache.eviction.return_rates import (
+    AGE_OFFSET,
+    PRIOR_CUTS,
+    Cuts,
+    ReturnRates,
+)
 from milepost.cache.tree import Checkpoint, End, Node
 from milepost.cache.tree.nodes import NO_PAGE
 
@@ -52,8 +57,7 @@ def test_a_wait_counted_in_two_parts_counts_the_same():
         assert abs(whole.chance(1, age) / parts.chance(1, age) - 1) < 0.2
 
 
-def test_what_follows_from_the_counts_is_worked_out_when_asked_for(monkeypatch):
-    """For the ages that occur alone; those beyond change nothing."""
+def test_the_curve_is_derived_once_for_all_that_is_asked_before_the_next_observation(monkeypatch):
     num_derived = Counter()
     derive = ReturnRates._derive
     monkeypatch.setattr(
@@ -63,39 +67,34 @@ def test_what_follows_from_the_counts_is_worked_out_when_asked_for(monkeypatch):
     for num in range(1, 100):
         for _ in range(10):
             rates.observe(rng.randrange(3), 0, rng.randrange(2000), returned=rng.random() < 0.3)
-        chances = [rates.chance(1, age) for age in (1500, 300, 10, 0)]
+        chances = [rates.chance(1, age) for age in (1 << 40, 1500, 300, 10, 0)]
         assert num_derived["d"] == num
-        assert len(rates._derived) < MAGNITUDES / 2
-    rates._num_magnitudes = MAGNITUDES
-    rates._derived = derive(rates)
-    assert chances == [rates.chance(1, age) for age in (1500, 300, 10, 0)]
-    assert rates.chance(1, 1 << 20) == derived_alone(rates).chance(1, 1 << 20)
-
-
-def derived_alone(rates: ReturnRates) -> ReturnRates:
-    """The same counts, of which nothing was asked before."""
     other = copy.deepcopy(rates)
-    other._num_magnitudes, other._derived = 13, []
-    return other
+    other._curve = []
+    assert chances == [other.chance(1, age) for age in (1 << 40, 1500, 300, 10, 0)]
 
 
-def test_shares_of_cuts_add_up():
+def test_rates_of_cuts_add_up():
     cuts = Cuts()
     rng = random.Random(0)
     for _ in range(100):
         cuts.observe(rng.randrange(50_000))
     edges = [0, 1, 63, 64, 65, 5000, 8191, 100_000]
-    parts = [cuts.share(a, b) for a, b in pairwise(edges)]
+    parts = [cuts.rate(a, b) for a, b in pairwise(edges)]
     assert all(part >= 0 for part in parts)
-    assert abs(sum(parts) - cuts.share(0, 100_000)) < 1e-12
-    assert cuts.share(64, 64) == 0
+    assert abs(sum(parts) - cuts.rate(0, 100_000)) < 1e-9
+    assert cuts.rate(64, 64) == 0
 
 
-def test_cuts_seen_outweigh_those_supposed():
+def test_cuts_count_for_each_return_to_the_end_and_where_they_were_seen():
     cuts = Cuts()
+    assert abs(cuts.rate(0, 1 << 22) - PRIOR_CUTS) < PRIOR_CUTS / 5
     for _ in range(100):
         cuts.observe(100)
-    assert cuts.share(63, 128) > 0.8
+    assert cuts.rate(63, 127) > 0.99 * cuts.rate(0, 1 << 22)
+    before = cuts.rate(63, 127)
+    cuts.num_continued *= 4
+    assert cuts.rate(63, 127) == before / 4
 
 
 def checkpoint(position):
@@ -106,7 +105,7 @@ def checkpoint(position):
     )
 
 
-class Listed(Expected):
+class Listed(Score):
     """Worth by position from a table, relied on for `rest` requests; notes what is looked at."""
 
     def __init__(self, values, rest=0):

@@ -3,7 +3,7 @@
 import pytest
 
 from milepost.cache import Cache, Kind
-from milepost.cache.eviction import Expected, score
+from milepost.cache.eviction import Score, score
 from milepost.cache.eviction.score import GROWTH_REQUESTS, PRIOR_GROWTH
 from milepost.cache.tree.nodes import NO_PAGE, Checkpoint, End, Node, Reservation
 from tests.invariants import check
@@ -143,13 +143,13 @@ def test_what_is_evicted_while_its_return_waits_says_nothing_of_returns(cache):
     waits = cache.expect(cache.chain([*prompt(1), 0]), num_ahead=2)
     for _ in range(20):
         run(cache, prompt(3))
-    level = cache.score._ends.rates._levels[0]
+    level = cache.score._ends.rates._level(0)
     checkpoint = waits.checkpoint
     cache.reclaimer.evict_checkpoint(checkpoint, "slots")
-    assert cache.score._ends.rates._levels[0] == level
+    assert cache.score._ends.rates._level(0) == level
     other = cache.match(cache.chain([*prompt(2), 0])).checkpoint
     cache.reclaimer.evict_checkpoint(other, "slots")
-    assert cache.score._ends.rates._levels[0] < level
+    assert cache.score._ends.rates._level(0) < level
 
 
 def test_a_return_counts_once_and_when_it_arrives(cache):
@@ -185,7 +185,7 @@ def test_whoever_waits_longer_has_its_turn_first_however_many_went_before(cache)
 @pytest.mark.parametrize("dues", [(5, 50), (50, 5)])
 def test_the_first_to_have_its_turn_counts(dues):
     """Whoever came first to wait."""
-    score = Expected(num_slots=4, grid=64)
+    score = Score(num_slots=4, grid=64)
     root = Node(b"", NO_PAGE, None, b"")
     checkpoint = Checkpoint(
         position=640,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from milepost.cache.allocation import Admitter, Allocation, Loan, Loans, Running
 from milepost.cache.events import Event
-from milepost.cache.eviction import Expected, Reclaimer, Score
+from milepost.cache.eviction import Reclaimer, Score
 from milepost.cache.memory import Split, Storage
 from milepost.cache.placement import POLICIES, Kind, Mode, Placement
 from milepost.cache.plans import Export, PageMove
@@ -74,7 +74,7 @@ class Cache:
         self.stats = Stats()
         self.allocations: dict[Allocation, None] = {}
         self.loans = Loans(storage)
-        self.score: Score = score or Expected(storage.usual_slots, self.grid)
+        self.score: Score = score or Score(storage.usual_slots, self.grid)
         self.reclaimer = Reclaimer(self.tree, storage, self.stats, self.score, page_size)
         self._finder = Finder(self.tree, self.config)
         self._admitter = Admitter(self.config, self.reclaimer)

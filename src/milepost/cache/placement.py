@@ -93,8 +93,8 @@ def place_all(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
 
 
 def place_auto(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
-    """Branch points, marks and the prompt's end; in a long prompt sparse states too, which the
-    cache may decline. The answer's end needs no export.
+    """Place states at branch points, marks and the prompt's end, and sparse ones in a long prompt.
+    The answer's end needs no export.
     """
     grid, last_token = facts.grid, facts.prompt_length - 1
     last = floor(last_token, grid)

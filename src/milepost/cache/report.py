@@ -195,8 +195,6 @@ class Stats:
     """Times that a request resumed from a checkpoint."""
     checkpoints_skipped: int = 0
     """Exports that found no slot."""
-    checkpoints_declined: int = 0
-    """Sparse states that would have been worth less than what they displace."""
     checkpoints_evicted: dict[str, int] = field(default_factory=dict)
     """By cause: slots, pages, taken (its slot went to the request that resumed from it), reset; in
     the simulator's pool of equal blocks: blocks.

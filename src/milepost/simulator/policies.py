@@ -21,26 +21,14 @@ from milepost.simulator.cost import CostModel
 from milepost.simulator.vllm import OnePool
 
 
-class Lru:
+class Lru(Score):
     """Evicts the least recently used state first; a use counts for all states on its path."""
 
-    __slots__ = ("clock",)
-
     def __init__(self) -> None:
-        self.clock = 0
+        super().__init__(num_slots=1, grid=1)
 
     def arrive(self, chain: Chain, nodes: Sequence[Node], num_seen: int) -> End:  # noqa: ARG002
         return End(position=len(chain), time=self.clock)
-
-    def begin(self, end: End) -> None:
-        self.clock += 1
-        end.time = self.clock
-
-    def ended(self, end: End, node: Node, position: int) -> None:  # noqa: ARG002
-        end.position = position
-
-    def evicted(self, checkpoint: Checkpoint) -> None:
-        pass
 
     def bucket(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
         return None, self.of(checkpoint)
@@ -51,17 +39,11 @@ class Lru:
     def is_expected(self, checkpoint: Checkpoint, within: int) -> bool:  # noqa: ARG002
         return False
 
-    def growth(self, within: int) -> float:  # noqa: ARG002
-        return 0.0
-
     def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:  # noqa: ARG002
         return self.of(checkpoint)
 
     def of(self, checkpoint: Checkpoint) -> float:
         return checkpoint.end.time
-
-    def of_sparse(self, end: End, position: int, above: int) -> float:  # noqa: ARG002
-        return self.clock + 1
 
 
 def chunk_ends(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:

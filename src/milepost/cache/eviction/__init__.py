@@ -2,6 +2,6 @@
 
 from milepost.cache.eviction.hold_back import LOOK_AHEAD, HoldBack
 from milepost.cache.eviction.reclaim import Reclaimer
-from milepost.cache.eviction.score import Expected, Score
+from milepost.cache.eviction.score import Score
 
-__all__ = ["LOOK_AHEAD", "Expected", "HoldBack", "Reclaimer", "Score"]
+__all__ = ["LOOK_AHEAD", "HoldBack", "Reclaimer", "Score"]

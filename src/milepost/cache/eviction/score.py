@@ -16,9 +16,9 @@ message, another question to the same document). So a checkpoint is needed again
     cuts                             |--- few ---|     b serves paths cut back by no more than this
                       |------ b's loss costs a to b -----
 
-How likely a return is at which age is learned for ends and for forks (return_rates.py), also from
-those whose state is gone. Score = that chance x share of the returns that need the state x tokens
-to compute again without it.
+How likely a return is at which age is learned for ends and for forks (return_rates.py), whether
+their states are still cached or not. Score = that chance x share of the returns that need the state
+x tokens to compute again without it.
 """
 
 from __future__ import annotations
@@ -27,32 +27,30 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import islice
 from math import log, log2
-from typing import Protocol
 
-from milepost.cache.eviction.return_rates import MAX_RETURNS, PRIOR_EVENTS, Cuts, ReturnRates
-from milepost.cache.placement import SPARSE, Kind, floor
+from milepost.cache.eviction.return_rates import MAX_RETURNS, Cuts, ReturnRates
+from milepost.cache.placement import Kind, floor
 from milepost.cache.tree import MAX_TAILS_COMPARED, TOKEN_BYTES, Chain, Checkpoint, End, Node
 
-PRIOR_FORKS = 0.1
-"""Forks for each continuation, before there is evidence."""
 EVEN_ODDS = log(4 / 3)
-"""Returns to expect where one is as likely as none."""
+"""Returns to expect where one return is a quarter as likely as none: from there on a path counts
+as likely to be asked for."""
 MEMORY = 4
 """Ends and forks remembered for each slot."""
 STEADY = 32
-"""Worth stays about the same while an age grows by one part in so many."""
+"""A score stays about the same while an age grows by one part in this many."""
 PRIOR_GROWTH = 1024.0
 """Tokens by which a request makes a known path longer, before there is evidence."""
 PRIOR_REQUESTS = 32
-"""Weight of that."""
+"""Weight of `PRIOR_GROWTH`, in requests."""
 GROWTH_REQUESTS = 256
-"""Requests over which it is averaged."""
+"""Requests over which growth is averaged."""
 MAX_WALK = 4096
 """Pages looked at to find where a path ended that a request leaves."""
 
 
 class Known:
-    """Places of one kind that requests may return to, the latest, and how often such are."""
+    """The latest places of one kind that requests may return to, and how often they do."""
 
     def __init__(self, size: int) -> None:
         self.places: OrderedDict[bytes, End] = OrderedDict()
@@ -60,7 +58,7 @@ class Known:
         self._size = size
 
     def remember(self, digest: bytes, end: End, clock: int) -> None:
-        """Take in a place as the latest one; for the oldest, if there are too many, nobody came."""
+        """Add the latest place. If there are too many, the oldest is forgotten: nobody returned."""
         self.places[digest] = end
         self.places.move_to_end(digest)
         if len(self.places) > self._size:
@@ -68,76 +66,18 @@ class Known:
             self.observe(old, clock, returned=False)
 
     def observe(self, end: End, clock: int, *, returned: bool) -> None:
-        """Count how long a place has waited, as far as that isn't counted."""
+        """Count the part of a place's wait that was not counted yet."""
         age = clock - end.time
         self.rates.observe(end.num_returns, end.counted_age, age, returned=returned)
         end.counted_age = age
 
     def chance(self, end: End, clock: int) -> float:
-        """Of a return now."""
+        """Chance of a return to a place with the next request."""
         return self.rates.chance(end.num_returns, clock - end.time)
 
 
-class Score(Protocol):
-    """What the cache asks. One contract test runs for each."""
-
-    clock: int
-    """Requests so far."""
-
-    def arrive(self, chain: Chain, nodes: Sequence[Node], num_seen: int) -> End:
-        """Note a new request, of whose pages the first `num_seen` were seen before, and `nodes` are
-        resident. It may wait for long before it begins.
-        """
-        ...
-
-    def begin(self, end: End) -> None:
-        """Note that a request that arrived is admitted."""
-        ...
-
-    def ended(self, end: End, node: Node, position: int) -> None:
-        """Note where the request's path ends, now that it is over."""
-        ...
-
-    def evicted(self, checkpoint: Checkpoint) -> None:
-        """Note that a checkpoint is about to go."""
-        ...
-
-    def bucket(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
-        """A bucket and the place in it. Of a bucket's checkpoints the one with the lowest place is
-        always worth least, or the one with the highest. Asked again when a checkpoint is used,
-        those next to it on its path change, or requests that wait for it come or go.
-        """
-        ...
-
-    def of(self, checkpoint: Checkpoint) -> float:
-        """Tokens that the checkpoint is expected to save, on the scale of its kind."""
-        ...
-
-    def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:
-        """The same for each page, of which the checkpoint's loss frees so many."""
-        ...
-
-    def steady(self, checkpoint: Checkpoint) -> int:
-        """Requests for which that stays about the same, unless its bucket changes; 0 if it may
-        change at any time.
-        """
-        ...
-
-    def is_expected(self, checkpoint: Checkpoint, within: int) -> bool:
-        """Whether its path is more likely than not returned to within so many requests."""
-        ...
-
-    def growth(self, within: int) -> float:
-        """Tokens by which known paths are expected to grow within so many requests."""
-        ...
-
-    def of_sparse(self, end: End, position: int, above: int) -> float:
-        """The same for a state inside a prompt that nobody has asked for yet."""
-        ...
-
-
-class Expected:
-    """`auto`'s own: learns from every request."""
+class Score:
+    """Scores checkpoints; learns from every request. The clock counts requests."""
 
     def __init__(self, num_slots: int, grid: int) -> None:
         self.clock = 0
@@ -145,43 +85,45 @@ class Expected:
         self._ends = Known(MEMORY * num_slots)
         self._forks = Known(MEMORY * num_slots)
         self._cuts = Cuts()
-        self._continued = 0
-        self._forked = 0
         self._growth = PRIOR_GROWTH
 
     # --- what happens -----------------------------------------------------------------------------
 
     def arrive(self, chain: Chain, nodes: Sequence[Node], num_seen: int) -> End:
+        """Note a new request, and learn what it returns to: the first `num_seen` of its pages were
+        seen before, and `nodes` are still cached. It may wait for long before it begins.
+        """
         end = End(position=len(chain), time=self.clock)
-        if num_seen:
+        if num_seen == len(nodes) and nodes and nodes[-1].children:
+            end.num_returns = self._leave(chain, nodes)
+        elif num_seen:
             last = nodes[-1] if num_seen == len(nodes) else None
-            if last is None or not last.children:
-                self._continue(end, chain, last, chain.digests(num_seen)[num_seen - 1])
-            else:
-                end.num_returns = self._leave(chain, nodes)
+            self._continue(end, chain, last, chain.digests(num_seen)[num_seen - 1])
         return end
 
     def begin(self, end: End) -> None:
+        """Note that a request that arrived is admitted."""
         self.clock += 1
         end.time = self.clock
 
     def _continue(self, end: End, chain: Chain, last: Node | None, digest: bytes) -> None:
-        """A prompt holds a known path to its last full page, and ends at `end`. Inside the page
-        behind it may part from what was there, and so need an earlier state.
+        """Note that a prompt, which ends at `end`, holds a known path to its last full page. It may
+        part from the path after that page, and so need an earlier state.
         """
         before = self._ends.places.pop(digest, None)
         if before is None:
             return
         before.has_returned = True
         end.num_returns, end.grown_from = before.num_returns + 1, before.position
-        self._continued += 1
         self._ends.observe(before, self.clock, returned=True)
+        self._cuts.num_continued += 1
         if last is not None and _has_parted(chain, last, before.position):
-            self._forked += 1
             self._cuts.observe(before.position - last.depth * chain.page_size)
 
     def _leave(self, chain: Chain, nodes: Sequence[Node]) -> int:
-        """A prompt leaves a known path before its end."""
+        """Note that a prompt leaves a known path before its end; returns how often that path was
+        returned to, if most of it is shared.
+        """
         position = len(nodes) * chain.page_size
         at = floor(position, self._grid) // chain.page_size
         if at and self._return_to_fork(nodes[at - 1].digest, position):
@@ -190,12 +132,11 @@ class Expected:
         if before is None:
             return 0
         cut = max(before.position - position, 0)
-        self._forked += 1
         self._cuts.observe(cut)
         return before.num_returns + 1 if cut < position else 0
 
     def _return_to_fork(self, digest: bytes, position: int) -> bool:
-        """Note a fork; whether it was known as one."""
+        """Note a fork; returns whether it was known."""
         fork, here = self._forks.places.get(digest), End(position=position, time=self.clock)
         if fork is not None:
             self._forks.observe(fork, self.clock, returned=True)
@@ -204,18 +145,24 @@ class Expected:
         return fork is not None
 
     def ended(self, end: End, node: Node, position: int) -> None:
+        """Note where a request's path ends, now that it is over."""
         end.position = position
         grown = max(position - end.grown_from, 0) if end.grown_from is not None else 0
         self._growth += (grown - self._growth) / min(PRIOR_REQUESTS + self.clock, GROWTH_REQUESTS)
         self._ends.remember(node.digest, end, self.clock)
 
     def evicted(self, checkpoint: Checkpoint) -> None:
+        """Note that a checkpoint is about to go."""
         if checkpoint.deeper is None and not checkpoint.end.has_returned:
             self._ends.observe(checkpoint.end, self.clock, returned=False)
 
     # --- what it is worth -------------------------------------------------------------------------
 
     def bucket(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
+        """A bucket and the place in it: the first or the last checkpoint of a bucket is always
+        worth least of it. Asked again when a checkpoint is used, its neighbours on the path change,
+        or requests that wait for it come or go.
+        """
         fork = self._fork_at(checkpoint)
         if checkpoint.reservations:
             is_sure = checkpoint.kind == Kind.PREEMPTED
@@ -232,6 +179,7 @@ class Expected:
         return (returns, saved, fork_returns, replay), checkpoint.end.time
 
     def of(self, checkpoint: Checkpoint) -> float:
+        """Tokens that a checkpoint is expected to save."""
         if not checkpoint.reservations:
             return self._of_unawaited(checkpoint)
         if checkpoint.kind == Kind.PREEMPTED:
@@ -241,11 +189,14 @@ class Expected:
         return max(sure, self._of_unawaited(checkpoint))
 
     def steady(self, checkpoint: Checkpoint) -> int:
-        """The chance of a return changes with the magnitude of the age."""
+        """Requests for which the score stays about the same while its bucket does; 0 if it may
+        change at any time.
+        """
         age = self.clock - checkpoint.end.time
         return 0 if checkpoint.reservations else 1 + age // STEADY
 
     def is_expected(self, checkpoint: Checkpoint, within: int) -> bool:
+        """Whether a path is likely to be returned to within this many requests."""
         if checkpoint.reservations:
             return True
         end = checkpoint.end
@@ -253,9 +204,11 @@ class Expected:
         return self._ends.rates.expected(end.num_returns, age, age + within) > EVEN_ODDS
 
     def growth(self, within: int) -> float:
+        """Tokens by which known paths are expected to grow within this many requests."""
         return self._growth * within
 
     def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:
+        """The score for each of `num_pages` pages that the checkpoint's loss frees."""
         return self.of(checkpoint) / num_pages
 
     def _of_unawaited(self, checkpoint: Checkpoint) -> float:
@@ -270,29 +223,16 @@ class Expected:
 
     def _saved(self, checkpoint: Checkpoint) -> float:
         """Tokens expected to be saved for each time that the path is continued."""
-        deeper = checkpoint.deeper
-        needed = self._cut_share(
-            checkpoint.end, checkpoint.position, deeper.position if deeper else None
-        )
+        end, deeper = checkpoint.end.position, checkpoint.deeper
+        back = max(end - checkpoint.position, 0)
+        nearer = min(max(end - deeper.position, 0), back) if deeper is not None else 0
+        needed = self._cuts.rate(nearer, back) + (deeper is None)
         return needed * checkpoint.replay_tokens
-
-    def of_sparse(self, end: End, position: int, above: int) -> float:
-        deeper = min(position + SPARSE, end.position)
-        needed = self._cut_share(end, position, deeper)
-        return needed * self._ends.rates.chance(end.num_returns, 0) * (position - above)
-
-    def _cut_share(self, end: End, position: int, deeper: int | None) -> float:
-        """Returns that need the state at `position`, for each one that continues the path."""
-        forks = (self._forked + PRIOR_EVENTS * PRIOR_FORKS) / (self._continued + PRIOR_EVENTS)
-        back = max(end.position - position, 0)
-        if deeper is None:
-            return 1.0 + forks * self._cuts.share(0, back)
-        return forks * self._cuts.share(min(max(end.position - deeper, 0), back), back)
 
 
 def _has_parted(chain: Chain, node: Node, position: int) -> bool:
-    """Whether a path that ended at `position`, behind its last full page, held other tokens there;
-    False where that is not known any more.
+    """Whether a path that ended at `position`, after its last full page, held other tokens there;
+    False if that is not known any more.
     """
     start = node.depth * chain.page_size
     num_bytes = (position - start) * TOKEN_BYTES
@@ -304,12 +244,12 @@ def _has_parted(chain: Chain, node: Node, position: int) -> bool:
 
 
 def _half_magnitude(num: float) -> int:
-    """Equal for numbers within about a factor of 1.4."""
+    """Rounds to the same for numbers within about a factor of 1.4."""
     return round(2 * log2(num)) if num > 0 else -99
 
 
 def _newest_leaf(node: Node) -> Node:
-    """Where the path that was last added below a node ends."""
+    """Finds the end of the path that was last added below a node."""
     for _ in range(MAX_WALK):
         if node.last_child is None:
             break

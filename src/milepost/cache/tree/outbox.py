@@ -1,9 +1,10 @@
-"""What is waiting to be taken outside: copies of pages, and events once somebody listens."""
+"""Page moves and events that wait to be taken; events are recorded once somebody listens."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
+from typing import Any
 
 from milepost.cache.events import (
     Cleared,
@@ -19,20 +20,18 @@ from milepost.cache.tree.nodes import Checkpoint, Node
 
 
 class Outbox:
-    """Moves and events that nobody has taken yet. The tree writes down what it does, right after;
-    events only while the outbox is open.
-    """
+    """Moves and events that nobody has taken yet. The tree reports each change right after it."""
 
     def __init__(self, page_size: int, *, needs_states: bool) -> None:
         self._page_size = page_size
         self._needs_states = needs_states
         self._events: list[Event] = []
         self.moves: list[PageMove] = []
-        """Copies that are yet to be made, in this order, before anything else is written."""
+        """Copies to be made, in this order, before anything else is written."""
         self.is_open = False
 
     def open(self, nodes: Collection[Node], checkpoints: Iterable[Checkpoint]) -> None:
-        """Record from now on, and first what is there already."""
+        """Record events from now on, and first those of what is cached already."""
         self.is_open = True
         for node in nodes:
             self.pages_came([node])
@@ -40,8 +39,7 @@ class Outbox:
             self.state_came(checkpoint, 0)
         if self._needs_states:
             for node in nodes:
-                if node.num_reaching:
-                    self._reached([node])
+                self._reached([node] if node.num_reaching else [])
 
     def take_events(self) -> tuple[Event, ...]:
         events, self._events = tuple(self._events), []
@@ -52,25 +50,18 @@ class Outbox:
         return moves
 
     def pages_came(self, run: Sequence[Node]) -> None:
+        """Record that a run of pages was cached."""
         if not self.is_open:
             return
-        parent = run[0].parent
-        assert parent is not None, "a page has a parent"
-        self._events.append(
-            PagesCached(
-                keys=_keys(run),
-                parent=parent.digest,
-                tokens=_tokens(run),
-                position=parent.depth * self._page_size,
-                ids=tuple(node.page for node in run),
-                is_salted=run[0].is_salted,
-            )
-        )
+        ids = tuple(node.page for node in run)
+        self._events.append(PagesCached(ids=ids, **self._facts(run)))
         if not self._needs_states:
             self._reached(run)
 
     def state_came(self, checkpoint: Checkpoint, num_reached: int) -> None:
-        """With so many nodes, its own and those above it, that can be reached by now."""
+        """Record that a state was cached, and that it makes this many nodes reachable: its own and
+        those above it.
+        """
         if not self.is_open:
             return
         self._events.append(
@@ -84,83 +75,84 @@ class Outbox:
                 kind=checkpoint.kind,
             )
         )
-        run = _upwards(checkpoint.node, num_reached)
-        if run:
-            self._reached(run[::-1])
+        self._reached(_upwards(checkpoint.node, num_reached)[::-1])
 
     def state_went(self, checkpoint: Checkpoint, score: float, num_lost: int) -> None:
-        """With so many nodes, its own and those above it, that cannot be reached any more."""
+        """Record that a state leaves, and that this many nodes become unreachable: its own and
+        those above it.
+        """
         if not self.is_open:
             return
         places: list[tuple[What, int]] = [("state", checkpoint.slot)]
         if checkpoint.tail_page is not None:
             places.append(("tail", checkpoint.tail_page))
+        key, parent = checkpoint.key, checkpoint.node.digest
         for what, id_ in places:
-            self._events.append(
-                Departure(
-                    key=checkpoint.key,
-                    parent=checkpoint.node.digest,
-                    tokens=checkpoint.tail,
-                    position=checkpoint.position,
-                    what=what,
-                    id=id_,
-                    score=score,
-                    num_moves=len(self.moves),
-                )
-            )
-        run = _upwards(checkpoint.node, num_lost)
-        if run:
-            self._events.append(PagesUnreachable(keys=_keys(run)))
+            self._depart(what, id_, key, parent, checkpoint.tail, checkpoint.position, score)
+        self._lost(_upwards(checkpoint.node, num_lost))
 
     def pages_went(self, run: Sequence[Node]) -> None:
-        """The deepest first."""
+        """Record that a run of pages leaves, the deepest first."""
         if not self.is_open:
             return
         if not self._needs_states:
-            self._events.append(PagesUnreachable(keys=_keys(run)))
+            self._lost(run)
         for node in run:
             assert node.parent is not None, "a page has a parent"
-            self._events.append(
-                Departure(
-                    key=node.digest,
-                    parent=node.parent.digest,
-                    tokens=node.tokens,
-                    position=node.depth * self._page_size,
-                    what="page",
-                    id=node.page,
-                    score=0.0,
-                    num_moves=len(self.moves),
-                )
-            )
+            position, parent = node.depth * self._page_size, node.parent.digest
+            self._depart("page", node.page, node.digest, parent, node.tokens, position)
 
     def cleared(self) -> None:
-        """Nothing is left that could have moved, or whose going is worth telling."""
+        """Record that nothing is cached any more, and drop what nobody has taken."""
         self.moves.clear()
         if self.is_open:
             self._events = [Cleared()]
 
-    def _reached(self, run: Sequence[Node]) -> None:
-        parent = run[0].parent
-        assert parent is not None, "a page has a parent"
+    def _depart(
+        self,
+        what: What,
+        id_: int,
+        key: bytes,
+        parent: bytes,
+        tokens: bytes,
+        position: int,
+        score: float = 0.0,
+    ) -> None:
         self._events.append(
-            PagesReachable(
-                keys=_keys(run),
-                parent=parent.digest,
-                tokens=_tokens(run),
-                position=parent.depth * self._page_size,
-                is_salted=run[0].is_salted,
+            Departure(
+                key=key,
+                parent=parent,
+                tokens=tokens,
+                position=position,
+                what=what,
+                id=id_,
+                score=score,
+                num_moves=len(self.moves),
             )
         )
 
+    def _reached(self, run: Sequence[Node]) -> None:
+        if run:
+            self._events.append(PagesReachable(**self._facts(run)))
+
+    def _lost(self, run: Iterable[Node]) -> None:
+        keys = tuple(node.digest for node in run)
+        if keys:
+            self._events.append(PagesUnreachable(keys=keys))
+
+    def _facts(self, run: Sequence[Node]) -> dict[str, Any]:
+        """Fields that events about a run of pages share."""
+        parent = run[0].parent
+        assert parent is not None, "a page has a parent"
+        return {
+            "keys": tuple(node.digest for node in run),
+            "parent": parent.digest,
+            "tokens": b"".join(node.tokens for node in run),
+            "position": parent.depth * self._page_size,
+            "is_salted": run[0].is_salted,
+        }
+
 
 def _upwards(node: Node, num: int) -> list[Node]:
-    """So many nodes, but for the root."""
+    """This many nodes from here upwards, without the root."""
     return [above for above in islice(node.ancestors(), num) if not above.is_root]
-
-
-def _keys(run: Iterable[Node]) -> tuple[bytes, ...]:
-    return tuple(node.digest for node in run)
-
-
-def _tokens(run: Iterable[Node]) -> bytes:
-    return b"".join(node.tokens for node in run)
