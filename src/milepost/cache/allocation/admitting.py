@@ -47,13 +47,13 @@ class Admitter:
         self._reclaimer.change()
         end = self._begin(match, reservation, first_time=first_time)
         checkpoint = match.checkpoint
-        if checkpoint is None:
-            allocation = self._from_nothing(match, end)
-        else:
+        if checkpoint is not None:
             self._reclaimer.stats.checkpoints_used += 1
             self._tree.use(checkpoint, end)
-            make = self._taking_over if takes_over else self._resumed
-            allocation = make(match, checkpoint, end)
+        if checkpoint is not None and takes_over:
+            allocation = self._taking_over(match, checkpoint, end)
+        else:
+            allocation = self._resumed(match, end)
         allocation.facts.marks = marks
         allocation.is_first = first_time
         return allocation
@@ -149,20 +149,17 @@ class Admitter:
 
     # --- one of three ways ------------------------------------------------------------------------
 
-    def _from_nothing(self, match: Match, end: End) -> Allocation:
-        """Of a pinned match without a checkpoint: its first step reads zeros, or the states that
-        lie beside its pages.
+    def _resumed(self, match: Match, end: End) -> Allocation:
+        """Build an allocation whose first step reads the checkpoint's slot and a copy of its tail;
+        without a checkpoint it reads zeros, or the states that lie beside its pages.
         """
-        return self._make(match, end, slot_in=ZERO_SLOT, slot_out=self._slot())
-
-    def _resumed(self, match: Match, checkpoint: Checkpoint, end: End) -> Allocation:
-        """Of a pinned match: the first step reads the checkpoint's slot and a copy of its tail."""
+        source = match.checkpoint
         return self._make(
             match,
             end,
-            slot_in=checkpoint.slot,
-            slot_out=self._slot(),
-            source=checkpoint,
+            slot_in=source.slot if source is not None else ZERO_SLOT,
+            slot_out=self._reclaimer.allocate_slot() if self._slots_each else ZERO_SLOT,
+            source=source,
             pinned_tail=match.tail,
         )
 
@@ -178,9 +175,6 @@ class Admitter:
         if tail and self._is_ours_alone(tail[0]):
             return self._make(match, end, slot_in=slot, slot_out=slot, own_tail=tail)
         return self._make(match, end, slot_in=slot, slot_out=slot, pinned_tail=tail)
-
-    def _slot(self) -> int:
-        return self._reclaimer.allocate_slot() if self._slots_each else ZERO_SLOT
 
     def _is_ours_alone(self, page: int) -> bool:
         """Whether nobody has the page but who has just pinned it: a state that is kept inside a

@@ -112,13 +112,5 @@ def checkpoint_key(page: bytes, tail: bytes) -> bytes:
 def common_tokens(a: bytes, b: bytes) -> int:
     """Length of the common prefix of two runs of packed token ids, in tokens."""
     num = min(len(a), len(b)) // TOKEN_BYTES
-    if a[: num * TOKEN_BYTES] == b[: num * TOKEN_BYTES]:
-        return num
-    low = 0
-    while num - low > 1:
-        middle = (low + num) // 2
-        if a[: middle * TOKEN_BYTES] == b[: middle * TOKEN_BYTES]:
-            low = middle
-        else:
-            num = middle
-    return low
+    pairs = zip(memoryview(a).cast("I"), memoryview(b).cast("I"), strict=False)
+    return next((index for index, (x, y) in enumerate(pairs) if x != y), num)

@@ -16,6 +16,7 @@ from milepost.cache.order import Order
 from milepost.cache.tree.chain import checkpoint_key
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A full page of a known prefix, or a root (depth 0, no page). Compared and hashed by identity.
 
@@ -24,32 +25,21 @@ class Node:
     `last_child` is the newest, or the only one.
     """
 
-    __slots__ = (
-        "checkpoints",
-        "children",
-        "depth",
-        "digest",
-        "evicted_tail",
-        "is_salted",
-        "last_child",
-        "num_reaching",
-        "page",
-        "parent",
-        "tokens",
-    )
+    digest: bytes
+    page: int
+    parent: Node | None
+    tokens: bytes
+    depth: int = 0
+    is_salted: bool = False
+    num_reaching: int = 0
+    children: list[Node] = field(default_factory=lambda: NO_CHILDREN)
+    last_child: Node | None = None
+    checkpoints: dict[bytes, Checkpoint] = field(default_factory=lambda: NO_CHECKPOINTS)
+    evicted_tail: bytes | None = None
 
-    def __init__(self, digest: bytes, page: int, parent: Node | None, tokens: bytes) -> None:
-        self.digest = digest
-        self.page = page
-        self.parent = parent
-        self.depth: int = parent.depth + 1 if parent else 0
-        self.tokens = tokens
-        self.is_salted: bool = parent.is_salted if parent else False
-        self.num_reaching = 0
-        self.children: list[Node] = NO_CHILDREN
-        self.last_child: Node | None = None
-        self.checkpoints: dict[bytes, Checkpoint] = NO_CHECKPOINTS
-        self.evicted_tail: bytes | None = None
+    def __post_init__(self) -> None:
+        if self.parent is not None:
+            self.depth, self.is_salted = self.parent.depth + 1, self.parent.is_salted
 
     @property
     def is_root(self) -> bool:
