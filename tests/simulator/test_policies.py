@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from peer_policies import ALL_POLICIES
@@ -118,14 +119,16 @@ def in_time(trace, policy, num_pages, num_slots=200, **options):
 
 
 def test_more_live_sessions_than_kv_cost_their_share_alone():
-    """30 sessions of 100 to 138 pages, and KV for 20 of them: with LRU little is left."""
+    """30 sessions of 100 to 138 pages, and KV for 20 of them: with LRU little is left. Who is let
+    in when decides much, so three memories that differ by little are taken together.
+    """
     trace = live_sessions(30, 20)
-    run, hit = in_time(trace, "auto", 20 * 140)
+    ours = [in_time(trace, "auto", 20 * 140 + more) for more in (-50, 0, 50)]
     lru_run, lru_hit = in_time(trace, "ends", 20 * 140)
     _, fitting = in_time(trace, "auto", 40 * 140)
     assert lru_hit < 0.3
-    assert hit > 0.9 * fitting
-    assert run.end_s < 0.85 * lru_run.end_s
+    assert fmean(hit for _, hit in ours) > 0.9 * fitting
+    assert fmean(run.end_s for run, _ in ours) < 0.85 * lru_run.end_s
 
 
 def test_answers_that_do_not_come_back_cost_the_prompts_no_states():
