@@ -14,11 +14,12 @@ import milepost
 ROOT = Path(milepost.__file__).parent
 
 DONE = (
-    *("cli", "engine", "layers", "load", "models", "parallel", "runner", "server", "speculative"),
+    *("cache", "cli", "engine", "layers", "load", "models", "parallel", "runner", "scheduler"),
+    *("server", "speculative"),
     *("disaggregation", "kv_events", "simulator", "tiers"),
     *("kernels/conv", "kernels/recurrent", "kernels/short_conv"),
     *("config.py", "demo.py", "errors.py", "json_settings.py", "speculative_config.py"),
-    *("kv_events_config.py", "kv_transfer_config.py", "ray.py", "scheduler/plans.py"),
+    *("kv_events_config.py", "kv_transfer_config.py", "ray.py"),
     *(f"kernels/{name}" for name in ("attention", "comm", "layout", "mtp", "platform", "rows")),
     "kernels/sampling",
     *("kernels/norm", "kernels/products/forms", "kernels/products/__init__.py"),

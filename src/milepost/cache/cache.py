@@ -34,8 +34,8 @@ class Cache:
 
     `num_slots` counts usable slots, without the zero slot; `storage` in place of the two numbers
     may be a unified pool, whose boundary between pages and slots moves. `mode="none"` reuses
-    nothing and keeps nothing. `kinds` are the model's, and so is `identity`, of which keys are
-    made; `grid` in place of theirs, `placement` and `score` in place of the mode's own are for
+    nothing and keeps nothing. `kinds` are the model's, and so is `identity`, which goes into all
+    keys; `grid` in place of theirs, `placement` and `score` in place of the mode's own are for
     comparisons.
     """
 
@@ -87,7 +87,7 @@ class Cache:
 
     @property
     def room(self) -> tuple[int, int]:
-        """Pages and slots that can be allocated if everything that is only cached gives way."""
+        """Pages and slots to be had if everything that is only cached gives way."""
         return self.storage.room
 
     def chain(self, tokens: Iterable[int], salt: str = "") -> Chain:
@@ -97,21 +97,20 @@ class Cache:
     # --- match ------------------------------------------------------------------------------------
 
     def match(self, chain: Chain, limit: int | None = None) -> Match:
-        """Find what of the prompt is cached; changes nothing.
+        """Find the cached part of a prompt; changes nothing.
 
         A prompt that waits may be matched again and again: once its digests are known, that costs
-        the logarithm of its pages, and what lies behind the state to resume from.
-        At least the last token is left to compute; `limit` lowers the position to resume from
-        further.
+        the logarithm of its pages, and the pages after the state to resume from. At least the last
+        token is left to compute; `limit` lowers the position to resume from further.
         """
         return self._finder.find(chain, limit, self.reclaimer.version)
 
     # --- wait -------------------------------------------------------------------------------------
 
     def expect(self, chain: Chain, num_ahead: int, *, first_time: bool = True) -> Reservation:
-        """Note that a request waits behind `num_ahead` others, and reserve what it would resume
-        from: that is kept in preference to what nobody is known to ask for. For `refresh`, `admit`
-        and `forget`. What it returns to is learned now, however long it waits.
+        """Reserve what a waiting request would resume from, to be kept in preference to what nobody
+        is known to ask for; `num_ahead` others go first. For `refresh`, `admit` and `forget`. What
+        it returns to is learned now, however long it waits.
         """
         reservation = Reservation(due=self.score.clock + num_ahead + 1)
         match = self.match(chain)
@@ -192,8 +191,8 @@ class Cache:
     def take_exports(
         self, allocation: Allocation, end: int, most: int | None = None, num_drafts: int = 0
     ) -> list[Export]:
-        """Plan the chunk that ends at `end`, with so many drafts behind it: slots for the states to
-        keep in it, at most `most`. Without any token it folds in what is committed.
+        """Plan the chunk that ends at `end` and `num_drafts` drafts after it; returns slots for the
+        states to keep in it, at most `most`. Without any token it folds in what is committed.
         """
         return self._running.take_exports(allocation, end, most, num_drafts)
 
@@ -208,14 +207,14 @@ class Cache:
         self._running.commit(allocation, position, written)
 
     def loaded(self, allocation: Allocation, sources: Mapping[str, int] | None = None) -> None:
-        """All of it is there; so many of the tokens came from each of the `sources`."""
+        """Note that a load is complete; `sources` counts the tokens that came from each."""
         self._running.loaded(allocation)
         report = allocation.report
         allocation.report = report.with_loaded(allocation.committed, sources or {})
         self.stats.admitted(allocation.report, first_time=allocation.is_first)
 
     def load_failed(self, allocation: Allocation) -> None:
-        """It does not come; the request computes what it lacks."""
+        """Note that a load failed; the request computes what it lacks."""
         position = allocation.planned
         self._running.load_failed(allocation)
         allocation.report = allocation.report.with_lost(Lost.LATE_COPY, position)
@@ -253,8 +252,8 @@ class Cache:
             self.outbox.open(self.tree.nodes.values(), self.tree.at_slot.values())
 
     def take_events(self) -> tuple[Event, ...]:
-        """What has come, become reachable or gone since they were last taken, in that order. Taken
-        with each plan: what leaves may be overwritten by that plan's step, not before.
+        """Returns what has come, become reachable or gone since the last call, in that order. Call
+        it with each plan: that plan's step may overwrite what leaves, no earlier step does.
         """
         return self.outbox.take_events()
 

@@ -1,7 +1,7 @@
 """Events of the cache, in the order in which they became true: for tiers that keep what leaves, and
 for routers that send a prompt to where it hits.
 
-A page is *reachable* while a checkpoint at or behind its end is there: a resume can use it then. In
+A page is *reachable* while a checkpoint at or after its end is there: a resume can use it then. In
 a model without states in slots every page is. A listener knows from the events what is cached, and
 what a prompt would hit: the deepest state on its path. Nothing is recorded until somebody listens.
 
@@ -23,7 +23,7 @@ may tell the same of those.
 
 
 class PagesCached(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True, gc=False):
-    """Full pages, one behind the other, have their KV."""
+    """A run of full pages has its KV."""
 
     keys: tuple[bytes, ...]
     parent: bytes
@@ -52,9 +52,7 @@ class StateCached(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
 class PagesReachable(
     msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True, gc=False
 ):
-    """Pages that are cached, one behind the other: the first behind `parent`, which is a root or
-    reachable too.
-    """
+    """A run of cached pages became reachable; its `parent` is a root or reachable too."""
 
     keys: tuple[bytes, ...]
     parent: bytes
@@ -68,8 +66,9 @@ class PagesReachable(
 class PagesUnreachable(
     msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True, gc=False
 ):
-    """None of these can be used by a checkpoint there by now, though they may be cached; the first
-    behind the others."""
+    """A run of pages became unreachable by checkpoints there, the first page last; they may still
+    be cached.
+    """
 
     keys: tuple[bytes, ...]
     where: Where = "device"
@@ -89,8 +88,8 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     score: float
     """Tokens that it was expected to save."""
     num_moves: int
-    """Of the page moves that the next plan carries, those that come before it. Who wants the
-    contents copies them behind those moves, and before anything else.
+    """Number of the next plan's page moves that come first. Who wants the contents copies them
+    after those moves, and before anything else is written.
     """
 
 

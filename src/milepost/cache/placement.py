@@ -41,7 +41,7 @@ class Kind(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class PromptFacts:
-    """What placement may know about a prompt. Positions are token counts from its start."""
+    """Facts that placement may know about a prompt. Positions are token counts from its start."""
 
     prompt_length: int
     grid: int
@@ -68,9 +68,7 @@ def gives_up_too_much(length: int, kept: int) -> bool:
 
 
 def rounded(position: int, step: int) -> int:
-    """The position on the grid that is kept for `position`, or itself where that would give up too
-    much of it.
-    """
+    """The grid position to keep for `position`, or itself if rounding would give up too much."""
     on_grid = floor(position, step)
     return position if gives_up_too_much(position, on_grid) else on_grid
 

@@ -1,4 +1,4 @@
-"""What is passed on to the runner: exports, copies, moves, arrivals. All can be sent as bytes."""
+"""Orders to the runner: exports, copies, moves, arrivals. All can be sent as bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
 
 
 HOLE = -1
-"""In a page table: a page behind every layer's window, which is not there."""
+"""Stands in a page table for a page older than every layer's window, which is freed."""
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

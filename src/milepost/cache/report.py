@@ -1,4 +1,4 @@
-"""Why each prompt token that was not reused was lost, and the counters that add this up.
+"""Reasons why prompt tokens were not reused, and the counters that add them up.
 
 Invariant R1: reused + sum(lost) == prompt_tokens, for each request and for the sums.
 """
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Lost(StrEnum):
-    """Reasons, in the order in which they apply along a prompt behind its reused part."""
+    """Reasons, in the order in which they apply along a prompt after its reused part."""
 
     DISABLED = "disabled"
     """Prefix caching is off, for the engine or the request."""
@@ -22,13 +22,13 @@ class Lost(StrEnum):
     NOT_WORTH_LOADING = "not_worth_loading"
     """In a tier, but sooner computed than loaded."""
     CHECKPOINT_EVICTED = "checkpoint_evicted"
-    """A state was kept behind these tokens and has been evicted, or has to give way to the request
-    itself, which finds no room beside it.
+    """A state after these tokens was evicted, or has to give way to the request itself, which finds
+    no room beside it.
     """
     NO_CHECKPOINT = "no_checkpoint"
-    """Their KV is there; no state was ever kept behind them."""
+    """Their KV is there; no state was ever kept after them."""
     GRID = "grid"
-    """Seen before, but behind the last position at which a prefill can export a state or a page
+    """Seen before, but after the last position at which a prefill can export a state or a page
     ends.
     """
     KV_EVICTED = "kv_evicted"
@@ -102,7 +102,7 @@ class CacheReport:
         return replace(self, lost={reason: num_tokens, **_without_first(self.lost, num_tokens)})
 
     def head(self) -> str:
-        """What was reused, and what of it was loaded from where."""
+        """Says what was reused, and what of it was loaded from where."""
         head = f"{self.reused} of {self.prompt_tokens} prompt tokens from the cache"
         return f"{head} ({self.origins(self.loaded)})" if self.loaded else head
 
@@ -145,11 +145,11 @@ def explain(
     resident: int,
     evicted: int,
 ) -> CacheReport:
-    """Split what of a prompt was not reused by reason; the first that applies to a token names it.
+    """Split the tokens that were not reused by reason; the first that applies to a token names it.
 
     All are ends of prefixes, in tokens: `kv_length` and `resident` of the KV that is there, in full
     pages and counting tokens inside a page, `kv_grid` of that up to the grid, `checkpoint_evicted`
-    of what a state was kept behind, `evicted` of the pages that were there.
+    of what had a state at its end, `evicted` of the pages that were there.
     """
     ends = (
         (Lost.CHECKPOINT_EVICTED, checkpoint_evicted),
@@ -196,8 +196,8 @@ class Stats:
     checkpoints_skipped: int = 0
     """Exports that found no slot."""
     checkpoints_evicted: dict[str, int] = field(default_factory=dict)
-    """By cause: slots, pages, taken (its slot went to the request that resumed from it), reset; in
-    the simulator's pool of equal blocks: blocks.
+    """Counts by cause: slots, pages, taken (its slot went to the request that resumed from it),
+    reset.
     """
     checkpoints_evicted_unused: int = 0
     pages_evicted: int = 0

@@ -3,8 +3,8 @@
 Those go first that have waited longest for what they cost: by the time waited for each second of
 computing, so that short ones pass long ones, and none starves. One is passed over if the step has
 no tokens for it, if there is no room for it, or if it waits for a prefix that another one is
-computing; those behind it may go first, within limits. However many wait, a step considers a
-bounded number.
+computing; others may go first then, within limits. However many wait, a step considers a bounded
+number.
 
 With more live conversations than fit, admitting each at once would evict what the next one needs,
 and nothing would ever hit. So seconds are weighed against seconds. A request that *displaces* what
@@ -50,10 +50,9 @@ MAX_LOOKS = 16
 """Prompts that a step looks up in the cache without admitting them."""
 
 MAX_CHANGES = 64
-"""Requests that begin in a step and states that are evicted for them, before the others wait for
-the next step. Each takes some 0.1 to 0.2 ms to plan, a step that prefills takes 17 ms on a GPU and
-is planned while another one runs: so planning is hidden. With fewer, requests that leave little to
-compute would share the weights that a step reads with fewer others.
+"""Most requests to begin in a step, together with the states evicted for them; the others wait for
+the next step. Each takes some 0.1 to 0.2 ms to plan while a step of 17 ms or more runs, so planning
+is hidden. With fewer, short prompts would share a step's weights with fewer others.
 """
 
 
@@ -72,9 +71,9 @@ class AdmissionRound:
     num_passed_over: int = 0
     num_looks: int = 0
     num_changes: int = 0
-    """Requests that have begun, and states that were evicted for them."""
+    """Number of requests begun and of states evicted for them."""
     last_priority: int | None = None
-    """Of those that run the least urgent one's, once somebody has asked."""
+    """Priority of the least urgent running request, once somebody has asked."""
     is_held: bool = False
     """Whether one of them has been bypassed often enough."""
 
@@ -90,7 +89,7 @@ class AdmissionRound:
         )
 
     def admitted(self, request: Request, num_evicted: int) -> None:
-        """Note that a request begins, for which so many states were evicted."""
+        """Note that a request begins, and how many states were evicted for it."""
         self.num_seats -= 1
         self.num_changes += 1 + num_evicted
         if self.last_priority is not None:
@@ -136,7 +135,7 @@ class Admission:
         return False
 
     def open(self, max_num_seqs: int) -> AdmissionRound:
-        """Begin a step in which so many requests may run."""
+        """Begin a step in which `max_num_seqs` requests may run."""
         num_seats = 0
         if self._waiting:
             num_seated = sum(request.holds_seat for request in self._running)
@@ -144,8 +143,8 @@ class Admission:
         return AdmissionRound(num_seats=num_seats)
 
     def candidates(self, turn: AdmissionRound) -> list[Request]:
-        """The requests that a step may look at, those first that have waited longest for what they
-        cost; where nothing runs, those that cost least.
+        """The requests to look at in a step, those first that have waited longest for what they
+        cost; if nothing runs, those that cost least.
         """
         if not turn.num_seats:
             return []
@@ -219,7 +218,7 @@ class Admission:
         return True
 
     def _offer(self, request: Request, match: Match) -> Offer | None:
-        """What of a request can come from outside."""
+        """The best offer of a source, if there is any."""
         offer = self._outside.find(request, match)
         request.offered = offer.position if offer is not None else 0
         return offer

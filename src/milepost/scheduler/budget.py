@@ -31,7 +31,7 @@ def max_num_exports(max_num_seqs: int, max_num_batched_tokens: int, grid: int) -
 
 
 class Budget:
-    """What the step that is being planned has given out, and has left."""
+    """Tokens that the step being planned has given out, and has left."""
 
     __slots__ = ("given", "grid", "left", "num_drafts")
 
@@ -48,8 +48,8 @@ class Budget:
         return any(num_tokens > 1 for num_tokens in self.given.values())
 
     def can_begin(self, num_left: int) -> bool:
-        """Whether there are tokens for a request with so many to compute: all, or a grid step. With
-        fewer it would hold memory and compute next to nothing.
+        """Whether there are tokens for a request that has `num_left` to compute: all, or a grid
+        step. With fewer it would hold memory and compute next to nothing.
         """
         return self.left >= min(self.grid, num_left)
 
@@ -85,7 +85,7 @@ class Budget:
         self.give(request, num_left)
 
     def give_drafts(self, request: Request, num_drafts: int) -> None:
-        """Give a request tokens for so many drafts; as many are left."""
+        """Give a request tokens for drafts; the caller has made sure that they are left."""
         self.num_drafts[request] = num_drafts
         self.left -= num_drafts
 

@@ -30,7 +30,7 @@ class PrefixMemory(Protocol):
 
     @property
     def room(self) -> tuple[int, int]:
-        """What could be allocated of either kind if everything that is only cached gave way."""
+        """Pages and slots to be had if everything that is only cached gave way."""
         ...
 
     def match(self, chain: Chain, limit: int | None = None) -> Match: ...

@@ -1,9 +1,9 @@
-"""What is loaded from outside the device, and what is kept there: tiers, other engines.
+"""Loads from outside the device, and copies to it: tiers, other engines.
 
 A *source* offers to fill a request's pages and slot beyond what the device has cached. While it
 does so, the admitted request is loading: nothing is planned for it until the source reports that
 all has arrived, or that it will not. The request holds memory and counts as running, but blocks
-nobody: those behind it are admitted, and what it was admitted with is kept.
+nobody: later ones are admitted, and what it was admitted with is kept.
 
 A *keeper* names what to copy from the device before a plan overwrites it.
 """
@@ -28,17 +28,17 @@ they wait for the same link.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What a source, by name, has of a prompt."""
+    """Offer of a source, by name, of a part of a prompt."""
 
     source: str
 
     position: int = 0
-    """Where the request would go on from; nothing is offered unless that is behind its match."""
+    """Position to go on from; nothing is offered unless that is after its match."""
     tokens: Mapping[str, int] = field(default_factory=dict)
     """Those that would come from it, by where it has them, for the report."""
     lost: tuple[tuple[Lost, int], ...] = ()
-    """Why tokens behind that are not offered: reasons, each with the position that it is good up
-    to; the furthest first.
+    """Reasons why later tokens are not offered, each with the position that it is good up to; the
+    furthest first.
     """
 
 
@@ -50,8 +50,8 @@ class Source(Protocol):
     name: str
 
     def offer(self, request: Request, match: Match) -> Offer:
-        """What it has of a request's tokens, behind what the device has. Costs no more than a
-        match; the request may be asked for again and again.
+        """Returns what it has of a request's tokens, after what the device has. Costs no more than
+        a match; the request may be asked for again and again.
         """
         ...
 
@@ -77,15 +77,15 @@ class Keeper(Protocol):
         ...
 
     def note(self, events: tuple[Event, ...]) -> None:
-        """What came and went."""
+        """Note what came and went."""
         ...
 
     def take_events(self) -> tuple[Event, ...]:
-        """What has become true of what it keeps: nothing unless somebody listens."""
+        """Returns what has become true of what it keeps: nothing unless somebody listens."""
         ...
 
     def take_stores(self, num_moves: int) -> tuple[Store, ...]:
-        """What the next plan, which moves so many pages, is to copy first."""
+        """Returns what the next plan, with `num_moves` moves of pages, is to copy first."""
         ...
 
 
@@ -97,15 +97,15 @@ class Outside:
     def __init__(self, memory: PrefixMemory) -> None:
         self._memory = memory
         self.loading: dict[int, tuple[Request, Offer]] = {}
-        """By request number."""
+        """Keyed by request number."""
         self.max_loading = MAX_LOADING
         self._sources: dict[str, Source] = {}
         self._keeper: Keeper | None = None
         self._listeners: list[Callable[[tuple[Event, ...]], None]] = []
         self._loads: list[Load] = []
         self._offers: dict[int, Offer] = {}
-        """What requests, by number, wait to load until others have: it costs a walk over a prompt's
-        pages to find out, and is asked for in each step.
+        """Offers that requests, by number, wait to load: finding one takes a walk over a prompt's
+        pages, and it is asked for in each step.
         """
 
     @property
@@ -215,7 +215,7 @@ class Outside:
         return loads
 
     def take_stores(self, num_moves: int) -> tuple[Store, ...]:
-        """What the next plan is to copy; tells whoever listens what has come and gone."""
+        """Returns what the next plan is to copy; tells whoever listens what has come and gone."""
         self.tell()
         return self._keeper.take_stores(num_moves) if self._keeper is not None else ()
 

@@ -127,7 +127,7 @@ class Planner:
             budget.give_chunk(request)
 
     def _give_drafts(self, request: Request, budget: Budget) -> None:
-        """Have a decode's drafts verified, as many as the answer has tokens for behind its next."""
+        """Have a decode's drafts verified, as many as the answer may have after its next token."""
         allocation = request.allocation
         assert allocation is not None
         stand = request.drafts_from == request.num_tokens
@@ -139,7 +139,7 @@ class Planner:
             budget.give_drafts(request, num_drafts)
 
     def _build_plan(self, budget: Budget) -> StepPlan:
-        """What a step computes, as data, with what comes and goes beside it."""
+        """Build the plan of a step, with what comes and goes beside it."""
         sequences = [plan_sequence(self._cache, request, 0) for request in self.folding]
         self.folding.clear()
         num_exports = self._max_num_exports
@@ -172,5 +172,5 @@ class Planner:
 
 
 def _order(request: Request) -> tuple[int, bool]:
-    """By priority, then what runs before what waits."""
+    """Orders by priority, then what runs before what waits."""
     return request.priority, request.allocation is None

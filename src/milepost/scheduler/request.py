@@ -46,26 +46,26 @@ class Request:
     priority: int = 0
     """Lower goes first."""
     num_prompt_logprobs: int | None = None
-    """The runner scores the prompt's tokens, with so many of the likeliest beside each."""
+    """The runner scores the prompt's tokens, with this many of the likeliest beside each."""
     keeps_history: bool = False
     """The runner keeps its tokens, for what sampling reads of them."""
     number: int = -1
     """Set by the scheduler: the order in which requests were added, and their name in plans."""
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)
-    """Of the prompt and of the answer so far."""
+    """Tokens of the prompt and of the answer so far."""
     allocation: Allocation | None = None
     reservation: Reservation | None = None
     """While it waits: its claim on what it would resume from."""
     report: CacheReport | None = None
-    """What the cache had of the prompt when it was first admitted."""
+    """Report of what the cache had of the prompt at the first admission."""
     num_preemptions: int = 0
     blocked_at: tuple[int, int, int] | None = None
-    """What room there was when it last found too little."""
+    """Room that there was when it last found too little."""
     looked_at: int = 0
     """How many requests had been admitted when it last looked at what others compute."""
     num_planned_pages: int = 0
-    """Of its page table, how many plans have named."""
+    """Number of its page table's pages that plans have named."""
     awaits: Shared | None = None
     """The prefix that it waited for when it last looked at what others compute."""
     offered: int = 0
@@ -81,7 +81,7 @@ class Request:
     num_idle_steps: int = 0
     """Steps that it has gone without tokens while it ran."""
     drafts: tuple[int, ...] = ()
-    """What is supposed to come behind the first `drafts_from` tokens."""
+    """Tokens that are supposed to follow the first `drafts_from` tokens."""
     drafts_from: int = 0
     awaits_drafts: bool = False
     """Its next drafts are known only once its tokens are: no step is planned ahead of those."""
@@ -132,8 +132,8 @@ class Request:
 
     @property
     def goes_on(self) -> bool:
-        """Whether another step may follow those planned: the answer may have tokens behind the one
-        that is being sampled, and it is known where they begin.
+        """Whether another step may follow those planned: the answer may go on after the token being
+        sampled, and it is known where.
         """
         allocation = self.allocation
         if allocation is not None and (allocation.is_loading or allocation.is_verifying):
@@ -142,7 +142,7 @@ class Request:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the answer may have tokens behind those that are being sampled."""
+        """Whether the answer may go on after the tokens being sampled."""
         if self.finish_reason is not None:
             return False
         return self.num_output_tokens + int(self.is_sampling) < self.max_tokens

@@ -32,7 +32,7 @@ class Scheduler:
     """Raises ConfigError for a budget with which a step could not make progress.
 
     Page tables of requests that sample reach `num_lookahead_tokens` further than they have to, for
-    drafts that are made behind the tokens; where there is room, nobody gives way to that.
+    drafts that are made after the tokens; nobody gives way to that.
     With `max_queue_wait_s`, `check_wait` and `take_late` say which requests wait too long.
     """
 
@@ -79,7 +79,7 @@ class Scheduler:
             num_lookahead_tokens=num_lookahead_tokens,
         )
         self._requests: dict[int, Request] = {}
-        """By number, until they are over and no step in flight computes for them."""
+        """Requests by number, until they are over and no step in flight computes for them."""
         self._num_live = 0
         self._steps: deque[StepPlan] = deque()
         self._moves_beside = False
@@ -97,17 +97,13 @@ class Scheduler:
 
     @property
     def num_loading(self) -> int:
-        """Requests that wait for what comes from outside, and those that are over but hold what is
-        still being written.
-        """
+        """Requests being loaded, and those that are over but hold what is still being written."""
         return len(self.outside.loading)
 
     # --- outside the device -----------------------------------------------------------------------
 
     def plan_copies(self) -> StepPlan:
-        """What a keeper wants copied now that nothing runs; between steps, none of which is in
-        flight.
-        """
+        """Plan a keeper's copies while nothing runs. Call it between steps, with none in flight."""
         assert not self._steps, "F1: nothing is planned beside a step in flight"
         moves = self.cache.take_moves()
         return StepPlan(sequences=(), moves=moves, stores=self.outside.take_stores(len(moves)))
@@ -185,14 +181,14 @@ class Scheduler:
         return True
 
     def propose(self, request: Request, drafts: Sequence[int]) -> None:
-        """Hand in what may follow the request's tokens of now; until it has others, the next step
-        verifies as many as it has tokens and memory for.
+        """Hand in tokens that may follow the request's present ones; until it has others, the next
+        step verifies as many as it has tokens and memory for.
 
-        A step that verifies drafts computes them behind the last token, and its result is the run
-        of tokens that the model would have sampled one by one: one more than it accepts. The state
-        stays before them; the next step folds in those that were accepted. Nobody knows before the
-        outcome where that step begins, so `follow` plans none: the request is in every other step
-        at most, and the others run ahead as ever.
+        A step that verifies drafts computes them after the last token, and its result is the run of
+        tokens that the model would have sampled one by one: one more than it accepts. The state
+        stays before them; the next step folds in those that were accepted. Only the outcome says
+        where that step begins, so `follow` plans none: the request is in every other step at most,
+        and the others run ahead as ever.
         """
         request.drafts, request.drafts_from = tuple(drafts), request.num_tokens
 
@@ -212,8 +208,8 @@ class Scheduler:
         return self._launched(self._planner.plan(continuing, 0 if is_short else self.max_num_seqs))
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step behind `plan`, which is still running: what its requests do next, and whom
-        it is known to have tokens, a seat and memory for.
+        """Plan the step after `plan`, which is still running: what its requests do next, and
+        whoever is known to have tokens, a seat and memory.
 
         None if memory has to be found for a decode, if decodes keep states (mode `all`), or if
         nothing is left to do. A request that turns out to have ended in `plan` has then consumed
@@ -383,5 +379,5 @@ def _may_be_preempted(request: Request) -> bool:
 
 
 def _grows(request: Request) -> bool:
-    """Whether the next tokens of one that goes on may lie behind its page table."""
+    """Whether a request's next tokens may lie past its page table."""
     return request.num_output_tokens > 0 or request.num_left == 1

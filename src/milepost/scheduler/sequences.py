@@ -19,9 +19,9 @@ def plan_sequence(
     max_num_exports: int = 0,
     num_lookahead_tokens: int = 0,
 ) -> SequencePlan:
-    """Plan a running request's next tokens, with drafts behind them; with none of either it folds
-    the committed ones into its state. Where there is room, the page table of one that samples
-    reaches `num_lookahead_tokens` further than it has to.
+    """Plan a running request's next tokens and drafts after them; with none of either it folds the
+    committed ones into its state. Where there is room, the page table of one that samples reaches
+    `num_lookahead_tokens` further than it has to.
     """
     allocation, chain = request.allocation, request.chain
     assert allocation is not None
@@ -68,7 +68,7 @@ def place_in_batch(plan: SequencePlan) -> tuple[int, int]:
 
 
 def _new_pages(request: Request, table: list[int]) -> tuple[int, ...]:
-    """What the table has grown by since a plan named it last."""
+    """Returns the pages by which the table has grown since a plan named it last."""
     first, request.num_planned_pages = request.num_planned_pages, len(table)
     return tuple(table[first:]) if first < len(table) else ()
 

@@ -1,4 +1,4 @@
-"""Which pages are being computed right now, so that a request with the same prefix can wait for
+"""Notes the pages being computed right now, so that a request with the same prefix can wait for
 them.
 
 Waiting costs a step and saves the tokens that would be computed twice. The running prefill is asked
@@ -41,9 +41,8 @@ class Shared:
 
 
 class PendingPrefixes:
-    """Digests of prompt pages that running prefills have yet to commit, with the first that
-    computes each; and requests that are over, but for a step in flight that takes their state
-    further.
+    """Prompt pages being computed, by digest, with the first request that computes each; and
+    requests that are over, but for a step in flight that takes their state further.
 
     Digests are made when somebody looks for them: a device that waits for the step of a prompt that
     is alone does not wait for those.
@@ -61,7 +60,7 @@ class PendingPrefixes:
         self._leaving: dict[Request, None] = {}
 
     def claim(self, request: Request) -> None:
-        """Note that an admitted request computes the pages behind its cached path."""
+        """Note that an admitted request computes the pages after its cached path."""
         assert request.allocation is not None
         num_full = len(request.chain) // request.chain.page_size
         self._claims[request] = len(request.allocation.path), num_full

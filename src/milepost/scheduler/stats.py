@@ -23,9 +23,9 @@ class SchedulerStats:
     """Times that drafts of a request were verified."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Of those."""
+    """Drafts among those that were accepted."""
     num_runs: list[int] = field(default_factory=list)
-    """Times that drafts of a request were verified and so many of them accepted."""
+    """Number of times a request's drafts were verified, by the number accepted."""
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Note what became of a request's drafts."""

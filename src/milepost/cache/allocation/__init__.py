@@ -1,4 +1,6 @@
-"""What a running request holds: how it is admitted, its states, and what it publishes."""
+"""Allocations, one for each running request: how they are admitted, their states, and what they
+publish.
+"""
 
 from milepost.cache.allocation.admitting import Admitter
 from milepost.cache.allocation.lending import Loan, Loans

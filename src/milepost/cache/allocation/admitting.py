@@ -86,7 +86,7 @@ class Admitter:
         return None
 
     def _num_fresh(self, match: Match) -> int:
-        """Pages that a prompt needs beside those that match."""
+        """Number of pages that a prompt needs beside those found."""
         return -(-len(match.path.chain) // self._page_size) - match.path.num_pages
 
     def _may_have_room(self, match: Match, fresh: int) -> bool:
@@ -164,8 +164,8 @@ class Admitter:
         )
 
     def _taking_over(self, match: Match, checkpoint: Checkpoint, end: End) -> Allocation:
-        """Of a pinned match whose checkpoint nobody else reads: its slot becomes the request's own,
-        and so does its tail page if nobody else needs it.
+        """Build an allocation of a pinned match whose checkpoint nobody else reads: the slot
+        becomes the request's own, and so does the tail page if nobody else needs it.
         """
         self._reclaimer.evict_checkpoint(checkpoint, "taken")
         slot, tail = checkpoint.slot, match.tail

@@ -23,7 +23,7 @@ class Loan:
 
 
 class Loans:
-    """The loans that were not given back yet, and the part of the memory that they hold."""
+    """The loans not taken back yet, and the share of the memory that they hold."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage

@@ -36,7 +36,7 @@ class Publisher:
                 break
             self._join(allocation, known)
         pages = allocation.page_table[len(path) : num_full]
-        if pages:  # behind a page that is not there none is
+        if pages:
             parent = path[-1] if path else self._tree.root(chain)
             path.extend(self._tree.insert(chain, parent, pages))
             self._pages.keep(pages)

@@ -1,4 +1,4 @@
-"""What running requests do with what they hold: plan, commit, load, release."""
+"""Changes allocations of running requests: plan, commit, load, release."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Running:
     def take_exports(
         self, allocation: Allocation, end: int, most: int | None = None, num_drafts: int = 0
     ) -> list[Export]:
-        """Plan the chunk that ends at `end`, with so many drafts behind it: slots for the states to
-        keep in it, at most `most`, the deepest. Without any token it folds in what is committed.
+        """Plan the chunk that ends at `end` and `num_drafts` drafts after it; returns slots for the
+        deepest states to keep in it, at most `most`. Without any token it folds in what is
+        committed.
 
-        Takes only slots that are free or cached: a state that finds none is skipped, never waited
-        for.
+        Takes only slots that are free or cached: a state without one is skipped, never waited for.
         """
         start = allocation.planned
         assert start < end or allocation.num_unfolded, "A3: chunks are planned one after the other"
@@ -94,8 +94,8 @@ class Running:
 
         `written` is the runner's report: slot -> tokens that its contents have consumed; a step
         that verifies drafts may leave the state where it was. Publishes the pages that became full
-        and the exported states, and lets go of the checkpoint that was read. What a further step in
-        flight exports lies behind `position`, and stays.
+        and the exported states, and lets go of the checkpoint that was read. Exports of a further
+        step in flight lie after `position`, and stay.
         """
         assert position >= allocation.committed, "A4: what is committed stays so"
         if self._slots_each and not allocation.is_verifying:
@@ -198,8 +198,8 @@ class Running:
         allocation.slot_in, allocation.slot_out = slot, self._reclaimer.allocate_slot()
 
     def load_failed(self, allocation: Allocation) -> None:
-        """Note that it does not come, and that nobody writes it any more: the request goes on from
-        what it was admitted with.
+        """Note that a load failed and writes nothing any more: the request goes on from what it was
+        admitted with.
         """
         allocation.happens(Transition.LOAD_FAILED)
         allocation.arrivals = ()

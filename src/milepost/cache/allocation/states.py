@@ -1,10 +1,10 @@
-"""What a running request holds, and the states that it goes through.
+"""Allocations of running requests, and the states that they go through.
 
     tokens    |------------------------------|----|..........|
               0                              s    c          k
     s  state_length   what the slot has folded in
     c  committed      ids that are final, with their KV
-    k  kv_length      KV that the steps in flight write; behind `planned` it is drafts'
+    k  kv_length      KV that the steps in flight write; after `planned` it is drafts'
 
 Without drafts s == c between two steps. Pages are published up to c, a state at s: to get one at c,
 the tokens between are folded in first.
@@ -40,13 +40,13 @@ class State(StrEnum):
 
 
 class Transition(StrEnum):
-    """What may happen to an allocation; `TRANSITIONS` says when."""
+    """Events of an allocation's life; `TRANSITIONS` says when each may happen."""
 
     __hash__ = str.__hash__
 
     PLANNED = "planned"
     COMMITTED = "committed"
-    """With another step in flight behind it."""
+    """A step was committed, and another one is in flight."""
     SETTLED = "settled"
     """The last step in flight was committed."""
     LOAD = "load"
@@ -78,7 +78,7 @@ TRANSITIONS = {
 class Allocation:
     """Pages, slots and path that one running request holds, from `admit` to `release`.
 
-    `page_table` is append-only, but for pages behind a window, which become HOLE.
+    `page_table` is append-only, except for pages older than a window, which become HOLE.
     """
 
     chain: Chain
@@ -88,7 +88,8 @@ class Allocation:
     path: list[Node]
     """Nodes of the full pages committed so far; the path's pages are pinned."""
     slot_in: int
-    """What the next step to be planned reads: the checkpoint's slot, the zero slot, or its own."""
+    """The slot that the next step to be planned reads: the checkpoint's, the zero slot, or its own.
+    """
     slot_out: int
     """Its own, which every step writes."""
     state_length: int
@@ -110,12 +111,12 @@ class Allocation:
     num_steps: int = 0
     """In flight."""
     arrivals: tuple[Arrival, ...] = ()
-    """What is to be filled from outside before it goes on, if anything is."""
+    """Pages and slots to be filled from outside before the request goes on."""
     is_first: bool = True
     """Whether its request was never admitted before."""
     path_pins: list[int] = field(default_factory=list)
-    """Pages of the path that are pinned beside the table's: the request computed them a second
-    time, or they lie behind the window.
+    """Pages of the path that are pinned besides the table's: the request computed them a second
+    time, or they are older than the window.
     """
     exports: list[Export] = field(default_factory=list)
     """Taken for the steps in flight, not yet committed; by position."""

@@ -47,7 +47,7 @@ class Reclaimer:
         self._unranked: dict[Checkpoint, None] = {}
         """Whose place in the orders has changed."""
         self.version = 0
-        """Of what is cached: matches of an earlier one are outdated."""
+        """Version of what is cached: matches of an earlier one are outdated."""
         self._pages.watch(tree.leaves, tree.changed)
         self._slots.watch(tree.at_slot, tree.changed)
 
@@ -180,8 +180,8 @@ class Reclaimer:
                 self._evict_victim(self.states, "slots")
 
     def _clear_unit(self, unified: UnifiedPool) -> bool:
-        """Move the pages of the unit that holds fewest of them, of those without any that a request
-        holds; False if there is none. As many pages as make a unit are free in others.
+        """Free the unit that holds the fewest pages and none in use, by moving its pages; False if
+        there is no such unit. Enough pages are free in other units.
         """
         unit = unified.unit_to_clear()
         if unit is None:
@@ -191,8 +191,8 @@ class Reclaimer:
         return True
 
     def _score_per_page(self, checkpoint: Checkpoint) -> float:
-        """What is lost for each page that becomes free, now or as a stray, or that its slot can
-        become. That its page has come into use is seen when its bucket is next looked at.
+        """The score for each page that becomes free, at once or as a stray, or in place of the
+        slot. A page that has come into use is noticed when its bucket is next looked at.
         """
         pages = self.storage.pages_a_slot or 1
         node = checkpoint.node

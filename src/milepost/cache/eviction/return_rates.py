@@ -125,8 +125,8 @@ class ReturnRates:
 
 
 class Cuts:
-    """Returns that leave a path before its end, for each one that continues it, by magnitude of the
-    tokens between there and the end.
+    """Counts returns that leave a path before its end, for each one to the end, by magnitude of the
+    tokens between.
     """
 
     def __init__(self) -> None:

@@ -102,7 +102,7 @@ class Score:
         return end
 
     def begin(self, end: End) -> None:
-        """Note that a request that arrived is admitted."""
+        """Note that a request is admitted, which arrived before."""
         self.clock += 1
         end.time = self.clock
 

@@ -1,5 +1,5 @@
-"""Where free ids are kept: in a list, or, for pages of a unified pool, in units, each of which
-holds one slot or some pages.
+"""Where free ids are kept: in a list, or, for pages of a unified pool, in units, and
+each unit holds one slot or some pages.
 
 Knows nothing of references. Which ids are handed out depends on the calls alone.
 """
@@ -61,7 +61,7 @@ class FreePages:
         return [id_ for id_ in range(unit * self._each, (unit + 1) * self._each) if id_ not in free]
 
     def take_outside(self, unit: int, num: int) -> list[int]:
-        """Take so many of other units that hold pages, which there are."""
+        """Take `num` pages of other units that hold pages; the caller has made sure of them."""
         own = self._loose.pop(unit, None)
         ids: list[int] = []
         while len(ids) < num:

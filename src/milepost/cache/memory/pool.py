@@ -39,8 +39,8 @@ class Pool:
         self._changed: list[object] = []
 
     def watch(self, things: Mapping[int, object], changed: list[object]) -> None:
-        """From now on append to `changed` what an id that is pinned or unpinned stands for, if it
-        is one of `things` at that moment.
+        """From now on append to `changed` the thing that a pinned or unpinned id stands for, if
+        `things` has one.
         """
         self._watched, self._changed = things, changed
 
@@ -60,7 +60,7 @@ class Pool:
 
     @property
     def room(self) -> int:
-        """Ids that can be allocated if everything that is only cached gives way."""
+        """Number of ids to be had if everything that is only cached gives way."""
         return len(self._free) + self.num_cached
 
     def is_idle(self, first: int, end: int) -> bool:

@@ -13,8 +13,7 @@ from milepost.cache.memory.free import FreeList, FreePages
 from milepost.cache.memory.pool import Pool
 
 USUAL_SHARE = 1 / 8
-"""Of a unified pool's units, those that mostly are slots; only how much is remembered depends on
-it."""
+"""Usual share of slots among a unified pool's units; decides only how much is remembered."""
 
 
 class Split:
@@ -37,7 +36,7 @@ class Split:
 
     @property
     def room(self) -> tuple[int, int]:
-        """Pages, or slots, that can be had if everything that is only cached gives way."""
+        """Pages, or slots, to be had if everything that is only cached gives way."""
         return self.pages.room, self.slots.room
 
     def is_free(self, num_pages: int, num_slots: int) -> bool:
@@ -90,7 +89,7 @@ class UnifiedPool:
         return self._free_pages.num_loose
 
     def unit_to_clear(self) -> int | None:
-        """A unit of which only the cache holds pages, as few as can be."""
+        """Finds the unit with the fewest pages among those that only the cache holds pages of."""
         emptiest, most = None, 0
         for unit, num_free in self._free_pages.loose():
             if num_free > most and self._is_idle(unit):
@@ -109,8 +108,8 @@ class UnifiedPool:
         return moves
 
     def _has_idle_page_units(self, num: int) -> bool:
-        """Whether so many units hold cached pages alone. Where too few did, it looks again only
-        once some page has been let go: whoever waits may ask in every step.
+        """Whether `num` units hold cached pages alone. If too few did, it looks again only once
+        some page has been let go: whoever waits may ask in every step.
         """
         num_missed, num_let_go = self._missed
         if num >= num_missed and num_let_go == self.pages.num_let_go:
@@ -140,6 +139,6 @@ def pages_in_place(page_bytes: int, slot_bytes: int) -> int:
 
 
 def fit(num_bytes: int, *, page_bytes: int, slot_bytes: int) -> UnifiedPool:
-    """A unified pool of so many bytes."""
+    """Returns a unified pool of `num_bytes` bytes."""
     pages_each = pages_in_place(page_bytes, slot_bytes)
     return UnifiedPool(num_bytes // max(slot_bytes, pages_each * page_bytes), pages_each)

@@ -68,8 +68,8 @@ class Chain:
         return self._digests
 
     def learn(self, digests: Sequence[bytes]) -> None:
-        """Note the digests of the first pages whose own aren't known; whoever tells them holds the
-        same tokens, behind the same.
+        """Note digests of the first pages whose own aren't known; they belong to equal tokens,
+        after the same prefix.
         """
         self._digests.extend(digests)
 
@@ -97,13 +97,13 @@ class Chain:
 
 
 def root_key(identity: bytes, salt: str) -> bytes:
-    """What all keys of one model under one salt are chained from."""
+    """Key that all keys of one model under one salt are chained from."""
     seed = identity + salt.encode()
     return blake2b(seed, digest_size=DIGEST_BYTES, person=b"milepost").digest()
 
 
 def checkpoint_key(page: bytes, tail: bytes) -> bytes:
-    """The key of a state behind a page, or a root, and the packed `tail` past it."""
+    """Key of a state after a page, or a root, and the packed `tail` past it."""
     if not tail:
         return page
     return blake2b(page + tail, digest_size=DIGEST_BYTES, person=b"milepost state").digest()

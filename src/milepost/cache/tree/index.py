@@ -46,7 +46,7 @@ class Tree:
         have the digests of the pages there, which need not be computed.
         """
         root, known = self.roots.get(chain.root), chain.known_digests()
-        # Only leaves are evicted, so behind a page that is not here none is.
+        # Only leaves are evicted, so after a page that is missing all are.
         depth = bisect_left(known, True, key=lambda digest: digest not in self.nodes)
         node = self.nodes[known[depth - 1]] if depth else root
         if depth < len(known) or node is None:
@@ -141,7 +141,7 @@ class Tree:
             self.changed.append(here)
 
     def detach(self, checkpoint: Checkpoint, score: float) -> None:
-        """Take out a checkpoint, which was expected to save so many tokens."""
+        """Take out a checkpoint; `score` is what it was expected to save, in tokens."""
         node = checkpoint.node
         del node.checkpoints[checkpoint.tail]
         del self.at_slot[checkpoint.slot]
@@ -169,10 +169,10 @@ class Tree:
                 checkpoint.tail_page = target
 
     def num_seen(self, chain: Chain, depth: int) -> int:
-        """Pages of the chain's prefix that are known, counting evicted ones, of which the first
-        `depth` are. Costs the logarithm of its pages.
+        """Number of leading pages that are known, evicted ones included; the first `depth` are.
+        Costs the logarithm of its pages.
         """
-        # A page is evicted after those behind it, and so is remembered for longer.
+        # A page is evicted after all deeper ones, and so is remembered for longer.
         nodes, history = self.nodes, self._history
 
         def is_new(digest: bytes) -> bool:
@@ -180,7 +180,7 @@ class Tree:
 
         num_full = len(chain) // chain.page_size
         if depth == num_full or is_new(chain.digests(depth + 1)[depth]):
-            return depth  # most often: those behind need no digests yet
+            return depth  # most often: deeper ones need no digests yet
         return bisect_left(chain.digests(num_full), True, lo=depth, key=is_new)
 
     def forget_history(self) -> None:

@@ -26,7 +26,7 @@ class LayerKind:
     """Where a state lies: in a slot, beside each page, or there is none."""
     state_bytes: int = 0
     page_bytes: int = 0
-    """Of a page's KV, and of the state beside it."""
+    """Bytes of a page's KV, and of the state beside it."""
     window: int | None = 0
     """Tokens back that KV is read, the newest among them; None: all. 0: there is no KV."""
 
@@ -113,8 +113,8 @@ def window_of(kinds: Sequence[LayerKind]) -> int | None:
 
 
 class CacheConfig:
-    """What a cache is for: pages of so many tokens, layers of these kinds, a mode. `grid` in place
-    of theirs is for comparisons.
+    """Configuration of a cache: tokens of a page, kinds of layers, mode. `grid` in place of theirs
+    is for comparisons.
     """
 
     def __init__(
@@ -133,5 +133,5 @@ class CacheConfig:
         self.grid = grid if grid is not None else grid_of(kinds)
         self.enabled = mode != "none"
         self.slots_each = 1 if any(kind.where == "slot" for kind in kinds) else 0
-        """Of a running request: 0 for models without states in slots."""
+        """Slots of a running request: 0 for models without states in slots."""
         self.window = window_of(kinds)

@@ -15,9 +15,7 @@ from itertools import islice
 from milepost.cache.tree.nodes import Checkpoint, Node
 
 MAX_TAILS_COMPARED = 8
-"""Thousands of short prompts may end inside a node's next page: so many of the newest are looked
-at, no more.
-"""
+"""Newest tails looked at: thousands of short prompts may end inside a node's next page."""
 
 
 def link(checkpoint: Checkpoint) -> list[Checkpoint]:

@@ -17,12 +17,12 @@ from milepost.cache.tree.path import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """What of a prompt is in the cache right now. Valid until the cache next changes."""
+    """Cached part of a prompt. Valid until the cache next changes."""
 
     path: Path
     checkpoint: Checkpoint | None
     branch_points: tuple[int, ...]
-    """Positions behind which a state is missing although KV is there."""
+    """Positions that lack a state although their KV is there."""
     num_seen: int
     """Pages of the prompt that are resident or were evicted."""
     report: CacheReport
@@ -36,7 +36,7 @@ class Match:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Of the checkpoint to resume from, if there is one."""
+        """Slot of the checkpoint to resume from, if there is one."""
         return (self.checkpoint.slot,) if self.checkpoint is not None else ()
 
     @property
@@ -55,10 +55,10 @@ class Finder:
         self._last_walk: tuple[object, Node | None] = (None, None)
 
     def find(self, chain: Chain, limit: int | None, version: int) -> Match:
-        """What the cache holds of a prompt, for a cache of this version.
+        """Find the cached part of a prompt, in a cache of this version.
 
         Where the prompt's digests are known, costs the logarithm of its pages, the resident pages
-        behind the state that it resumes from, and the evicted ones that are remembered.
+        after the state that it resumes from, and the evicted ones that are remembered.
         """
         last = len(chain) - 1
         limit = last if limit is None else min(limit, last)
@@ -78,8 +78,8 @@ class Finder:
         )
 
     def _branch_points(self, shared: int, position: int) -> tuple[int, ...]:
-        """Where to keep the state of what is shared with others and lies behind the state that
-        there is: on the grid, and at its very end where the grid would give up too much of it.
+        """Finds where to keep states for what is shared with others and not covered by a state: on
+        the grid, and at its very end where the grid would give up too much of it.
         """
         if not self._config.slots_each:
             return ()
@@ -102,7 +102,7 @@ class Finder:
     ) -> CacheReport:
         num_tokens = len(path.chain)
         num_given_up = path.evicted_position(reused)
-        if limit < num_tokens - 1:  # a state behind it has to give way to the request itself
+        if limit < num_tokens - 1:  # a deeper state has to give way to the request itself
             num_given_up = max(
                 num_given_up, longest_usable(self._config.kinds, path, num_tokens - 1)
             )
@@ -119,7 +119,7 @@ class Finder:
         return report if self._config.enabled else report.with_lost(Lost.DISABLED, num_tokens)
 
     def _tokens_past_nodes(self, path: Path) -> int:
-        """Tokens behind the last matching page that agree with a page or tail known there."""
+        """Number of tokens that agree with a known page or tail after the last matching page."""
         end = path.end
         if end is None:
             return 0

@@ -1,4 +1,4 @@
-"""What the prefix tree is made of: one node for each full page, and the checkpoints that hang on
+"""Elements of the prefix tree: one node for each full page, and the checkpoints that hang on
 nodes, with their ends and reservations. They change through the tree (index.py) and the links.
 
 A node's `num_reaching` counts its own checkpoints and those children below which there is one. At 0
@@ -145,7 +145,7 @@ class Checkpoint:
 
     @property
     def key(self) -> bytes:
-        """The same for this state in every process."""
+        """Key of this state, equal in every process."""
         return checkpoint_key(self.node.digest, self.tail)
 
     @property

@@ -59,8 +59,8 @@ class Outbox:
             self._reached(run)
 
     def state_came(self, checkpoint: Checkpoint, num_reached: int) -> None:
-        """Record that a state was cached, and that it makes this many nodes reachable: its own and
-        those above it.
+        """Record a cached state. It makes `num_reached` nodes reachable: its own and those above
+        it.
         """
         if not self.is_open:
             return
@@ -78,8 +78,8 @@ class Outbox:
         self._reached(_upwards(checkpoint.node, num_reached)[::-1])
 
     def state_went(self, checkpoint: Checkpoint, score: float, num_lost: int) -> None:
-        """Record that a state leaves, and that this many nodes become unreachable: its own and
-        those above it.
+        """Record the departure of a state. `num_lost` nodes become unreachable: its own and those
+        above it.
         """
         if not self.is_open:
             return

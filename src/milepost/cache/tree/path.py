@@ -69,8 +69,8 @@ class Path:
         return None
 
     def evicted_position(self, above: int) -> int:
-        """Where the deepest state behind `above` was that has been evicted from this path; 0 if
-        none is known.
+        """Position of the deepest state after `above` that was evicted from this path; 0 if none is
+        known.
         """
         for node in self._upwards():
             start, tail = node.depth * self.chain.page_size, node.evicted_tail
