@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 import pytest
 
-from milepost.scheduler.admission import MAX_CHANGES, MAX_LOOKS, MAX_PASSED_OVER
+from milepost.scheduler.admission_round import MAX_CHANGES, MAX_LOOKS, MAX_PASSED_OVER
 from milepost.scheduler.request import FinishReason
 from milepost.simulator.loop import outcome
 from tests.fakes import make_request

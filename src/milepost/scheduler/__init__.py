@@ -4,7 +4,7 @@ Its modules:
 
     the loop                scheduler, stats
     requests                request, queue
-    which of them begin     admission, sharing, memory, outside, backlog
+    which of them begin     admission, admission_round, sharing, memory, outside, backlog
     what a step computes    planner, budget, sequences
     what others see of it   plans, routing
 """

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from milepost.cache.allocation import State
-from milepost.scheduler.admission import Admission, AdmissionRound
+from milepost.scheduler.admission import Admission
+from milepost.scheduler.admission_round import AdmissionRound
 from milepost.scheduler.budget import Budget, max_num_exports
 from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.outside import Outside
