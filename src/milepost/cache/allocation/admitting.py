@@ -107,15 +107,23 @@ class Admitter:
         known paths grow by meanwhile. Cached paths have their part of that growth already, so it
         counts as far as the prompt is new.
         """
-        each, num_tokens = self._storage.pages_a_slot, len(match.path.chain)
-        pages, slots = self._revived(match)
-        fresh = (self._num_fresh(match) + each * self._slots_each) * self._page_size
-        revived = (pages + each * slots) * self._page_size
-        likely = self._hold_back.tokens_beside(match.checkpoint, match.version)
-        growth = self._score.growth(LOOK_AHEAD) * (1 - match.state_length / num_tokens)
-        wanted = fresh + revived + likely + min(growth, likely * MOST_GROWTH)
-        short = wanted - self._storage.room[0] * self._page_size
-        return max(min(short, fresh, likely), 0)
+        num_tokens, size = len(match.path.chain), self._page_size
+        fresh, (pages, slots) = self._num_fresh(match), self._revived(match)
+        held = self._hold_back.beside(match.checkpoint, match.version)
+        new_share = 1 - match.state_length / num_tokens
+        growth = self._score.growth(LOOK_AHEAD) * new_share / size
+        growth = min(growth, held.num_pages * MOST_GROWTH)
+        each = self._storage.pages_a_slot
+        wanted_slots = slots + self._slots_each + held.num_slots
+        short = fresh + pages + held.num_pages + growth
+        if each:
+            short += each * wanted_slots - self._storage.room[0]
+            most = min(fresh + each * self._slots_each, held.num_pages + each * held.num_slots)
+            return max(min(short, most), 0) * size
+        displaced = max(min(short - self._pages.room, fresh, held.num_pages), 0) * size
+        if held.num_slots and wanted_slots > self._slots.room:
+            displaced = max(displaced, held.num_pages * size / held.num_slots)
+        return displaced
 
     def _revived(self, match: Match) -> tuple[int, int]:
         """Pages and slots of a match that are only cached, and no room once they are pinned."""

@@ -5,10 +5,10 @@ it costs others their hits.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from milepost.cache.eviction.score import Score
 from milepost.cache.memory import Storage
-from milepost.cache.placement import floor
 from milepost.cache.tree import Checkpoint, Tree, upwards
 
 LOOK_AHEAD = 256
@@ -17,36 +17,43 @@ leaves room.
 """
 
 LOOKS_A_CHANGE = 64
-"""Checkpoints looked at for each change of the cache since the last look: a quarter of what an
-admission takes to plan.
+"""Paths looked at for each change of the cache since the last look: a quarter of what an admission
+takes to plan.
 """
 
 MAX_LOOKS = 1024
-"""Checkpoints looked at in one go, about a millisecond. If there are more, what is known of some is
-as old as the last round.
+"""Paths looked at in one go, about a millisecond. If there are more, what is known of some is as
+old as the last round.
 """
 
 
 @dataclass(slots=True)
 class Likely:
-    """Tokens of likely paths, as far as no running request holds them."""
+    """Cached slots at the ends of likely paths, and the tokens of those paths."""
 
+    num_slots: int = 0
     num_tokens: int = 0
     counted: dict[Checkpoint, int] = field(default_factory=dict)
-    """Tokens of each checkpoint: those after the next shallower one, and those that would fit in
-    place of its slot.
-    """
+    """Tokens after the next shallower one, for each checkpoint whose pages are not in use."""
+
+
+class Held(NamedTuple):
+    """Cached pages and slots that are likely to be asked for soon."""
+
+    num_pages: int
+    num_slots: int
 
 
 class HoldBack:
-    """Goes through the checkpoints in rounds; with many, a round takes several changes."""
+    """Goes through the paths in rounds; a round takes several changes of the cache if there are
+    many.
+    """
 
     def __init__(self, tree: Tree, storage: Storage, score: Score, page_size: int) -> None:
         self._tree = tree
         self._score = score
         self._pages = storage.pages
         self._slots = storage.slots
-        self._slot_tokens = storage.pages_a_slot * page_size
         self._page_size = page_size
         self._version = -1
         self._ahead: list[Checkpoint] = []
@@ -54,9 +61,9 @@ class HoldBack:
         self._last: Likely | None = None
         """Result of the last full round."""
 
-    def tokens_beside(self, own: Checkpoint | None, version: int) -> int:
-        """Cached tokens that are likely to be asked for soon, in a cache of this version, without
-        those of the checkpoint `own` and above it.
+    def beside(self, own: Checkpoint | None, version: int) -> Held:
+        """Cached pages and slots that are likely to be asked for soon, in a cache of this version,
+        without the pages of the checkpoint `own` and those above it.
         """
         if self._version != version:
             num_looks = min((version - self._version) * LOOKS_A_CHANGE, MAX_LOOKS)
@@ -64,38 +71,35 @@ class HoldBack:
             self._go_on(num_looks)
         likely = self._last or self._found
         num_tokens = likely.num_tokens - sum(likely.counted.get(c, 0) for c in upwards(own))
-        num_cached = self._pages.num_cached * self._page_size
-        num_cached += self._slots.num_cached * self._slot_tokens
-        return min(floor(num_tokens, self._page_size), num_cached)
+        num_pages = min(num_tokens // self._page_size, self._pages.num_cached)
+        return Held(num_pages, min(likely.num_slots, self._slots.num_cached))
 
     def _go_on(self, most: int) -> None:
-        """Look at the next `most` checkpoints; if there are no more than that, at all of them."""
-        at_slot = self._tree.at_slot
+        """Look at the next `most` paths; if there are no more than that, at all of them."""
+        at_slot, live_refs = self._tree.at_slot, self._slots.live_refs
         if not self._ahead or most >= len(at_slot):
             self._ahead, self._found = list(at_slot.values()), Likely()
         ahead, num_looks = self._ahead, 0
         while ahead and num_looks < most:
             checkpoint = ahead.pop()
-            num_looks += 1
             is_kept = at_slot.get(checkpoint.slot) is checkpoint
-            if is_kept and not checkpoint.below and not self._slots.live_refs(checkpoint.slot):
-                num_looks += self._count(checkpoint)
+            if is_kept and not checkpoint.below and not live_refs(checkpoint.slot):
+                num_looks += 1 + self._count(checkpoint)
         if not ahead:
             self._last = self._found
 
     def _count(self, checkpoint: Checkpoint) -> int:
-        """Add the deepest checkpoint of a path, and those above it, if it is likely to be asked
-        for; returns how many were looked at.
+        """Add a path by its deepest checkpoint if it is likely to be asked for; returns how many
+        checkpoints were added.
         """
         if not self._score.is_expected(checkpoint, LOOK_AHEAD):
             return 0
-        found, live_pages, num_looks = self._found, self._pages.live_refs, 0
+        found, live_pages, num_before = self._found, self._pages.live_refs, len(self._found.counted)
+        found.num_slots += 1
         for here in upwards(checkpoint):
             node = here.node
             if here in found.counted or (not node.is_root and live_pages(node.page)):
                 break  # it counts already, or its pages are in use anyway
-            num_tokens = here.replay_tokens + (self._slot_tokens if here is checkpoint else 0)
-            found.counted[here] = num_tokens
-            found.num_tokens += num_tokens
-            num_looks += 1
-        return num_looks
+            found.counted[here] = here.replay_tokens
+            found.num_tokens += here.replay_tokens
+        return len(found.counted) - num_before
