@@ -27,7 +27,7 @@ LEAST_MEASURED_S = 1.0
 
 
 class Backlog:
-    """The requests of `waiting`, none of which is to wait longer than `max_wait_s`."""
+    """The requests of `waiting`; none is to wait longer than `max_wait_s`."""
 
     def __init__(
         self, waiting: Queue, admission: Admission, stats: SchedulerStats, max_wait_s: float
@@ -83,7 +83,7 @@ class Backlog:
         return late
 
     def too_late(self, request: Request, match: Match) -> QueueWaitError:
-        """Returns the error that ends a request that has waited too long."""
+        """Returns the error for a request that has waited too long."""
         self._stats.num_ended_late += 1
         return QueueWaitError(
             f"the request has waited {self.max_wait_s:g} s for its turn, and this server lets none "

@@ -10,7 +10,7 @@ from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.request import Request
 
 STEP_TOKENS = 1024
-"""What a step costs beside its tokens, in tokens: a request costs no less."""
+"""Cost of a step besides its tokens, in tokens: a request costs no less."""
 
 
 class Queue:

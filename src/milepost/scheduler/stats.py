@@ -12,7 +12,7 @@ class SchedulerStats:
     num_steps: int = 0
     num_preemptions: int = 0
     num_waits: int = 0
-    """Times that a request waited a step for a prefix that another one was computing."""
+    """Number of times a request waited a step for a prefix being computed by another one."""
     num_refused_early: int = 0
     """Requests refused on arrival, because they would have waited too long."""
     num_ended_late: int = 0
