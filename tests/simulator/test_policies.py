@@ -123,7 +123,7 @@ def test_more_live_sessions_than_kv_cost_their_share_alone():
     in when decides much, so three memories that differ by little are taken together.
     """
     trace = live_sessions(30, 20)
-    ours = [in_time(trace, "auto", 20 * 140 + more) for more in (-50, 0, 50)]
+    ours = [in_time(trace, "auto", 20 * 140 + more) for more in (-20, 0, 20)]
     lru_run, lru_hit = in_time(trace, "ends", 20 * 140)
     _, fitting = in_time(trace, "auto", 40 * 140)
     assert lru_hit < 0.3
