@@ -27,7 +27,7 @@ def compiled(*arguments: str) -> dict[str, Any]:
 
 def test_mamba2_without_a_norm_compiles():
     """As Falcon-H1 is published."""
-    found = compiled("falcon_h1", "sm_90", "bfloat16", "_norm_kernel")
+    found = compiled("falcon_h1", "sm_90", "bfloat16", "mamba2._norm_kernel")
     assert found == {"kernels": ["recurrent.portable.mamba2._norm_kernel"], "refused": {}}
 
 

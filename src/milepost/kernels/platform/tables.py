@@ -6,7 +6,8 @@ Triton or needs a GPU.
 
 A kernel's order is the one in which an output's terms are added; kernels with different orders
 return different bits. "128 seq" adds blocks of 128 inputs one after the other in float32, "split S"
-adds S parts that were added so, and "tree" adds parts pairwise.
+adds S parts that were added so, and "tree" adds parts pairwise. "By fragments" takes a block's
+inputs in the order in which registers hold the weights.
 """
 
 from __future__ import annotations

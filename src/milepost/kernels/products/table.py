@@ -269,7 +269,7 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         takes_bias=False,
         refuses=_refuses_int4_hopper,
         cut=tiles.cut_int4_hopper,
-        order="128 seq",
+        order="128 seq, by fragments",
     ),
     Kernel(
         name="torch's scaled GEMM",
