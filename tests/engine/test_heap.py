@@ -5,12 +5,13 @@ import os
 import socket
 import subprocess
 import sys
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from milepost.cache import Cache
 from milepost.engine import heap
+from milepost.engine.loop import Engine
 from milepost.engine.processes import engine as process
 from milepost.scheduler.scheduler import Scheduler
 
@@ -49,38 +50,38 @@ def test_the_operators_own_bounds_stay():
     assert int(values["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) < 1024
 
 
+@pytest.fixture
+def joined():
+    """A loop over an engine whose steps come to nothing, and the socket that it reads from."""
+    cache = Cache(num_pages=4, num_slots=2)
+    engine = Mock(spec=Engine, wakers=[], facts=None)
+    engine.scheduler = Scheduler(cache, max_num_seqs=2, max_num_batched_tokens=64)
+    engine.step.return_value = engine.end_late.return_value = []
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        loop = process.Loop(engine, theirs)
+        yield loop, ours
+        loop.close()
+
+
 @pytest.mark.parametrize(("waiting", "num_times"), [(b"", 1), (b"a message", 0)])
-def test_an_engine_gives_back_when_nothing_comes(monkeypatch, waiting, num_times):
+def test_an_engine_gives_back_when_nothing_comes(joined, monkeypatch, waiting, num_times):
     given = []
     monkeypatch.setattr(process, "REST_S", 0.01)
     monkeypatch.setattr(heap, "give_back", lambda: given.append(True))
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        cache = Cache(num_pages=4, num_slots=2)
-        scheduler = Scheduler(cache, max_num_seqs=2, max_num_batched_tokens=64)
-        loop = process.Loop(
-            SimpleNamespace(scheduler=scheduler, facts=None, bell=None, alarm=None), theirs
-        )
-        loop._has_rested = False
-        ours.sendall(waiting)
-        loop._rest()
-        assert loop._has_rested == bool(given)
-        loop.close()
+    loop, ours = joined
+    loop._has_rested = False
+    ours.sendall(waiting)
+    loop._rest()
+    assert loop._has_rested == bool(given)
     assert len(given) == num_times
 
 
-def test_an_engine_that_never_rests_gives_back_once_a_minute(monkeypatch):
+def test_an_engine_that_never_rests_gives_back_once_a_minute(joined, monkeypatch):
     given, now = [], [0]
     monkeypatch.setattr(heap, "give_back", lambda: given.append(now[0]))
     monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        scheduler = Scheduler(
-            Cache(num_pages=4, num_slots=2), max_num_seqs=2, max_num_batched_tokens=64
-        )
-        engine = SimpleNamespace(scheduler=scheduler, facts=None, step=list)
-        loop = process.Loop(engine, theirs)
-        for now[0] in range(1000, 1200):  # seconds
-            loop._step()
-        loop.close()
+    loop, _ = joined
+    for now[0] in range(1000, 1200):  # seconds
+        loop._step()
     assert given == [1060, 1120, 1180]

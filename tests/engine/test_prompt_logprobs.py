@@ -133,7 +133,7 @@ def test_none_at_all_and_a_single_token(engine):
 
 
 def test_too_many_are_refused(engine, monkeypatch):
-    monkeypatch.setattr("milepost.engine.prompts.MAX_SCORES", 100)
+    monkeypatch.setattr("milepost.engine.validation.MAX_SCORES", 100)
     with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
         scored(engine, TOKENS)
     with pytest.raises(InvalidRequestError, match="prompt_logprobs"):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from milepost.config import EngineConfig
 from milepost.engine.prompts import Prompt
 from milepost.engine.validation import MAX_SCORES, Limits, validate
 from milepost.errors import InvalidPromptError, InvalidRequestError
@@ -62,6 +63,15 @@ def test_parameters_that_cannot_be_served_are_no_error_of_the_prompt(params, lim
     with pytest.raises(InvalidRequestError, match=message) as raised:
         validate(PROMPT, SamplingParams(**params), replace(LIMITS, **limits))
     assert not isinstance(raised.value, InvalidPromptError)
+
+
+def test_stop_strings_without_a_tokenizer_are_refused():
+    """Nobody behind the door would notice: an answer without text has no stop string in it."""
+    config = EngineConfig(skip_tokenizer_init=True)
+    limits = Limits.of(config, vocab_size=100, max_model_len=20, closes_reasoning=False)
+    validate(PROMPT, SamplingParams(stop_token_ids=[7]), limits)
+    with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+        validate(PROMPT, SamplingParams(stop="END"), limits)
 
 
 def test_log_probabilities_of_a_prompt_are_bounded_in_all():

@@ -5,23 +5,32 @@ from __future__ import annotations
 import errno
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 
 from milepost import LLM, SamplingParams
 from milepost.cache.tree import Chain
+from milepost.engine.loop.completion import Completion
+from milepost.engine.loop.group import RequestGroup
 from milepost.engine.loop.trace_recording import TraceRecorder
+from milepost.engine.prompts import Prompt
+from milepost.engine.text.detokenizer import NoText
 from milepost.errors import ConfigError
+from milepost.scheduler.request import Request
 from milepost.simulator import read_trace
 
 
 def job(number, tokens, num_answer_tokens=3):
-    chain = Chain(tokens, 16)
-    request = SimpleNamespace(
-        chain=chain, num_prompt_tokens=len(tokens), num_output_tokens=num_answer_tokens
+    """A request that has come this far."""
+    request = Request(id=str(number), chain=Chain(tokens, 16), max_tokens=num_answer_tokens)
+    request.extend(range(num_answer_tokens))
+    completion = Completion(index=0, request=request, text=NoText(), seed=0)
+    return RequestGroup(
+        number=number,
+        prompt=Prompt(token_ids=tokens),
+        params=SamplingParams(),
+        completions=[completion],
     )
-    return SimpleNamespace(number=number, answers=[SimpleNamespace(request=request)])
 
 
 def test_lines_stand_in_order_of_arrival_however_requests_end(tmp_path):

@@ -178,11 +178,6 @@ def test_without_text_there_is_none(tokenizer):
     assert isinstance(detokenizer_for(TokenTexts(tokenizer), SamplingParams()), TextDetokenizer)
 
 
-def test_stop_strings_without_a_tokenizer_are_refused():
-    with pytest.raises(InvalidRequestError, match="stop_token_ids"):
-        detokenizer_for(None, SamplingParams(stop="END"))
-
-
 def lines_run(work):
     """Lines of the detokenizer's own code that `work` runs."""
     count = 0
