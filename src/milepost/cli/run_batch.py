@@ -17,7 +17,6 @@ from milepost.cli.config_file import ConfigFile
 from milepost.cli.flags import Flags, add_flags
 from milepost.cli.logs import log_to_stderr
 from milepost.cli.serve import ENGINE
-from milepost.engine.text import without_torch
 from milepost.errors import ConfigError, missing
 from milepost.server.config import ServerConfig
 
@@ -110,6 +109,8 @@ def _opened(target: Path) -> BinaryIO:
 def _runner() -> Callable[..., Any]:
     """Returns the function that answers a batch. Raises ConfigError if its libraries are not
     installed."""
+    from milepost.engine.text import without_torch  # imports numpy
+
     without_torch()  # the engine runs in its own process
     try:
         from milepost.server.batch import run_batch

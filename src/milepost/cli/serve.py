@@ -14,7 +14,6 @@ from milepost.cli.config_file import ConfigFile
 from milepost.cli.flags import Flags, add_flags, one_model
 from milepost.cli.logs import log_to_stderr
 from milepost.config import EngineConfig
-from milepost.engine.text import without_torch
 from milepost.errors import missing
 from milepost.server.config import ServerConfig
 
@@ -80,6 +79,8 @@ def _admin_keys_of(environment: Mapping[str, str]) -> list[str] | None:
 
 def run_server(server: ServerConfig, engine: EngineConfig) -> int:
     """Runs the real server. Raises ConfigError if its libraries are not installed."""
+    from milepost.engine.text import without_torch  # imports numpy
+
     without_torch()  # the engine runs in its own process
     try:
         from milepost.server.run import run

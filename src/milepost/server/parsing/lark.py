@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from milepost.engine.constraints import JSON_OPTIONS
-
 Tools = Sequence[Mapping[str, Any]]
 """Tools as chat templates read them."""
 
@@ -52,6 +50,8 @@ def _escaped(match: re.Match[str]) -> str:
 def json_value(schema: Mapping[str, Any], *, is_strict: bool) -> str:
     """Returns a rule for a JSON value of a schema. Keywords that llguidance does not know are
     ignored, or with `is_strict` make it refuse the schema."""
+    from milepost.engine.constraints import JSON_OPTIONS  # imports numpy; --help needs none
+
     options = {**JSON_OPTIONS, "lenient": not is_strict}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
