@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
 
 from milepost.config import EngineConfig
+from milepost.engine.processes import EngineClient
 from milepost.engine.validation import Limits, validate
 from milepost.server import app
 from milepost.server.config import ServerConfig
@@ -47,10 +49,10 @@ def service(config: ServerConfig) -> Service:
         death=None,
         num_in_flight=0,
         max_in_flight=MAX_IN_FLIGHT,
-        check_room=lambda *_: None,
         limits=LIMITS,
         add=_refuse,
     )
+    client.check_room = partial(EngineClient.check_room, client)
     return Service(config, client, chatmodel.make_tokenizer(), ["tiny"])
 
 
