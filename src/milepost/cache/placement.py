@@ -91,8 +91,9 @@ def place_all(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
 
 
 def place_auto(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
-    """Place states at branch points, marks and the prompt's end, and sparse ones in a long prompt.
-    The answer's end needs no export.
+    """Place states at branch points, marks and the prompt's end, and sparse ones in a long prompt,
+    which the cache declines if they are worth less than what they would displace. The answer's end
+    needs no export.
     """
     grid, last_token = facts.grid, facts.prompt_length - 1
     last = floor(last_token, grid)

@@ -195,6 +195,8 @@ class Stats:
     """Times that a request resumed from a checkpoint."""
     checkpoints_skipped: int = 0
     """Exports that found no slot."""
+    checkpoints_declined: int = 0
+    """Sparse states that would have been worth less than what they displace."""
     checkpoints_evicted: dict[str, int] = field(default_factory=dict)
     """Counts by cause: slots, pages, taken (its slot went to the request that resumed from it),
     reset.

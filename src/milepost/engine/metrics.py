@@ -35,6 +35,7 @@ def collect(scheduler: Scheduler) -> list[Metric]:
         "checkpoints_made": stats.checkpoints_made,
         "checkpoints_used": stats.checkpoints_used,
         "checkpoints_skipped": stats.checkpoints_skipped,
+        "checkpoints_declined": stats.checkpoints_declined,
         "checkpoints_evicted_unused": stats.checkpoints_evicted_unused,
         "pages_evicted": stats.pages_evicted,
         "pages_duplicate": stats.pages_duplicate,

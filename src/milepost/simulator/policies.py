@@ -45,6 +45,9 @@ class Lru(Score):
     def of(self, checkpoint: Checkpoint) -> float:
         return checkpoint.end.time
 
+    def of_sparse(self, end: End, position: int, above: int) -> float:  # noqa: ARG002
+        return self.clock + 1
+
 
 def chunk_ends(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     """Places a state at the end of each chunk of a prompt."""

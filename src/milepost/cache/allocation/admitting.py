@@ -227,6 +227,7 @@ class Admitter:
             page_copy=copy,
             pinned_tail=pinned_tail,
             end=end,
+            deepest_state=position,
             facts=PromptFacts(
                 prompt_length=len(chain),
                 branch_points=match.branch_points,

@@ -76,4 +76,5 @@ class Publisher:
         self._slots.unpin((slot,))
         self._tree.attach(checkpoint)
         self._stats.checkpoints_made += 1
+        allocation.deepest_state = max(allocation.deepest_state, position)
         return checkpoint

@@ -79,10 +79,17 @@ class Running:
             if not self._storage.has_room(0, 1):
                 self._stats.checkpoints_skipped += 1
                 continue
+            if kind is Kind.SPARSE and not self._is_worth_a_slot(allocation, position):
+                self._stats.checkpoints_declined += 1
+                continue
             self._change()
             slot = self._reclaimer.allocate_slot()
             allocation.exports.append(Export(position=position, slot=slot, kind=kind))
         return allocation.exports[num_taken:]
+
+    def _is_worth_a_slot(self, allocation: Allocation, position: int) -> bool:
+        above = max([allocation.deepest_state, *(export.position for export in allocation.exports)])
+        return self._reclaimer.is_worth_a_slot(allocation.end, position, above)
 
     def _may_export(self, allocation: Allocation, start: int) -> bool:
         if not self._slots_each:

@@ -107,6 +107,8 @@ class Allocation:
     """The tail page of the checkpoint that is read, pinned until the first commit."""
     end: End
     """Where the path ends, for the worth of its checkpoints."""
+    deepest_state: int
+    """Position of the deepest checkpoint that the request resumed from or made."""
     facts: PromptFacts
     num_steps: int = 0
     """In flight."""

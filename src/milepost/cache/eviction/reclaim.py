@@ -24,7 +24,7 @@ from milepost.cache.eviction.score import Score
 from milepost.cache.memory import Storage, UnifiedPool
 from milepost.cache.order import Order
 from milepost.cache.report import Stats
-from milepost.cache.tree import Checkpoint, Node, Reservation, Tree
+from milepost.cache.tree import Checkpoint, End, Node, Reservation, Tree
 
 
 class Reclaimer:
@@ -110,6 +110,17 @@ class Reclaimer:
             self._evict_victim(self.states, "slots")
         (slot,) = self._slots.allocate(1)
         return slot
+
+    def is_worth_a_slot(self, end: End, position: int, above: int) -> bool:
+        """Whether a state that nobody has asked for is worth more than the least valuable one."""
+        if self._slots.num_free:
+            return True
+        self.settle()
+        least = self.states.victim()
+        if least is None:
+            return False
+        pages = self.storage.pages_a_slot or 1
+        return self.score.of_sparse(end, position, above) / pages > least[1]
 
     def claim(self, reservation: Reservation, checkpoint: Checkpoint | None) -> None:
         """Hang a waiting request's reservation on what it would resume from; None: on nothing."""

@@ -29,7 +29,7 @@ from itertools import islice
 from math import log, log2
 
 from milepost.cache.eviction.return_rates import MAX_RETURNS, Cuts, ReturnRates
-from milepost.cache.placement import Kind, floor
+from milepost.cache.placement import SPARSE, Kind, floor
 from milepost.cache.tree import MAX_TAILS_COMPARED, TOKEN_BYTES, Chain, Checkpoint, End, Node
 
 EVEN_ODDS = log(4 / 3)
@@ -210,6 +210,13 @@ class Score:
     def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:
         """The score for each of `num_pages` pages that the checkpoint's loss frees."""
         return self.of(checkpoint) / num_pages
+
+    def of_sparse(self, end: End, position: int, above: int) -> float:
+        """Tokens that a state inside a prompt, which nobody has asked for yet, is expected to save.
+        `above` is the position of the state before it."""
+        back = max(end.position - position, 0)
+        needed = self._cuts.rate(max(back - SPARSE, 0), back)
+        return needed * self._ends.rates.chance(end.num_returns, 0) * (position - above)
 
     def _of_unawaited(self, checkpoint: Checkpoint) -> float:
         score = self._ends.chance(checkpoint.end, self.clock) * checkpoint.saved

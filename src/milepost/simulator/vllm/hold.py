@@ -56,6 +56,7 @@ def new_allocation(chain: Chain, match: Match, block_size: int) -> Allocation:
         page_copy=None,
         pinned_tail=(),
         end=End(position=len(chain), time=0),
+        deepest_state=position,
         facts=PromptFacts(
             prompt_length=len(chain),
             grid=block_size,
