@@ -45,7 +45,8 @@ def is_idle(llm: LLM) -> bool:
 def test_threads_are_served_together(tiny):
     """Answers are what each thread alone would have got, and steps serve several threads."""
     llm = tiny.open(async_scheduling=True)
-    schedule, widths = llm.llm_engine.scheduler.schedule, []
+    engine, widths, added = llm.llm_engine, [], []
+    schedule, queue, step = engine.scheduler.schedule, engine.queue, engine.step
     begin = threading.Barrier(NUM_THREADS)
 
     def work(number: int):
@@ -62,11 +63,20 @@ def test_threads_are_served_together(tiny):
         widths.append(len({sequence.number for sequence in plan.sequences}))
         return plan
 
-    llm.llm_engine.scheduler.schedule = counted
+    def noted(*given):
+        added.append(given)
+        return queue(*given)
+
+    def held():
+        """Nothing begins until all have asked: two threads for two answers, two for one."""
+        if len(added) == 6:
+            step()
+
+    engine.scheduler.schedule, engine.queue, engine.step = counted, noted, held
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         for outputs in threads.map(work, range(NUM_THREADS)):
             tiny.check(outputs)
-    assert max(widths) > 2, "no step served more than one thread"
+    assert max(widths) == 6, "a step serves all threads"
     assert is_idle(llm)
 
 
