@@ -56,7 +56,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         )
 
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(launches, "_ORDINARY", run)
+    monkeypatch.setattr(launches, "ORDINARY", run)
     monkeypatch.setattr(launches, "_TENSORS", (OnDevice, torch.Tensor))
     monkeypatch.setattr(launches, "_TAKES_TUPLES", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: state.device)
@@ -213,7 +213,7 @@ def test_what_did_not_run_is_not_remembered(
     calls: list[int] = []
     run = lambda *_args, **_options: calls.append(1)  # noqa: E731
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(launches, "_ORDINARY", run)
+    monkeypatch.setattr(launches, "ORDINARY", run)
     for _ in range(2):
         kernel[(1,)](_tensor(), _tensor(), 5, SIZE=4)
     assert len(calls) == 2

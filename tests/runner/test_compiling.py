@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -43,3 +45,21 @@ def test_an_engine_whose_kernels_do_not_run_takes_the_reference(monkeypatch, cap
     llm = LLM(device="cpu", cpu_cache_gib=0.05)
     assert isinstance(llm.llm_engine.runner.executor, PlainExecutor)
     assert "kernels: reference, many times slower; of the fused ones solve asks" in caplog.text
+
+
+def test_kernels_that_are_imported_while_others_compile_know_tritons_launch() -> None:
+    """A launch is remembered only if it is Triton's own: kernels are imported when they first run,
+    so an engine's start imported them while launches were replaced, and none was remembered."""
+    pytest.importorskip("triton")
+    program = """
+from triton.runtime.jit import JITFunction
+own = JITFunction.run
+from milepost.kernels.platform.device import Chip
+from milepost.runner.compiling import compiling_only
+chip = Chip(arch="sm_89", capability=(8, 9), is_amd=False, num_sms=58, shared_bytes=99 << 10)
+with compiling_only(chip):
+    from milepost.kernels.platform import launches
+    assert JITFunction.run is not own
+assert JITFunction.run is launches.ORDINARY is own
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

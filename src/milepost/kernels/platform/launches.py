@@ -70,7 +70,8 @@ _TRITONS = ((3, 6), (3, 9))
 """First and last version whose way to specialise and to launch was read."""
 _TAKES_TUPLES = triton_version() == (3, 6)
 """Whether a compiled kernel takes an argument's fields as a tuple of numbers."""
-_ORDINARY = JITFunction.run
+ORDINARY = JITFunction.run
+"""Triton's own launch, as it was before anything replaced it."""
 _INT32, _INT64 = 1 << 31, 1 << 63
 
 Kernel = TypeVar("Kernel")
@@ -198,7 +199,7 @@ def _remembering(kernel: JITFunction[Any]) -> Callable[..., Any]:
         described = None
         # Whoever replaced the launch, or watches it, wants to see all of them.
         is_watched = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or hooks
-        if not (warmup or is_watched or ordinary is not _ORDINARY or callable(grid)):
+        if not (warmup or is_watched or ordinary is not ORDINARY or callable(grid)):
             described = describe(args) if len(args) == num_arguments else None
         if described is None:
             return ordinary(kernel, *args, grid=grid, warmup=warmup, **options)
