@@ -81,7 +81,8 @@ class Activations:
     projected: Projected | None = None
 
     def __len__(self) -> int:
-        return self.fp8.num_rows if self.values is None else len(self.values)
+        # Every launch asks; `len` of a tensor is a function in Python.
+        return self.fp8.num_rows if self.values is None else self.values.shape[0]
 
     @property
     def shape(self) -> torch.Size:

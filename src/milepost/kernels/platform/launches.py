@@ -20,8 +20,9 @@ On a GPU without this feature (before Hopper) and in Triton's interpreter nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -125,24 +126,23 @@ def describe(args: tuple[Any, ...]) -> tuple[LaunchKind, list[Any]] | None:
             if not value.is_cuda:
                 return None
             address = value.data_ptr()
-            kind.append(value.dtype)
-            kind.append(address % 16 == 0)
+            kind += value.dtype, not address % 16
             values.append(address)
             continue
         if own is int:
             kind.append(_kind_of_int(value))
         elif own in _PLAIN:
             kind.append(own)
-        elif _TAKES_TUPLES and isinstance(value, tuple):
-            described = describe(value)
-            if described is None:
-                return None
-            kind.append((own, described[0]))
-            value = tuple(described[1])
         elif own in _DESCRIPTORS:
             if not value.base.is_cuda:
                 return None
             kind += own, *_kind_of_descriptor(value)
+        elif _TAKES_TUPLES and issubclass(own, tuple):
+            described = describe(value)
+            if described is None:
+                return None
+            kind += own, described[0]
+            value = tuple(described[1])
         else:
             return None
         values.append(value)
@@ -169,10 +169,18 @@ def _kind_of_descriptor(descriptor: Any) -> LaunchKind:
     return (descriptor.base.dtype, *rest)
 
 
-def _types_of(constant: object) -> object:
-    """The type of a constant, and of what is in it."""
-    own = type(constant)
-    return (own, *map(_types_of, constant)) if isinstance(constant, tuple) else own
+def _types_of(constants: Iterable[object]) -> LaunchKind:
+    """The types of constants, and of what is in those that are tuples."""
+    constants = tuple(constants)
+    types = tuple(map(type, constants))
+    places = _tuples_in(types)
+    return (types, *[_types_of(constants[place]) for place in places]) if places else types
+
+
+@cache
+def _tuples_in(types: tuple[type, ...]) -> tuple[int, ...]:
+    """The places at which a type is a tuple's."""
+    return tuple(place for place, own in enumerate(types) if issubclass(own, tuple))
 
 
 def _current_stream(device: int) -> int:
@@ -205,7 +213,7 @@ def _remembering(kernel: JITFunction[Any]) -> Callable[..., Any]:
             return ordinary(kernel, *args, grid=grid, warmup=warmup, **options)
         device, given = torch.cuda.current_device(), options.values()
         # Types, too, for True is 1.
-        kind = (device, described[0], *options, *given, *map(_types_of, given))
+        kind = (device, described[0], *options, *given, _types_of(given))
         found = known.get(kind)
         if found is None:
             compiled = ordinary(kernel, *args, grid=grid, warmup=False, **options)

@@ -19,7 +19,7 @@ from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any, Generic, Protocol, TypeVar
 
-from milepost.kernels.platform.device import Chip, why_no_gluon
+from milepost.kernels.platform.device import Chip, allows_hopper_kernels, why_no_gluon
 
 HOPPER = "sm_90"
 """Value of `needs` for kernels that use Hopper's own instructions."""
@@ -155,9 +155,9 @@ class KernelTable(Generic[P]):
 
     def choose(self, problem: P, chip: Chip) -> KernelChoice[P] | None:
         """Returns the first kernel that serves the problem on the chip, or None."""
-        return self._remembered(problem, chip, why_no_hopper(chip))
+        return self._remembered(problem, chip, allows_hopper_kernels())
 
-    def _choose(self, problem: P, chip: Chip, reason: str) -> KernelChoice[P] | None:  # noqa: ARG002
+    def _choose(self, problem: P, chip: Chip, allowed: bool) -> KernelChoice[P] | None:  # noqa: ARG002
         for kernel in self.kernels:
             if not kernel.why_not(problem, chip):
                 return KernelChoice(kernel=kernel, tiles=kernel.cut(problem, chip))
