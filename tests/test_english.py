@@ -24,6 +24,7 @@ DONE = (
     "kernels/sampling",
     *("kernels/norm", "kernels/products/forms", "kernels/products/__init__.py"),
     *(f"kernels/products/{name}.py" for name in ("describe", "library", "table", "tiles")),
+    "kernels/products/expert_table.py",
     *(f"kernels/products/{name}.py" for name in ("run_products", "hopper/beside", "hopper/gemv")),
     *(f"kernels/products/hopper/{name}.py" for name in ("gemv_parts", "gemv_ring")),
     *(f"kernels/products/hopper/{form}_small_m.py" for form in ("fp8", "int4", "raw")),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.platform.device import CHIPS, probe
-from milepost.kernels.platform.tables import Kernel, RowRange
+from milepost.kernels.platform.tables import RowRange, row
 from milepost.kernels.products import Epilogue, describe
 from milepost.kernels.products.forms.quantised import Fp8, multiply
 from milepost.kernels.products.run_products import Multiplication
@@ -24,10 +24,6 @@ CALLS: list[tuple[int, int]] = []
 def split(product: Product, chip: object) -> int:
     """Parts along the inputs, as the tiles of a kernel that cuts nothing else."""
     return 2 if product.epilogue is Epilogue.PARTIALS else 1
-
-
-def refuses(product: Product, chip: object) -> str:
-    return "" if product.weight.is_blocked else "scales are not of whole blocks"
 
 
 def run(given: Multiplication, tiles: int) -> Tensor:
@@ -46,15 +42,15 @@ def added(monkeypatch):
     module = ModuleType("milepost.kernels.products.portable.added")
     module.run = run
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    kernel = Kernel(
-        name="added",
-        module="products.portable.added",
-        forms=(Fp8,),
+    kernel = row(
+        "added",
+        "products.portable.added",
+        (Fp8,),
+        "all at once",
+        ("scales are not of whole blocks", lambda product, _: product.weight.is_blocked),
         rows=RowRange(above=2, most=7),
         epilogues=(Epilogue.NONE, Epilogue.PARTIALS),
-        refuses=refuses,
         cut=split,
-        order="all at once",
     )
     monkeypatch.setattr(PRODUCTS, "kernels", [kernel, *PRODUCTS.kernels])
     forget()

@@ -47,6 +47,8 @@ class Problem(Hashable, Protocol):
 
 P = TypeVar("P", bound=Problem)
 Cut = Callable[[P, Chip], Any]
+Condition = tuple[str, Callable[[P, Chip], bool]]
+"""A condition on a problem, after the reason why a kernel does not serve others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,23 @@ class Kernel(Generic[P]):
         if self.is_hopper and (reason := why_no_hopper(chip)):
             return reason
         return self.refuses(problem, chip)
+
+
+def row(
+    name: str,
+    module: str,
+    forms: tuple[type[Any], ...],
+    order: str,
+    *when: Condition[P],
+    **rest: Any,
+) -> Kernel[P]:
+    """Returns a row whose kernel serves the problems that all the conditions hold for; `rest` has
+    the other fields of `Kernel`."""
+
+    def refuses(problem: P, chip: Chip) -> str:
+        return next((reason for reason, holds in when if not holds(problem, chip)), "")
+
+    return Kernel(name=name, module=module, forms=forms, order=order, refuses=refuses, **rest)
 
 
 @cache

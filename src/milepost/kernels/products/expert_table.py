@@ -1,7 +1,7 @@
-"""Which kernels multiply routed experts: `EXPERTS` is the table.
+"""The table of expert kernels, `EXPERTS`, says which of them multiply routed experts.
 
-Launches depend on shapes alone, never on what was chosen. A token has a row for each of its
-experts; an expert has rows on average.
+Launches depend on shapes alone, never on choices of experts. A token has a row for each of its
+experts; rows of an expert are an average.
 
 Legend: T tokens, N experts of a token, P = T * N rows, X experts.
 """
@@ -11,30 +11,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.tables import HOPPER, Kernel, KernelTable, RowRange
+from milepost.kernels.platform.tables import HOPPER, Condition, Kernel, KernelTable, RowRange, row
 from milepost.kernels.products.forms.matrix import Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4
 
 UNGROUPED = 40
-"""Up to so many rows (four tokens, nine experts each) nothing is grouped."""
+"""Most rows (four tokens, nine experts each) that are multiplied without grouping them."""
 _TOKENS_AT_ONCE = 64
-"""Up to so many tokens Hopper multiplies FP8 experts in one launch."""
+"""Most tokens whose FP8 experts Hopper multiplies in one launch."""
 _FEW_INT4 = 10
-"""Beyond so many rows an expert Hopper multiplies four-bit weights in tall blocks (9 take 244 us,
-216 otherwise; 14 take 246 and 300)."""
+"""Rows of an expert above which Hopper multiplies four-bit weights in tall blocks."""
 _TALL, _UNPACKED = 32, 112
-"""Beyond so many rows an expert the GEMMs are bound by arithmetic; or it is faster to make 16-bit
-weights of four bits first."""
+"""Rows of an expert above which the GEMMs are bound by arithmetic, and above which it is faster to
+make 16-bit weights of four bits first."""
 _TALL_BYTES, _RAW_TALL_BYTES = 200 << 10, 128 << 10
-"""Shared memory that tall blocks take, and then some."""
+"""Shared memory that tall blocks need, with some to spare."""
 _IN_ALL, _TOKENS, _EACH = "in all", "tokens", "an expert"
 """Units of `RowRange`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """All of routed experts that decides which kernels run."""
+    """Routed experts, as far as they decide which kernels run."""
 
     up: Matrix
     down: Matrix
@@ -42,7 +40,7 @@ class Mixture:
     num_tokens: int
     num_chosen: int
     alignment: int = 16
-    """As a `table.Product` has it."""
+    """Elements that rows' addresses are multiples of."""
     has_16_bits: bool = True
 
     @property
@@ -58,6 +56,10 @@ class Mixture:
         return ""
 
     @property
+    def weights(self) -> tuple[Matrix, Matrix]:
+        return self.up, self.down
+
+    @property
     def num_routed(self) -> int:
         return self.num_tokens * self.num_chosen
 
@@ -71,162 +73,63 @@ class Mixture:
 
     @property
     def has_whole_groups(self) -> bool:
-        return self.up.has_whole_groups and self.down.has_whole_groups
+        return all(each.has_whole_groups for each in self.weights)
 
 
-# --- what a kernel refuses ------------------------------------------------------------------------
+# Conditions of kernels, each after the reason that is shown where it does not hold.
+# fmt: off
+_BLOCKS: Condition[Mixture] = ("scales are not of whole blocks", lambda it, _:
+    it.has_whole_groups)
+_BLOCKED: Condition[Mixture] = ("scales are not of whole blocks", lambda it, _:
+    it.up.is_blocked and it.down.is_blocked)
+_GATED: Condition[Mixture] = ("sizes are no whole steps, or without gates", lambda it, _:
+    it.is_gated and it.down.num_outputs % (2 * BLOCK) == 0
+    and it.up.num_inputs == it.down.num_outputs)
+_ALIGNED: Condition[Mixture] = "rows are not aligned", lambda it, _: it.alignment >= 16
+_TILES: Condition[Mixture] = ("outputs are no whole tiles", lambda it, _:
+    all(each.num_outputs % (2 * BLOCK) == each.num_inputs % BLOCK == 0 for each in it.weights))
+_STEPS: Condition[Mixture] = ("one step of inputs", lambda it, _:
+    all(each.num_inputs > BLOCK for each in it.weights))
+_UNITS: Condition[Mixture] = ("outputs are no whole units", lambda it, _:
+    it.up.num_inputs == it.down.num_outputs
+    and it.up.num_outputs in (it.down.num_inputs, 2 * it.down.num_inputs))
+_ROOM: Condition[Mixture] = (
+    f"TMA and {_TALL_BYTES >> 10} KiB of shared memory are missing",
+    lambda _, chip: chip.has_tma and chip.shared_bytes >= _TALL_BYTES)
+_WHOLE: Condition[Mixture] = ("scales are not of whole blocks", lambda it, _:
+    all(each.num_outputs % BLOCK == each.num_inputs % BLOCK == 0 for each in it.weights)
+    and it.up.is_blocked and it.down.is_blocked)
+_RAW_ROOM: Condition[Mixture] = (
+    f"TMA and {_RAW_TALL_BYTES >> 10} KiB of shared memory are missing",
+    lambda _, chip: chip.has_tma and chip.shared_bytes >= _RAW_TALL_BYTES)
+_RAW_WHOLE: Condition[Mixture] = ("sizes are no whole steps", lambda it, _:
+    it.has_16_bits and it.down.num_inputs % 64 == it.up.num_inputs % 128 == 0)
 
-
-def _refuses_small_groups(mixture: Mixture, chip: Chip) -> str:  # noqa: ARG001
-    return _small_groups(mixture)
-
-
-def _small_groups(mixture: Mixture) -> str:
-    return "" if mixture.has_whole_groups else "scales are not of whole blocks"
-
-
-def _refuses_at_once(mixture: Mixture, chip: Chip) -> str:  # noqa: ARG001
-    up, down = mixture.up, mixture.down
-    if not (up.is_blocked and down.is_blocked):
-        return "scales are not of whole blocks"
-    is_whole = down.num_outputs % (2 * BLOCK) == 0 and up.num_inputs == down.num_outputs
-    return "" if mixture.is_gated and is_whole else "sizes are no whole steps, or without gates"
-
-
-def _refuses_int4_tall(mixture: Mixture, chip: Chip) -> str:  # noqa: ARG001
-    if mixture.alignment < 16:
-        return "rows are not aligned"
-    both = mixture.up, mixture.down
-    if any(each.num_outputs % (2 * BLOCK) or each.num_inputs % BLOCK for each in both):
-        return "outputs are no whole tiles"
-    if any(each.num_inputs <= BLOCK for each in both):
-        return "one step of inputs"
-    return _small_groups(mixture)
-
-
-def _refuses_int4_few(mixture: Mixture, chip: Chip) -> str:  # noqa: ARG001
-    size, hidden_size = mixture.down.num_inputs, mixture.down.num_outputs
-    if mixture.up.num_inputs != hidden_size or mixture.up.num_outputs not in (size, 2 * size):
-        return "outputs are no whole units"
-    return _small_groups(mixture)
-
-
-def _refuses_tall(mixture: Mixture, chip: Chip) -> str:
-    if not chip.has_tma or chip.shared_bytes < _TALL_BYTES:
-        return f"TMA and {_TALL_BYTES >> 10} KiB of shared memory are missing"
-    both = mixture.up, mixture.down
-    is_whole = all(each.num_outputs % BLOCK == each.num_inputs % BLOCK == 0 for each in both)
-    is_blocked = all(each.is_blocked for each in both)
-    return "" if is_whole and is_blocked else "scales are not of whole blocks"
-
-
-def _refuses_raw_tall(mixture: Mixture, chip: Chip) -> str:
-    if not chip.has_tma or chip.shared_bytes < _RAW_TALL_BYTES:
-        return f"TMA and {_RAW_TALL_BYTES >> 10} KiB of shared memory are missing"
-    is_whole = mixture.down.num_inputs % 64 == 0 and mixture.up.num_inputs % 128 == 0
-    return "" if mixture.has_16_bits and is_whole else "sizes are no whole steps"
-
-
-_QUANTISED, _BLOCKED = (Fp8, Int4, Fp4), (Fp8, Int4)
-_FEW_ROWS = RowRange(most=UNGROUPED, unit=_IN_ALL)
-_MANY_ROWS = RowRange(above=_TALL, unit=_EACH)
+_RAW, _QUANTISED = (Raw,), (Fp8, Int4, Fp4)
+_FEW = RowRange(most=UNGROUPED, unit=_IN_ALL)
+_MANY = RowRange(above=_TALL, unit=_EACH)
 
 EXPERTS: KernelTable[Mixture] = KernelTable(
-    Kernel(
-        name="raw gemv",
-        module="products.portable.gemv_experts",
-        forms=(Raw,),
-        rows=_FEW_ROWS,
-        order="lanes, tree",
-    ),
-    Kernel(
-        name="raw grouped, tall",
-        module="products.portable.grouped_large",
-        forms=(Raw,),
-        rows=_MANY_ROWS,
-        needs="TMA",
-        refuses=_refuses_raw_tall,
-        order="64 seq",
-    ),
-    Kernel(
-        name="raw grouped",
-        module="products.portable.grouped",
-        forms=(Raw,),
-        order="64 or 128 seq, by rows",
-    ),
-    Kernel(
-        name="gemv, Hopper",
-        module="products.hopper.gemv_experts",
-        forms=_BLOCKED,
-        rows=_FEW_ROWS,
-        needs=HOPPER,
-        refuses=_refuses_small_groups,
-        order="8 parts, 128 seq; a token's experts in one sum",
-    ),
-    Kernel(
-        name="gemv",
-        module="products.portable.gemv_experts",
-        forms=_QUANTISED,
-        rows=_FEW_ROWS,
-        refuses=_refuses_small_groups,
-        order="lanes, tree",
-    ),
-    Kernel(
-        name="fp8 in one launch, Hopper",
-        module="products.hopper.fp8_experts",
-        forms=(Fp8,),
-        rows=RowRange(most=_TOKENS_AT_ONCE, unit=_TOKENS),
-        needs=HOPPER,
-        refuses=_refuses_at_once,
-        order="128 seq",
-    ),
-    Kernel(
-        name="int4 grouped, tall, Hopper",
-        module="products.hopper.int4_grouped",
-        forms=(Int4,),
-        rows=RowRange(above=_FEW_INT4, unit=_EACH),
-        needs=HOPPER,
-        refuses=_refuses_int4_tall,
-        order="128 seq",
-    ),
-    Kernel(
-        name="int4 in one launch, Hopper",
-        module="products.hopper.int4_experts",
-        forms=(Int4,),
-        rows=RowRange(most=_FEW_INT4, unit=_EACH),
-        needs=HOPPER,
-        refuses=_refuses_int4_few,
-        order="128 seq",
-    ),
-    Kernel(
-        name="fp8 grouped, tall, Hopper",
-        module="products.hopper.fp8_grouped",
-        forms=(Fp8,),
-        rows=_MANY_ROWS,
-        needs=HOPPER,
-        refuses=_refuses_tall,
-        order="128 seq",
-    ),
-    Kernel(
-        name="fp8 grouped, tall",
-        module="products.portable.grouped_large",
-        forms=(Fp8,),
-        rows=_MANY_ROWS,
-        needs="TMA",
-        refuses=_refuses_tall,
-        order="128 seq",
-    ),
-    Kernel(
-        name="16-bit weights made first, raw grouped",
-        module="products.portable.grouped_unpacked",
-        forms=(Int4, Fp4),
-        rows=RowRange(above=_UNPACKED, unit=_EACH),
-        order="64 seq",
-    ),
-    Kernel(
-        name="grouped",
-        module="products.portable.grouped",
-        forms=_QUANTISED,
-        order="128 seq",
-    ),
+    row("raw gemv", "products.portable.gemv_experts", _RAW, "lanes, tree", rows=_FEW),
+    row("raw grouped, tall", "products.portable.grouped_large", _RAW, "64 seq",
+        _RAW_ROOM, _RAW_WHOLE, rows=_MANY, needs="TMA"),
+    row("raw grouped", "products.portable.grouped", _RAW, "64 or 128 seq, by rows"),
+    row("gemv, Hopper", "products.hopper.gemv_experts", (Fp8, Int4),
+        "8 parts, 128 seq; a token's experts in one sum", _BLOCKS, rows=_FEW, needs=HOPPER),
+    row("gemv", "products.portable.gemv_experts", _QUANTISED, "lanes, tree", _BLOCKS, rows=_FEW),
+    row("fp8 in one launch, Hopper", "products.hopper.fp8_experts", (Fp8,), "128 seq",
+        _BLOCKED, _GATED, rows=RowRange(most=_TOKENS_AT_ONCE, unit=_TOKENS), needs=HOPPER),
+    row("int4 grouped, tall, Hopper", "products.hopper.int4_grouped", (Int4,), "128 seq",
+        _ALIGNED, _TILES, _STEPS, _BLOCKS, rows=RowRange(above=_FEW_INT4, unit=_EACH),
+        needs=HOPPER),
+    row("int4 in one launch, Hopper", "products.hopper.int4_experts", (Int4,), "128 seq",
+        _UNITS, _BLOCKS, rows=RowRange(most=_FEW_INT4, unit=_EACH), needs=HOPPER),
+    row("fp8 grouped, tall, Hopper", "products.hopper.fp8_grouped", (Fp8,), "128 seq",
+        _ROOM, _WHOLE, rows=_MANY, needs=HOPPER),
+    row("fp8 grouped, tall", "products.portable.grouped_large", (Fp8,), "128 seq",
+        _ROOM, _WHOLE, rows=_MANY, needs="TMA"),
+    row("16-bit weights made first, raw grouped", "products.portable.grouped_unpacked",
+        (Int4, Fp4), "64 seq", rows=RowRange(above=_UNPACKED, unit=_EACH)),
+    row("grouped", "products.portable.grouped", _QUANTISED, "128 seq"),
 )
+# fmt: on
