@@ -113,6 +113,45 @@ def test_those_that_have_waited_too_long_are_named_once_and_no_others():
     assert bench.scheduler.stats.num_ended_late == 2
 
 
+def test_the_queue_is_read_once_for_all_that_are_late(monkeypatch):
+    """Ending a full queue in one step takes time in proportion to its length."""
+    num_late = 100
+    bench = Bench(max_num_seqs=1, max_queue_wait_s=12.5, num_slots=40)
+    for seed in range(1 + num_late):
+        bench.submit(tokens(60, seed), max_tokens=4 * SERVICE_S)
+    for _ in range(13):
+        bench.step()
+    num_costs, num_matches = 0, 0
+    num_left, match = bench.scheduler.waiting.num_left, bench.cache.match
+
+    def count_costs(request):
+        nonlocal num_costs
+        num_costs += 1
+        return num_left(request)
+
+    def count_matches(*arguments):
+        nonlocal num_matches
+        num_matches += 1
+        return match(*arguments)
+
+    monkeypatch.setattr(bench.scheduler.waiting, "num_left", count_costs)
+    monkeypatch.setattr(bench.cache, "match", count_matches)
+    assert len(bench.scheduler.take_late()) == num_late
+    assert num_costs == 2 * num_late, "once to put it in line, and once to find its place"
+    assert not num_matches
+
+
+def test_the_latest_of_many_that_are_late_are_told_to_wait_for_those_before_them():
+    """Each takes 10 seconds, and all that are late might come again."""
+    bench = queue_of(5, 25.0)
+    while not (late := bench.scheduler.take_late()):
+        bench.step()
+    (request, error) = late[0]
+    others = len(bench.scheduler.waiting) - 1
+    assert request in list(bench.scheduler.waiting)
+    assert abs(error.retry_after_s - others * SERVICE_S) <= SERVICE_S / 2
+
+
 def test_a_request_that_was_preempted_is_not_late():
     """It has begun: its client has tokens."""
     bench = Bench(max_num_seqs=4, max_queue_wait_s=0.5, num_pages=20, num_slots=8)

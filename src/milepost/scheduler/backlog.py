@@ -9,7 +9,10 @@ to others, comes on top if it is longer.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterable
+from itertools import accumulate
 from math import ceil, inf
 
 from milepost.cache.tree import Match
@@ -60,17 +63,29 @@ class Backlog:
 
     def check(self, request: Request, match: Match) -> None:
         """Raises QueueWaitError if a new request would wait longer than `max_wait_s`."""
-        wait_s = self._wait_s(request, match)
+        cost = STEP_TOKENS + request.num_tokens - match.state_length
+        ahead = self._line().cost_ahead(request.priority, cost)
+        wait_s = max(self._seconds(ahead), self._admission.held_back_s(request, match))
         if wait_s > self.max_wait_s:
             self._stats.num_refused_early += 1
             raise QueueWaitError(
                 f"the request would wait about {min(wait_s, MAX_HOLD_BACK_S):.0f} s for its turn; "
                 f"this server lets none wait longer than {self.max_wait_s:g} s: try again later",
-                retry_after_s=self._retry_after_s(wait_s - self.max_wait_s),
+                retry_after_s=_retry_after_s(wait_s - self.max_wait_s),
             )
 
-    def take_late(self) -> list[Request]:
-        """Returns requests that have waited too long and have never begun, each once."""
+    def take_late(self) -> list[tuple[Request, QueueWaitError]]:
+        """Returns requests that have waited too long and have never begun, each once, and what to
+        tell their clients. Looks at the waiting requests once, however many are late.
+        """
+        late = self._pop_late()
+        if not late:
+            return []
+        self._stats.num_ended_late += len(late)
+        line = self._line()
+        return [(request, self._too_late(request, line)) for request in late]
+
+    def _pop_late(self) -> list[Request]:
         late, arrived = [], self._arrived
         while arrived:
             request = arrived[0]
@@ -82,36 +97,29 @@ class Backlog:
                 late.append(request)
         return late
 
-    def too_late(self, request: Request, match: Match) -> QueueWaitError:
-        """Returns the error for a request that has waited too long."""
-        self._stats.num_ended_late += 1
+    def _too_late(self, request: Request, line: Line) -> QueueWaitError:
+        """Returns the error for a request that has waited too long. If it comes again it waits for
+        those that would go first, or for what it was last held back for.
+        """
+        cost = self._cost(request)
+        wait_s = self._seconds(line.cost_ahead(request.priority, cost) - cost)
+        held_s = (request.held_until_s or 0.0) - self._admission.now_s
         return QueueWaitError(
             f"the request has waited {self.max_wait_s:g} s for its turn, and this server lets none "
             "wait longer: try again later",
-            retry_after_s=self._retry_after_s(self._wait_s(request, match)),
+            retry_after_s=_retry_after_s(max(wait_s, held_s)),
         )
 
-    def _wait_s(self, request: Request, match: Match) -> float:
-        """Estimates the wait of a request that would be queued now."""
-        cost = STEP_TOKENS + request.num_tokens - match.state_length
-        ahead = sum(
-            other_cost
-            for other in self._waiting
-            if other is not request
-            and self._goes_first(other, other_cost := self._cost(other), request.priority, cost)
-        )
-        held_s = self._admission.held_back_s(request, match)
-        return max(ahead / self._rate, held_s) if ahead else held_s
-
-    def _goes_first(self, other: Request, other_cost: int, priority: int, cost: int) -> bool:
-        """Whether a waiting request would begin before one that has waited for `max_wait_s`."""
-        if other.priority != priority:
-            return other.priority < priority
-        waited_s = self._admission.now_s - other.queued_s + self.max_wait_s
-        return waited_s * cost >= self.max_wait_s * other_cost
+    def _line(self) -> Line:
+        now_s = self._admission.now_s
+        entries = [(r.priority, now_s - r.queued_s, self._cost(r)) for r in self._waiting]
+        return Line(entries, self.max_wait_s)
 
     def _cost(self, request: Request) -> int:
         return STEP_TOKENS + self._waiting.num_left(request)
+
+    def _seconds(self, cost: int) -> float:
+        return cost / self._rate if cost else 0.0
 
     @property
     def _rate(self) -> float:
@@ -121,6 +129,26 @@ class Backlog:
         token_s = self._admission.token_s
         return 1 / token_s if token_s else inf
 
-    @staticmethod
-    def _retry_after_s(wait_s: float) -> int:
-        return max(ceil(min(wait_s, MAX_HOLD_BACK_S)), 1)
+
+class Line:
+    """Waiting requests in the order in which they would begin before one that has waited for
+    `max_wait_s`.
+    """
+
+    def __init__(self, entries: Iterable[tuple[int, float, int]], max_wait_s: float) -> None:
+        """`entries` are the priority, seconds waited and cost of each waiting request."""
+        self._max_wait_s = max_wait_s
+        placed = sorted(
+            ((priority, -(waited_s + max_wait_s) / cost), cost)
+            for priority, waited_s, cost in entries
+        )
+        self._places = [place for place, _ in placed]
+        self._costs = list(accumulate((cost for _, cost in placed), initial=0))
+
+    def cost_ahead(self, priority: int, cost: int) -> int:
+        """Returns the cost of all that would begin before a request of this cost."""
+        return self._costs[bisect_right(self._places, (priority, -self._max_wait_s / cost))]
+
+
+def _retry_after_s(wait_s: float) -> int:
+    return max(ceil(min(wait_s, MAX_HOLD_BACK_S)), 1)

@@ -158,10 +158,7 @@ class Scheduler:
         """Requests that have waited for longer than `max_queue_wait_s`, each once, and what to tell
         their clients; whoever calls this ends them.
         """
-        if self._backlog is None:
-            return []
-        backlog, match = self._backlog, self.cache.match
-        return [(r, backlog.too_late(r, match(r.chain))) for r in backlog.take_late()]
+        return self._backlog.take_late() if self._backlog is not None else []
 
     def _queue(self, request: Request) -> None:
         request.queued_s = self._admission.now_s
