@@ -67,7 +67,7 @@ def test_who_computes_an_answer_again_claims_no_page_of_it_for_good():
     request = bench.submit(tokens(100), max_tokens=300)
     while request.num_output_tokens < 200:
         bench.step()
-    bench.scheduler._preempt(request)
+    bench.scheduler._requests.preempt(request)
     assert bench.cache.reset()
     bench.run()
     assert bench.is_right(request)

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from milepost.cache.placement import Kind
 from milepost.config import check_budget
-from milepost.errors import InvalidRequestError, QueueWaitError
+from milepost.errors import QueueWaitError
 from milepost.scheduler.admission import Admission
 from milepost.scheduler.backlog import Backlog
+from milepost.scheduler.lifecycle import Lifecycle
 from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.outside import Outside
 from milepost.scheduler.planner import Planner
@@ -57,13 +57,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.stats = SchedulerStats()
         self.outside = Outside(cache)
-        self._admission = Admission(
-            cache,
-            self.waiting,
-            self.running,
-            self.outside,
-            self.stats,
-        )
+        self._admission = Admission(cache, self.waiting, self.running, self.outside, self.stats)
         self._backlog = (
             Backlog(self.waiting, self._admission, self.stats, max_queue_wait_s)
             if max_queue_wait_s is not None
@@ -78,22 +72,21 @@ class Scheduler:
             max_num_batched_tokens=max_num_batched_tokens,
             num_lookahead_tokens=num_lookahead_tokens,
         )
-        self._requests: dict[int, Request] = {}
-        """Requests by number, until they are over and no step in flight computes for them."""
-        self._num_live = 0
+        self._requests = Lifecycle(
+            cache, self.waiting, self.running, self._admission, self._planner, self.stats
+        )
         self._steps: deque[StepPlan] = deque()
         self._moves_beside = False
         """Whether copies that were planned beside the step in flight move pages."""
-        self._num_added = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._num_live or self._planner.folding or self.num_loading)
+        return bool(self._requests.num_live or self._planner.folding or self.num_loading)
 
     @property
     def only_folds(self) -> bool:
         """Whether all that is left to do is to bring states to the ends of their answers."""
-        return bool(self._planner.folding) and not self._num_live
+        return bool(self._planner.folding) and not self._requests.num_live
 
     @property
     def num_loading(self) -> int:
@@ -110,41 +103,19 @@ class Scheduler:
 
     def arrived(self, number: int) -> None:
         """All that a plan's load of this request names is there."""
-        self._finish_load(self.outside.arrived(number))
+        self._requests.finish_load(self.outside.arrived(number))
 
     def failed(self, number: int) -> None:
         """It does not come, and nobody writes any of it any more: the request computes what it
         lacks.
         """
-        self._finish_load(self.outside.failed(number))
-
-    def _finish_load(self, request: Request) -> None:
-        """A request whose load is over has a place in the next step, unless it is over itself."""
-        assert request.allocation is not None
-        if request.report is None:
-            request.report = request.allocation.report
-        self._admission.pending.settle(request)
-        if request.finish_reason is not None:
-            self._release(request, None)
-            del self._requests[request.number]
+        self._requests.finish_load(self.outside.failed(number))
 
     # --- requests ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError if the pool could never hold it all."""
-        longest = request.num_tokens + request.max_tokens
-        capacity = self.cache.capacity
-        if longest > capacity:
-            raise InvalidRequestError(
-                f"prompt of {request.num_tokens} tokens plus max_tokens={request.max_tokens} needs "
-                f"{longest} tokens of KV, the pool holds {capacity}: shorten the prompt, lower "
-                "max_tokens or raise num_pages"
-            )
-        request.number = self._num_added
-        self._queue(request)
-        self._num_added += 1
-        self._num_live += 1
-        self._requests[request.number] = request
+        self._requests.add(request)
         if self._backlog is not None:
             self._backlog.add(request)
 
@@ -160,10 +131,6 @@ class Scheduler:
         """
         return self._backlog.take_late() if self._backlog is not None else []
 
-    def _queue(self, request: Request) -> None:
-        request.queued_s = self._admission.now_s
-        self.waiting.add(request)
-
     def request(self, number: int) -> Request:
         """The request that a plan names, until the plan's outcome is taken."""
         return self._requests[number]
@@ -172,9 +139,9 @@ class Scheduler:
         """End a request from outside (stop string, abort) between steps; False if it is over
         already, or was never added.
         """
-        if self._requests.get(request.number) is not request or request.finish_reason is not None:
+        if request not in self._requests or request.finish_reason is not None:
             return False
-        self._end(request, reason)
+        self._requests.end(request, reason)
         return True
 
     def propose(self, request: Request, drafts: Sequence[int]) -> None:
@@ -228,7 +195,7 @@ class Scheduler:
         Requests that are over keep their memory for the step that folds in their last tokens.
         """
         while not self._planner.has_room(request):
-            self._preempt(max(filter(_may_be_preempted, self.running), key=lambda r: r.rank))
+            self._requests.preempt_youngest()
 
     def _launched(self, plan: StepPlan) -> StepPlan:
         """Note that somebody runs a plan from now on; returns it."""
@@ -237,25 +204,6 @@ class Scheduler:
         elif self._steps and plan.moves:
             self._moves_beside = True
         return plan
-
-    def _preempt(self, request: Request) -> None:
-        """Turn the request's live state into a checkpoint and queue it again."""
-        assert request.finish_reason is None, "F5: a request that is over never waits again"
-        self._release(request, Kind.PREEMPTED)
-        self._queue(request)
-        request.num_preemptions += 1
-        self.stats.num_preemptions += 1
-
-    def _release(self, request: Request, kind: Kind | None) -> None:
-        """Take what a running request holds; with a `kind`, its state becomes a checkpoint."""
-        assert request.allocation is not None
-        self._admission.pending.drop(request)
-        self.cache.release(request.allocation, kind)
-        request.allocation = None
-        request.num_planned_pages = 0
-        self._planner.ended.append(request.number)
-        self._planner.folding.pop(request, None)
-        self.running.remove(request)
 
     # --- outcome ----------------------------------------------------------------------------------
 
@@ -293,9 +241,9 @@ class Scheduler:
                 request.extend(tokens)
             self._commit(request, sequence, result)
             if reason is not None:
-                self._end(request, reason)
+                self._requests.end(request, reason)
             elif was_over and not request.is_in_flight:
-                self._retire(request)
+                self._requests.retire(request)
             if tokens:
                 progress.append(Progress(request=request, tokens=tokens, finish_reason=reason))
         return progress
@@ -333,46 +281,11 @@ class Scheduler:
             self._planner.ended.extend(step.ended)
         self._steps.clear()
         for request in self.running.copy():
-            if not moves and not request.is_in_flight:
-                continue
-            self._release(request, None)
-            if request.finish_reason is None:
-                self._queue(request)
-            else:
-                del self._requests[request.number]
+            if moves or request.is_in_flight:
+                self._requests.take_back(request)
         if moves:
             is_reset = self.cache.reset()
             assert is_reset, "no request runs"
-
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        request.finish_reason = reason
-        self._num_live -= 1
-        if request.allocation is None:
-            self.waiting.remove(request)
-            del self._requests[request.number]
-        elif request.is_loading:
-            pass  # somebody writes what it holds
-        elif request.is_in_flight:  # what it holds is in use until then
-            self._admission.pending.leave(request)
-        else:
-            self._retire(request)
-
-    def _retire(self, request: Request) -> None:
-        """Keep the state where the answer ended, once it has come so far."""
-        assert request.allocation is not None
-        keeps_end = self.cache.mode == "auto"
-        folding = self._planner.folding
-        if keeps_end and request.allocation.num_unfolded and request not in folding:
-            folding[request] = None
-            self._admission.pending.leave(request)
-            return
-        self._release(request, Kind.ANSWER_END if keeps_end else None)
-        del self._requests[request.number]
-
-
-def _may_be_preempted(request: Request) -> bool:
-    """Whether a running request has tokens to come, and nobody else writes what it holds."""
-    return request.finish_reason is None and not request.is_loading
 
 
 def _grows(request: Request) -> bool:

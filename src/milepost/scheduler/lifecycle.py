@@ -1,0 +1,145 @@
+"""Takes requests from `add` to their end: into the queue, out of memory, and out of the scheduler.
+
+A request that is over keeps what it holds while a step in flight computes for it, while something
+is loaded into it, and, where states are kept, for one more step that folds its last tokens into its
+state.
+"""
+
+from __future__ import annotations
+
+from milepost.cache.placement import Kind
+from milepost.errors import InvalidRequestError
+from milepost.scheduler.admission import Admission
+from milepost.scheduler.memory import PrefixMemory
+from milepost.scheduler.planner import Planner
+from milepost.scheduler.queue import Queue
+from milepost.scheduler.request import FinishReason, Request
+from milepost.scheduler.stats import SchedulerStats
+
+
+class Lifecycle:
+    """The requests that were added, by number, until they are over and hold nothing."""
+
+    def __init__(
+        self,
+        cache: PrefixMemory,
+        waiting: Queue,
+        running: list[Request],
+        admission: Admission,
+        planner: Planner,
+        stats: SchedulerStats,
+    ) -> None:
+        self.num_live = 0
+        """Number of requests that are not over."""
+        self._num_added = 0
+        self._requests: dict[int, Request] = {}
+        self._cache = cache
+        self._waiting = waiting
+        self._running = running
+        self._admission = admission
+        self._planner = planner
+        self._stats = stats
+
+    def __getitem__(self, number: int) -> Request:
+        return self._requests[number]
+
+    def __contains__(self, request: Request) -> bool:
+        return self._requests.get(request.number) is request
+
+    def add(self, request: Request) -> None:
+        """Number a new request and queue it. Raises InvalidRequestError if the pool could never
+        hold it all.
+        """
+        longest = request.num_tokens + request.max_tokens
+        capacity = self._cache.capacity
+        if longest > capacity:
+            raise InvalidRequestError(
+                f"prompt of {request.num_tokens} tokens plus max_tokens={request.max_tokens} needs "
+                f"{longest} tokens of KV, the pool holds {capacity}: shorten the prompt, lower "
+                "max_tokens or raise num_pages"
+            )
+        request.number = self._num_added
+        self._queue(request)
+        self._num_added += 1
+        self.num_live += 1
+        self._requests[request.number] = request
+
+    def finish_load(self, request: Request) -> None:
+        """Give a request whose load is over a place in the next step, unless it is over itself."""
+        assert request.allocation is not None
+        if request.report is None:
+            request.report = request.allocation.report
+        self._admission.pending.settle(request)
+        if request.finish_reason is not None:
+            self._remove(request, None)
+
+    def preempt_youngest(self) -> None:
+        """Preempt the running request that is served last, of those with tokens to come."""
+        self.preempt(max(filter(_may_be_preempted, self._running), key=lambda r: r.rank))
+
+    def preempt(self, request: Request) -> None:
+        """Turn a running request's live state into a checkpoint and queue it again."""
+        assert request.finish_reason is None, "F5: a request that is over never waits again"
+        self._release(request, Kind.PREEMPTED)
+        self._queue(request)
+        request.num_preemptions += 1
+        self._stats.num_preemptions += 1
+
+    def take_back(self, request: Request) -> None:
+        """Take what a running request holds, which may be half written, and queue it again unless
+        it is over.
+        """
+        if request.finish_reason is not None:
+            self._remove(request, None)
+        else:
+            self._release(request, None)
+            self._queue(request)
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """End a request; it is retired now, or once nobody uses what it holds."""
+        request.finish_reason = reason
+        self.num_live -= 1
+        if request.allocation is None:
+            self._waiting.remove(request)
+            del self._requests[request.number]
+        elif request.is_loading:
+            pass  # somebody writes what it holds
+        elif request.is_in_flight:  # what it holds is in use until then
+            self._admission.pending.leave(request)
+        else:
+            self.retire(request)
+
+    def retire(self, request: Request) -> None:
+        """Keep the state where the answer ended, once it has come so far."""
+        assert request.allocation is not None
+        keeps_end = self._cache.mode == "auto"
+        folding = self._planner.folding
+        if keeps_end and request.allocation.num_unfolded and request not in folding:
+            folding[request] = None
+            self._admission.pending.leave(request)
+            return
+        self._remove(request, Kind.ANSWER_END if keeps_end else None)
+
+    def _queue(self, request: Request) -> None:
+        request.queued_s = self._admission.now_s
+        self._waiting.add(request)
+
+    def _remove(self, request: Request, kind: Kind | None) -> None:
+        self._release(request, kind)
+        del self._requests[request.number]
+
+    def _release(self, request: Request, kind: Kind | None) -> None:
+        """Take what a running request holds; with a `kind`, its state becomes a checkpoint."""
+        assert request.allocation is not None
+        self._admission.pending.drop(request)
+        self._cache.release(request.allocation, kind)
+        request.allocation = None
+        request.num_planned_pages = 0
+        self._planner.ended.append(request.number)
+        self._planner.folding.pop(request, None)
+        self._running.remove(request)
+
+
+def _may_be_preempted(request: Request) -> bool:
+    """Whether a running request has tokens to come, and nobody else writes what it holds."""
+    return request.finish_reason is None and not request.is_loading
