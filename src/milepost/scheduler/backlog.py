@@ -64,7 +64,7 @@ class Backlog:
     def check(self, request: Request, match: Match) -> None:
         """Raises QueueWaitError if a new request would wait longer than `max_wait_s`."""
         cost = STEP_TOKENS + request.num_tokens - match.state_length
-        ahead = self._line().cost_ahead(request.priority, cost)
+        ahead = self._order().cost_ahead(request.priority, cost)
         wait_s = max(self._seconds(ahead), self._admission.held_back_s(request, match))
         if wait_s > self.max_wait_s:
             self._stats.num_refused_early += 1
@@ -82,8 +82,8 @@ class Backlog:
         if not late:
             return []
         self._stats.num_ended_late += len(late)
-        line = self._line()
-        return [(request, self._too_late(request, line)) for request in late]
+        order = self._order()
+        return [(request, self._too_late(request, order)) for request in late]
 
     def _pop_late(self) -> list[Request]:
         late, arrived = [], self._arrived
@@ -97,12 +97,12 @@ class Backlog:
                 late.append(request)
         return late
 
-    def _too_late(self, request: Request, line: Line) -> QueueWaitError:
+    def _too_late(self, request: Request, order: QueueOrder) -> QueueWaitError:
         """Returns the error for a request that has waited too long. If it comes again it waits for
         those that would go first, or for what it was last held back for.
         """
         cost = self._cost(request)
-        wait_s = self._seconds(line.cost_ahead(request.priority, cost) - cost)
+        wait_s = self._seconds(order.cost_ahead(request.priority, cost) - cost)
         held_s = (request.held_until_s or 0.0) - self._admission.now_s
         return QueueWaitError(
             f"the request has waited {self.max_wait_s:g} s for its turn, and this server lets none "
@@ -110,10 +110,10 @@ class Backlog:
             retry_after_s=_retry_after_s(max(wait_s, held_s)),
         )
 
-    def _line(self) -> Line:
+    def _order(self) -> QueueOrder:
         now_s = self._admission.now_s
         entries = [(r.priority, now_s - r.queued_s, self._cost(r)) for r in self._waiting]
-        return Line(entries, self.max_wait_s)
+        return QueueOrder(entries, self.max_wait_s)
 
     def _cost(self, request: Request) -> int:
         return STEP_TOKENS + self._waiting.num_left(request)
@@ -130,7 +130,7 @@ class Backlog:
         return 1 / token_s if token_s else inf
 
 
-class Line:
+class QueueOrder:
     """Waiting requests in the order in which they would begin before one that has waited for
     `max_wait_s`.
     """
