@@ -20,7 +20,7 @@ WATCHED = {
     "milepost.engine.loop.core:Engine": "queue step poll _publish",
     "milepost.engine.loop.pipeline:StepPipeline": "_start collect _start_ahead settle",
     "milepost.engine.loop.completions:RunningCompletions": "take",
-    "milepost.engine.loop.exchange:Exchange": "note_finished begin_loads",
+    "milepost.disaggregation.exchange:Exchange": "note_finished begin_loads",
     "milepost.scheduler.scheduler:Scheduler": "schedule follow update arrived",
     "milepost.runner.runner:Runner": "launch sample collect copy",
     "milepost.disaggregation.connector:Connector": "_pull _pulled _grant",

@@ -12,7 +12,6 @@ import torch
 
 from milepost import LLM, CompletionOutput, RequestOutput, SamplingParams
 from milepost.engine.loop.core import Engine
-from milepost.engine.loop.exchange import Exchange
 from milepost.engine.loop.tiering import Tiering
 from milepost.kernels.platform.tensors import FP8
 from milepost.models import load_model
@@ -249,9 +248,3 @@ _DEFAULTS = {
 def tiering_of(engine: Engine) -> Any:
     """The tiers of an engine, if it has any."""
     return next((part for part in engine.off_device if isinstance(part, Tiering)), None)
-
-
-def connector_of(engine: Engine) -> Any:
-    """What connects an engine with others, if something does."""
-    found = [part.connector for part in engine.off_device if isinstance(part, Exchange)]
-    return found[0] if found else None

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from milepost.config import EngineConfig
+from milepost.disaggregation.exchange import Exchange
 from milepost.engine.loop.core import Engine
 from milepost.engine.loop.group import RequestGroup
 from milepost.engine.prompts import Prompt
 from milepost.sampling_params import SamplingParams
-from tests.engines import connector_of, greedy
+from tests.engines import greedy
 from tests.invariants import check
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -124,3 +125,9 @@ def lacking(engine: Engine, tokens: Sequence[int], position: int, salt: str = ""
         return 0
     page, state = sizes(engine)
     return page * (-(-position // PAGE) - len(match.path.nodes)) + state
+
+
+def connector_of(engine: Engine) -> Any:
+    """Returns what connects an engine with others, if something does."""
+    found = [part.connector for part in engine.off_device if isinstance(part, Exchange)]
+    return found[0] if found else None

@@ -36,13 +36,13 @@ from milepost.disaggregation.messages import (
     Release,
     Welcome,
 )
-from milepost.disaggregation.params import read
 from milepost.engine.loop.group import RequestGroup
 from milepost.errors import InvalidRequestError
-from tests.disaggregation.fleet import Fleet, open_engine, running
+from milepost.kv_transfer_params import read
+from tests.disaggregation.fleet import Fleet, connector_of, open_engine, running
 from tests.disaggregation.hostile import VALUES, Liar, mutated
 from tests.disaggregation.storm import left
-from tests.engines import Tiny, connector_of, greedy, tokens
+from tests.engines import Tiny, greedy, tokens
 
 NUM_PROMPTS = 4
 OPTIONS = {"extra": {"timeout_s": 0.4, "max_transfers": 16}, "max_num_seqs": 8}

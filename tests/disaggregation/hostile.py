@@ -16,7 +16,7 @@ import zmq
 from milepost.disaggregation.messages import ENCODER, QUESTIONS, Gone, Granted, Released, Welcome
 from milepost.disaggregation.sockets import Sockets
 from milepost.engine.loop.core import Engine
-from tests.engines import connector_of
+from tests.disaggregation.fleet import connector_of
 
 NESTED: Any = []
 for _ in range(60):

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from milepost.engine.prompts import Prompt
-from tests.disaggregation.fleet import PREFILL, lacking, open_engine, sizes
-from tests.engines import VOCAB_SIZE, Tiny, connector_of, greedy, sampled, tokens
+from tests.disaggregation.fleet import PREFILL, connector_of, lacking, open_engine, sizes
+from tests.engines import VOCAB_SIZE, Tiny, greedy, sampled, tokens
 from tests.invariants import check
 
 

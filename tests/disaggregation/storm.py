@@ -24,8 +24,8 @@ import torch
 
 from milepost.engine.loop.core import Engine
 from milepost.engine.loop.group import RequestGroup
-from tests.disaggregation.fleet import ONE_TOKEN, PREFILL, Fleet, open_engine, running
-from tests.engines import Tiny, connector_of, greedy, tokens
+from tests.disaggregation.fleet import ONE_TOKEN, PREFILL, Fleet, connector_of, open_engine, running
+from tests.engines import Tiny, greedy, tokens
 
 
 def open_storm(tiny: Tiny, transport: str, at_once: int, **changes: Any) -> list[Engine]:

@@ -10,8 +10,8 @@ import pytest
 
 from milepost.engine.prompts import Prompt
 from tests.disaggregation.conftest import save_small
-from tests.disaggregation.fleet import ONE_TOKEN, PREFILL, open_engine, running
-from tests.engines import connector_of, greedy, sampled, tokens
+from tests.disaggregation.fleet import ONE_TOKEN, PREFILL, connector_of, open_engine, running
+from tests.engines import greedy, sampled, tokens
 from tests.mtp import add_head
 
 DRAFTS = {"speculative_config": {"method": "mtp", "adaptive": False}}

@@ -23,10 +23,10 @@ from milepost.disaggregation.messages import (
 from milepost.errors import InvalidRequestError
 from milepost.kv_transfer_config import PeerNetworks
 from tests.disaggregation import fuzz
-from tests.disaggregation.fleet import PREFILL, open_engine, running
+from tests.disaggregation.fleet import PREFILL, connector_of, open_engine, running
 from tests.disaggregation.hostile import BROKEN_TEXT, DEEP, Liar
 from tests.disaggregation.test_faults import is_computed
-from tests.engines import connector_of, greedy, tokens
+from tests.engines import greedy, tokens
 from tests.waiting import until
 
 REMOTE = {

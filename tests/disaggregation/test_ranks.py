@@ -14,21 +14,21 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
+from milepost.disaggregation.access import Access
 from milepost.disaggregation.all_ranks import AllRanks, fencing
 from milepost.disaggregation.messages import Layout, MemoryRows
-from milepost.disaggregation.orders import AddPeer, RankEndpoint, ReadPart, Synchronize
+from milepost.disaggregation.orders import AddPeer, RankEndpoint, ReadPart, Synchronize, decode
 from milepost.disaggregation.part_reader import PartReader
 from milepost.disaggregation.transport import TransferError
 from milepost.engine.assembly import setup
-from milepost.engine.processes import rank as rank_process
 from milepost.errors import EngineDeadError
 from tests.disaggregation import test_beside, test_faults, test_transfers
 from tests.disaggregation.conftest import DIVIDES, save_small
-from tests.disaggregation.fleet import open_engine, running
+from tests.disaggregation.fleet import connector_of, open_engine, running
 from tests.disaggregation.storm import Storm, open_storm
 from tests.disaggregation.test_faults import is_computed, jump
 from tests.disaggregation.test_transfers import output_of, report_of
-from tests.engines import connector_of, greedy, tokens
+from tests.engines import greedy, tokens
 from tests.mtp import add_head
 from tests.parallel.team import ThreadTeam
 from tests.waiting import until
@@ -52,13 +52,13 @@ def team(monkeypatch):
 @pytest.fixture(autouse=True)
 def readers(monkeypatch):
     """Those of all other ranks."""
-    readers, make = [], rank_process.reader_of
+    readers, make = [], Access.worker
 
     def note(*given):
         readers.append(make(*given))
         return readers[-1]
 
-    monkeypatch.setattr(rank_process, "reader_of", note)
+    monkeypatch.setattr(Access, "worker", note)
     return readers
 
 
@@ -162,7 +162,7 @@ def held(monkeypatch):
     held, do = [], PartReader.do
 
     def hold(reader, ticket, order):
-        if isinstance(order, Synchronize):
+        if isinstance(decode(order), Synchronize):
             held.append(lambda: do(reader, ticket, order))
         else:
             do(reader, ticket, order)
@@ -268,16 +268,19 @@ class Orders:
         given = runner, 1, transport, lambda *answer: self.answers.append(answer)
         self.reader = PartReader(*given, self.failures.append)
 
+    def give(self, ticket, order):
+        self.reader.do(ticket, msgspec.msgpack.encode(order))
+
 
 def test_a_rank_reads_once_its_own_device_has_come_so_far():
     transport = Mock(is_done=Mock(return_value=True))
     orders = Orders(transport)
     endpoint = RankEndpoint(b"there", Layout([], []))
     orders.reader.load(None)
-    orders.reader.do(1, AddPeer(7, [RankEndpoint(b"", Layout([], [])), endpoint]))
-    orders.reader.do(2, ReadPart(transfer=1, peer=7, lease="l", local=[3], remote=[4]))
-    orders.reader.do(3, Synchronize())
-    orders.reader.do(4, ReadPart(transfer=2, peer=8, lease="l", local=[3], remote=[4]))
+    orders.give(1, AddPeer(7, [RankEndpoint(b"", Layout([], [])), endpoint]))
+    orders.give(2, ReadPart(transfer=1, peer=7, lease="l", local=[3], remote=[4]))
+    orders.give(3, Synchronize())
+    orders.give(4, ReadPart(transfer=2, peer=8, lease="l", local=[3], remote=[4]))
     until(lambda: orders.answers)
     time.sleep(0.01)
     assert orders.answers == [(1, True)]
@@ -293,7 +296,7 @@ def test_a_rank_reads_once_its_own_device_has_come_so_far():
 def test_what_a_reader_did_not_expect_ends_the_rank():
     """Else nobody would answer, and the first one wait for ever."""
     orders = Orders(Mock(add_peer=Mock(side_effect=ZeroDivisionError("on purpose"))))
-    orders.reader.do(1, AddPeer(7, [RankEndpoint(b"", Layout([], []))] * 2))
+    orders.give(1, AddPeer(7, [RankEndpoint(b"", Layout([], []))] * 2))
     until(lambda: orders.failures)
     assert not orders.answers
     orders.reader.close()

@@ -12,12 +12,13 @@ from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidRequestError
 from tests.disaggregation.fleet import (
     PREFILL,
+    connector_of,
     lacking,
     open_engine,
     running,
     sizes,
 )
-from tests.engines import VOCAB_SIZE, connector_of, greedy, sampled, tokens
+from tests.engines import VOCAB_SIZE, greedy, sampled, tokens
 
 
 @pytest.fixture

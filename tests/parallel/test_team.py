@@ -19,8 +19,7 @@ import torch
 
 from milepost import LLM, SamplingParams
 from milepost.config import EngineConfig
-from milepost.disaggregation.orders import ReadPart
-from milepost.engine.assembly import setup, team
+from milepost.engine.assembly import AnnexCommand, setup, team
 from milepost.engine.assembly.team import RankMessage, Team, TicketedCommand
 from milepost.engine.processes.client import EngineClient
 from milepost.engine.processes.engine import Engine, Loop
@@ -124,7 +123,7 @@ def test_what_several_threads_tell_ranks_comes_whole():
     team = object.__new__(Team)
     team._telling, team._encoder = threading.Lock(), msgspec.msgpack.Encoder()
     team._members = [Mock(socket=ours)]
-    long = ReadPart(transfer=1, peer=1, lease="1-1", local=list(range(300_000)), remote=[])
+    long = AnnexCommand(bytes(900_000))
     with ThreadPoolExecutor(4) as threads:
         for _ in range(4):
             threads.submit(lambda: [team.write(TicketedCommand(5, long)) for _ in range(3)])

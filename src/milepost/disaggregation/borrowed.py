@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from milepost.disaggregation.messages import Beat, Release
-from milepost.disaggregation.params import Remote
 from milepost.disaggregation.peers import Peers
 from milepost.disaggregation.transport import TransferError
+from milepost.kv_transfer_params import Remote
 
 BEATS = 6
 """Heartbeats per length of a lease."""

@@ -14,24 +14,28 @@ import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from milepost.cache import Cache, Match
 from milepost.cache.tree import Chain, checkpoint_key
-from milepost.disaggregation.access import SOURCE, Access
 from milepost.disaggregation.leases import Leases
 from milepost.disaggregation.links import Links
 from milepost.disaggregation.messages import VERSION, Find, Gone, Granted, Hello
 from milepost.disaggregation.outcomes import Asked, Pulled, Read, RemoteMatch
-from milepost.disaggregation.params import Remote, written
 from milepost.disaggregation.pulls import Pull
-from milepost.kv_transfer_config import KVTransferConfig
+from milepost.kv_transfer_params import Remote, written
 from milepost.scheduler.outside import Offer
 from milepost.scheduler.plans import Load
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from milepost.disaggregation.access import Access
+
 logger = logging.getLogger(__name__)
+
+SOURCE = "remote"
+"""Name of other engines wherever the source of a load is given."""
 
 LEAST_TOKENS = 64
 """Fewest tokens that are worth fetching; fewer are computed faster: a state is as large as the KV
@@ -52,7 +56,6 @@ class Connector:
 
     def __init__(
         self,
-        config: KVTransferConfig,
         scheduler: Scheduler,
         access: Access,
         *,
@@ -67,6 +70,7 @@ class Connector:
         assert isinstance(cache, Cache), "comparisons lend nothing"
         self._cache = cache
         self.engine_id, self._transport = access.engine_id, access.transport
+        config = access.config
         self._num_ranks = len(access.endpoints)
         self.leases = Leases(config.lease_s, clock)
         self._lend_share = config.lend_share

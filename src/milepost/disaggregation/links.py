@@ -21,12 +21,12 @@ from milepost.disaggregation.leases import Leases
 from milepost.disaggregation.lender import Lender
 from milepost.disaggregation.messages import Find, Gone, Granted, Hello, PeerAnswer
 from milepost.disaggregation.outcomes import Asked, Outcome, RemoteMatch
-from milepost.disaggregation.params import Remote
 from milepost.disaggregation.peers import Peers
 from milepost.disaggregation.pulls import Pull, Pulls
 from milepost.disaggregation.transport import TransferError, Transport, look_s
 from milepost.errors import ConfigError
 from milepost.kv_transfer_config import PeerNetworks
+from milepost.kv_transfer_params import Remote
 
 ALIVE_S = 1.0
 """How often a caller that waits for the thread checks whether it is alive."""

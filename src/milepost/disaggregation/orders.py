@@ -1,4 +1,4 @@
-"""Orders of the first rank to the others for exchanges between engines. They can be sent as bytes.
+"""Orders of the first rank to the others for exchanges between engines, sent as bytes.
 
 Each order is answered with whether it succeeded: `ReadPart` once nothing writes any more,
 `Synchronize` once the rank has caught up, all others at once.
@@ -12,6 +12,7 @@ from concurrent.futures import Future
 import msgspec
 
 from milepost.disaggregation.messages import Layout
+from milepost.engine.off_device import AskRanks
 
 
 class RankEndpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -100,3 +101,10 @@ TransferCommand = (
 
 SendTransferCommand = Callable[[TransferCommand], Future[bool]]
 """Sends an order to all other ranks, like `tiers.orders.Ask`; may be called from any thread."""
+
+decode = msgspec.msgpack.Decoder(TransferCommand).decode
+
+
+def sender(ask: AskRanks) -> SendTransferCommand:
+    """Returns a function that sends orders as bytes."""
+    return lambda order: ask(msgspec.msgpack.encode(order))

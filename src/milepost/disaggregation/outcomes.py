@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from milepost.disaggregation.messages import Find
-from milepost.disaggregation.params import Remote
+from milepost.kv_transfer_params import Remote
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from milepost.disaggregation.orders import (
     StopProgress,
     Synchronize,
     TransferCommand,
+    decode,
 )
 from milepost.disaggregation.transport import TransferError, Transport, look_s
 from milepost.runner.runner import Runner
@@ -85,8 +86,11 @@ class PartReader:
         """Takes a fence: launches from now on do not conflict with the load."""
         self._last_load = self._runner.fence()
 
-    def do(self, ticket: int, order: TransferCommand) -> None:
+    def do(self, ticket: int, order: bytes) -> None:
         """Begins to carry out an order of the first rank."""
+        self._begin(ticket, decode(order))
+
+    def _begin(self, ticket: int, order: TransferCommand) -> None:
         match order:
             case Filled(slot=slot, position=position):
                 self._runner.filled(slot, position)

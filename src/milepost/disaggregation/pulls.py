@@ -25,11 +25,11 @@ from milepost.disaggregation.messages import (
     Released,
 )
 from milepost.disaggregation.outcomes import Pulled
-from milepost.disaggregation.params import Remote
 from milepost.disaggregation.peers import Peer, Peers
 from milepost.disaggregation.registered_pools import pieces_of
 from milepost.disaggregation.transport import TransferError, Transport
 from milepost.errors import MilepostError
+from milepost.kv_transfer_params import Remote
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from milepost.config import EngineConfig
-from milepost.disaggregation.params import check_exchange, read
 from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidPromptError, InvalidRequestError
 from milepost.kv_transfer_config import KVTransferConfig
+from milepost.kv_transfer_params import check_exchange, read
 from milepost.sampling_params import SamplingParams
 
 MAX_SCORES = 2**20

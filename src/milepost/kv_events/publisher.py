@@ -20,9 +20,11 @@ from contextlib import suppress
 import zmq
 
 from milepost.cache.events import Event
+from milepost.engine.off_device import OffDevice
 from milepost.errors import ConfigError
 from milepost.kv_events.messages import MessageWriter
 from milepost.kv_events_config import KVEventsConfig
+from milepost.scheduler.outside import Outside
 from milepost.zeromq import bound, received
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,14 @@ MAX_BYTES = 2**16
 END = (-1).to_bytes(8, "big", signed=True)
 
 
-class EventPublisher:
+def open_publisher(config: KVEventsConfig, page_size: int, outside: Outside) -> EventPublisher:
+    """Returns a publisher of the events that `outside` tells. Raises ConfigError."""
+    publisher = EventPublisher(config, page_size)
+    outside.add_listener(publisher.publish)
+    return publisher
+
+
+class EventPublisher(OffDevice):
     """Publishes events in a thread of its own. Raises ConfigError if an address cannot be used.
     `close` it at the end.
     """
@@ -79,7 +88,7 @@ class EventPublisher:
                 break
         self._bell.send(b"")
 
-    def close(self) -> None:
+    def close(self, *, is_whole: bool = True) -> None:  # noqa: ARG002
         """Publishes the queued events and frees the addresses."""
         self._bell.send(b"end")
         self._thread.join()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from milepost.disaggregation.params import TransferWish, check_exchange
 from milepost.errors import InvalidRequestError
+from milepost.kv_transfer_params import TransferWish, check_exchange
 from milepost.server.protocol import ChatRequest, Sampling
 from milepost.server.service import Service
 

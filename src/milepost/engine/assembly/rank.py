@@ -8,15 +8,16 @@ from pathlib import Path
 
 import torch
 
+from milepost.annexes import annex
 from milepost.cache import Cache
 from milepost.cache.tree import FullAttention, LayerKind, Recurrent, ShortConvolution
 from milepost.config import EngineConfig
-from milepost.disaggregation.access import Access, open_access
 from milepost.engine.assembly.auto import device_of, folder_of, kv_dtype_of, load_options_of
 from milepost.engine.assembly.drafting import accept_of
 from milepost.engine.assembly.sizing import max_model_len_of, pool_shape, sizes_of
 from milepost.engine.assembly.team import Team
 from milepost.engine.assembly.tiering import RankTierState, hands_of
+from milepost.engine.off_device import PoolAccess
 from milepost.errors import KernelError
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import describe, hopper_kernels, probe, why_reference
@@ -56,7 +57,7 @@ class RankParts:
     runner: Runner
     hands: RankTierState | None
     """For its part of what is kept outside the device; None where nothing is."""
-    access: Access | None
+    access: PoolAccess | None
     """Gives other engines access to its pools; None if nothing is exchanged."""
 
 
@@ -115,9 +116,13 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     )
 
 
-def _access(config: EngineConfig, pools: Pools, ranks: Ranks) -> Access | None:
+def _access(config: EngineConfig, pools: Pools, ranks: Ranks) -> PoolAccess | None:
     wanted = config.kv_exchange
-    return None if wanted is None else open_access(wanted, pools, ranks.rank, ranks.gather)
+    if wanted is None:
+        return None
+    disaggregation = annex("disaggregation", wanted_by="kv_transfer_config")
+    access: PoolAccess = disaggregation.open_access(wanted, pools, ranks.rank, ranks.gather)
+    return access
 
 
 def _reaching(ranks: Ranks, device: torch.device, team: Team | None) -> Ranks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from milepost.config import EngineConfig
-from milepost.disaggregation import orders as exchanging
 from milepost.runner.recording import Record
 from milepost.tiers import orders as keeping
 
@@ -34,7 +33,13 @@ class RankFailure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
     message: str
 
 
-RankCommand = keeping.TierCommand | exchanging.TransferCommand
+class AnnexCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A command of an annex, in its own encoding."""
+
+    body: bytes
+
+
+RankCommand = keeping.TierCommand | AnnexCommand
 
 
 class TicketedCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):

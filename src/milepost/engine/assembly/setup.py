@@ -6,6 +6,7 @@ request.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
-from milepost.disaggregation.access import Access
 from milepost.engine.assembly.auto import device_of, folder_of, load_options_of, runs_ahead
 from milepost.engine.assembly.drafting import speculation_of
 from milepost.engine.assembly.rank import RankParts, build_rank
@@ -22,6 +22,7 @@ from milepost.engine.assembly.sizing import check_length
 from milepost.engine.assembly.team import Team
 from milepost.engine.assembly.tiering import RankTierState
 from milepost.engine.facts import Facts
+from milepost.engine.off_device import PoolAccess
 from milepost.engine.text import end_token_ids, load_tokenizer, sampling_defaults, within
 from milepost.errors import ConfigError
 from milepost.layers.rotary import num_positions, run_up_to
@@ -35,6 +36,8 @@ from milepost.runner.recording import PlanLog
 from milepost.runner.runner import Runner
 from milepost.scheduler.scheduler import Scheduler
 from milepost.speculative import Speculation
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +61,7 @@ class EngineParts:
     """Whether a step is launched before the tokens of the one before are read."""
     team: Team | None = None
     """The other ranks, if there are any."""
-    access: Access | None = None
+    access: PoolAccess | None = None
     """Gives other engines access to this rank's pools; None if nothing is exchanged."""
 
 
@@ -121,6 +124,11 @@ def _check_settings(config: EngineConfig, folder: Path) -> None:
     if config.kv_cache_dtype == "auto":
         has_fp8_kv(whole)
     sampling_defaults(folder, config.generation_config)
+    if config.kv_transfer_config is not None and not config.kv_transfer_config.peers:
+        logger.warning(
+            "kv_transfer_config lists no peers, so nothing is exchanged: add their addresses or "
+            'networks, as in "kv_connector_extra_config": {"peers": ["10.0.0.0/24"]}'
+        )
     if config.tensor_parallel_size > 1:
         _check_split(config, folder)
     else:

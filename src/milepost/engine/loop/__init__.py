@@ -3,21 +3,21 @@ Its modules:
 
     a step                      core, intake, completions, pipeline, pace, failure
     a request                   group, completion
-    outside the device          off_device, tiering, exchange, bell
+    outside the device          tiering
     one thread for an engine    thread
     observers                   watch, survey, trace_recording
 """
 
+from milepost.engine.loop.completion import Completion
 from milepost.engine.loop.core import Engine
-from milepost.engine.loop.exchange import reader_of
 from milepost.engine.loop.group import RequestGroup
 from milepost.engine.loop.thread import EngineThread
 from milepost.engine.loop.watch import Watch
 
 __all__ = [
+    "Completion",
     "Engine",
     "EngineThread",
     "RequestGroup",
     "Watch",
-    "reader_of",
 ]

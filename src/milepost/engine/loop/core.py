@@ -12,20 +12,20 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from milepost.annexes import annex
 from milepost.config import EngineConfig
-from milepost.engine.assembly import EngineParts, build
+from milepost.engine.assembly import AnnexCommand, EngineParts, build
 from milepost.engine.constraints import CompiledForm, think_ids
 from milepost.engine.loop.completion import Completion
 from milepost.engine.loop.completions import RunningCompletions
-from milepost.engine.loop.exchange import exchange_of, publishing
 from milepost.engine.loop.failure import FailureLatch
 from milepost.engine.loop.group import RequestGroup
 from milepost.engine.loop.intake import Intake
-from milepost.engine.loop.off_device import OffDevice
 from milepost.engine.loop.pipeline import StepPipeline
 from milepost.engine.loop.tiering import tiering_of
 from milepost.engine.loop.trace_recording import TraceRecorder
 from milepost.engine.metrics import Metric, collect
+from milepost.engine.off_device import OffDevice
 from milepost.engine.prompts import Prompt
 from milepost.engine.text import TokenTexts
 from milepost.engine.validation import Limits, validate
@@ -63,7 +63,6 @@ class Engine:
             self.scheduler, texts, counts_are_kept=counts_are_kept
         )
         self._team = parts.team
-        self._publisher = publishing(config, self.scheduler.outside)
         self.off_device = self._open_off_device(parts)
         self._trace = TraceRecorder(config.record_trace) if config.record_trace else None
         self._latch = FailureLatch(parts.team)
@@ -71,12 +70,18 @@ class Engine:
         self._is_stuck = False
 
     def _open_off_device(self, parts: EngineParts) -> tuple[OffDevice, ...]:
-        ask = None if parts.team is None else parts.team.ask
-        tiers = tiering_of(self.config, self.scheduler, self.runner, parts.tier_state, ask)
-        others = exchange_of(
-            self.config, self.scheduler, self.runner, parts.access, ask, self._enter
-        )
-        return tuple(part for part in (tiers, others) if part is not None)
+        config, team = self.config, parts.team
+        events = exchange = tell = None
+        if config.kv_events_config is not None and config.kv_events_config.is_on:
+            opened = annex("kv_events", wanted_by="kv_events_config").open_publisher
+            events = opened(config.kv_events_config, config.page_size, self.scheduler.outside)
+        ask = None if team is None else team.ask
+        tiers = tiering_of(config, self.scheduler, self.runner, parts.tier_state, ask)
+        if parts.access is not None:
+            if ask is not None:
+                tell = lambda body: ask(AnnexCommand(body))  # noqa: E731
+            exchange = parts.access.off_device(self.scheduler, self.runner, self._enter, tell)
+        return tuple(part for part in (tiers, exchange, events) if part is not None)
 
     # --- what there is to do ----------------------------------------------------------------------
 
@@ -189,7 +194,7 @@ class Engine:
             if self.scheduler.finish(completion.request, FinishReason.ABORT):
                 completion.text.flush()
         self.pipeline.settle()
-        self._publish()
+        self.scheduler.outside.tell()
 
     def _forget(self, group: RequestGroup) -> None:
         if self._trace is not None:
@@ -212,7 +217,7 @@ class Engine:
         step = self.pipeline.current()
         if step is None:
             self._is_stuck = not self._await_copies()
-            self._publish()
+            self.scheduler.outside.tell()
             return []
         output = self.pipeline.collect(step)
         with self._latch.fatal(BaseException):
@@ -228,7 +233,7 @@ class Engine:
         for group in finished:
             for part in self.off_device:
                 part.note_finished(group)
-        self._publish()
+        self.scheduler.outside.tell()
         return groups
 
     # --- outside the device -----------------------------------------------------------------------
@@ -246,10 +251,6 @@ class Engine:
             with self._latch.fatal(BaseException):
                 raise self._team.failure()
         self.poll()
-
-    def _publish(self) -> None:
-        """Passes the cache's events on to all listeners."""
-        self.scheduler.outside.tell()
 
     def _await_copies(self) -> bool:
         """Waits a little for loads if nothing can be computed before they arrive. Returns False if
@@ -275,7 +276,7 @@ class Engine:
         if is_done:
             for part in self.off_device:
                 part.reset()
-        self._publish()
+        self.scheduler.outside.tell()
         return is_done
 
     def release_cache(self) -> bool:
@@ -295,6 +296,5 @@ class Engine:
         """Releases addresses, which outlast the process, and writes what should outlive it."""
         for part in self.off_device:
             part.close(is_whole=self._latch.is_alive)
-        for kept in (self._trace, self._publisher):
-            if kept is not None:
-                kept.close()
+        if self._trace is not None:
+            self._trace.close()

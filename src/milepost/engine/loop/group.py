@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from milepost.disaggregation.params import TransferWish
 from milepost.engine.loop.completion import Completion
 from milepost.engine.outputs import Output, Report, RequestOutput
 from milepost.engine.prompts import Prompt
+from milepost.kv_transfer_params import TransferWish
 from milepost.sampling_params import SamplingParams
 
 

@@ -11,7 +11,6 @@ import uuid
 import numpy as np
 
 from milepost.config import EngineConfig
-from milepost.disaggregation.params import read
 from milepost.engine.assembly import EngineParts
 from milepost.engine.constraints import (
     CompiledForm,
@@ -30,6 +29,7 @@ from milepost.engine.loop.group import RequestGroup
 from milepost.engine.prompts import Prompt
 from milepost.engine.text import TokenTexts, detokenizer_for
 from milepost.errors import InvalidRequestError
+from milepost.kv_transfer_params import read
 from milepost.sampling_params import SamplingParams, StructuredOutputs
 from milepost.scheduler.request import Request
 

@@ -15,8 +15,8 @@ from milepost.config import EngineConfig
 from milepost.engine.assembly import EngineParts
 from milepost.engine.loop.completions import RunningCompletions
 from milepost.engine.loop.failure import FailureLatch
-from milepost.engine.loop.off_device import OffDevice
 from milepost.engine.loop.pace import Pace
+from milepost.engine.off_device import OffDevice
 from milepost.errors import EngineDeadError
 from milepost.runner.runner import InFlightStep, RunnerOutput
 from milepost.scheduler.plans import StepPlan, StepSampling

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from milepost.config import EngineConfig
 from milepost.engine.assembly import RankTierState
-from milepost.engine.loop.off_device import OffDevice
 from milepost.engine.metrics import Metric
+from milepost.engine.off_device import OffDevice
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers.rates import MIN_TOKENS

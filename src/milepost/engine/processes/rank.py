@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -24,6 +24,7 @@ from milepost.engine.assembly import (
     HERE,
     SILENCE_S,
     START_S,
+    AnnexCommand,
     Answered,
     RankConfig,
     RankFailure,
@@ -33,7 +34,7 @@ from milepost.engine.assembly import (
     build_rank,
     porter_of,
 )
-from milepost.engine.loop import reader_of
+from milepost.engine.off_device import RankWorker
 from milepost.engine.parent import end_with_parent
 from milepost.errors import EngineDeadError, MilepostError
 from milepost.parallel import Ranks
@@ -42,11 +43,7 @@ from milepost.parallel.records import received, send
 from milepost.runner.recording import Record
 from milepost.runner.replay import replay
 from milepost.runner.runner import Runner
-from milepost.tiers import orders as keeping
-
-if TYPE_CHECKING:
-    from milepost.disaggregation.part_reader import PartReader
-    from milepost.tiers.rank_worker import RankTierWorker
+from milepost.tiers.rank_worker import RankTierWorker
 
 logger = logging.getLogger(__name__)
 
@@ -116,10 +113,10 @@ def serve(
 ) -> None:
     """Do all that rank 0 tells this one; `fail` ends it, from another thread."""
     porter = porter_of(parts.runner, parts.hands, answer)
-    reader = reader_of(parts.runner, parts.access, answer, fail)
-    follow(_records(told, porter, reader), parts.runner)
-    if reader is not None:
-        reader.close()
+    worker = None if parts.access is None else parts.access.worker(parts.runner, answer, fail)
+    follow(_records(told, porter, worker), parts.runner)
+    if worker is not None:
+        worker.close()
 
 
 def follow(records: Iterable[Record], runner: Runner) -> None:
@@ -133,18 +130,18 @@ def follow(records: Iterable[Record], runner: Runner) -> None:
 
 
 def _records(
-    told: Iterable[RankMessage], porter: RankTierWorker | None, reader: PartReader | None
+    told: Iterable[RankMessage], porter: RankTierWorker | None, worker: RankWorker | None
 ) -> Iterator[Record]:
     """Yields the runner's records, and does the other commands."""
     for each in told:
         if not isinstance(each, TicketedCommand):
             yield each
-        elif isinstance(each.order, keeping.TierCommand):
+        elif isinstance(each.order, AnnexCommand):
+            assert worker is not None, "nothing is asked of who exchanges nothing"
+            worker.do(each.ticket, each.order.body)
+        else:
             assert porter is not None, "nothing is asked of who keeps nothing"
             porter.do(each.ticket, each.order)
-        else:
-            assert reader is not None, "nothing is asked of who exchanges nothing"
-            reader.do(each.ticket, each.order)
 
 
 def _told(frames: Iterator[bytes]) -> Iterator[RankMessage]:

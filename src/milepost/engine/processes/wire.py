@@ -18,12 +18,12 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from milepost.disaggregation.params import as_read
 from milepost.engine.facts import Facts
 from milepost.engine.metrics import Metric
 from milepost.engine.outputs import Output
 from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidRequestError, MilepostError, QueueWaitError
+from milepost.kv_transfer_params import as_read
 from milepost.sampling_params import SamplingParams
 
 M = TypeVar("M")

@@ -1,19 +1,23 @@
-"""The protocol of what is kept outside the device: tiers, and what other engines have.
+"""The protocols of what is kept outside the device: tiers, and what other engines have.
 
 The step loop runs over a tuple of them and knows neither by name. Each tells the scheduler by
-itself what has been loaded.
+itself what has been loaded. An annex brings the exchange with other engines, as a `PoolAccess`.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Protocol
 
-from milepost.engine.loop.completion import Completion
-from milepost.engine.loop.group import RequestGroup
 from milepost.engine.metrics import Metric
 from milepost.scheduler.plans import Load, StepPlan
+
+if TYPE_CHECKING:
+    from milepost.engine.loop import Completion, RequestGroup
+    from milepost.runner.runner import Runner
+    from milepost.scheduler.scheduler import Scheduler
 
 Fence = Callable[[], Callable[[], bool]]
 """Returns a function that tells whether all work queued on the device by now is done."""
@@ -75,3 +79,44 @@ class OffDevice(Protocol):
 
     def close(self, *, is_whole: bool) -> None:
         """Ends it; `is_whole` if no step has failed, so that what is left may still be stored."""
+
+
+AskRanks = Callable[[bytes], Future[bool]]
+"""Sends an annex's command to all other ranks. The future tells whether all have carried it out."""
+
+
+class RankWorker(Protocol):
+    """Carries out an annex's commands on a rank other than the first."""
+
+    def do(self, ticket: int, order: bytes) -> None:
+        """Begins to carry out a command; it is answered with its ticket."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+class PoolAccess(Protocol):
+    """One rank's access to other engines' pools, and theirs to its own."""
+
+    def off_device(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        enter: Callable[[RequestGroup, Completion], None],
+        ask: AskRanks | None,
+    ) -> OffDevice:
+        """Returns what the first rank's step loop calls. `enter` queues a completion that was held,
+        and `ask` has the other ranks do their part; None without others.
+        """
+        ...
+
+    def worker(
+        self,
+        runner: Runner,
+        answer: Callable[[int, bool], None],
+        fail: Callable[[Exception], object],
+    ) -> RankWorker:
+        """Returns the part of another rank. It calls `answer` with a command's ticket and whether
+        it succeeded, and `fail` with what ends the rank; both from any thread.
+        """
+        ...

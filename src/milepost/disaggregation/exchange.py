@@ -1,0 +1,103 @@
+"""The exchange with other engines as the step loop sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from milepost.cache import Cache
+from milepost.disaggregation.bell import Bell
+from milepost.disaggregation.connector import Connector
+from milepost.engine.loop import Completion, RequestGroup
+from milepost.engine.metrics import Metric
+from milepost.engine.off_device import Fence, OffDevice
+from milepost.kv_transfer_params import Remote
+from milepost.scheduler.plans import Load
+
+
+class Exchange(OffDevice):
+    """Fetches from other engines and lends to them. `enter` queues a completion that was
+    held until another engine had said what it has of the prompt.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        connector: Connector,
+        bell: Bell,
+        enter: Callable[[RequestGroup, Completion], None],
+    ) -> None:
+        self._cache, self._bell, self._enter = cache, bell, enter
+        self.connector = connector
+        self.waker = bell.socket
+        self._looking: dict[int, tuple[RequestGroup, Completion]] = {}
+        """Completions that are not queued yet: another engine is asked what it has of them."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another engine is asked for a completion that is not queued yet."""
+        return bool(self._looking)
+
+    def hold(self, group: RequestGroup, completion: Completion) -> bool:
+        """Asks another engine for the part of a prompt that a prefill can resume from. Returns
+        False if there is none to ask."""
+        if not group.prefills:
+            return False
+        number = self.connector.look_elsewhere(completion.request.chain)
+        if number is not None:
+            self._looking[number] = (group, completion)
+        return number is not None
+
+    def note_queued(self, group: RequestGroup, completion: Completion) -> None:
+        """Offers the first completion what the group's wish says that another engine has."""
+        if group.wish is not None and completion.index == 0:
+            self._want(completion, group.wish.remote)
+
+    def _want(self, completion: Completion, remote: Remote | None) -> None:
+        if remote is None:
+            return
+        if completion.request.num_prompt_logprobs is not None:  # it is computed whole
+            self.connector.refuse(remote)
+        else:
+            self.connector.want(completion.request, remote)
+
+    def poll(self) -> None:
+        """Takes in what other engines have sent, and queues the completions that waited for it."""
+        self._bell.clear()
+        for found in self.connector.settle():
+            if found.number in self._looking:
+                group, completion = self._looking.pop(found.number)
+                self._enter(group, completion)
+                self._want(completion, found.remote)
+            elif found.remote is not None:
+                self.connector.refuse(found.remote)
+
+    def drop(self, group: RequestGroup) -> list[Completion]:
+        """Returns the completions of a group that wait for another engine, and forgets them."""
+        numbers = [number for number, known in self._looking.items() if known[0] is group]
+        return [self._looking.pop(number)[1] for number in numbers]
+
+    def begin_loads(self, loads: tuple[Load, ...], fence: Fence) -> None:
+        """Begins to fetch the pages and states that a launched plan loads from other engines."""
+        if loads:
+            self.connector.fetch(loads, fence())
+
+    def end_loads(self) -> None:
+        """Ends every fetch."""
+        self.connector.end_loads()
+
+    def note_finished(self, group: RequestGroup) -> None:
+        """Keeps a prompt that was prefilled for another engine, and notes how to fetch it."""
+        if group.prefills:
+            salt = group.completions[0].request.chain.salt
+            chain = self._cache.chain(group.prompt.packed, salt)
+            group.kv_transfer_params = self.connector.lend(chain)
+
+    def metrics(self) -> list[Metric]:
+        """Returns counters of what was fetched and lent."""
+        counters = self.connector.counters.items()
+        return [Metric(name=f"milepost:{name}", value=value) for name, value in counters]
+
+    def close(self, *, is_whole: bool) -> None:  # noqa: ARG002
+        """Closes the addresses at which other engines find this one."""
+        self.connector.close()
+        self._bell.close()
