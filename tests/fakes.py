@@ -52,6 +52,12 @@ def cold_answer(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list
     return answer
 
 
+def outcome(plan: StepPlan) -> StepResult:
+    """The report of a step that samples the token 0."""
+    tokens = {sequence.number: [0] for sequence in plan.sequences if sequence.samples}
+    return StepResult(tokens=tokens, written=plan.written, seconds=1.0)
+
+
 class FakeRunner:
     """Executes the plans of `scheduler`; AssertionError where one reads what isn't there.
 

@@ -15,11 +15,11 @@ ROOT = Path(milepost.__file__).parent
 
 DONE = (
     *("cache", "cli", "engine", "layers", "load", "models", "parallel", "runner", "scheduler"),
-    *("server", "speculative"),
+    *("server", "speculative", "page", "ray"),
     *("disaggregation", "kv_events", "simulator", "tiers"),
     *("kernels/conv", "kernels/recurrent", "kernels/short_conv"),
     *("config.py", "demo.py", "errors.py", "json_settings.py", "speculative_config.py"),
-    *("kv_events_config.py", "kv_transfer_config.py", "ray.py"),
+    *("kv_events_config.py", "kv_transfer_config.py", "kv_transfer_params.py", "annexes.py"),
     *(f"kernels/{name}" for name in ("attention", "comm", "layout", "mtp", "platform", "rows")),
     "kernels/sampling",
     *("kernels/norm", "kernels/products/forms", "kernels/products/__init__.py"),

@@ -10,34 +10,52 @@ from pathlib import Path
 import pytest
 
 import milepost
+from milepost import annexes
+from milepost.errors import ConfigError
 
 ROOT = Path(milepost.__file__).parent
 
 _TENSORS = {"kernels", "parallel", "layers", "models"}
-_BELOW = {"cache", "scheduler", "speculative", "kv_events", *_TENSORS, "runner"}
-_ENGINES = {*_BELOW, "disaggregation", "tiers"}
+_BELOW = {"cache", "scheduler", "speculative", *_TENSORS, "runner", "tiers"}
 
-MAY_USE = {
+CORE = {
     "config": {"cache"},
     "cache": set(),
     "scheduler": {"cache"},
     "speculative": {"cache", "scheduler"},
-    "kv_events": {"cache"},
     "kernels": set(),
     "parallel": {"kernels"},
     "layers": {"kernels", "parallel"},
     "models": {"kernels", "parallel", "layers"},
     "runner": {*_TENSORS, "cache", "scheduler"},
-    "disaggregation": {"cache", "scheduler", "runner"},
     "tiers": {"cache", "scheduler", "runner"},
-    "simulator": {"cache", "scheduler", "tiers"},
-    "engine": _ENGINES,
-    "server": {*_ENGINES, "engine"},
-    "ray": {*_ENGINES, "engine", "server"},
-    "load": set(),
-    "cli": {*_ENGINES, "simulator", "engine", "server", "load"},
+    "engine": _BELOW,
+    "server": {*_BELOW, "engine"},
+    "cli": {*_BELOW, "engine", "server"},
 }
-"""What each part may use besides `SHARED`."""
+"""What each part of the core may use besides `SHARED`."""
+
+ANNEXES = {
+    "disaggregation": {"cache", "scheduler", "runner", "engine"},
+    "kv_events": {"cache", "scheduler", "engine"},
+    "page": {"cache", "scheduler", "engine", "server"},
+    "ray": {*_BELOW, "engine", "server"},
+    "simulator": {"cache", "scheduler", "tiers"},
+    "load": set(),
+}
+"""What each annex may use besides `SHARED`."""
+
+MAY_USE = {**CORE, **ANNEXES}
+
+COMMANDS = {
+    "bench": "load",
+    "plot": "simulator",
+    "simulate": "simulator",
+    "simulate_fleet": "simulator",
+    "simulate_settings": "simulator",
+    "simulate_tables": "simulator",
+}
+"""Modules of `cli` that belong to an annex, and use it."""
 
 FLOORS = {
     "cache": {
@@ -58,16 +76,21 @@ FLOORS = {
 
 BESIDE_FLOORS = {
     "cache": {"events", "order", "placement", "plans", "report"},
-    "engine": {"child", "facts", "heap", "metrics", "outputs", "parent", "prompts", "validation"},
+    "engine": {
+        *("child", "facts", "heap", "metrics", "off_device", "outputs", "parent", "prompts"),
+        *("validation", "watcher"),
+    },
 }
 """Modules beside the folders that all of them may use."""
 
 SHARED = {
+    "annexes",
     "config",
     "errors",
     "json_settings",
     "kv_events_config",
     "kv_transfer_config",
+    "kv_transfer_params",
     "sampling_params",
     "speculative_config",
     "zeromq",
@@ -109,6 +132,8 @@ def violations(path):
         return []
     package = ["milepost", *path.relative_to(ROOT).parts[:-1]]
     allowed = {own, *SHARED, *MAY_USE.get(own, ()), "__version__"}
+    if own == "cli":
+        allowed.add(COMMANDS.get(path.stem))
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return [
         f"{path.relative_to(ROOT)}:{line} imports {part}"
@@ -121,6 +146,70 @@ def test_imports_go_one_way():
     paths = sorted(ROOT.rglob("*.py"))
     assert len(paths) > 10
     assert [v for path in paths for v in violations(path)] == []
+
+
+def names_an_annex(path):
+    """The imports, and texts of a module's code, that name an annex; `annexes` may."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    commands = {f"milepost.cli.{name}" for name in COMMANDS}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(name)) if name.startswith("milepost."):
+                names = [name]
+            case ast.ImportFrom(module=str(module), names=imported):
+                names = [f"{module}.{alias.name}" for alias in imported]
+            case _:
+                continue
+        for name in names:
+            _, part, *_ = name.split(".")
+            if part in ANNEXES or any(f"{name}.".startswith(f"{one}.") for one in commands):
+                yield f"{path.relative_to(ROOT)}:{node.lineno} names {name}"
+
+
+def test_nothing_of_the_core_names_an_annex():
+    """Each is reached through a protocol, and by name through `milepost.annexes`."""
+    assert not CORE.keys() & ANNEXES.keys()
+    assert [(part, uses) for part, uses in CORE.items() if uses & ANNEXES.keys()] == []
+    paths = [
+        path
+        for path in sorted(ROOT.rglob("*.py"))
+        if part_of(path) not in ANNEXES and path.stem not in COMMANDS
+    ]
+    assert len(paths) > 200
+    assert [line for path in paths for line in names_an_annex(path)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from milepost.disaggregation.access import Access",
+        "from milepost import page",
+        "from milepost.cli.bench import command",
+        "from milepost.cli import simulate",
+        "def f():\n    from milepost.kv_events import EventPublisher",
+        "import_module('milepost.simulator.loop')",
+        "import_module('milepost.cli.simulate')",
+    ],
+)
+def test_every_way_to_name_an_annex_is_seen(tmp_path, monkeypatch, line):
+    path = tmp_path / "engine.py"
+    path.write_text(line)
+    monkeypatch.setattr("tests.test_imports.ROOT", tmp_path)
+    assert len(list(names_an_annex(path))) == 1
+
+
+def test_each_annex_is_installed_and_asked_for_by_name():
+    folders = {known.folder for known in annexes.ANNEXES.values()}
+    assert folders == ANNEXES.keys() - {"ray"}
+    for name, known in annexes.ANNEXES.items():
+        assert annexes.is_installed(name)
+        assert is_there("milepost", known.module.partition(".")[0])
+
+
+def test_what_asks_for_an_annex_that_is_not_there_is_told_so(monkeypatch):
+    monkeypatch.setattr(annexes, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"x needs the annex milepost\.load, which is not instal"):
+        annexes.annex("bench", wanted_by="x")
 
 
 def reaches_past(path):

@@ -68,7 +68,7 @@ class Router:
         self.ours.initialize_state()
 
     def asked(self, number, keys=b"", num_tokens=0):
-        from milepost.ray import Wanted
+        from milepost.ray.router import Wanted
 
         asked = Wanted(number, tuple(keys), num_tokens, 64)
         return SimpleNamespace(
@@ -100,7 +100,7 @@ class Router:
 
 def test_a_replica_that_is_ended_while_it_loads_leaves_nothing(monkeypatch, tmp_path):
     """Ray ends replicas when it likes, and logs what goes wrong in that."""
-    from milepost import ray as ours
+    from milepost.ray import replica as ours
 
     loading = []
 
@@ -215,7 +215,7 @@ def test_a_replica_that_is_killed_takes_only_what_it_answers(url):
 
 
 def test_a_body_that_is_too_long_is_not_held():
-    from milepost.ray import _body_of
+    from milepost.ray.application import _body_of
 
     pieces = iter([b"123", b"456", b"789"])
 

@@ -1,12 +1,5 @@
 """The annexes: parts that the core runs without. No module of the core imports one; whoever needs
-one asks for it here, by name, when it is needed.
-
-    disaggregation    exchanges KV and states with other engines
-    kv_events         tells routers what is cached
-    page              the page at `/`
-    simulator         `milepost simulate`
-    load              `milepost bench`
-    ray               replicas on Ray Serve; nothing asks for it
+one asks for it here, by name, at the moment of need. `milepost.ray` is one that nobody asks for.
 """
 
 from __future__ import annotations
@@ -23,36 +16,43 @@ from milepost.errors import ConfigError, missing
 class Annex:
     """How to reach an annex."""
 
+    folder: str
+    """The annex: it is installed if `milepost` has this folder."""
     module: str
-    """The module of milepost that is imported."""
+    """The module of `milepost` that is imported."""
     extra: str
     """The extra that brings its libraries."""
 
 
 ANNEXES: Final = {
-    "disaggregation": Annex(module="disaggregation.access", extra="disaggregation"),
-    "kv_events": Annex(module="kv_events", extra="server"),
-    "page": Annex(module="page", extra="server"),
-    "simulator": Annex(module="cli.simulate", extra="server"),
-    "load": Annex(module="cli.bench", extra="server"),
+    "exchange": Annex(
+        folder="disaggregation", module="disaggregation.access", extra="disaggregation"
+    ),
+    "events": Annex(folder="kv_events", module="kv_events", extra="server"),
+    "page": Annex(folder="page", module="page.routes", extra="server"),
+    "watch": Annex(folder="page", module="page.watch", extra="server"),
+    "simulate": Annex(folder="simulator", module="cli.simulate", extra="server"),
+    "bench": Annex(folder="load", module="cli.bench", extra="server"),
 }
+"""The names by which the core asks for annexes."""
 
 
 def is_installed(name: str) -> bool:
     """Returns whether an annex's folder is there."""
-    return find_spec(f"milepost.{name}") is not None
+    spec = find_spec(f"milepost.{ANNEXES[name].folder}")
+    return spec is not None and spec.origin is not None  # a folder of bytecode alone has none
 
 
 def annex(name: str, *, wanted_by: str) -> Any:
-    """Returns an annex's module. Raises ConfigError, with what needs it, if the annex or one of its
-    libraries is not installed.
+    """Returns an annex's module. Raises ConfigError if the annex or one of its libraries is not
+    installed; the error names `wanted_by`.
     """
+    known = ANNEXES[name]
     if not is_installed(name):
         raise ConfigError(
-            f"{wanted_by} needs the annex milepost.{name}, which is not installed here: install "
-            "all of milepost, or leave it out"
+            f"{wanted_by} needs the annex milepost.{known.folder}, which is not installed here: "
+            "install all of milepost, or leave it out"
         )
-    known = ANNEXES[name]
     try:
         return import_module(f"milepost.{known.module}")
     except ModuleNotFoundError as error:

@@ -7,7 +7,7 @@ import itertools
 import sys
 from dataclasses import dataclass
 
-from tests.fakes import make_request
+from tests.fakes import make_request, outcome
 from tests.runner.test_arrays import GEOMETRY
 
 from milepost.cache import Cache
@@ -16,7 +16,6 @@ from milepost.runner.graphs import exact_capacity
 from milepost.runner.staging import num_staged_bytes
 from milepost.runner.tables import HostTables
 from milepost.scheduler.scheduler import Scheduler
-from milepost.simulator.loop import outcome
 
 BUDGET, PAGE = 8192, GEOMETRY.page_size
 LENGTHS = (125_000, 250_000, 500_000, 1_000_000)

@@ -17,8 +17,7 @@ from milepost.scheduler.budget import MAX_IDLE_STEPS
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
-from milepost.simulator.loop import outcome
-from tests.fakes import make_request
+from tests.fakes import make_request, outcome
 
 GRID = 64
 

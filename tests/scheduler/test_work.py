@@ -10,8 +10,7 @@ import pytest
 
 from milepost.scheduler.admission_round import MAX_CHANGES, MAX_LOOKS, MAX_PASSED_OVER
 from milepost.scheduler.request import FinishReason
-from milepost.simulator.loop import outcome
-from tests.fakes import make_request
+from tests.fakes import make_request, outcome
 from tests.scheduler.test_fairness import Load
 
 FEW, MANY = 300, 3000

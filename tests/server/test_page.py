@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from milepost.page import routes as page
 from milepost.server import app
 from milepost.server.config import ServerConfig
 from milepost.server.service import Service
-from milepost.server.ui import page
 from tests.server.inprocess import INFO
 
 PROMPT = list(range(10, 10 + 3 * 64))

@@ -9,7 +9,7 @@ import pytest
 from milepost.cache import Cache
 from milepost.cache.tree import Chain
 from milepost.engine.facts import Facts
-from milepost.engine.loop.watch import Watch
+from milepost.page.watch import Watch
 from milepost.scheduler.scheduler import Scheduler
 from tests.webdriver import DOWN, END, ENTER, HOME, browsing, programs
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from milepost import LLM, SamplingParams
 from milepost.errors import TraceError
 from milepost.simulator import read_trace
 from milepost.simulator.chain import TraceChain
@@ -115,3 +116,19 @@ def test_bytes_of_a_chain_agree_with_its_pages():
     assert chain.token_bytes(100, 333) == whole[400:1332]
     assert b"".join(chain.page_bytes(1, 4)) == whole[256:1024]
     assert chain.token_bytes(len(chain), len(chain) + 9) == b""
+
+
+def test_what_an_engine_served_can_be_replayed(tmp_path):
+    path = tmp_path / "trace"
+    options = {"page_size": 16, "num_pages": 64, "num_slots": 8, "max_num_seqs": 4}
+    llm = LLM(device="cpu", record_trace=str(path), **options)
+    prompts = [[5] * 40 + [number] * 9 for number in (1, 2)]
+    wishes = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    for prompt in prompts:
+        llm.generate([{"prompt_token_ids": prompt}], wishes, use_tqdm=False)
+    trace = read_trace(path, block_size=16)
+    assert [request.input_length for request in trace.requests] == [49, 49]
+    assert [request.output_length for request in trace.requests] == [4, 4]
+    first, second = (list(request.page_ids) for request in trace.requests)
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]

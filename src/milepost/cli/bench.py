@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from milepost.cli.display import Screen
 from milepost.cli.flags import Flags, add_flags
 from milepost.errors import ConfigError, missing
 from milepost.load.config import DriveConfig
@@ -23,8 +24,9 @@ DRIVE = Flags(config=DriveConfig, group=Group("Load", sort_key=1), renamed={})
 LOAD = Flags(config=WorkloadConfig, group=Group("Workload", sort_key=2), renamed={})
 
 
-def bench_command(reports: Console) -> Callable[..., int]:
-    """Makes the command; it prints its table to `reports`."""
+def command(screen: Screen) -> Callable[..., int]:
+    """Makes the command; it prints its table to the screen's reports."""
+    reports = screen.reports
 
     def bench(
         *,

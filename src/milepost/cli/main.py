@@ -11,13 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TextIO
+from typing import Annotated, Any, TextIO
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 import milepost
-from milepost.cli.bench import bench_command
+from milepost.annexes import annex, is_installed
 from milepost.cli.chat import chat_command
 from milepost.cli.config_file import Arguments, with_file
 from milepost.cli.display import Screen
@@ -25,7 +25,6 @@ from milepost.cli.generate import StreamingEngine, generate_command
 from milepost.cli.kernels import kernels_command
 from milepost.cli.run_batch import run_batch_command
 from milepost.cli.serve import Serve, forget_stdout, run_server, serve_command
-from milepost.cli.simulate import simulate_command
 from milepost.cli.vllm_flags import translated
 from milepost.config import EngineConfig
 from milepost.errors import MilepostError
@@ -90,10 +89,25 @@ def build_app(
     app.command(chat_command(open_engine, screen, stdin))
     app.command(serve_command(serve))
     app.command(run_batch_command(screen.reports))
-    app.command(simulate_command(screen))
-    app.command(bench_command(screen.reports))
+    app.command(annex_command("simulate", screen))
+    app.command(annex_command("bench", screen))
     app.command(kernels_command(screen))
     return app
+
+
+def annex_command(name: str, screen: Screen) -> Callable[..., Any]:
+    """Returns an annex's command, or one that raises ConfigError if the annex is not installed."""
+    wanted_by = f"milepost {name}"
+    if is_installed(name):
+        command: Callable[..., Any] = annex(name, wanted_by=wanted_by).command(screen)
+        return command
+
+    def lacking(*_: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> None:
+        """Not installed here."""
+        annex(name, wanted_by=wanted_by)
+
+    lacking.__name__ = name
+    return lacking
 
 
 def open_llm(config: EngineConfig) -> StreamingEngine:

@@ -45,7 +45,7 @@ class Cell:
         return f"{self.policy.name}, {self.gib:g} GiB"
 
 
-def simulate_command(screen: Screen) -> Callable[..., None]:
+def command(screen: Screen) -> Callable[..., None]:
     """Makes the command, for a terminal."""
 
     def simulate(trace: Path, *, settings: Settings | None = None) -> None:

@@ -1,10 +1,11 @@
 """Engines lend each other KV and states. One thread talks to other engines, and the engine's thread
 never waits for it. The modules:
 
-    between scheduler and thread   connector, outcomes, params
+    what the engine calls          access, exchange, bell
+    between scheduler and thread   connector, outcomes
     the thread                     links, door, peers, messages
     what is lent                   leases, lender
     what is borrowed               borrowed, pulls
-    how bytes get there            transport, nixl, sockets, registered_pools, access
+    how bytes get there            transport, nixl, sockets, registered_pools
     several ranks                  all_ranks, orders, part_reader
 """

@@ -6,5 +6,6 @@ Five rooms, each used through its `__init__`; a room uses only those above it: `
     Python API                  llm, vllm_names
     prompts and outputs         prompts, validation, outputs
     what can be seen            metrics, facts
+    what annexes bring          off_device, watcher
     any process of ours         parent, child, heap
 """

@@ -177,7 +177,7 @@ class Runner:
         tokens = {number: [one.token_id for one in run] for number, run in sampled.items()}
         result = StepResult(
             tokens=tokens,
-            written=_writes(flight.plan),
+            written=flight.plan.written,
             seconds=self._seconds_since(flight.launched_s),
         )
         self._write_down(result)
@@ -240,16 +240,5 @@ class Runner:
             assert held == begin, (
                 f"S4: slot {sequence.slot_in} holds {held} tokens, the plan reads {begin}"
             )
-        for slot, position in _writes(plan).items():
+        for slot, position in plan.written.items():
             self._positions[slot] = position
-
-
-def _writes(plan: StepPlan) -> dict[int, int]:
-    """Maps each slot to the tokens that its state has consumed once the plan has run."""
-    written = {}
-    for sequence in plan.sequences:
-        if sequence.slot_out != ZERO_SLOT:
-            written[sequence.slot_out] = sequence.state_end
-        for export in sequence.exports:
-            written[export.slot] = export.position
-    return written

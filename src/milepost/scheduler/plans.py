@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from milepost.cache import ZERO_SLOT
 from milepost.cache.plans import Arrival, Export, PageCopy, PageMove, What
 from milepost.sampling_params import SamplingParams
 
@@ -157,6 +158,17 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
             if sequence.samples:
                 numbers += [sequence.number] * (1 + sequence.num_drafts)
         return numbers
+
+    @property
+    def written(self) -> dict[int, int]:
+        """Maps each slot to the tokens that its state has consumed once the plan has run."""
+        written: dict[int, int] = {}
+        for sequence in self.sequences:
+            if sequence.slot_out != ZERO_SLOT:
+                written[sequence.slot_out] = sequence.state_end
+            for export in sequence.exports:
+                written[export.slot] = export.position
+        return written
 
     @property
     def num_drafts(self) -> int:

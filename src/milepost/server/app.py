@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import milepost
+from milepost.annexes import annex, is_installed
 from milepost.errors import MilepostError
 from milepost.server import errors, operation, rendering
 from milepost.server.anthropic import endpoint as anthropic
@@ -21,7 +23,7 @@ from milepost.server.bodies import JsonRoute
 from milepost.server.callers import Audience, Keys, admit, for_clients
 from milepost.server.chat import chat
 from milepost.server.completions import complete
-from milepost.server.config import read_keys
+from milepost.server.config import ServerConfig, read_keys
 from milepost.server.errors import HttpError, body_for
 from milepost.server.gate import Gate, with_cors
 from milepost.server.messages import for_template, tools_for_template
@@ -38,7 +40,8 @@ from milepost.server.responses.endpoint import ResponseStore
 from milepost.server.responses.protocol import ResponsesRequest
 from milepost.server.service import Service
 from milepost.server.stream import unless_disconnected
-from milepost.server.ui import page
+
+logger = logging.getLogger(__name__)
 
 
 def build(service: Service) -> Any:
@@ -48,7 +51,16 @@ def build(service: Service) -> Any:
         [*(config.api_key or ()), *read_keys("key_file", config.key_file)],
         [*(config.admin_key or ()), *read_keys("admin_key_file", config.admin_key_file)],
     )
-    return with_cors(Gate(routed(service), config, keys), config)
+    quiet = _page().PATHS if _has_page(config) else frozenset()
+    return with_cors(Gate(routed(service), config, keys, quiet), config)
+
+
+def _has_page(config: ServerConfig) -> bool:
+    return config.ui and is_installed("page")
+
+
+def _page() -> Any:
+    return annex("page", wanted_by="ui")
 
 
 def routed(service: Service) -> FastAPI:
@@ -71,8 +83,10 @@ def routed(service: Service) -> FastAPI:
     _add_responses(app, service, store)
     _add_text(app, service)
     operation.add(app, service)
-    if service.config.ui:
-        page.add(app, service.client)
+    if _has_page(service.config):
+        _page().add(app, service.client)
+    elif service.config.ui:
+        logger.warning("the page at / is not served: milepost.page is not installed here")
     _add_errors(app, service)
     assert all(isinstance(route, JsonRoute) for route in app.routes), "each states its audience"
     return app

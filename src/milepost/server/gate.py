@@ -22,13 +22,9 @@ from milepost.server.callers import Keys
 from milepost.server.config import ServerConfig
 from milepost.server.connections import Incoming
 from milepost.server.errors import ClientGoneError, HttpError, body_for, message_of, response_of
-from milepost.server.ui import page
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("milepost.access")
-
-QUIET_PATHS = frozenset((*page.FILES, page.STATE_PATH))
-"""Successful requests for these paths are not logged: an open page asks every second."""
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 """Control characters, which no path of ours and no model's name contains. Logs take some for ends
@@ -36,12 +32,19 @@ of lines."""
 
 
 class Gate:
-    """Wraps the application."""
+    """Wraps the application. Successful requests for `quiet_paths` are not logged."""
 
-    def __init__(self, app: Any, config: ServerConfig, keys: Keys) -> None:
+    def __init__(
+        self,
+        app: Any,
+        config: ServerConfig,
+        keys: Keys,
+        quiet_paths: frozenset[str] = frozenset(),
+    ) -> None:
         self._app = app
         self._config = config
         self._keys = keys
+        self._quiet_paths = quiet_paths
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -71,7 +74,7 @@ class Gate:
         except Exception as error:  # noqa: BLE001 - last chance to answer
             await self._fail(error, scope, receive, exchange)
         finally:
-            is_quiet = exchange.status == 200 and scope["milepost.path"] in QUIET_PATHS
+            is_quiet = exchange.status == 200 and scope["milepost.path"] in self._quiet_paths
             if self._config.access_log and not is_quiet:
                 line = exchange.line({**scope, "path": asked})
                 access.info("%s", json.dumps(line, ensure_ascii=True))

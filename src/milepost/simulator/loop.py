@@ -188,13 +188,6 @@ def outcome(plan: StepPlan, seconds: float = 1.0) -> StepResult:
     """Makes a runner's report of a step that took this long; every token is 0."""
     return StepResult(
         tokens={s.number: [0] for s in plan.sequences if s.samples},
-        written={
-            slot: position
-            for s in plan.sequences
-            for slot, position in (
-                (s.slot_out, s.end),
-                *((export.slot, export.position) for export in s.exports),
-            )
-        },
+        written=plan.written,
         seconds=seconds,
     )

@@ -28,7 +28,6 @@ from milepost.runner.runner import RunnerOutput
 from milepost.sampling_params import SamplingParams, StructuredOutputs
 from milepost.scheduler.plans import SamplingPlan, StepPlan, StepResult, StepSampling
 from milepost.scheduler.scheduler import Scheduler
-from milepost.simulator.loop import outcome
 from tests import chatmodel
 from tests.invariants import check
 
@@ -95,7 +94,7 @@ class ScriptedRunner:
                 sampled[sequence.number] = run
                 self.num_tokens.append(len(run))
         tokens = {number: [one.token_id for one in run] for number, run in sampled.items()}
-        result = StepResult(tokens=tokens, written=outcome(flight.plan).written)
+        result = StepResult(tokens=tokens, written=flight.plan.written)
         return RunnerOutput(result=result, sampled=sampled)
 
     def _run(self, number: int, end: int) -> list[SampledToken]:

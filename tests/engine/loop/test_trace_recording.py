@@ -17,7 +17,6 @@ from milepost.engine.prompts import Prompt
 from milepost.engine.text.detokenizer import NoText
 from milepost.errors import ConfigError
 from milepost.scheduler.request import Request
-from milepost.simulator import read_trace
 
 
 def job(number, tokens, num_answer_tokens=3):
@@ -62,22 +61,6 @@ def test_the_same_page_has_another_hash_in_another_recording(tmp_path):
         recorder.close()
     assert len(ids[0]) == len(ids[1]) == 2
     assert not set(ids[0]) & set(ids[1])
-
-
-def test_what_an_engine_served_can_be_replayed(tmp_path):
-    path = tmp_path / "trace"
-    options = {"page_size": 16, "num_pages": 64, "num_slots": 8, "max_num_seqs": 4}
-    llm = LLM(device="cpu", record_trace=str(path), **options)
-    prompts = [[5] * 40 + [number] * 9 for number in (1, 2)]
-    wishes = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-    for prompt in prompts:
-        llm.generate([{"prompt_token_ids": prompt}], wishes, use_tqdm=False)
-    trace = read_trace(path, block_size=16)
-    assert [request.input_length for request in trace.requests] == [49, 49]
-    assert [request.output_length for request in trace.requests] == [4, 4]
-    first, second = (list(request.page_ids) for request in trace.requests)
-    assert first[:2] == second[:2]
-    assert first[2] != second[2]
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):

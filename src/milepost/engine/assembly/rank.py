@@ -120,8 +120,8 @@ def _access(config: EngineConfig, pools: Pools, ranks: Ranks) -> PoolAccess | No
     wanted = config.kv_exchange
     if wanted is None:
         return None
-    disaggregation = annex("disaggregation", wanted_by="kv_transfer_config")
-    access: PoolAccess = disaggregation.open_access(wanted, pools, ranks.rank, ranks.gather)
+    exchange = annex("exchange", wanted_by="kv_transfer_config")
+    access: PoolAccess = exchange.open_access(wanted, pools, ranks.rank, ranks.gather)
     return access
 
 

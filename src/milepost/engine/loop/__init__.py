@@ -5,19 +5,17 @@ Its modules:
     a request                   group, completion
     outside the device          tiering
     one thread for an engine    thread
-    observers                   watch, survey, trace_recording
+    an observer                 trace_recording
 """
 
 from milepost.engine.loop.completion import Completion
 from milepost.engine.loop.core import Engine
 from milepost.engine.loop.group import RequestGroup
 from milepost.engine.loop.thread import EngineThread
-from milepost.engine.loop.watch import Watch
 
 __all__ = [
     "Completion",
     "Engine",
     "EngineThread",
     "RequestGroup",
-    "Watch",
 ]

@@ -73,7 +73,7 @@ class Engine:
         config, team = self.config, parts.team
         events = exchange = tell = None
         if config.kv_events_config is not None and config.kv_events_config.is_on:
-            opened = annex("kv_events", wanted_by="kv_events_config").open_publisher
+            opened = annex("events", wanted_by="kv_events_config").open_publisher
             events = opened(config.kv_events_config, config.page_size, self.scheduler.outside)
         ask = None if team is None else team.ask
         tiers = tiering_of(config, self.scheduler, self.runner, parts.tier_state, ask)

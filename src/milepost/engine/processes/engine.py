@@ -18,7 +18,7 @@ from collections.abc import Callable
 from milepost.config import EngineConfig
 from milepost.engine import heap
 from milepost.engine.constraints import CompiledForm
-from milepost.engine.loop import Engine, RequestGroup, Watch
+from milepost.engine.loop import Engine, RequestGroup
 from milepost.engine.parent import end_with_parent
 from milepost.engine.processes.compiling import Compiling
 from milepost.engine.processes.wire import (
@@ -36,6 +36,7 @@ from milepost.engine.processes.wire import (
     ToEngine,
     frame,
 )
+from milepost.engine.watcher import watcher_of
 from milepost.errors import EngineDeadError, InvalidRequestError, MilepostError, QueueWaitError
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class Loop:
         self._queued: dict[int, RequestGroup] = {}
         """Groups that are not admitted yet."""
         self._compiling = Compiling(engine)
-        self._watch = Watch(engine.scheduler, engine.facts)
+        self._watch = watcher_of(engine.scheduler, engine.facts)
         self._lookers: list[int] = []
         """Ids of questions that the look under way answers."""
         self._is_open = True

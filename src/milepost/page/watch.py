@@ -16,7 +16,8 @@ import msgspec
 from milepost.cache.memory import Pool
 from milepost.cache.tree import Node
 from milepost.engine.facts import Facts
-from milepost.engine.loop.survey import PageRun, View, survey
+from milepost.engine.watcher import Watcher
+from milepost.page.survey import PageRun, View, survey
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 
@@ -61,7 +62,7 @@ class Seen(msgspec.Struct, frozen=True):
     """Digest of the last full page before the position that it resumed from."""
 
 
-class Watch:
+class Watch(Watcher):
     """Looks at one scheduler and its cache. Whoever runs the steps says when they happen."""
 
     def __init__(self, scheduler: Scheduler, facts: Facts) -> None:

@@ -39,6 +39,9 @@ FILES: Final = {
 }
 """Files by path."""
 
+PATHS: Final = frozenset((*FILES, STATE_PATH))
+"""All of the page's paths. An open page asks for one each second."""
+
 HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "

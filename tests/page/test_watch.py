@@ -7,8 +7,8 @@ import pytest
 
 from milepost.cache import Cache
 from milepost.engine.facts import Facts
-from milepost.engine.loop import watch as watch_module
-from milepost.engine.loop.watch import MAX_PROMPTS, MAX_SAMPLES, SAMPLE_S, Watch
+from milepost.page import watch as watch_module
+from milepost.page.watch import MAX_PROMPTS, MAX_SAMPLES, SAMPLE_S, Watch
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from milepost.cache import Cache, Kind
 from milepost.cache.tree import Chain, Outbox, Tree
-from milepost.engine.loop.survey import survey
+from milepost.page.survey import survey
 from tests.cache.test_tree import PAGE, Planted, prompts, salts
 
 

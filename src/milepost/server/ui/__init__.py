@@ -1,1 +1,0 @@
-"""The page at `/`: its files, and what it shows of the engine."""
