@@ -178,7 +178,10 @@ CI_CASES: Sequence[Case] = (
 )
 """The extremes: the widest heads and states, with pages as long as a block and far shorter; and the
 narrowest ones. What lies between takes less shared memory of the same kernels."""
-_BOUNDS = {"INPUTS", "OUTPUTS", "EXPERTS", "SIZE", "HEADS", "KV_HEADS", "KEY_HEADS", "VALUE_HEADS"}
+_BOUNDS = {
+    *("INPUTS", "OUTPUTS", "TILES", "STEPS", "EXPERTS", "SIZE"),
+    *("HEADS", "KV_HEADS", "KEY_HEADS", "VALUE_HEADS"),
+}
 """Constants that only bound loops and addresses: shared memory does not depend on them."""
 
 

@@ -118,7 +118,7 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         rows=_ONE, epilogues=(Epilogue.HEADS,), entry="multiply_heads"),
     row("norm and raw gemv", "norm.triton", _RAW, "lanes, tree", _SHORT,
         rows=_ONE, epilogues=(Epilogue.NORMED,), entry="add_norm_and_multiply"),
-    row("raw small_m, Hopper", "products.hopper.raw_small_m", _RAW, "64 seq", _TMA, _RAW_SIZES,
+    row("raw small_m, Hopper", "products.hopper.small_m", _RAW, "64 seq", _TMA, _RAW_SIZES,
         rows=_FEW, epilogues=_PLAIN, cut=tiles.cut_raw_hopper, **_HOPPER_FEW),
     row("raw small_m", "products.portable.raw_small_m", _RAW, "{tiles.tiles.block_k} seq", _SMALL,
         _CONTIGUOUS, rows=RowRange(above=1, most=2 * _MANY_ROWS), epilogues=_ALL,

@@ -1,14 +1,19 @@
-"""GEMMs of FP8 weights and up to 64 rows on Hopper, in Gluon.
+"""GEMMs of up to 64 rows with FP8 weights on Hopper, in Gluon: `small_m` with FP8 filled in.
 
-One warp has TMA bring steps of the weights, of the rows and of the rows' scales to shared memory,
-the weights while the kernels are under way that make and round the rows. Two groups of four warps
-multiply half of a tile's outputs each and do not wait for each other. The left operand has a side
-of 64 whatever there is. Up to 32 rows it is the weights, so that no thread scales sums that are
-dropped; of more rows it is the rows, and so a thread has two rows' scales and one or two of the
-weights. A step is as deep as a block that shares a scale: its product is scaled and added up in
-float32.
+Two groups of four warps multiply half of a tile's outputs each and do not wait for each other. The
+left operand has a side of 64 whatever there is. Up to 32 rows it is the weights, so that no thread
+scales sums that are dropped; of more rows it is the rows, and so a thread has two rows' scales and
+one or two of the weights. A step is as deep as a block that shares a scale: its product is scaled
+and added up in float32.
 
-Legend: T tokens, I inputs, O outputs, S split-K partials, D scales of a row.
+Beside the tiles a small raw product may run: the rows, before rounding, times raw weights, such as
+gates have. Its units come after those of the FP8 weights, so SMs with one tile fewer than others
+get them first. Steps go through the same stages: one stage of weights is read as 128 lines of 64
+numbers of 16 bits. They are the rows, then a unit's weights; up to 32 rows, twice that, for the
+next 64 inputs. Rows are the left operand, together with the lines after them, whose results are
+dropped.
+
+Legend: T tokens, I inputs, O outputs, R raw outputs; N outputs of a group, M rows.
 """
 
 from __future__ import annotations
@@ -23,231 +28,254 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import launch_dependents
-from milepost.kernels.platform.launches import OVERLAPPED, quick
-from milepost.kernels.platform.tiles import cdiv
+from milepost.kernels.platform.gluon import load_box
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
-from milepost.kernels.products.hopper.beside import (
-    Consumed,
-    SidedFeed,
-    begin_beside,
-    consume_beside,
-    count_units,
-    describe,
-    produce_beside,
+from milepost.kernels.products.hopper.small_m import (
+    BESIDE_N,
+    SmallBoxes,
+    SmallProduct,
+    SmallShape,
+    launch,
+    produce,
+    store,
 )
-from milepost.kernels.products.hopper.raw_small_m import ScaledFeed, open_stages, produce
 from milepost.kernels.products.portable.rounding import round_lines
 from milepost.kernels.products.run_products import Multiplication
 from milepost.kernels.products.tiles import MMA_M, Fp8Tiles
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+_RAW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _SCALES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 _REGISTERS = 80
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 104, 24
+_LINE = 64
+"""Inputs of a line, the widest that TMA swizzles; and rows that tensor cores take."""
+_MMA_M, _RAW_N, _LINES = gl.constexpr(_LINE), gl.constexpr(BESIDE_N), gl.constexpr(_RAW_LAYOUT)
 
 
 def run(given: Multiplication, tiles: Fp8Tiles) -> Tensor:
     """Multiplies up to 64 rows by FP8 weights, and by the raw weights beside them."""
-    weight, beside, num_sms = given.weight, given.beside, given.chip.num_sms
+    weight, beside, output = given.weight, given.beside, given.output(tiles.split_k)
     assert isinstance(weight, Fp8), "the kernel's form"
     rows, row_scales = round_lines(given.rows, weight, given.chip)
-    output = given.output(tiles.split_k)
-    num_units = cdiv(weight.num_outputs, tiles.block_n) * tiles.split_k
-    num_raw, raw_boxes = 0, (None, None)
-    if beside is not None:
-        num_raw = beside.num_outputs
-        raw_boxes = describe(given.values, beside.values, tiles.block_m)
-    # What is copied at a time has a power of two of rows.
-    box = tiles.block_n & -tiles.block_n
-    _gemm_kernel[(min(num_units + count_units(num_raw), num_sms),)](
+    shape = SmallShape.of(
+        weight,
+        tiles,
+        BLOCK,
+        block_m=tiles.block_m if tiles.is_swapped else MMA_M,
+        mma_n=tiles.mma_n,
+        is_swapped=tiles.is_swapped,
+        beside=0 if beside is None else beside.num_outputs,
+    )
+    boxes = SmallBoxes(
         TensorDescriptor.from_tensor(rows, [tiles.block_m, BLOCK], _LAYOUT),
-        TensorDescriptor.from_tensor(weight.values, [box, BLOCK], _LAYOUT),
+        TensorDescriptor.from_tensor(
+            weight.values, [tiles.block_n & -tiles.block_n, BLOCK], _LAYOUT
+        ),
         TensorDescriptor.from_tensor(row_scales, [1, tiles.block_m], _SCALES),
-        *raw_boxes,
-        weight.scales,
-        output,
-        output.shape[-2],
-        output.stride(-2),
-        INPUTS=weight.num_inputs,
-        OUTPUTS=weight.num_outputs,
-        BLOCK_N=tiles.block_n,
-        MMA_M=tiles.block_m if tiles.is_swapped else MMA_M,
-        MMA_N=tiles.mma_n,
-        SPLIT_K=tiles.split_k,
-        STAGES=tiles.num_stages,
-        SWAPPED=tiles.is_swapped,
-        RAW=num_raw,
-        CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
-        PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
+    )
+    if beside is not None:
+        boxes = boxes._replace(
+            raw_rows=TensorDescriptor.from_tensor(
+                given.values, [tiles.block_m, _LINE], _RAW_LAYOUT
+            ),
+            raw_weight=TensorDescriptor.from_tensor(beside.values, [BESIDE_N, _LINE], _RAW_LAYOUT),
+        )
+    return launch(
+        boxes,
+        SmallProduct(weight.scales, output, len(given.rows), output.stride(-2)),
+        shape,
+        given.chip.num_sms,
+        PRODUCE=_produce,
+        CONSUME=_consume,
         num_warps=4,
         maxnreg=_REGISTERS,
-        **OVERLAPPED,
     )
-    return output if tiles.split_k == 1 else output.transpose(0, 1)
 
 
-@quick
-@gluon.jit(do_not_specialize=["num_tokens"])
-def _gemm_kernel(
-    rows,
-    weight,
-    row_scales,
-    raw_rows,
-    raw_weight,
-    scales,
-    output,
-    num_tokens,
-    output_stride,
-    INPUTS: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    MMA_M: gl.constexpr,
-    MMA_N: gl.constexpr,
-    SPLIT_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    SWAPPED: gl.constexpr,
-    RAW: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):
-    """Multiplies units, each a tile of outputs and a share of the inputs, then those of RAW
-    outputs."""
-    TILES: gl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
-    BLOCK: gl.constexpr = rows.block_type.shape[1]
-    STEPS: gl.constexpr = INPUTS // (SPLIT_K * BLOCK)
-    inputs, weights, bars = open_stages(rows, weight, MMA_M, MMA_N, BLOCK, STAGES, 2)
-    num_units = TILES * SPLIT_K
-    launch_dependents()
-    # TMA writes from whole lines of 128 bytes on.
-    HELD: gl.constexpr = max(MMA_M, 32)
-    held = gl.allocate_shared_memory(gl.float32, [STAGES, 1, HELD], row_scales.layout)
-    consumed = Consumed(
-        scales, output, num_tokens, output_stride, num_units, inputs, held, weights, bars
-    )
-    feed = ScaledFeed(rows, weight, num_units, inputs, weights, bars, row_scales, held)
-    if RAW:
-        feed = SidedFeed(
-            rows, weight, num_units, inputs, weights, bars, row_scales, held, raw_rows, raw_weight
-        )
-    gl.warp_specialize(
-        [
-            (
-                _consume,
-                (consumed, 0, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES, SWAPPED, RAW),
-            ),
-            (
-                _consume,
-                (consumed, 1, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES, SWAPPED, RAW),
-            ),
-            (_produce, (feed, INPUTS, BLOCK_N, TILES, STEPS, STAGES, RAW)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+@gluon.constexpr_function
+def _parts_of(block_m):
+    """Returns the lines of a row in a step, if `block_m` rows are loaded: a stage has 128 lines."""
+    return 1 if block_m == _LINE else 2
 
 
 @gluon.jit
-def _produce(
-    feed,
-    INPUTS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    TILES: gl.constexpr,
-    STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    RAW: gl.constexpr,
-):
+def _produce(stages, boxes, SHAPE: gl.constexpr):
     """Loads the FP8 weights, then the raw ones."""
-    num_ahead = 0
-    if RAW:
-        num_ahead = begin_beside(feed, INPUTS, STAGES, RAW)
-    produce(feed, BLOCK_N, TILES, STEPS, STAGES)
-    if RAW:
-        produce_beside(feed, num_ahead, INPUTS, STEPS, STAGES, RAW)
+    num_begun = 0
+    if SHAPE.beside:
+        num_begun = _begin_beside(stages, boxes, SHAPE)
+    produce(stages, boxes, SHAPE)
+    if SHAPE.beside:
+        _produce_beside(stages, boxes, num_begun, SHAPE)
 
 
 @gluon.jit
-def _consume(
-    consumed,
-    PART: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    TILES: gl.constexpr,
-    STEPS: gl.constexpr,
-    SPLIT_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    SWAPPED: gl.constexpr,
-    RAW: gl.constexpr,
-):
+def _consume(stages, product, PART: gl.constexpr, SHAPE: gl.constexpr):
     """Multiplies half of the outputs of what is loaded. They have one or two scales."""
-    scales, output, num_tokens, output_stride, num_units, inputs, held, weights, bars = consumed
-    MMA_M: gl.constexpr = inputs.type.shape[1]
-    WIDTH: gl.constexpr = weights.type.shape[1] // 2
-    BLOCK: gl.constexpr = inputs.type.shape[2]
-    DEPTHS: gl.constexpr = STEPS * SPLIT_K
-    LAST: gl.constexpr = (OUTPUTS + BLOCK - 1) // BLOCK - 1
-    # Outputs are the rows of what comes of it where it is SWAPPED, else the columns.
-    ROWS: gl.constexpr = WIDTH if SWAPPED else MMA_M
-    COLUMNS: gl.constexpr = MMA_M if SWAPPED else WIDTH
+    TILES: gl.constexpr = SHAPE.tiles
+    STEPS: gl.constexpr = SHAPE.steps
+    DEPTHS: gl.constexpr = STEPS * SHAPE.split_k
+    BLOCK: gl.constexpr = SHAPE.block_k
+    LAST: gl.constexpr = (SHAPE.outputs + BLOCK - 1) // BLOCK - 1
+    N: gl.constexpr = SHAPE.mma_n // 2
+    # Outputs are the rows of what comes of it where it is swapped, else the columns.
+    COLUMNS: gl.constexpr = SHAPE.block_m if SHAPE.is_swapped else N
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    ACROSS: gl.constexpr = 1 if SWAPPED else 0
-    own = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(ACROSS, RESULT)), ACROSS)
+    ACROSS: gl.constexpr = 1 if SHAPE.is_swapped else 0
+    own = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(ACROSS, RESULT)), ACROSS)
     number = 0
-    for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
+    for unit in range(gl.program_id(0), SHAPE.tiles * SHAPE.split_k, gl.num_programs(0)):
         depth = unit // TILES * STEPS
-        column = unit % TILES * BLOCK_N + PART * WIDTH
+        column = unit % TILES * SHAPE.block_n + PART * N
         is_first = own < BLOCK - column % BLOCK
-        p_first = scales + gl.minimum(column // BLOCK, LAST) * DEPTHS
-        p_second = scales + gl.minimum(column // BLOCK + 1, LAST) * DEPTHS
-        first, second = gl.load(p_first + depth), gl.load(p_second + depth)
-        result = gl.zeros([ROWS, COLUMNS], gl.float32, layout=RESULT)
-        for step in range(STEPS):
-            ahead = gl.minimum(depth + step + 1, DEPTHS - 1)
-            next_first, next_second = gl.load(p_first + ahead), gl.load(p_second + ahead)
-            stage = number % STAGES
-            mbarrier.wait(bars.index(stage), number // STAGES & 1)
-            product = gl.zeros([ROWS, COLUMNS], gl.float32, layout=RESULT)
-            left, right = weights.index(stage).slice(PART * WIDTH, WIDTH), inputs.index(stage)
-            if not SWAPPED:
-                left, right = right, left
-            right = right.permute((1, 0))
-            product = warpgroup_mma(left, right, product, use_acc=False, is_async=True)
-            if SWAPPED:
-                row_scale = held.index(stage).slice(0, MMA_M, 1).load(RESULT)
-            else:
-                row_scale = held.index(stage).permute((1, 0)).load(RESULT)
-            scale = gl.where(is_first, first, second)
-            product = warpgroup_mma_wait(0, [product])
-            mbarrier.arrive(bars.index(STAGES + stage), count=1)
-            result += product * (row_scale * scale)
-            first, second = next_first, next_second
-            number += 1
-        values = result.to(output.dtype.element_ty)
-        inside = PART * WIDTH + own
-        place = unit // TILES, unit % TILES * BLOCK_N
-        _store(output, values, place, inside, num_tokens, output_stride, OUTPUTS, BLOCK_N, ACROSS)
-    if RAW:
-        consume_beside(consumed, number, PART, DEPTHS * BLOCK, OUTPUTS, STAGES, RAW)
+        p_first = product.scales + gl.minimum(column // BLOCK, LAST) * DEPTHS
+        p_second = product.scales + gl.minimum(column // BLOCK + 1, LAST) * DEPTHS
+        result, number = _add_up(stages, p_first, p_second, is_first, depth, number, PART, SHAPE)
+        values = result.to(product.base.dtype.element_ty)
+        store(product, values, unit, PART * N + own, ACROSS, SHAPE)
+    if SHAPE.beside:
+        _consume_beside(stages, product, number, PART, SHAPE)
 
 
 @gluon.jit
-def _store(
-    output,
-    values,
-    place,
-    inside,
-    num_tokens,
-    stride,
-    OUTPUTS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    ACROSS: gl.constexpr,
+def _add_up(
+    stages, p_first, p_second, is_first, depth, number, PART: gl.constexpr, SHAPE: gl.constexpr
 ):
-    """Stores half of a unit's results to `output` [splits, tokens, OUTPUTS]: outputs `inside` its
-    tile, and tokens ACROSS them."""
-    split, first = place
-    TOKENS: gl.constexpr = gl.SliceLayout(1 - ACROSS, values.type.layout)
-    row = gl.expand_dims(gl.arange(0, values.shape[ACROSS], layout=TOKENS), 1 - ACROSS)
-    column = first + inside
-    target = output + (split * num_tokens + row) * stride + column
-    is_column = (inside < BLOCK_N) & (column < OUTPUTS)
-    gl.store(target, values, mask=is_column & (row < num_tokens))
+    """Returns the sum of a unit's products, times the scales from `depth` on of the outputs that
+    `is_first` and of others; and the number of the next step."""
+    STAGES: gl.constexpr = SHAPE.stages
+    STEPS: gl.constexpr = SHAPE.steps
+    DEPTHS: gl.constexpr = STEPS * SHAPE.split_k
+    M: gl.constexpr = SHAPE.block_m
+    N: gl.constexpr = SHAPE.mma_n // 2
+    ROWS: gl.constexpr = N if SHAPE.is_swapped else M
+    COLUMNS: gl.constexpr = M if SHAPE.is_swapped else N
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    bars = stages.bars
+    first, second = gl.load(p_first + depth), gl.load(p_second + depth)
+    result = gl.zeros([ROWS, COLUMNS], gl.float32, layout=RESULT)
+    for step in range(STEPS):
+        ahead = gl.minimum(depth + step + 1, DEPTHS - 1)
+        next_first, next_second = gl.load(p_first + ahead), gl.load(p_second + ahead)
+        stage = number % STAGES
+        mbarrier.wait(bars.index(stage), number // STAGES & 1)
+        product = gl.zeros([ROWS, COLUMNS], gl.float32, layout=RESULT)
+        left, right = stages.weights.index(stage).slice(PART * N, N), stages.inputs.index(stage)
+        if not SHAPE.is_swapped:
+            left, right = right, left
+        right = right.permute((1, 0))
+        product = warpgroup_mma(left, right, product, use_acc=False, is_async=True)
+        if SHAPE.is_swapped:
+            row_scale = stages.row_scales.index(stage).slice(0, M, 1).load(RESULT)
+        else:
+            row_scale = stages.row_scales.index(stage).permute((1, 0)).load(RESULT)
+        scale = gl.where(is_first, first, second)
+        product = warpgroup_mma_wait(0, [product])
+        mbarrier.arrive(bars.index(STAGES + stage), count=1)
+        result += product * (row_scale * scale)
+        first, second = next_first, next_second
+        number += 1
+    return result, number
+
+
+@gluon.jit
+def _find_units(SHAPE: gl.constexpr):
+    """Returns how many units of FP8 weights this program has, its first raw unit, and the end of
+    the raw units."""
+    NUM_UNITS: gl.constexpr = SHAPE.tiles * SHAPE.split_k
+    first, stride = gl.program_id(0), gl.num_programs(0)
+    own = (NUM_UNITS - first + stride - 1) // stride
+    return own, first + own * stride, NUM_UNITS + (SHAPE.beside + _RAW_N - 1) // _RAW_N
+
+
+@gluon.jit
+def _begin_beside(stages, boxes, SHAPE: gl.constexpr):
+    """Starts to load the first raw weights if the program has none of FP8; returns for how many
+    steps."""
+    STEPS: gl.constexpr = SHAPE.inputs // (_parts_of(boxes.raw_rows.block_type.shape[0]) * _MMA_M)
+    own, unit, end = _find_units(SHAPE)
+    num_begun = gl.where((own == 0) & (unit < end), min(STEPS, SHAPE.stages), 0)
+    for step in range(num_begun):
+        _fetch_raw(stages, boxes, unit - SHAPE.tiles * SHAPE.split_k, step, step)
+    return num_begun
+
+
+@gluon.jit
+def _produce_beside(stages, boxes, num_begun, SHAPE: gl.constexpr):
+    """Loads the steps of the raw units after those of FP8 weights; the first `num_begun` steps of
+    weights are already on their way."""
+    STAGES: gl.constexpr = SHAPE.stages
+    STEPS: gl.constexpr = SHAPE.inputs // (_parts_of(boxes.raw_rows.block_type.shape[0]) * _MMA_M)
+    own, first, end = _find_units(SHAPE)
+    number = own * SHAPE.steps
+    for unit in range(first, end, gl.num_programs(0)):
+        for step in range(STEPS):
+            stage = number % STAGES
+            if number >= num_begun:
+                mbarrier.wait(stages.bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
+                _fetch_raw(stages, boxes, unit - SHAPE.tiles * SHAPE.split_k, step, stage)
+            _fetch_raw_rows(stages, boxes, step, stage)
+            number += 1
+
+
+@gluon.jit
+def _fetch_raw(stages, boxes, unit, step, stage):
+    """Starts to load a step's weights; its barrier waits for the rows too."""
+    weight = boxes.raw_weight
+    ROWS: gl.constexpr = boxes.raw_rows.block_type.shape[0]
+    DEPTH: gl.constexpr = weight.block_type.shape[1]
+    PARTS: gl.constexpr = _parts_of(ROWS)
+    bar, place = stages.bars.index(stage), _as_lines(stages.weights.index(stage), weight.dtype)
+    mbarrier.expect(bar, PARTS * (ROWS + _RAW_N) * DEPTH * 2)
+    for part in gl.static_range(PARTS):
+        at = [unit * _RAW_N, (step * PARTS + part) * DEPTH]
+        load_box(weight, at, bar, place.slice(part * _MMA_M + _MMA_M // PARTS, _RAW_N))
+
+
+@gluon.jit
+def _fetch_raw_rows(stages, boxes, step, stage):
+    rows = boxes.raw_rows
+    ROWS: gl.constexpr = rows.block_type.shape[0]
+    DEPTH: gl.constexpr = rows.block_type.shape[1]
+    PARTS: gl.constexpr = _parts_of(ROWS)
+    place = _as_lines(stages.weights.index(stage), rows.dtype)
+    for part in gl.static_range(PARTS):
+        at = [0, (step * PARTS + part) * DEPTH]
+        load_box(rows, at, stages.bars.index(stage), place.slice(part * _MMA_M, ROWS))
+
+
+@gluon.jit
+def _consume_beside(stages, product, number, PART: gl.constexpr, SHAPE: gl.constexpr):
+    """Multiplies half of the outputs of raw units; the program has used up `number` steps."""
+    STAGES: gl.constexpr = SHAPE.stages
+    HALF: gl.constexpr = _RAW_N // 2
+    PARTS: gl.constexpr = _parts_of(SHAPE.block_m)
+    STEPS: gl.constexpr = SHAPE.inputs // (PARTS * _MMA_M)
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    dtype: gl.constexpr = product.base.dtype.element_ty
+    row = gl.arange(0, _MMA_M, layout=gl.SliceLayout(1, RESULT))[:, None]
+    inside = PART * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, RESULT))[None, :]
+    _, first, end = _find_units(SHAPE)
+    for unit in range(first, end, gl.num_programs(0)):
+        result = gl.zeros([_MMA_M, HALF], gl.float32, layout=RESULT)
+        for _ in range(STEPS):
+            stage = number % STAGES
+            mbarrier.wait(stages.bars.index(stage), number // STAGES & 1)
+            place = _as_lines(stages.weights.index(stage), dtype)
+            for part in gl.static_range(PARTS):
+                left = place.slice(part * _MMA_M, _MMA_M)
+                right = place.slice(part * _MMA_M + _MMA_M // PARTS + PART * HALF, HALF)
+                result = warpgroup_mma(left, right.permute((1, 0)), result, is_async=True)
+            result = warpgroup_mma_wait(0, [result])
+            mbarrier.arrive(stages.bars.index(STAGES + stage), count=1)
+            number += 1
+        column = (unit - SHAPE.tiles * SHAPE.split_k) * _RAW_N + inside
+        target = product.base + row * product.stride + SHAPE.outputs + column
+        mask = (row < product.num_tokens) & (column < SHAPE.beside)
+        gl.store(target, result.to(dtype), mask=mask)
+
+
+@gluon.jit
+def _as_lines(stage, dtype: gl.constexpr):
+    """Returns a stage of FP8 weights as twice 64 lines of 64 numbers."""
+    return stage._reinterpret(dtype, [2 * _MMA_M, _MMA_M], _LINES)

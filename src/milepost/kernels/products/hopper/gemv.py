@@ -54,7 +54,7 @@ def values_of(weight: Quantised, chip: Chip) -> tuple[Tensor, Tensor, Tensor | N
     return values.view(torch.uint8), scales, zeros
 
 
-def run(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
+def run(given: Multiplication, tiles: None) -> Tensor:
     """Multiplies one row by quantised weights. Gates and ups are the halves of gated ones."""
     weight, output, is_gated = given.weight, given.output(), given.is_gated
     assert isinstance(weight, Quantised), "the kernel's forms"

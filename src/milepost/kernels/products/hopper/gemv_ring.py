@@ -45,7 +45,7 @@ _PARTS, _TILE, _BLOCK = gl.constexpr(PARTS), gl.constexpr(TILE), gl.constexpr(BL
 _OUTPUTS = gl.constexpr(OUTPUTS_LAYOUT.value)
 
 
-def run(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
+def run(given: Multiplication, tiles: None) -> Tensor:
     """Multiplies one row by large FP8 weights. Gates and ups are the halves of gated ones."""
     weight, output, is_gated = given.weight, given.output(), given.is_gated
     assert isinstance(weight, Fp8), "the kernel's form"

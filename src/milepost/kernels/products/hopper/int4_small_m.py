@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from milepost.kernels.platform.gluon import launch_dependents, thread_barrier, wait_for_inputs
 from milepost.kernels.platform.launches import OVERLAPPED, quick
-from milepost.kernels.platform.tiles import cdiv
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.hopper.gemv_parts import unpack
+from milepost.kernels.products.hopper.small_m import SmallShape
 from milepost.kernels.products.run_products import Multiplication
 from milepost.kernels.products.tiles import Int4Tiles
 
@@ -30,8 +30,10 @@ def run(given: Multiplication, tiles: Int4Tiles) -> Tensor:
     """Multiplies 2 to 32 rows by four-bit weights."""
     hidden, weight = given.values, given.weight
     assert isinstance(weight, Int4), "the kernel's form"
-    output = given.output(tiles.split_k)
-    _gemm_kernel[(cdiv(weight.num_outputs, tiles.block_n), tiles.split_k)](
+    output, block_k = given.output(tiles.split_k), tiles.num_blocks * BLOCK
+    how = {"block_m": tiles.block_m, "mma_n": tiles.block_n, "group": weight.group}
+    shape = SmallShape.of(weight, tiles, block_k, **how)
+    _gemm_kernel[(shape.tiles, shape.split_k)](
         hidden,
         weight.packed,
         weight.scales,
@@ -40,14 +42,7 @@ def run(given: Multiplication, tiles: Int4Tiles) -> Tensor:
         len(hidden),
         hidden.stride(0),
         output.stride(-2),
-        INPUTS=weight.num_inputs,
-        OUTPUTS=weight.num_outputs,
-        GROUP=weight.group,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCKS=tiles.num_blocks,
-        STEPS=weight.num_inputs // (tiles.split_k * tiles.num_blocks * BLOCK),
-        STAGES=tiles.num_stages,
+        SHAPE=shape,
         num_warps=tiles.num_warps,
         **OVERLAPPED,
     )
@@ -55,40 +50,24 @@ def run(given: Multiplication, tiles: Int4Tiles) -> Tensor:
 
 
 @gluon.constexpr_function
-def products_layout(num_warps):
+def _products_layout(num_warps):
     """Gives each warp 16 outputs, again and again, and all rows."""
     return gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
 
 
 @gluon.constexpr_function
-def weights_layout(num_warps):
-    return gl.DotOperandLayout(0, products_layout(num_warps), 8)
-
-
-@gluon.constexpr_function
-def copies_layout(width, size, num_warps):
+def _copied_layout(width, size, num_warps):
     """Returns the layout of rows of `width` bytes on their way to shared memory, 16 bytes a thread,
     in numbers of `size` bytes."""
-    across = width // 16
+    across = min(width, 512) // 16
     return gl.BlockedLayout([1, 16 // size], [32 // across, across], [num_warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def _kept_weights(width):
+def _kept_layout(width):
     """Four threads read 32 bytes of a row, and four rows at a time."""
     per_phase = 128 // width
     return gl.SwizzledSharedLayout(32, per_phase, 4 // per_phase, [1, 0])
-
-
-@gluon.constexpr_function
-def weights_copied(blocks, num_warps):
-    """Returns the layout of a step's weights, with this many blocks."""
-    return copies_layout(blocks * BLOCK // 2, 1, num_warps)
-
-
-@gluon.constexpr_function
-def rows_copied(blocks, num_warps):
-    return copies_layout(min(blocks * BLOCK * 2, 512), 2, num_warps)
 
 
 @quick
@@ -102,50 +81,49 @@ def _gemm_kernel(
     num_tokens,
     stride,
     output_stride,
-    INPUTS: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    GROUP: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
+    SHAPE: gl.constexpr,
 ):
+    """Multiplies a tile of outputs and a share of the inputs."""
     launch_dependents()
     WARPS: gl.constexpr = gl.num_warps()
-    PRODUCTS: gl.constexpr = products_layout(WARPS)
-    WEIGHTS: gl.constexpr = weights_layout(WARPS)
-    first = gl.program_id(1) * (BLOCKS * STEPS * _BLOCK)
+    N: gl.constexpr = SHAPE.block_n
+    GROUPS: gl.constexpr = SHAPE.inputs // SHAPE.group
+    PRODUCTS: gl.constexpr = _products_layout(WARPS)
+    COPIED: gl.constexpr = _copied_layout(SHAPE.block_k // 2, 1, WARPS)
+    COPIED_ROWS: gl.constexpr = _copied_layout(SHAPE.block_k * 2, 2, WARPS)
+    first = gl.program_id(1) * (SHAPE.block_k * SHAPE.steps)
     # Outputs past the last wrap, rows past the last repeat it: neither is stored.
-    tile = gl.program_id(0) * BLOCK_N
-    row = (tile + gl.arange(0, BLOCK_N, gl.SliceLayout(1, weights_copied(BLOCKS, WARPS)))) % OUTPUTS
-    p_w = weight + row.to(gl.int64) * (INPUTS // 2)
-    weights = begin(p_w, first, BLOCKS, STEPS, STAGES)
-    scaled = (tile + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PRODUCTS))) % OUTPUTS
-    p_scale = scales + scaled * (INPUTS // GROUP)
-    shifted = (tile + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WEIGHTS))) % OUTPUTS
-    p_zero = zeros + shifted * (INPUTS // GROUP)
+    tile = gl.program_id(0) * N
+    row = (tile + gl.arange(0, N, gl.SliceLayout(1, COPIED))) % SHAPE.outputs
+    p_w = weight + row.to(gl.int64) * (SHAPE.inputs // 2)
+    weights = _begin(p_w, first, SHAPE)
+    scaled = (tile + gl.arange(0, N, gl.SliceLayout(1, PRODUCTS))) % SHAPE.outputs
+    p_scale = scales + scaled * GROUPS
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, PRODUCTS, 8)
+    shifted = (tile + gl.arange(0, N, gl.SliceLayout(1, WEIGHTS))) % SHAPE.outputs
+    p_zero = zeros + shifted * GROUPS
     wait_for_inputs()
-    token = gl.arange(0, BLOCK_M, gl.SliceLayout(1, rows_copied(BLOCKS, WARPS)))
+    token = gl.arange(0, SHAPE.block_m, gl.SliceLayout(1, COPIED_ROWS))
     p_x = hidden + gl.minimum(token, num_tokens - 1).to(gl.int64) * stride
-    result = accumulate(weights, p_x, p_w, p_scale, p_zero, first, BLOCKS, STEPS, GROUP)
+    result = _accumulate(weights, p_x, p_w, (p_scale, p_zero), first, SHAPE)
     STORED: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, WARPS], [0, 1])
     values = gl.convert_layout(result, STORED).to(output.dtype.element_ty)
-    o_n = tile + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORED))[:, None]
-    o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, STORED))[None, :]
+    o_n = tile + gl.arange(0, N, gl.SliceLayout(1, STORED))[:, None]
+    o_m = gl.arange(0, SHAPE.block_m, gl.SliceLayout(0, STORED))[None, :]
     target = output + (gl.program_id(1) * num_tokens + o_m) * output_stride + o_n
-    gl.store(target, values, mask=(o_n < OUTPUTS) & (o_m < num_tokens))
+    gl.store(target, values, mask=(o_n < SHAPE.outputs) & (o_m < num_tokens))
 
 
 @gluon.jit
-def begin(p_w, first, BLOCKS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):
+def _begin(p_w, first, SHAPE: gl.constexpr):
     """Allocates the stages of weights and starts to load the first ones: at `p_w` [N], from input
-    `first` on. A step has BLOCKS blocks of inputs."""
-    WIDTH: gl.constexpr = BLOCKS * _HALF
-    shape: gl.constexpr = [STAGES, p_w.shape[0], WIDTH]
-    weights = gl.allocate_shared_memory(gl.uint8, shape, _kept_weights(WIDTH))
+    `first` on."""
+    STAGES: gl.constexpr = SHAPE.stages
+    WIDTH: gl.constexpr = SHAPE.block_k // 2
+    shape: gl.constexpr = [STAGES, SHAPE.block_n, WIDTH]
+    weights = gl.allocate_shared_memory(gl.uint8, shape, _kept_layout(WIDTH))
     for stage in gl.static_range(STAGES - 1):
-        if stage < STEPS:
+        if stage < SHAPE.steps:
             _copy(weights.index(stage), p_w, first // 2 + stage * WIDTH)
     return weights
 
@@ -159,29 +137,20 @@ def _copy(kept, p_rows, start):
 
 
 @gluon.jit
-def accumulate(
-    weights,
-    p_x,
-    p_w,
-    p_scale,
-    p_zero,
-    first,
-    BLOCKS: gl.constexpr,
-    STEPS: gl.constexpr,
-    GROUP: gl.constexpr,
-):
-    """Multiplies rows at `p_x` [M] and weights at `p_w` [N] (see `begin`), whose scales are at
-    `p_scale` and `p_zero` [N]: [N, M] over STEPS steps from input `first` on."""
-    STAGES: gl.constexpr = weights.shape[0]
-    DEPTH: gl.constexpr = BLOCKS * _BLOCK
-    PRODUCTS: gl.constexpr = products_layout(gl.num_warps())
+def _accumulate(weights, p_x, p_w, p_scales, first, SHAPE: gl.constexpr):
+    """Multiplies rows at `p_x` [M] and weights at `p_w` [N] (see `_begin`), whose scales and zero
+    points are at `p_scales` [N]: [N, M], from input `first` on."""
+    STAGES: gl.constexpr = SHAPE.stages
+    STEPS: gl.constexpr = SHAPE.steps
+    DEPTH: gl.constexpr = SHAPE.block_k
     KEPT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     kept = gl.allocate_shared_memory(p_x.dtype.element_ty, [STAGES, p_x.shape[0], DEPTH], KEPT)
     for stage in gl.static_range(STAGES - 1):
         if stage < STEPS:
             _copy(kept.index(stage), p_x, first + stage * DEPTH)
         async_copy.commit_group()
-    scales, zeros = _scales(p_scale, p_zero, first, BLOCKS, GROUP)
+    scales, zeros = _load_scales(p_scales, first, SHAPE)
+    PRODUCTS: gl.constexpr = _products_layout(gl.num_warps())
     result = gl.zeros([p_w.shape[0], p_x.shape[0]], gl.float32, PRODUCTS)
     for step in range(STEPS):
         async_copy.wait_group(STAGES - 2)
@@ -192,9 +161,9 @@ def accumulate(
             _copy(kept.index(later % STAGES), p_x, first + later * DEPTH)
         async_copy.commit_group()
         ahead = first + gl.minimum(step + 1, STEPS - 1) * DEPTH
-        next_scales, next_zeros = _scales(p_scale, p_zero, ahead, BLOCKS, GROUP)
+        next_scales, next_zeros = _load_scales(p_scales, ahead, SHAPE)
         numbers, rows = weights.index(step % STAGES), kept.index(step % STAGES)
-        for b in gl.static_range(BLOCKS):
+        for b in gl.static_range(DEPTH // _BLOCK):
             b_w = numbers.slice(b * _HALF, _HALF, 1)
             b_x = rows.slice(b * _BLOCK, _BLOCK, 1)
             result = _add(result, b_w, b_x, scales[b], zeros[b])
@@ -203,13 +172,13 @@ def accumulate(
 
 
 @gluon.jit
-def _scales(p_scale, p_zero, first, BLOCKS: gl.constexpr, GROUP: gl.constexpr):
+def _load_scales(p_scales, first, SHAPE: gl.constexpr):
     """Loads the scales and zero points of a step's blocks."""
     scales, zeros = (), ()
-    for b in gl.static_range(BLOCKS):
-        group = (first + b * _BLOCK) // GROUP
-        scales += (gl.load(p_scale + group),)
-        zeros += (gl.load(p_zero + group),)
+    for b in gl.static_range(SHAPE.block_k // _BLOCK):
+        group = (first + b * _BLOCK) // SHAPE.group
+        scales += (gl.load(p_scales[0] + group),)
+        zeros += (gl.load(p_scales[1] + group),)
     return scales, zeros
 
 
