@@ -7,6 +7,6 @@ Its modules:
     what it chooses         sampling, sampler, choice, prompt_scores
     drafts                  acceptance, drafting, device_drafting
     memory                  pool_shape, pools, shared, pool_sizes, zeroed
-    before the first step   compiling, launching
+    before the first step   compiling, measuring, launching
     the same steps again    growing, recording, replay
 """

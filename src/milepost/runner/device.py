@@ -7,11 +7,9 @@ their own. Two steps may be in flight at a time.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import wraps
-from operator import attrgetter
+from functools import partial, wraps
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from milepost.kernels.layout.batch import Operation
+from milepost.kernels.layout.batch import Batch, Operation
 from milepost.kernels.platform.device import allows_hopper_kernels, hopper_kernels, probe
 from milepost.kernels.rows import take
 from milepost.kernels.sampling import argmax
@@ -27,18 +25,16 @@ from milepost.layers.context import Context, StepArrays
 from milepost.layers.parts import Layer
 from milepost.models.decoder import Decoder
 from milepost.runner import arrays
-from milepost.runner.acceptance import accept_equal
 from milepost.runner.arrays import Capacity, Geometry
-from milepost.runner.choice import Drafts, SampledToken, choice_of, tensor_beside
+from milepost.runner.choice import Drafts, choice_of
 from milepost.runner.device_drafting import DeviceDrafting
 from milepost.runner.graph_split import GraphSplit
 from milepost.runner.graphs import Graphs, SplitHere, StepOutputs, exact_capacity
 from milepost.runner.in_flight import InFlightStep
-from milepost.runner.pool_shape import PoolShape
-from milepost.runner.pools import Pools, allocate
+from milepost.runner.pools import Pools
 from milepost.runner.prompt_scores import PromptScores, score_prompts, wants_scores
 from milepost.runner.records import RecordRows
-from milepost.runner.sampling import SamplingRow, are_plain, choose
+from milepost.runner.sampling import SamplingRow, are_plain
 from milepost.runner.staging import Staging, num_staged_bytes
 from milepost.runner.tables import PageTables
 from milepost.scheduler.plans import StepPlan
@@ -58,8 +54,7 @@ def _as_made(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class DeviceExecutor:
-    """Runs `model` over `pools` on their GPU. `max_model_len` bounds any sequence, `largest` any
-    step."""
+    """Runs `model` over `pools`. `max_model_len` bounds any sequence, `largest` any step."""
 
     keeps_counts = True
 
@@ -93,7 +88,6 @@ class DeviceExecutor:
         self._pieces = GraphSplit(model)
         seconds = [{each: step.layouts[each] for each in self._pieces.second} for step in most]
         self._second_staging = Staging(pools.device, max(map(num_staged_bytes, seconds)))
-        """Sends the arrays that only the second piece of a step reads."""
         self._graphs = Graphs()
         self._records = RecordRows(pools.num_record_rows)
         self._num_drafts = largest.num_drafts
@@ -135,9 +129,7 @@ class DeviceExecutor:
 
         def send_rest() -> dict[Operation, Any]:
             self._tables.send(*new_pages)
-            rest = arrays.lay_out(batch, self._pieces.second)
-            self._second_staging.send(rest)
-            return rest
+            return self._send_second(batch)
 
         queued_s, is_late = perf_counter(), before is not None and before.is_done
         begun = self._staging.send(step)
@@ -174,8 +166,7 @@ class DeviceExecutor:
         capacity: Capacity,
         send_rest: Callable[[], dict[Operation, Any]] | None,
     ) -> tuple[StepOutputs, list[PromptScores]]:
-        """Launches kernel by kernel. `send_rest` sends the arrays of the second piece, once the
-        kernels of the first are launched."""
+        """Launches kernel by kernel; `send_rest` sends the arrays of a step's second piece."""
         layouts = dict(views.layouts)
 
         def cut() -> None:
@@ -183,10 +174,11 @@ class DeviceExecutor:
                 layouts.update(self._second_staging.views(send_rest()))
 
         last_tokens_only = self.model.ends_early(capacity) and not wants_scores(plan)
-        step = replace(views, layouts=layouts)
-        hidden = self._forward(step, cut=cut, last_tokens_only=last_tokens_only)
-        outcome = self._outcome(
-            hidden, step, len(plan.sampled_numbers), last_tokens_only=last_tokens_only
+        outcome, hidden = self._compute(
+            replace(views, layouts=layouts),
+            len(plan.sampled_numbers),
+            cut=cut,
+            last_tokens_only=last_tokens_only,
         )
         return outcome, score_prompts(plan, hidden, self.model.compute_logits)
 
@@ -198,38 +190,15 @@ class DeviceExecutor:
         assert flight.best is not None
         token_ids = flight.best
         if not are_plain(rows):
-            token_ids = self._choose(flight.numbers, flight.logits, flight.best, rows)
+            token_ids = self._sampler.choose(flight.numbers, flight.logits, flight.best, rows)
         flight.choice = choice_of(token_ids, flight.logits, [row.params for row in rows])
-
-    def _choose(
-        self, numbers: Sequence[int], logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]
-    ) -> Tensor:
-        """Samples with the kernels, or with the reference if penalties apply to drafts: the token
-        counts on the device do not include drafts."""
-        times = Counter(numbers)
-        apart = [
-            index
-            for index, (number, row) in enumerate(zip(numbers, rows, strict=True))
-            if row.params.has_penalties and times[number] > 1
-        ]
-        if not apart:
-            return self._sampler.choose(numbers, logits, best, rows)
-        token_ids = best.clone()
-        place = tensor_beside(apart, torch.int64, logits)
-        token_ids[place] = choose(logits[place], [rows[index] for index in apart]).token_ids
-        rest = [index for index in range(len(rows)) if index not in set(apart)]
-        if rest:
-            place = tensor_beside(rest, torch.int64, logits)
-            own = [numbers[index] for index in rest], logits[place], best[place]
-            token_ids[place] = self._sampler.choose(*own, [rows[index] for index in rest])
-        return token_ids
 
     @_as_made
     def draft(self, flight: InFlightStep, rows: Sequence[SamplingRow], num_drafts: int) -> None:
         """Queue the head's drafting passes."""
         assert self._drafting is not None, "only a model with a head drafts"
         numbers = list(dict.fromkeys(flight.numbers))
-        drafts = self._drafting.draft(flight, rows, _forced(flight), num_drafts)
+        drafts = self._drafting.draft(flight, rows, flight.num_forced(), num_drafts)
         flight.drafting = Drafts.of(numbers, drafts)
 
     @property
@@ -253,20 +222,16 @@ class DeviceExecutor:
     def capture(self, capacities: Sequence[Capacity]) -> None:
         """Record graphs of these steps, with a progress bar."""
         for capacity in tqdm(capacities, desc="capturing CUDA graphs", dynamic_ncols=True):
-            views, is_cut = self._padding(capacity), self._pieces.cut(capacity)
-
-            def run(cut: SplitHere, views=views, capacity=capacity, is_cut=is_cut) -> StepOutputs:
-                return self._run(capacity, views, cut if is_cut else None)
-
-            self._graphs.capture(capacity, run)
+            run = partial(self._run, capacity, self._padding(capacity))
+            is_cut = self._pieces.cut(capacity)
+            self._graphs.capture(capacity, run if is_cut else lambda _, run=run: run())
         if self._drafting is not None and self._num_drafts:
             counts = {each.num_sequences for each in capacities if each.decodes}
             self._drafting.capture(sorted(counts, reverse=True))
 
     @_as_made
     def measure(self, capacity: Capacity) -> int:
-        """Returns the most bytes that such a step takes. Padding is measured, which takes as much
-        as any step of that size."""
+        """Returns the most bytes that a step takes, measured with padding, which takes as many."""
         device = self._pools.device
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -276,16 +241,21 @@ class DeviceExecutor:
 
     def _padding(self, capacity: Capacity) -> StepArrays:
         step, batch = arrays.begin(_NOTHING, self._tables.host, self._geometry, capacity)
-        if not self._pieces.cut(capacity):
-            step = replace(step, layouts=arrays.lay_out(batch, self._geometry.operations))
-            self._staging.send(step)
-            return self._staging.views(step)
-        step = replace(step, layouts=arrays.lay_out(batch, self._pieces.first))
-        rest = arrays.lay_out(batch, self._pieces.second)
+        is_cut = self._pieces.cut(capacity)
+        operations = self._pieces.first if is_cut else self._geometry.operations
+        step = replace(step, layouts=arrays.lay_out(batch, operations))
         self._staging.send(step)
-        self._second_staging.send(rest)
-        views, others = self._staging.views(step), self._second_staging.views(rest)
+        views = self._staging.views(step)
+        if not is_cut:
+            return views
+        others = self._second_staging.views(self._send_second(batch))
         return replace(views, layouts={**views.layouts, **others})
+
+    def _send_second(self, batch: Batch) -> dict[Operation, Any]:
+        """Sends the arrays that only the second piece of a step reads, and returns them."""
+        rest = arrays.lay_out(batch, self._pieces.second)
+        self._second_staging.send(rest)
+        return rest
 
     @torch.inference_mode()
     def _run(
@@ -296,20 +266,19 @@ class DeviceExecutor:
         *,
         layers: Sequence[Layer] | None = None,
     ) -> StepOutputs:
-        last_tokens_only = self.model.ends_early(capacity)
-        hidden = self._forward(step, layers, cut, last_tokens_only=last_tokens_only)
-        return self._outcome(hidden, step, capacity.num_sampled, last_tokens_only=last_tokens_only)
+        last_tokens_only, num_rows = self.model.ends_early(capacity), capacity.num_sampled
+        return self._compute(step, num_rows, layers, cut, last_tokens_only=last_tokens_only)[0]
 
-    def _forward(
+    def _compute(
         self,
         step: StepArrays,
+        num_rows: int,
         layers: Sequence[Layer] | None = None,
         cut: SplitHere | None = None,
         *,
         last_tokens_only: bool,
-    ) -> Tensor:
-        """Returns hidden states [T, features] of the step's tokens, or of the sampled positions
-        only."""
+    ) -> tuple[StepOutputs, Tensor]:
+        """Returns the outcome at the `num_rows` sampled positions, and all hidden states."""
         context = Context(
             step=step,
             tables=self._tables.on_device,
@@ -325,60 +294,7 @@ class DeviceExecutor:
             if cut is not None and index == self._pieces.num_first:
                 cut()
 
-        return self.model.forward(step.token_ids, context, layers, before)
-
-    def _outcome(
-        self, hidden: Tensor, step: StepArrays, num_rows: int, *, last_tokens_only: bool
-    ) -> StepOutputs:
+        hidden = self.model.forward(step.token_ids, context, layers, before)
         own = hidden[:num_rows] if last_tokens_only else take(hidden, step.last_tokens[:num_rows])
         logits = self.model.compute_logits(own)
-        return StepOutputs(logits=logits, hidden=own, best=argmax(logits))
-
-
-def _forced(flight: InFlightStep) -> list[int]:
-    """Returns how many drafts of each sampling request are accepted whatever is sampled, or -1 if
-    the sampled tokens decide."""
-    sampling = [sequence for sequence in flight.plan.sequences if sequence.samples]
-    if flight.accept is accept_equal:
-        return [-1] * len(sampling)
-    unknown = SampledToken(-1)
-    return [
-        len(flight.accept(each, each.drafts, [unknown] * (1 + each.num_drafts))) - 1
-        for each in sampling
-    ]
-
-
-def measure_activations(
-    model: Decoder,
-    shape: PoolShape,
-    largest: Capacity,
-    captured: Sequence[Capacity],
-    max_model_len: int,
-) -> int:
-    """Measures the bytes that steps take besides weights and pools: the `largest` step, with a
-    sequence of `max_model_len`, and the graphs of `captured` steps, which have memory of their own.
-    Compiles the kernels of all these steps and of the sizes between, which may use others. Raises
-    KernelError if one does not run."""
-    device = model.embedding.device
-    pools = allocate(shape, num_pages=1, num_slots=1, device=device)
-    executor = DeviceExecutor(
-        model, pools, num_requests=1, max_model_len=max_model_len, largest=largest
-    )
-    executor.compile([largest, *_uncaptured(largest, captured), *captured])
-    outcomes = sum(each.num_sampled for each in captured) * model.vocab_size * model.dtype.itemsize
-    largest_captured = max(captured, key=attrgetter("num_tokens"), default=None)
-    steps = [each for each in (largest, largest_captured) if each is not None]
-    return sum(map(executor.measure, steps)) + outcomes + executor.num_sampling_bytes
-
-
-def _uncaptured(largest: Capacity, captured: Sequence[Capacity]) -> Iterator[Capacity]:
-    """Yields steps that no graph covers, one for each choice of kernels by size. The last has one
-    sequence and no drafts, since other kernels verify drafts."""
-    num_tokens = max((each.num_tokens for each in captured), default=largest.num_sequences)
-    while 3 * num_tokens // 2 < largest.num_tokens:
-        # Kernels for experts change within a factor of two.
-        yield replace(largest, num_tokens=3 * num_tokens // 2)
-        num_tokens *= 2
-        if num_tokens < largest.num_tokens:
-            yield replace(largest, num_tokens=num_tokens)
-    yield replace(largest, num_sequences=1, num_drafts=0)
+        return StepOutputs(logits=logits, hidden=own, best=argmax(logits)), hidden

@@ -45,12 +45,11 @@ class DraftArrays:
     first_rows: Any
     """[S] int64, each request's first sampled row."""
     positions: Any
-    """[S] int64, the position after the certain token: drafts begin there if none was accepted."""
+    """[S] int64, the position after the certain token, where drafts begin if none was accepted."""
     verified: Any
     """[S, K] int64, the step's drafts; -1 after the last."""
     forced: Any
-    """[S] int64, how many drafts are accepted whatever was sampled; -1 if the sampled tokens
-    decide."""
+    """[S] int64, number of drafts accepted in any case; -1 if the sampled tokens decide."""
     table_rows: Any
     """[S] int64, rows of the page table."""
     reach: Any

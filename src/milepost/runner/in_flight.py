@@ -84,6 +84,18 @@ class InFlightStep:
         places = {number: place for place, number in enumerate(self.numbers)}
         return [places[s.number] for s in plan.sequences if s.is_ahead]
 
+    def num_forced(self) -> list[int]:
+        """Returns how many drafts of each sampling request are accepted whatever is sampled, or -1
+        if the sampled tokens decide."""
+        sampling = [sequence for sequence in self.plan.sequences if sequence.samples]
+        if self.accept is accept_equal:
+            return [-1] * len(sampling)
+        unknown = SampledToken(-1)
+        return [
+            len(self.accept(each, each.drafts, [unknown] * (1 + each.num_drafts))) - 1
+            for each in sampling
+        ]
+
     def read_drafts(self) -> Mapping[int, Sequence[int]]:
         """Wait for the drafts, by request number."""
         return self.drafts if self.drafting is None else self.drafting.read()

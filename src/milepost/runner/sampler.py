@@ -8,6 +8,7 @@ Legend: R rows, V vocabulary, B blocks of it, E entries, W words of a mask.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -18,8 +19,9 @@ from torch import Tensor
 from milepost.kernels.sampling import draw
 from milepost.kernels.sampling import rows as layout
 from milepost.kernels.sampling.rows import StepRows, Workspace, block_size, num_blocks
+from milepost.runner.choice import tensor_beside
 from milepost.runner.counts import Counts
-from milepost.runner.sampling import SamplingRow, log_of, temperature_of, top_k_of
+from milepost.runner.sampling import SamplingRow, choose, log_of, temperature_of, top_k_of
 from milepost.runner.staging import Staging, num_staged_bytes
 from milepost.sampling_params import SamplingParams
 
@@ -56,7 +58,28 @@ class Sampler:
         self, numbers: Sequence[int], logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]
     ) -> Tensor:
         """Returns token ids [R] sampled from the requests' `logits` [R, V]; `best` [R] are the
-        likeliest."""
+        likeliest. Penalties that apply to drafts are left to the reference: the token counts on the
+        device do not include drafts."""
+        times = Counter(numbers)
+        apart = {
+            index
+            for index, (number, row) in enumerate(zip(numbers, rows, strict=True))
+            if row.params.has_penalties and times[number] > 1
+        }
+        if not apart:
+            return self._choose(numbers, logits, best, rows)
+        token_ids = best.clone()
+        place = tensor_beside(sorted(apart), torch.int64, logits)
+        token_ids[place] = choose(logits[place], [rows[i] for i in sorted(apart)]).token_ids
+        if rest := [index for index in range(len(rows)) if index not in apart]:
+            place = tensor_beside(rest, torch.int64, logits)
+            own = [numbers[index] for index in rest], logits[place], best[place]
+            token_ids[place] = self._choose(*own, [rows[index] for index in rest])
+        return token_ids
+
+    def _choose(
+        self, numbers: Sequence[int], logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]
+    ) -> Tensor:
         places = self._counts.places(numbers, rows)
         step = self._build(numbers, rows, places)
         num_bytes = num_staged_bytes(step)

@@ -27,9 +27,10 @@ from milepost.models.identity import identify
 from milepost.models.loading import load_model
 from milepost.parallel import Ranks
 from milepost.parallel.gloo import GlooLink
-from milepost.runner.device import DeviceExecutor, measure_activations
+from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import ladder, largest_step
 from milepost.runner.launching import most_launched_tokens
+from milepost.runner.measuring import measure_activations
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pool_sizes import Sizes

@@ -1,0 +1,49 @@
+"""Measures the memory that steps take, before the pools are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+from milepost.models.decoder import Decoder
+from milepost.runner.arrays import Capacity
+from milepost.runner.device import DeviceExecutor
+from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pools import allocate
+
+
+def measure_activations(
+    model: Decoder,
+    shape: PoolShape,
+    largest: Capacity,
+    captured: Sequence[Capacity],
+    max_model_len: int,
+) -> int:
+    """Measures the bytes that steps take besides weights and pools: the `largest` step, with a
+    sequence of `max_model_len`, and the graphs of `captured` steps, which have memory of their own.
+    Compiles the kernels of all these steps and of the sizes between, which may use others. Raises
+    KernelError if one does not run."""
+    device = model.embedding.device
+    pools = allocate(shape, num_pages=1, num_slots=1, device=device)
+    executor = DeviceExecutor(
+        model, pools, num_requests=1, max_model_len=max_model_len, largest=largest
+    )
+    executor.compile([largest, *_uncaptured(largest, captured), *captured])
+    outcomes = sum(each.num_sampled for each in captured) * model.vocab_size * model.dtype.itemsize
+    largest_captured = max(captured, key=attrgetter("num_tokens"), default=None)
+    steps = [each for each in (largest, largest_captured) if each is not None]
+    return sum(map(executor.measure, steps)) + outcomes + executor.num_sampling_bytes
+
+
+def _uncaptured(largest: Capacity, captured: Sequence[Capacity]) -> Iterator[Capacity]:
+    """Yields steps that no graph covers, one for each choice of kernels by size. The last has one
+    sequence and no drafts, since other kernels verify drafts."""
+    num_tokens = max((each.num_tokens for each in captured), default=largest.num_sequences)
+    while 3 * num_tokens // 2 < largest.num_tokens:
+        # Kernels for experts change within a factor of two.
+        yield replace(largest, num_tokens=3 * num_tokens // 2)
+        num_tokens *= 2
+        if num_tokens < largest.num_tokens:
+            yield replace(largest, num_tokens=num_tokens)
+    yield replace(largest, num_sequences=1, num_drafts=0)
