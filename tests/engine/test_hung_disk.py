@@ -13,6 +13,7 @@ import torch
 
 from milepost.cache import Lost
 from milepost.tiers import disk as disk_module
+from milepost.tiers import finding
 from milepost.tiers.files import Files
 from milepost.tiers.rates import MeasuredRates
 from tests.engines import NUM_TOKENS, THREE_LAYERS, answer, ask, save_tiny, tiering_of, tokens
@@ -153,7 +154,7 @@ def test_an_engine_starts_though_the_directory_does_not_answer(
     tiny, tmp_path, gate, monkeypatch, caplog, name
 ):
     (first,) = written(tiny, tmp_path, tokens(300))
-    monkeypatch.setattr(disk_module, "SCAN_S", 0.01)
+    monkeypatch.setattr(finding, "SCAN_S", 0.01)
     monkeypatch.setattr("milepost.engine.assembly.tiering.MAKE_S", 0.01)
     gate.hold(monkeypatch, name)
     llm, tiering, tiers = opened(tiny, tmp_path)

@@ -22,10 +22,12 @@ from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers import disk as disk_module
 from milepost.tiers import files as files_module
+from milepost.tiers import finding
 from milepost.tiers.arena import Arena, ItemTensors
 from milepost.tiers.device_copies import CopyList, DeviceEvent, DeviceHostCopies, Passed
 from milepost.tiers.disk import Disk
-from milepost.tiers.files import ALIGNMENT, Files
+from milepost.tiers.file_format import ALIGNMENT
+from milepost.tiers.files import Files
 from milepost.tiers.policy import Tiers
 from milepost.tiers.transfers import TierTransfers
 from tests.fakes import EMPTY, FakeRunner
@@ -328,6 +330,7 @@ def patch(monkeypatch: Any, faults: Faults) -> None:
     """Have all that this module stands in for used."""
     faults.patch(monkeypatch)
     monkeypatch.setattr(disk_module, "Threads", Threads)
-    monkeypatch.setattr(disk_module, "wait", lambda *_, **__: None)
-    monkeypatch.setattr(disk_module, "ROUND_S", 1e-9)
-    monkeypatch.setattr(disk_module, "ceil", lambda _: 32)  # folders with each look
+    for module in (disk_module, finding):
+        monkeypatch.setattr(module, "wait", lambda *_, **__: None)
+    monkeypatch.setattr(finding, "ROUND_S", 1e-9)
+    monkeypatch.setattr(finding, "ceil", lambda _: 32)  # folders with each look

@@ -10,24 +10,20 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from math import ceil
-from typing import TypeVar
 
-from milepost.errors import MilepostError
 from milepost.tiers.arena import Arena
-from milepost.tiers.files import NUM_FOLDERS, Files
+from milepost.tiers.files import Files
+from milepost.tiers.finding import FileFinder
 from milepost.tiers.loads import Fetch
-from milepost.tiers.names import FileName, Finds, News, name_of
+from milepost.tiers.names import FileName, name_of
 from milepost.tiers.orders import OnDisk, SendTierCommand
 from milepost.tiers.policy import Tiers
-from milepost.tiers.threads import Threads
+from milepost.tiers.threads import Outcomes, Threads
 from milepost.tiers.tier import Item
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 NUM_READERS = max(4, min(16, os.cpu_count() or 4))
 """Number of reading threads. A checksum takes longer than a read from the system's cache, and most
@@ -35,18 +31,6 @@ disks are faster with more reads at a time.
 """
 MAX_WRITES = 16
 """Most writes that are submitted at a time. A write can be withdrawn until it has begun."""
-SCAN_S, ITEMS_AT_START, ITEMS_EACH = 0.5, 10_000, 500
-"""An engine with many files starts before it knows them all: it waits `SCAN_S` for their names,
-then registers `ITEMS_AT_START` of them, and `ITEMS_EACH` more with each poll.
-"""
-ROUND_S, NUM_LOOKS = 10.0, 32
-"""Other engines' files are looked for in `NUM_LOOKS` parts; a round through all parts takes
-`ROUND_S`.
-"""
-NAMES_EACH = 256
-"""Most files whose tokens are read at a time, for listeners to events. A load waits for these
-reads.
-"""
 CLOSE_S = 20.0
 """How long an engine that is closing may continue to write."""
 CHECK_S = 0.1
@@ -118,80 +102,13 @@ class Disk:
         self._readers = Threads(NUM_READERS, "tiers-read")
         self._writer = Threads(1, "tiers-write")
         self._writing: deque[_Write] = deque()
-        self._complained: set[type[BaseException]] = set()
+        self._outcomes = Outcomes()
         self._late: list[Reads] = []
         """Reads that were given up but may still write to their places."""
-        self._idle_since_s = self._looked_s = time.perf_counter()
+        self._idle_since_s = time.perf_counter()
         """When a write or a folder scan last ended, or nothing was under way."""
         self._num_folders = 0
-        self._finds = Finds(tiers.holdings.head, self._is_needed)
-        self._num_looked = 0
-        self._known: deque[tuple[Callable[[FileName], None], FileName]] = deque()
-        self._tokens_read: Future[list[tuple[FileName, bytes | None]]] | None = None
-        self._scan: Future[News] | None = self._readers.submit(self._find, NUM_FOLDERS)
-        wait([self._scan], timeout=SCAN_S)
-        self._take_names(ITEMS_AT_START)
-
-    # --- what is there ----------------------------------------------------------------------------
-
-    def _look(self) -> None:
-        """Registers files known since the start, then scans some folders for files that other
-        engines have written.
-        """
-        if self._known or self._scan is not None:
-            self._take_names(ITEMS_EACH)
-            return
-        now_s = time.perf_counter()
-        share = (now_s - self._looked_s) / ROUND_S
-        if share * NUM_LOOKS >= 1:
-            self._looked_s = now_s
-            self._scan = self._readers.submit(self._find, ceil(min(share, 1) * NUM_FOLDERS))
-
-    def _find(self, num_folders: int) -> News:
-        """Scans the next folders. Their files are reported once all folders have been scanned."""
-        come, gone = self._files.look(num_folders)
-        known = self._tiers.disk
-        self._finds.add(name for name in come if known.get(name.what, name.key) is None)
-        self._num_looked += num_folders
-        news = News()
-        if self._num_looked >= NUM_FOLDERS:
-            self._num_looked = 0
-            news = self._finds.end_round()
-        news.lost = gone
-        return news
-
-    def _is_needed(self, name: FileName) -> bool:
-        return self._tiers.disk.is_needed(name.what, name.key)
-
-    def _take_names(self, most: int) -> None:
-        """Registers at most `most` of the files found so far."""
-        if self._scan is not None and self._scan.done():
-            news, writes = self._result(self._scan, News()), self._tiers.writes
-            self._scan = None
-            self._known.extend((writes.lost, name) for name in news.lost)
-            self._known.extend((writes.found, name) for name in news.found)
-            self._known.extend((writes.found_loose, name) for name in news.loose)
-        for _ in range(min(most, len(self._known))):
-            file, name = self._known.popleft()
-            file(name)
-
-    def _learn(self) -> None:
-        """Reads the tokens of files that are known by name only, if anybody listens."""
-        reach = self._tiers.reach
-        if reach is None:
-            return
-        if self._tokens_read is not None and self._tokens_read.done():
-            for name, tokens in self._result(self._tokens_read, []):
-                if tokens is None:
-                    self._tiers.writes.lost(name)
-                else:
-                    reach.learn(name.key, tokens)
-            self._tokens_read = None
-        if self._tokens_read is None and reach.are_unread:
-            names = reach.take_unread(NAMES_EACH)
-            self._tokens_read = self._readers.submit(
-                lambda: [(name, self._files.tokens(name)) for name in names]
-            )
+        self._finder = FileFinder(files, tiers, self._readers, self._outcomes)
 
     # --- reads ------------------------------------------------------------------------------------
 
@@ -263,24 +180,9 @@ class Disk:
                     host.remove(fetch.item)
         self._measure(reads)
 
-    def _result(self, future: Future[T], otherwise: T) -> T:
-        """Returns the result of a finished future, or `otherwise`. An exception, such as
-        MemoryError, counts as a failure of the file; a lost rank is the engine's failure and raises
-        EngineDeadError.
-        """
-        if future.cancelled():
-            return otherwise
-        error = future.exception()
-        if isinstance(error, MilepostError):
-            raise error
-        if error is not None and type(error) not in self._complained:
-            self._complained.add(type(error))
-            logger.error("tiers: a file was not read or written to its end: %r", error)
-        return otherwise if error is not None else future.result()
-
     def _has_come(self, futures: list[Future[bool]]) -> bool:
         """Whether all ranks have completed their read or write."""
-        return all(self._result(future, False) for future in futures)
+        return all(self._outcomes.result(future, False) for future in futures)
 
     def _is_cancelled(self, futures: list[Future[bool]]) -> bool:
         """Cancels an operation if possible. Returns whether nobody will do it; orders already sent
@@ -295,9 +197,7 @@ class Disk:
         """Whether there is work to poll for."""
         if self._tiers.holdings.disk_rests:
             return False
-        is_writing = bool(self._writing or self._tiers.writes.are_any)
-        is_looking = bool(self._known) or self._scan is not None or self._tokens_read is not None
-        return is_writing or is_looking
+        return bool(self._writing or self._tiers.writes.are_any) or self._finder.is_busy
 
     def poll(self) -> None:
         """Handles finished operations and begins new writes."""
@@ -305,8 +205,7 @@ class Disk:
         self._check()
         if self._tiers.holdings.disk_rests:
             return
-        self._look()
-        self._learn()
+        self._finder.poll()
         room = MAX_WRITES - len(self._writing)
         if room > 0 and self._tiers.writes.are_any:
             for item, copy in self._tiers.writes.take(room):
@@ -342,9 +241,7 @@ class Disk:
             if reads.is_over:
                 self._late.remove(reads)
                 self._throw_away(reads)
-        now_s, looks = time.perf_counter(), (self._scan, self._tokens_read)
-        are_over = all(look is None or look.done() for look in looks)
-        is_idle = not self._writing and are_over
+        now_s, is_idle = time.perf_counter(), not (self._writing or self._finder.is_waiting)
         if is_idle or self._num_folders != self._files.num_looked:
             self._idle_since_s, self._num_folders = now_s, self._files.num_looked
         if self._tiers.holdings.disk_rests:

@@ -3,9 +3,8 @@
     <directory>/<space>/<first two digits of the key>/<key>-<parent>-<position>.<page|tail|state>
 
 The space is the model's identity, so files of other models are never looked at. The name holds
-everything an index needs. A file is a head (kind, model, token ids, checksum), padded to 4096
-bytes, followed by the contents as in host memory. It is written under another name and renamed, so
-it is whole or absent; its head is checked before its contents are used.
+everything an index needs. A file (`file_format`) is written under another name and renamed, so it
+is whole or absent.
 """
 
 from __future__ import annotations
@@ -13,33 +12,22 @@ from __future__ import annotations
 import logging
 import os
 import re
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from io import FileIO
 from itertools import cycle, islice
 from pathlib import Path
 from secrets import token_hex
 from typing import TypeVar
-from zlib import crc32
 
 from milepost.cache.plans import What
-from milepost.cache.tree import checkpoint_key
+from milepost.tiers.file_format import KINDS, BadFileError, head_of, read_file, read_head
 from milepost.tiers.names import FileName
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAGIC = b"milepost"
-VERSION = 1
-KINDS: tuple[What, ...] = ("page", "tail", "state")
-ALIGNMENT = 4096
-_HEAD = struct.Struct("<8sIB16s16s16sQIQII")
-"""Magic, version, kind, identity, key, parent, position, bytes of token ids, bytes of contents,
-checksum of the contents, checksum of the head (computed with 0 in its own place).
-"""
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([1-9][0-9]{0,15})\.(page|tail|state)")
 _KIND_OF: dict[str, What] = {kind: kind for kind in KINDS}
 NUM_FOLDERS = 256
@@ -47,10 +35,6 @@ TICK_NS = 2 * 10**9
 """A folder changed this recently may change again without a new time stamp."""
 STALE_S = 3600.0
 """Temporary files older than this were left by an engine that has died."""
-
-
-class BadFileError(Exception):
-    """A file does not match its name, or is incomplete."""
 
 
 class Files:
@@ -140,7 +124,7 @@ class Files:
             if path.exists():
                 return True
             self._make_folder(path.parent)
-            head = self._head(name, tokens, contents)
+            head = head_of(self._identity, name, tokens, contents)
             try:
                 self._write_aside(aside, [memoryview(head), *contents])
                 os.replace(aside, path)
@@ -169,23 +153,18 @@ class Files:
         finally:
             os.close(file)
 
-    def _head(self, name: FileName, tokens: bytes, contents: Sequence[memoryview]) -> bytes:
-        num_bytes, checksum = 0, 0
-        for piece in contents:
-            num_bytes, checksum = num_bytes + piece.nbytes, crc32(piece, checksum)
-        return _packed(self._identity, name, tokens, num_bytes, checksum)
-
     def read(self, name: FileName, contents: Sequence[memoryview]) -> bool:
         """Fills `contents`. Returns False, with `contents` undefined, if the file is missing or
         unusable. A file that is unusable or unreadable is deleted.
         """
-        return self._opened(name, lambda file: self._read(file, name, contents)) is not None
+        tokens = self._opened(name, lambda file: read_file(file, self._identity, name, contents))
+        return tokens is not None
 
     def tokens(self, name: FileName) -> bytes | None:
         """Returns the packed token ids in a file's head, or None where `read` would return
         False.
         """
-        return self._opened(name, lambda file: self._read_head(file, name)[0])
+        return self._opened(name, lambda file: read_head(file, self._identity, name)[0])
 
     def _opened(self, name: FileName, use: Callable[[FileIO], T]) -> T | None:
         path = self.path(name)
@@ -204,39 +183,6 @@ class Files:
                 )
         self._unlink(path)
         return None
-
-    def _read_head(self, file: FileIO, name: FileName) -> tuple[bytes, int, int, int]:
-        """Returns the token ids, the sizes of head and contents in bytes, and the contents'
-        checksum.
-        """
-        head = file.read(_HEAD.size)
-        if len(head) < _HEAD.size:
-            raise BadFileError("cut short")
-        num_tokens_bytes, num_bytes, checksum = _HEAD.unpack(head)[7:10]
-        if num_tokens_bytes > 2**20:
-            raise BadFileError("not what it should be")
-        tokens = file.read(num_tokens_bytes)
-        expected = _packed(self._identity, name, tokens, num_bytes, checksum)
-        if head + tokens != expected[: len(head) + len(tokens)]:
-            raise BadFileError("not what it should be")
-        if not _is_key(name, tokens):
-            raise BadFileError("of other tokens")
-        return tokens, len(expected), num_bytes, checksum
-
-    def _read(self, file: FileIO, name: FileName, contents: Sequence[memoryview]) -> bytes:
-        tokens, start, num_bytes, checksum = self._read_head(file, name)
-        if num_bytes != sum(piece.nbytes for piece in contents):
-            raise BadFileError("not what it should be")
-        if os.fstat(file.fileno()).st_size != start + num_bytes:
-            raise BadFileError("cut short")
-        file.seek(start)
-        found = 0
-        for piece in contents:
-            _read_into(file, piece)
-            found = crc32(piece, found)
-        if found != checksum:
-            raise BadFileError("damaged")
-        return tokens
 
     def remove(self, name: FileName) -> None:
         """Deletes a file, if it still exists. One that cannot be deleted is reported again by
@@ -260,33 +206,6 @@ class Files:
                 "tiers: %s cannot be %s (%s): what it lacks is computed", self._space, what,
                 error.strerror,
             )  # fmt: skip
-
-
-def _packed(identity: bytes, name: FileName, tokens: bytes, num_bytes: int, checksum: int) -> bytes:
-    """Returns the head of a file, padded."""
-    fields = (
-        MAGIC, VERSION, KINDS.index(name.what), identity, name.key, name.parent, name.position,
-        len(tokens), num_bytes, checksum,
-    )  # fmt: skip
-    own = crc32(tokens, crc32(_HEAD.pack(*fields, 0)))
-    head = _HEAD.pack(*fields, own) + tokens
-    return head + bytes(-len(head) % ALIGNMENT)
-
-
-def _is_key(name: FileName, tokens: bytes) -> bool:
-    """Whether the name's key is the key of these tokens after its parent."""
-    if name.what == "page":
-        return blake2b(name.parent + tokens, digest_size=16).digest() == name.key
-    return checkpoint_key(name.parent, tokens) == name.key
-
-
-def _read_into(file: FileIO, piece: memoryview) -> None:
-    rest = piece
-    while rest:
-        num = file.readinto(rest)
-        if not num:
-            raise BadFileError("cut short")
-        rest = rest[num:]
 
 
 def _parse(file: str) -> FileName | None:

@@ -12,51 +12,21 @@ Changes are only noted, and processed when somebody asks, with the contents at t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from itertools import islice
-from typing import Final
 
 from milepost.cache import Cache
-from milepost.cache.events import (
-    Cleared,
-    Departure,
-    Event,
-    PagesCached,
-    PagesReachable,
-    PagesUnreachable,
-    Where,
-)
+from milepost.cache.events import Cleared, Departure, Event, PagesCached, Where
 from milepost.cache.plans import What
 from milepost.tiers.holdings import Holdings, ready
 from milepost.tiers.names import FileName, name_of
+from milepost.tiers.page_graph import PageGraph
 from milepost.tiers.tier import Item
 
-PLACES: Final[tuple[Where, ...]] = ("host", "disk")
 MAX_AT_ONCE = 1000
 """Most additions processed at a time: a step waits for them, and a directory may have a million
 files.
 """
-
-
-@dataclass(slots=True, eq=False)
-class _Page:
-    """A page that can be read or has dependents."""
-
-    key: bytes
-    parent: bytes = b""
-    position: int = 0
-    tokens: bytes = b""
-    is_there: bool = False
-    is_whole: bool = False
-    below: dict[bytes, None] = field(default_factory=dict)
-    """Readable pages directly after this one."""
-    states: dict[bytes, tuple[Where, ...]] = field(default_factory=dict)
-    """Items on this page that can be loaded once it is whole, with their places."""
-    num_reaching: dict[Where, int] = field(default_factory=lambda: dict.fromkeys(PLACES, 0))
-    """Place -> number of this page's states there, plus the pages directly after it that are
-    reachable through it; 0 unless the page is whole.
-    """
 
 
 class Reach:
@@ -65,14 +35,10 @@ class Reach:
     def __init__(self, cache: Cache, holdings: Holdings) -> None:
         self._cache, self._holdings = cache, holdings
         self._root = cache.chain(()).root
-        self._pages: dict[bytes, _Page] = {}
-        self._states: dict[bytes, bytes] = {}
-        """State -> the page it belongs to."""
         self._come: dict[tuple[bool, bytes], None] = {}
         """(whether it is a state, key) of items that became readable in one more memory."""
         self._gone: dict[tuple[bool, bytes], None] = {}
         """(whether it is a state, key) of items that are readable in one memory less."""
-        self._events: list[Event] = []
         self._unread: deque[FileName] = deque()
         self._disk_rests = holdings.disk_rests
         for tier in (holdings.host, holdings.disk):
@@ -81,9 +47,7 @@ class Reach:
 
     def _begin(self) -> None:
         """Starts over, with nothing reported."""
-        root = _Page(self._root, is_there=True, is_whole=True)
-        self._pages = {self._root: root}
-        self._states.clear()
+        self._graph = PageGraph(self._root, self._holdings.page_size)
         self._unread.clear()
         self._gone.clear()
         self._come = dict.fromkeys((False, key) for key in self._cache.tree.nodes)
@@ -130,19 +94,28 @@ class Reach:
         for is_state, key in list(islice(self._come, MAX_AT_ONCE)):
             del self._come[is_state, key]
             self._take_in(is_state, key)
-        events, self._events = tuple(self._events), []
-        return events
+        return self._graph.take_events()
 
     def _take_in(self, is_state: bool, key: bytes) -> None:
         """Updates a page or a state to the current contents."""
         if is_state:
             self._set_state(key)
             return
-        found = self._find(key)
-        if found is None:
-            self._drop_page(key)
-        else:
-            self._add_page(key, *found)
+        found, has_states = self._find(key), self._holdings.has_states
+        if found is not None:
+            self._graph.add(key, *found)
+            if not has_states:
+                self._graph.hang(key, key, self._places("page", key))
+            return
+        if not has_states and self._graph.page_of(key) is not None:
+            self._graph.hang(key, key, ())
+        self._graph.drop(key)
+
+    def _set_state(self, key: bytes) -> None:
+        item = self._holdings.host.get("state", key) or self._holdings.disk.get("state", key)
+        at = self._graph.page_of(key) if item is None else item.parent
+        if at is not None:
+            self._graph.hang(key, at, self._places("state", key))
 
     # --- what is there ----------------------------------------------------------------------------
 
@@ -197,130 +170,3 @@ class Reach:
             if item is not None and not item.tokens:
                 item.tokens = tokens
         self._come[False, key] = None
-
-    # --- pages and states come and go -------------------------------------------------------------
-
-    def _page(self, key: bytes) -> _Page:
-        """Returns a page; an absent one is created if it is unknown."""
-        page = self._pages.get(key)
-        if page is None:
-            page = self._pages[key] = _Page(key)
-        return page
-
-    def _forget(self, page: _Page) -> None:
-        """Forgets a page if it is absent and nothing depends on it."""
-        if not (page.is_there or page.below or page.states):
-            del self._pages[page.key]
-
-    def _add_page(self, key: bytes, parent: bytes, position: int, tokens: bytes) -> None:
-        page = self._page(key)
-        if not page.is_there:
-            page.parent, page.position, page.tokens = parent, position, tokens
-            page.is_there = True
-            above = self._page(parent)
-            above.below[key] = None
-            if above.is_whole:
-                self._make_whole(page)
-        if not self._holdings.has_states:
-            self._hang(key, page, self._places("page", key))
-
-    def _drop_page(self, key: bytes) -> None:
-        page = self._pages.get(key)
-        if page is None or not page.is_there:
-            return
-        if not self._holdings.has_states:
-            self._hang(key, page, ())
-        if page.is_whole:
-            self._break(page)
-        page.is_there = False
-        page.tokens = b""
-        above = self._pages[page.parent]
-        del above.below[key]
-        self._forget(above)
-        self._forget(page)
-
-    def _set_state(self, key: bytes) -> None:
-        item = self._holdings.host.get("state", key) or self._holdings.disk.get("state", key)
-        at = self._states.get(key) if item is None else item.parent
-        if at is not None:
-            page = self._page(at)
-            self._hang(key, page, self._places("state", key))
-            self._forget(page)
-
-    def _hang(self, key: bytes, page: _Page, places: tuple[Where, ...]) -> None:
-        """Updates the places of an item that belongs to a page."""
-        before = page.states.pop(key, ())
-        self._states.pop(key, None)
-        if places:
-            page.states[key] = places
-            self._states[key] = page.key
-        if page.is_whole:
-            for where in PLACES:
-                if where in places and where not in before:
-                    self._raise(page, where)
-                elif where in before and where not in places:
-                    self._lower(page, where)
-
-    # --- what that makes reachable ----------------------------------------------------------------
-
-    def _make_whole(self, top: _Page) -> None:
-        """Marks a page, and those after it, as whole."""
-        below = list(self._from(top))
-        for page in below:
-            page.is_whole = True
-        for page in below:
-            for places in page.states.values():
-                for where in places:
-                    self._raise(page, where)
-
-    def _break(self, top: _Page) -> None:
-        """Marks a page that goes, and those after it, as not whole."""
-        below = list(self._from(top))
-        for page in below:
-            for places in page.states.values():
-                for where in places:
-                    self._lower(page, where)
-        for page in below:
-            page.is_whole = False
-
-    def _from(self, top: _Page) -> Iterator[_Page]:
-        left = [top]
-        while left:
-            page = left.pop()
-            yield page
-            left += [self._pages[key] for key in page.below]
-
-    def _raise(self, page: _Page, where: Where) -> None:
-        """Counts one more way to reach a whole page, and the pages before it that become
-        reachable.
-        """
-        run = []
-        while True:
-            page.num_reaching[where] += 1
-            if page.num_reaching[where] > 1 or page.key == self._root:
-                break
-            run.append(page)
-            page = self._pages[page.parent]
-        if run:
-            self._events.append(self._reached(run[::-1], where))
-
-    def _lower(self, page: _Page, where: Where) -> None:
-        run = []
-        while True:
-            page.num_reaching[where] -= 1
-            if page.num_reaching[where] or page.key == self._root:
-                break
-            run.append(page.key)
-            page = self._pages[page.parent]
-        if run:
-            self._events.append(PagesUnreachable(keys=tuple(run), where=where))
-
-    def _reached(self, run: Sequence[_Page], where: Where) -> PagesReachable:
-        return PagesReachable(
-            keys=tuple(page.key for page in run),
-            parent=run[0].parent,
-            tokens=b"".join(page.tokens for page in run),
-            position=run[0].position - self._holdings.page_size,
-            is_salted=False,
-            where=where,
-        )

@@ -14,6 +14,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
+from milepost.errors import MilepostError
+
 logger = logging.getLogger(__name__)
 Returned = TypeVar("Returned")
 
@@ -77,3 +79,25 @@ def _run(jobs: SimpleQueue[_Job | None], begin: Callable[[], object]) -> None:
             future.set_exception(error)
         del job, future, call, args  # they may keep memory alive
     jobs.put(None)  # for the other threads
+
+
+class Outcomes:
+    """Reads the results of calls; each kind of failure is logged once."""
+
+    def __init__(self) -> None:
+        self._complained: set[type[BaseException]] = set()
+
+    def result(self, future: Future[Returned], otherwise: Returned) -> Returned:
+        """Returns the result of a finished future, or `otherwise`. An exception, such as
+        MemoryError, counts as a failure of the file; a lost rank is the engine's failure and raises
+        EngineDeadError.
+        """
+        if future.cancelled():
+            return otherwise
+        error = future.exception()
+        if isinstance(error, MilepostError):
+            raise error
+        if error is not None and type(error) not in self._complained:
+            self._complained.add(type(error))
+            logger.error("tiers: a file was not read or written to its end: %r", error)
+        return otherwise if error is not None else future.result()

@@ -83,9 +83,7 @@ class Tier:
         at one position, after different tokens.
         """
         self._dependents: dict[bytes, int] = {}
-        """Number of pages and states that depend on a page, which may have gone or not have arrived
-        yet.
-        """
+        """Number of pages and states that depend on a page, which may be absent."""
         self._loose: OrderedDict[bytes, Item] = OrderedDict()
         """Pages without dependents, and tails without a state."""
         self._superseded: OrderedDict[bytes, Item] = OrderedDict()
