@@ -13,8 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from milepost.errors import ConfigError
-from milepost.models import Decoder, LoadOptions, load_model
-from milepost.models import weights as weights_module
+from milepost.models import Decoder, LoadOptions, load_model, weight_index
 from milepost.parallel import Ranks
 from tests.batches import Part, build_pools
 from tests.checkpoints import save
@@ -192,7 +191,7 @@ def test_of_a_file_only_a_ranks_part_is_read(monkeypatch, folder_of):
     def opened(*args: Any, **options: Any) -> Watched:
         return Watched(safe_open(*args, **options))
 
-    monkeypatch.setattr(weights_module, "safe_open", opened)
+    monkeypatch.setattr(weight_index, "safe_open", opened)
     run_ranks(2, lambda ranks: load_model(folder_of("qwen3_next"), LoadOptions(ranks=ranks))[0])
     ends = ("norm.weight", "gate.weight", "shared_expert_gate.weight")
     assert read

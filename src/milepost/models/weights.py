@@ -7,16 +7,14 @@ filled, or loading fails.
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,19 +22,11 @@ from milepost.errors import WeightsError
 from milepost.layers.parameters import VALUES
 from milepost.layers.weight_slots import WeightSlot, WeightSlots
 from milepost.models.decoder import Decoder
-from milepost.models.files import read_object, reading
 from milepost.models.reading import Header, Reader, read_extents, read_header
+from milepost.models.weight_index import INDEX, open_weights, tensor_files
 
-logger = logging.getLogger(__name__)
-
-_INDEX = "model.safetensors.index.json"
-_POINTER = b"version https://git-lfs.github.com/spec/"
-_SINGLE = "model.safetensors"
 _SHOWN_BYTES = 2**28
 """Size below which no progress is shown, because it is read in a moment."""
-_OTHERS = ("adapter_model.safetensors", "consolidated*.safetensors")
-"""Patterns of files that are not the checkpoint's own: adapters, and copies under the maker's
-names."""
 _ZEROS = ("bias", "weight_zero_point", "input_zero_point")
 """Tensors without effect if they are zeros next to a projection that has no such tensor."""
 DERIVED = (r"(.*\.)?rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$",)
@@ -49,14 +39,14 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.by_name = _read_names(folder)
+        self.by_name = tensor_files(folder)
         """Tensor's name -> the file that must hold it."""
 
     def headers(self) -> Iterator[tuple[Path, Header]]:
         """Yields each file that is loaded with its header, by name. Raises WeightsError for a
         broken file."""
         for file in sorted(set(self.by_name.values())):
-            with _open(file):
+            with open_weights(file):
                 yield file, read_header(file)
 
     def read_into(
@@ -91,7 +81,7 @@ class WeightFiles:
             if name.startswith(prefix) and not pattern.match(name)
         }
         for file in sorted(set(own.values())):
-            with _open(file) as tensors:
+            with open_weights(file) as tensors:
                 held = set(tensors.keys())
                 for name in [name for name in own if own[name] == file]:
                     if name in placements and name in held:
@@ -117,12 +107,12 @@ class WeightFiles:
         note_bytes: Callable[[int], object],
     ) -> None:
         placed = []
-        with _open(file) as tensors:
+        with open_weights(file) as tensors:
             held = set(tensors.keys())
             for name in wanted:
                 if name not in held:
                     raise WeightsError(
-                        f"{file}: tensor {name!r} is missing, though {_INDEX} names it here; "
+                        f"{file}: tensor {name!r} is missing, though {INDEX} names it here; "
                         "download the checkpoint again"
                     )
                 if name in placements:
@@ -148,14 +138,14 @@ class WeightFiles:
         for name in sorted(held):
             holder = self.by_name.get(name)
             if holder is None and not skipped.match(name):
-                raise WeightsError(f"{file}: tensor {name!r} is in the file but not in {_INDEX}")
+                raise WeightsError(f"{file}: tensor {name!r} is in the file but not in {INDEX}")
             if holder not in (None, file) and not _is_copy(name, tensors, holder):
                 raise WeightsError(f"tensor {name!r} is in two files, {holder} and {file}")
 
 
 def _is_copy(name: str, tensors: safe_open, holder: Path) -> bool:
     """Whether the holder's tensor of this name has the same bytes."""
-    with _open(holder) as others:
+    with open_weights(holder) as others:
         if name not in others.keys():  # noqa: SIM118
             return False
         views = tensors.get_slice(name), others.get_slice(name)
@@ -227,97 +217,3 @@ def _check_fits(file: Path, name: str, tensors: safe_open, placement: WeightSlot
         raise WeightsError(
             f"{file}: tensor {name!r} is {dtype}; use a checkpoint in {', '.join(placement.types)}"
         )
-
-
-def _read_names(folder: Path) -> dict[str, Path]:
-    """Maps each tensor's name to its file, from the index, or from all files if there is none. An
-    index whose files are gone, next to a single file, is a leftover of other weights."""
-    index, single = folder / _INDEX, folder / _SINGLE
-    if index.exists():
-        indexed = _read_index(folder, index)
-        files = set(indexed.values())
-        if single in files or not single.is_file():
-            return indexed
-        if all(file.is_file() for file in files):
-            _refuse_two_sets(folder, indexed)
-            return indexed
-        logger.warning("%s: names files that are not there, so %s is loaded", index, _SINGLE)
-    found: dict[str, Path] = {}
-    for file in [single] if single.is_file() else _own_files(folder):
-        with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                if name in found:
-                    raise WeightsError(f"tensor {name!r} is in two files, {found[name]} and {file}")
-                found[name] = file
-    return found
-
-
-def _refuse_two_sets(folder: Path, indexed: Mapping[str, Path]) -> None:
-    """Raises WeightsError if the single file holds tensors that the index assigns to others."""
-    with _open(folder / _SINGLE) as tensors:
-        twice = next((name for name in tensors.keys() if name in indexed), None)  # noqa: SIM118
-    if twice is not None:
-        raise WeightsError(
-            f"{folder}: {_SINGLE} and the files that {_INDEX} names are both there, with "
-            f"{twice!r} in both; remove those that are not the model's"
-        )
-
-
-def _own_files(folder: Path) -> list[Path]:
-    """Returns the files of a folder without an index, as some quantisers write it."""
-    every = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
-    own = [file for file in every if not any(file.match(other) for other in _OTHERS)]
-    if own:
-        return own
-    is_adapter = any(file.match(_OTHERS[0]) for file in every)
-    advice = "it is an adapter: merge it into its model" if is_adapter else "download it again"
-    raise WeightsError(
-        f"{folder}: neither {_SINGLE} nor {_INDEX} is there; {advice}, or save the checkpoint's "
-        "weights as safetensors"
-    )
-
-
-def _read_index(folder: Path, index: Path) -> dict[str, Path]:
-    with reading(index, WeightsError):
-        named = read_object(index, WeightsError).get("weight_map")
-        if not isinstance(named, dict) or not all(isinstance(f, str) for f in named.values()):
-            raise WeightsError(f"{index}: weight_map is no object of files' names")
-        files = {file: folder / file for file in set(named.values())}
-        for file in files:
-            if not file or "\0" in file or Path(file).is_absolute() or ".." in Path(file).parts:
-                raise WeightsError(
-                    f"{index}: {file!r} is no file in this folder; link it here under another name"
-                )
-            # Both calls raise for a name that no file can have.
-            os.fsencode(file)
-            files[file].exists()
-    return {name: files[file] for name, file in named.items()}
-
-
-@contextmanager
-def _open(file: Path) -> Iterator[safe_open]:
-    """Opens one file on the CPU; raises WeightsError if it is missing or truncated."""
-    if file.exists() and not file.is_file():
-        raise WeightsError(f"{file}: is no regular file")
-    try:
-        with safe_open(str(file), framework="pt", device="cpu") as tensors:
-            yield tensors
-    except FileNotFoundError as error:
-        raise WeightsError(f"{file}: is missing; download the checkpoint again") from error
-    except (SafetensorError, OSError) as error:
-        if _is_pointer(file):
-            raise WeightsError(
-                f"{file}: is Git LFS's pointer to the weights; fetch them with `git lfs pull`"
-            ) from error
-        raise WeightsError(
-            f"{file}: cannot be read, it may be truncated ({error}); download it again"
-        ) from error
-
-
-def _is_pointer(file: Path) -> bool:
-    """Whether the file is the pointer that Git leaves in place of a large file if LFS is not
-    installed."""
-    if not file.is_file():
-        return False
-    with file.open("rb") as opened:
-        return opened.read(len(_POINTER)) == _POINTER

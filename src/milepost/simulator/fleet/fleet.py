@@ -9,7 +9,7 @@ prefill reads it from there if it is deeper than its own.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -22,10 +22,10 @@ from milepost.simulator.chain import TraceChain
 from milepost.simulator.clients import Clients, Goodput, Patience
 from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet.engine import FleetEngine
-from milepost.simulator.fleet.routing import ROUTINGS, Pages, Routing, Traffic
+from milepost.simulator.fleet.pool import EnginePool
 from milepost.simulator.loop import EngineLimits
 from milepost.simulator.tiers import TierSizes
-from milepost.simulator.trace import Trace, TraceRequest
+from milepost.simulator.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,29 +65,6 @@ class FleetRun:
     def ttft_s(self) -> list[float]:
         """Times to first token, in order of the tokens."""
         return self.asked.ttft_s
-
-
-class EnginePool:
-    """Engines among which one routing chooses."""
-
-    def __init__(self, engines: Sequence[FleetEngine], routing: str) -> None:
-        self.engines = engines
-        self.traffic, pages = Traffic(len(engines)), Pages(len(engines))
-        if routing in ("events", "prefix"):
-            for number, engine in enumerate(engines):
-                engine.scheduler.outside.add_listener(pages.listener(number))
-        self._pages = pages
-        self._routing: Routing = ROUTINGS[routing](self.traffic, pages)
-
-    def send(self, asked: TraceRequest, keys: Sequence[bytes], page_size: int) -> tuple[int, int]:
-        """Chooses an engine for a request; returns it, and the tokens that it should compute."""
-        at, traffic = self._routing.choose(asked, keys, page_size), self.traffic
-        hit = self._pages.depths(keys).get(at, 0) * page_size
-        expected = max(asked.input_length - hit, 1)
-        traffic.num_requests[at] += 1
-        traffic.num_sent[at] += 1
-        traffic.num_prefilling[at] += expected
-        return at, expected
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
