@@ -85,6 +85,7 @@ BESIDE_FLOORS = {
 
 SHARED = {
     "annexes",
+    "checks",
     "config",
     "errors",
     "json_settings",

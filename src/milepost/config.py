@@ -7,7 +7,6 @@ Names are vLLM's where the meaning is the same. Nothing here reads files, the en
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from math import inf
@@ -17,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from milepost.cache.placement import Mode
 from milepost.cache.tree import HYBRID, grid_of
 from milepost.errors import ConfigError
-from milepost.json_settings import decode_floats, encode_floats, read_json
+from milepost.json_settings import decode_floats, json_text, read_json
 from milepost.kv_events_config import KVEventsConfig
 from milepost.kv_transfer_config import KVTransferConfig
 from milepost.speculative_config import SpeculativeConfig, read_speculative_config
@@ -160,7 +159,7 @@ class EngineConfig:
         object.__setattr__(self, "kv_events_config", events)
         transfer = read_json("kv_transfer_config", KVTransferConfig, self.kv_transfer_config)
         object.__setattr__(self, "kv_transfer_config", transfer)
-        object.__setattr__(self, "hf_overrides", _overrides(self.hf_overrides))
+        object.__setattr__(self, "hf_overrides", json_text("hf_overrides", self.hf_overrides))
         for each in fields(self):
             _check_type(each.name, getattr(self, each.name))
         self._check_values()
@@ -268,24 +267,6 @@ def check_budget(*, max_num_seqs: int, max_num_batched_tokens: int, grid: int) -
         f"max_num_batched_tokens={max_num_batched_tokens} with max_num_seqs={max_num_seqs}: "
         "each sequence needs a token of a step; raise the first or lower the second",
     )
-
-
-def _overrides(given: object) -> str | None:
-    """Returns the JSON text of an object or of its JSON text, or None if it sets nothing."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"hf_overrides={given!r}: not JSON ({error})") from error
-    if given is None:
-        return None
-    _require(isinstance(given, Mapping), f"hf_overrides={given!r}: use a JSON object")
-    try:
-        text = json.dumps(encode_floats(given), sort_keys=True, allow_nan=False)
-        decode_floats(json.loads(text))
-        return text if given else None
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"hf_overrides={given!r}: not JSON ({error})") from error
 
 
 _GRID = grid_of(HYBRID)

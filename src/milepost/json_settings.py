@@ -89,3 +89,17 @@ def _float(name: object) -> float:
     if not isinstance(name, str) or name not in _FLOATS:
         raise ValueError(f"{_FLOAT} is {name!r}: it should be one of {', '.join(_FLOATS)}")
     return _FLOATS[name]
+
+
+def json_text(name: str, given: object) -> str | None:
+    """Returns the JSON text of an object or of its JSON text, or None if it sets nothing. Raises
+    ConfigError."""
+    content = read_mapping(name, given)
+    if content is None:
+        return None
+    try:
+        text = json.dumps(encode_floats(content), sort_keys=True, allow_nan=False)
+        decode_floats(json.loads(text))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}={given!r}: not JSON ({error})") from error
+    return text if content else None
