@@ -8,15 +8,9 @@ from typing import Any
 from milepost.sampling_params import ReasoningTokens
 from milepost.server.parsing import lark
 from milepost.server.parsing.events import CallReader, Content, Event, FoundEvents, any_name
-from milepost.server.parsing.formats import (
-    CALLS_OF,
-    REASONING,
-    TOOL_CALLS,
-    ToolCalls,
-    told_by,
-)
+from milepost.server.parsing.formats import CALLS_OF, REASONING, TOOL_CALLS, ToolCalls, told_by
 from milepost.server.parsing.reasoning import ThinkTags, lines
-from milepost.server.parsing.tape import Reading, Tape, tags, until
+from milepost.server.parsing.tape import Reading, Tape
 
 
 class TextParser:
@@ -90,7 +84,7 @@ def _read_calls(
     is_call = bool(late)
     while True:
         closes = (calls.close,) if is_call and calls.close else ()
-        tag = yield from until(tape, tags(*calls.starts, *closes, *late), found.content)
+        tag = yield from tape.until(found.content, *calls.starts, *closes, *late)
         if not tag:
             return
         if tag in calls.starts:

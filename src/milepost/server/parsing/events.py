@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from milepost.server.parsing.strings import Give
@@ -48,10 +49,9 @@ class FoundEvents:
     """
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[type[Event], str]] = []
-        self._ids: list[str] = []
-        """Ids of the calls among the pieces."""
-        self._all_ids: set[str] = set()
+        self._events: list[tuple[Callable[[str], Event], list[str]]] = []
+        """Each event's kind, with the pieces of its text."""
+        self._ids: set[str] = set()
         self._spaces: list[str] = []
         self._has_calls = self._has_content = False
         self.has_ended_call = False
@@ -66,17 +66,13 @@ class FoundEvents:
     def content(self, text: str) -> None:
         if self.is_cut and self._has_calls:
             return  # a further call that was cut off: neither a call nor content
-        length = len(text.rstrip())
-        if length:
-            if self._has_calls and not self._has_content:
-                self._spaces.clear()
-                text = text.lstrip()
-                length = len(text.rstrip())
-            self._add(Content, "".join(self._spaces) + text[:length])
+        if self._has_calls and not self._has_content and text.strip():
             self._spaces.clear()
+            text = text.lstrip()
+        if plain := text.rstrip():
+            self.plain(plain)
             self._has_content = True
-        if length < len(text):
-            self._spaces.append(text[length:])
+        self._spaces.append(text[len(plain) :])
 
     def plain(self, text: str) -> None:
         """Adds content at once, since no call can follow it any more."""
@@ -86,9 +82,9 @@ class FoundEvents:
     def start(self, name: str, id_: str = "") -> None:
         self.end_call()
         self._has_calls = True
-        self._ids.append("" if id_ in self._all_ids else id_)
-        self._all_ids.add(id_)
-        self._pieces.append((CallStart, name))
+        own = "" if id_ in self._ids else id_
+        self._ids.add(id_)
+        self._events.append((partial(CallStart, id=own), [name]))
 
     def end_call(self) -> None:
         self._spaces.clear()
@@ -105,23 +101,15 @@ class FoundEvents:
 
     def take(self) -> list[Event]:
         """Returns the events since the last call."""
-        events: list[Event] = []
-        ids = iter(self._ids)
-        start = 0
-        for place, (kind, _) in enumerate(self._pieces):
-            following = self._pieces[place + 1 : place + 2]
-            if kind is not CallStart and following and following[0][0] is kind:
-                continue
-            text = "".join(text for _, text in self._pieces[start : place + 1])
-            events.append(CallStart(text, next(ids)) if kind is CallStart else kind(text))
-            start = place + 1
-        self._pieces.clear()
-        self._ids.clear()
+        events = [kind("".join(pieces)) for kind, pieces in self._events]
+        self._events.clear()
         return events
 
     def _add(self, kind: type[Event], text: str) -> None:
-        if text:
-            self._pieces.append((kind, text))
+        if text and self._events and self._events[-1][0] is kind:
+            self._events[-1][1].append(text)
+        elif text:
+            self._events.append((kind, [text]))
 
 
 IsKnown = Callable[[str], bool]

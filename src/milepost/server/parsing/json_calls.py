@@ -22,7 +22,7 @@ from milepost.server.parsing.events import FoundEvents, IsKnown, any_name
 from milepost.server.parsing.literals import value
 from milepost.server.parsing.scanning import loaded, object_of
 from milepost.server.parsing.strings import QUOTES, Give
-from milepost.server.parsing.tape import Reading, Tape, run, spaces, tags, take
+from milepost.server.parsing.tape import Reading, Tape
 
 _BETWEEN = re.compile(r"[\s,]*")
 _REST = re.compile(r"[\s,}\]]*")
@@ -63,9 +63,8 @@ class JsonCalls:
 
     def _rule(self, rule: str, tool: Mapping[str, Any]) -> str:
         name = json.dumps(tool["function"]["name"], ensure_ascii=False)
-        arguments = lark.json_value(lark.parameters(tool), is_strict=lark.is_strict(tool))
         head = f'{{"{self.name}": {name}, "{self.arguments}": '
-        return f'{rule}: {lark.text(head)} {arguments} "}}"'
+        return f'{rule}: {lark.text(head)} {lark.arguments(tool)} "}}"'
 
 
 class JsonReader:
@@ -79,8 +78,8 @@ class JsonReader:
         self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
     ) -> Reading[bool]:
         tape.keep(start)
-        yield from spaces(tape)
-        yield from take(tape, tags("["))
+        yield from tape.spaces()
+        yield from tape.take("[")
         return (yield from self.objects(tape, found, aside, is_known))
 
     def objects(
@@ -88,16 +87,16 @@ class JsonReader:
     ) -> Reading[bool]:
         """Reads the calls after a bracket that may begin a list, or after the tag; what was read is
         kept."""
-        yield from spaces(tape)
+        yield from tape.spaces()
         num_calls = 0
-        while (yield from take(tape, tags("{"))):
+        while (yield from tape.take("{")):
             call = _JsonCall(self._form, tape, found, is_known)
             if not (yield from call.read()):
                 break
             num_calls += 1
             aside, is_known = found.content, any_name
             tape.keep()
-            yield from run(tape, _REST)
+            yield from tape.run(_REST)
         else:
             if num_calls:
                 tape.kept()
@@ -138,8 +137,8 @@ class _JsonCall:
         """Returns whether the object ended by itself; stops early if it cannot be a call."""
         tape, form = self._tape, self._form
         while True:
-            yield from run(tape, _BETWEEN)
-            if (yield from take(tape, tags("}"))):
+            yield from tape.run(_BETWEEN)
+            if (yield from tape.take("}")):
                 return True
             key = yield from self._key()
             if key is None:
@@ -156,15 +155,15 @@ class _JsonCall:
     def _key(self) -> Reading[str | None]:
         """Reads a key and its colon. Returns None if there is none."""
         tape = self._tape
-        quote = yield from take(tape, tags(*QUOTES))
+        quote = yield from tape.take(*QUOTES)
         if not quote:
             return None
         tape.unread(quote)
         key = loaded((yield from self._text()))
-        yield from spaces(tape)
-        if not (yield from take(tape, tags(":"))):
+        yield from tape.spaces()
+        if not (yield from tape.take(":")):
             return None
-        yield from spaces(tape)
+        yield from tape.spaces()
         return key if isinstance(key, str) else None
 
     def _text(self) -> Reading[str]:
@@ -175,7 +174,7 @@ class _JsonCall:
 
     def _read_arguments(self) -> Reading[None]:
         tape = self._tape
-        if not (yield from take(tape, tags("{"))):
+        if not (yield from tape.take("{")):
             self._arguments = yield from self._text()
             return
         tape.unread("{")

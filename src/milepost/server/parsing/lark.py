@@ -60,6 +60,11 @@ def is_strict(tool: Mapping[str, Any]) -> bool:
     return tool["function"].get("strict") is True
 
 
+def arguments(tool: Mapping[str, Any]) -> str:
+    """Returns a rule for the arguments of a tool as JSON."""
+    return json_value(parameters(tool), is_strict=is_strict(tool))
+
+
 def parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the schema of a tool's arguments."""
     return tool["function"].get("parameters") or {"type": "object"}

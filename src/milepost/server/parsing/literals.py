@@ -12,12 +12,12 @@ import re
 from dataclasses import dataclass
 
 from milepost.server.parsing.strings import QUOTES, Give, StringReader, quoted
-from milepost.server.parsing.tape import Reading, Tape, one, run, spaces, tags, take
+from milepost.server.parsing.tape import Reading, Tape
 
 MAX_DEPTH = 128
 """Largest number of nested brackets: readers of JSON have limits of their own."""
 _PAIRS = {"{": "}", "[": "]", "(": ")"}
-_MARKS = tags(*_PAIRS, *_PAIRS.values(), *QUOTES, ",", ":")
+_MARKS = (*_PAIRS, *_PAIRS.values(), *QUOTES, ",", ":")
 _SCALAR = re.compile(r"[^\s,:\"'{}\[\]()<]*")
 _PREFIX = re.compile(r"[rRuUbBfF]{1,2}")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
@@ -92,8 +92,8 @@ class ValueReader:
     def read(self) -> Reading[bool]:
         tape = self._tape
         while True:
-            space = yield from spaces(tape)
-            mark = yield from take(tape, _MARKS)
+            space = yield from tape.spaces()
+            mark = yield from tape.take(*_MARKS)
             if not mark and not (yield from self._has_more()):
                 return self._give_up()
             if mark and mark in ")]},:" and not self._open:
@@ -122,7 +122,7 @@ class ValueReader:
     def _has_more(self) -> Reading[bool]:
         """Returns whether a scalar can come here."""
         tape = self._tape
-        if self._ends and (end := (yield from take(tape, tags(*self._ends)))):
+        if self._ends and (end := (yield from tape.take(*self._ends))):
             tape.unread(end)
             return False
         return not tape.is_empty or not tape.is_over
@@ -130,9 +130,9 @@ class ValueReader:
     # --- scalars ----------------------------------------------------------------------------------
 
     def _scalar(self) -> Reading[bool]:
-        text = yield from run(self._tape, _SCALAR)
-        text = text or (yield from one(self._tape))
-        if _PREFIX.fullmatch(text) and (quote := (yield from take(self._tape, tags(*QUOTES)))):
+        text = yield from self._tape.run(_SCALAR)
+        text = text or (yield from self._tape.one())
+        if _PREFIX.fullmatch(text) and (quote := (yield from self._tape.take(*QUOTES))):
             return (yield from self._strings.read(quote, is_raw="r" in text.lower()))
         if text in _EXACT or _NUMBER.fullmatch(text):
             self._put(_WORDS.get(text.lower(), text))

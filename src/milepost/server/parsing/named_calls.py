@@ -20,7 +20,7 @@ from milepost.server.parsing.events import FoundEvents, IsKnown, any_name
 from milepost.server.parsing.literals import value
 from milepost.server.parsing.scanning import object_of
 from milepost.server.parsing.strings import Give
-from milepost.server.parsing.tape import Reading, Tape, peek, run, spaces, tags, take, until
+from milepost.server.parsing.tape import Reading, Tape
 
 MAX_ID_LEN = 1024
 _ID = re.compile(r"[^<]*")
@@ -55,8 +55,7 @@ class NamedCalls:
 
     def _rule(self, rule: str, tool: Mapping[str, Any], tag: lark.Tag) -> str:
         head = lark.text(f"{self.prefix}{tool['function']['name']}:")
-        arguments = lark.json_value(lark.parameters(tool), is_strict=lark.is_strict(tool))
-        return f"{rule}: {head} number {tag(self.arguments)} {arguments}"
+        return f"{rule}: {head} number {tag(self.arguments)} {lark.arguments(tool)}"
 
 
 class _NamedReader:
@@ -75,8 +74,8 @@ class _NamedReader:
         tape.keep(start)
         begun = start == form.call[0]
         if not begun:
-            yield from spaces(tape)
-            begun = bool((yield from take(tape, tags(form.call[0]))))
+            yield from tape.spaces()
+            begun = bool((yield from tape.take(form.call[0])))
         num_calls = 0
         while begun:
             if not (yield from self._call(tape, found, is_known)):
@@ -84,11 +83,11 @@ class _NamedReader:
                 return num_calls > 0
             num_calls += 1
             aside, is_known = found.content, any_name
-            mark = yield from until(tape, tags(*self._ends), found.content)
+            mark = yield from tape.until(found.content, *self._ends)
             if mark == form.call[1]:
                 found.end_call()
-                yield from spaces(tape)
-                mark = yield from take(tape, tags(form.call[0]))
+                yield from tape.spaces()
+                mark = yield from tape.take(form.call[0])
             begun = mark == form.call[0]
             if begun:
                 tape.keep(mark)
@@ -100,21 +99,21 @@ class _NamedReader:
 
     def _call(self, tape: Tape, found: FoundEvents, is_known: IsKnown) -> Reading[bool]:
         """Reads one call after its opening tag, up to the end of its arguments."""
-        id_ = yield from run(tape, _ID, MAX_ID_LEN)
-        if len(id_) > MAX_ID_LEN or not (yield from take(tape, tags(self._form.arguments))):
+        id_ = yield from tape.run(_ID, MAX_ID_LEN)
+        if len(id_) > MAX_ID_LEN or not (yield from tape.take(self._form.arguments)):
             return False
         id_ = id_.strip()
         name = self._name(id_)
         if not name or not is_known(name):
             return False
-        yield from spaces(tape)
-        if (yield from peek(tape, tags("{"))):
+        yield from tape.spaces()
+        if (yield from tape.peek("{")):
             tape.kept()
             found.start(name, id_)
             yield from value(tape, found.arguments, self._ends, is_object=True)
             return True
         pieces: list[str] = []
-        mark = yield from until(tape, tags(*self._ends), pieces.append)
+        mark = yield from tape.until(pieces.append, *self._ends)
         tape.unread(mark)
         text = "".join(pieces).strip()
         arguments = object_of(text)

@@ -21,7 +21,7 @@ from milepost.server.parsing.json_calls import JsonCalls, JsonReader
 from milepost.server.parsing.scanning import argument, literal, loaded
 from milepost.server.parsing.schemas import carried, required_of, resolved
 from milepost.server.parsing.strings import Give, quoted
-from milepost.server.parsing.tape import Reading, Tape, peek, run, spaces, tags, take
+from milepost.server.parsing.tape import Reading, Tape
 from milepost.server.parsing.values import Functions, Parameters
 
 MAX_NAME_LEN = 1024
@@ -107,17 +107,17 @@ class _PythonicReader:
         self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
     ) -> Reading[bool]:
         tape.keep(start)
-        yield from spaces(tape)
-        yield from take(tape, tags("["))
-        yield from spaces(tape)
-        if (yield from peek(tape, tags("{"))):
+        yield from tape.spaces()
+        yield from tape.take("[")
+        yield from tape.spaces()
+        if (yield from tape.peek("{")):
             return (yield from self._json.objects(tape, found, aside, is_known))
         num_calls = 0
         while True:
-            yield from run(tape, _BETWEEN)
-            name = yield from run(tape, _NAME, MAX_NAME_LEN)
+            yield from tape.run(_BETWEEN)
+            name = yield from tape.run(_NAME, MAX_NAME_LEN)
             is_named = name and len(name) <= MAX_NAME_LEN and is_known(name)
-            if not is_named or not (yield from take(tape, tags("("))):
+            if not is_named or not (yield from tape.take("(")):
                 break
             parameters = self._functions.parameters(name)
             call = _PythonicCall(name, tape, found, parameters, (self.close, *self.starts))
@@ -128,7 +128,7 @@ class _PythonicReader:
             tape.keep()
         aside(tape.kept())
         if num_calls:
-            yield from run(tape, _REST)
+            yield from tape.run(_REST)
         return num_calls > 0
 
 
@@ -156,12 +156,10 @@ class _PythonicCall:
         """Returns whether it is a call: the first value or the end tells."""
         tape = self._tape
         while True:
-            yield from run(tape, _BETWEEN)
-            if (yield from take(tape, tags(")"))):
+            yield from tape.run(_BETWEEN)
+            if (yield from tape.take(")")):
                 return self._end()
-            if (yield from take(tape, tags("]", "}"))) or (
-                yield from peek(tape, tags(*self._ends))
-            ):
+            if (yield from tape.take("]", "}")) or (yield from tape.peek(*self._ends)):
                 return self._end()
             if tape.is_empty and tape.is_over:
                 return self._has_begun and (tape.is_cut or self._end())
@@ -175,9 +173,9 @@ class _PythonicCall:
     def _argument(self) -> Reading[None]:
         """Reads a value, with its keyword if it has one."""
         tape, pieces = self._tape, []
-        word = yield from run(tape, _NAME, MAX_NAME_LEN)
-        gap = yield from spaces(tape)
-        is_keyword = word and (yield from take(tape, tags("=")))
+        word = yield from tape.run(_NAME, MAX_NAME_LEN)
+        gap = yield from tape.spaces()
+        is_keyword = word and (yield from tape.take("="))
         if not is_keyword:
             pieces.append(word + gap)
         is_whole = yield from argument(tape, pieces.append, self._ends)

@@ -12,7 +12,8 @@ import re
 from dataclasses import dataclass
 
 from milepost.server.parsing.events import CallReader, FoundEvents, any_name
-from milepost.server.parsing.tape import Reading, Tape, is_token, run, spaces, tags, take, until
+from milepost.server.parsing.strings import TextLine
+from milepost.server.parsing.tape import Reading, Tape, is_token
 
 _LINES = re.compile(r"\n*")
 _QUOTES = ("`", "'", '"')
@@ -54,61 +55,35 @@ class ThinkTags:
     ) -> Reading[bool]:
         """Reads the reasoning at the start of an answer, if there is any, and returns whether a
         call ended it. `is_open` says that the prompt opened it."""
-        before = yield from spaces(tape)
-        mark = yield from take(tape, tags(*self.opens, *self.closes))
+        before = yield from tape.spaces()
+        mark = yield from tape.take(*self.opens, *self.closes)
         if mark in self.closes:
             yield from lines(tape)
             return False
         if not mark and not is_open:
             found.content(before)
             return False
-        text = _Lines(found)
-        text.give("" if mark else before)
+        text = TextLine(found.reasoning, "\n")
+        if mark:
+            yield from lines(tape)
+        else:
+            text.give(before.lstrip("\n"))
         starts = () if calls is None else (calls.starts[0], *filter(is_token, calls.starts[1:]))
-        marks = tags(*self.closes, *starts)
-        while mark := (yield from until(tape, marks, text.give)):
+        while mark := (yield from tape.until(text.give, *self.closes, *starts)):
             if mark in self.closes:
                 yield from lines(tape)
                 return False
-            if calls is None or (text.quotes and not is_token(mark)):
+            is_quoted = not text.is_new and text.last in _QUOTES
+            if calls is None or (is_quoted and not is_token(mark)):
                 text.give(mark)
                 continue
             is_known = any_name if is_token(mark) else calls.names.__contains__
             if (yield from calls.read(tape, found, mark, text.give, is_known)):
                 return True
-        text.end()
+        text.release()
         return False
 
 
 def lines(tape: Tape) -> Reading[str]:
     """Reads line breaks after a tag."""
-    return (yield from run(tape, _LINES))
-
-
-class _Lines:
-    """Passes reasoning on without line breaks at its start; those at its end wait."""
-
-    def __init__(self, found: FoundEvents) -> None:
-        self._found = found
-        self._held: list[str] = []
-        self._has_text = False
-        self._last = ""
-
-    @property
-    def quotes(self) -> bool:
-        """Whether what comes next is only quoted."""
-        return not self._held and self._last in _QUOTES
-
-    def give(self, text: str) -> None:
-        text = text if self._has_text else text.lstrip("\n")
-        kept = text.rstrip("\n")
-        if kept:
-            self._found.reasoning("".join(self._held) + kept)
-            self._held.clear()
-            self._has_text = True
-            self._last = kept[-1]
-        if len(kept) < len(text):
-            self._held.append(text[len(kept) :])
-
-    def end(self) -> None:
-        self._found.reasoning("".join(self._held))
+    return (yield from tape.run(_LINES))

@@ -8,7 +8,7 @@ from typing import Any
 
 from milepost.server.parsing.literals import ValueReader, value
 from milepost.server.parsing.strings import QUOTES, Give, TextLine
-from milepost.server.parsing.tape import Reading, Tape, is_token, one, tags, take, until
+from milepost.server.parsing.tape import Reading, Tape, is_token
 
 _BRACKETS = (*"([{", *")]}")
 
@@ -27,10 +27,10 @@ def argument(tape: Tape, give: Give, ends: tuple[str, ...]) -> Reading[bool]:
 def _scan(tape: Tape, give: Give, ends: tuple[str, ...], stops: str) -> Reading[str]:
     """Passes on a text up to one of `stops` outside of brackets (not read), or without stops up to
     the end of the bracket that begins it. Returns the mark that ended it, "" if none did."""
-    marks = tags(*QUOTES, *_BRACKETS, *("," if stops else ""), *ends)
+    marks = (*QUOTES, *_BRACKETS, *("," if stops else ""), *ends)
     line = TextLine(give)
     depth = 0
-    while mark := (yield from until(tape, marks, line.give)):
+    while mark := (yield from tape.until(line.give, *marks)):
         if mark in ends or (not depth and mark in stops):
             tape.unread(mark)
             break
@@ -49,14 +49,13 @@ def _scan(tape: Tape, give: Give, ends: tuple[str, ...], stops: str) -> Reading[
 def _string(tape: Tape, line: TextLine, quote: str, ends: tuple[str, ...]) -> Reading[bool]:
     """Passes on a string after its opening quote, and returns whether it ended."""
     closing = quote
-    if (yield from take(tape, tags(quote))):
+    if (yield from tape.take(quote)):
         line.give(quote)
-        if not (yield from take(tape, tags(quote))):
+        if not (yield from tape.take(quote)):
             return True
         line.give(quote)
         closing = quote * 3
-    marks = tags(closing, "\\", *ends)
-    while mark := (yield from until(tape, marks, line.give)):
+    while mark := (yield from tape.until(line.give, closing, "\\", *ends)):
         if mark in ends and (is_token(mark) or line.is_new):
             tape.unread(mark)
             return False
@@ -64,7 +63,7 @@ def _string(tape: Tape, line: TextLine, quote: str, ends: tuple[str, ...]) -> Re
         if mark == closing:
             return True
         if mark == "\\":
-            line.give((yield from one(tape)))
+            line.give((yield from tape.one()))
     return False
 
 

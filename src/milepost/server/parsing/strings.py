@@ -10,35 +10,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from milepost.server.parsing.tape import (
-    Reading,
-    Tags,
-    Tape,
-    is_token,
-    one,
-    spaces,
-    tags,
-    take,
-    until,
-)
+from milepost.server.parsing.tape import Reading, Tape, is_token
 
 Give = Callable[[str], None]
 
 QUOTES = ('"', "'")
 _SHORT = '"\\/bfnrt'
-_HEX = tags(*"0123456789abcdefABCDEF")
-_OCTAL = tags(*"01234567")
+_HEX, _OCTAL = "0123456789abcdefABCDEF", "01234567"
 _OWN = {"a": "\\u0007", "v": "\\u000b", "\n": ""}
 """Python's escapes that JSON does not have."""
 
 
 class TextLine:
-    """Passes a text on; a line break at its end waits, together with the white space after it."""
+    """Passes a text on; a line break at its end waits, together with the white space after it.
 
-    def __init__(self, give: Give) -> None:
-        self._give = give
+    White space is everything in `blank`, by default what Python takes for it.
+    """
+
+    def __init__(self, give: Give, blank: str | None = None) -> None:
+        self._give, self._blank = give, blank
         self._held: list[str] = []
-        self.has_text = False
+        self.last = ""
+        """The last character that is not white space."""
 
     @property
     def is_new(self) -> bool:
@@ -46,10 +39,10 @@ class TextLine:
         return bool(self._held)
 
     def give(self, text: str) -> None:
-        end = len(text.rstrip())
+        end = len(text.rstrip(self._blank))
         if end:
             self.release()
-            self.has_text = True
+            self.last = text[end - 1]
         if not self._held:
             line = text.find("\n", end)
             end = len(text) if line < 0 else line
@@ -58,11 +51,11 @@ class TextLine:
         if end < len(text):
             self._held.append(text[end:])
 
-    def release(self) -> None:
-        """Passes on what waits, since the text goes on."""
-        if self._held:
-            self._give("".join(self._held))
-            self._held.clear()
+    def release(self, *, without: str = "") -> None:
+        """Passes on what waits, except `without` at its end."""
+        if text := "".join(self._held).removesuffix(without):
+            self._give(text)
+        self._held.clear()
 
 
 class StringReader:
@@ -85,8 +78,8 @@ class StringReader:
                 return False
             if not self._is_python:
                 break
-            gap = yield from spaces(self._tape)
-            following = yield from take(self._tape, tags(*QUOTES))
+            gap = yield from self._tape.spaces()
+            following = yield from self._tape.take(*QUOTES)
             if not following:
                 self._tape.unread(gap)
                 break
@@ -97,20 +90,18 @@ class StringReader:
     def _part(self, quote: str, *, is_raw: bool) -> Reading[bool]:
         """Reads one string up to its closing quotes."""
         tape, closing = self._tape, quote
-        if (yield from take(tape, tags(quote))):
-            if not (yield from take(tape, tags(quote))):
+        if (yield from tape.take(quote)):
+            if not (yield from tape.take(quote)):
                 return True
             closing = quote * 3
         line = TextLine(lambda text: self._plain(text, is_long=len(closing) > 1))
-        marks = tags(closing, "\\", *self._ends)
         while True:
-            mark = yield from until(tape, marks, line.give)
+            mark = yield from tape.until(line.give, closing, "\\", *self._ends)
             if mark == closing:
                 line.release()
                 return True
             if mark == "\\":
                 line.release()
-                line.has_text = True
                 self._give((yield from self._escape(quote, is_raw=is_raw)))
             elif mark and not (is_token(mark) or line.is_new):
                 line.give(mark)
@@ -125,7 +116,7 @@ class StringReader:
     def _escape(self, quote: str, *, is_raw: bool) -> Reading[str]:
         """Reads an escape after its backslash, and returns its JSON."""
         is_python = self._is_python or quote == "'"
-        mark = yield from one(self._tape)
+        mark = yield from self._tape.one()
         if not mark:
             return ""
         if is_raw:
@@ -138,7 +129,7 @@ class StringReader:
             return (yield from self._code(mark))
         if is_python and mark in _OWN:
             return _OWN[mark]
-        if is_python and mark in "01234567":
+        if is_python and mark in _OCTAL:
             digits = mark + (yield from self._digits(_OCTAL, 2))
             return inside(chr(int(digits, 8)))
         self.has_guessed |= not is_python
@@ -154,10 +145,10 @@ class StringReader:
         self.has_guessed = True
         return f"\\\\{mark}{digits}"
 
-    def _digits(self, kind: Tags, limit: int) -> Reading[str]:
+    def _digits(self, kind: str, limit: int) -> Reading[str]:
         found = ""
         while len(found) < limit:
-            digit = yield from take(self._tape, kind)
+            digit = yield from self._tape.take(*kind)
             if not digit:
                 break
             found += digit

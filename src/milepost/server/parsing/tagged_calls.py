@@ -27,8 +27,8 @@ from milepost.server.parsing import lark
 from milepost.server.parsing.events import FoundEvents, IsKnown
 from milepost.server.parsing.literals import value
 from milepost.server.parsing.scanning import bracketed
-from milepost.server.parsing.strings import Give, inside, quoted
-from milepost.server.parsing.tape import Reading, Tape, peek, run, spaces, tags, take, until
+from milepost.server.parsing.strings import Give, TextLine, inside, quoted
+from milepost.server.parsing.tape import Reading, Tape
 from milepost.server.parsing.values import Functions, Parameters, Value
 
 MAX_NAME_LEN = 1024
@@ -129,8 +129,8 @@ class _TaggedReader:
         tape.keep(start)
         begun = start == form.function[0]
         if not begun:
-            yield from spaces(tape)
-            begun = bool((yield from take(tape, tags(form.function[0]))))
+            yield from tape.spaces()
+            begun = bool((yield from tape.take(form.function[0])))
         name = (yield from self._name(tape)) if begun else ""
         is_named = name and is_known(name) and (start == form.open or name in self.names)
         if not is_named or not (yield from self._goes_on(tape)):
@@ -143,17 +143,17 @@ class _TaggedReader:
 
     def _name(self, tape: Tape) -> Reading[str]:
         """Reads a function's name and the end of its tag. Returns "" if there is none."""
-        name = yield from run(tape, _NAME, MAX_NAME_LEN)
-        if len(name) > MAX_NAME_LEN or not (yield from take(tape, tags(">"))):
+        name = yield from tape.run(_NAME, MAX_NAME_LEN)
+        if len(name) > MAX_NAME_LEN or not (yield from tape.take(">")):
             return ""
         return name if name in self.names else name.strip()
 
     def _goes_on(self, tape: Tape) -> Reading[bool]:
         """Returns whether a part of a call follows."""
-        yield from spaces(tape)
+        yield from tape.spaces()
         form = self._form
-        options = tags(form.parameter[0], form.function[1], form.close, "{")
-        return bool((yield from peek(tape, options)))
+        options = (form.parameter[0], form.function[1], form.close, "{")
+        return bool((yield from tape.peek(*options)))
 
 
 class _TaggedCall:
@@ -175,13 +175,13 @@ class _TaggedCall:
     def read(self) -> Reading[None]:
         """Reads the parameters. Text between them becomes content."""
         form, tape, found = self._form, self._tape, self._found
-        if (yield from peek(tape, tags("{"))):
+        if (yield from tape.peek("{")):
             yield from self._whole()
             return
-        marks = tags(form.parameter[0], form.function[1], form.close, form.open, form.function[0])
+        marks = (form.parameter[0], form.function[1], form.close, form.open, form.function[0])
         mark = form.parameter[0]
         while mark == form.parameter[0]:
-            mark = yield from until(tape, marks, found.content)
+            mark = yield from tape.until(found.content, *marks)
             if mark == form.parameter[0]:
                 mark = yield from self._parameter()
         if mark or not tape.is_cut:
@@ -193,7 +193,7 @@ class _TaggedCall:
         form, tape, found = self._form, self._tape, self._found
         ends = (form.function[1], form.close, form.open, form.function[0])
         yield from value(tape, found.arguments, ends, is_object=True)
-        self._end((yield from until(tape, tags(*ends), found.content)))
+        self._end((yield from tape.until(found.content, *ends)))
 
     def _end(self, mark: str) -> None:
         if mark == self._form.close:
@@ -205,14 +205,14 @@ class _TaggedCall:
         """Reads a parameter. Returns the opening tag of the next one, or the tag that ended the
         call."""
         tape, form, found = self._tape, self._form, self._found
-        name = yield from run(tape, _NAME, MAX_NAME_LEN)
-        if len(name) > MAX_NAME_LEN or not (yield from take(tape, tags(">"))):
+        name = yield from tape.run(_NAME, MAX_NAME_LEN)
+        if len(name) > MAX_NAME_LEN or not (yield from tape.take(">")):
             found.content(form.parameter[0] + name)
             return form.parameter[0]
         name = name if name in self._schema.named else name.strip()
         found.arguments(f"{', ' if self._given else '{'}{quoted(name)}: ")
         self._given.add(name)
-        yield from take(tape, tags("\n"))
+        yield from tape.take("\n")
         its = self._schema.value(name)
         end = yield from (self._string() if its.is_text else self._other(its))
         return form.parameter[0] if end == form.parameter[1] else end
@@ -221,7 +221,7 @@ class _TaggedCall:
         """Passes on a string as it comes. Returns the tag that ended it."""
         give = self._found.arguments
         give('"')
-        end = yield from self._rest(_Text(lambda piece: give(inside(piece))))
+        end = yield from self._rest(TextLine(lambda piece: give(inside(piece))))
         if end or not self._tape.is_cut:
             give('"')
         return end
@@ -230,9 +230,9 @@ class _TaggedCall:
         """Passes on a value once its text is complete. Returns the tag that ended it."""
         tape, form = self._tape, self._form
         pieces: list[str] = []
-        text = _Text(pieces.append)
-        text.give((yield from spaces(tape)))
-        if its.brackets and (yield from peek(tape, tags(*its.brackets))):
+        text = TextLine(pieces.append)
+        text.give((yield from tape.spaces()))
+        if its.brackets and (yield from tape.peek(*its.brackets)):
             yield from bracketed(tape, text.give, (form.parameter[1], form.function[1]))
         end = yield from self._rest(text, has_tags=its.has_strings)
         whole = "".join(pieces)
@@ -240,53 +240,32 @@ class _TaggedCall:
         self._found.arguments(its.of_text(whole) if is_over else whole.strip())
         return end
 
-    def _rest(self, text: _Text, *, has_tags: bool = True) -> Reading[str]:
-        """Passes on the rest of a value. Returns the tag that ended it, or "".
-
-        With `has_tags` a tag may be part of the value; the text around it decides.
+    def _rest(self, text: TextLine, *, has_tags: bool = True) -> Reading[str]:
+        """Passes on the rest of a value without the line break at its end. Returns the tag that
+        ended it, or "". With `has_tags` a tag may be part of the value; the text around it decides.
         """
+        end = yield from self._end_of_value(text, has_tags=has_tags)
+        text.release(without="\n")
+        return end
+
+    def _end_of_value(self, text: TextLine, *, has_tags: bool) -> Reading[str]:
         tape, form = self._tape, self._form
         closes = (form.parameter[1], form.function[1], form.close)
-        following = {close: tags(*form.following(close)) for close in closes}
-        ends = tags(*closes, *self._heads)
-        while mark := (yield from until(tape, ends, text.give)):
+        while mark := (yield from tape.until(text.give, *closes, *self._heads)):
+            is_new = bool(text.last) and text.is_new
             if mark in self._heads:
-                if not has_tags or (text.is_new and self._heads[mark] not in self._given):
+                if not has_tags or (is_new and self._heads[mark] not in self._given):
                     tape.unread(mark)
                     return form.parameter[1]
                 text.give(mark)
                 continue
             if not has_tags:
                 return mark
-            behind = yield from spaces(tape)
-            can_end = mark != form.close or text.is_new
-            options = following[mark]
-            if can_end and ((yield from peek(tape, options)) or tape.may_start(options)):
+            after = yield from tape.spaces()
+            options = form.following(mark)
+            if (mark != form.close or is_new) and (
+                (yield from tape.peek(*options)) or tape.may_start(*options)
+            ):
                 return mark
-            text.give(mark + behind)
+            text.give(mark + after)
         return ""
-
-
-class _Text:
-    """Passes on a value without the line break at its end."""
-
-    def __init__(self, give: Give) -> None:
-        self._give = give
-        self._held = ""
-        self._has_text = self._is_blank = False
-
-    @property
-    def is_new(self) -> bool:
-        """Whether a line begins here, after some text."""
-        return self._has_text and self._is_blank
-
-    def give(self, text: str) -> None:
-        self._has_text |= not text.isspace()
-        line = text.rstrip(" \t\r")
-        if line:
-            self._is_blank = line.endswith("\n")
-        text = self._held + text
-        self._held = "\n" if text.endswith("\n") else ""
-        text = text[: len(text) - len(self._held)]
-        if text:
-            self._give(text)

@@ -48,45 +48,7 @@ class Tape:
     def is_empty(self) -> bool:
         return self._at == len(self._text)
 
-    def find(self, tags: Tags) -> tuple[str, str]:
-        """Reads up to the end of the first tag, and returns (text before it, the tag).
-
-        If there is no tag, reads everything that cannot begin one, and returns "" as the tag.
-        """
-        match = tags.whole.search(self._text, self._at)
-        if match:
-            before = self._text[self._at : match.start()]
-            self._read_to(match.end())
-            return before, match.group()
-        end = len(self._text)
-        if not self.is_over:
-            begun = tags.begun.search(self._text, max(self._at, end - tags.longest + 1))
-            end = begun.start() if begun else end
-            self.work += min(len(self._text) - self._at, tags.longest)
-        before = self._text[self._at : end]
-        self._read_to(end)
-        return before, ""
-
-    def run(self, pattern: re.Pattern[str]) -> str:
-        """Reads the text that a pattern matches here; it must match the empty text."""
-        match = pattern.match(self._text, self._at)
-        assert match is not None, "the pattern of a run matches the empty text"
-        self._read_to(match.end())
-        return match.group()
-
-    def starts(self, tags: Tags) -> str | None:
-        """Returns the tag that comes next without reading it: "" if there is none, None if more
-        text is needed to tell."""
-        self.work += tags.longest
-        match = tags.whole.match(self._text, self._at)
-        if match:
-            return match.group()
-        return None if not self.is_over and self.may_start(tags) else ""
-
-    def may_start(self, tags: Tags) -> bool:
-        """Returns whether the rest is empty or an unfinished tag."""
-        rest = self._text[self._at : self._at + tags.longest]
-        return not rest or bool(tags.begun.fullmatch(rest))
+    # --- reading, as far as the text has arrived --------------------------------------------------
 
     def read(self, length: int) -> str:
         """Reads the next characters; fewer at the end of the text."""
@@ -113,6 +75,80 @@ class Tape:
         kept, self._kept = self._kept or (), None
         return "".join(kept)
 
+    def may_start(self, *texts: str) -> bool:
+        """Returns whether the rest is empty or an unfinished tag."""
+        tags = _tags(*texts)
+        rest = self._text[self._at : self._at + tags.longest]
+        return not rest or bool(tags.begun.fullmatch(rest))
+
+    # --- reading across pieces --------------------------------------------------------------------
+
+    def until(self, give: Callable[[str], None], *texts: str) -> Reading[str]:
+        """Passes on the text before a tag as it comes. Returns the tag, or "" at the end of the
+        text."""
+        tags = _tags(*texts)
+        while True:
+            before, tag = self._find(tags)
+            if before:
+                give(before)
+            if tag or self.is_over:
+                return tag
+            yield
+
+    def run(self, pattern: re.Pattern[str], limit: int | None = None) -> Reading[str]:
+        """Reads what a pattern matches, maybe nothing; gives up beyond `limit`."""
+        pieces: list[str] = []
+        length = 0
+        while True:
+            match = pattern.match(self._text, self._at)
+            assert match is not None, "the pattern of a run matches the empty text"
+            self._read_to(match.end())
+            pieces.append(match.group())
+            length += len(pieces[-1])
+            if not self.is_empty or self.is_over or (limit is not None and length > limit):
+                return "".join(pieces)
+            yield
+
+    def spaces(self) -> Reading[str]:
+        return (yield from self.run(SPACES))
+
+    def peek(self, *texts: str) -> Reading[str]:
+        """Returns the tag that comes next, or "", without reading it."""
+        tags = _tags(*texts)
+        while True:
+            self.work += tags.longest
+            match = tags.whole.match(self._text, self._at)
+            if match or self.is_over or not self.may_start(*texts):
+                return match.group() if match else ""
+            yield
+
+    def take(self, *texts: str) -> Reading[str]:
+        """Reads the tag that comes next, and returns it, or ""."""
+        return self.read(len((yield from self.peek(*texts))))
+
+    def one(self) -> Reading[str]:
+        """Reads a character. Returns "" at the end of the text."""
+        while self.is_empty and not self.is_over:
+            yield
+        return self.read(1)
+
+    def _find(self, tags: _Tags) -> tuple[str, str]:
+        """Reads up to the end of the first tag, and returns (text before it, the tag).
+
+        If there is no tag, reads everything that cannot begin one, and returns "" as the tag.
+        """
+        match = tags.whole.search(self._text, self._at)
+        if match:
+            before = self._text[self._at : match.start()]
+            self._read_to(match.end())
+            return before, match.group()
+        end = len(self._text)
+        if not self.is_over:
+            begun = tags.begun.search(self._text, max(self._at, end - tags.longest + 1))
+            end = begun.start() if begun else end
+            self.work += min(len(self._text) - self._at, tags.longest)
+        return self.read(end - self._at), ""
+
     def _read_to(self, end: int) -> None:
         self.work += end - self._at
         if self._kept is not None and end > self._at:
@@ -120,7 +156,7 @@ class Tape:
         self._at = end
 
 
-class Tags:
+class _Tags:
     """Texts to look for; none is the beginning of another."""
 
     def __init__(self, *texts: str) -> None:
@@ -131,9 +167,7 @@ class Tags:
         """An unfinished tag at the end of the text."""
 
 
-@lru_cache(maxsize=256)
-def tags(*texts: str) -> Tags:
-    return Tags(*texts)
+_tags = lru_cache(maxsize=256)(_Tags)
 
 
 def is_token(tag: str) -> bool:
@@ -147,50 +181,3 @@ def _beginnings(text: str) -> str:
     for character in reversed(text[:-1]):
         pattern = re.escape(character) + (f"(?:{pattern})?" if pattern else "")
     return pattern
-
-
-def until(tape: Tape, ends: Tags, give: Callable[[str], None]) -> Reading[str]:
-    """Passes on the text before a tag as it comes. Returns the tag, or "" at the end of the
-    text."""
-    while True:
-        before, tag = tape.find(ends)
-        if before:
-            give(before)
-        if tag or tape.is_over:
-            return tag
-        yield
-
-
-def run(tape: Tape, pattern: re.Pattern[str], limit: int | None = None) -> Reading[str]:
-    """Reads what a pattern matches across pieces; gives up beyond `limit`."""
-    pieces: list[str] = []
-    length = 0
-    while True:
-        pieces.append(tape.run(pattern))
-        length += len(pieces[-1])
-        if not tape.is_empty or tape.is_over or (limit is not None and length > limit):
-            return "".join(pieces)
-        yield
-
-
-def spaces(tape: Tape) -> Reading[str]:
-    return (yield from run(tape, SPACES))
-
-
-def peek(tape: Tape, options: Tags) -> Reading[str]:
-    """Returns the tag that comes next, or "", without reading it."""
-    while (tag := tape.starts(options)) is None:
-        yield
-    return tag
-
-
-def take(tape: Tape, options: Tags) -> Reading[str]:
-    """Reads the tag that comes next, and returns it, or ""."""
-    return tape.read(len((yield from peek(tape, options))))
-
-
-def one(tape: Tape) -> Reading[str]:
-    """Reads a character. Returns "" at the end of the text."""
-    while tape.is_empty and not tape.is_over:
-        yield
-    return tape.read(1)
