@@ -112,7 +112,8 @@ class Cache:
         is known to ask for; `num_ahead` others go first. For `refresh`, `admit` and `forget`. What
         it returns to is learned now, however long it waits.
         """
-        reservation = Reservation(due=self.score.clock + num_ahead + 1)
+        due = self.score.clock + num_ahead + 1
+        reservation = Reservation(due=due, is_first=first_time)
         match = self.match(chain)
         if first_time:
             reservation.end = self.score.arrive(chain, match.path.nodes, match.num_seen)
@@ -145,7 +146,6 @@ class Cache:
         match: Match,
         *,
         marks: tuple[int, ...] = (),
-        first_time: bool = True,
         reservation: Reservation | None = None,
         load_to: int | None = None,
     ) -> Allocation | None:
@@ -154,7 +154,8 @@ class Cache:
         Returns None if there is no room, and then nothing has changed. `match` must be of this
         moment. Room is found by evicting what is only cached; if that falls short by the very
         checkpoint to resume from, the request takes over its slot and tail page. The request's
-        `reservation`, if it has waited, says what was learned when it arrived. With `load_to` it is
+        `reservation`, if it has waited, says what was learned when it arrived, and whether it was
+        admitted before. With `load_to` it is
         loading what lies before that position, its `arrivals`, unless it took over a checkpoint;
         then `loaded`, or `load_failed` once nobody writes it any more.
 
@@ -162,16 +163,14 @@ class Cache:
         """
         assert match.version == self.reclaimer.version, "A1: admit needs a match of this moment"
         assert match.path.chain is chain, "A1: and of this prompt"
-        allocation = self._admitter.admit(
-            match, marks, first_time=first_time, reservation=reservation
-        )
+        allocation = self._admitter.admit(match, marks, reservation)
         if allocation is None:
             return None
         self.allocations[allocation] = None
         if load_to is not None and not allocation.has_taken_over:
             self._running.load(allocation, load_to)
         else:
-            self.stats.admitted(allocation.report, first_time=first_time)
+            self.stats.admitted(allocation.report, first_time=allocation.is_first)
         return allocation
 
     # --- while it runs ----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ come one at a time.
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 
 from milepost.cache.allocation import Allocation
@@ -241,24 +242,13 @@ class Admission:
     def _find_room(self, request: Request, match: Match, load_to: int | None) -> Allocation | None:
         """From the deepest resume; a request that is alone gets a cold one if need be. It waits if
         even for that too much is lent to others."""
-        first_time = request.report is None
-        allocation = self._cache.admit(
-            request.chain,
-            match,
-            marks=request.marks,
-            first_time=first_time,
-            reservation=request.reservation,
-            load_to=load_to,
+        admit = partial(
+            self._cache.admit, request.chain, marks=request.marks, reservation=request.reservation
         )
+        allocation = admit(match, load_to=load_to)
         if allocation is None and not self._running:
             match = self._cache.match(request.chain, limit=0)
-            allocation = self._cache.admit(
-                request.chain,
-                match,
-                marks=request.marks,
-                first_time=first_time,
-                reservation=request.reservation,
-            )
+            allocation = admit(match)
             assert allocation is not None or self._outside.has_lent, (
                 "a request that `add` took fits the pool when it is alone"
             )

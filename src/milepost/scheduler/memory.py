@@ -49,7 +49,6 @@ class PrefixMemory(Protocol):
         match: Match,
         *,
         marks: tuple[int, ...] = (),
-        first_time: bool = True,
         reservation: Reservation | None = None,
         load_to: int | None = None,
     ) -> Allocation | None: ...

@@ -31,12 +31,7 @@ class Admitter:
         self._slots_each = config.slots_each
 
     def admit(
-        self,
-        match: Match,
-        marks: tuple[int, ...],
-        *,
-        first_time: bool,
-        reservation: Reservation | None,
+        self, match: Match, marks: tuple[int, ...], reservation: Reservation | None
     ) -> Allocation | None:
         """Pin a match and allocate what the prompt needs beside it; None, and nothing has changed,
         if there is no room.
@@ -45,7 +40,8 @@ class Admitter:
         if takes_over is None:
             return None
         self._reclaimer.change()
-        end = self._begin(match, reservation, first_time=first_time)
+        is_first = reservation is None or reservation.is_first
+        end = self._begin(match, reservation, is_first=is_first)
         checkpoint = match.checkpoint
         if checkpoint is not None:
             self._reclaimer.stats.checkpoints_used += 1
@@ -55,12 +51,12 @@ class Admitter:
         else:
             allocation = self._resumed(match, end)
         allocation.facts.marks = marks
-        allocation.is_first = first_time
+        allocation.is_first = is_first
         return allocation
 
-    def _begin(self, match: Match, reservation: Reservation | None, *, first_time: bool) -> End:
+    def _begin(self, match: Match, reservation: Reservation | None, *, is_first: bool) -> End:
         """Where the request's path will end; a preempted one's return is no news of its path."""
-        if not first_time:
+        if not is_first:
             return End(position=len(match.path.chain), time=self._score.clock)
         end = reservation.end if reservation is not None else None
         if end is None:

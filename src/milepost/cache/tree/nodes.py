@@ -103,9 +103,11 @@ class Reservation:
 
     due: int
     """When its turn comes if all before it go first, in requests."""
+    is_first: bool = True
+    """Whether the request was never admitted before."""
     checkpoint: Checkpoint | None = None
     end: End | None = None
-    """Where the request's path will end; None: its return is no news of its path."""
+    """Where the request's path will end, as learned when it arrived."""
 
     def move(self, checkpoint: Checkpoint | None) -> None:
         """Hang on this checkpoint from now on; None: on nothing."""

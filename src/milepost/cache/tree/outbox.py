@@ -83,12 +83,15 @@ class Outbox:
         """
         if not self.is_open:
             return
-        places: list[tuple[What, int]] = [("state", checkpoint.slot)]
+        facts = {
+            "key": checkpoint.key,
+            "parent": checkpoint.node.digest,
+            "tokens": checkpoint.tail,
+            "position": checkpoint.position,
+        }
+        self._depart("state", checkpoint.slot, score, **facts)
         if checkpoint.tail_page is not None:
-            places.append(("tail", checkpoint.tail_page))
-        key, parent = checkpoint.key, checkpoint.node.digest
-        for what, id_ in places:
-            self._depart(what, id_, key, parent, checkpoint.tail, checkpoint.position, score)
+            self._depart("tail", checkpoint.tail_page, score, **facts)
         self._lost(_upwards(checkpoint.node, num_lost))
 
     def pages_went(self, run: Sequence[Node]) -> None:
@@ -99,8 +102,9 @@ class Outbox:
             self._lost(run)
         for node in run:
             assert node.parent is not None, "a page has a parent"
-            position, parent = node.depth * self._page_size, node.parent.digest
-            self._depart("page", node.page, node.digest, parent, node.tokens, position)
+            facts = {"key": node.digest, "parent": node.parent.digest, "tokens": node.tokens}
+            position = node.depth * self._page_size
+            self._depart("page", node.page, 0.0, position=position, **facts)
 
     def cleared(self) -> None:
         """Record that nothing is cached any more, and drop what nobody has taken."""
@@ -108,28 +112,9 @@ class Outbox:
         if self.is_open:
             self._events = [Cleared()]
 
-    def _depart(
-        self,
-        what: What,
-        id_: int,
-        key: bytes,
-        parent: bytes,
-        tokens: bytes,
-        position: int,
-        score: float = 0.0,
-    ) -> None:
-        self._events.append(
-            Departure(
-                key=key,
-                parent=parent,
-                tokens=tokens,
-                position=position,
-                what=what,
-                id=id_,
-                score=score,
-                num_moves=len(self.moves),
-            )
-        )
+    def _depart(self, what: What, id_: int, score: float, **facts: Any) -> None:
+        num_moves = len(self.moves)
+        self._events.append(Departure(what=what, id=id_, score=score, num_moves=num_moves, **facts))
 
     def _reached(self, run: Sequence[Node]) -> None:
         if run:

@@ -77,7 +77,7 @@ class OnePool:
         )
 
     def expect(self, chain: Chain, num_ahead: int, *, first_time: bool = True) -> Reservation:  # noqa: ARG002
-        return Reservation(due=0)
+        return Reservation(due=0, is_first=first_time)
 
     def refresh(self, reservation: Reservation, match: Match) -> None:
         """Does nothing: waiting requests reserve nothing."""
@@ -131,8 +131,7 @@ class OnePool:
         match: Match,
         *,
         marks: tuple[int, ...] = (),  # noqa: ARG002
-        first_time: bool = True,
-        reservation: Reservation | None = None,  # noqa: ARG002
+        reservation: Reservation | None = None,
         load_to: int | None = None,  # noqa: ARG002
     ) -> Allocation | None:
         position = match.report.state_length
@@ -150,7 +149,8 @@ class OnePool:
             self.blocks[source].num_uses += 1
             self.stats.checkpoints_used += 1
         self._allocate(fresh)
-        self.stats.admitted(match.report, first_time=first_time)
+        is_first = reservation is None or reservation.is_first
+        self.stats.admitted(match.report, first_time=is_first)
         allocation = new_allocation(chain, match, self.block_size)
         self._holds[allocation] = Hold(used, source, num_kv, len(used), position // self._page_size)
         return allocation
