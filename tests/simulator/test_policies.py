@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 from pathlib import Path
 from statistics import fmean
 
@@ -189,6 +190,17 @@ def test_a_fork_of_a_long_chain_hits_where_it_leaves(step, num_others):
     trace = maker.trace()
     before = dataclasses.replace(trace, requests=trace.requests[:-1])
     assert replay(trace, 48).stats.hits - replay(before, 48).stats.hits == 8192
+
+
+def test_system_prompts_of_prompts_that_never_return_stay():
+    """Twelve system prompts, each with one state to keep, and as few slots besides as may run."""
+    maker, draw = Maker(), random.Random(0)
+    systems = [maker.pages(64) for _ in range(12)]
+    for number in range(300):
+        maker.ask(draw.choice(systems) + maker.pages(16 + number % 9))
+    trace = maker.trace()
+    stats = replay(trace, 16).stats
+    assert stats.hits / stats.queries > 0.95 * trace.bound()
 
 
 BEST = {
