@@ -27,7 +27,7 @@ import torch
 
 from milepost.cache import Cache
 from milepost.engine.prompts import read_prompt
-from milepost.engine.validation import Limits, check_prompt
+from milepost.engine.validation import Limits, validate
 from milepost.kernels.attention import AttentionOperation
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.recurrent import GatedDeltaWeights, Recurrence, RecurrentOperation
@@ -35,12 +35,14 @@ from milepost.runner import arrays
 from milepost.runner.graphs import exact_capacity, ladder, largest_step, smallest
 from milepost.runner.staging import Staging, num_staged_bytes
 from milepost.runner.tables import PageTables
+from milepost.sampling_params import SamplingParams
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator.loop import outcome
 
 VOCAB_SIZE = 151_936
+PARAMS = SamplingParams(max_tokens=1)
 LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
 ATTENTION = AttentionOperation(num_heads=16, num_kv_heads=2, head_dim=256)
 RECURRENCE = Recurrence(rule=GatedDeltaWeights, num_units=16, num_heads=32, shared=128, own=128)
@@ -96,7 +98,7 @@ class Host:
             has_tokenizer=False,
             closes_reasoning=False,
         )
-        timed("check", lambda: check_prompt(prompt, limits))
+        timed("check", lambda: validate(prompt, PARAMS, limits))
         chain = timed("queue", lambda: self.cache.chain(prompt.packed))
         request = Request(id=str(self._num_asked), chain=chain, max_tokens=1)
         timed("queue", lambda: self.scheduler.add(request))

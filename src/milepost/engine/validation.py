@@ -54,14 +54,14 @@ class Limits:
 def validate(prompt: Prompt, params: SamplingParams, limits: Limits) -> None:
     """Raises InvalidRequestError for a request that the engine cannot serve, or InvalidPromptError
     for such a prompt."""
-    check_prompt(prompt, limits)
+    _check_prompt(prompt, limits)
     wish = read(prompt.kv_transfer_params)
     if wish is not None:
         check_exchange(wish, limits.kv_transfer_config)
     params.check_vocab(limits.vocab_size)
     _check_scores(prompt, params)
     _check_budget(params.thinking_token_budget, limits)
-    check_combination(params)
+    _check_combination(params)
     if params.stop and not limits.has_tokenizer:
         raise InvalidRequestError(
             f"stop={params.stop!r}: stop strings need a tokenizer; use stop_token_ids, "
@@ -69,7 +69,7 @@ def validate(prompt: Prompt, params: SamplingParams, limits: Limits) -> None:
         )
 
 
-def check_prompt(prompt: Prompt, limits: Limits) -> None:
+def _check_prompt(prompt: Prompt, limits: Limits) -> None:
     """Raises InvalidPromptError for a prompt that the engine cannot serve."""
     length, longest = len(prompt.token_ids), limits.max_model_len
     if not length:
@@ -85,7 +85,7 @@ def check_prompt(prompt: Prompt, limits: Limits) -> None:
     _check_marks(prompt.cache_marks, length, limits.max_cache_marks)
 
 
-def check_combination(params: SamplingParams) -> None:
+def _check_combination(params: SamplingParams) -> None:
     """Raises InvalidRequestError for parameters that no form can be combined with."""
     wanted = params.structured_outputs
     if wanted is not None and (params.ignore_eos or params.min_tokens):

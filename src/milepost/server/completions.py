@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -34,11 +34,8 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
     service.client.check_room(num_prompts(request), params.n)  # before tokenizing
     work = prompts_of(service, request, params)
     prompts = await unless_disconnected(http, work)
-    for prompt in prompts:
-        service.check_prompt(prompt, params, "prompt")
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
-    texts = await _texts_of(service, request, prompts)
     generation = Generation(
         service,
         prompts,
@@ -48,7 +45,11 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
         field="prompt",
         is_counted=request.max_tokens != 0,
     )
-    await unless_disconnected(http, generation.begun())
+    with ExitStack() as unsent:
+        unsent.callback(generation.close)
+        await unless_disconnected(http, generation.begun())
+        texts = await _texts_of(service, request, prompts)
+        unsent.pop_all()
     id_ = response_id("cmpl", request, http)
     writer = _CompletionWriter(service, request, prompts, texts, generation, model, id_)
     limit, close = service.config.write_timeout_s, generation.close

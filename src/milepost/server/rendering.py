@@ -34,7 +34,7 @@ def routes(store: ResponseStore) -> Sequence[tuple[str, Any, Any]]:
         work = completions.prompts_of(service, body, params)
         prompts = await unless_disconnected(request, work)
         for prompt in prompts:
-            service.check_prompt(prompt, params, "prompt")
+            service.check(prompt, params, "prompt")
         id_ = conversation.response_id("cmpl", body, request)
         return json_response([_rendered(prompt, body, model, id_) for prompt in prompts])
 
@@ -64,7 +64,7 @@ async def _render(
     prompt, _ = await unless_disconnected(request, work)
     if fits_max_tokens:
         params = conversation.fitting(service, prompt, params)
-    service.check_prompt(prompt, params, field)
+    service.check(prompt, params, field)
     id_ = conversation.response_id("chatcmpl", chat, request)
     return json_response(_rendered(prompt, chat, model, id_))
 

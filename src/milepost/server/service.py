@@ -14,7 +14,7 @@ from milepost.engine.constraints import FormChecks, think_ids
 from milepost.engine.processes import EngineClient, Stream
 from milepost.engine.prompts import Prompt
 from milepost.engine.text import chat, overridden, special_texts
-from milepost.engine.validation import check_combination, check_prompt
+from milepost.engine.validation import validate
 from milepost.errors import (
     ConfigError,
     EngineAsleepError,
@@ -181,7 +181,6 @@ class Service:
         if isinstance(wanted.json, Mapping):  # its numbers may be too large for a frame
             wanted = replace(wanted, json=json.dumps(wanted.json))
         params = replace(params, structured_outputs=wanted)
-        check_combination(params)
         await self.form_checks.check(wanted)
         return params
 
@@ -217,10 +216,11 @@ class Service:
         stream.fail_after(max(limit - spent, 0.0), late)
         return stream
 
-    def check_prompt(self, prompt: Prompt, params: SamplingParams, field: str) -> None:
-        """Raises HttpError 400 for a prompt that cannot be served with these parameters."""
+    def check(self, prompt: Prompt, params: SamplingParams, field: str) -> None:
+        """Raises what `submit` raises for a request that can never be served, without queueing
+        it."""
         with naming(field):
-            check_prompt(prompt, self.client.limits)
+            validate(prompt, params, self.client.limits)
         self._check_room(prompt, params)
 
     def _check_room(self, prompt: Prompt, params: SamplingParams) -> None:
