@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,19 @@ from tests.test_imports import ANNEXES, COMMANDS
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[1]
+CORE_TESTS = (
+    *("cache", "scheduler", "speculative", "kernels", "layers", "models", "parallel", "runner"),
+    *("tiers", "engine", "server"),
+)
 REACH_ANNEXES = ("cache", "scheduler", "speculative", "parallel", "runner", "tiers", "engine")
-"""Folders of tests of the core that run. `server` follows; those of kernels, layers and models are
-collected only, since nothing that they import could ask for an annex.
+"""Folders of tests that run, like `server`, if all annexes are gone. Kernels, layers and models
+could ask for none, so their tests are only collected.
 """
+ASK_FOR_ANNEXES = (
+    *("parallel/test_team.py", "engine/loop", "engine/processes", "engine/test_llm.py"),
+    *("server/test_openai_client.py", "server/test_operation.py", "server/test_callers.py"),
+)
+"""Tests that run if one annex is gone: those of the modules that ask for annexes."""
 SERVED = {
     "disaggregation": ["test_disaggregation.py"],
     "kv_events": ["test_kv_events.py"],
@@ -31,11 +41,13 @@ SERVED = {
 """Tests of an annex among the server's."""
 
 
-def without(annex: str, folder: Path) -> Path:
-    """Returns a copy of the repository that lacks an annex and its tests."""
-    gone = [f"src/milepost/{annex}", f"tests/{annex}", f"tests/test_{annex}.py"]
-    gone += [f"src/milepost/cli/{name}.py" for name, of in COMMANDS.items() if of == annex]
-    gone += [f"tests/server/{name}" for name in SERVED.get(annex, ())]
+def without(gone_annexes: Sequence[str], folder: Path) -> Path:
+    """Returns a copy of the repository that lacks these annexes and their tests."""
+    gone: list[str] = []
+    for annex in gone_annexes:
+        gone += [f"src/milepost/{annex}", f"tests/{annex}", f"tests/test_{annex}.py"]
+        gone += [f"src/milepost/cli/{name}.py" for name, of in COMMANDS.items() if of == annex]
+        gone += [f"tests/server/{name}" for name in SERVED.get(annex, ())]
 
     def ignored(parent: str, names: list[str]) -> list[str]:
         inside = Path(parent).relative_to(ROOT)
@@ -63,15 +75,20 @@ def run(copy: Path, *arguments: str) -> None:
 
 @pytest.mark.parametrize("annex", sorted(ANNEXES))
 def test_the_core_runs_without(annex, tmp_path):
-    copy = without(annex, tmp_path)
-    folders = [f"tests/{name}" for name in REACH_ANNEXES]
-    run(copy, "--collect-only", "tests/kernels", "tests/layers", "tests/models")
-    run(copy, "-m", "not nightly and not slow", "-n", "2", *folders, "tests/server")
+    copy = without([annex], tmp_path)
+    run(copy, "--collect-only", *(f"tests/{name}" for name in CORE_TESTS))
+    run(copy, "-m", "not nightly and not slow", *(f"tests/{name}" for name in ASK_FOR_ANNEXES))
+
+
+def test_the_core_runs_alone(tmp_path):
+    copy = without(sorted(ANNEXES), tmp_path)
+    folders = [f"tests/{name}" for name in (*REACH_ANNEXES, "server")]
+    run(copy, "-m", "not nightly and not slow", "-n", "2", "--dist", "loadfile", *folders)
 
 
 @pytest.mark.parametrize(("command", "annex"), [("simulate", "simulator"), ("bench", "load")])
 def test_a_command_without_its_annex_says_what_is_missing(command, annex, tmp_path):
-    copy = without(annex, tmp_path)
+    copy = without([annex], tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
     asked = [sys.executable, "-m", "milepost", command, "--limit", "3"]
     done = subprocess.run(asked, env=environment, capture_output=True, text=True)

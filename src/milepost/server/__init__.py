@@ -1,5 +1,5 @@
 """The OpenAI-compatible HTTP server in front of an engine process. Besides the folders `anthropic`,
-`responses`, `parsing` (formats of tool calls and reasoning) and `ui` (the page), its modules are:
+`responses` and `parsing` (formats of tool calls and reasoning), its modules are:
 
     begin and end            run, config, loading, stats
     paths                    app, operation, rendering
@@ -7,7 +7,7 @@
     before the application   connections, gate, callers
     a body, read             bodies, fields, protocol, parts, tools, unknown
     its meaning              messages, custom, templates, forms, parameters
-    the way to the engine    service, encoder, tokenizing, generation
+    the way to the engine    service, encoder, tokenizing, generation, observers
     its answer               answers, stream, blocks, logprobs, errors, transfer
     figures                  metrics, vllm_metrics
     files of requests        batch
