@@ -25,13 +25,12 @@ DONE = (
     "kernels/sampling",
     *("kernels/norm", "kernels/products/forms", "kernels/products/__init__.py"),
     *(f"kernels/products/{name}.py" for name in ("describe", "library", "table", "tiles")),
-    "kernels/products/expert_table.py",
+    *(f"kernels/products/{name}.py" for name in ("expert_table", "experts_reference", "grouping")),
+    *(f"kernels/products/{name}.py" for name in ("gemv_tiles", "moe", "routing", "run_experts")),
     *(f"kernels/products/{name}.py" for name in ("run_products", "hopper/gemv")),
     *(f"kernels/products/hopper/{name}.py" for name in ("gemv_parts", "gemv_ring")),
     *(f"kernels/products/hopper/{name}small_m.py" for name in ("", "fp8_", "int4_")),
-    *(f"kernels/products/portable/{name}.py" for name in ("float4", "gemm_step", "rounding")),
-    *(f"kernels/products/portable/quantised_{name}.py" for name in ("gemm", "gemv")),
-    *(f"kernels/products/portable/raw_{name}.py" for name in ("gemv", "small_m")),
+    "kernels/products/portable",
 )
 """Packages and modules whose sentences are checked. The list grows until it names them all."""
 

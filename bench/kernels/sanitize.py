@@ -51,7 +51,8 @@ from milepost.kernels.attention.pages import PagedKV
 from milepost.kernels.attention.portable import prepare as preparation
 from milepost.kernels.platform.device import probe
 from milepost.kernels.products import Raw, experts_reference, moe, multiply
-from milepost.kernels.products.portable import gemv_experts
+from milepost.kernels.products.gemv_tiles import GemvTiles
+from milepost.kernels.products.portable import gemv
 
 DTYPE, BOUND = torch.bfloat16, 1e-2
 HIDDEN, SIZE, EXPERTS, CHOSEN = 256, 128, 8, 4
@@ -209,8 +210,8 @@ def check_planted() -> None:
     routed = as_routed(*(each.cuda() for each in make_experts(16)))
     active = routed.values.new_zeros(routed.num_routed, SIZE)
     output = routed.values.new_empty(15, CHOSEN + 1, HIDDEN)
-    cut = gemv_experts.RowCut(block_n=8, block=512)
-    gemv_experts.project_down(active, routed, output, cut)
+    cut = GemvTiles(block_n=8, block_k=512, num_warps=4)
+    gemv.project(active, routed, output, cut, is_up=False)
 
 
 def compare(name: str, actual: Tensor, expected: Tensor) -> None:

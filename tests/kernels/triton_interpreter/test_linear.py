@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products import Epilogue, Raw
-from milepost.kernels.products.portable import raw_gemv, raw_small_m
+from milepost.kernels.products.gemv_tiles import GemvTiles
+from milepost.kernels.products.portable import gemm, gemv, heads
 from milepost.kernels.products.table import PRODUCTS
-from milepost.kernels.products.tiles import GemvTiles, SplitTiles
+from milepost.kernels.products.tiles import SplitTiles
 from tests.kernels.choices import multiplication, run_kernel
 from tests.numbers import relative_error
 
@@ -34,13 +35,13 @@ def test_multiply(
         block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2, is_swapped=is_swapped
     )
     given = multiplication(hidden, Raw(values=weight), bias)
-    output = raw_small_m.run(given, SplitTiles(tiles=tiles, split_k=splits))
+    output = gemm.run(given, SplitTiles(tiles=tiles, split_k=splits))
     if splits > 1:
         assert output.shape == (num_tokens, splits, num_outputs)
         assert output.dtype == torch.float32
         wide = torch.full((num_tokens, num_outputs + 3), 7.0)
-        raw_small_m.add_up(output, hidden.dtype, wide[:, :num_outputs])
-        output = raw_small_m.add_up(output, hidden.dtype)
+        gemm.add_up(output, hidden.dtype, wide[:, :num_outputs])
+        output = gemm.add_up(output, hidden.dtype)
         assert torch.equal(wide[:, :num_outputs], output)
         assert (wide[:, num_outputs:] == 7).all()
     torch.testing.assert_close(output, F.linear(hidden, weight, bias), rtol=1e-4, atol=1e-4)
@@ -51,7 +52,7 @@ def test_gemv(has_bias: bool) -> None:
     hidden, weight = randn(2, 75)[:, :70], randn(37, 70)
     bias = randn(37) if has_bias else None
     given = multiplication(hidden, Raw(values=weight), bias)
-    output = raw_gemv.run(given, GemvTiles(block_n=8, block_k=32, num_warps=4))
+    output = gemv.run(given, GemvTiles(block_n=8, block_k=32, num_warps=4))
     torch.testing.assert_close(output, F.linear(hidden, weight, bias), rtol=1e-4, atol=1e-4)
 
 
@@ -89,13 +90,13 @@ def test_multiply_precise(num_tokens: int) -> None:
 def test_multiply_heads(is_transposed: bool) -> None:
     hidden = randn(1, 3, 50)[..., :37]
     weight = randn(3, 70, 37).mT if is_transposed else randn(3, 37, 70)
-    output = raw_gemv.multiply_heads(hidden, weight)
+    output = heads.multiply_heads(hidden, weight)
     assert relative_error(output, torch.einsum("thi,hio->tho", hidden, weight)) < 1e-6
 
 
 def test_multiply_pair() -> None:
     hidden, weights = randn(1, 90).half(), (randn(75, 40).half(), randn(75, 40).half() + 1)
     inputs = hidden[:, :40], hidden[:, 50:]
-    outputs = raw_gemv.multiply_pair(inputs, weights)
+    outputs = heads.multiply_pair(inputs, weights)
     for output, row, weight in zip(outputs, inputs, weights, strict=True):
         assert relative_error(output, F.linear(row.float(), weight.float())) < 1e-3

@@ -11,8 +11,9 @@ from milepost.kernels.products import experts_reference as reference
 from milepost.kernels.products import routing as triton
 from milepost.kernels.products.experts_reference import Scores
 from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.gemv_tiles import GemvTiles
 from milepost.kernels.products.grouping import group_few, group_many
-from milepost.kernels.products.portable import gemv_experts, grouped, grouped_large
+from milepost.kernels.products.portable import gemv, grouped, grouped_large
 from milepost.kernels.products.run_experts import mix
 from tests.kernels.routed import as_routed
 from tests.numbers import relative_error
@@ -217,8 +218,8 @@ def test_every_output_is_written(hidden_size: int, is_swapped: bool) -> None:
     )
     groups = group_few(experts.int(), 4, 16)
     given = as_routed(hidden, weights, experts, gate_up, down)
-    grouped.project_up((hidden, None), given, active, groups, tiles)
-    grouped.project_down((active, None), given, output, groups, tiles)
+    grouped.project((hidden, None), given, active, groups, tiles, is_up=True)
+    grouped.project((active, None), given, output, groups, tiles, is_up=False)
     expected = reference.apply(hidden, weights, experts, gate_up, down)
     assert relative_error(output.sum(1), expected) < 1e-5
 
@@ -229,8 +230,9 @@ def test_vectors_write_every_output() -> None:
     active = torch.full((6, SIZE), torch.nan)
     output = torch.full((3, 2, HIDDEN), torch.nan)
     given = as_routed(hidden, weights, experts, gate_up, down)
-    gemv_experts.project_up(given, active, gemv_experts.RowCut(block_n=16, block=32))
-    gemv_experts.project_down(active, given, output, gemv_experts.RowCut(block_n=16, block=16))
+    tiles = (GemvTiles(block_n=16, block_k=depth, num_warps=4) for depth in (32, 16))
+    gemv.project(hidden, given, active, next(tiles), is_up=True)
+    gemv.project(active, given, output, next(tiles), is_up=False)
     expected = reference.apply(hidden, weights, experts, gate_up, down)
     assert relative_error(output.sum(1), expected) < 1e-5
 
@@ -277,9 +279,9 @@ def test_experts_without_gates(kernel: str) -> None:
     output = torch.full((num_tokens, 2, 128), torch.nan, dtype=torch.half)
     given = as_routed(hidden, weights, experts, up, down)
     if kernel == "gemv":
-        cut = gemv_experts.RowCut(block_n=16, block=64)
-        gemv_experts.project_up(given, active, cut)
-        gemv_experts.project_down(active, given, output, cut)
+        cut = GemvTiles(block_n=16, block_k=64, num_warps=4)
+        gemv.project(hidden, given, active, cut, is_up=True)
+        gemv.project(active, given, output, cut, is_up=False)
     elif kernel == "tall":
         groups = group_many(experts, 4, grouped_large.BLOCK_M)
         grouped_large.project_up((hidden, None), given, (active, None), groups)
@@ -290,7 +292,7 @@ def test_experts_without_gates(kernel: str) -> None:
             block_m=16, block_n=16, block_k=64, num_warps=4, num_stages=2, is_swapped=is_swapped
         )
         groups = group_few(experts, 4, 16)
-        grouped.project_up((hidden, None), given, active, groups, tiles)
-        grouped.project_down((active, None), given, output, groups, tiles)
+        grouped.project((hidden, None), given, active, groups, tiles, is_up=True)
+        grouped.project((active, None), given, output, groups, tiles, is_up=False)
     wide = hidden.float(), weights.float(), experts.long(), up.float(), down.float()
     assert relative_error(output.float().sum(1), reference.apply(*wide)) < 5e-3

@@ -26,10 +26,7 @@ from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.portable import (
     gathering as triton_gathering,
 )
-from milepost.kernels.products.portable import (
-    grouped_large,
-    quantised_gemm,
-)
+from milepost.kernels.products.portable import gemm, grouped_large, unpack
 from milepost.kernels.products.portable import (
     rounding as triton_rounding,
 )
@@ -91,7 +88,7 @@ def test_parts_along_the_inputs_add_up(monkeypatch, make: Callable[..., Quantise
     tiles = Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=2)
     monkeypatch.setattr(Multiplication, "output", lambda *_: parts)
     given = multiplication(hidden, weight, bias)
-    output = quantised_gemm.run(given, SplitTiles(tiles=tiles, split_k=len(parts)))
+    output = gemm.run(given, SplitTiles(tiles=tiles, split_k=len(parts)))
     assert output.shape == (3, 2, 72)
     check(output, hidden, weight, bias)
 
@@ -102,7 +99,7 @@ def test_parts_along_the_inputs_add_up(monkeypatch, make: Callable[..., Quantise
 def test_four_bits_become_sixteen(shape: tuple[int, ...], group: int) -> None:
     """Of a matrix or a stack; in float16, for the interpreter has no arithmetic in bfloat16."""
     weight = make_int4(*shape, group=group)
-    unpacked = quantised_gemm.unpack(weight, torch.float16)
+    unpacked = unpack.unpack(weight, torch.float16)
     expected = weight.dequantise(torch.float32)
     torch.testing.assert_close(unpacked.float(), expected, rtol=1e-3, atol=0)
 
@@ -111,12 +108,12 @@ def test_four_bits_become_sixteen(shape: tuple[int, ...], group: int) -> None:
 @pytest.mark.parametrize("shape", [(72, 256), (3, 40, 384)])
 def test_every_float_of_four_bits_becomes_sixteen(shape: tuple[int, ...], group: int) -> None:
     weight = make_fp4(*shape, group=group)
-    unpacked = quantised_gemm.unpack(weight, torch.float16)
+    unpacked = unpack.unpack(weight, torch.float16)
     expected = weight.dequantise(torch.float32)
     torch.testing.assert_close(unpacked.float(), expected, rtol=1e-3, atol=2**-25)
     # Without factors to round, they are all of their digits.
     whole = replace(weight, factors=torch.ones_like(weight.factors))
-    unpacked = quantised_gemm.unpack(whole, torch.float16)
+    unpacked = unpack.unpack(whole, torch.float16)
     assert torch.equal(unpacked.float(), whole.dequantise(torch.float32))
 
 

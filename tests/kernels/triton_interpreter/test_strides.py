@@ -14,7 +14,7 @@ from milepost.kernels.attention.portable import latent, prepare
 from milepost.kernels.norm import triton as norm
 from milepost.kernels.products import run_experts
 from milepost.kernels.products.forms.matrix import Raw
-from milepost.kernels.products.portable import raw_small_m
+from milepost.kernels.products.portable import gemm
 from milepost.kernels.products.tiles import SplitTiles
 from milepost.kernels.recurrent import KDAProjected, LayerStates, mix
 from tests.kernels.choices import multiplication
@@ -62,7 +62,7 @@ CALLS: dict[str, tuple[str, Callable[[], object]]] = {
     "norm": ("delta", lambda: norm.add_norm(ROWS, apart(ROWS), ROWS[0], 1e-6)),
     "linear": (
         "weight",
-        lambda: raw_small_m.run(
+        lambda: gemm.run(
             multiplication(ROWS, Raw(values=ROWS.T)), SplitTiles(tiles=None, split_k=1)
         ),
     ),

@@ -110,13 +110,15 @@ _FEW = RowRange(most=UNGROUPED, unit=_IN_ALL)
 _MANY = RowRange(above=_TALL, unit=_EACH)
 
 EXPERTS: KernelTable[Mixture] = KernelTable(
-    row("raw gemv", "products.portable.gemv_experts", _RAW, "lanes, tree", rows=_FEW),
+    row("raw gemv", "products.portable.gemv", _RAW, "lanes, tree", rows=_FEW,
+        entry="run_experts"),
     row("raw grouped, tall", "products.portable.grouped_large", _RAW, "64 seq",
         _RAW_ROOM, _RAW_WHOLE, rows=_MANY, needs="TMA"),
     row("raw grouped", "products.portable.grouped", _RAW, "64 or 128 seq, by rows"),
     row("gemv, Hopper", "products.hopper.gemv_experts", (Fp8, Int4),
         "8 parts, 128 seq; a token's experts in one sum", _BLOCKS, rows=_FEW, needs=HOPPER),
-    row("gemv", "products.portable.gemv_experts", _QUANTISED, "lanes, tree", _BLOCKS, rows=_FEW),
+    row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _BLOCKS, rows=_FEW,
+        entry="run_experts"),
     row("fp8 in one launch, Hopper", "products.hopper.fp8_experts", (Fp8,), "128 seq",
         _BLOCKED, _GATED, rows=RowRange(most=_TOKENS_AT_ONCE, unit=_TOKENS), needs=HOPPER),
     row("int4 grouped, tall, Hopper", "products.hopper.int4_grouped", (Int4,), "128 seq",
@@ -128,7 +130,7 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
         _ROOM, _WHOLE, rows=_MANY, needs=HOPPER),
     row("fp8 grouped, tall", "products.portable.grouped_large", (Fp8,), "128 seq",
         _ROOM, _WHOLE, rows=_MANY, needs="TMA"),
-    row("16-bit weights made first, raw grouped", "products.portable.grouped_unpacked",
+    row("16-bit weights made first, raw grouped", "products.portable.unpack",
         (Int4, Fp4), "64 seq", rows=RowRange(above=_UNPACKED, unit=_EACH)),
     row("grouped", "products.portable.grouped", _QUANTISED, "128 seq"),
 )

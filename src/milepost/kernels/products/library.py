@@ -47,7 +47,7 @@ def run_scaled(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
 
 def run_unpacked(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
     """Makes 16-bit weights of four bits, then multiplies with them."""
-    from milepost.kernels.products.portable.quantised_gemm import unpack
+    from milepost.kernels.products.portable.unpack import unpack
 
     assert isinstance(given.weight, FourBits), "the kernel's forms"
     product = F.linear(given.values, unpack(given.weight, given.rows.dtype))

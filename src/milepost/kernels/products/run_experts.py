@@ -14,6 +14,7 @@ from torch import Tensor
 
 from milepost.kernels.layout.emit import Activations, Inputs, as_activations, values_of
 from milepost.kernels.platform.device import Chip, probe
+from milepost.kernels.platform.tensors import check_contiguous, check_rows
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms.matrix import Form, Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK
@@ -89,7 +90,10 @@ def mix(
     """Returns partials [T, P, H] in the rows' dtype, which add up to each token's mix of its
     experts; None if no kernel takes the shapes."""
     rows = as_activations(rows)
-    if not isinstance(up, Raw) and not _suits(rows, up, down):
+    if isinstance(up, Raw) and isinstance(down, Raw):
+        check_rows(hidden=rows.values)
+        check_contiguous(up=up.values, down=down.values, experts=experts)
+    elif not _suits(rows, up, down):
         return None
     routed = RoutedRows(
         rows=rows,

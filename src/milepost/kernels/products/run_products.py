@@ -102,7 +102,7 @@ def run(given: Multiplication) -> Tensor | None:
         return None
     output: Tensor = choice.kernel.run(given, choice.tiles)
     if output.dim() == 3 and given.epilogue not in _UNROUNDED:
-        from milepost.kernels.products.portable.raw_small_m import add_up
+        from milepost.kernels.products.portable.gemm import add_up
 
         return add_up(output, rows.dtype, into)
     return output if into is None or output is into else into.copy_(output)

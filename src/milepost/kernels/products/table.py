@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from milepost.kernels.platform.tables import HOPPER, Condition, Kernel, KernelTable, RowRange, row
-from milepost.kernels.products import tiles
+from milepost.kernels.products import gemv_tiles, tiles
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4
 
@@ -74,8 +74,8 @@ _HALVES: Condition[Product] = ("gates and ups are no halves", lambda it, _:
     it.epilogue is not Epilogue.GATED or not (it.has_bias or it.weight.num_outputs % 2))
 _SHORT: Condition[Product] = ("it takes longer than the norm", lambda it, _:
     it.weight.num_inputs <= _NORMED_INPUTS and it.weight.num_outputs <= _NORMED_OUTPUTS)
-_NARROW: Condition[Product] = (f"more than {tiles.FEW_INPUTS} inputs", lambda it, _:
-    it.weight.num_inputs <= tiles.FEW_INPUTS)
+_NARROW: Condition[Product] = (f"more than {gemv_tiles.FEW_INPUTS} inputs", lambda it, _:
+    it.weight.num_inputs <= gemv_tiles.FEW_INPUTS)
 _SMALL: Condition[Product] = ("torch's GEMM is as fast", lambda it, _:
     it.num_rows <= tiles.FEW_ROWS or it.weight.num_outputs <= tiles.FEW_OUTPUTS
     or it.epilogue is Epilogue.FLOAT32)
@@ -110,17 +110,17 @@ _ALL, _GATED = (*_PLAIN, Epilogue.FLOAT32), (*_PLAIN, Epilogue.GATED)
 _HOPPER_FEW: dict[str, Any] = {"needs": HOPPER, "takes_bias": False}
 
 PRODUCTS: KernelTable[Product] = KernelTable(
-    row("raw gemv", "products.portable.raw_gemv", _RAW, "lanes, tree", _CONTIGUOUS,
-        rows=_ONE, epilogues=_ALL, cut=tiles.cut_gemv),
-    row("raw gemv of two rows", "products.portable.raw_gemv", _RAW, "lanes, tree", _NARROW,
+    row("raw gemv", "products.portable.gemv", _RAW, "lanes, tree", _CONTIGUOUS,
+        rows=_ONE, epilogues=_ALL, cut=gemv_tiles.cut_gemv),
+    row("raw gemv of two rows", "products.portable.heads", _RAW, "lanes, tree", _NARROW,
         _CONTIGUOUS, rows=_ONE, epilogues=(Epilogue.PAIR,), entry="multiply_pair"),
-    row("raw gemv of heads", "products.portable.raw_gemv", _RAW, "lanes, tree", _CONTIGUOUS,
+    row("raw gemv of heads", "products.portable.heads", _RAW, "lanes, tree", _CONTIGUOUS,
         rows=_ONE, epilogues=(Epilogue.HEADS,), entry="multiply_heads"),
     row("norm and raw gemv", "norm.triton", _RAW, "lanes, tree", _SHORT,
         rows=_ONE, epilogues=(Epilogue.NORMED,), entry="add_norm_and_multiply"),
     row("raw small_m, Hopper", "products.hopper.small_m", _RAW, "64 seq", _TMA, _RAW_SIZES,
         rows=_FEW, epilogues=_PLAIN, cut=tiles.cut_raw_hopper, **_HOPPER_FEW),
-    row("raw small_m", "products.portable.raw_small_m", _RAW, "{tiles.tiles.block_k} seq", _SMALL,
+    row("raw small_m", "products.portable.gemm", _RAW, "{tiles.tiles.block_k} seq", _SMALL,
         _CONTIGUOUS, rows=RowRange(above=1, most=2 * _MANY_ROWS), epilogues=_ALL,
         cut=tiles.cut_raw),
     row("torch's GEMM", "products.library", _RAW, "cuBLAS", epilogues=_ALL),
@@ -128,8 +128,8 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         _RING, _PARTS, _HALVES, _ROW, rows=_ONE, epilogues=_GATED, needs=HOPPER),
     row("gemv, Hopper", "products.hopper.gemv", _BLOCKED, "8 parts, 128 seq", _HALVES, _ROW,
         rows=_ONE, epilogues=_GATED, needs=HOPPER),
-    row("gemv", "products.portable.quantised_gemv", _QUANTISED, "lanes, tree", _ROW,
-        rows=_ONE, epilogues=_PLAIN),
+    row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _ROW,
+        rows=_ONE, epilogues=_PLAIN, cut=gemv_tiles.cut_gemv),
     row("fp8 small_m, Hopper", "products.hopper.fp8_small_m", (Fp8,), "128 seq", _ROWS, _LARGE,
         _BESIDE, _BESIDE_TMA, _FP8_SIZES, rows=RowRange(most=_MANY_ROWS),
         epilogues=(*_PLAIN, Epilogue.BESIDE), cut=tiles.cut_fp8_hopper, **_HOPPER_FEW),
@@ -141,7 +141,7 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         needs="torch's block scales (sm_90)"),
     row("16-bit weights made first, torch's GEMM", "products.library", (Int4, Fp4), "cuBLAS",
         rows=RowRange(above=_MANY_ROWS), epilogues=_PLAIN, entry="run_unpacked"),
-    row("gemm", "products.portable.quantised_gemm", _QUANTISED, "128 seq",
+    row("gemm", "products.portable.gemm", _QUANTISED, "128 seq",
         epilogues=_PLAIN, cut=tiles.cut_quantised),
 )
 # fmt: on

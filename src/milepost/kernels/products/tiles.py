@@ -9,7 +9,7 @@ Legend: T tokens, I inputs, O outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tiles import Tiles, cdiv, choose_split_k, next_power_of_2
@@ -21,41 +21,10 @@ if TYPE_CHECKING:
 
 _NARROWEST = 8
 """Outputs that a tile of TMA can grow by: rows of its swizzle."""
-
-
-FEW_INPUTS = 128
-"""Inputs that a raw GEMV takes in one step of narrow programs."""
 FEW_OUTPUTS = 1024
 """Up to this many outputs, torch's GEMM leaves most SMs idle."""
 _LARGE = 4096
-"""From this many outputs of one row, programs with half as many threads read faster; from this many
-inputs of few rows, another stage pays off."""
-
-
-class GemvTiles(NamedTuple):
-    """Outputs of a program and inputs of a step."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-
-
-NARROW = GemvTiles(block_n=32, block_k=FEW_INPUTS, num_warps=4)
-
-
-def cut_gemv(product: Product, chip: Chip) -> GemvTiles:  # noqa: ARG001
-    """Cuts the product of one row with raw weights."""
-    weight = product.weight
-    if product.epilogue is Epilogue.FLOAT32:
-        block_n = 1 if weight.num_outputs <= FEW_OUTPUTS else 4
-        return GemvTiles(block_n=block_n, block_k=2048, num_warps=8)
-    if weight.num_inputs <= FEW_INPUTS:
-        return NARROW
-    if weight.num_inputs > 2048:
-        return GemvTiles(block_n=2, block_k=2048, num_warps=4)
-    if weight.num_outputs >= _LARGE:
-        return GemvTiles(block_n=4, block_k=1024, num_warps=4)
-    return GemvTiles(block_n=4, block_k=2048, num_warps=8)
+"""Inputs of few rows from which on another stage pays off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +158,7 @@ _FOUR_BIT_WARPS = 8
 """Unpacking four bits takes work in registers, which is spread over more threads."""
 
 
-def choose(num_rows: float, *, is_fp8: bool) -> Tiles:
+def choose_gemm(num_rows: float, *, is_fp8: bool) -> Tiles:
     """Returns the tiles of a quantised GEMM with this many rows for a weight."""
     tiles = next((tiles for tiles in (FEW, SOME, MORE) if num_rows <= tiles.block_m), MANY)
     return tiles if is_fp8 or tiles == MANY else replace(tiles, num_warps=_FOUR_BIT_WARPS)
@@ -198,7 +167,7 @@ def choose(num_rows: float, *, is_fp8: bool) -> Tiles:
 def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
     """Cuts the product of any number of rows with quantised weights."""
     weight, num_rows = product.weight, product.num_rows
-    tiles, split_k = choose(num_rows, is_fp8=weight.form is Fp8), 1
+    tiles, split_k = choose_gemm(num_rows, is_fp8=weight.form is Fp8), 1
     if chip.capability[0] == 10:
         tiles = _OF_TENSOR_MEMORY.get(tiles, tiles)
     tiles = tiles.fitted(chip)

@@ -32,7 +32,7 @@ from milepost.kernels.products.hopper.gemv_parts import (
     width_of,
 )
 from milepost.kernels.products.portable.activation import activate
-from milepost.kernels.products.portable.gemm_step import constants, operands
+from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
 from milepost.kernels.products.run_products import Multiplication
 
 _HELD = 4
@@ -44,13 +44,13 @@ _TILE = gl.constexpr(TILE)
 
 def form_of(weight: Quantised, chip: Chip) -> dict[str, int]:
     """Returns a weight's constants."""
-    known = constants(weight, chip)
-    return {name: known[name] for name in ("GROUP", "DEPTHS", "SCALE_ROWS")}
+    shape = ProductShape.of(weight, chip, block_n=TILE, block_k=BLOCK)
+    return {"GROUP": shape.group, "DEPTHS": shape.depths, "SCALE_ROWS": shape.scale_rows}
 
 
 def values_of(weight: Quantised, chip: Chip) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns numbers as bytes, scales and zero points."""
-    values, scales, zeros = operands(weight, chip)
+    values, scales, zeros, _ = WeightTensors.of(weight, chip)
     return values.view(torch.uint8), scales, zeros
 
 

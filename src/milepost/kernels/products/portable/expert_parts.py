@@ -1,4 +1,4 @@
-"""Triton: what kernels of routed experts have in common.
+"""Triton: structures and addresses that kernels of routed experts share.
 
 An expert's `up` is [2 * I, H], the gates' rows before the ups', or [I, H] if it squares a ReLU;
 `down` is [H, I]. One kernel makes both projections: the up projection reads tokens' rows and
@@ -13,28 +13,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-
-from milepost.kernels.platform.device import Chip
-from milepost.kernels.products.forms.matrix import Raw
-from milepost.kernels.products.forms.quantised import Quantised
-from milepost.kernels.products.portable.gemm_step import input_scales, operands
-
-
-class ExpertWeight(NamedTuple):
-    """A stack of matrices; what a form does not have is None."""
-
-    numbers: Any
-    scales: Any = None
-    zeros: Any = None
-    """Zero points, or factors of e2m1 rows."""
-    input_scales: Any = None
-    """Scales of all activations, set by the checkpoint."""
-
-    @staticmethod
-    def of(weight: Raw | Quantised, chip: Chip) -> ExpertWeight:
-        if isinstance(weight, Raw):
-            return ExpertWeight(weight.values)
-        return ExpertWeight(*operands(weight, chip), input_scales(weight))
 
 
 class RowGroups(NamedTuple):
@@ -87,23 +65,3 @@ def load_routed(order, o_m, is_row):
         return tl.where(is_row, o_m, 0)
     else:
         return tl.load(order + o_m, mask=is_row, other=0)
-
-
-@triton.jit
-def find_scales(
-    weight,
-    expert,
-    row,
-    HEIGHT: tl.constexpr,
-    GROUP: tl.constexpr,
-    DEPTHS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-):
-    """Returns pointers to the scales and zero points of `row` [N] of an expert, which has HEIGHT of
-    them; a form without zero points has any pointer for them."""
-    first_scale = expert * ((HEIGHT + SCALE_ROWS - 1) // SCALE_ROWS * DEPTHS)
-    p_scale = weight.scales + first_scale + row // SCALE_ROWS * DEPTHS
-    p_zero = p_scale
-    if weight.zeros is not None:
-        p_zero = weight.zeros + (expert * HEIGHT + row) * (DEPTHS if GROUP > 0 else 1)
-    return p_scale, p_zero

@@ -1,222 +1,172 @@
-"""Triton: a step of a GEMM of quantised weights, along the inputs.
+"""Triton: the loop of a GEMM along its inputs, for weights of every form.
 
-The weights are the left operand: with few rows they fill the tensor cores' tall side. FP8: every
-BLOCK inputs the sum goes to float32 registers, times both scales; tensor cores keep some 14 bits of
-a float8 sum. Four bits: numbers become the activations' type in registers, times their scales; sums
-of e2m1 are multiplied with their rows' factors.
+Quantised weights are the left operand: with few rows they fill the tensor cores' tall side. FP8:
+every BLOCK inputs the sum goes to float32 registers, times both scales; tensor cores keep some 14
+bits of a float8 sum. Four bits: numbers become the activations' type in registers, times their
+scales; sums of e2m1 are multiplied with their rows' factors.
 
 Legend: K inputs of a step, M rows, N outputs.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.numerics import decode, encode, scale_of
-from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Quantised
 from milepost.kernels.products.portable import float4
-from milepost.kernels.products.portable.rounding import readable
-
-
-def operands(weight: Quantised, chip: Chip) -> tuple[Any, Any, Any]:
-    """Returns numbers, scales and zero points; e2m1 has rows' factors in their place."""
-    if isinstance(weight, Int4):
-        return weight.packed, weight.scales, weight.zeros
-    if isinstance(weight, Fp4):
-        return weight.packed, weight.scales.view(torch.uint8), weight.factors
-    return readable(weight.values, chip), weight.scales, None
-
-
-def input_scales(weight: Quantised) -> Tensor | None:
-    """Returns the scale of all activations, if the checkpoint sets one."""
-    return weight.input_scale if isinstance(weight, Fp8) else None
-
-
-def constants(weight: Quantised, chip: Chip) -> dict[str, int]:
-    """Returns the constants of a form. GROUP counts the inputs of a scale: it is 0 for FP8, and
-    less than 0 for e2m1. DEPTHS counts the scales of an output."""
-    if not isinstance(weight, Fp8):
-        group = weight.group if isinstance(weight, Int4) else -weight.group
-        form = {"GROUP": group, "SCALE_ROWS": 1, "BLOCK_SCALES": False, "NATIVE": True}
-    else:
-        form = {
-            "GROUP": 0,
-            "SCALE_ROWS": weight.rows,
-            "BLOCK_SCALES": weight.depth == BLOCK,
-            "NATIVE": chip.has_fp8,
-        }
-    return {"BLOCK_K": BLOCK, "DEPTHS": weight.scales.shape[-1], **form}
+from milepost.kernels.products.portable.weights import (
+    columns,
+    find_row,
+    load_row_scale,
+    load_scales,
+)
 
 
 @triton.jit
-def columns(BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """Returns a step's inputs in a row of activations, and where the weights' numbers stand in
-    theirs. A byte has two numbers of four bits: these are the first ones' inputs (see
-    `forms.Int4`)."""
-    if GROUP:
-        LANE: tl.constexpr = min(GROUP, 64) if GROUP > 0 else 64
-        o_w = tl.arange(0, BLOCK_K // 2)
-        return o_w // LANE * (2 * LANE) + o_w % LANE, o_w
-    else:
-        o_k = tl.arange(0, BLOCK_K)
-        return o_k, o_k
-
-
-@triton.jit
-def pitch(INPUTS: tl.constexpr, GROUP: tl.constexpr):
-    """Returns the bytes of a row of weights."""
-    if GROUP:
-        return INPUTS // 2
-    else:
-        return INPUTS
-
-
-@triton.jit
-def load_scales(
-    p_scale,
-    p_zero,
-    p_row_scale,
-    scales_stride,
-    i_k,
-    INPUTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SCALES: tl.constexpr,
-):
-    """Scales [N] and zero points [N] of weights and scales [M] of rows, of the step that begins
-    with input i_k; what a form does not have, or not for a whole step, is anything. Of e2m1 they
-    are the scales [N, G] of the groups in bytes' low halves, and of those in their high halves.
-
-    They are loaded a step ahead: no loop has them brought ahead by itself, and each step would wait
-    for them."""
-    i_k = tl.minimum(i_k, INPUTS - BLOCK_K)
-    scale = tl.zeros([1], tl.float32)
-    zero, row_scale = scale, scale
-    if GROUP >= BLOCK_K:
-        scale = tl.load(p_scale + i_k // GROUP).to(tl.float32)
-        zero = tl.load(p_zero + i_k // GROUP).to(tl.float32)
-    elif GROUP < 0:
-        GROUPS: tl.constexpr = BLOCK_K // (2 * -GROUP)
-        p_group = p_scale[:, None] + i_k // -GROUP + tl.arange(0, GROUPS)[None, :]
-        scale, zero = tl.load(p_group), tl.load(p_group + GROUPS)
-    elif BLOCK_SCALES:
-        scale = tl.load(p_scale + i_k // BLOCK_K)
-        if p_row_scale is not None:
-            row_scale = tl.load(p_row_scale + i_k // BLOCK_K * scales_stride)
-    return scale, zero, row_scale
-
-
-@triton.jit
-def multiply(
+def multiply_raw(
     p_x,
-    p_w,
-    p_scale,
-    p_zero,
-    p_row_scale,
-    input_scale,
-    scales_stride,
+    p_row_scale,  # noqa: ARG001
+    stride,  # noqa: ARG001
+    weight,
+    expert,
+    column,
     first,
-    SHARE: tl.constexpr,
-    INPUTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SCALES: tl.constexpr,
-    NATIVE: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    """Multiplies weights and rows: a tile [N, M], over SHARE inputs from `first` on, or over all of
-    them if SHARE is 0 (see `add_step`)."""
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    scale, zero, row_scale = load_scales(
-        p_scale, p_zero, p_row_scale, scales_stride, first, INPUTS, BLOCK_K, GROUP, BLOCK_SCALES
-    )
-    stop = INPUTS
-    if SHARE:
-        stop = tl.minimum(first + SHARE, INPUTS)
+    """Multiplies rows at `p_x` [M, 1] by the outputs `column` [N], and by their gates if there are
+    any, over a split's inputs from `first` on: [M, N], or [N, M] if swapped. `p_row_scale` [M] and
+    `stride` are those of rounded rows, for other forms."""
+    BLOCK_K: tl.constexpr = SHAPE.block_k
+    STEPS: tl.constexpr = (SHAPE.inputs + SHAPE.split_k * BLOCK_K - 1) // (SHAPE.split_k * BLOCK_K)
+    o_k = first + tl.arange(0, BLOCK_K)
+    p_x += o_k[None, :]
+    p_gate = find_row(weight, expert, column, SHAPE)[0][:, None] + o_k[None, :]
+    # Up rows stand after the gates'.
+    p_up = p_gate
+    if SHAPE.is_gated:
+        p_up += SHAPE.outputs * SHAPE.inputs
+    if SHAPE.is_swapped:
+        b_gate = tl.zeros([column.shape[0], p_x.shape[0]], tl.float32)
+    else:
+        b_gate = tl.zeros([p_x.shape[0], column.shape[0]], tl.float32)
+    b_up = b_gate
+    for i_k in range(0, STEPS * BLOCK_K, BLOCK_K):
+        b_x = _load(p_x, i_k, o_k, SHAPE)
+        if SHAPE.is_gated:
+            b_gate = _add(b_x, _load(p_gate, i_k, o_k, SHAPE), b_gate, SHAPE)
+        b_up = _add(b_x, _load(p_up, i_k, o_k, SHAPE), b_up, SHAPE)
+    return b_up, b_gate
+
+
+@triton.jit
+def _load(pointers, i_k, o_k, SHAPE: tl.constexpr):
+    """Loads a tile [rows, K] from a split's input i_k on."""
+    if SHAPE.inputs % (SHAPE.split_k * SHAPE.block_k) == 0:
+        return tl.load(pointers + i_k)
+    else:
+        return tl.load(pointers + i_k, mask=(i_k + o_k < SHAPE.inputs)[None, :], other=0.0)
+
+
+@triton.jit
+def _add(left, right, acc, SHAPE: tl.constexpr):
+    """Returns acc + left @ right.T, transposed if swapped."""
+    if SHAPE.is_swapped:
+        return tl.dot(right, tl.trans(left), acc, input_precision="ieee")
+    else:
+        return tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+
+
+@triton.jit
+def multiply_quantised(
+    p_x, p_row_scale, stride, weight, expert, column, first, SHAPE: tl.constexpr
+):
+    """Multiplies as `multiply_raw`, always swapped. Scales of a row's blocks are `stride` apart."""
+    BLOCK_K: tl.constexpr = SHAPE.block_k
+    STEPS: tl.constexpr = (SHAPE.inputs + SHAPE.split_k * BLOCK_K - 1) // (SHAPE.split_k * BLOCK_K)
+    o_x, o_w = columns(SHAPE)
+    p_x += o_x[None, :]
+    gate = find_row(weight, expert, column, SHAPE)
+    up = gate
+    if SHAPE.is_gated:
+        # Up rows stand after the gates'.
+        up = find_row(weight, expert, column + SHAPE.outputs, SHAPE)
+    p_gate, p_up = gate[0][:, None] + o_w[None, :], up[0][:, None] + o_w[None, :]
+    b_gate = tl.zeros([column.shape[0], p_x.shape[0]], tl.float32)
+    b_up = b_gate
+    gate_scales, up_scales = load_scales(gate, first, SHAPE), load_scales(up, first, SHAPE)
+    row_scale = load_row_scale(p_row_scale, stride, first, SHAPE)
+    if weight.input_scales is not None:
+        row_scale = tl.load(weight.input_scales + expert)
+    stop = SHAPE.inputs
+    if SHAPE.split_k > 1:
+        stop = tl.minimum(first + STEPS * BLOCK_K, stop)
     for i_k in range(first, stop, BLOCK_K):
-        next_scale, next_zero, next_row_scale = load_scales(
-            p_scale, p_zero, p_row_scale, scales_stride, i_k + BLOCK_K,
-            INPUTS, BLOCK_K, GROUP, BLOCK_SCALES,
-        )  # fmt: skip
-        acc = add_step(
-            acc, p_x, input_scale, p_w, p_scale, p_zero, scale, zero, row_scale, i_k,
-            BLOCK_K, GROUP, BLOCK_SCALES, NATIVE, p_row_scale is not None,
-        )  # fmt: skip
-        scale, zero, row_scale = next_scale, next_zero, next_row_scale
-    if GROUP == 0 and not BLOCK_SCALES:
-        acc *= tl.load(p_scale)[:, None] * whole_scale(p_row_scale, input_scale)
-    if GROUP < 0:
-        acc *= factors(p_zero)[:, None]
-    if not NATIVE:
+        next_up_scales = load_scales(up, i_k + BLOCK_K, SHAPE)
+        next_row_scale = row_scale
+        if weight.input_scales is None:
+            next_row_scale = load_row_scale(p_row_scale, stride, i_k + BLOCK_K, SHAPE)
+        x = p_x, row_scale
+        if SHAPE.is_gated:
+            next_gate_scales = load_scales(gate, i_k + BLOCK_K, SHAPE)
+            b_gate = _add_step(b_gate, x, p_gate, gate, gate_scales, i_k, SHAPE)
+            gate_scales = next_gate_scales
+        b_up = _add_step(b_up, x, p_up, up, up_scales, i_k, SHAPE)
+        up_scales, row_scale = next_up_scales, next_row_scale
+    if SHAPE.is_rounded and not SHAPE.has_block_scales:
+        row_scale = tl.load(p_row_scale)[None, :]
+    return _finish(b_up, up, row_scale, SHAPE), _finish(b_gate, gate, row_scale, SHAPE)
+
+
+@triton.jit
+def _finish(acc, p_row, row_scale, SHAPE: tl.constexpr):
+    """Multiplies sums [N, M] by the factors that all inputs share."""
+    if SHAPE.group == 0 and not SHAPE.has_block_scales:
+        acc *= tl.load(p_row[1])[:, None] * row_scale
+    if SHAPE.group < 0:
+        acc *= factors(p_row[2])[:, None]
+    if not SHAPE.is_native:
         acc *= 65536.0
     return acc
 
 
 @triton.jit
-def add_step(
-    acc,
-    p_x,
-    input_scale,
-    p_w,
-    p_scale,
-    p_zero,
-    scale,
-    zero,
-    row_scale,
-    i_k,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SCALES: tl.constexpr,
-    NATIVE: tl.constexpr,
-    IS_ROUNDED: tl.constexpr,
-):
-    """Adds the product of inputs i_k to i_k + BLOCK_K to acc [N, M], for weights at `p_w` [N, K]
-    and rows at `p_x` [M, K], both at `columns`. `scale`, `zero` and `row_scale` are the step's (see
-    `load_scales`), those of smaller groups are at `p_scale` and `p_zero` [N]. FP8 rows that are not
-    rounded yet are rounded on the way, by their `input_scale` if there is one."""
-    if GROUP < 0:
-        return _add_fp4(acc, p_x, p_w, scale, zero, i_k)
-    elif GROUP >= BLOCK_K:
-        return _add_int4(acc, p_x, p_w, scale, zero, i_k)
-    elif GROUP:
-        return _add_small_groups(acc, p_x, p_w, p_scale, p_zero, i_k, BLOCK_K, GROUP)
-    else:
-        return _add_fp8(
-            acc, p_x, input_scale, p_w, scale, row_scale, i_k, BLOCK_SCALES, NATIVE, IS_ROUNDED
-        )
+def factors(p_factor):
+    """Loads the factors of sums of e2m1 numbers."""
+    return tl.load(p_factor) * float4.UNIT
 
 
 @triton.jit
-def _add_fp8(
-    acc,
-    p_x,
-    input_scale,
-    p_w,
-    scale,
-    row_scale,
-    i_k,
-    BLOCK_SCALES: tl.constexpr,
-    NATIVE: tl.constexpr,
-    IS_ROUNDED: tl.constexpr,
-):
-    b_w = decode(tl.load(p_w + i_k), NATIVE)
+def _add_step(acc, x, p_w, p_row, scales, i_k, SHAPE: tl.constexpr):
+    """Adds the product of K inputs from i_k on to acc [N, M], for weights at `p_w` [N, K] and rows
+    `x`: pointers [M, K], both at `columns`, and the step's scales, or that of all activations.
+    `scales` are the step's, those of smaller groups are at `p_row`."""
+    if SHAPE.group < 0:
+        return _add_fp4(acc, x[0], p_w, scales[0], scales[1], i_k)
+    elif SHAPE.group >= SHAPE.block_k:
+        return _add_int4(acc, x[0], p_w, scales[0], scales[1], i_k)
+    elif SHAPE.group:
+        return _add_small_groups(acc, x[0], p_w, p_row, i_k, SHAPE)
+    else:
+        return _add_fp8(acc, x, p_w, scales[0], i_k, SHAPE)
+
+
+@triton.jit
+def _add_fp8(acc, x, p_w, scale, i_k, SHAPE: tl.constexpr):
+    """Adds a step of FP8. Rows that are not rounded yet are rounded on the way, by the scale of all
+    activations if there is one."""
+    p_x, row_scale = x
+    b_w = decode(tl.load(p_w + i_k), SHAPE.is_native)
     b_x = tl.load(p_x + i_k)
-    if not IS_ROUNDED:
+    if not SHAPE.is_rounded:
         b_x = b_x.to(tl.float32)
-        if input_scale is None:
-            row_scale = scale_of(b_x, 1)
+        if SHAPE.is_static:
+            row_scale += tl.zeros([b_x.shape[0]], tl.float32)
         else:
-            row_scale = tl.zeros([b_x.shape[0]], tl.float32) + input_scale
-        b_x = encode(b_x / row_scale[:, None], NATIVE)
-    b_dot = tl.dot(b_w, tl.trans(decode(b_x, NATIVE)))
-    if BLOCK_SCALES:
+            row_scale = scale_of(b_x, 1)
+        b_x = encode(b_x / row_scale[:, None], SHAPE.is_native)
+    b_dot = tl.dot(b_w, tl.trans(decode(b_x, SHAPE.is_native)))
+    if SHAPE.has_block_scales:
         b_dot *= scale[:, None] * row_scale[None, :]
     return acc + b_dot
 
@@ -229,12 +179,6 @@ def _add_fp4(acc, p_x, p_w, low_scale, high_scale, i_k):
     acc = tl.dot(low, tl.trans(tl.load(p_x + i_k)), acc)
     high = float4.weights(b_w >> 4, high_scale, TYPE)
     return tl.dot(high, tl.trans(tl.load(p_x + 64 + i_k)), acc)
-
-
-@triton.jit
-def factors(p_factor):
-    """Loads the factors of sums of e2m1 numbers."""
-    return tl.load(p_factor) * float4.UNIT
 
 
 @triton.jit
@@ -260,42 +204,30 @@ def _beside(q, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _add_small_groups(
-    acc, p_x, p_w, p_scale, p_zero, i_k, BLOCK_K: tl.constexpr, GROUP: tl.constexpr
-):
-    LANE: tl.constexpr = min(GROUP, 64)
+def _add_small_groups(acc, p_x, p_w, p_row, i_k, SHAPE: tl.constexpr):
+    LANE: tl.constexpr = min(SHAPE.group, 64)
     TYPE: tl.constexpr = p_x.dtype.element_ty
     b_w = tl.load(p_w + i_k // 2).to(tl.int16)
-    low = dequantise(b_w & 15, p_scale, p_zero, i_k, TYPE, BLOCK_K, GROUP)
+    low = dequantise(b_w & 15, p_row, i_k, TYPE, SHAPE)
     acc = tl.dot(low, tl.trans(tl.load(p_x + i_k)), acc)
-    high = dequantise(b_w >> 4, p_scale, p_zero, i_k + LANE, TYPE, BLOCK_K, GROUP)
+    high = dequantise(b_w >> 4, p_row, i_k + LANE, TYPE, SHAPE)
     return tl.dot(high, tl.trans(tl.load(p_x + LANE + i_k)), acc)
 
 
 @triton.jit
-def dequantise(
-    q, p_scale, p_zero, i_k, TYPE: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr
-):
-    """Returns the weights of numbers q [N, K / 2] int16 in a 16-bit type; the first is input
-    i_k's."""
-    PIECES: tl.constexpr = BLOCK_K // (2 * min(GROUP, 64))
-    if PIECES == 1:
-        scale = tl.load(p_scale + i_k // GROUP)[:, None]
-        zero = tl.load(p_zero + i_k // GROUP)[:, None]
+def dequantise(q, p_row, i_k, TYPE: tl.constexpr, SHAPE: tl.constexpr):
+    """Returns the weights of numbers q [N, K / 2] int16 of Int4 in a 16-bit type; the first is
+    input i_k's. `p_row` is what `find_row` returned."""
+    LANE: tl.constexpr = min(SHAPE.group, 64)
+    p_scale, p_zero = p_row[1], p_row[2]
+    if SHAPE.block_k == 2 * LANE:
+        scale = tl.load(p_scale + i_k // SHAPE.group)[:, None]
+        zero = tl.load(p_zero + i_k // SHAPE.group)[:, None]
     else:
         # A tile of numbers of several groups.
-        LANE: tl.constexpr = min(GROUP, 64)
-        group = (i_k + tl.arange(0, BLOCK_K // 2) // LANE * (2 * LANE)) // GROUP
+        o_q = tl.arange(0, SHAPE.block_k // 2)
+        group = (i_k + o_q // LANE * (2 * LANE)) // SHAPE.group
         scale = tl.load(p_scale[:, None] + group[None, :])
         zero = tl.load(p_zero[:, None] + group[None, :])
     offset: tl.constexpr = 128.0 if tl.bfloat16 == TYPE else 1024.0
     return (_beside(q, TYPE) - (zero.to(tl.float32) + offset).to(TYPE)) * scale.to(TYPE)
-
-
-@triton.jit
-def whole_scale(p_row_scale, input_scale):
-    """Returns the scale of rows that have one each, [1, M], or one for all."""
-    if input_scale is None:
-        return tl.load(p_row_scale)[None, :]
-    else:
-        return input_scale

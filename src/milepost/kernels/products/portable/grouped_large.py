@@ -1,7 +1,7 @@
-"""Triton: the experts' GEMMs for so many rows an expert that arithmetic is what costs.
+"""Triton: the experts' GEMMs for many rows of each expert, where arithmetic is what costs.
 
-Weights, and activations that lie row by row, come in through bulk TMA copies, which needs whole
-tiles: `products.expert_table` says for which shapes. Rows are the left operand. In FP8 a tile is as
+Weights, and activations that lie row by row, come in through bulk TMA copies, which need whole
+tiles: conditions in `products.expert_table` say so. Rows are the left operand. In FP8 a tile is as
 wide as a block that shares a scale, and the up projection rounds what it stores for the down
 projection.
 

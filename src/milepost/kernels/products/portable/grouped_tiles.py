@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
 from milepost.kernels.platform.tiles import Tiles
-from milepost.kernels.products.expert_table import UNGROUPED
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.forms.quantised import FourBits, Fp8
-from milepost.kernels.products.portable.gemm_step import constants
 from milepost.kernels.products.run_experts import RoutedRows
-from milepost.kernels.products.tiles import MANY, choose
-
-__all__ = ["UNGROUPED", "GroupedShape", "choose_quantised", "choose_raw"]
+from milepost.kernels.products.tiles import MANY, choose_gemm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRegime:
-    """Tiles of both projections for up to `max_routed` rows an expert on average."""
+    """Tiles of both projections for an average of up to `max_routed` rows of an expert."""
 
     max_routed: float
     up: Tiles
@@ -50,48 +45,12 @@ _FLOAT32 = Tiles(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
 """Tensor cores do not multiply float32 exactly."""
 
 
-class GroupedShape(NamedTuple):
-    """A projection, its tiles and its form; a constant on the device."""
-
-    inputs: int
-    outputs: int
-    top_k: int
-    is_gated: bool
-    block_k: int
-    is_swapped: bool
-    depths: int = 0
-    scale_rows: int = 1
-    group: int = 0
-    has_block_scales: bool = False
-    is_native: bool = True
-    """The constants of a form's scales: see `gemm_step.constants`."""
-
-    @staticmethod
-    def of(routed: RoutedRows, tiles: Tiles, *, is_up: bool) -> GroupedShape:
-        weight = routed.up if is_up else routed.down
-        outputs = routed.size if is_up else weight.num_outputs
-        shape = GroupedShape(
-            inputs=weight.num_inputs,
-            outputs=outputs,
-            top_k=routed.experts.shape[1] if is_up else 1,
-            is_gated=is_up and routed.is_gated,
-            block_k=tiles.block_k,
-            is_swapped=tiles.is_swapped,
-        )
-        if isinstance(weight, Raw):
-            return shape
-        known = constants(weight, routed.chip)
-        return shape._replace(
-            depths=known["DEPTHS"],
-            scale_rows=known["SCALE_ROWS"],
-            group=known["GROUP"],
-            has_block_scales=known["BLOCK_SCALES"],
-            is_native=known["NATIVE"],
-        )
+def choose(routed: RoutedRows) -> tuple[Tiles, Tiles]:
+    """Chooses the tiles of both projections."""
+    return _choose_raw(routed) if isinstance(routed.up, Raw) else _choose_quantised(routed)
 
 
-def choose_raw(routed: RoutedRows) -> tuple[Tiles, Tiles]:
-    """Chooses the tiles of both projections of raw weights."""
+def _choose_raw(routed: RoutedRows) -> tuple[Tiles, Tiles]:
     up = down = _FLOAT32
     if routed.rows.dtype != torch.float32:
         regime = next(each for each in _REGIMES if routed.rows_each <= each.max_routed)
@@ -111,9 +70,9 @@ def _dividing(tiles: Tiles, num_inputs: int) -> Tiles:
     return replace(tiles, block_k=half, num_stages=2 * tiles.num_stages)
 
 
-def choose_quantised(routed: RoutedRows) -> tuple[Tiles, Tiles]:
-    """Chooses the tiles of both projections of quantised weights, which are the left operand."""
-    wide = choose(routed.rows_each, is_fp8=isinstance(routed.up, Fp8)).fitted(routed.chip)
+def _choose_quantised(routed: RoutedRows) -> tuple[Tiles, Tiles]:
+    """Chooses tiles whose left operand is the weight."""
+    wide = choose_gemm(routed.rows_each, is_fp8=isinstance(routed.up, Fp8)).fitted(routed.chip)
     wide = replace(wide, is_swapped=True)
     # Gate and up projection have a sum each: with wide tiles more than there are registers.
     narrow = replace(wide, block_n=64, num_warps=8 if wide.block_m == MANY.block_m else 4)

@@ -25,9 +25,12 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.numerics import decode, encode, scale_of
 from milepost.kernels.platform.tensors import FP8
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Quantised
 from milepost.kernels.products.portable.activation import activate
 
+RoundedRows = tuple[Tensor, Tensor | None]
+"""Rows and, if they are rounded, their scales [D, R]."""
 _PART = 2048
 """Inputs of a program, or all that share a scale."""
 
@@ -75,9 +78,7 @@ def quantise(
     return values, scales
 
 
-def round_rows(
-    rows: Inputs, weight: Quantised, chip: Chip, *, are_few: bool
-) -> tuple[Tensor, Tensor | None]:
+def round_rows(rows: Inputs, weight: Raw | Quantised, chip: Chip, *, are_few: bool) -> RoundedRows:
     """Returns rows as a GEMM takes them: few are rounded on the way, since a launch costs more; of
     more rows, each program would round the same ones again."""
     rows = as_activations(rows)

@@ -1,7 +1,6 @@
-"""Triton: products of one row with raw weights, without tensor cores: a program reads some rows of
-the weight and multiplies as it goes.
+"""Triton: products of one token with raw weights, several in a launch: of two rows, and of heads.
 
-Legend: T tokens, I inputs, O outputs, H heads.
+Legend: I inputs, O outputs, H heads.
 """
 
 from __future__ import annotations
@@ -12,66 +11,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tensors import check_rows
-from milepost.kernels.products.forms.matrix import Raw
-from milepost.kernels.products.run_products import Multiplication
-from milepost.kernels.products.tiles import NARROW, GemvTiles
-
-
-def run(given: Multiplication, tiles: GemvTiles) -> Tensor:
-    """Multiplies by raw weights, each row for itself."""
-    hidden, weight, output = given.values, given.weight, given.output()
-    assert isinstance(weight, Raw), "the kernel's form"
-    _gemv_kernel[(triton.cdiv(weight.num_outputs, tiles.block_n), len(hidden))](
-        hidden,
-        weight.values,
-        given.bias,
-        output,
-        hidden.stride(0),
-        output.stride(0),
-        INPUTS=weight.num_inputs,
-        OUTPUTS=weight.num_outputs,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        num_warps=tiles.num_warps,
-        **OVERLAPPED,
-    )
-    return output
-
-
-@quick
-@triton.jit
-def _gemv_kernel(
-    hidden,
-    weight,
-    bias,
-    output,
-    stride,
-    output_stride,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    launch_dependents()
-    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = tl.program_id(1).to(tl.int64)
-    is_column = o_n < OUTPUTS
-    o_k = tl.arange(0, BLOCK_K)
-    p_w = weight + (o_n % OUTPUTS).to(tl.int64)[:, None] * INPUTS + o_k[None, :]
-    b_w = tl.load(p_w, mask=o_k[None, :] < INPUTS, other=0.0)
-    wait_for_inputs()
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for i_k in tl.static_range(0, INPUTS, BLOCK_K):
-        is_input = i_k + o_k < INPUTS
-        if i_k > 0:
-            b_w = tl.load(p_w + i_k, mask=is_input[None, :], other=0.0)
-        b_x = tl.load(hidden + token * stride + i_k + o_k, mask=is_input, other=0.0)
-        acc += b_w.to(tl.float32) * b_x.to(tl.float32)[None, :]
-    acc = tl.sum(acc, 1)
-    if bias is not None:
-        acc += tl.load(bias + o_n, mask=is_column, other=0.0).to(tl.float32)
-    b_o = acc.to(output.dtype.element_ty)
-    tl.store(output + token * output_stride + o_n, b_o, mask=is_column)
+from milepost.kernels.products.gemv_tiles import NARROW
 
 
 def multiply_pair(

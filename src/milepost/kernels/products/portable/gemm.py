@@ -1,0 +1,160 @@
+"""Triton: dense products of several rows with weights of every form.
+
+With few rows, reading the weight once is what costs. A weight with few outputs is also cut along
+its inputs, so that every SM reads some of it. The reader of the result adds the split-K partials
+up, always in the same order.
+
+Legend: T tokens, I inputs, O outputs, S split-K partials; M rows, N outputs of a program.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.tensors import check_contiguous, check_rows
+from milepost.kernels.platform.tiles import cdiv, num_programs
+from milepost.kernels.products.forms.matrix import Packed, Raw
+from milepost.kernels.products.portable.gemm_step import multiply_quantised, multiply_raw
+from milepost.kernels.products.portable.rounding import readable, round_rows
+from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
+from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.tiles import FEW, SplitTiles
+
+
+def run(given: Multiplication, cut: SplitTiles) -> Tensor:
+    """Multiplies rows by a weight of any form. Few FP8 rows are rounded on the way."""
+    weight, chip, tiles, split_k = given.weight, given.chip, cut.tiles, cut.split_k
+    assert not isinstance(weight, Packed), "a form of kernels"
+    if is_raw := isinstance(weight, Raw):
+        check_rows(hidden=given.values)
+        check_contiguous(weight=weight.values)
+    are_few = tiles.block_m <= FEW.block_m
+    rows, row_scales = round_rows(given.rows, weight, chip, are_few=are_few)
+    output, num_tiles = given.output(split_k), cdiv(weight.num_outputs, tiles.block_n)
+    overlaps = given.launch_dependents
+    if is_raw:
+        overlaps = 2 * num_tiles * split_k <= num_programs(chip.num_sms)
+    shape = ProductShape.of(
+        weight,
+        chip,
+        block_m=tiles.block_m,
+        block_n=tiles.block_n,
+        block_k=tiles.block_k,
+        split_k=split_k,
+        is_swapped=tiles.is_swapped,
+        is_rounded=row_scales is not None,
+    )
+    _gemm_kernel[(num_tiles, split_k, cdiv(len(rows), tiles.block_m))](
+        readable(rows, chip),
+        row_scales,
+        WeightTensors.of(weight, chip),
+        given.bias,
+        output,
+        len(rows),
+        rows.stride(0),
+        0 if row_scales is None else row_scales.stride(0),
+        output.stride(-2),
+        MULTIPLY=multiply_raw if is_raw else multiply_quantised,
+        SHAPE=shape,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **(OVERLAPPED if overlaps else {}),
+    )
+    return output if split_k == 1 else output.transpose(0, 1)
+
+
+@quick
+@triton.jit(do_not_specialize=("num_rows", "scales_stride"))
+def _gemm_kernel(
+    rows,
+    row_scales,
+    weight,
+    bias,
+    output,
+    num_rows,
+    stride,
+    scales_stride,
+    output_stride,
+    MULTIPLY: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    launch_dependents()
+    BLOCK_N: tl.constexpr = SHAPE.block_n
+    BLOCK_K: tl.constexpr = SHAPE.block_k
+    # Whole steps for each split; the last may get fewer.
+    STEPS: tl.constexpr = (SHAPE.inputs + SHAPE.split_k * BLOCK_K - 1) // (SHAPE.split_k * BLOCK_K)
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    o_m = tl.program_id(2) * SHAPE.block_m + tl.arange(0, SHAPE.block_m)
+    is_row, is_column = o_m < num_rows, o_n < SHAPE.outputs
+    # Rows beyond the last read row 0 and outputs beyond the last wrap: neither is stored.
+    row, column = tl.where(is_row, o_m, 0).to(tl.int64), (o_n % SHAPE.outputs).to(tl.int64)
+    p_row_scale = None if row_scales is None else row_scales + row
+    wait_for_inputs()
+    p_x, first = rows + row[:, None] * stride, split * (STEPS * BLOCK_K)
+    acc, _ = MULTIPLY(p_x, p_row_scale, scales_stride, weight, 0, column, first, SHAPE)
+    b_bias = None
+    if bias is not None:
+        b_bias = tl.load(bias + o_n, mask=is_column & (split == 0), other=0.0).to(tl.float32)
+    target = (split.to(tl.int64) * num_rows + o_m) * output_stride
+    # Sums of quantised weights are turned once they are scaled, and those of raw ones are not.
+    if SHAPE.is_swapped and weight.scales is None:
+        if bias is not None:
+            acc += b_bias[:, None]
+        mask = is_column[:, None] & is_row[None, :]
+        b_o = acc.to(output.dtype.element_ty)
+        tl.store(output + target[None, :] + o_n[:, None], b_o, mask=mask)
+    else:
+        if SHAPE.is_swapped:
+            acc = tl.trans(acc)
+        if bias is not None:
+            acc += b_bias[None, :]
+        mask = is_row[:, None] & is_column[None, :]
+        b_o = acc.to(output.dtype.element_ty)
+        tl.store(output + target[:, None] + o_n[None, :], b_o, mask=mask)
+
+
+def add_up(partials: Tensor, dtype: torch.dtype, output: Tensor | None = None) -> Tensor:
+    """Adds up the second dimension of `partials` [T, S, O], as `run` returns them; into `output`,
+    whose rows may lie apart, if there is one."""
+    num_tokens, split_k, num_outputs = partials.shape
+    if output is None:
+        output = torch.empty(num_tokens, num_outputs, dtype=dtype, device=partials.device)
+    _add_up_kernel[(cdiv(num_tokens * num_outputs, 512),)](
+        partials,
+        output,
+        num_tokens * num_outputs,
+        output.stride(0),
+        OUTPUTS=num_outputs,
+        SPLIT_K=split_k,
+        BLOCK=512,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+    return output
+
+
+@quick
+@triton.jit(do_not_specialize=("size",))
+def _add_up_kernel(
+    partials,
+    output,
+    size,
+    stride,
+    OUTPUTS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    launch_dependents()
+    wait_for_inputs()
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_index = index < size
+    acc = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        acc += tl.load(partials + split * size + index, mask=is_index, other=0.0)
+    target = output + (index // OUTPUTS).to(tl.int64) * stride + index % OUTPUTS
+    tl.store(target, acc.to(output.dtype.element_ty), mask=is_index)

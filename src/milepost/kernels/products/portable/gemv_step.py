@@ -1,0 +1,164 @@
+"""Triton: the sums of a row times some outputs, without tensor cores, for weights of every form.
+
+Rows are rounded on the way if the form asks for that, which needs no launch of its own. A number of
+four bits stands in a float32's bits beside 1, and the surplus is subtracted from a block's sum;
+numbers in e2m1 are summed up group by group.
+
+Legend: K inputs of a step, D blocks of BLOCK inputs of a step, N outputs, W numbers or bytes of a
+block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from milepost.kernels.platform.launches import wait_for_inputs
+from milepost.kernels.platform.numerics import encode, scale_of
+from milepost.kernels.products.forms.quantised import BLOCK
+from milepost.kernels.products.portable import float4
+from milepost.kernels.products.portable.gemm_step import factors
+from milepost.kernels.products.portable.rounding import widen
+from milepost.kernels.products.portable.weights import find_row
+
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def multiply_raw(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.constexpr):
+    """Multiplies the row at `p_x` by the outputs `column` [N], and by their gates if there are any:
+    [N] each. If EARLY, it waits for inputs once the first weights are loaded."""
+    INPUTS: tl.constexpr = SHAPE.inputs
+    BLOCK_K: tl.constexpr = SHAPE.block_k
+    o_k = tl.arange(0, BLOCK_K)
+    p_gate = find_row(weight, expert, column, SHAPE)[0][:, None] + o_k[None, :]
+    # Up rows stand after the gates'.
+    p_up = p_gate
+    if SHAPE.is_gated:
+        p_up += SHAPE.outputs * SHAPE.inputs
+    ups = tl.zeros([column.shape[0], BLOCK_K], tl.float32)
+    gates = ups
+    for i_k in tl.static_range(0, INPUTS, BLOCK_K):
+        is_input = i_k + o_k < INPUTS
+        b_up = tl.load(p_up + i_k, mask=is_input[None, :], other=0.0)
+        if SHAPE.is_gated:
+            b_gate = tl.load(p_gate + i_k, mask=is_input[None, :], other=0.0)
+        if EARLY and i_k == 0:
+            wait_for_inputs()
+        b_x = tl.load(p_x + i_k + o_k, mask=is_input, other=0.0).to(tl.float32)[None, :]
+        if SHAPE.is_gated:
+            gates += b_gate.to(tl.float32) * b_x
+        ups += b_up.to(tl.float32) * b_x
+    return tl.sum(ups, 1), tl.sum(gates, 1)
+
+
+@triton.jit
+def multiply_quantised(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.constexpr):
+    """Multiplies as `multiply_raw`, block by block."""
+    BLOCKS: tl.constexpr = SHAPE.inputs // _BLOCK
+    BLOCK_D: tl.constexpr = SHAPE.block_k // _BLOCK
+    gate = find_row(weight, expert, column, SHAPE)
+    up = gate
+    if SHAPE.is_gated:
+        # Up rows stand after the gates'.
+        up = find_row(weight, expert, column + SHAPE.outputs, SHAPE)
+    ups = tl.zeros([column.shape[0]], tl.float32)
+    gates = ups
+    for i_d in tl.static_range(0, BLOCKS, BLOCK_D):
+        b_up = _load_weights(up[0], i_d, SHAPE)
+        if SHAPE.is_gated:
+            b_gate = _load_weights(gate[0], i_d, SHAPE)
+        if EARLY and i_d == 0:
+            wait_for_inputs()
+        x = _load_row(p_x, i_d, SHAPE)
+        if SHAPE.is_gated:
+            gates += _dot(b_gate, x, gate, i_d, SHAPE)
+        ups += _dot(b_up, x, up, i_d, SHAPE)
+    if SHAPE.group < 0:
+        gates *= factors(gate[2])
+        ups *= factors(up[2])
+    return ups, gates
+
+
+@triton.jit
+def _load_row(p_x, i_d, SHAPE: tl.constexpr):
+    """Returns a row's blocks from the i_d-th on as they are multiplied, [D, W] twice: the inputs of
+    bytes' low and high halves for four bits, the same blocks for FP8; and sums or scales of blocks
+    [D]."""
+    WIDTH: tl.constexpr = _BLOCK // 2 if SHAPE.group else _BLOCK
+    o_d, o_k = i_d + tl.arange(0, SHAPE.block_k // _BLOCK), tl.arange(0, WIDTH)
+    is_input = (o_d < SHAPE.inputs // _BLOCK)[:, None]
+    place = o_d[:, None] * _BLOCK + o_k[None, :]
+    b_x = tl.load(p_x + place, mask=is_input, other=0.0).to(tl.float32)
+    if SHAPE.group:
+        b_y = tl.load(p_x + WIDTH + place, mask=is_input, other=0.0).to(tl.float32)
+        b_sum = tl.sum(b_x + b_y, 1)
+        # What depends on a sum is widened before it is spread over the outputs, not after.
+        one = tl.where(b_sum == b_sum, 1.0, b_sum)[:, None]
+        return b_x * one, b_y * one, b_sum
+    else:
+        scale = scale_of(b_x, 1)
+        # Times its scale here, so that numbers are widened once and not for every output.
+        b_q = encode(b_x / scale[:, None], SHAPE.is_native)
+        b_x = widen(b_q, SHAPE.is_native) * scale[:, None]
+        return b_x, b_x, scale
+
+
+@triton.jit
+def _load_weights(p_w, i_d, SHAPE: tl.constexpr):
+    """Returns blocks of weights [N, D, W] of rows at `p_w` [N]."""
+    WIDTH: tl.constexpr = _BLOCK // 2 if SHAPE.group else _BLOCK
+    o_d, o_k = i_d + tl.arange(0, SHAPE.block_k // _BLOCK), tl.arange(0, WIDTH)
+    place = (o_d[:, None] * WIDTH + o_k[None, :])[None, :, :]
+    if SHAPE.inputs % SHAPE.block_k == 0:
+        return tl.load(p_w[:, None, None] + place)
+    else:
+        is_input = (o_d < SHAPE.inputs // _BLOCK)[None, :, None]
+        return tl.load(p_w[:, None, None] + place, mask=is_input, other=0.0)
+
+
+@triton.jit
+def _dot(b_w, x, p_row, i_d, SHAPE: tl.constexpr):
+    """Multiplies weights of the rows `p_row` and a row `x`, both from block `i_d` on: [N]."""
+    b_x, b_y, b_sum = x
+    p_scale, p_zero = p_row[1], p_row[2]
+    o_d = i_d + tl.arange(0, SHAPE.block_k // _BLOCK)
+    is_input = (o_d < SHAPE.inputs // _BLOCK)[None, :]
+    if SHAPE.group < 0:
+        return _dot_fp4(b_w, b_x, b_y, p_scale, o_d, is_input, -SHAPE.group)
+    elif SHAPE.group:
+        place = (o_d * _BLOCK // SHAPE.group)[None, :]
+        scale = tl.load(p_scale[:, None] + place, mask=is_input, other=0.0).to(tl.float32)
+        zero = tl.load(p_zero[:, None] + place, mask=is_input, other=0).to(tl.float32)
+        b_w = b_w.to(tl.int32)
+        sums = tl.sum(_beside(b_w << 19) * b_x[None, :, :], 2)
+        sums += tl.sum(_beside(b_w << 15) * b_y[None, :, :], 2)
+        return tl.sum((16.0 * sums - (zero + 16.0) * b_sum[None, :]) * scale, 1)
+    else:
+        scale = tl.load(p_scale[:, None] + o_d[None, :], mask=is_input, other=0.0)
+        return tl.sum(tl.sum(widen(b_w, SHAPE.is_native) * b_x[None, :, :], 2) * scale, 1)
+
+
+@triton.jit
+def _beside(bits):
+    """Returns 1 + q / 16 in float32, for numbers q in the highest bits of its fraction."""
+    return ((bits & 0x780000) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _dot_fp4(b_w, b_x, b_y, p_scale, o_d, is_input, GROUP: tl.constexpr):
+    N: tl.constexpr = b_w.shape[0]
+    D: tl.constexpr = b_w.shape[1]
+    G: tl.constexpr = _BLOCK // (2 * GROUP)
+    o_g = o_d[:, None] * (2 * G) + tl.arange(0, G)[None, :]
+    p_group, is_group = p_scale[:, None, None] + o_g[None, :, :], is_input[:, :, None]
+    low_scale = tl.load(p_group, mask=is_group, other=0)
+    high_scale = tl.load(p_group + G, mask=is_group, other=0)
+    b_w = b_w.to(tl.int16)
+    low = float4.numbers(b_w & 15, tl.float16).to(tl.float32) * b_x[None, :, :]
+    high = float4.numbers(b_w >> 4, tl.float16).to(tl.float32) * b_y[None, :, :]
+    sums = tl.sum(tl.reshape(low, [N, D, G, GROUP]), 3)
+    sums *= float4.scales(low_scale, tl.float16)
+    other = tl.sum(tl.reshape(high, [N, D, G, GROUP]), 3)
+    sums += other * float4.scales(high_scale, tl.float16)
+    return tl.sum(tl.sum(sums, 2), 1)

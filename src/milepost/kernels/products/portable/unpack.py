@@ -1,0 +1,85 @@
+"""Triton: makes 16-bit weights of four-bit ones, for GEMMs with enough rows to pay for it.
+
+Legend: T tokens, H hidden size; I inputs, O outputs; N outputs, K inputs of a program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.tiles import cdiv
+from milepost.kernels.products.forms.matrix import Form, Raw
+from milepost.kernels.products.forms.quantised import BLOCK, FourBits
+from milepost.kernels.products.portable import float4
+from milepost.kernels.products.portable.gemm_step import dequantise, factors
+from milepost.kernels.products.portable.weights import (
+    ProductShape,
+    WeightTensors,
+    columns,
+    find_row,
+    load_scales,
+)
+from milepost.kernels.products.run_experts import RoutedRows, run_chosen
+
+_BLOCK_N = 64
+"""Outputs of a program."""
+
+
+def unpack(weight: FourBits, dtype: torch.dtype) -> Tensor:
+    """Returns the weights [..., O, I] of one matrix or a stack, rounded to a 16-bit type."""
+    device, num_inputs = weight.packed.device, weight.num_inputs
+    output = torch.empty(*weight.packed.shape[:-1], num_inputs, dtype=dtype, device=device)
+    num_rows, chip = output.numel() // num_inputs, probe(device)
+    shape = ProductShape.of(weight, chip, block_n=_BLOCK_N, block_k=BLOCK)
+    _unpack_kernel[(cdiv(num_rows, _BLOCK_N), num_inputs // BLOCK)](
+        WeightTensors.of(weight, chip),
+        output,
+        SHAPE=shape._replace(outputs=num_rows),
+        num_warps=4,
+        **OVERLAPPED,
+    )
+    return output
+
+
+def run(routed: RoutedRows) -> Tensor:
+    """Returns partials [T, N, H] of experts, with the kernel for raw weights."""
+
+    def widen(weight: Form) -> Raw:
+        assert isinstance(weight, FourBits), "the kernel's forms"
+        return Raw(values=unpack(weight, routed.rows.dtype))
+
+    return run_chosen(replace(routed, up=widen(routed.up), down=widen(routed.down)))
+
+
+@quick
+@triton.jit
+def _unpack_kernel(weight, output, SHAPE: tl.constexpr):
+    launch_dependents()
+    wait_for_inputs()
+    LANE: tl.constexpr = min(SHAPE.group, 64) if SHAPE.group > 0 else 64
+    TYPE: tl.constexpr = output.dtype.element_ty
+    o_n = tl.program_id(0) * SHAPE.block_n + tl.arange(0, SHAPE.block_n)
+    row = (o_n % SHAPE.outputs).to(tl.int64)
+    i_k = tl.program_id(1) * SHAPE.block_k
+    o_x, o_w = columns(SHAPE)
+    p_row = find_row(weight, 0, row, SHAPE)
+    b_w = tl.load(p_row[0][:, None] + i_k // 2 + o_w[None, :]).to(tl.int16)
+    target = output + row[:, None] * SHAPE.inputs + i_k + o_x[None, :]
+    mask = (o_n < SHAPE.outputs)[:, None]
+    if SHAPE.group < 0:
+        low_scale, high_scale = load_scales(p_row, i_k, SHAPE)
+        factor = factors(p_row[2])[:, None]
+        low = (float4.weights(b_w & 15, low_scale, TYPE) * factor).to(TYPE)
+        high = (float4.weights(b_w >> 4, high_scale, TYPE) * factor).to(TYPE)
+    else:
+        low = dequantise(b_w & 15, p_row, i_k, TYPE, SHAPE)
+        high = dequantise(b_w >> 4, p_row, i_k + LANE, TYPE, SHAPE)
+    tl.store(target, low, mask=mask)
+    tl.store(target + LANE, high, mask=mask)

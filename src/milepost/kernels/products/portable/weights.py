@@ -1,0 +1,161 @@
+"""Triton: weights of every form as the portable kernels take them.
+
+A product's sizes, its tiles and its form are one constant, `ProductShape`. A form's tensors are
+`WeightTensors`. Experts are a stack of matrices; gate rows stand before up rows in each. A dense
+weight is its only expert.
+
+Legend: N outputs of a program, K inputs of a step, G groups of inputs, M rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Quantised
+from milepost.kernels.products.portable.rounding import readable
+
+
+class WeightTensors(NamedTuple):
+    """A weight's tensors on the device; those that its form does not have are None."""
+
+    numbers: Any
+    scales: Any = None
+    zeros: Any = None
+    """Zero points, or factors of e2m1 rows."""
+    input_scales: Any = None
+    """Scales of all activations, if the checkpoint sets them."""
+
+    @staticmethod
+    def of(weight: Raw | Quantised, chip: Chip) -> WeightTensors:
+        if isinstance(weight, Raw):
+            return WeightTensors(weight.values)
+        if isinstance(weight, Int4):
+            return WeightTensors(weight.packed, weight.scales, weight.zeros)
+        if isinstance(weight, Fp4):
+            return WeightTensors(weight.packed, weight.scales.view(torch.uint8), weight.factors)
+        values = readable(weight.values, chip)
+        return WeightTensors(values, weight.scales, None, weight.input_scale)
+
+
+class ProductShape(NamedTuple):
+    """A product, its tiles and the form of its weight; a constant on the device."""
+
+    inputs: int
+    outputs: int
+    """Outputs of a row, after the activation if it is gated."""
+    block_n: int
+    block_k: int
+    block_m: int = 1
+    split_k: int = 1
+    top_k: int = 1
+    """Routed tokens that share a row of inputs."""
+    is_gated: bool = False
+    is_swapped: bool = False
+    """Whether the weight is the left operand, and sums are [N, M]."""
+    group: int = 0
+    """Inputs of a scale in four bits: 0 for FP8 and raw weights, and less than 0 for e2m1."""
+    depths: int = 0
+    """Scales of an output."""
+    scale_rows: int = 1
+    """Outputs of a scale."""
+    has_block_scales: bool = False
+    is_native: bool = True
+    """Whether the chip multiplies FP8, if the form is that."""
+    is_static: bool = False
+    """Whether the checkpoint sets the scale of all activations."""
+    is_rounded: bool = False
+    """Whether rows are FP8 and have scales."""
+
+    @staticmethod
+    def of(
+        weight: Raw | Quantised, chip: Chip, *, is_gated: bool = False, **tiles: Any
+    ) -> ProductShape:
+        outputs = weight.num_outputs // (1 + is_gated)
+        shape = ProductShape(weight.num_inputs, outputs, is_gated=is_gated, **tiles)
+        if isinstance(weight, Raw):
+            return shape
+        depths = weight.scales.shape[-1]
+        if not isinstance(weight, Fp8):
+            group = weight.group if isinstance(weight, Int4) else -weight.group
+            return shape._replace(group=group, depths=depths, is_swapped=True)
+        return shape._replace(
+            depths=depths,
+            scale_rows=weight.rows,
+            has_block_scales=weight.depth == BLOCK,
+            is_native=chip.has_fp8,
+            is_static=weight.input_scale is not None,
+            is_swapped=True,
+        )
+
+
+@triton.jit
+def columns(SHAPE: tl.constexpr):
+    """Returns a step's inputs in a row of activations, and where the weights' numbers stand in
+    theirs. A byte has two numbers of four bits: these are the first ones' inputs (see
+    `forms.Int4`)."""
+    if SHAPE.group:
+        LANE: tl.constexpr = min(SHAPE.group, 64) if SHAPE.group > 0 else 64
+        o_w = tl.arange(0, SHAPE.block_k // 2)
+        return o_w // LANE * (2 * LANE) + o_w % LANE, o_w
+    else:
+        o_k = tl.arange(0, SHAPE.block_k)
+        return o_k, o_k
+
+
+@triton.jit
+def find_row(weight, expert, row, SHAPE: tl.constexpr):
+    """Returns pointers to the numbers, scales and zero points of `row` [N] of an expert; a form
+    without zero points has any pointer for them."""
+    HEIGHT: tl.constexpr = 2 * SHAPE.outputs if SHAPE.is_gated else SHAPE.outputs
+    PITCH: tl.constexpr = SHAPE.inputs // 2 if SHAPE.group else SHAPE.inputs
+    p_w = weight.numbers + expert * (HEIGHT * PITCH) + row * PITCH
+    if weight.scales is None:
+        return p_w, p_w, p_w
+    else:
+        first = expert * ((HEIGHT + SHAPE.scale_rows - 1) // SHAPE.scale_rows * SHAPE.depths)
+        p_scale = weight.scales + first + row // SHAPE.scale_rows * SHAPE.depths
+        p_zero = p_scale
+        if weight.zeros is not None:
+            ZEROS: tl.constexpr = SHAPE.depths if SHAPE.group > 0 else 1
+            p_zero = weight.zeros + (expert * HEIGHT + row) * ZEROS
+        return p_w, p_scale, p_zero
+
+
+@triton.jit
+def load_scales(p_row, i_k, SHAPE: tl.constexpr):
+    """Loads the scales [N] and zero points [N] of the step from input i_k on, for rows from
+    `find_row`; those that a form does not have, or not for a whole step, are anything. Forms of
+    e2m1 have scales [N, G] of the groups in bytes' low halves, and of those in their high halves.
+
+    They are loaded a step ahead: no loop has them brought ahead by itself, and each step would wait
+    for them."""
+    p_scale, p_zero = p_row[1], p_row[2]
+    i_k = tl.minimum(i_k, SHAPE.inputs - SHAPE.block_k)
+    scale = tl.zeros([1], tl.float32)
+    zero = scale
+    if SHAPE.group >= SHAPE.block_k:
+        scale = tl.load(p_scale + i_k // SHAPE.group).to(tl.float32)
+        zero = tl.load(p_zero + i_k // SHAPE.group).to(tl.float32)
+    elif SHAPE.group < 0:
+        GROUPS: tl.constexpr = SHAPE.block_k // (2 * -SHAPE.group)
+        p_group = p_scale[:, None] + i_k // -SHAPE.group + tl.arange(0, GROUPS)[None, :]
+        scale, zero = tl.load(p_group), tl.load(p_group + GROUPS)
+    elif SHAPE.has_block_scales:
+        scale = tl.load(p_scale + i_k // SHAPE.block_k)
+    return scale, zero
+
+
+@triton.jit
+def load_row_scale(p_row_scale, stride, i_k, SHAPE: tl.constexpr):
+    """Loads the scales [M] of rows that were rounded in blocks, as `load_scales` does."""
+    i_k = tl.minimum(i_k, SHAPE.inputs - SHAPE.block_k)
+    if SHAPE.has_block_scales and p_row_scale is not None:
+        return tl.load(p_row_scale + i_k // SHAPE.block_k * stride)
+    else:
+        return tl.zeros([1], tl.float32)
