@@ -265,8 +265,8 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
     from milepost.models.configuration import load_config, resolve_dtype
     from milepost.models.quantization import read_quantization
     from milepost.models.registry import find_architecture
-    from milepost.runner import device
     from milepost.runner.graphs import ladder, largest_step
+    from milepost.runner.measuring import measure_activations
     from milepost.runner.pool_shape import PoolShape
 
     config = load_config(REPOSITORY / case.model)
@@ -305,7 +305,7 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
         for num_tokens in eager
     ]
     with torch.inference_mode(), _without_copies(), _without_library():
-        device.measure_activations(
+        measure_activations(
             model, shape, largest_step(**limits), [*steps, *ladder(**limits)], case.page_size
         )
 
