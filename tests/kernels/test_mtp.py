@@ -106,7 +106,7 @@ def build_case() -> Case:
 def test_every_token_is_joined_with_the_state_before_it() -> None:
     case = build_case()
     joined = reference.join(
-        case.token_ids, case.table, case.hidden, case.scales, EPS, case.carried, case.rows
+        case.hidden, case.token_ids, case.table, case.scales, EPS, (case.carried, case.rows)
     )
     torch.testing.assert_close(joined, case.expected())
 

@@ -65,7 +65,7 @@ class MTPHead(nn.Module):
         last hidden states for the next step."""
         rows = ctx.step.layouts[self.operation]
         assert ctx.carried is not None, "slots carry hidden states for a head"
-        joined = self._join(token_ids, table, hidden, ctx.carried, rows)
+        joined = self._join(token_ids, table, hidden, (ctx.carried, rows))
         mtp.keep(hidden, ctx.carried, rows)
         block, ((number,), *_) = self.layer.blocks[0], self.layer.numbers
         assert block.pre is not None, "a norm stands before the head's attention"
@@ -85,8 +85,7 @@ class MTPHead(nn.Module):
         token_ids: Tensor,
         table: Tensor,
         hidden: Tensor,
-        carried: Carried | None = None,
-        rows: CarryRows | None = None,
+        carried: tuple[Carried, CarryRows] | None = None,
     ) -> Tensor:
         if not self.ranks.is_alone:
             # The table is split over ranks, so the embedded rows are passed to the kernel as its
@@ -95,4 +94,4 @@ class MTPHead(nn.Module):
             token_ids = torch.arange(len(token_ids), device=token_ids.device)
         scales = self.norm_embedding.scale, self.norm_hidden.scale
         eps = self.norm_hidden.eps
-        return self.fc(mtp.join(token_ids, table, hidden, scales, eps, carried, rows))
+        return self.fc(mtp.join(hidden, token_ids, table, scales, eps, carried))

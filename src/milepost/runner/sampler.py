@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from milepost.kernels.sampling import draw
 from milepost.kernels.sampling import rows as layout
+from milepost.kernels.sampling.draws import draw
 from milepost.kernels.sampling.rows import StepRows, Workspace, block_size, num_blocks
 from milepost.runner.choice import tensor_beside
 from milepost.runner.counts import Counts

@@ -27,17 +27,16 @@ def lengthened(values: Tensor) -> Tensor:
 
 def test_join() -> None:
     case = build_case()
-    given = case.token_ids, case.table, case.hidden, case.scales, EPS
-    expected = reference.join(*given, case.carried, case.rows)
+    given = case.hidden, case.token_ids, case.table, case.scales, EPS
+    expected = reference.join(*given, (case.carried, case.rows))
     longer = replace(case, token_ids=lengthened(case.token_ids), hidden=lengthened(case.hidden))
     joined = triton.join(
+        longer.hidden,
         longer.token_ids,
         case.table,
-        longer.hidden,
         case.scales,
         EPS,
-        case.carried,
-        padded(case.rows),
+        (case.carried, padded(case.rows)),
     )
     torch.testing.assert_close(joined[: len(expected)], expected)
     torch.testing.assert_close(triton.join(*given), reference.join(*given))

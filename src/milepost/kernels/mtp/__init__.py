@@ -7,22 +7,22 @@ is one of the recorded states; recurrent layers record theirs likewise.
 
 This is the door to the op: callers import it from here, whatever computes it. `reference` is the
 definition, on any device.
-
-Legend: T tokens, S sequences, C hidden size, W states to be carried.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from milepost.kernels.layout.batch import Batch
 from milepost.kernels.mtp import reference
 from milepost.kernels.mtp.rows import Carried, CarryRows, lay_out
-from milepost.kernels.platform.device import Chip, runs_triton
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.doors import fused
 
 __all__ = ["Carried", "CarryOperation", "CarryRows", "join", "keep"]
+
+join = fused("mtp.triton")(reference.join)
+keep = fused("mtp.triton")(reference.keep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,30 +36,3 @@ class CarryOperation:
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's."""
         return ""
-
-
-def join(
-    token_ids: Tensor,
-    table: Tensor,
-    hidden: Tensor,
-    scales: tuple[Tensor, Tensor],
-    eps: float,
-    carried: Carried | None = None,
-    rows: CarryRows | None = None,
-) -> Tensor:
-    """See `reference.join`."""
-    if runs_triton(hidden):
-        from milepost.kernels.mtp import triton
-
-        return triton.join(token_ids, table, hidden, scales, eps, carried, rows)
-    return reference.join(token_ids, table, hidden, scales, eps, carried, rows)
-
-
-def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
-    """See `reference.keep`."""
-    if runs_triton(hidden):
-        from milepost.kernels.mtp import triton
-
-        triton.keep(hidden, carried, rows)
-    else:
-        reference.keep(hidden, carried, rows)

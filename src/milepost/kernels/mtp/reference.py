@@ -14,22 +14,21 @@ from milepost.kernels.platform.tensors import cast
 
 
 def join(
+    hidden: Tensor,
     token_ids: Tensor,
     table: Tensor,
-    hidden: Tensor,
     scales: tuple[Tensor, Tensor],
     eps: float,
-    carried: Carried | None = None,
-    rows: CarryRows | None = None,
+    carried: tuple[Carried, CarryRows] | None = None,
 ) -> Tensor:
     """[T, 2 * C]: the embeddings of `token_ids` [T] from the `table` [V, C], and the hidden states
     before them, each normed with its of the `scales` [C].
 
-    Before token t stands row t of `hidden` [T, C]; or, with `rows`, row t - 1, and before a
-    sequence's first what is `carried`.
+    Before token t stands row t of `hidden` [T, C]; or, with `carried`, row t - 1, and before a
+    sequence's first what is carried.
     """
     embedded = F.embedding(token_ids, table)
-    before = hidden if rows is None or carried is None else _shift(hidden, carried, rows)
+    before = hidden if carried is None else _shift(hidden, *carried)
     return torch.cat((_norm(embedded, scales[0], eps), _norm(before, scales[1], eps)), -1)
 
 

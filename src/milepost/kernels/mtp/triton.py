@@ -11,38 +11,31 @@ from torch import Tensor
 
 from milepost.kernels.mtp.rows import Carried, CarryRows
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.tiles import next_power_of_2
 
 
 def join(
+    hidden: Tensor,
     token_ids: Tensor,
     table: Tensor,
-    hidden: Tensor,
     scales: tuple[Tensor, Tensor],
     eps: float,
-    carried: Carried | None = None,
-    rows: CarryRows | None = None,
+    carried: tuple[Carried, CarryRows] | None = None,
 ) -> Tensor:
     """As `reference.join`; rows of `hidden` and slots of `carried` may lie apart."""
     num_tokens, size = hidden.shape
     joined = hidden.new_empty(num_tokens, 2 * size)
-    columns = triton.next_power_of_2(size)
-    is_shifted = rows is not None and carried is not None
-    states = carried.states if is_shifted else hidden
-    records = carried.records if is_shifted else None
+    columns = next_power_of_2(size)
     _join_kernel[(num_tokens, 2)](
         token_ids,
         table,
         hidden,
-        states,
-        records,
-        rows.sources if is_shifted else None,
+        hidden.stride(0),
+        *((None, None, 0, 0) if carried is None else _states(carried[0])),
+        None if carried is None else carried[1].sources,
         *scales,
         joined,
-        hidden.stride(0),
-        states.stride(0),
-        0 if records is None else records.shape[1],
         eps,
-        SHIFTED=is_shifted,
         SIZE=size,
         COLUMNS=columns,
         num_warps=min(32, max(1, columns // 128)),
@@ -51,23 +44,28 @@ def join(
     return joined
 
 
+def _states(carried: Carried) -> tuple[Tensor, Tensor | None, int, int]:
+    """Returns states and records, entries from slot to slot, and drafts of a row of records."""
+    states, records = carried.states, carried.records
+    return states, records, states.stride(0), 0 if records is None else records.shape[1]
+
+
 @quick
 @triton.jit(do_not_specialize=["slot_stride", "num_drafts"])
 def _join_kernel(
     token_ids,
     table,
     hidden,
+    hidden_stride,
     carried,
     records,
+    slot_stride,
+    num_drafts,
     sources,
     embedding_scale,
     hidden_scale,
     joined,
-    hidden_stride,
-    slot_stride,
-    num_drafts,
     eps,
-    SHIFTED: tl.constexpr,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -85,7 +83,7 @@ def _join_kernel(
     else:
         b_scale = tl.load(hidden_scale + o_h, mask=is_h, other=0.0)
         p_before = hidden + i_t * hidden_stride
-        if SHIFTED:
+        if sources is not None:
             where = tl.load(sources + 2 * i_t).to(tl.int64)
             place = tl.load(sources + 2 * i_t + 1)
             p_before = hidden + tl.maximum(i_t - 1, 0) * hidden_stride
@@ -103,20 +101,16 @@ def _join_kernel(
 
 def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
     """As `reference.keep`."""
-    size = hidden.shape[1]
-    columns = triton.next_power_of_2(size)
-    records, num_targets = carried.records, len(rows.targets)
-    num_recorded = 0 if records is None else len(rows.recorded)
+    size, num_targets = hidden.shape[1], len(rows.targets)
+    columns = next_power_of_2(size)
+    num_recorded = 0 if carried.records is None else len(rows.recorded)
     _keep_kernel[(num_targets + num_recorded,)](
         hidden,
-        carried.states,
-        records,
+        hidden.stride(0),
+        *_states(carried),
         rows.targets,
         rows.recorded,
         num_targets,
-        hidden.stride(0),
-        carried.states.stride(0),
-        0 if records is None else records.shape[1],
         SIZE=size,
         COLUMNS=columns,
         num_warps=min(32, max(1, columns // 256)),
@@ -128,14 +122,14 @@ def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
 @triton.jit(do_not_specialize=["num_targets", "slot_stride", "num_drafts"])
 def _keep_kernel(
     hidden,
+    hidden_stride,
     carried,
     records,
+    slot_stride,
+    num_drafts,
     targets,
     recorded,
     num_targets,
-    hidden_stride,
-    slot_stride,
-    num_drafts,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):

@@ -14,8 +14,12 @@ from torch import Tensor
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.norm import reference
 from milepost.kernels.platform.device import runs_triton
+from milepost.kernels.platform.doors import fused
 
 __all__ = ["add_norm", "add_norm_and_multiply", "relu_squared", "silu_mul"]
+
+silu_mul = fused("norm.triton")(reference.silu_mul)
+relu_squared = fused("norm.triton")(reference.relu_squared)
 
 
 def add_norm(
@@ -49,16 +53,6 @@ def add_norm_and_multiply(
     from milepost.kernels.norm import triton
 
     return triton.add_norm_and_multiply(hidden, delta, scale, eps, multiplier, weight, output)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `reference.silu_mul`."""
-    return _module(gate_up).silu_mul(gate_up)
-
-
-def relu_squared(hidden: Tensor) -> Tensor:
-    """See `reference.relu_squared`."""
-    return _module(hidden).relu_squared(hidden)
 
 
 def _module(tensor: Tensor) -> ModuleType:

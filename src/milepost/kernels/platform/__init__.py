@@ -1,6 +1,7 @@
 """The chip that kernels run on, how they are launched, and the numbers they compute with.
 
 device      capabilities of a GPU, present or not, and which kernels run on it
+doors       operations with kernels in Triton and a definition in plain torch
 launches    Triton launches that are cheap to repeat, and that overlap with the one before
 tables      a row for each kernel, and the choice among them
 gluon       differences between Triton's versions; overlapping launches and FP8 in Gluon

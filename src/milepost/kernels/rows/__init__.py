@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from milepost.kernels.platform.device import runs_triton
+from milepost.kernels.platform.doors import fused
 
 __all__ = ["take"]
 
 
+@fused("rows.triton")
 def take(table: Tensor, places: Tensor) -> Tensor:
     """Rows [T, N] of `table` [V, N] at `places` [T] of any integer type, none below 0."""
-    if not runs_triton(table):
-        return table[places]
-    from milepost.kernels.rows import triton
-
-    return triton.take(table, places)
+    return table[places]

@@ -1,4 +1,4 @@
-"""Sampling: greedy choices (`argmax`), guesses of draws (`guess`) and draws on a GPU (`draw`).
+"""Sampling: greedy choices (`argmax`), guesses of draws (`guess`) and, in `draws`, draws on a GPU.
 `runner.sampling` and `runner.sampler` say what is drawn, and `reference` defines the noise.
 
 Torch's argmax defines `argmax`, and takes several times as long on a GPU.
@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from milepost.kernels.platform.device import runs_triton
+from milepost.kernels.platform.doors import fused
 from milepost.kernels.sampling.rows import StepRows, Workspace
 
-__all__ = ["StepRows", "Workspace", "argmax", "draw", "guess"]
+__all__ = ["StepRows", "Workspace", "argmax", "guess"]
 
 
+@fused("sampling.likeliest")
 def argmax(logits: Tensor) -> Tensor:
     """Returns the first of the greatest of each row of `logits` [R, V]: [R] int64."""
-    if not runs_triton(logits):
-        return logits.argmax(dim=-1)
-    from milepost.kernels.sampling import likeliest
-
-    return likeliest.argmax(logits)
+    return logits.argmax(dim=-1)
 
 
 def guess(logits: Tensor, ints: Tensor, temperatures: Tensor, indices: Tensor) -> Tensor:
@@ -28,12 +25,3 @@ def guess(logits: Tensor, ints: Tensor, temperatures: Tensor, indices: Tensor) -
     from milepost.kernels.sampling import likeliest
 
     return likeliest.guess(logits, ints, temperatures, indices)
-
-
-def draw(
-    logits: Tensor, best: Tensor, counts: Tensor, rows: StepRows, work: Workspace, *, searches: bool
-) -> Tensor:
-    """Draws on a GPU from `logits` [R, V]: see `draws.draw`."""
-    from milepost.kernels.sampling import draws
-
-    return draws.draw(logits, best, counts, rows, work, searches=searches)

@@ -58,81 +58,45 @@ def draw(
     V] int16 holds how often an answer has each token, less 2^15 if its prompt has it too; the
     tokens chosen are counted. `searches` if any row has a top_k or top_p.
     """
-    num_rows = len(logits)
+    num_rows, blocks = len(logits), next_power_of_2(work.num_blocks)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    biases = Biases(rows.starts, rows.entry_ids, rows.entry_values)
     for first in range(0, num_rows, work.num_rows):
         last = min(first + work.num_rows, num_rows)
-        _adjust(logits, counts, rows, work, first, last)
+        grid = (work.num_blocks, last - first)
+        common = rows.settings, work.scratch, first, work.vocab_size
+        _adjust_kernel[grid](
+            *common,
+            logits,
+            counts,
+            biases,
+            rows.masks,
+            logits.stride(0),
+            rows.masks.shape[1],
+            work.num_rows,
+            BLOCK=work.block,
+            num_warps=16,
+        )
         if searches:
             search(rows, work, first, last)
-        _choose(best, counts, rows, work, token_ids, first, last)
+        _draw_kernel[grid](*common, BLOCK=work.block, BLOCKS=blocks, num_warps=8)
+        _take_kernel[(last - first,)](
+            *common, best, counts, token_ids, work.num_blocks, BLOCKS=blocks, num_warps=1
+        )
     return token_ids
-
-
-def _adjust(
-    logits: Tensor, counts: Tensor, rows: StepRows, work: Workspace, first: int, last: int
-) -> None:
-    _adjust_kernel[(work.num_blocks, last - first)](
-        logits,
-        counts,
-        rows.settings,
-        Biases(rows.starts, rows.entry_ids, rows.entry_values),
-        rows.masks,
-        work.scratch,
-        first,
-        work.vocab_size,
-        logits.stride(0),
-        rows.masks.shape[1],
-        work.num_rows,
-        BLOCK=work.block,
-        num_warps=16,
-    )
-
-
-def _choose(
-    best: Tensor,
-    counts: Tensor,
-    rows: StepRows,
-    work: Workspace,
-    token_ids: Tensor,
-    first: int,
-    last: int,
-) -> None:
-    blocks = next_power_of_2(work.num_blocks)
-    _draw_kernel[(work.num_blocks, last - first)](
-        rows.settings,
-        work.scratch,
-        first,
-        work.vocab_size,
-        BLOCK=work.block,
-        BLOCKS=blocks,
-        num_warps=8,
-    )
-    _take_kernel[(last - first,)](
-        rows.settings,
-        work.scratch,
-        best,
-        counts,
-        token_ids,
-        first,
-        work.vocab_size,
-        work.num_blocks,
-        BLOCKS=blocks,
-        num_warps=1,
-    )
 
 
 @quick
 @triton.jit(do_not_specialize=["first"])
 def _adjust_kernel(
-    logits,
-    counts,
     rows,
-    biases,
-    masks,
     scratch,
     first,
     vocab_size,
+    logits,
+    counts,
+    biases,
+    masks,
     stride,
     num_words,
     num_rows,
@@ -232,11 +196,11 @@ def _store_best(b_x, start, scratch, o_best):
 def _take_kernel(
     rows,
     scratch,
+    first,
+    vocab_size,
     likeliest,
     counts,
     token_ids,
-    first,
-    vocab_size,
     num_blocks,
     BLOCKS: tl.constexpr,
 ):

@@ -120,15 +120,18 @@ def _first_interval(sums, target):
 
 
 @triton.jit
-def _second_interval(first_sums, sums, target):
-    """Returns the interval, and the sum below it."""
+def _second_interval(scratch, own, i_r, num_rows):
+    """Returns the interval of a row, the sum below it, and the sum to be reached."""
+    first_sums = scratch.sums + i_r * NUM_BOUNDS
+    sums = scratch.sums + (num_rows + i_r) * NUM_BOUNDS
+    target = _target(first_sums, own.share, own.top_k)
     low, high = _first_interval(first_sums, target)
     first = _reached(first_sums, target)
     below = tl.where(first > 0, tl.load(first_sums + tl.maximum(first - 1, 0)), 0)
     number = _reached(sums, target)
     below = tl.where(number > 0, tl.load(sums + tl.maximum(number - 1, 0)), below)
     start = tl.where(number > 0, _second_bound(low, high, number - 1), low)
-    return start, _second_bound(low, high, number), below
+    return start, _second_bound(low, high, number), below, target
 
 
 @triton.jit
@@ -178,23 +181,14 @@ def _narrow_kernel(
 @quick
 @triton.jit(do_not_specialize=["first"])
 def _collect_kernel(
-    rows,
-    scratch,
-    first,
-    vocab_size,
-    num_rows,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    rows, scratch, first, vocab_size, num_rows, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """Collect logits, in any order: nothing depends on it."""
     i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = i_r + first
     if tl.load(rows.ints + row * INTS) & SEARCHES != 0:
         own = open_row(rows, scratch, i_r, row, tl.num_programs(0), BLOCKS)
-        first_sums = scratch.sums + i_r * NUM_BOUNDS
-        second_sums = scratch.sums + (num_rows + i_r) * NUM_BOUNDS
-        target = _target(first_sums, own.share, own.top_k)
-        low, high, _ = _second_interval(first_sums, second_sums, target)
+        low, high, _, _ = _second_interval(scratch, own, i_r, num_rows)
         best = tl.load(scratch.tops + i_r * tl.num_programs(0) + i_b)
         if distance_of(best, own.top, own.temperature) < high:
             b_x, b_distance = _load_block(scratch.adjusted, i_r, i_b, vocab_size, own, BLOCK)
@@ -236,10 +230,7 @@ def _settle_kernel(
     if tl.load(rows.ints + row * INTS) & SEARCHES != 0:
         own = open_row(rows, scratch, i_r, row, num_blocks, BLOCKS)
         top_k, floor = own.top_k, own.floor
-        first_sums = scratch.sums + i_r * NUM_BOUNDS
-        second_sums = scratch.sums + (num_rows + i_r) * NUM_BOUNDS
-        target = _target(first_sums, own.share, top_k)
-        low, high, below = _second_interval(first_sums, second_sums, target)
+        low, high, below, target = _second_interval(scratch, own, i_r, num_rows)
         p_found = scratch.found + i_r * 4
         low = tl.maximum(low, tl.load(p_found + 1))
         high = tl.minimum(high, tl.load(p_found + 2) + 1)

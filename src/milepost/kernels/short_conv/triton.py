@@ -6,16 +6,63 @@ Legend: T tokens, C channels, J taps.
 
 from __future__ import annotations
 
+from operator import attrgetter
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 from milepost.kernels.short_conv.items import ShortConvItems
 
 _ROWS, _BLOCK = 16, 128
 """Tokens and channels of a program."""
+
+
+class ConvInputs(NamedTuple):
+    """What a convolution may read: the step's projections [T, 3 * C], states [rows, C, J - 1], and
+    records [rows, inputs, C] or None."""
+
+    projected: Any
+    stride: Any
+    pool: Any
+    records: Any
+
+
+class Beginnings(NamedTuple):
+    """Each sequence's first token, row of its state, row of its records, and drafts taken since: as
+    in `ShortConvItems`, or of one sequence."""
+
+    begin: Any
+    row: Any
+    record: Any
+    recorded: Any
+
+
+class StateWrites(NamedTuple):
+    """Fields of `ShortConvItems`."""
+
+    drafts: Any
+    first: Any
+    end: Any
+    row: Any
+
+
+class ConvSizes(NamedTuple):
+    """How the kernels are compiled; a constant on the device."""
+
+    channels: int
+    taps: int
+    recorded: int
+    """Inputs of a row of the records, 0 where nothing is drafted."""
+    block: int
+
+
+_BEGINNINGS = attrgetter("sequence_begin", "sequence_row", "sequence_record", "sequence_recorded")
+_WRITES = attrgetter("sequence_drafts", "sequence_place", "place_end", "place_row")
 
 
 def mix(
@@ -29,142 +76,108 @@ def mix(
     """See `short_conv.mix`."""
     num_tokens, (channels, taps) = len(projected), weight.shape
     output = torch.empty(num_tokens, channels, dtype=projected.dtype, device=projected.device)
-    rows = min(_ROWS, triton.next_power_of_2(num_tokens))
-    blocks = triton.cdiv(channels, _BLOCK)
-    sizes = {"CHANNELS": channels, "TAPS": taps, "BLOCK": _BLOCK}
-    common = projected, projected.stride(0)
-    states = pool, items.sequence_begin, items.sequence_row
-    recorded = records, items.sequence_record, items.sequence_recorded
-    sizes["RECORDED"] = 0 if records is None else records.shape[1]
-    _mix_kernel[(blocks, triton.cdiv(num_tokens, rows))](
-        *common,
+    rows, blocks = min(_ROWS, next_power_of_2(num_tokens)), cdiv(channels, _BLOCK)
+    inputs = ConvInputs(projected, projected.stride(0), pool, records)
+    beginnings = Beginnings(*_BEGINNINGS(items))
+    sizes = ConvSizes(channels, taps, 0 if records is None else records.shape[1], _BLOCK)
+    options = {"SIZES": sizes, "num_warps": 4, **OVERLAPPED}
+    _mix_kernel[(blocks, cdiv(num_tokens, rows))](
+        inputs,
+        beginnings,
         weight,
         bias,
-        *states,
-        *recorded,
         items.token_sequence,
         output,
         num_tokens,
-        **sizes,
         ROWS=rows,
-        num_warps=4,
-        **OVERLAPPED,
+        **options,
     )
     _keep_kernel[(blocks, len(items.sequence_begin))](
-        *common,
-        *states,
-        *recorded,
-        items.sequence_drafts,
-        items.sequence_place,
-        items.place_end,
-        items.place_row,
-        **sizes,
-        BLOCK_TAPS=triton.next_power_of_2(taps),
-        num_warps=4,
-        **OVERLAPPED,
+        inputs,
+        beginnings,
+        StateWrites(*_WRITES(items)),
+        BLOCK_TAPS=next_power_of_2(taps),
+        **options,
     )
     return output
 
 
-_UNSPECIALISED = [
-    "sequence_begin",
-    "sequence_row",
-    "token_sequence",
-    "sequence_place",
-    "place_end",
-    "place_row",
-    "sequence_record",
-    "sequence_recorded",
-    "sequence_drafts",
-]
-"""Arrays that begin anywhere in a buffer."""
-
-
 @quick
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_UNSPECIALISED)
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    # Arrays that begin anywhere in a buffer.
+    do_not_specialize_on_alignment=["beginnings", "token_sequence"],
+)
 def _mix_kernel(
-    projected,
-    stride,
+    inputs,
+    beginnings,
     weight,
     bias,
-    pool,
-    sequence_begin,
-    sequence_row,
-    records,
-    sequence_record,
-    sequence_recorded,
     token_sequence,
     output,
     num_tokens,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    RECORDED: tl.constexpr,
-    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
-    """ROWS tokens of BLOCK channels."""
+    """ROWS tokens of a block of channels."""
+    CHANNELS: tl.constexpr = SIZES.channels
+    TAPS: tl.constexpr = SIZES.taps
     launch_dependents()
-    o_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    o_c = tl.program_id(0) * SIZES.block + tl.arange(0, SIZES.block)
     o_t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_c, is_token = o_c < CHANNELS, o_t < num_tokens
     sequence = tl.load(token_sequence + o_t, is_token, -1)
     is_real = sequence >= 0
-    begin = tl.load(sequence_begin + sequence, is_real, 0)
-    row = tl.load(sequence_row + sequence, is_real, 0).to(tl.int64)
-    old = pool, row, records, row, row
-    if RECORDED:
-        record = tl.load(sequence_record + sequence, is_real, 0).to(tl.int64)
-        recorded = tl.load(sequence_recorded + sequence, is_real, -1)
-        old = pool, row, records, record, recorded
+    own = _beginning(beginnings, sequence, is_real, SIZES.recorded)
     wait_for_inputs()
     inside = is_real[:, None] & is_c[None, :]
     dtype: tl.constexpr = output.dtype.element_ty
-    x = tl.zeros([ROWS, BLOCK], tl.float32)
+    x = tl.zeros([ROWS, SIZES.block], tl.float32)
     if bias is not None:
         x += tl.load(bias + o_c, is_c, 0).to(tl.float32)[None, :]
     for tap in tl.static_range(TAPS):
         source = o_t - (TAPS - 1) + tap
-        args = projected, stride, old, begin, source, o_c, inside
-        inputs = _inputs(*args, CHANNELS, TAPS, RECORDED, dtype)
+        b_x = _load(inputs, own, source, o_c, inside, SIZES, dtype)
         taps = tl.load(weight + o_c * TAPS + tap, is_c, 0).to(tl.float32)
-        x += inputs.to(tl.float32) * taps[None, :]
-    p_gate = projected + o_t.to(tl.int64)[:, None] * stride + CHANNELS + o_c[None, :]
-    b_gate = tl.load(p_gate, inside, 0)
-    at = o_t.to(tl.int64)[:, None] * CHANNELS + o_c[None, :]
+        x += b_x.to(tl.float32) * taps[None, :]
+    o_row = o_t.to(tl.int64)[:, None]
+    b_gate = tl.load(inputs.projected + o_row * inputs.stride + CHANNELS + o_c[None, :], inside, 0)
     b_o = x.to(dtype).to(tl.float32) * b_gate.to(tl.float32)
     b_o = tl.where(inside, b_o, 0.0)
-    tl.store(output + at, b_o.to(dtype), is_token[:, None] & is_c[None, :])
+    p_o = output + o_row * CHANNELS + o_c[None, :]
+    tl.store(p_o, b_o.to(dtype), is_token[:, None] & is_c[None, :])
 
 
 @triton.jit
-def _inputs(
-    projected,
-    stride,
-    old,
-    begin,
-    source,
-    o_c,
-    inside,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    RECORDED: tl.constexpr,
-    dtype: tl.constexpr,
-):
+def _beginning(beginnings, sequence, is_real, RECORDED: tl.constexpr):
+    """Returns the beginning of a sequence, or of each of several."""
+    begin = tl.load(beginnings.begin + sequence, is_real, 0)
+    row = tl.load(beginnings.row + sequence, is_real, 0).to(tl.int64)
+    record, recorded = row, row
+    if RECORDED:
+        record = tl.load(beginnings.record + sequence, is_real, 0).to(tl.int64)
+        recorded = tl.load(beginnings.recorded + sequence, is_real, -1)
+    return Beginnings(begin, row, record, recorded)
+
+
+@triton.jit
+def _load(inputs, own, source, o_c, inside, SIZES: tl.constexpr, dtype: tl.constexpr):
     """The convolution's inputs at tokens `source`, [tokens, channels]: the step's own, or from the
     state before it, or from what was recorded of the step before."""
-    pool, row, records, record, recorded = old
-    is_new = inside & (source >= begin)[:, None]
-    p_token = projected + source.to(tl.int64)[:, None] * stride + o_c[None, :]
+    CHANNELS: tl.constexpr = SIZES.channels
+    TAPS: tl.constexpr = SIZES.taps
+    is_new = inside & (source >= own.begin)[:, None]
+    p_token = inputs.projected + source.to(tl.int64)[:, None] * inputs.stride + o_c[None, :]
     b_before = tl.load(p_token, is_new, 0).to(tl.float32)
     b_x = tl.load(p_token + 2 * CHANNELS, is_new, 0).to(tl.float32)
-    kept = row * (CHANNELS * (TAPS - 1)) + source - begin + TAPS - 1
-    p_old = pool + kept[:, None] + o_c[None, :] * (TAPS - 1)
-    is_old = inside & (source < begin)[:, None]
-    if RECORDED:
+    kept = own.row * (CHANNELS * (TAPS - 1)) + source - own.begin + TAPS - 1
+    p_old = inputs.pool + kept[:, None] + o_c[None, :] * (TAPS - 1)
+    is_old = inside & (source < own.begin)[:, None]
+    if SIZES.recorded:
         # It may be that of drafts which were rejected.
-        is_again = is_old & tl.broadcast_to(recorded >= 0, source.shape)[:, None]
-        number = record * RECORDED + recorded + source - begin + TAPS - 1
-        p_again = records + number[:, None] * CHANNELS + o_c[None, :]
+        is_again = is_old & tl.broadcast_to(own.recorded >= 0, source.shape)[:, None]
+        number = own.record * SIZES.recorded + own.recorded + source - own.begin + TAPS - 1
+        p_again = inputs.records + number[:, None] * CHANNELS + o_c[None, :]
         b_again = tl.load(p_again, is_again, 0).to(dtype)
         b_old = tl.load(p_old, is_old & ~is_again, 0).to(dtype)
         return tl.where(is_new, (b_before * b_x).to(dtype), tl.where(is_again, b_again, b_old))
@@ -173,88 +186,59 @@ def _inputs(
 
 
 @quick
-@triton.jit(do_not_specialize_on_alignment=_UNSPECIALISED)
-def _keep_kernel(
-    projected,
-    stride,
-    pool,
-    sequence_begin,
-    sequence_row,
-    records,
-    sequence_record,
-    sequence_recorded,
-    sequence_drafts,
-    sequence_place,
-    place_end,
-    place_row,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    RECORDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_TAPS: tl.constexpr,
-):
-    """BLOCK channels of all states that a sequence leaves, and of its drafts' records."""
+@triton.jit(do_not_specialize_on_alignment=["beginnings", "writes"])
+def _keep_kernel(inputs, beginnings, writes, BLOCK_TAPS: tl.constexpr, SIZES: tl.constexpr):
+    """A block of channels of all states that a sequence leaves, and of its drafts' records."""
+    CHANNELS: tl.constexpr = SIZES.channels
+    TAPS: tl.constexpr = SIZES.taps
     launch_dependents()
     i_s = tl.program_id(1)
-    first, last = tl.load(sequence_place + i_s), tl.load(sequence_place + i_s + 1)
-    begin = tl.load(sequence_begin + i_s)
-    row = tl.load(sequence_row + i_s).to(tl.int64)
-    o_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first, last = tl.load(writes.first + i_s), tl.load(writes.first + i_s + 1)
+    own = _beginning(beginnings, i_s, True, SIZES.recorded)
+    o_c = tl.program_id(0) * SIZES.block + tl.arange(0, SIZES.block)
     o_tap = tl.arange(0, BLOCK_TAPS)
     inside = (o_tap < TAPS - 1)[:, None] & (o_c < CHANNELS)[None, :]
-    dtype: tl.constexpr = pool.dtype.element_ty
-    old = pool, row, records, row, row
-    if RECORDED:
-        record = tl.load(sequence_record + i_s).to(tl.int64)
-        recorded = tl.load(sequence_recorded + i_s)
-        drafts = tl.load(sequence_drafts + i_s)
+    dtype: tl.constexpr = inputs.pool.dtype.element_ty
+    if SIZES.recorded:
+        drafts = tl.load(writes.drafts + i_s)
         num_recorded = tl.where(drafts > 0, TAPS - 1 + drafts, 0)
         # What is read may be written: beside the page it is below, in the records it is last.
-        num_early = tl.where(recorded < 0, num_recorded, 0)
+        num_early = tl.where(own.recorded < 0, num_recorded, 0)
         num_late = num_recorded - num_early
-        old = pool, row, records, record, recorded
     # Before the launch ahead has ended, its programs may read what is written here.
     wait_for_inputs()
-    if RECORDED:
-        args = projected, stride, old, begin, o_c, num_early
-        _record(*args, CHANNELS, TAPS, RECORDED, BLOCK_TAPS, dtype)
+    if SIZES.recorded:
+        _record(inputs, own, o_c, num_early, BLOCK_TAPS, SIZES, dtype)
     for place in range(first, last):
-        source = tl.load(place_end + place) - (TAPS - 1) + o_tap
-        parts = projected, stride, old, begin, source, o_c, inside
-        b_state = _inputs(*parts, CHANNELS, TAPS, RECORDED, dtype)
+        source = tl.load(writes.end + place) - (TAPS - 1) + o_tap
+        b_state = _load(inputs, own, source, o_c, inside, SIZES, dtype)
         tl.debug_barrier()
-        written = tl.load(place_row + place).to(tl.int64) * (CHANNELS * (TAPS - 1))
-        p_state = pool + written + o_tap[:, None] + o_c[None, :] * (TAPS - 1)
+        written = tl.load(writes.row + place).to(tl.int64) * (CHANNELS * (TAPS - 1))
+        p_state = inputs.pool + written + o_tap[:, None] + o_c[None, :] * (TAPS - 1)
         tl.store(p_state, b_state, inside)
-    if RECORDED:
-        args = projected, stride, old, begin, o_c, num_late
-        _record(*args, CHANNELS, TAPS, RECORDED, BLOCK_TAPS, dtype)
+    if SIZES.recorded:
+        _record(inputs, own, o_c, num_late, BLOCK_TAPS, SIZES, dtype)
 
 
 @triton.jit
 def _record(
-    projected,
-    stride,
-    old,
-    begin,
+    inputs,
+    own,
     o_c,
     num_recorded,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    RECORDED: tl.constexpr,
     BLOCK_TAPS: tl.constexpr,
+    SIZES: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """Record the inputs before a sequence's drafts and theirs: what is recorded already is read
     further on than it is written."""
-    _, _, records, record, _ = old
     o_input = tl.arange(0, BLOCK_TAPS)
     for number in range(0, num_recorded, BLOCK_TAPS):
-        inside = (number + o_input < num_recorded)[:, None] & (o_c < CHANNELS)[None, :]
-        source = begin + 2 - TAPS + number + o_input
-        parts = projected, stride, old, begin, source, o_c, inside
-        b_inputs = _inputs(*parts, CHANNELS, TAPS, RECORDED, dtype)
+        inside = (number + o_input < num_recorded)[:, None] & (o_c < SIZES.channels)[None, :]
+        source = own.begin + 2 - SIZES.taps + number + o_input
+        b_inputs = _load(inputs, own, source, o_c, inside, SIZES, dtype)
         tl.debug_barrier()
-        p_record = records + (record * RECORDED + number + o_input)[:, None] * CHANNELS
-        tl.store(p_record + o_c[None, :], b_inputs, inside)
+        o_record = own.record * SIZES.recorded + number + o_input
+        p_record = inputs.records + o_record[:, None] * SIZES.channels + o_c[None, :]
+        tl.store(p_record, b_inputs, inside)
         tl.debug_barrier()
