@@ -150,7 +150,9 @@ class Step:
         laid_out = rows.lay_out(replace(batch, device=pool.device)).prefills
         query = self.query[: self.num_tokens].to(wide)
         scale = case.head_dim**-0.5
-        attended = reference.prefill(query, pool, laid_out, scale, self.kv_scales).flatten(1)
+        attended = reference.prefill(
+            query, PagedKV(pool, scales=self.kv_scales), laid_out, scale
+        ).flatten(1)
         if self.gate is None:
             return attended
         return attended * self.gate[: self.num_tokens].to(wide).sigmoid()
@@ -193,7 +195,8 @@ class Projection:
         tokens = (self.kv_rows >= 0).nonzero()[:, 0]
         if pool.dtype == FP8:  # the numbers that are rounded to it are the layer's, not float32
             key, value = key.to(self.projected.dtype), value.to(self.projected.dtype)
-        reference.store(pool, key, value, tokens, self.kv_rows[tokens], self.kv_scales)
+        kv = PagedKV(pool, scales=self.kv_scales)
+        reference.store(kv, key, value, tokens, self.kv_rows[tokens])
         return query, pool
 
 

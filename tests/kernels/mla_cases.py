@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from milepost.kernels.attention import latent, rows_per_page
-from milepost.kernels.attention.latent import PagedKV
+from milepost.kernels import attention
+from milepost.kernels.attention import PagedKV, rows_per_page
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tensors import FP8, round_fp8
@@ -64,7 +64,7 @@ def run(case: Case, chip: Chip | None, dtype: torch.dtype, device: str = "cpu") 
     size = {"num_tokens": padded, "num_sequences": len(parts) + case.padding}
     capacity = Capacity(**size, decodes=case.num_decodes == len(parts))
     batch = replace(batch, device=torch.device(device), chip=chip, capacity=capacity)
-    operation = latent.LatentOperation(
+    operation = attention.LatentOperation(
         num_heads=case.heads, latent_dim=case.latent, shared_dim=case.shared
     )
     layout = operation.lay_out(batch)
@@ -75,10 +75,11 @@ def run(case: Case, chip: Chip | None, dtype: torch.dtype, device: str = "cpu") 
     kv_rows = torch.full((padded,), -1)
     kv_rows[:num_tokens] = torch.from_numpy(batch.kv_rows)
     kv = PagedKV(pool, torch.from_numpy(batch.tables).to(device), scale)
-    latent.store(new[:, :width], weight, 1e-6, kv, kv_rows.to(device), layout)
+    attention.store_latents(new[:, :width], weight, 1e-6, kv, kv_rows.to(device), layout)
     query = queries[..., : case.latent].contiguous()
     shared = queries[..., case.latent : width]
-    return latent.attend(query, shared, kv, layout, 0.2)[:num_tokens]
+    attended = attention.attend(query, None, kv, layout, 0.2, shared_query=shared)
+    return attended.view(query.shape)[:num_tokens]
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:

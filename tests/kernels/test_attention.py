@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.attention import reference
-from milepost.kernels.attention.pages import as_rows, rows_per_page
+from milepost.kernels.attention.pages import PagedKV, as_rows, rows_per_page
 from milepost.kernels.attention.rows import lay_out
 from tests.batches import Part, build_batch, build_pages
 from tests.numbers import relative_error
@@ -49,10 +49,11 @@ class Sequences:
             for tensors in (self.query, self.key, self.value)
         )
         rows = lay_out(batch)
-        reference.store(self.pool, key, value, rows.tokens, rows.kv_rows)
+        kv = PagedKV(self.pool)
+        reference.store(kv, key, value, rows.tokens, rows.kv_rows)
         if num_decodes:
-            return reference.decode(query, self.pool, rows.decodes, SCALE)
-        return reference.prefill(query, self.pool, rows.prefills, SCALE)
+            return reference.decode(query, kv, rows.decodes, SCALE)
+        return reference.prefill(query, kv, rows.prefills, SCALE)
 
     def expected(self, starts: list[int]) -> Tensor:
         """The same in float64 without pages."""

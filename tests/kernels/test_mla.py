@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from milepost.kernels.attention import latent
-from milepost.kernels.attention.latent import PagedKV
+from milepost.kernels import attention
+from milepost.kernels.attention import PagedKV
 from milepost.kernels.layout.batch import Batch, Capacity
 from tests.numbers import relative_error
 
@@ -56,7 +56,7 @@ def test_it_is_attention_of_heads_with_keys_and_values_of_their_own() -> None:
     queries = [normal(end, HEADS, OWN + SHARED) for end in ends]
     norm, up_key, up_value = normal(LATENT), normal(HEADS, OWN, LATENT), normal(HEADS, 7, LATENT)
     pool = torch.full((8, 1, PAGE, 1, LATENT + SHARED), torch.nan, dtype=torch.float64)
-    operation = latent.LatentOperation(num_heads=HEADS, latent_dim=LATENT, shared_dim=SHARED)
+    operation = attention.LatentOperation(num_heads=HEADS, latent_dim=LATENT, shared_dim=SHARED)
     outputs = [[], []]
     for begins, stops in (((0, 0), (9, 3)), ((9, 3), (20, 12)), ((20, 12), ends)):
         lengths = [stop - begin for begin, stop in zip(begins, stops, strict=True)]
@@ -69,11 +69,12 @@ def test_it_is_attention_of_heads_with_keys_and_values_of_their_own() -> None:
             for parts in (latents, queries)
         )
         kv_rows = torch.from_numpy(batch.kv_rows)
-        latent.store(new, norm, 1e-6, PagedKV(pool), kv_rows, layout)
+        attention.store_latents(new, norm, 1e-6, PagedKV(pool), kv_rows, layout)
         own, shared = query.split((OWN, SHARED), -1)
         absorbed = torch.einsum("thn,hnr->thr", own, up_key)
-        attended = latent.attend(absorbed, shared, PagedKV(pool), layout, 0.3)
-        values = torch.einsum("thr,hvr->thv", attended, up_value)
+        kv = PagedKV(pool)
+        attended = attention.attend(absorbed, None, kv, layout, 0.3, shared_query=shared)
+        values = torch.einsum("thr,hvr->thv", attended.view(absorbed.shape), up_value)
         for output, part in zip(outputs, values.split(lengths), strict=True):
             output.append(part)
 
@@ -95,10 +96,10 @@ def test_a_token_whose_latent_is_there_already_is_not_written() -> None:
     batch = make_batch([0], [6])
     batch.kv_rows[:4] = -1
     pool = torch.full((8, 1, PAGE, 1, LATENT + SHARED), torch.nan)
-    operation = latent.LatentOperation(num_heads=HEADS, latent_dim=LATENT, shared_dim=SHARED)
+    operation = attention.LatentOperation(num_heads=HEADS, latent_dim=LATENT, shared_dim=SHARED)
     new, layout = torch.ones(6, LATENT + SHARED), operation.lay_out(batch)
     kv_rows = torch.from_numpy(batch.kv_rows)
-    latent.store(new, torch.ones(LATENT), 1e-6, PagedKV(pool), kv_rows, layout)
+    attention.store_latents(new, torch.ones(LATENT), 1e-6, PagedKV(pool), kv_rows, layout)
     assert pool.isfinite().flatten(1).sum(1).tolist() == [
         0,
         0,

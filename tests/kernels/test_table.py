@@ -166,7 +166,7 @@ def test_hopper_kernels_may_be_turned_off():
 
 def test_every_row_names_a_module():
     modules = [each.module for table in TABLES for each in table.kernels if each.module]
-    modules += [kernel.module for kernel in attention.KERNELS]
+    modules += [kernel.module for kernel in attention.ATTENTION.kernels]
     folder = ROOT / "src" / "milepost" / "kernels"
     assert [
         each for each in modules if not (folder / f"{each.replace('.', '/')}.py").exists()
@@ -199,7 +199,7 @@ def test_every_tile_has_a_kernel(tile, arch):
     """One that takes such pages on the chip; all before it say why not."""
     chip = CHIPS[arch][1]
     choice = attention.choose(tile, chip)
-    assert (choice.kernel is attention.LATENT) == tile.is_latent
+    assert (choice.kernel.name == "latents") == tile.is_latent
     assert arch == "sm_90" or not choice.kernel.is_hopper
     if choice.kernel.is_hopper:
         assert tile.dtype != torch.float32
@@ -208,7 +208,7 @@ def test_every_tile_has_a_kernel(tile, arch):
     else:
         assert choice.tiles.block >= 16
     assert re.fullmatch(r"\d+ seq(, wgmma|, lanes)?", choice.order)
-    assert all(reason for _, reason in attention.refusals(tile, chip))
+    assert all(reason for _, reason in attention.ATTENTION.refusals(tile, chip))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from milepost.kernels.attention import PagedKV, rows_per_page
 from milepost.kernels.attention import reference as attention
-from milepost.kernels.attention import rows_per_page
 from milepost.kernels.attention.rows import lay_out
 from tests.batches import Part, build_batch, build_pages
 from tests.kernels import kimi, ssd
@@ -86,8 +86,9 @@ def test_drafts_attend_as_the_tokens_that_they_are_would(dtype: torch.dtype) -> 
             for s, n in enumerate(lengths)
         ]
         rows = lay_out(build_batch(parts, page_size, rows_per_page(pool), len(parts)))
-        attention.store(pool, key[chosen], value[chosen], rows.tokens, rows.kv_rows)
-        return attention.decode(query[chosen], pool, rows.decodes, size**-0.5)
+        kv = PagedKV(pool)
+        attention.store(kv, key[chosen], value[chosen], rows.tokens, rows.kv_rows)
+        return attention.decode(query[chosen], kv, rows.decodes, size**-0.5)
 
     together, begins = attend(lengths, list(range(sum(lengths)))), [0, 4, 5]
     for place in range(max(lengths)):

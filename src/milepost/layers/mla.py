@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels.attention import latent
-from milepost.kernels.attention.latent import LatentOperation, PagedKV
-from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels import attention
+from milepost.kernels.attention import LatentOperation, PagedKV
+from milepost.kernels.layout.emit import Emit, Inputs, values_of
 from milepost.kernels.products import Epilogue, multiply_heads
 from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales
@@ -98,12 +98,13 @@ class MLA(nn.Module):
         latents = projected[:, shapes.num_heads * shapes.key_dim :]
         # A latent serves as key and value, and uses the keys' scale.
         kv = PagedKV(ctx.kv[number], ctx.tables, self.kv_scales.values[0])
-        latent.store(latents, self.norm_weight, _NORM_EPS, kv, ctx.step.kv_rows, layout)
+        attention.store_latents(latents, self.norm_weight, _NORM_EPS, kv, ctx.step.kv_rows, layout)
         queries = projected[:, : -latents.shape[1]].unflatten(-1, (shapes.num_heads, -1))
         own, shared = queries.split((shapes.own_dim, shapes.shared_dim), -1)
         query = multiply_heads(own, self.up_key)
-        attended = latent.attend(query, shared, kv, layout, shapes.key_dim**-0.5)
-        output = multiply_heads(attended, self.up_value.mT)
+        scale = shapes.key_dim**-0.5
+        attended = values_of(attention.attend(query, None, kv, layout, scale, shared_query=shared))
+        output = multiply_heads(attended.view(query.shape), self.up_value.mT)
         return self.out(output.flatten(1), epilogue=Epilogue.PARTIALS)
 
     def placements(self) -> WeightSlots:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from milepost.kernels.attention.latent import LatentOperation
+from milepost.kernels.attention import LatentOperation
 from milepost.kernels.platform.device import probe
 from tests.batches import Part, build_batch
 from tests.kernels.mla_cases import Case, run

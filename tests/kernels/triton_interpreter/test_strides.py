@@ -10,7 +10,7 @@ from torch import Tensor
 
 from milepost.kernels.attention import PagedKV
 from milepost.kernels.attention import run as attention
-from milepost.kernels.attention.portable import latent, prepare
+from milepost.kernels.attention.portable import prepare
 from milepost.kernels.norm import triton as norm
 from milepost.kernels.products import run_experts
 from milepost.kernels.products.forms.matrix import Raw
@@ -37,7 +37,10 @@ CALLS: dict[str, tuple[str, Callable[[], object]]] = {
         "projected",
         lambda: prepare.prepare(apart(ROWS), None, 0, None, KV, SLOTS, num_heads=1),
     ),
-    "mla": ("query", lambda: latent.attend(apart(STATES[0]), STATES[0], KV, None, 1)),
+    "mla": (
+        "shared_query",
+        lambda: attention.attend(STATES[0], None, KV, None, 1, shared_query=apart(STATES[0])),
+    ),
     "gated_delta": (
         "projected",
         lambda: mix(apart(ROWS), None, LayerStates(CONV, STATES, SLOTS, SLOTS), 0),

@@ -1,10 +1,14 @@
-"""Paged, causal, grouped-query attention: KV is written to pages and always read from there.
+"""Paged, causal attention, to heads in groups or to latents: KV is written to pages and always read
+from there.
 
 This is the door to the op: callers import it from here, whatever computes it. A layer makes two
-calls: `prepare` does everything between the projection and attention, `attend` everything up to the
-output projection. `AttentionOperation.lay_out` chooses the kernels by the device's capabilities,
-and returns what the two calls go by: `AttentionItems` or `AttentionRows`. `latent` is the same for
-latent attention, `table` says which kernel serves what, and `reference` is the definition.
+calls: `prepare` or `store_latents` does everything between the projection and attention, `attend`
+everything up to the output projection. Queries of latents are multiplied by the keys' matrices
+before, and outputs by the values' after. An operation's `lay_out` chooses the kernels by the
+device's capabilities, and returns what the two calls go by: `AttentionItems` or `AttentionRows`.
+`table` says which kernel serves what, and `reference` is the definition.
+
+Legend: T tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Literal
 from torch import Tensor
 
 from milepost.kernels.attention import items, reference, rows, table
-from milepost.kernels.attention.items import AttentionItems, Tiling
+from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.pages import PagedKV, rows_per_page
 from milepost.kernels.attention.rows import AttentionRows
 from milepost.kernels.attention.table import CAPTURED_TOKENS
@@ -29,10 +33,12 @@ __all__ = [
     "AttentionOperation",
     "AttentionRows",
     "HeadNorm",
+    "LatentOperation",
     "PagedKV",
     "attend",
     "prepare",
     "rows_per_page",
+    "store_latents",
 ]
 
 AttentionLayout = AttentionItems | AttentionRows
@@ -43,7 +49,7 @@ HeadNorm = Literal["each", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOperation:
-    """Attention of these sizes and kind."""
+    """Attention to heads of these sizes and kind."""
 
     num_heads: int
     num_kv_heads: int
@@ -62,30 +68,47 @@ class AttentionOperation:
             batch = batch.ends()
         if batch.chip is None:
             return rows.lay_out(batch, self.first_row)
-        max_dequantised = _max_dequantised(batch)
         group, tokens_each = self.num_heads // self.num_kv_heads, 1 + batch.capacity.num_drafts
-        tiling = Tiling(
-            heads_per_kv=group,
-            num_kv_heads=self.num_kv_heads,
-            page_size=batch.page_size,
-            num_programs=batch.chip.num_sms,
-            shapes=table.shape_heads(
-                group,
-                self.head_dim,
-                batch.chip,
-                tokens_each=tokens_each,
-                has_fp8_kv=batch.has_float8_kv,
-                dequantises=max_dequantised > 0,
-            ),
+        max_dequantised = _max_dequantised(batch)
+        shapes = table.shape_heads(
+            group,
+            self.head_dim,
+            batch.chip,
             tokens_each=tokens_each,
-            max_dequantised=max_dequantised,
-            capacity=None if batch.capacity.is_exact else batch.capacity,
+            has_fp8_kv=batch.has_float8_kv,
+            dequantises=max_dequantised > 0,
         )
+        tiling = items.tile(batch, batch.chip, shapes, group, self.num_kv_heads)
+        tiling = tiling._replace(tokens_each=tokens_each, max_dequantised=max_dequantised)
         return items.lay_out(batch.starts, batch.lengths, batch.rows, tiling, batch.tables)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's."""
         return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentOperation:
+    """Attention to latents of these sizes."""
+
+    num_heads: int
+    latent_dim: int
+    shared_dim: int
+    value_bytes: int = 2
+    """Bytes of an entry of the queries."""
+
+    def lay_out(self, batch: Batch) -> AttentionLayout:
+        """Items for the fused kernels, or rows for the reference."""
+        if batch.chip is None:
+            return rows.lay_out(batch)
+        width, value_bytes = self.latent_dim + self.shared_dim, self.value_bytes
+        shapes = table.shape_latents(self.num_heads, width, batch.chip, value_bytes=value_bytes)
+        tiling = items.tile(batch, batch.chip, shapes, self.num_heads, 1)
+        return items.lay_out(batch.starts, batch.lengths, batch.rows, tiling, batch.tables)
+
+    def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
+        """Why no kernel attends to such latents; empty if one does."""
+        return table.why_no_latents(self.num_heads, self.latent_dim)
 
 
 def _max_dequantised(batch: Batch) -> int:
@@ -111,10 +134,26 @@ def prepare(
     """Norm, rotate and store: see `reference.prepare`. `kv_rows` [T] are the step's."""
     common, num_heads = (projected, norm_scale, eps, angles), operation.num_heads
     if isinstance(layout, AttentionRows):
-        return reference.prepare(*common, kv.pool, layout, num_heads=num_heads, kv_scales=kv.scales)
+        return reference.prepare(*common, kv, layout, num_heads=num_heads)
     from milepost.kernels.attention.portable import prepare
 
     return prepare.prepare(*common, kv, kv_rows, num_heads=num_heads)
+
+
+def store_latents(
+    projected: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    kv: PagedKV,
+    kv_rows: Tensor,
+    layout: AttentionLayout,
+) -> None:
+    """Norm and store: see `reference.store_latents`. `kv_rows` [T] are the step's."""
+    if isinstance(layout, AttentionRows):
+        return reference.store_latents(projected, norm_weight, eps, kv, layout)
+    from milepost.kernels.attention.portable import prepare
+
+    return prepare.store_latents(projected, norm_weight, eps, kv, kv_rows)
 
 
 def attend(
@@ -125,10 +164,11 @@ def attend(
     scale: float,
     *,
     emit: Emit = Emit.VALUES,
+    shared_query: Tensor | None = None,
 ) -> Inputs:
     """Attend to pages and gate: see `reference.attend`. The output is handed on as `emit` asks."""
     if isinstance(layout, AttentionRows):
-        return reference.attend(query, gate, kv.pool, layout, scale, kv.scales)
+        return reference.attend(query, gate, kv, layout, scale, shared_query)
     from milepost.kernels.attention import run
 
-    return run.attend(query, gate, kv, layout, scale, emit=emit)
+    return run.attend(query, gate, kv, layout, scale, emit=emit, shared_query=shared_query)

@@ -22,7 +22,7 @@ _LOG2_E = 1.4426950408889634
 
 
 class QueryHeads(NamedTuple):
-    """Queries [T, H, E]."""
+    """Queries [T, H, E], or the entries [T, H, P] of queries that latents share; or None."""
 
     base: Any
     stride: Any
@@ -74,10 +74,18 @@ class AttentionCall:
     """[T, H * E]"""
     rounded: Fp8Rows | None
     """Room for the output in FP8, if it is handed on so."""
+    shared_query: Tensor | None = None
+    """[T, H, P] for latents."""
 
     @property
     def heads(self) -> QueryHeads:
-        return QueryHeads(self.query, self.query.stride(0), self.query.stride(1))
+        return QueryHeads(self.query, *self.query.stride()[:2])
+
+    @property
+    def shared_heads(self) -> QueryHeads:
+        if self.shared_query is None:
+            return QueryHeads(None, 0, 0)
+        return QueryHeads(self.shared_query, *self.shared_query.stride()[:2])
 
     @property
     def output_gate(self) -> OutputGate:

@@ -10,11 +10,10 @@ import torch
 from milepost.kernels.attention.items import ItemShapes
 from milepost.kernels.attention.portable.tiles import AttentionTile
 from milepost.kernels.attention.table import (
+    ATTENTION,
     CAPTURED_TOKENS,
-    KERNELS,
     SPLITS,
     choose,
-    refusals,
     shape_heads,
     shape_latents,
 )
@@ -32,19 +31,28 @@ class Served(NamedTuple):
     """Why the kernel before it in the table does not serve them."""
 
 
+_TAKES = {
+    "wide, Hopper": "128 rows, heads of 128 or 256, 16-bit pages of at least 64",
+    "fp8 narrow, Hopper": "up to 16 rows, heads of 256, FP8 pages",
+    "tiles": "any heads and pages",
+    "latents": "latents",
+}
+"""Tiles that each kernel takes."""
+
+
 def to_markdown() -> str:
     """Returns the table."""
     head = ("kernel", "tiles", "needs", "order within a split", "splits of the KV", "in `kernels/`")
     rows = [
         (
             kernel.name,
-            kernel.tiles,
+            _TAKES[kernel.name],
             kernel.needs or "any chip",
             kernel.order.replace("{tiles.block}", "16 to 128"),
             SPLITS,
             f"`{kernel.module.replace('.', '/')}.py`",
         )
-        for kernel in KERNELS
+        for kernel in ATTENTION.kernels
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
@@ -87,7 +95,7 @@ def latents_served(num_heads: int, width: int, dtype: torch.dtype, chip: Chip) -
 
 def _served(pages: str, tokens: str, tile: AttentionTile, chip: Chip) -> Served:
     choice = choose(tile, chip)
-    refused = [f"{kernel.name}: {reason}" for kernel, reason in refusals(tile, chip)]
+    refused = [f"{kernel.name}: {reason}" for kernel, reason in ATTENTION.refusals(tile, chip)]
     return Served(
         pages=pages,
         tokens=f"{tokens} a sequence",

@@ -48,7 +48,8 @@ from milepost.kernels.attention.tiles import (
     tile_all,
     units_of,
 )
-from milepost.kernels.layout.batch import Capacity, Ints
+from milepost.kernels.layout.batch import Batch, Capacity, Ints
+from milepost.kernels.platform.device import Chip
 
 NARROW_ROWS, WIDE_ROWS = 16, 128
 _NUM_REMEMBERED = 64
@@ -128,6 +129,20 @@ class Tiling(NamedTuple):
     def narrow_programs(self) -> int:
         """Likewise."""
         return max(1, self.num_programs * self.shapes.num_beside // self.num_kv_heads)
+
+
+def tile(
+    batch: Batch, chip: Chip, shapes: ItemShapes, heads_per_kv: int, num_kv_heads: int
+) -> Tiling:
+    """Returns how the batch's work is cut for these heads on a chip."""
+    return Tiling(
+        heads_per_kv=heads_per_kv,
+        num_kv_heads=num_kv_heads,
+        page_size=batch.page_size,
+        num_programs=chip.num_sms,
+        shapes=shapes,
+        capacity=None if batch.capacity.is_exact else batch.capacity,
+    )
 
 
 def lay_out(

@@ -17,7 +17,7 @@ from milepost.kernels.attention.pages import PagedKV, fits_tma
 from milepost.kernels.attention.portable import attend as portable
 from milepost.kernels.attention.portable.combine import combine
 from milepost.kernels.attention.portable.prepare import dequantise
-from milepost.kernels.attention.portable.tiles import NARROW_ROWS, AttentionTile, KVTiles
+from milepost.kernels.attention.portable.tiles import AttentionTile, KVTiles
 from milepost.kernels.layout.emit import Emit, Inputs, handed_on, room_for
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tensors import BLOCK, check_rows
@@ -31,14 +31,16 @@ def attend(
     scale: float,
     *,
     emit: Emit = Emit.VALUES,
+    shared_query: Tensor | None = None,
     tiles: Mapping[str, KVTiles] | None = None,
 ) -> Inputs:
     """Attend from `query` [T, H, E] to pages, times the sigmoid of `gate` [T, H * E] if there is
-    one. Returns [T, H * E] as `emit` asks; rows of tokens that are in no item hold anything.
+    one; to latents with `shared_query` [T, H, P]. Returns [T, H * E] as `emit` asks; rows of tokens
+    that are in no item hold anything.
 
     `tiles` for "wide" or "narrow" items have the portable kernel run, cut like that.
     """
-    check_rows(query=query, gate=gate, tables=kv.tables)
+    check_rows(query=query, shared_query=shared_query, gate=gate, tables=kv.tables)
     num_tokens, num_heads, head_dim = query.shape
     output = query.new_empty(num_tokens, num_heads * head_dim)
     kv = kv if kv.is_fp8 else kv._replace(scales=None)
@@ -53,45 +55,38 @@ def attend(
         partials=make_partials(query, items),
         output=output,
         rounded=room_for(*output.shape, output, emit),
+        shared_query=shared_query,
     )
     forced = tiles or {}
     if len(items.wide):
         pages = dequantise(kv, items, query.dtype) if items.num_dequantised else kv
-        wide = replace(call, kv=pages)
-        _run(wide, items.wide, _tile(wide, items.wide_rows, is_wide=True), forced.get("wide"))
+        tile = _tile(query, pages, shared_query, items.wide_rows)._replace(is_wide=True)
+        _run(replace(call, kv=pages), items.wide, tile, forced.get("wide"))
     if len(items.narrow):
         # Most of them are decodes; how many items are padding is not known here.
         num_programs = num_tokens // items.tokens_each * kv.pool.shape[3]
-        tile = _tile(call, items.narrow_rows, num_programs=num_programs)
-        _run(call, items.narrow, tile, forced.get("narrow"))
+        tile = _tile(query, kv, shared_query, items.narrow_rows)
+        _run(call, items.narrow, tile._replace(num_programs=num_programs), forced.get("narrow"))
     if items.num_combined:
         combine(call, items)
     return handed_on(output, call.rounded)
 
 
-def _tile(
-    call: AttentionCall, rows: int, *, is_wide: bool = False, num_programs: int = 0
-) -> AttentionTile:
+def _tile(query: Tensor, kv: PagedKV, shared_query: Tensor | None, rows: int) -> AttentionTile:
     return AttentionTile(
         rows=rows,
-        is_wide=is_wide,
-        head_dim=call.query.shape[2],
-        dtype=call.query.dtype,
-        has_fp8_pages=call.kv.is_fp8,
-        page_size=call.kv.pool.shape[2],
-        fits_tma=fits_tma(call.kv.pool),
-        num_programs=num_programs,
+        is_wide=False,
+        head_dim=query.shape[2] if shared_query is None else kv.pool.shape[4],
+        dtype=query.dtype,
+        has_fp8_pages=kv.is_fp8,
+        page_size=kv.pool.shape[2],
+        fits_tma=fits_tma(kv.pool),
+        is_latent=shared_query is not None,
     )
 
 
 def _run(call: AttentionCall, work: Tensor, tile: AttentionTile, tiles: KVTiles | None) -> None:
-    chip = probe(call.query.device)
-    if tiles is None:
-        choice = table.choose(tile, chip)
-        if choice.kernel.is_hopper:
-            from milepost.kernels.attention.hopper import narrow, wide
-
-            kernel = wide if tile.is_wide else narrow
-            return kernel.attend(call, work, tile.rows)
-        tiles = choice.tiles
-    return portable.attend(call, work, max(tile.rows, NARROW_ROWS), tiles)
+    if tiles is not None:
+        return portable.attend(call, work, tile.rows, tiles)
+    choice = table.choose(tile, probe(call.query.device))
+    return choice.kernel.run(call, work, tile.rows, choice.tiles)

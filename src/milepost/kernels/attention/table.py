@@ -1,5 +1,5 @@
-"""The kernels of attention: `KERNELS` is the table, and `choose` the only place that decides which
-kernel serves a tile. Nothing here needs a GPU, or Triton.
+"""The kernels of attention: `ATTENTION` is the table, and `choose` alone decides which kernel
+serves a tile. Nothing here needs a GPU, or Triton.
 
 A tile's KV is read in blocks, one after the other ("64 seq"); "wgmma" and "lanes" say that a
 block's own terms are added another way than by the portable kernel. A result is a sum over the
@@ -11,24 +11,26 @@ Legend: R query rows of a tile: tokens x query heads of a KV head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
-
 import torch
 
 from milepost.kernels.attention.items import NARROW_ROWS, WIDE_ROWS, ItemShapes
-from milepost.kernels.attention.portable.tiles import AttentionTile, cut, cut_latents
+from milepost.kernels.attention.portable.tiles import (
+    AttentionTile,
+    LatentTiles,
+    NarrowTiles,
+    WideTiles,
+    cut,
+    cut_latents,
+)
 from milepost.kernels.attention.tiles import UNIT
-from milepost.kernels.platform.device import Chip, why_no_gluon
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tables import HOPPER, KernelChoice, KernelTable, row
 from milepost.kernels.platform.tiles import next_power_of_2
 
 SPLITS = f"at multiples of {UNIT}, by load"
 CAPTURED_TOKENS = 512
 """Most tokens of a captured step: a graph must not depend on a step's pages, so it does not
 dequantise them first."""
-HOPPER = "sm_90"
 HOPPER_BLOCK = 64
 """KV positions of a block of Hopper's kernels."""
 MAX_NARROW_ROWS = 64
@@ -46,68 +48,14 @@ _LATENT_SHARED = 160 << 10
 """Shared memory from which on wide tiles of latents fit; large entries need room for their rows and
 the least block."""
 _LEAST_BLOCK = 16
+_PORTABLE, _IN_BLOCKS = "attention.portable.attend", "{tiles.block} seq"
 
 
-# --- what is asked, and what is answered ----------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionKernel:
-    """A row of the table."""
-
-    name: str
-    module: str
-    """Under `milepost.kernels`."""
-    tiles: str
-    """The tiles that it takes, for people."""
-    needs: str = ""
-    refuses: Callable[[AttentionTile], str]
-    """Why the kernel does not serve a tile; empty if it does."""
-    cut: Callable[[AttentionTile, Chip], Any] = lambda _tile, _chip: None
-    order: str
-
-    @property
-    def is_hopper(self) -> bool:
-        return self.needs == HOPPER
-
-    def why_not(self, tile: AttentionTile, chip: Chip) -> str:
-        """Why another kernel serves the tile; empty if this one may."""
-        reason = why_no_gluon(chip) if self.is_hopper else ""
-        return reason or self.refuses(tile)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionChoice:
-    """The kernel that serves a tile, and how it is compiled."""
-
-    kernel: AttentionKernel
-    tiles: Any
-
-    @property
-    def order(self) -> str:
-        """Order in which a row's KV is added up within a split."""
-        return self.kernel.order.format(tiles=self.tiles)
-
-
-def choose(tile: AttentionTile, chip: Chip) -> AttentionChoice:
-    """The first kernel of the table that serves the tile on the chip."""
-    return _choose(tile, chip, why_no_gluon(chip))
-
-
-@lru_cache(maxsize=1 << 10)
-def _choose(tile: AttentionTile, chip: Chip, reason: str) -> AttentionChoice:  # noqa: ARG001
-    kernel = next(kernel for kernel in KERNELS if not kernel.why_not(tile, chip))
-    return AttentionChoice(kernel=kernel, tiles=kernel.cut(tile, chip))
-
-
-def refusals(tile: AttentionTile, chip: Chip) -> Iterator[tuple[AttentionKernel, str]]:
-    """The kernels for such tiles ahead of the one that serves this, and why they do not."""
-    for kernel in KERNELS:
-        reason = kernel.why_not(tile, chip)
-        if not reason:
-            return
-        if tile.is_latent == (kernel is LATENT) and tile.is_wide is not (kernel is NARROW_HOPPER):
-            yield kernel, reason
+def choose(tile: AttentionTile, chip: Chip) -> KernelChoice[AttentionTile]:
+    """Returns the kernel that serves the tile on the chip."""
+    choice = ATTENTION.choose(tile, chip)
+    assert choice is not None, "the portable kernel serves all tiles"
+    return choice
 
 
 # --- how tokens become tiles ----------------------------------------------------------------------
@@ -125,7 +73,7 @@ def shape_heads(
         return ItemShapes(narrow_rows=rows, wide_rows=wide)
     few = narrow_rows(group, tokens_each, NARROW_ROWS // 2)
     tile = AttentionTile(rows=few, is_wide=False, head_dim=head_dim, has_fp8_pages=True)
-    if rows <= NARROW_ROWS and choose(tile, chip).kernel is NARROW_HOPPER:
+    if rows <= NARROW_ROWS and choose(tile, chip).kernel.is_hopper:
         return ItemShapes(narrow_rows=few, wide_rows=wide, **_HOPPER_NARROW)
     return ItemShapes(narrow_rows=rows, wide_rows=wide, num_beside=_FP8_BESIDE)
 
@@ -165,65 +113,41 @@ def wide_rows(head_dim: int, shared_bytes: int, *, takes_apart: bool = False) ->
     return WIDE_ROWS if fit and not crowded else WIDE_ROWS // 2
 
 
-# --- what a kernel refuses, and how it is compiled ------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
-
-def _unless_16_bits(tile: AttentionTile) -> str:
-    if tile.is_latent:
-        return "latents"
-    if tile.dtype not in (torch.bfloat16, torch.float16):
-        return "queries are not of 16 bits"
-    return "" if tile.fits_tma else "more rows than TMA counts"
-
-
-def _refuses_wide(tile: AttentionTile) -> str:
-    if not tile.is_wide or tile.rows != WIDE_ROWS:
-        return f"tiles of {tile.rows} rows, not {WIDE_ROWS}"
-    if tile.has_fp8_pages:
-        return "FP8 pages"
-    if tile.head_dim not in (128, 256):
-        return f"heads of {tile.head_dim}"
-    return f"pages of {tile.page_size}" if tile.page_size < HOPPER_BLOCK else _unless_16_bits(tile)
-
-
-def _refuses_narrow(tile: AttentionTile) -> str:
-    if tile.is_wide or tile.rows > _HOPPER_NARROW_ROWS:
-        return f"tiles of {tile.rows} rows, more than {_HOPPER_NARROW_ROWS}"
-    if not tile.has_fp8_pages:
-        return "pages are not FP8"
-    return f"heads of {tile.head_dim}" if tile.head_dim != 256 else _unless_16_bits(tile)
-
-
-WIDE_HOPPER = AttentionKernel(
-    name="wide, Hopper",
-    module="attention.hopper.wide",
-    tiles="128 rows, heads of 128 or 256, 16-bit pages of at least 64",
-    needs=HOPPER,
-    refuses=_refuses_wide,
-    order=f"{HOPPER_BLOCK} seq, wgmma",
+_TMA = (
+    ("queries are not of 16 bits", lambda tile, _: tile.dtype in (torch.bfloat16, torch.float16)),
+    ("more rows than TMA counts", lambda tile, _: tile.fits_tma),
 )
-NARROW_HOPPER = AttentionKernel(
-    name="fp8 narrow, Hopper",
-    module="attention.hopper.narrow",
-    tiles="up to 16 rows, heads of 256, FP8 pages",
-    needs=HOPPER,
-    refuses=_refuses_narrow,
-    order=f"{HOPPER_BLOCK} seq, lanes",
+ATTENTION = KernelTable[AttentionTile](
+    row(
+        "wide, Hopper",
+        "attention.hopper.wide",
+        (WideTiles,),
+        f"{HOPPER_BLOCK} seq, wgmma",
+        (f"tiles are not of {WIDE_ROWS} rows", lambda tile, _: tile.rows == WIDE_ROWS),
+        ("FP8 pages", lambda tile, _: not tile.has_fp8_pages),
+        ("heads are not of 128 or 256", lambda tile, _: tile.head_dim in (128, 256)),
+        (f"pages below {HOPPER_BLOCK}", lambda tile, _: tile.page_size >= HOPPER_BLOCK),
+        *_TMA,
+        needs=HOPPER,
+        entry="attend",
+    ),
+    row(
+        "fp8 narrow, Hopper",
+        "attention.hopper.narrow",
+        (NarrowTiles,),
+        f"{HOPPER_BLOCK} seq, lanes",
+        (
+            f"tiles are of more than {_HOPPER_NARROW_ROWS} rows",
+            lambda tile, _: tile.rows <= _HOPPER_NARROW_ROWS,
+        ),
+        ("pages are not FP8", lambda tile, _: tile.has_fp8_pages),
+        ("heads are not of 256", lambda tile, _: tile.head_dim == 256),
+        *_TMA,
+        needs=HOPPER,
+        entry="attend",
+    ),
+    row("tiles", _PORTABLE, (WideTiles, NarrowTiles), _IN_BLOCKS, cut=cut, entry="attend"),
+    row("latents", _PORTABLE, (LatentTiles,), _IN_BLOCKS, cut=cut_latents, entry="attend"),
 )
-PORTABLE = AttentionKernel(
-    name="tiles",
-    module="attention.portable.attend",
-    tiles="any heads and pages",
-    refuses=lambda tile: "latents" if tile.is_latent else "",
-    cut=cut,
-    order="{tiles.block} seq",
-)
-LATENT = AttentionKernel(
-    name="latents",
-    module="attention.portable.latent",
-    tiles="latents",
-    refuses=lambda tile: "" if tile.is_latent else "heads",
-    cut=cut_latents,
-    order="{tiles.block} seq",
-)
-KERNELS = WIDE_HOPPER, NARROW_HOPPER, PORTABLE, LATENT

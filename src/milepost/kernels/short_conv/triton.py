@@ -23,8 +23,8 @@ _ROWS, _BLOCK = 16, 128
 
 
 class ConvInputs(NamedTuple):
-    """What a convolution may read: the step's projections [T, 3 * C], states [rows, C, J - 1], and
-    records [rows, inputs, C] or None."""
+    """The step's projections [T, 3 * C], states [rows, C, J - 1], and records [rows, inputs, C] or
+    None."""
 
     projected: Any
     stride: Any
@@ -128,11 +128,16 @@ def _mix_kernel(
     is_c, is_token = o_c < CHANNELS, o_t < num_tokens
     sequence = tl.load(token_sequence + o_t, is_token, -1)
     is_real = sequence >= 0
-    own = _beginning(beginnings, sequence, is_real, SIZES.recorded)
+    begin = tl.load(beginnings.begin + sequence, is_real, 0)
+    row = tl.load(beginnings.row + sequence, is_real, 0).to(tl.int64)
+    own = Beginnings(begin, row, row, row)
+    if SIZES.recorded:
+        record = tl.load(beginnings.record + sequence, is_real, 0).to(tl.int64)
+        own = Beginnings(begin, row, record, tl.load(beginnings.recorded + sequence, is_real, -1))
     wait_for_inputs()
     inside = is_real[:, None] & is_c[None, :]
     dtype: tl.constexpr = output.dtype.element_ty
-    x = tl.zeros([ROWS, SIZES.block], tl.float32)
+    x = tl.zeros(inside.shape, tl.float32)
     if bias is not None:
         x += tl.load(bias + o_c, is_c, 0).to(tl.float32)[None, :]
     for tap in tl.static_range(TAPS):
@@ -144,20 +149,8 @@ def _mix_kernel(
     b_gate = tl.load(inputs.projected + o_row * inputs.stride + CHANNELS + o_c[None, :], inside, 0)
     b_o = x.to(dtype).to(tl.float32) * b_gate.to(tl.float32)
     b_o = tl.where(inside, b_o, 0.0)
-    p_o = output + o_row * CHANNELS + o_c[None, :]
-    tl.store(p_o, b_o.to(dtype), is_token[:, None] & is_c[None, :])
-
-
-@triton.jit
-def _beginning(beginnings, sequence, is_real, RECORDED: tl.constexpr):
-    """Returns the beginning of a sequence, or of each of several."""
-    begin = tl.load(beginnings.begin + sequence, is_real, 0)
-    row = tl.load(beginnings.row + sequence, is_real, 0).to(tl.int64)
-    record, recorded = row, row
-    if RECORDED:
-        record = tl.load(beginnings.record + sequence, is_real, 0).to(tl.int64)
-        recorded = tl.load(beginnings.recorded + sequence, is_real, -1)
-    return Beginnings(begin, row, record, recorded)
+    at = o_row * CHANNELS + o_c[None, :]
+    tl.store(output + at, b_o.to(dtype), is_token[:, None] & is_c[None, :])
 
 
 @triton.jit
@@ -194,12 +187,16 @@ def _keep_kernel(inputs, beginnings, writes, BLOCK_TAPS: tl.constexpr, SIZES: tl
     launch_dependents()
     i_s = tl.program_id(1)
     first, last = tl.load(writes.first + i_s), tl.load(writes.first + i_s + 1)
-    own = _beginning(beginnings, i_s, True, SIZES.recorded)
+    begin = tl.load(beginnings.begin + i_s)
+    row = tl.load(beginnings.row + i_s).to(tl.int64)
+    own = Beginnings(begin, row, row, row)
     o_c = tl.program_id(0) * SIZES.block + tl.arange(0, SIZES.block)
     o_tap = tl.arange(0, BLOCK_TAPS)
     inside = (o_tap < TAPS - 1)[:, None] & (o_c < CHANNELS)[None, :]
     dtype: tl.constexpr = inputs.pool.dtype.element_ty
     if SIZES.recorded:
+        record = tl.load(beginnings.record + i_s).to(tl.int64)
+        own = Beginnings(begin, row, record, tl.load(beginnings.recorded + i_s))
         drafts = tl.load(writes.drafts + i_s)
         num_recorded = tl.where(drafts > 0, TAPS - 1 + drafts, 0)
         # What is read may be written: beside the page it is below, in the records it is last.

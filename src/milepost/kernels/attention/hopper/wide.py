@@ -74,7 +74,7 @@ class Tile(NamedTuple):
     i_h: Any
 
 
-def attend(call: AttentionCall, work: Tensor, rows: int) -> None:
+def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> None:  # noqa: ARG001
     """Compute the results of `work`, wide items of 128 rows."""
     del rows
     _, num_heads, head_dim = call.query.shape

@@ -1,13 +1,18 @@
-"""Attention from a launch's tiles on any GPU.
+"""Attention from a launch's tiles on any GPU: to heads, or to latents.
 
 A program holds a tile of query rows and passes over its range of KV, block by block, with a running
 softmax. Only the last blocks need a mask: those on the diagonal, and the one in which the sequence
 ends, where the rest of the block holds anything.
 
+All heads of a token read the same latents, and stand in one tile: a block of latents comes to
+shared memory once, and serves as keys and values.
+
 Legend: T tokens, H query heads, G KV heads, R = H / G, E head_dim, P partial results.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -21,15 +26,18 @@ from milepost.kernels.attention.portable.blocks import (
     BlockSizes,
     KVPointers,
     dot,
+    find_rows,
     first_masked,
     fit_float16,
     load,
     load_item,
+    load_latents,
+    load_queries,
     load_words,
     online_softmax,
     round_heads,
 )
-from milepost.kernels.attention.portable.tiles import KVTiles
+from milepost.kernels.attention.portable.tiles import NARROW_ROWS, KVTiles
 from milepost.kernels.layout.emit import keeps_values
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import (
@@ -48,34 +56,13 @@ _MOST_IN_WORDS = 64
 def attend(call: AttentionCall, work: Tensor, rows: int, tiles: KVTiles) -> None:
     """Compute the results of items `work` of `rows` query rows."""
     _, num_heads, head_dim = call.query.shape
-    _, _, page_size, num_kv_heads, _ = call.kv.pool.shape
-    block_e = max(16, next_power_of_2(head_dim))
-    kv = as_bytes(as_rows(call.kv.pool).flatten(1))
+    _, _, page_size, num_kv_heads, width = call.kv.pool.shape
     chip, is_fp8 = probe(call.query.device), call.kv.is_fp8
-    # TMA moves boxes: a block must lie in one page, and no wider than the head.
-    boxed = chip.has_tma and page_size >= tiles.block
-    boxed = boxed and block_e == head_dim and fits_tma(call.kv.pool)
-    is_native = is_fp8 and chip.has_fp8
-    in_words = is_native and rows < _MOST_IN_WORDS and block_e == head_dim >= 64
-    words = kv.view(torch.int32) if in_words else None
-    if boxed:
-        kv = TensorDescriptor.from_tensor(kv, [tiles.block, block_e])
-        if words is not None:
-            words = TensorDescriptor.from_tensor(words, [tiles.block, head_dim // 4])
-    sizes = BlockSizes(
-        boxed=boxed,
-        float8=is_fp8,
-        native=is_native,
-        kv_heads=num_kv_heads,
-        group=num_heads // num_kv_heads,
-        head_dim=head_dim,
-        block_e=block_e,
-        page_size=page_size,
-        rows=rows,
-        block=tiles.block,
-    )
+    rows, block_e = max(rows, NARROW_ROWS), max(16, next_power_of_2(head_dim))
+    kv, words = _find_pages(call, tiles.block, rows)
     _attend_kernel[(num_kv_heads, len(work))](
         call.heads,
+        call.shared_heads,
         call.output_gate,
         call.outputs,
         kv,
@@ -86,7 +73,21 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: KVTiles) -> None
         call.partials,
         call.scale_of_2,
         *call.extents,
-        SIZES=sizes,
+        SIZES=BlockSizes(
+            boxed=isinstance(kv, TensorDescriptor),
+            float8=is_fp8,
+            native=is_fp8 and chip.has_fp8,
+            kv_heads=num_kv_heads,
+            group=num_heads // num_kv_heads,
+            head_dim=head_dim,
+            block_e=block_e,
+            latents=call.shared_query is not None,
+            shared=width - head_dim,
+            block_p=max(16, next_power_of_2(max(1, width - head_dim))),
+            page_size=page_size,
+            rows=rows,
+            block=tiles.block,
+        ),
         TAIL_STAGES=tiles.tail_stages,
         KEEPS_ROWS=keeps_values(call.rounded),
         HAS_FP8=chip.has_fp8,
@@ -96,10 +97,28 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: KVTiles) -> None
     )
 
 
+def _find_pages(call: AttentionCall, block: int, rows: int) -> tuple[Any, Any]:
+    """Returns the pool as rows of numbers and of words (see `KVPointers`), each a tensor or a
+    descriptor."""
+    pool, head_dim = call.kv.pool, call.query.shape[2]
+    kv, chip = as_bytes(as_rows(pool).flatten(1)), probe(call.query.device)
+    is_whole = call.shared_query is None and head_dim == max(16, next_power_of_2(head_dim))
+    in_words = call.kv.is_fp8 and chip.has_fp8 and is_whole
+    in_words = in_words and rows < _MOST_IN_WORDS and head_dim >= 64
+    words = kv.view(torch.int32) if in_words else None
+    # TMA moves boxes: a block must lie in one page, and no wider than the head.
+    if not (chip.has_tma and pool.shape[2] >= block and is_whole and fits_tma(pool)):
+        return kv, words
+    if words is not None:
+        words = TensorDescriptor.from_tensor(words, [block, head_dim // 4])
+    return TensorDescriptor.from_tensor(kv, [block, head_dim]), words
+
+
 @quick
 @triton.jit(do_not_specialize=["page_rows", "table_stride", "scales_stride"])
 def _attend_kernel(
     query,
+    shared_query,
     gate,
     output,
     kv,
@@ -118,11 +137,6 @@ def _attend_kernel(
     HAS_FP8: tl.constexpr,
 ):
     """One item and KV head: rows = tokens * group query rows."""
-    ROWS: tl.constexpr = SIZES.rows
-    BLOCK: tl.constexpr = SIZES.block
-    BLOCK_E: tl.constexpr = SIZES.block_e
-    HEADS: tl.constexpr = SIZES.kv_heads * SIZES.group
-    WIDTH: tl.constexpr = HEADS * SIZES.head_dim
     launch_dependents()
     i_h = tl.program_id(0)
     item = load_item(work.base, tl.program_id(1))
@@ -131,33 +145,34 @@ def _attend_kernel(
         return
     wait_for_inputs()
     table = tables + item.table_row.to(tl.int64) * table_stride
-
-    row = tl.arange(0, ROWS)
-    o_e = tl.arange(0, BLOCK_E)
-    ahead = row // SIZES.group
-    token = (item.first + ahead).to(tl.int64)
-    head = i_h * SIZES.group + row % SIZES.group
-    held = (ahead < item.num_tokens)[:, None] & (o_e < SIZES.head_dim)[None, :]
-    p_q = query.base + token * query.stride + head * query.head_stride
-    b_q = tl.load(p_q[:, None] + o_e[None, :], mask=held, other=0.0)
+    rows = find_rows(item, i_h, SIZES)
+    b_q = load_queries(query, rows, rows.o_e, SIZES.head_dim)
+    b_sq = None
+    if SIZES.latents:
+        b_sq = load_queries(shared_query, rows, tl.arange(0, SIZES.block_p), SIZES.shared)
     value_scale = 1.0
     if kv_scales is not None:
         # Float16 holds what FP8 holds; a chip without FP8 holds it divided by 256.
         factor: tl.constexpr = 256.0 if SIZES.float8 and not SIZES.native else 1.0
         scale *= tl.load(kv_scales + i_h) * factor
-        value_scale = tl.load(kv_scales + SIZES.kv_heads + i_h) * factor
+        # A latent is key and value, with one scale.
+        value_scale = tl.load(kv_scales + (0 if SIZES.latents else SIZES.kv_heads) + i_h) * factor
         if SIZES.float8 and query.base.dtype.element_ty == tl.bfloat16:
             b_q = fit_float16(b_q)
+            if SIZES.latents:
+                b_sq = fit_float16(b_sq)
 
+    ROWS: tl.constexpr = SIZES.rows
+    BLOCK_E: tl.constexpr = SIZES.block_e
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
     pages = KVPointers(kv, words, table, item.end, page_rows, i_h)
-    masked = first_masked(item, BLOCK)
-    for i_kv in tl.range(item.begin, masked, BLOCK):
-        m, l, acc = _step(m, l, acc, b_q, i_kv, item, ahead, pages, scale, False, SIZES)
-    for i_kv in tl.range(masked, item.end, BLOCK, num_stages=TAIL_STAGES):
-        m, l, acc = _step(m, l, acc, b_q, i_kv, item, ahead, pages, scale, True, SIZES)
+    masked = first_masked(item, SIZES.block)
+    for i_kv in tl.range(item.begin, masked, SIZES.block):
+        m, l, acc = _step(m, l, acc, b_q, b_sq, i_kv, item, rows, pages, scale, False, SIZES)
+    for i_kv in tl.range(masked, item.end, SIZES.block, num_stages=TAIL_STAGES):
+        m, l, acc = _step(m, l, acc, b_q, b_sq, i_kv, item, rows, pages, scale, True, SIZES)
 
     # A row that has seen nothing has an m of -inf and an acc of 0: it adds nothing to the sum.
     l = tl.where(l == 0.0, 1.0, l)
@@ -166,7 +181,87 @@ def _attend_kernel(
         acc *= value_scale
     if words is not None:
         acc = tl.permute(acc.reshape(ROWS, 4, BLOCK_E // 4), (0, 2, 1)).reshape(ROWS, BLOCK_E)
-    inside = head[:, None] * SIZES.head_dim + o_e[None, :]
+    _store(
+        m,
+        l,
+        acc,
+        item,
+        rows,
+        gate,
+        output,
+        work,
+        partials,
+        scales_stride,
+        SIZES,
+        KEEPS_ROWS,
+        HAS_FP8,
+    )
+
+
+@triton.jit
+def _step(
+    m,
+    l,
+    acc,
+    b_q,
+    b_sq,
+    i_kv,
+    item,
+    rows,
+    pages,
+    scale,
+    MASKED: tl.constexpr,
+    SIZES: tl.constexpr,
+):
+    """Take the block of KV at i_kv into the running softmax: the maximum score `m`, the sum of
+    weights `l`, the sum of values `acc`. If MASKED, a row sees no KV past its own position."""
+    o_kv = i_kv + tl.arange(0, SIZES.block)
+    if SIZES.latents:
+        b_k, b_shared = load_latents(pages, i_kv, SIZES, b_q.dtype)
+        b_s = dot(b_sq, tl.trans(b_shared), dot(b_q, tl.trans(b_k)))
+    else:
+        b_k = load(pages, i_kv, 0, SIZES, b_q.dtype)
+        b_s = dot(b_q, tl.trans(b_k))
+    if MASKED:
+        seen = o_kv[None, :] <= item.position + rows.ahead[:, None]
+        b_s = tl.where(seen & (o_kv < item.end)[None, :], b_s, float("-inf"))
+    if SIZES.latents:
+        b_v = b_k
+    elif pages.words is None:
+        b_v = load(pages, i_kv, SIZES.page_size, SIZES, b_q.dtype)
+    else:
+        b_v = load_words(pages, i_kv, SIZES.page_size, SIZES)
+    if MASKED and not SIZES.latents:
+        # What lies past the end may be NaN, which a weight of 0 would not silence.
+        b_v = tl.where((o_kv < item.end)[:, None], b_v, 0.0)
+    m, l, b_p, shrink = online_softmax(m, l, b_s, scale, MASKED)
+    acc = dot(b_p.to(b_v.dtype), b_v, acc * shrink[:, None])
+    return m, l, acc
+
+
+@triton.jit
+def _store(
+    m,
+    l,
+    acc,
+    item,
+    rows,
+    gate,
+    output,
+    work,
+    partials,
+    scales_stride,
+    SIZES: tl.constexpr,
+    KEEPS_ROWS: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+):
+    """Write results, times the sigmoid of the gates if there are any, in the forms that there is
+    room for; or partial results with their LSE."""
+    HEADS: tl.constexpr = SIZES.kv_heads * SIZES.group
+    WIDTH: tl.constexpr = HEADS * SIZES.head_dim
+    token, head, is_held = rows.token, rows.head, rows.are_held
+    held = is_held[:, None] & (rows.o_e < SIZES.head_dim)[None, :]
+    inside = head[:, None] * SIZES.head_dim + rows.o_e[None, :]
     if item.ordinal < 0:
         if gate.base is not None:
             b_g = tl.load(gate.base + token[:, None] * gate.stride + inside, mask=held, other=0.0)
@@ -180,33 +275,8 @@ def _attend_kernel(
             part = tl.arange(0, scales.shape[1])
             o_d = head[:, None] * scales.shape[1] + part[None, :]
             p_scales = output.scales + o_d * scales_stride + token[:, None]
-            tl.store(p_scales, scales, mask=(ahead < item.num_tokens)[:, None])
+            tl.store(p_scales, scales, mask=is_held[:, None])
     else:
-        is_held = ahead < item.num_tokens
         base = tl.load(work.bases + token, mask=is_held, other=0).to(tl.int64) + item.ordinal
         tl.store(partials.base + base[:, None] * WIDTH + inside, acc, mask=held)
         tl.store(partials.lse + base * HEADS + head, m + tl.log2(l), mask=is_held)
-
-
-@triton.jit
-def _step(
-    m, l, acc, b_q, i_kv, item, ahead, pages, scale, MASKED: tl.constexpr, SIZES: tl.constexpr
-):
-    """Take the block of KV at i_kv into the running softmax: the maximum score `m`, the sum of
-    weights `l`, the sum of values `acc`. If MASKED, a row sees no KV past its own position."""
-    o_kv = i_kv + tl.arange(0, SIZES.block)
-    b_k = load(pages, i_kv, 0, SIZES, b_q.dtype)
-    b_s = dot(b_q, tl.trans(b_k))
-    if MASKED:
-        seen = (o_kv[None, :] <= item.position + ahead[:, None]) & (o_kv < item.end)[None, :]
-        b_s = tl.where(seen, b_s, float("-inf"))
-    if pages.words is None:
-        b_v = load(pages, i_kv, SIZES.page_size, SIZES, b_q.dtype)
-    else:
-        b_v = load_words(pages, i_kv, SIZES.page_size, SIZES)
-    if MASKED:
-        # What lies past the end may be NaN, which a weight of 0 would not silence.
-        b_v = tl.where((o_kv < item.end)[:, None], b_v, 0.0)
-    m, l, b_p, shrink = online_softmax(m, l, b_s, scale, MASKED)
-    acc = dot(b_p.to(b_v.dtype), b_v, acc * shrink[:, None])
-    return m, l, acc

@@ -59,9 +59,26 @@ class BlockSizes(NamedTuple):
     """Query heads of a KV head."""
     head_dim: int
     block_e: int
+    latents: bool
+    shared: int
+    """Entries of a latent that are no values."""
+    block_p: int
     page_size: int
     rows: int
     block: int
+
+
+class QueryRows(NamedTuple):
+    """The tokens and heads of an item's rows [ROWS]."""
+
+    o_e: Any
+    """Entries of a head [block_e]."""
+    ahead: Any
+    """Tokens from the item's first."""
+    token: Any
+    head: Any
+    are_held: Any
+    """False for rows past the item's tokens."""
 
 
 class KVPointers(NamedTuple):
@@ -91,6 +108,25 @@ def load_item(items, i_item):
     end = tl.load(p_item + 5)
     ordinal = tl.load(p_item + 6)
     return WorkItem(first, num_tokens, table_row, position, begin, end, ordinal)
+
+
+@triton.jit
+def find_rows(item, i_h, SIZES: tl.constexpr):
+    """Returns the rows of an item."""
+    row = tl.arange(0, SIZES.rows)
+    o_e = tl.arange(0, SIZES.block_e)
+    ahead = row // SIZES.group
+    token = (item.first + ahead).to(tl.int64)
+    head = i_h * SIZES.group + row % SIZES.group
+    return QueryRows(o_e, ahead, token, head, ahead < item.num_tokens)
+
+
+@triton.jit
+def load_queries(query, rows, o_e, SIZE: tl.constexpr):
+    """Load the first SIZE entries of queries."""
+    held = rows.are_held[:, None] & (o_e < SIZE)[None, :]
+    p_q = query.base + rows.token * query.stride + rows.head * query.head_stride
+    return tl.load(p_q[:, None] + o_e[None, :], mask=held, other=0.0)
 
 
 @triton.jit
@@ -140,6 +176,24 @@ def load_words(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr):
     )
     halves = tl.join(tl.join(first, second), tl.join(third, fourth))
     return tl.permute(halves, (0, 3, 2, 1)).reshape(BLOCK, HEAD_DIM)
+
+
+@triton.jit
+def load_latents(pages, i_kv, SIZES: tl.constexpr, DTYPE: tl.constexpr):
+    """Load latents from i_kv on: entries that are values too [BLOCK, block_e], and those that all
+    heads share [BLOCK, block_p]. Rows past the end hold anything, and are not read."""
+    WIDTH: tl.constexpr = SIZES.head_dim + SIZES.shared
+    o_e, o_p = tl.arange(0, SIZES.block_e)[None, :], tl.arange(0, SIZES.block_p)[None, :]
+    o_kv = i_kv + tl.arange(0, SIZES.block)
+    inside = o_kv < pages.end
+    page = tl.load(pages.table + o_kv // SIZES.page_size, inside, 0).to(tl.int64)
+    p_row = pages.kv + ((page * pages.page_rows + o_kv % SIZES.page_size) * WIDTH)[:, None]
+    b_c = tl.load(p_row + o_e, inside[:, None] & (o_e < SIZES.head_dim), 0)
+    b_p = tl.load(p_row + SIZES.head_dim + o_p, inside[:, None] & (o_p < SIZES.shared), 0)
+    if SIZES.float8:
+        b_c = decode(b_c, SIZES.native).to(DTYPE)
+        b_p = decode(b_p, SIZES.native).to(DTYPE)
+    return b_c, b_p
 
 
 @triton.jit

@@ -5,7 +5,7 @@ Legend: R query rows of a tile.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,18 @@ from milepost.kernels.platform.tiles import next_power_of_2
 
 _CROWD = 1.25
 """Narrow programs for each SM, from which on they are many."""
+
+
+class WideTiles:
+    """Tiles of prefills and of shared pages, of heads."""
+
+
+class NarrowTiles:
+    """Tiles of decodes, of heads."""
+
+
+class LatentTiles:
+    """Tiles of latents."""
 
 
 class AttentionTile(NamedTuple):
@@ -34,6 +46,16 @@ class AttentionTile(NamedTuple):
     num_programs: int = 0
     """Narrow tiles times KV heads of the launch."""
     is_latent: bool = False
+
+    @property
+    def form(self) -> type[Any]:
+        return LatentTiles if self.is_latent else WideTiles if self.is_wide else NarrowTiles
+
+    def count(self, unit: str) -> float:  # noqa: ARG002
+        return self.rows
+
+    def why_not(self, kernel: object) -> str:  # noqa: ARG002
+        return ""
 
 
 class KVTiles(NamedTuple):
