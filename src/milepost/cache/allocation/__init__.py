@@ -7,12 +7,4 @@ from milepost.cache.allocation.lending import Loan, Loans
 from milepost.cache.allocation.running import Running
 from milepost.cache.allocation.states import Allocation, State, Transition
 
-__all__ = [
-    "Admitter",
-    "Allocation",
-    "Loan",
-    "Loans",
-    "Running",
-    "State",
-    "Transition",
-]
+__all__ = ["Admitter", "Allocation", "Loan", "Loans", "Running", "State", "Transition"]

@@ -93,10 +93,10 @@ class Allocation:
     slot_out: int
     """Its own, which every step writes."""
     state_length: int
-    committed: int
-    planned: int
+    committed: int = field(init=False)
+    planned: int = field(init=False)
     """Tokens that are committed once the steps in flight have run, drafts not counted."""
-    kv_length: int
+    kv_length: int = field(init=False)
     write_from: int
     """KV of tokens before this is in shared pages and must not be written."""
     source: Checkpoint | None
@@ -107,7 +107,7 @@ class Allocation:
     """The tail page of the checkpoint that is read, pinned until the first commit."""
     end: End
     """Where the path ends, for the worth of its checkpoints."""
-    deepest_state: int
+    deepest_state: int = field(init=False)
     """Position of the deepest checkpoint that the request resumed from or made."""
     facts: PromptFacts
     num_steps: int = 0
@@ -122,6 +122,10 @@ class Allocation:
     """
     exports: list[Export] = field(default_factory=list)
     """Taken for the steps in flight, not yet committed; by position."""
+
+    def __post_init__(self) -> None:
+        """It begins where it resumes."""
+        self.committed = self.planned = self.kv_length = self.deepest_state = self.state_length
 
     def happens(self, transition: Transition) -> None:
         """Go over to the next state."""

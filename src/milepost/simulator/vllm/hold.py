@@ -46,9 +46,6 @@ def new_allocation(chain: Chain, match: Match, block_size: int) -> Allocation:
         page_table=[],
         path=[],
         state_length=position,
-        committed=position,
-        kv_length=position,
-        planned=position,
         write_from=position,
         slot_in=ZERO_SLOT,
         slot_out=ZERO_SLOT,
@@ -56,7 +53,6 @@ def new_allocation(chain: Chain, match: Match, block_size: int) -> Allocation:
         page_copy=None,
         pinned_tail=(),
         end=End(position=len(chain), time=0),
-        deepest_state=position,
         facts=PromptFacts(
             prompt_length=len(chain),
             grid=block_size,
