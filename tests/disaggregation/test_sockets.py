@@ -173,7 +173,7 @@ def test_threads_that_cannot_be_started_are_an_error_of_that_read(memory, monkey
     monkeypatch.setattr(sockets, "REST_S", 0.01)
     with sockets_of(memory) as own, sockets_of(read) as other:
         peer, start = other.add_peer(own.metadata(), None), threading.Thread.start
-        blamed = sockets.Sockets._read if who == "the reader" else sockets.Sockets._send
+        blamed = sockets.SocketReading.run if who == "the reader" else sockets.Sockets._send
 
         def fail(thread):
             if thread._target.__func__ is blamed:

@@ -4,8 +4,8 @@ never waits for it. The modules:
     what the engine calls          access, exchange, bell
     between scheduler and thread   connector, outcomes
     the thread                     links, door, peers, messages
-    what is lent                   leases, lender
+    what is lent                   leases, lending, lender
     what is borrowed               borrowed, pulls
-    how bytes get there            transport, nixl, sockets, registered_pools
+    how bytes get there            transport, nixl, sockets, socket_reading, registered_pools
     several ranks                  all_ranks, orders, part_reader
 """

@@ -10,17 +10,16 @@ nearly as deep.
 
 from __future__ import annotations
 
-import logging
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from milepost.cache import Cache, Match
-from milepost.cache.tree import Chain, checkpoint_key
+from milepost.cache.tree import Chain
 from milepost.disaggregation.leases import Leases
+from milepost.disaggregation.lending import Lending
 from milepost.disaggregation.links import Links
-from milepost.disaggregation.messages import VERSION, Find, Gone, Granted, Hello
+from milepost.disaggregation.messages import VERSION, Find, Gone, Hello
 from milepost.disaggregation.outcomes import Asked, Pulled, Read, RemoteMatch
 from milepost.disaggregation.pulls import Pull
 from milepost.kv_transfer_params import Remote, written
@@ -31,8 +30,6 @@ from milepost.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from milepost.disaggregation.access import Access
-
-logger = logging.getLogger(__name__)
 
 SOURCE = "remote"
 """Name of other engines wherever the source of a load is given."""
@@ -64,16 +61,11 @@ class Connector:
         clock: Callable[[], float],
         ring: Callable[[], None],
     ) -> None:
-        self._scheduler = scheduler
-        self._note_state, self._fence = filled, fence
-        cache = scheduler.cache
+        self._scheduler, self._note_state = scheduler, filled
+        self._cache = cache = scheduler.cache
         assert isinstance(cache, Cache), "comparisons lend nothing"
-        self._cache = cache
         self.engine_id, self._transport = access.engine_id, access.transport
         config = access.config
-        self._num_ranks = len(access.endpoints)
-        self.leases = Leases(config.lease_s, clock)
-        self._lend_share = config.lend_share
         hello = Hello(
             version=VERSION,
             identity=cache.identity,
@@ -82,8 +74,16 @@ class Connector:
             host=config.kv_ip,
             port=config.kv_port,
             layout=access.endpoints[0].layout,
-            num_ranks=self._num_ranks,
+            num_ranks=len(access.endpoints),
         )
+        self.lending = Lending(
+            cache,
+            self._transport,
+            Leases(config.lease_s, clock),
+            most=config.lend_share,
+            fence=fence,
+        )
+        self.leases = self.lending.leases
         self._links = Links(
             hello,
             self._transport,
@@ -104,15 +104,13 @@ class Connector:
         """Number of a question -> the page that led to the engine it was sent to."""
         self._found: list[RemoteMatch] = []
         """Answers that `settle` has not returned yet."""
-        self._num_finds = 0
+        self._num_finds = self.num_fetched = self.num_failed = 0
         self.num_bytes = 0
         """Bytes fetched so far."""
         self.fetch_s = 0.0
         """Time that fetches took."""
         self.read_s = 0.0
         """Time of the reads alone, which is part of `fetch_s`."""
-        self.num_fetched = 0
-        self.num_failed = 0
         scheduler.outside.add_source(self)
         scheduler.outside.max_loading = config.max_transfers
 
@@ -126,9 +124,7 @@ class Connector:
     def offer(self, request: Request, match: Match) -> Offer:
         """Offers the part of a prompt under a lease, if it is worth its bytes."""
         wanted = self._wanted.get(request.number)
-        if wanted is None:
-            return Offer(source=self.name)
-        position = wanted[1].position
+        position = 0 if wanted is None else wanted[1].position
         num_tokens = position - match.state_length
         if num_tokens < LEAST_TOKENS or position >= len(request.chain):
             return Offer(source=self.name)
@@ -172,33 +168,17 @@ class Connector:
         """Keeps the cached part of a prompt for another engine and returns where it is, or None if
         nothing is cached.
         """
-        granted = self._grant(chain)
+        granted = self.lending.grant(chain)
         if granted is None:
             return None
-        host, port = self.place
         remote = Remote(
             engine_id=self.engine_id,
-            host=host,
-            port=port,
+            host=self.place[0],
+            port=self.place[1],
             lease=granted.lease,
             position=granted.position,
         )
-        return written(remote, granted.pages, granted.slot, self._num_ranks)
-
-    def _grant(self, chain: Chain, least: int = 1) -> Granted | None:
-        loan = self._cache.lend(chain, most=self._lend_share)
-        if loan is None:
-            return None
-        if loan.position < least:
-            self._cache.take_back(loan)
-            return None
-        depth = loan.position // self._cache.page_size
-        page = chain.digests(depth)[depth - 1] if depth else chain.root
-        tail = chain.token_bytes(depth * self._cache.page_size, loan.position)
-        key, id_ = checkpoint_key(page, tail), uuid.uuid4().hex
-        self._transport.lend(id_, loan.pages, loan.slot)  # the fence must come later
-        self.leases.grant(id_, loan, key, page, self._fence())
-        return Granted(lease=id_, position=loan.position, key=key, pages=loan.pages, slot=loan.slot)
+        return written(remote, granted.pages, granted.slot, self._links.hello.num_ranks)
 
     # --- the next turn ----------------------------------------------------------------------------
 
@@ -234,7 +214,7 @@ class Connector:
         matches found elsewhere.
         """
         self._take()
-        self._take_back()
+        self.lending.take_back()
         self.leases.are_final = bool(self._scheduler.waiting) and not self._scheduler.running
         for number, (request, remote) in list(self._wanted.items()):
             if number in self._fetching:
@@ -255,17 +235,7 @@ class Connector:
                 self._links.release(wanted[1])
             self.num_failed += 1
             self._scheduler.failed(number)
-        self._end_leases()
-
-    def _end_leases(self) -> None:
-        self.leases.end()
-        self._take_back()
-
-    def _take_back(self) -> None:
-        """Takes back the loans of leases that are over."""
-        for lease, loan in self.leases.take_over().items():
-            self._transport.end_loan(lease)
-            self._cache.take_back(loan)
+        self.lending.end()
 
     def _take(self) -> None:
         for outcome in self._links.take():
@@ -291,13 +261,11 @@ class Connector:
             self.num_bytes += pulled.num_bytes
             self.fetch_s += pulled.seconds
             self.read_s += pulled.read_s
-            self._filled(self._fetching[pulled.number])
+            load = self._fetching[pulled.number]
+            for arrival in load.arrivals:
+                if arrival.what == "state":
+                    self._note_state(arrival.id, load.position)
             self._scheduler.arrived(pulled.number)
-
-    def _filled(self, load: Load) -> None:
-        for arrival in load.arrivals:
-            if arrival.what == "state":
-                self._note_state(arrival.id, load.position)
 
     def _note_reader(self, read: Read) -> None:
         self._readers[read.page] = read.host, read.port
@@ -308,8 +276,8 @@ class Connector:
     def _tell(self, asked: Asked) -> None:
         find = asked.find
         tokens = memoryview(find.tokens).cast("I")
-        granted = self._grant(self._cache.chain(tokens, find.salt), find.least)
-        self._links.tell(asked, granted if granted is not None else Gone())
+        granted = self.lending.grant(self._cache.chain(tokens, find.salt), find.least)
+        self._links.tell(asked, granted or Gone())
 
     @property
     def counters(self) -> dict[str, float]:
@@ -328,4 +296,4 @@ class Connector:
     def close(self) -> None:
         self._links.close()
         self._transport.close()
-        self._end_leases()
+        self.lending.end()

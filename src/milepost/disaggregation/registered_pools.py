@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -77,3 +79,40 @@ def pieces_of(layout: Layout, pages: tuple[int, ...], slot: int | None) -> list[
     num_before = sum(row.count for row in layout.pages)
     slots = () if slot is None else (slot,)
     return pieces(layout.pages, pages, 0) + pieces(layout.slots, slots, num_before)
+
+
+class PieceViews:
+    """All pieces of main memory, by number."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._rows = (*layout.pages, *layout.slots)
+        self._num_page_rows = len(layout.pages)
+        self._firsts: list[int] = []
+        self._num = 0
+        for row in self._rows:
+            self._firsts.append(self._num)
+            self._num += row.count
+
+    def num_of(self, num_pages: int, num_slots: int) -> int:
+        num_slot_rows = len(self._rows) - self._num_page_rows
+        return self._num_page_rows * num_pages + num_slot_rows * num_slots
+
+    def owner(self, number: int) -> tuple[bool, int]:
+        """Returns whether a piece belongs to a page, and the id of its page or slot. Raises
+        IndexError.
+        """
+        index, id_ = self._find(number)
+        return index < self._num_page_rows, id_
+
+    def view(self, number: int) -> memoryview:
+        """Returns the bytes of a piece. Raises IndexError."""
+        index, id_ = self._find(number)
+        row: MemoryRows = self._rows[index]
+        start = row.address + id_ * row.stride
+        return memoryview((ctypes.c_char * row.length).from_address(start)).cast("B")
+
+    def _find(self, number: int) -> tuple[int, int]:
+        if not 0 <= number < self._num:
+            raise IndexError(f"it asks for piece {number} of memory, of {self._num}")
+        index = bisect_right(self._firsts, number) - 1
+        return index, number - self._firsts[index]

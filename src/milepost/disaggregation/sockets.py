@@ -9,20 +9,19 @@ ends. A read is complete if all pieces came, and nothing after them.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import socket
 import struct
 import threading
 import time
-from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from milepost.disaggregation.door import Complaints
-from milepost.disaggregation.messages import BadMessageError, Layout, MemoryRows, decoded
-from milepost.disaggregation.registered_pools import RegisteredMemory
+from milepost.disaggregation.messages import BadMessageError, Layout, decoded
+from milepost.disaggregation.registered_pools import PieceViews, RegisteredMemory
+from milepost.disaggregation.socket_reading import SocketReading, fill, seconds_left
 from milepost.disaggregation.transport import TransferError
 from milepost.errors import ConfigError
 from milepost.kv_transfer_config import KVTransferConfig
@@ -30,7 +29,6 @@ from milepost.kv_transfer_config import KVTransferConfig
 logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<16sI")
-CONNECT_S = 5.0
 HEAD_S = 5.0
 """A connection that has not sent its request after this long is closed."""
 REST_S = 0.1
@@ -47,11 +45,6 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
 _ADDRESSES = msgspec.msgpack.Decoder(_Address)
 
 
-@dataclass(slots=True, eq=False)
-class _Peer:
-    address: tuple[str, int]
-
-
 @dataclass(frozen=True, slots=True)
 class _Lent:
     pages: frozenset[int]
@@ -60,38 +53,6 @@ class _Lent:
 
 class _RefusedError(Exception):
     """A reader asks for memory that is not lent to it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Reading:
-    """A read by one thread."""
-
-    error: str = "it was not read to its end"
-    """Empty once everything has arrived."""
-    over: threading.Event = field(default_factory=threading.Event)
-    _sock: socket.socket | None = None
-    _is_cancelled: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def connect(self, address: tuple[str, int], timeout_s: float) -> socket.socket:
-        sock = socket.create_connection(address, timeout=min(CONNECT_S, timeout_s))
-        sock.settimeout(timeout_s)
-        with self._lock:
-            if self._is_cancelled:
-                sock.close()
-                raise ConnectionError("it was given up")
-            self._sock = sock
-        return sock
-
-    def cancel(self) -> bool:
-        """Cancels the read. Returns whether nothing writes any more."""
-        with self._lock:
-            self._is_cancelled = True
-            if self._sock is None:
-                return True
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
-        return self.over.wait(CONNECT_S)
 
 
 class Sockets:
@@ -104,7 +65,7 @@ class Sockets:
     def __init__(self, memory: RegisteredMemory, config: KVTransferConfig) -> None:
         if memory.device is not None:
             raise ConfigError("transport='socket' reads main memory only: use nixl")
-        self._pieces = _PieceViews(memory.layout)
+        self._pieces = PieceViews(memory.layout)
         self._peers, self._timeout_s = config.peers, config.timeout_s
         self._listening = _listening(config.kv_ip)
         self._lock = threading.Lock()
@@ -122,31 +83,33 @@ class Sockets:
         host, port = self._listening.getsockname()[:2]
         return msgspec.msgpack.encode(_Address(host, port))
 
-    def add_peer(self, metadata: bytes, layout: Layout) -> _Peer:  # noqa: ARG002
+    def add_peer(self, metadata: bytes, layout: Layout) -> tuple[str, int]:  # noqa: ARG002
         try:
             address = decoded(_ADDRESSES, metadata)
         except BadMessageError as error:
             raise TransferError(f"no address: {error}") from error
         if address.host not in self._peers or not 0 < address.port < 2**16:
             raise TransferError(f"{address.host!r}, port {address.port}: no peer's address")
-        return _Peer((address.host, address.port))
+        return address.host, address.port
 
-    def remove_peer(self, peer: _Peer) -> None:
+    def remove_peer(self, peer: tuple[str, int]) -> None:
         pass
 
-    def begin(self, peer: _Peer, lease: str, local: list[int], remote: list[int]) -> _Reading:
+    def begin(
+        self, peer: tuple[str, int], lease: str, local: list[int], remote: list[int]
+    ) -> SocketReading:
         views = [self._pieces.view(number) for number in local]
         request = _HEAD.pack(bytes.fromhex(lease), len(remote))
         request += struct.pack(f"<{len(remote)}I", *remote)
-        reading = _Reading()
-        given = reading, peer.address, request, views
+        reading = SocketReading()
+        given = peer, request, views, self._timeout_s
         try:
-            threading.Thread(target=self._read, args=given, daemon=True).start()
+            threading.Thread(target=reading.run, args=given, daemon=True).start()
         except RuntimeError as error:
             raise TransferError(f"no thread to read with: {error}") from error
         return reading
 
-    def is_done(self, transfer: _Reading) -> bool:
+    def is_done(self, transfer: SocketReading) -> bool:
         if not transfer.over.is_set():
             return False
         if transfer.error:
@@ -159,7 +122,7 @@ class Sockets:
     def stop_progress(self) -> None:
         pass
 
-    def cancel(self, transfer: _Reading) -> bool:
+    def cancel(self, transfer: SocketReading) -> bool:
         return transfer.cancel()
 
     def lend(self, lease: str, pages: tuple[int, ...], slot: int | None) -> None:
@@ -180,28 +143,6 @@ class Sockets:
         for sock in serving:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-
-    # --- of who reads -----------------------------------------------------------------------------
-
-    def _read(
-        self,
-        reading: _Reading,
-        address: tuple[str, int],
-        request: bytes,
-        views: list[memoryview],
-    ) -> None:
-        try:
-            with reading.connect(address, self._timeout_s) as sock:
-                sock.sendall(request)
-                for view in views:
-                    _fill(sock, view)
-                if sock.recv(1):
-                    raise ConnectionError("more was sent than was asked for")
-            reading.error = ""
-        except Exception as error:  # noqa: BLE001 - anything but a complete read is an error
-            reading.error = str(error) or repr(error)
-        finally:
-            reading.over.set()
 
     # --- of who is read from ----------------------------------------------------------------------
 
@@ -259,7 +200,7 @@ class Sockets:
         for view in views:
             if lease not in self._lent:
                 raise _RefusedError("its lease has ended")
-            sock.settimeout(_left(end_s))
+            sock.settimeout(seconds_left(end_s))
             sock.sendall(view)
 
     def _asked(self, sock: socket.socket) -> tuple[bytes, list[memoryview]]:
@@ -268,7 +209,7 @@ class Sockets:
         """
         end_s = time.monotonic() + HEAD_S
         head = bytearray(_HEAD.size)
-        _fill(sock, memoryview(head), end_s)
+        fill(sock, memoryview(head), end_s)
         lease, num = _HEAD.unpack(head)
         with self._lock:
             lent = self._lent.get(lease)
@@ -278,7 +219,7 @@ class Sockets:
         if num > most:
             raise _RefusedError(f"it asks for {num} pieces of memory, of {most}")
         asked = bytearray(4 * num)
-        _fill(sock, memoryview(asked), end_s)
+        fill(sock, memoryview(asked), end_s)
         return lease, [self._lent_view(lent, number) for number in memoryview(asked).cast("I")]
 
     def _lent_view(self, lent: _Lent, number: int) -> memoryview:
@@ -291,67 +232,9 @@ class Sockets:
         return self._pieces.view(number)
 
 
-class _PieceViews:
-    """All pieces of memory, by number."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._rows = (*layout.pages, *layout.slots)
-        self._num_page_rows = len(layout.pages)
-        self._firsts: list[int] = []
-        self._num = 0
-        for row in self._rows:
-            self._firsts.append(self._num)
-            self._num += row.count
-
-    def num_of(self, num_pages: int, num_slots: int) -> int:
-        num_slot_rows = len(self._rows) - self._num_page_rows
-        return self._num_page_rows * num_pages + num_slot_rows * num_slots
-
-    def owner(self, number: int) -> tuple[bool, int]:
-        """Returns whether a piece belongs to a page, and the id of its page or slot. Raises
-        IndexError.
-        """
-        index, id_ = self._find(number)
-        return index < self._num_page_rows, id_
-
-    def view(self, number: int) -> memoryview:
-        """Returns the bytes of a piece. Raises IndexError."""
-        index, id_ = self._find(number)
-        row: MemoryRows = self._rows[index]
-        start = row.address + id_ * row.stride
-        return memoryview((ctypes.c_char * row.length).from_address(start)).cast("B")
-
-    def _find(self, number: int) -> tuple[int, int]:
-        if not 0 <= number < self._num:
-            raise IndexError(f"it asks for piece {number} of memory, of {self._num}")
-        index = bisect_right(self._firsts, number) - 1
-        return index, number - self._firsts[index]
-
-
 def _listening(host: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, 0), family=family)
     except OSError as error:
         raise ConfigError(f"kv_transfer_config: cannot use kv_ip={host!r}: {error}") from error
-
-
-def _fill(sock: socket.socket, view: memoryview, end_s: float | None = None) -> None:
-    """Fills `view` from a socket. Raises ConnectionError if the stream ends early, and TimeoutError
-    at `end_s`.
-    """
-    while view:
-        if end_s is not None:
-            sock.settimeout(_left(end_s))
-        num = sock.recv_into(view)
-        if not num:
-            raise ConnectionError("the other engine went away")
-        view = view[num:]
-
-
-def _left(end_s: float) -> float:
-    """Returns the seconds until `end_s`. Raises TimeoutError if it has passed."""
-    left_s = end_s - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("it took too long")
-    return left_s
