@@ -31,20 +31,6 @@ class RowBase(NamedTuple):
     scales: Any
 
 
-class UpShape(NamedTuple):
-    """The up projection and its tiles; a constant on the device."""
-
-    top_k: int
-    inputs: int
-    size: int
-    is_gated: bool
-    block_n: int
-    block_k: int
-    is_bfloat: bool
-    is_native: bool
-    """Whether the chip knows float8."""
-
-
 @triton.jit
 def find_block(groups, capacity, block):
     """Returns a block's expert (negative for padding), its first row and the end of the expert's

@@ -24,9 +24,9 @@ from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.forms.quantised import BLOCK, FP8
 from milepost.kernels.products.grouping import Groups, group_many
 from milepost.kernels.products.portable.activation import activate
-from milepost.kernels.products.portable.expert_parts import RowBase, RowGroups, UpShape
-from milepost.kernels.products.portable.grouped import RoundedRows
-from milepost.kernels.products.portable.rounding import readable, round_rows
+from milepost.kernels.products.portable.expert_parts import RowBase, RowGroups, find_block
+from milepost.kernels.products.portable.rounding import RoundedRows, readable, round_rows
+from milepost.kernels.products.portable.weights import ProductShape
 from milepost.kernels.products.run_experts import RoutedRows
 
 BLOCK_M = 128
@@ -40,11 +40,10 @@ def run(routed: RoutedRows) -> Tensor:
     """Returns partials [T, N, H]."""
     groups = group_many(routed.experts, routed.num_experts, BLOCK_M)
     output = routed.new_output(routed.experts.shape[1])
-    rows: RoundedRows = routed.values, None
     active: RoundedRows = routed.rows.new_empty(routed.num_routed, routed.size), None
     if not isinstance(routed.up, Raw):
-        rows = round_rows(routed.rows, routed.up, routed.chip, are_few=False)
         active = new_rounded(routed, routed.num_routed)
+    rows = round_rows(routed.rows, routed.up, routed.chip, are_few=False)
     project_up(rows, routed, active, groups)
     project_down(active, routed, output, groups)
     return output
@@ -58,7 +57,7 @@ def new_rounded(routed: RoutedRows, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def project_up(rows: RoundedRows, routed: RoutedRows, active: RoundedRows, groups: Groups) -> None:
-    """`active` [P, I], by `groups.order`: the tokens' `rows` [T, H] through `up` and the
+    """Fills `active` [P, I], by `groups.order`, with the tokens' `rows` [T, H] through `up` and the
     activation."""
     (values, scales), up, is_gated, chip = rows, routed.up, routed.is_gated, routed.chip
     size, num_inputs, capacity = active[0].shape[1], values.shape[1], groups.blocks.shape[1]
@@ -70,6 +69,7 @@ def project_up(rows: RoundedRows, routed: RoutedRows, active: RoundedRows, group
         box = [1, 1 + is_gated, block_n, _RAW_DEPTH]
     else:
         weights, block_n, box = readable(up.values, chip).view(-1, num_inputs), BLOCK, [BLOCK] * 2
+    shape = ProductShape.of(up, chip, is_gated=is_gated, block_n=block_n, block_k=box[-1])
     _up_kernel[(capacity * cdiv(size, block_n),)](
         RowBase(readable(values, chip), scales),
         TensorDescriptor.from_tensor(weights, box),
@@ -80,25 +80,15 @@ def project_up(rows: RoundedRows, routed: RoutedRows, active: RoundedRows, group
         0 if scales is None else scales.stride(0),
         len(active[0]),
         capacity,
-        MAKE=_make_raw if isinstance(up, Raw) else _make_fp8,
-        SHAPE=UpShape(
-            routed.experts.shape[1],
-            num_inputs,
-            size,
-            is_gated,
-            block_n,
-            box[-1],
-            routed.rows.dtype == torch.bfloat16,
-            chip.has_fp8,
-        ),
-        BLOCK_M=BLOCK_M,
+        SHAPE=shape._replace(top_k=routed.experts.shape[1], block_m=BLOCK_M),
+        BFLOAT=routed.rows.dtype == torch.bfloat16,
         num_warps=8,
         num_stages=4 if isinstance(up, Raw) else 3,
     )
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Float8 as kernels store it."""
+    """Returns float8 as kernels store it."""
     return values.view(torch.uint8) if values.dtype == FP8 else values
 
 
@@ -114,86 +104,104 @@ def _up_kernel(
     scales_stride,
     num_rows,
     capacity,
-    MAKE: tl.constexpr,
     SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BFLOAT: tl.constexpr,
 ):
-    """Has MAKE make a tile of a block's activations."""
-    TILES: tl.constexpr = (SHAPE.size + SHAPE.block_n - 1) // SHAPE.block_n
+    """Makes a tile of a block's activations."""
+    TILES: tl.constexpr = (SHAPE.outputs + SHAPE.block_n - 1) // SHAPE.block_n
+    HALF: tl.constexpr = SHAPE.block_m // 2
     block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    expert = tl.load(groups.blocks + block)
+    expert, first_row, end = find_block(groups, capacity, block)
     if expert < 0:
         return
-    first_row = tl.load(groups.blocks + capacity + block)
-    end = tl.load(groups.blocks + 2 * capacity + block)
+    expert = expert.to(tl.int32)
     place, strides = (expert, first_row, end, tile), (stride, scales_stride, num_rows)
     # An expert's last block is often less than half full: then half the rows are multiplied.
-    if end - first_row <= BLOCK_M // 2:
-        MAKE(rows, up, scales, active, groups.order, place, strides, SHAPE, BLOCK_M // 2)
+    if end - first_row <= HALF:
+        _make(rows, up, scales, active, groups.order, place, strides, SHAPE, HALF, BFLOAT)
     else:
-        MAKE(rows, up, scales, active, groups.order, place, strides, SHAPE, BLOCK_M)
+        _make(rows, up, scales, active, groups.order, place, strides, SHAPE, 2 * HALF, BFLOAT)
 
 
 @triton.jit
-def _make_raw(
-    rows, up, scales, active, order, place, strides, SHAPE: tl.constexpr, BLOCK_M: tl.constexpr
+def _make(
+    rows,
+    up,
+    scales,
+    active,
+    order,
+    place,
+    strides,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BFLOAT: tl.constexpr,
 ):
-    """Makes a tile of activations of the rows from `first_row` on, in one product."""
-    GATED: tl.constexpr = SHAPE.is_gated
-    BLOCK_N: tl.constexpr = SHAPE.block_n
-    BLOCK_K: tl.constexpr = SHAPE.block_k
-    WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    """Makes a tile of activations of the rows from `first_row` on; FP8 is rounded."""
     expert, first_row, end, tile = place
-    stride = strides[0]
+    stride, scales_stride, num_rows = strides
     o_m = first_row + tl.arange(0, BLOCK_M)
+    o_n = tile * SHAPE.block_n + tl.arange(0, SHAPE.block_n)
     is_row = o_m < end
     # Rows beyond the expert's read token 0; they are not stored.
     token = tl.load(order + o_m, mask=is_row, other=0) // SHAPE.top_k
-    p_x = rows.base + token.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_K)[None, :]
-    o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    target = active.base + o_m.to(tl.int64)[:, None] * SHAPE.outputs + o_n[None, :]
+    if scales is None:
+        p_x = rows.base + token.to(tl.int64)[:, None] * stride
+        b_up, b_gate = _multiply_raw(p_x, up, expert, tile, SHAPE)
+        b_o = activate(b_up, b_gate, SHAPE.is_gated).to(active.base.dtype.element_ty)
+        tl.store(target, b_o, mask=is_row[:, None] & (o_n < SHAPE.outputs)[None, :])
+    else:
+        p_x = rows.base + token[:, None] * stride
+        p_scale = rows.scales + token
+        b_up, b_gate = _multiply_fp8(p_x, p_scale, scales_stride, up, scales, expert, tile, SHAPE)
+        # Between the projections activations have 16 bits, whatever computes them.
+        b_o = activate(b_up, b_gate, SHAPE.is_gated)
+        b_o = b_o.to(tl.bfloat16 if BFLOAT else tl.float16).to(tl.float32)
+        scale = scale_of(b_o, 1)
+        tl.store(target, encode(b_o / scale[:, None], SHAPE.is_native), mask=is_row[:, None])
+        tl.store(active.scales + tile * num_rows + o_m, scale, mask=is_row)
+
+
+@triton.jit
+def _multiply_raw(p_x, up, expert, tile, SHAPE: tl.constexpr):
+    """Multiplies rows at `p_x` [M, 1] by a tile of up rows, and of gates if there are any, in one
+    product."""
+    BLOCK_M: tl.constexpr = p_x.shape[0]
+    BLOCK_N: tl.constexpr = SHAPE.block_n
+    BLOCK_K: tl.constexpr = SHAPE.block_k
+    WIDTH: tl.constexpr = 2 * BLOCK_N if SHAPE.is_gated else BLOCK_N
+    p_x += tl.arange(0, BLOCK_K)[None, :]
     both = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for i_k in range(0, SHAPE.inputs, BLOCK_K):
         b_w = up.load([expert, 0, tile * BLOCK_N, i_k]).reshape(WIDTH, BLOCK_K)
         both = tl.dot(tl.load(p_x + i_k), tl.trans(b_w), both)
-    if GATED:
+    if SHAPE.is_gated:
         gate, both = tl.split(tl.permute(tl.reshape(both, [BLOCK_M, 2, BLOCK_N]), (0, 2, 1)))
+        return both, gate
     else:
-        gate = both
-    b_o = activate(both, gate, GATED).to(active.base.dtype.element_ty)
-    target = active.base + o_m.to(tl.int64)[:, None] * SHAPE.size + o_n[None, :]
-    tl.store(target, b_o, mask=is_row[:, None] & (o_n < SHAPE.size)[None, :])
+        return both, both
 
 
 @triton.jit
-def _make_fp8(
-    rows, up, scales, active, order, place, strides, SHAPE: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """Makes a tile of activations and rounds it."""
-    GATED: tl.constexpr = SHAPE.is_gated
+def _multiply_fp8(p_x, p_row_scale, scales_stride, up, scales, expert, tile, SHAPE: tl.constexpr):
+    """Multiplies as `_multiply_raw`, block by block."""
     NATIVE: tl.constexpr = SHAPE.is_native
     BLOCK_N: tl.constexpr = SHAPE.block_n
     BLOCK_K: tl.constexpr = SHAPE.block_k
     DEPTHS: tl.constexpr = SHAPE.inputs // BLOCK_K
-    HEIGHT: tl.constexpr = 2 * SHAPE.size if GATED else SHAPE.size
-    expert, first_row, end, tile = place
-    stride, scales_stride, num_rows = strides
-    o_m = first_row + tl.arange(0, BLOCK_M)
-    is_row = o_m < end
-    # Rows beyond the expert's read token 0; they are not stored.
-    token = tl.load(order + o_m, mask=is_row, other=0) // SHAPE.top_k
-    place = token[:, None] * stride + tl.arange(0, BLOCK_K)[None, :]
-    p_row_scale = rows.scales + token
+    HEIGHT: tl.constexpr = 2 * SHAPE.outputs if SHAPE.is_gated else SHAPE.outputs
+    p_x += tl.arange(0, BLOCK_K)[None, :]
     # Up rows stand after the gates'.
     gate_row = expert * HEIGHT + tile * BLOCK_N
-    up_row = gate_row + (HEIGHT - SHAPE.size)
+    up_row = gate_row + (HEIGHT - SHAPE.outputs)
     p_gate_scale = scales + (gate_row // BLOCK_N).to(tl.int64) * DEPTHS
     p_up_scale = scales + (up_row // BLOCK_N).to(tl.int64) * DEPTHS
-    b_gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    b_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    b_gate = tl.zeros([p_x.shape[0], BLOCK_N], tl.float32)
+    b_up = b_gate
     for i_d in range(DEPTHS):
-        b_x = decode(tl.load(rows.base + i_d * BLOCK_K + place), NATIVE)
+        b_x = decode(tl.load(p_x + i_d * BLOCK_K), NATIVE)
         row_scale = tl.load(p_row_scale + i_d * scales_stride)
-        if GATED:
+        if SHAPE.is_gated:
             b_w = decode(up.load([gate_row, i_d * BLOCK_K]), NATIVE)
             scale = row_scale * tl.load(p_gate_scale + i_d)
             b_gate += tl.dot(b_x, tl.trans(b_w)) * scale[:, None]
@@ -202,47 +210,31 @@ def _make_fp8(
     if not NATIVE:
         b_gate *= 65536.0
         b_up *= 65536.0
-    # Between the projections activations have 16 bits, whatever computes them.
-    b_o = (
-        activate(b_up, b_gate, GATED)
-        .to(tl.bfloat16 if SHAPE.is_bfloat else tl.float16)
-        .to(tl.float32)
-    )
-    scale = scale_of(b_o, 1)
-    b_q = encode(b_o / scale[:, None], NATIVE)
-    o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    target = active.base + o_m.to(tl.int64)[:, None] * SHAPE.size + o_n[None, :]
-    tl.store(target, b_q, mask=is_row[:, None])
-    tl.store(active.scales + tile * num_rows + o_m, scale, mask=is_row)
+    return b_up, b_gate
 
 
 def project_down(active: RoundedRows, routed: RoutedRows, output: Tensor, groups: Groups) -> None:
-    """`output` [P, H], by routed token: the routing weights times `active` [P, I] (by
-    `groups.order`) through `down`. `groups` must have no gaps."""
+    """Fills `output` [P, H], by routed token, with the routing weights times `active` [P, I], by
+    `groups.order`, through `down`. `groups` must have no gaps."""
     (values, scales), down, chip = active, routed.down, routed.chip
-    is_raw, size = isinstance(down, Raw), values.shape[1]
-    depth, num_programs = (
-        (_RAW_DEPTH, _PROGRAMS * chip.num_sms) if is_raw else (BLOCK, chip.num_sms)
-    )
-    assert isinstance(down, Raw) or scales is not None, "FP8 rows have scales"
-    weights = readable(down.values, chip).view(-1, size)
+    depth, num_programs = BLOCK, chip.num_sms
+    if is_raw := isinstance(down, Raw):
+        depth, num_programs = _RAW_DEPTH, _PROGRAMS * chip.num_sms
+    shape = ProductShape.of(down, chip, block_m=BLOCK_M, block_n=_BLOCK_N, block_k=depth)
     _down_kernel[(num_programs,)](
         TensorDescriptor.from_tensor(readable(values, chip), [BLOCK_M, depth]),
         scales,
-        TensorDescriptor.from_tensor(weights, [_BLOCK_N, depth]),
-        None if isinstance(down, Raw) else down.scales,
+        TensorDescriptor.from_tensor(
+            readable(down.values, chip).view(-1, shape.inputs), [_BLOCK_N, depth]
+        ),
+        None if is_raw else down.scales,
         routed.routing_weights,
         output,
         RowGroups(groups.order, groups.blocks, groups.num_blocks),
         len(values),
         groups.blocks.shape[1],
-        SIZE=size,
-        OUTPUTS=output.shape[-1],
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=_BLOCK_N,
-        BLOCK_K=depth,
+        SHAPE=shape,
         PROGRAMS=num_programs,
-        NATIVE=chip.has_fp8,
         num_warps=4 if is_raw else 8,
         num_stages=3,
     )
@@ -260,17 +252,17 @@ def _down_kernel(
     groups,
     num_rows,
     capacity,
-    SIZE: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SHAPE: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    NATIVE: tl.constexpr,
 ):
     """Each program takes every PROGRAMS-th tile, and loads for the next while it stores one."""
+    OUTPUTS: tl.constexpr = SHAPE.outputs
+    NATIVE: tl.constexpr = SHAPE.is_native
+    BLOCK_M: tl.constexpr = SHAPE.block_m
+    BLOCK_N: tl.constexpr = SHAPE.block_n
+    BLOCK_K: tl.constexpr = SHAPE.block_k
     TILES: tl.constexpr = OUTPUTS // BLOCK_N
-    DEPTHS: tl.constexpr = SIZE // BLOCK_K
+    DEPTHS: tl.constexpr = SHAPE.inputs // BLOCK_K
     num_tiles = tl.load(groups.num_blocks) * TILES
     for index in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
         block, tile = index // TILES, index % TILES
