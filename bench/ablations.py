@@ -3,9 +3,12 @@
 The table of docs/policies.md, "What earns its place":
 
     python bench/ablations.py FOLDER [--variants whole no-fork-counts] [--processes 32]
+    python bench/ablations.py FOLDER --slots
 
 Hit rate, p90 of the first token and the time until all is done, in virtual time, as differences
-from the whole. Each row is written when it is there; a run that was stopped goes on.
+from the whole. Each row is written when it is there; a run that was stopped goes on. With `--slots`
+the requests run one after the other, and slots alone are limited: that takes seconds, and shows
+what eviction earns without admission.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from statistics import fmean
 from typing import Any
 
 import rows
+import slots
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -39,6 +43,8 @@ SIZES = {
     "mooncake-synthetic": (32.0, 128.0, 512.0),
 }
 """GiB: tight, in the middle, ample."""
+SLOTS = {"mooncake-conversation": (64, 256), "mooncake-synthetic": (32, 128)}
+"""Slots, where they alone are limited."""
 LIMITS = {"agent-dev": 700, "mooncake-conversation": 1500, "mooncake-synthetic": 1500}
 COST = "hybrid-35b-a3b-h200"
 
@@ -57,6 +63,26 @@ def _rate_now(rates: Any, num_returns: int, age: int) -> float:
 
 def _level_alone(rates: Any, num_returns: int, age: int) -> float:
     return rates._level(num_returns) / (age + return_rates.AGE_OFFSET)
+
+
+def _fixed_events(rates: Any, num_returns: int, age: int, later: int) -> float:  # noqa: ARG001
+    return return_rates._width(age, later)
+
+
+def _level_of_events(rates: Any, num_returns: int, age: int, later: int) -> float:
+    return rates._level(num_returns) * return_rates._width(age, later)
+
+
+def _cuts_in_all(cuts: Any, over: int, up_to: int) -> float:
+    return sum(cuts._counts) / cuts.num_continued * max(up_to - over, 0) / max(up_to, 1)
+
+
+def _law(chance: Any, expected: Any) -> Callable[[], None]:
+    def replace() -> None:
+        return_rates.ReturnRates.chance = chance  # type: ignore[method-assign]
+        return_rates.ReturnRates.expected = expected  # type: ignore[method-assign]
+
+    return replace
 
 
 def _no_levels() -> None:
@@ -87,11 +113,12 @@ def _put(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 VARIANTS: dict[str, Callable[[], None]] = {
     "whole": _nothing,
-    "no-learned-rates": _put(return_rates.ReturnRates, "chance", _fixed_law),
+    "no-learned-rates": _law(_fixed_law, _fixed_events),
     "no-look-ahead": _put(return_rates.ReturnRates, "chance", _rate_now),
-    "no-rates-by-age": _put(return_rates.ReturnRates, "chance", _level_alone),
+    "no-rates-by-age": _law(_level_alone, _level_of_events),
     "no-rates-by-returns": _no_levels,
     "no-cut-counts": _put(return_rates.Cuts, "observe", _nothing),
+    "no-cuts-by-length": _put(return_rates.Cuts, "rate", _cuts_in_all),
     "no-fork-counts": _put(score.Score, "_fork_at", lambda *_: None),
     "no-newest-end": _put(buckets.Bucket, "look", _oldest_alone),
     "no-reservations": _put(reclaim.Reclaimer, "claim", _claim_nothing),
@@ -103,6 +130,7 @@ VARIANTS: dict[str, Callable[[], None]] = {
     "bypassed-64": _put(admission, "MAX_BYPASSED", 64),
     "held-back-60-s": _put(admission, "MAX_HOLD_BACK_S", 60.0),
     "look-ahead-64": _put(hold_back, "LOOK_AHEAD", 64),
+    "no-declining": _put(reclaim.Reclaimer, "is_worth_a_slot", lambda *_: True),
     "no-sparse-states": _put(placement, "SPARSE", 1 << 30),
     "no-bytes": _put(score.Score, "of_page", _per_page),
     "no-waits-for-prefix": _put(sharing.PendingPrefixes, "find", lambda *_: None),
@@ -124,8 +152,12 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", type=int, default=[0, 1, 2], help="0 is tight")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
+    parser.add_argument("--slots", action="store_true", help="only limited slots, and no queue")
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "bench-ablations.jsonl")
     arguments = parser.parse_args()
+    if arguments.slots:
+        Console(width=200).print(_slots_table(arguments))
+        return 0
     known = _read(arguments.out)
     tasks = [task for task in _tasks(arguments) if (task[0], str(task[1])) not in known]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -171,6 +203,34 @@ def _replay(task: Task, folder: Path) -> Row:
     trace.link_answers()
     row = run(trace, cell, read_cost(cell.cost), lambda _: None)
     return row | {"variant": variant, "cell": str(cell)}
+
+
+def _slots_table(arguments: argparse.Namespace) -> Table:
+    """Hit rate of the whole, and points of it that each mechanism earns."""
+    table = Table(title="slots limited alone: hits %, then what each changes", box=None)
+    cells = [(trace, num_slots) for trace in SLOTS for num_slots in SLOTS[trace]]
+    for name in ("left out", *(f"{trace}, {num_slots}" for trace, num_slots in cells)):
+        table.add_column(name, justify="right")
+    replay = functools.partial(_hits_of_slots, folder=arguments.folder)
+    context = multiprocessing.get_context("fork")
+    with context.Pool(arguments.processes, maxtasksperchild=1) as pool:
+        found = dict(zip(arguments.variants, pool.map(replay, arguments.variants, 1), strict=True))
+    for variant, hits in found.items():
+        changes = [f"{hit - base:+.1f}" for hit, base in zip(hits, found["whole"], strict=True)]
+        table.add_row(variant, *([f"{hit:.1f}" for hit in hits] if variant == "whole" else changes))
+    return table
+
+
+def _hits_of_slots(variant: str, folder: Path) -> list[float]:
+    VARIANTS[variant]()
+    rates = []
+    for name, sizes in SLOTS.items():
+        trace = read_trace(folder / f"{name}.jsonl.gz", limit=LIMITS[name])
+        trace.link_answers()
+        for num_slots in sizes:
+            stats = slots.replay(trace, num_slots).stats
+            rates.append(100 * stats.hits / stats.queries)
+    return rates
 
 
 def _read(path: Path) -> dict[tuple[str, str], Row]:
