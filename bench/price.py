@@ -123,10 +123,10 @@ def _ordinary_launches() -> Iterator[None]:
 _ROW, _RING = "products.hopper.gemv", "products.hopper.gemv_ring"
 KERNELS: dict[str, Kernel] = {
     "begun": Kernel(forms=FORMS, steps=ONE, without=_without("norm.triton")),
-    "row_experts": Kernel(
-        forms=("fp8", "int4"), steps=ONE, without=_without("products.hopper.gemv_experts")
+    "row_experts": Kernel(forms=("fp8", "int4"), steps=ONE, without=lambda: EXPERTS.without(_ROW)),
+    "hopper_row": Kernel(
+        forms=("fp8", "int4"), steps=ONE, without=lambda: PRODUCTS.without(_ROW, _RING)
     ),
-    "hopper_row": Kernel(forms=("fp8", "int4"), steps=ONE, without=_without(_ROW, _RING)),
     "ring": Kernel(forms=("fp8",), steps=ONE, without=_without(_RING)),
     "linear_hopper": Kernel(forms=FORMS, steps=FEW, without=_without("products.hopper.small_m")),
     "beside": Kernel(forms=("fp8",), steps=FEW, without=_no_beside),

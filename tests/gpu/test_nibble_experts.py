@@ -128,7 +128,7 @@ def test_a_graph_holds_it(num_tokens: int) -> None:
 
 def test_all_programs_are_resident(monkeypatch) -> None:
     """Or those that wait for others would do so for ever."""
-    from milepost.kernels.products.hopper import experts_parts, int4_experts
+    from milepost.kernels.products.hopper import experts, int4_experts
 
     class Watched:
         """Launches the kernel and keeps what it was compiled to."""
@@ -139,16 +139,16 @@ def test_all_programs_are_resident(monkeypatch) -> None:
 
             return launch
 
-    found, kernel = [], experts_parts.mix_kernel
-    monkeypatch.setattr(experts_parts, "mix_kernel", Watched())
+    found, kernel = [], experts.mix_kernel
+    monkeypatch.setattr(experts, "mix_kernel", Watched())
     up, down = make("gates")
     given = draw(8, 9, EXPERTS - 1, up)
     int4_experts.run(as_routed(*given, up, down))
     (compiled,) = found
     chip = torch.cuda.get_device_properties()
     threads = 32 * compiled.metadata.num_warps
-    registers = int4_experts.RESIDENCE.programs * threads * compiled.n_regs
+    registers = int4_experts.FORM.programs * threads * compiled.n_regs
     assert registers <= chip.regs_per_multiprocessor
     # A program has 1 KiB of the driver's.
-    shared = int4_experts.RESIDENCE.programs * (compiled.metadata.shared + 1024)
+    shared = int4_experts.FORM.programs * (compiled.metadata.shared + 1024)
     assert shared <= chip.shared_memory_per_multiprocessor

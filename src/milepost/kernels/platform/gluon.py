@@ -48,6 +48,6 @@ def round_block(x, AXIS: gl.constexpr):
     they share along the last axis, AXIS."""
     scale = gl.maximum(gl.max(gl.abs(x), AXIS) / _LARGEST, _LEAST_SCALE)
     shared = scale
-    if AXIS:
+    if len(x.shape) > 1:
         shared = gl.expand_dims(scale, AXIS)
     return gl.minimum(gl.maximum(x / shared, -_LARGEST), _LARGEST).to(gl.float8e4nv), scale

@@ -1,57 +1,47 @@
-"""Experts of FP8 weights and many rows on Hopper, in Gluon: `grouped_parts` with FP8 filled in.
+"""Experts of FP8 weights and many rows on Hopper, in Gluon: `grouped` with FP8 filled in.
+
+Two groups of four warps multiply 64 rows each of the same block: while one adds a step's product up
+in float32, times its scales, the other's runs on the tensor cores. They begin in turn: begun at
+once they end at once, and the tensor cores wait for both. A step is as deep as a block that shares
+a scale.
 
 What the up projection makes is laid out by blocks, with room for all of a block's rows, so that the
-down projection finds boxes. `inputs` [2 * STAGES, HALF, BLOCK] are both halves of the rows.
+down projection finds boxes.
 
-Legend: B rows of all blocks, P routed tokens, T tokens, H hidden size, I an expert's size, D scales
-of a row.
+Legend: P routed tokens, T tokens, N experts of a token, H hidden size.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import load_box
+from milepost.kernels.platform.gluon import round_block
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.grouping import group_many
-from milepost.kernels.products.hopper import grouped_parts as parts
-from milepost.kernels.products.hopper.fp8_grouped_parts import (
-    HALF,
-    RESULT,
-    multiply,
-    round_active,
-    skip,
-)
-from milepost.kernels.products.hopper.grouped_parts import (
-    ExpertOutput,
-    ExpertScales,
-    GroupedForm,
-    GroupStrides,
-    ProjectionShape,
-    find_block,
-    load_weights,
-    open_bars,
-    produce_gathered,
-    wait_for_room,
-)
+from milepost.kernels.products.hopper import grouped
+from milepost.kernels.products.hopper.grouped import GroupedForm, find_block, open_bars
+from milepost.kernels.products.portable.expert_parts import RowBase
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_rows
 from milepost.kernels.products.run_experts import RoutedRows
 
-BLOCK_M = 2 * HALF
-_STAGES = 4
+_ROWS, _STAGES = 64, 4
+"""Rows of a group of warps, half of a block's."""
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-_HALF, _BLOCK = gl.constexpr(HALF), gl.constexpr(BLOCK)
+_HALF, _BLOCK = gl.constexpr(_ROWS), gl.constexpr(BLOCK)
+_STORED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+_RESULT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32]))
 
 
 class TurnStages(NamedTuple):
@@ -66,64 +56,33 @@ class TurnStages(NamedTuple):
 def run(routed: RoutedRows) -> Tensor:
     """Returns partials [T, N, H]."""
     up, down = routed.up, routed.down
-    assert isinstance(up, Fp8), "the kernel's form"
-    assert isinstance(down, Fp8), "experts have one form"
-    groups = group_many(routed.experts, routed.num_experts, BLOCK_M)
-    active, active_scales = new_rounded(routed, groups.blocks.shape[1] * BLOCK_M)
-    output = routed.new_output(routed.experts.shape[1])
-    rows, row_scales = round_rows(routed.rows, up, routed.chip, are_few=False)
-    assert row_scales is not None, "rows are rounded in blocks"
-    is_bfloat = output.dtype == torch.bfloat16
-    how = {"group": BLOCK, "block_m": BLOCK_M, "stages": _STAGES, "is_bfloat": is_bfloat}
-    top_k, num_parts = routed.experts.shape[1], 1 + routed.is_gated
-    parts.launch(
-        rows,
-        _boxes(up),
-        ExpertScales(up.scales, rows=row_scales),
-        ExpertOutput(active, active_scales),
-        groups,
-        GroupStrides(row_scales.stride(0), active_scales.stride(0)),
-        ProjectionShape.of(up, routed.size, parts=num_parts, top_k=top_k, **how),
-        GroupedForm(_open_gathered, _produce_gathered, _consume_up),
-    )
-    num_parts = 2 if output.shape[-1] % (2 * BLOCK) == 0 else 1
-    parts.launch(
-        TensorDescriptor.from_tensor(active, [HALF, BLOCK], _LAYOUT),
-        _boxes(down),
-        ExpertScales(down.scales, rows=active_scales),
-        ExpertOutput(output, routing_weights=routed.routing_weights),
-        groups,
-        GroupStrides(active_scales.stride(0)),
-        ProjectionShape.of(down, output.shape[-1], parts=num_parts, top_k=1, **how),
-        GroupedForm(_open, _produce, _consume_down),
-    )
-    return output
+    assert type(routed.up) is type(routed.down) is Fp8, "the kernel's form"
+    groups = group_many(routed.experts, routed.num_experts, 2 * _ROWS)
+    active = RowBase(*new_rounded(routed, groups.blocks.shape[1] * 2 * _ROWS))
+    rows = RowBase(*round_rows(routed.rows, up, routed.chip, are_few=False))
+    parts = 1 + routed.is_gated, 2 if down.num_outputs % (2 * BLOCK) == 0 else 1
+    how = {"block_m": 2 * _ROWS, "stages": _STAGES}
+    return grouped.run(routed, groups, rows, active, parts, _FORM, **how)
 
 
-def _boxes(weight: Fp8) -> TensorDescriptor:
+def _box_weights(weight: Fp8) -> TensorDescriptor:
     matrix = weight.values.view(-1, weight.num_inputs)
     return TensorDescriptor.from_tensor(matrix, [BLOCK, BLOCK], _LAYOUT)
 
 
-@gluon.jit
-def _open_gathered(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
-    return _open_stages(weight, SHAPE, 2)
+def _box_rows(rows: Tensor) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(rows, [_ROWS, BLOCK], _LAYOUT)
 
 
 @gluon.jit
 def _open(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
-    return _open_stages(weight, SHAPE, 1)
-
-
-@gluon.jit
-def _open_stages(weight, SHAPE: gl.constexpr, LOADERS: gl.constexpr):
-    """Allocates stages, their barriers for LOADERS of a stage each, and barriers for turns."""
+    """Allocates stages, their barriers, and barriers for turns."""
     STAGES: gl.constexpr = SHAPE.stages
-    PARTS: gl.constexpr = SHAPE.parts
     dtype: gl.constexpr = weight.dtype
-    inputs = gl.allocate_shared_memory(dtype, [2 * STAGES, _HALF, _BLOCK], weight.layout)
-    weights = gl.allocate_shared_memory(dtype, [PARTS * STAGES, _BLOCK, _BLOCK], weight.layout)
-    bars = open_bars(STAGES, LOADERS)
+    inputs = gl.allocate_shared_memory(dtype, [STAGES, 2 * _HALF, _BLOCK], weight.layout)
+    shape: gl.constexpr = [SHAPE.parts * STAGES, _BLOCK, _BLOCK]
+    weights = gl.allocate_shared_memory(dtype, shape, weight.layout)
+    bars = open_bars(SHAPE)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for half in gl.static_range(2):
         mbarrier.init(turns.index(half), count=1)
@@ -131,96 +90,75 @@ def _open_stages(weight, SHAPE: gl.constexpr, LOADERS: gl.constexpr):
 
 
 @gluon.jit
-def _produce_gathered(stages, work, rows, stride, weight, SHAPE: gl.constexpr):
-    BYTES: gl.constexpr = SHAPE.parts * _BLOCK * _BLOCK
-    produce_gathered(stages, work, rows, stride, weight, SHAPE, _find_rows, _copy_rows, BYTES)
-
-
-@gluon.jit
-def _find_rows(rows, stride, order, first_row, end, SHAPE: gl.constexpr):
-    """Pointers to both halves of a block's rows, and whether there is a second one: an expert's
-    last block is often less than half full."""
+def _find_rows(rows, work, first_row, end, SHAPE: gl.constexpr):
+    """Returns pointers to both halves of a block's rows, and whether there is a second one: an
+    expert's last block is often less than half full."""
     COPIED: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     o_m = gl.arange(0, _HALF, layout=gl.SliceLayout(1, COPIED))
     o_k = gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, COPIED))
+    order = work.groups.order
     first = gl.load(order + gl.minimum(first_row + o_m, end - 1)) // SHAPE.top_k
     second = gl.load(order + gl.minimum(first_row + _HALF + o_m, end - 1)) // SHAPE.top_k
-    p_first = rows + (first * stride)[:, None] + o_k[None, :]
-    p_second = rows + (second * stride)[:, None] + o_k[None, :]
+    p_first = rows + (first * work.row_stride)[:, None] + o_k[None, :]
+    p_second = rows + (second * work.row_stride)[:, None] + o_k[None, :]
     return p_first, p_second, end - first_row > _HALF
 
 
 @gluon.jit
 def _copy_rows(found, step, stages, stage):
     p_first, p_second, is_tall = found
-    at = step * _BLOCK
-    async_copy.async_copy_global_to_shared(stages.inputs.index(2 * stage), p_first + at)
+    place, at = stages.inputs.index(stage), step * _BLOCK
+    async_copy.async_copy_global_to_shared(place.slice(0, _HALF), p_first + at)
     if is_tall:
-        async_copy.async_copy_global_to_shared(stages.inputs.index(2 * stage + 1), p_second + at)
+        async_copy.async_copy_global_to_shared(place.slice(_HALF, _HALF), p_second + at)
 
 
 @gluon.jit
-def _produce(stages, work, active, stride, weight, SHAPE: gl.constexpr):
-    """Loads every step of every tile as soon as there is room."""
-    inputs, bars = stages.inputs, stages.bars
-    LEAST: gl.constexpr = (_HALF + SHAPE.parts * _BLOCK) * _BLOCK
-    number = 0
-    for index in range(gl.program_id(0), work.num_tiles, gl.num_programs(0)):
-        block = index // SHAPE.tiles
-        expert, first_row, end = find_block(work, block)
-        first = block * (2 * _HALF)
-        row = expert * SHAPE.height + index % SHAPE.tiles * SHAPE.wide
-        is_tall = end - first_row > _HALF
-        for step in range(SHAPE.steps):
-            stage = wait_for_room(number, bars, SHAPE.stages)
-            bar, at = bars.index(stage), step * _BLOCK
-            mbarrier.expect(bar, LEAST + _HALF * _BLOCK, pred=is_tall)
-            mbarrier.expect(bar, LEAST, pred=end - first_row <= _HALF)
-            load_weights(weight, row, step, stages, stage, SHAPE)
-            load_box(active, [first, at], bar, inputs.index(2 * stage))
-            load_box(active, [first + _HALF, at], bar, inputs.index(2 * stage + 1), pred=is_tall)
-            number += 1
+def _consume(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr):
+    if SHAPE.is_up:
+        _make_active(stages, work, scales, output, OWN, SHAPE)
+    else:
+        _make_outputs(stages, work, scales, output, OWN, SHAPE)
 
 
 @gluon.jit
-def _consume_up(stages, work, scales, output, HALF_TILE: gl.constexpr, SHAPE: gl.constexpr):
+def _make_active(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr):
     """Makes one group's rows of each tile of activations, and rounds them."""
     STEPS: gl.constexpr = SHAPE.steps
-    o_m = HALF_TILE * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, RESULT))
+    o_m = OWN * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, _RESULT))
     number, turn = 0, 0
     for index in range(gl.program_id(0), work.num_tiles, gl.num_programs(0)):
         block, tile = index // SHAPE.tiles, index % SHAPE.tiles
         expert, first_row, end = find_block(work, block)
         is_tall = end - first_row > _HALF
-        if first_row + HALF_TILE * _HALF < end:
+        if first_row + OWN * _HALF < end:
             row = gl.minimum(first_row + o_m, end - 1)
             token = gl.load(work.groups.order + row) // SHAPE.top_k
             p_scale = scales.weights
             p_scale += (expert * (SHAPE.parts * SHAPE.tiles) + tile).to(gl.int64) * STEPS
-            gate, up = multiply(
+            gate, up = _multiply(
                 p_scale, (SHAPE.parts - 1) * SHAPE.tiles * STEPS, scales.rows + token,
-                work.strides.scales, number, turn, is_tall, stages, HALF_TILE, SHAPE,
+                work.scale_stride, number, turn, is_tall, stages, OWN, SHAPE,
             )  # fmt: skip
-            values, scale = round_active(gate, up, SHAPE)
+            values, scale = _round_active(gate, up, SHAPE)
             row = block * (2 * _HALF) + o_m
-            gl.store(output.scales + tile * work.strides.output + row, scale)
-            first = block * (2 * _HALF) + HALF_TILE * _HALF
+            gl.store(output.scales + tile * work.output_stride + row, scale)
+            first = block * (2 * _HALF) + OWN * _HALF
             _store_rows(output.base, values, first, tile * _BLOCK, SHAPE.outputs)
         else:
-            skip(number, stages.bars, STEPS, SHAPE.stages)
+            _skip(number, stages.bars, STEPS, SHAPE.stages)
         number += STEPS
         turn += gl.where(is_tall, STEPS * SHAPE.parts, 0)
 
 
 @gluon.jit
-def _consume_down(stages, work, scales, output, HALF_TILE: gl.constexpr, SHAPE: gl.constexpr):
+def _make_outputs(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr):
     """Makes one group's rows of each tile of outputs, times their routing weights."""
     STEPS: gl.constexpr = SHAPE.steps
     PARTS: gl.constexpr = SHAPE.parts
-    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     order = work.groups.order
-    o_m = HALF_TILE * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, RESULT))
-    o_s = HALF_TILE * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, STORED))
+    o_m = OWN * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, _RESULT))
+    o_s = OWN * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, _STORED))
     number, turn, first_index = 0, 0, gl.program_id(0)
     expert, first_row, end = find_block(work, first_index // SHAPE.tiles)
     for index in range(first_index, work.num_tiles, gl.num_programs(0)):
@@ -229,31 +167,106 @@ def _consume_down(stages, work, scales, output, HALF_TILE: gl.constexpr, SHAPE: 
         next_expert, next_row, next_end = find_block(work, following)
         block, tile = index // SHAPE.tiles, index % SHAPE.tiles
         is_tall = end - first_row > _HALF
-        if first_row + HALF_TILE * _HALF < end:
+        if first_row + OWN * _HALF < end:
             routed = gl.load(order + gl.minimum(first_row + o_m, end - 1))
             target = gl.load(order + gl.minimum(first_row + o_s, end - 1))
             p_scale = scales.weights + (expert * SHAPE.tiles + tile).to(gl.int64) * (PARTS * STEPS)
             p_row = scales.rows + block * (2 * _HALF) + o_m
-            weight = gl.load(output.routing_weights + routed).to(gl.float32)
-            first, second = multiply(
-                p_scale, (PARTS - 1) * STEPS, p_row, work.strides.scales, number, turn, is_tall,
-                stages, HALF_TILE, SHAPE,
+            weight = gl.load(output.routing_weights + routed).to(gl.float32)[:, None]
+            first, second = _multiply(
+                p_scale, (PARTS - 1) * STEPS, p_row, work.scale_stride, number, turn, is_tall,
+                stages, OWN, SHAPE,
             )  # fmt: skip
-            column = tile * (PARTS * _BLOCK)
-            is_row = first_row + o_s < end
-            _store_routed(
-                output.base, first * weight[:, None], target, is_row, column, SHAPE.outputs
-            )
+            column, is_row = tile * (PARTS * _BLOCK), first_row + o_s < end
+            _store_routed(output.base, first * weight, target, is_row, column, SHAPE)
             if PARTS == 2:
-                column += _BLOCK
-                _store_routed(
-                    output.base, second * weight[:, None], target, is_row, column, SHAPE.outputs
-                )
+                _store_routed(output.base, second * weight, target, is_row, column + _BLOCK, SHAPE)
         else:
-            skip(number, stages.bars, STEPS, SHAPE.stages)
+            _skip(number, stages.bars, STEPS, SHAPE.stages)
         expert, first_row, end = next_expert, next_row, next_end
         number += STEPS
         turn += gl.where(is_tall, STEPS * PARTS, 0)
+
+
+@gluon.jit
+def _multiply(
+    p_first, APART: gl.constexpr, p_row, stride, number, turn, is_tall, stages,
+    OWN: gl.constexpr, SHAPE: gl.constexpr,
+):  # fmt: skip
+    """Returns both parts' products [HALF, BLOCK] of a tile, whose scales are at `p_first` and APART
+    from it; those of its rows at `p_row`, step by step `stride` apart. `turn` counts the products
+    of tiles in which both groups have rows, `is_tall`."""
+    STAGES: gl.constexpr = SHAPE.stages
+    PARTS: gl.constexpr = SHAPE.parts
+    bars = stages.bars
+    p_second = p_first + APART
+    first = gl.zeros([_HALF, _BLOCK], gl.float32, layout=_RESULT)
+    second = first
+    first_scale, second_scale, row_scale = gl.load(p_first), gl.load(p_second), gl.load(p_row)
+    for step in range(SHAPE.steps):
+        ahead = gl.minimum(step + 1, SHAPE.steps - 1)
+        next_first, next_second = gl.load(p_first + ahead), gl.load(p_second + ahead)
+        next_row = gl.load(p_row + ahead * stride)
+        stage = number % STAGES
+        mbarrier.wait(bars.index(stage), number // STAGES & 1)
+        left = stages.inputs.index(stage).slice(OWN * _HALF, _HALF)
+        right = stages.weights.index(stage * PARTS).permute((1, 0))
+        product = _multiply_in_turn(left, right, stages.turns, turn, is_tall, OWN)
+        turn += 1
+        if PARTS == 1:
+            mbarrier.arrive(bars.index(STAGES + stage), count=1)
+        first = _add_here(first, product, row_scale * first_scale)
+        if PARTS == 2:
+            right = stages.weights.index(stage * PARTS + 1).permute((1, 0))
+            product = _multiply_in_turn(left, right, stages.turns, turn, is_tall, OWN)
+            turn += 1
+            mbarrier.arrive(bars.index(STAGES + stage), count=1)
+            second = _add_here(second, product, row_scale * second_scale)
+        first_scale, second_scale, row_scale = next_first, next_second, next_row
+        number += 1
+    return first, second
+
+
+@gluon.jit
+def _multiply_in_turn(left, right, turns, turn, is_tall, OWN: gl.constexpr):
+    """The product, begun when the other group's is: both at once would end at once, and then the
+    tensor cores would wait for both."""
+    nothing = gl.zeros([_HALF, _BLOCK], gl.float32, layout=_RESULT)
+    mbarrier.wait(turns.index(OWN), (turn & 1) ^ (1 - OWN), pred=is_tall)
+    product = warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
+    mbarrier.arrive(turns.index(1 - OWN), count=1, pred=is_tall)
+    return warpgroup_mma_wait(0, [product])
+
+
+@gluon.jit
+def _add_here(total, product, scale):
+    """`total` plus rows of `product` times their scales. The compiler would rather add up after
+    the next product, and has no registers for two: so what comes of it is used at once."""
+    total += product * scale[:, None]
+    return gl.inline_asm_elementwise(
+        "mov.f32 $0, $1;", "=f,f", [total], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _skip(number, bars, STEPS: gl.constexpr, STAGES: gl.constexpr):
+    """Gives a tile's steps back without rows of one's own."""
+    for _ in range(STEPS):
+        mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
+        mbarrier.arrive(bars.index(STAGES + number % STAGES), count=1)
+        number += 1
+
+
+@gluon.jit
+def _round_active(gate, up, SHAPE: gl.constexpr):
+    """Returns rounded activations and their rows' scales."""
+    if SHAPE.is_gated:
+        values = gate / (1 + gl.exp(-gate)) * up
+    else:
+        values = gl.maximum(gate, 0.0)
+        values *= values
+    # Between the projections activations have 16 bits, whatever computes them.
+    return round_block(values.to(gl.bfloat16 if SHAPE.is_bfloat else gl.float16).to(gl.float32), 1)
 
 
 @gluon.jit
@@ -267,10 +280,12 @@ def _store_rows(active, values, first_row, first_column, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _store_routed(partials, values, routed, is_row, first_column, OUTPUTS: gl.constexpr):
+def _store_routed(partials, values, routed, is_row, first_column, SHAPE: gl.constexpr):
     """Stores a tile in its routed tokens' rows."""
-    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    values = gl.convert_layout(values.to(partials.dtype.element_ty), STORED)
-    column = first_column + gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, STORED))
-    target = partials + routed.to(gl.int64)[:, None] * OUTPUTS + column[None, :]
+    values = gl.convert_layout(values.to(partials.dtype.element_ty), _STORED)
+    column = first_column + gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, _STORED))
+    target = partials + routed.to(gl.int64)[:, None] * SHAPE.outputs + column[None, :]
     gl.store(target, values, mask=is_row[:, None])
+
+
+_FORM = GroupedForm(_box_weights, _box_rows, _open, _find_rows, _copy_rows, _consume)

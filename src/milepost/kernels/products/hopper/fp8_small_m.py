@@ -66,30 +66,17 @@ def run(given: Multiplication, tiles: Fp8Tiles) -> Tensor:
         is_swapped=tiles.is_swapped,
         beside=0 if beside is None else beside.num_outputs,
     )
+    describe, block_m = TensorDescriptor.from_tensor, tiles.block_m
     boxes = SmallBoxes(
-        TensorDescriptor.from_tensor(rows, [tiles.block_m, BLOCK], _LAYOUT),
-        TensorDescriptor.from_tensor(
-            weight.values, [tiles.block_n & -tiles.block_n, BLOCK], _LAYOUT
-        ),
-        TensorDescriptor.from_tensor(row_scales, [1, tiles.block_m], _SCALES),
+        describe(rows, [block_m, BLOCK], _LAYOUT),
+        describe(weight.values, [tiles.block_n & -tiles.block_n, BLOCK], _LAYOUT),
+        describe(row_scales, [1, block_m], _SCALES),
+        None if beside is None else describe(given.values, [block_m, _LINE], _RAW_LAYOUT),
+        None if beside is None else describe(beside.values, [BESIDE_N, _LINE], _RAW_LAYOUT),
     )
-    if beside is not None:
-        boxes = boxes._replace(
-            raw_rows=TensorDescriptor.from_tensor(
-                given.values, [tiles.block_m, _LINE], _RAW_LAYOUT
-            ),
-            raw_weight=TensorDescriptor.from_tensor(beside.values, [BESIDE_N, _LINE], _RAW_LAYOUT),
-        )
-    return launch(
-        boxes,
-        SmallProduct(weight.scales, output, len(given.rows), output.stride(-2)),
-        shape,
-        given.chip.num_sms,
-        PRODUCE=_produce,
-        CONSUME=_consume,
-        num_warps=4,
-        maxnreg=_REGISTERS,
-    )
+    product = SmallProduct(weight.scales, output, len(given.rows), output.stride(-2))
+    how = {"PRODUCE": _produce, "CONSUME": _consume, "num_warps": 4, "maxnreg": _REGISTERS}
+    return launch(boxes, product, shape, given.chip.num_sms, **how)
 
 
 @gluon.constexpr_function

@@ -1,204 +1,173 @@
 """Products of one row with quantised weights on Hopper, in Gluon (see `gemv_parts`): reading the
 weights is what costs. The row is a step's only one, or that of each routed token of a few.
 
+Experts have two launches. The first makes a routed token's activations; a program of the second
+has all of a token's experts, one after the other along the inputs, and adds them up. Its weights
+are on their way while the first products still run.
+
 Legend: T tokens, I inputs, O outputs, X experts, N experts of a token, P = T * N routed tokens, S
-units of an expert, B blocks of a part.
+units of an expert, H hidden size, B blocks of a part.
 """
 
 from __future__ import annotations
 
-import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.gluon import launch_dependents, thread_barrier, wait_for_inputs
 from milepost.kernels.platform.launches import OVERLAPPED, quick
-from milepost.kernels.products.forms.quantised import BLOCK, Int4, Quantised
+from milepost.kernels.platform.tiles import cdiv
+from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int4
 from milepost.kernels.products.hopper.gemv_parts import (
     PARTS,
+    PRODUCTS,
     TILE,
+    RowShape,
+    RowWeight,
     keep_blocks,
+    keep_row,
     load_blocks,
     load_row,
     multiply_blocks,
+    operand_layout,
     outputs_of,
-    product_rows,
-    scale_place,
+    rows_of,
     to_outputs,
-    weight_rows,
     width_of,
 )
 from milepost.kernels.products.portable.activation import activate
-from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
+from milepost.kernels.products.run_experts import RoutedRows
 from milepost.kernels.products.run_products import Multiplication
 
-_HELD = 4
+_HELD, _DOWN_HELD = 4, 5
 """Blocks of a row that a thread holds at a time; half as many of two rows, gate and up."""
 _PROGRAMS, _REGISTERS = 3, 80
 """Programs of four bits that share an SM, and registers few enough for them."""
-_TILE = gl.constexpr(TILE)
-
-
-def form_of(weight: Quantised, chip: Chip) -> dict[str, int]:
-    """Returns a weight's constants."""
-    shape = ProductShape.of(weight, chip, block_n=TILE, block_k=BLOCK)
-    return {"GROUP": shape.group, "DEPTHS": shape.depths, "SCALE_ROWS": shape.scale_rows}
-
-
-def values_of(weight: Quantised, chip: Chip) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns numbers as bytes, scales and zero points."""
-    values, scales, zeros, _ = WeightTensors.of(weight, chip)
-    return values.view(torch.uint8), scales, zeros
+_TILE, _BLOCK = gl.constexpr(TILE), gl.constexpr(BLOCK)
 
 
 def run(given: Multiplication, tiles: None) -> Tensor:
     """Multiplies one row by quantised weights. Gates and ups are the halves of gated ones."""
     weight, output, is_gated = given.weight, given.output(), given.is_gated
-    assert isinstance(weight, Quantised), "the kernel's forms"
-    how = {"is_gated": is_gated, "is_active": is_gated}
-    _launch(given.values, None, weight, given.bias, output, given.chip, **how)
+    assert isinstance(weight, Fp8 | Int4), "the kernel's forms"
+    num_outputs, room = output.shape[1], {}
+    how = {"is_gated": is_gated, "is_active": is_gated, "held": _HELD // (1 + is_gated)}
+    if isinstance(weight, Int4) and not is_gated:
+        # All programs run at once: most of a program's time passes before it multiplies.
+        how["tiles"] = 1 + (cdiv(num_outputs, TILE) > _PROGRAMS * given.chip.num_sms)
+        how["held"], room = _HELD // how["tiles"], {"maxnreg": _REGISTERS}
+    shape = RowShape.of(weight, num_outputs, **how)
+    _row_kernel[(cdiv(num_outputs, shape.tiles * TILE), 1)](
+        given.values,
+        None,
+        RowWeight.of(weight),
+        given.bias,
+        output,
+        given.values.stride(0),
+        SHAPE=shape,
+        num_warps=PARTS,
+        **room,
+        **OVERLAPPED,
+    )
     return output
 
 
-def project_up(
-    hidden: Tensor,
-    experts: Tensor,
-    up: Quantised,
-    active: Tensor,
-    chip: Chip,
-    *,
-    is_gated: bool,
-) -> None:
-    """Fills `active` [P, S] with SwiGLU of `up` [X, 2 * S, I] times the routed tokens' `hidden` [T,
-    I], or with the squared ReLU of `up` [X, S, I] times them. The next kernel may read `experts`
-    [T, N], and anything made with them, at once."""
-    _launch(hidden, experts, up, None, active, chip, is_gated=is_gated, is_active=True)
-
-
-def _launch(
-    hidden: Tensor,
-    experts: Tensor | None,
-    weight: Quantised,
-    bias: Tensor | None,
-    output: Tensor,
-    chip: Chip,
-    *,
-    is_gated: bool,
-    is_active: bool,
-) -> None:
-    num_blocks = weight.num_inputs // BLOCK
-    num_rows, num_outputs = output.shape
-    how = _cut(weight, num_outputs, chip, is_gated=is_gated, is_routed=experts is not None)
-    _row_kernel[(triton.cdiv(num_outputs, how["TILES"] * TILE), num_rows)](
-        hidden,
-        experts,
-        *values_of(weight, chip),
-        bias,
-        output,
-        hidden.stride(0),
-        TOP_K=num_rows // len(hidden),
-        BLOCKS=num_blocks,
-        OUTPUTS=num_outputs,
-        GATED=is_gated,
-        ACTIVE=is_active,
-        B=triton.cdiv(num_blocks, PARTS),
-        **how,
-        **form_of(weight, chip),
+def run_experts(routed: RoutedRows) -> Tensor:
+    """Returns partials [T, 1, H]: the token's experts are added up."""
+    (num_tokens, num_chosen), size = routed.experts.shape, routed.size
+    up, down, is_gated = routed.up, routed.down, routed.is_gated
+    assert isinstance(up, Fp8 | Int4), "the kernel's forms"
+    assert type(down) is type(up), "experts have one form"
+    active, output = routed.values.new_empty(routed.num_routed, size), routed.new_output(1)
+    how = {"is_gated": is_gated, "is_active": True, "held": _HELD // (1 + is_gated)}
+    shape = RowShape.of(up, size, top_k=num_chosen, **how)
+    # The next kernel may read the experts, and anything made with them, at once.
+    _row_kernel[(cdiv(size, TILE), routed.num_routed)](
+        routed.values,
+        routed.experts,
+        RowWeight.of(up),
+        None,
+        active,
+        routed.values.stride(0),
+        SHAPE=shape,
         num_warps=PARTS,
         **OVERLAPPED,
     )
-
-
-def _cut(
-    weight: Quantised, num_outputs: int, chip: Chip, *, is_gated: bool, is_routed: bool
-) -> dict[str, int]:
-    """Returns how many tiles a program has, and blocks a thread. Four bits are cut so that all
-    programs run at once: most of a program's time passes before it multiplies. Experts have all
-    registers."""
-    if not isinstance(weight, Int4) or is_gated or is_routed:
-        return {"TILES": 1, "HELD": _HELD // (1 + is_gated)}
-    tiles = 1 + (triton.cdiv(num_outputs, TILE) > _PROGRAMS * chip.num_sms)
-    return {"TILES": tiles, "HELD": _HELD // tiles, "maxnreg": _REGISTERS}
+    num_outputs = output.shape[-1]
+    how = {"top_k": num_chosen, "held": _DOWN_HELD}
+    shape = RowShape.of(down, num_outputs, num_chosen, **how)
+    _down_kernel[(cdiv(num_outputs, TILE), num_tokens)](
+        active,
+        routed.routing_weights,
+        routed.experts,
+        RowWeight.of(down),
+        output,
+        SHAPE=shape,
+        num_warps=PARTS,
+        **OVERLAPPED,
+    )
+    return output
 
 
 @quick
 @gluon.jit
-def _row_kernel(
-    hidden,
-    experts,
-    weight,
-    scales,
-    zeros,
-    bias,
-    output,
-    stride,
-    TOP_K: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    GATED: gl.constexpr,
-    ACTIVE: gl.constexpr,
-    B: gl.constexpr,
-    TILES: gl.constexpr,
-    HELD: gl.constexpr,
-    GROUP: gl.constexpr,
-    DEPTHS: gl.constexpr,
-    SCALE_ROWS: gl.constexpr,
-):
-    """Computes TILES tiles of outputs of one row; with gates, one of gates and one of ups, which
+def _row_kernel(hidden, experts, weight, bias, output, stride, SHAPE: gl.constexpr):
+    """Computes some tiles of outputs of one row; with gates, one of gates and one of ups, which
     stand after all gates."""
+    EACH: gl.constexpr = SHAPE.tiles * _TILE
+    HALVES: gl.constexpr = 2 if SHAPE.is_gated else 1
+    GROUP: gl.constexpr = SHAPE.group
+    B: gl.constexpr = SHAPE.part_blocks
     WIDTH: gl.constexpr = width_of(GROUP)
-    EACH: gl.constexpr = TILES * _TILE
-    HALVES: gl.constexpr = 2 if GATED else 1
     number = gl.program_id(1).to(gl.int64)
     first = gl.program_id(0) * EACH
-    p_scale = 0
+    numbers, p_scale = weight.numbers, 0
     if experts is not None:
         # In this order: the next kernel may read the chosen experts as it begins.
         wait_for_inputs()
         launch_dependents()
         expert = gl.load(experts + number).to(gl.int64)
-        row_blocks = load_row(hidden + number // TOP_K * stride, BLOCKS, B)
+        row_blocks = load_row(hidden + number // SHAPE.top_k * stride, SHAPE)
         # Both are asked for ahead of it: compilers would ask for the row once they need it.
         thread_barrier()
         kept, sums = keep_blocks(row_blocks, GROUP)
-        weight += expert * (HALVES * OUTPUTS * BLOCKS * WIDTH)
-        HEIGHT: gl.constexpr = (HALVES * OUTPUTS + SCALE_ROWS - 1) // SCALE_ROWS
-        p_scale = expert * (HEIGHT * DEPTHS)
+        numbers += expert * (HALVES * SHAPE.outputs * SHAPE.blocks * WIDTH)
+        HEIGHT: gl.constexpr = (HALVES * SHAPE.outputs + SHAPE.scale_rows - 1) // SHAPE.scale_rows
+        p_scale = expert * (HEIGHT * SHAPE.depths)
     else:
         launch_dependents()
-    row, part = weight_rows(HALVES * EACH, GROUP)
-    row = row // EACH * OUTPUTS + (first + row % EACH) % OUTPUTS
+    row, part = rows_of(HALVES * EACH, operand_layout(GROUP))
+    row = row // EACH * SHAPE.outputs + (first + row % EACH) % SHAPE.outputs
     starts = ()
     for b in gl.static_range(B):
-        block = gl.minimum(part * B + b, BLOCKS - 1)
-        starts += (weight + row.to(gl.int64) * (BLOCKS * WIDTH) + block * WIDTH,)
-    held = load_blocks(starts, 0, HELD, B, GROUP)
-    row, part = product_rows(HALVES * EACH)
-    row = row // EACH * OUTPUTS + (first + row % EACH) % OUTPUTS
+        block = gl.minimum(part * B + b, SHAPE.blocks - 1)
+        starts += (numbers + row.to(gl.int64) * (SHAPE.blocks * WIDTH) + block * WIDTH,)
+    held = load_blocks(starts, 0, SHAPE)
+    row, part = rows_of(HALVES * EACH, PRODUCTS)
+    row = row // EACH * SHAPE.outputs + (first + row % EACH) % SHAPE.outputs
     scale, zero = (), ()
     for b in gl.static_range(B):
-        block = gl.minimum(part * B + b, BLOCKS - 1)
-        place = p_scale + row // SCALE_ROWS * DEPTHS + scale_place(block, GROUP)
-        scale += (gl.load(scales + place).to(gl.float32),)
-        zero += (gl.load(zeros + place) if GROUP else 0,)
+        block = gl.minimum(part * B + b, SHAPE.blocks - 1)
+        place = p_scale + row // SHAPE.scale_rows * SHAPE.depths
+        place += block * _BLOCK // GROUP if GROUP else block
+        scale += (gl.load(weight.scales + place).to(gl.float32),)
+        zero += (gl.load(weight.zeros + place) if GROUP else 0,)
     if experts is None:
         wait_for_inputs()
-        kept, sums = keep_blocks(load_row(hidden, BLOCKS, B), GROUP)
+        kept, sums = keep_blocks(load_row(hidden, SHAPE), GROUP)
     # So are all weights.
     thread_barrier()
-    total = multiply_blocks(held, starts, kept, sums, scale, zero, B, HELD, GROUP)
-    gates, ups = _parted(total, GATED)
-    if ACTIVE:
-        ups = activate(ups, gates, GATED)
+    total = multiply_blocks(held, starts, kept, sums, scale, zero, SHAPE)
+    gates, ups = _parted(total, SHAPE.is_gated)
+    if SHAPE.is_active:
+        ups = activate(ups, gates, SHAPE.is_gated)
     b_o = to_outputs(ups)
     o_n = first + outputs_of(EACH)
     if bias is not None:
-        b_o += gl.load(bias + o_n, mask=o_n < OUTPUTS, other=0.0).to(gl.float32)
-    place = output + number * OUTPUTS + o_n
-    gl.store(place, b_o.to(output.dtype.element_ty), mask=o_n < OUTPUTS)
+        b_o += gl.load(bias + o_n, mask=o_n < SHAPE.outputs, other=0.0).to(gl.float32)
+    place = output + number * SHAPE.outputs + o_n
+    gl.store(place, b_o.to(output.dtype.element_ty), mask=o_n < SHAPE.outputs)
 
 
 @gluon.jit
@@ -208,3 +177,47 @@ def _parted(total, GATED: gl.constexpr):
         return gl.split(gl.permute(gl.reshape(total, [2, 1, _TILE]), (1, 2, 0)))
     else:
         return total, total
+
+
+@quick
+@gluon.jit
+def _down_kernel(active, routing_weights, experts, weight, output, SHAPE: gl.constexpr):
+    """Makes a tile of one token's outputs."""
+    launch_dependents()
+    OUTPUTS: gl.constexpr = SHAPE.outputs
+    GROUP: gl.constexpr = SHAPE.group
+    B: gl.constexpr = SHAPE.part_blocks
+    EACH: gl.constexpr = SHAPE.blocks // SHAPE.top_k
+    token = gl.program_id(1).to(gl.int64)
+    first = gl.program_id(0) * _TILE
+    # Who was chosen was so before the kernel ahead let this one start. The caches nearby may not
+    # know it yet.
+    experts += token * SHAPE.top_k
+    routing_weights += token * SHAPE.top_k
+    row, part = rows_of(_TILE, operand_layout(GROUP))
+    row = (first + row) % OUTPUTS
+    starts = ()
+    for b in gl.static_range(B):
+        block = gl.minimum(part * B + b, SHAPE.blocks - 1)
+        expert = gl.load(experts + block // EACH, cache_modifier=".cg").to(gl.int64)
+        place = ((expert * OUTPUTS + row) * EACH + block % EACH) * width_of(GROUP)
+        starts += (weight.numbers + place,)
+    held = load_blocks(starts, 0, SHAPE)
+    row, part = rows_of(_TILE, PRODUCTS)
+    row = (first + row) % OUTPUTS
+    HEIGHT: gl.constexpr = (OUTPUTS + SHAPE.scale_rows - 1) // SHAPE.scale_rows
+    scale, zero = (), ()
+    for b in gl.static_range(B):
+        block = gl.minimum(part * B + b, SHAPE.blocks - 1)
+        expert = gl.load(experts + block // EACH, cache_modifier=".cg").to(gl.int64)
+        share = gl.load(routing_weights + block // EACH, cache_modifier=".cg").to(gl.float32)
+        place = (expert * HEIGHT + row // SHAPE.scale_rows) * SHAPE.depths
+        place += block % EACH * _BLOCK // GROUP if GROUP else block % EACH
+        scale += (gl.load(weight.scales + place).to(gl.float32) * share,)
+        zero += (gl.load(weight.zeros + place) if GROUP else 0,)
+    wait_for_inputs()
+    kept, sums = keep_row(active + token * (SHAPE.blocks * _BLOCK), SHAPE)
+    total = multiply_blocks(held, starts, kept, sums, scale, zero, SHAPE)
+    b_o = to_outputs(total).to(output.dtype.element_ty)
+    o_n = first + outputs_of(_TILE)
+    gl.store(output + token * OUTPUTS + o_n, b_o, mask=o_n < OUTPUTS)

@@ -14,12 +14,16 @@ Legend: B blocks of a part, K inputs of a block, W numbers or bytes of one in th
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from milepost.kernels.platform.gluon import round_block, thread_barrier
-from milepost.kernels.products.forms.quantised import BLOCK
+from milepost.kernels.platform.tiles import cdiv
+from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int4
 
 PARTS = 8
 """Warps, and columns of a product."""
@@ -27,12 +31,51 @@ TILE = 16
 """Outputs that are multiplied at a time."""
 _BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(BLOCK // 2)
 _PARTS, _TILE = gl.constexpr(PARTS), gl.constexpr(TILE)
-_PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [PARTS, 1], [TILE, 8]))
+PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [PARTS, 1], [TILE, 8]))
 _ROW = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [PARTS, 1], [1, 0]))
 """A block of each part."""
 _KEPT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _KEPT_SUMS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 OUTPUTS_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [PARTS, 1], [1, 0]))
+
+
+class RowWeight(NamedTuple):
+    """Numbers as bytes, scales, and zero points or None."""
+
+    numbers: Any
+    scales: Any
+    zeros: Any
+
+    @staticmethod
+    def of(weight: Fp8 | Int4) -> RowWeight:
+        if isinstance(weight, Int4):
+            return RowWeight(weight.packed, weight.scales, weight.zeros)
+        return RowWeight(weight.values.view(torch.uint8), weight.scales, None)
+
+
+class RowShape(NamedTuple):
+    """A product of one row; a constant on the device. A program has `tiles` tiles of outputs, a
+    part `part_blocks` blocks of inputs, a thread `held` at a time. `scale_rows` outputs and `group`
+    inputs share a scale (no group in FP8), an output has `depths` of them."""
+
+    blocks: int
+    outputs: int
+    part_blocks: int
+    group: int
+    depths: int
+    scale_rows: int
+    held: int = 1
+    tiles: int = 1
+    top_k: int = 1
+    is_gated: bool = False
+    is_active: bool = False
+
+    @staticmethod
+    def of(weight: Fp8 | Int4, outputs: int, num_rows: int = 1, **how: Any) -> RowShape:
+        """The row is made of `num_rows` of the weight's inputs."""
+        blocks, depths = num_rows * (weight.num_inputs // BLOCK), weight.scales.shape[-1]
+        group, rows = (weight.group, 1) if isinstance(weight, Int4) else (0, weight.rows)
+        return RowShape(blocks, outputs, cdiv(blocks, PARTS), group, depths, rows, **how)
 
 
 @gluon.constexpr_function
@@ -42,83 +85,55 @@ def width_of(group):
 
 
 @gluon.constexpr_function
-def weights_layout(group):
-    """Returns the layout of weights: a thread loads 16 adjacent bytes of FP8, 8 of four bits. Both
-    operands have their inputs in one order, whichever that is."""
-    return gl.DotOperandLayout(0, _PRODUCTS.value, 8 if group else 16)
-
-
-@gluon.constexpr_function
-def _column_layout(group):
-    return gl.DotOperandLayout(1, _PRODUCTS.value, 8 if group else 16)
+def operand_layout(group, operand=0):
+    """Returns the layout of weights: a thread loads 16 adjacent bytes of FP8, 8 of four bits. The
+    row's columns, operand 1, have their inputs in the same order, whichever that is."""
+    return gl.DotOperandLayout(operand, PRODUCTS.value, 8 if group else 16)
 
 
 @gluon.jit
-def weight_rows(ROWS: gl.constexpr, GROUP: gl.constexpr):
-    """Returns the output within the program and the part of loaded weights, [ROWS * PARTS]."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, weights_layout(GROUP))
-    o_m = gl.arange(0, ROWS * _PARTS, LAYOUT)
+def rows_of(ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Returns the output within the program and the part of loaded weights, or of products, [ROWS *
+    PARTS]."""
+    o_m = gl.arange(0, ROWS * _PARTS, gl.SliceLayout(1, LAYOUT))
     return o_m // (_TILE * _PARTS) * _TILE + o_m % _TILE, o_m // _TILE % _PARTS
 
 
 @gluon.jit
-def product_rows(ROWS: gl.constexpr):
-    """Returns the output within the program and the part of products, [ROWS * PARTS]."""
-    o_m = gl.arange(0, ROWS * _PARTS, gl.SliceLayout(1, _PRODUCTS))
-    return o_m // (_TILE * _PARTS) * _TILE + o_m % _TILE, o_m // _TILE % _PARTS
-
-
-@gluon.jit
-def scale_place(block, GROUP: gl.constexpr):
-    """Returns the place of a block's scale among a row's."""
-    if GROUP:
-        return block * _BLOCK // GROUP
-    else:
-        return block
-
-
-@gluon.jit
-def load_blocks(
-    starts, FIRST: gl.constexpr, COUNT: gl.constexpr, B: gl.constexpr, GROUP: gl.constexpr
-):
-    """Loads COUNT blocks, or as many as there are, from the FIRST of each row on; `starts` are
-    addresses [ROWS * PARTS] for each of B blocks."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(0, weights_layout(GROUP))
-    o_k = gl.arange(0, width_of(GROUP), LAYOUT)[None, :]
+def load_blocks(starts, FIRST: gl.constexpr, SHAPE: gl.constexpr):
+    """Loads as many blocks as a thread holds, or as there are, from the FIRST of each row on;
+    `starts` are addresses [ROWS * PARTS] for each of B blocks."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, operand_layout(SHAPE.group))
+    o_k = gl.arange(0, width_of(SHAPE.group), LAYOUT)[None, :]
+    LAST: gl.constexpr = min(FIRST + SHAPE.held, SHAPE.part_blocks)
     blocks = ()
-    for b in gl.static_range(FIRST, min(FIRST + COUNT, B)):
+    for b in gl.static_range(FIRST, LAST):
         blocks += (gl.load(starts[b][:, None] + o_k),)
     return blocks
 
 
 @gluon.jit
-def keep_row(p_x, NUM_BLOCKS: gl.constexpr, B: gl.constexpr, GROUP: gl.constexpr):
+def keep_row(p_x, SHAPE: gl.constexpr):
     """Stores the row at `p_x` in shared memory as it is multiplied, B times [PARTS, K], and scales,
     or sums, of its blocks, B times [PARTS]."""
-    kept, sums = keep_blocks(load_row(p_x, NUM_BLOCKS, B), GROUP)
+    kept, sums = keep_blocks(load_row(p_x, SHAPE), SHAPE.group)
     thread_barrier()
     return kept, sums
 
 
 @gluon.jit
-def load_row(p_x, NUM_BLOCKS: gl.constexpr, B: gl.constexpr):
+def load_row(p_x, SHAPE: gl.constexpr):
     """Loads the row's blocks [PARTS, BLOCK], B of each part."""
+    B: gl.constexpr = SHAPE.part_blocks
+    part = gl.arange(0, _PARTS, gl.SliceLayout(1, _ROW))[:, None]
     blocks = ()
     for b in gl.static_range(B):
-        column = _row_columns(b, B)
-        if NUM_BLOCKS == B * _PARTS:
+        column = (part * B + b) * _BLOCK + gl.arange(0, _BLOCK, gl.SliceLayout(0, _ROW))[None, :]
+        if SHAPE.blocks == B * _PARTS:
             blocks += (gl.load(p_x + column),)
         else:
-            is_block = column < NUM_BLOCKS * _BLOCK
-            blocks += (gl.load(p_x + column, mask=is_block, other=0.0),)
+            blocks += (gl.load(p_x + column, mask=column < SHAPE.blocks * _BLOCK, other=0.0),)
     return blocks
-
-
-@gluon.jit
-def _row_columns(b: gl.constexpr, B: gl.constexpr):
-    """Returns the columns of block b of each part, in the row [PARTS, BLOCK]."""
-    part = gl.arange(0, _PARTS, gl.SliceLayout(1, _ROW))[:, None]
-    return (part * B + b) * _BLOCK + gl.arange(0, _BLOCK, gl.SliceLayout(0, _ROW))[None, :]
 
 
 @gluon.jit
@@ -144,29 +159,20 @@ def keep_blocks(blocks, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def multiply_blocks(
-    held,
-    starts,
-    kept,
-    sums,
-    scales,
-    zeros,
-    B: gl.constexpr,
-    HELD: gl.constexpr,
-    GROUP: gl.constexpr,
-):
-    """Returns the outputs [ROWS / TILE, TILE] of a program. `held` are the first HELD blocks; as
-    many are loaded while others are multiplied. `scales` and `zeros` [ROWS * PARTS] are of each
-    block."""
+def multiply_blocks(held, starts, kept, sums, scales, zeros, SHAPE: gl.constexpr):
+    """Returns the outputs [ROWS / TILE, TILE] of a program. `held` are the first blocks; as many
+    are loaded while others are multiplied. Each block has `scales` and `zeros` [ROWS * PARTS]."""
     SIZE: gl.constexpr = scales[0].shape[0]
-    acc = gl.zeros([SIZE, 8], gl.float32, _PRODUCTS)
+    B: gl.constexpr = SHAPE.part_blocks
+    HELD: gl.constexpr = SHAPE.held
+    acc = gl.zeros([SIZE, 8], gl.float32, PRODUCTS)
     for i_b in gl.static_range(0, B, HELD):
-        ahead = load_blocks(starts, i_b + HELD, HELD, B, GROUP)
+        ahead = load_blocks(starts, i_b + HELD, SHAPE)
         for b in gl.static_range(i_b, min(i_b + HELD, B)):
             b_w = held[b - i_b]
-            acc = add_block(acc, b_w, kept[b], sums[b], scales[b], zeros[b], GROUP)
+            acc = add_block(acc, b_w, kept[b], sums[b], scales[b], zeros[b], SHAPE.group)
         held = ahead
-    part = gl.arange(0, SIZE, gl.SliceLayout(1, _PRODUCTS)) // _TILE % _PARTS
+    part = gl.arange(0, SIZE, gl.SliceLayout(1, PRODUCTS)) // _TILE % _PARTS
     own = own_products(acc, part)
     return gl.sum(gl.reshape(own, [SIZE // (_TILE * _PARTS), _PARTS, _TILE]), 1)
 
@@ -174,29 +180,17 @@ def multiply_blocks(
 @gluon.jit
 def own_products(acc, part):
     """Returns the products of each `part` with its own column."""
-    column = gl.arange(0, 8, gl.SliceLayout(0, _PRODUCTS))
+    column = gl.arange(0, 8, gl.SliceLayout(0, PRODUCTS))
     return gl.sum(gl.where(column[None, :] == part[:, None], acc, 0.0), 1)
-
-
-@gluon.jit
-def ring_rows():
-    """Does `product_rows` for boxes that hold one row's parts after the other's, [TILE * PARTS]."""
-    o_m = gl.arange(0, _TILE * _PARTS, gl.SliceLayout(1, _PRODUCTS))
-    return o_m // _PARTS, o_m % _PARTS
-
-
-@gluon.jit
-def no_products(ROWS: gl.constexpr):
-    return gl.zeros([ROWS * _PARTS, 8], gl.float32, _PRODUCTS)
 
 
 @gluon.jit
 def add_block(acc, b_w, b_x, sums, scale, zero, GROUP: gl.constexpr):
     """Adds a block's products to `acc`; `scale` and `zero` [ROWS * PARTS] are the weights'."""
     dtype: gl.constexpr = b_x.dtype
-    LAYOUT: gl.constexpr = _column_layout(GROUP)
-    product = gl.zeros(acc.shape, gl.float32, _PRODUCTS)
-    b_sum = sums.load(gl.SliceLayout(0, _PRODUCTS))[None, :]
+    LAYOUT: gl.constexpr = operand_layout(GROUP, 1)
+    product = gl.zeros(acc.shape, gl.float32, PRODUCTS)
+    b_sum = sums.load(gl.SliceLayout(0, PRODUCTS))[None, :]
     if GROUP:
         low, high = unpack(b_w, dtype)
         columns = b_x.permute((1, 0))

@@ -27,13 +27,13 @@ from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.gemv_parts import (
     OUTPUTS_LAYOUT,
     PARTS,
+    PRODUCTS,
     TILE,
+    RowShape,
     add_block,
     keep_row,
-    no_products,
+    operand_layout,
     own_products,
-    ring_rows,
-    weights_layout,
 )
 from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.run_products import Multiplication
@@ -49,8 +49,9 @@ def run(given: Multiplication, tiles: None) -> Tensor:
     """Multiplies one row by large FP8 weights. Gates and ups are the halves of gated ones."""
     weight, output, is_gated = given.weight, given.output(), given.is_gated
     assert isinstance(weight, Fp8), "the kernel's form"
-    num_inputs, num_units = weight.num_inputs, weight.num_outputs // TILE
-    values = weight.values.view(torch.uint8).view(-1, PARTS, num_inputs // PARTS)
+    num_units = weight.num_outputs // TILE
+    shape = RowShape.of(weight, output.shape[1], is_gated=is_gated)
+    values = weight.values.view(torch.uint8).view(-1, PARTS, weight.num_inputs // PARTS)
     box = [TILE // (1 + is_gated), PARTS, BLOCK]
     _ring_kernel[(min(num_units, _PROGRAMS * given.chip.num_sms),)](
         given.values,
@@ -58,13 +59,9 @@ def run(given: Multiplication, tiles: None) -> Tensor:
         weight.scales,
         given.bias,
         output,
-        INPUTS=num_inputs,
-        OUTPUTS=output.shape[1],
         UNITS=num_units,
-        GATED=is_gated,
-        B=num_inputs // (PARTS * BLOCK),
         STAGES=_STAGES,
-        SCALE_ROWS=weight.rows,
+        SHAPE=shape,
         num_warps=PARTS,
         maxnreg=_REGISTERS,
         **OVERLAPPED,
@@ -80,16 +77,13 @@ def _ring_kernel(
     scales,
     bias,
     output,
-    INPUTS: gl.constexpr,
-    OUTPUTS: gl.constexpr,
     UNITS: gl.constexpr,
-    GATED: gl.constexpr,
-    B: gl.constexpr,
     STAGES: gl.constexpr,
-    SCALE_ROWS: gl.constexpr,
+    SHAPE: gl.constexpr,
 ):
     """Multiplies units of 16 outputs, or of eight and their gates."""
-    EACH: gl.constexpr = _TILE // 2 if GATED else _TILE
+    EACH: gl.constexpr = _TILE // 2 if SHAPE.is_gated else _TILE
+    B: gl.constexpr = SHAPE.part_blocks
     ring = gl.allocate_shared_memory(gl.uint8, [STAGES, _TILE, _PARTS, _BLOCK], weight.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for bar in gl.static_range(STAGES):
@@ -100,54 +94,47 @@ def _ring_kernel(
     count = (UNITS - first + step - 1) // step
     for number in range(gl.minimum(count * B, STAGES)):
         at = (first + number // B * step) * EACH
-        _fetch(weight, ring, bars, number, at, number % B, OUTPUTS, GATED, STAGES)
+        _fetch(weight, ring, bars, number, at, number % B, SHAPE)
     wait_for_inputs()
-    kept, sums = keep_row(hidden, INPUTS // _BLOCK, B, 0)
-    inside, part = ring_rows()
+    kept, sums = keep_row(hidden, SHAPE)
+    # A box holds one row's parts after the other's.
+    o_m = gl.arange(0, _TILE * _PARTS, gl.SliceLayout(1, PRODUCTS))
+    inside, part = o_m // _PARTS, o_m % _PARTS
     for i_unit in range(count):
         at = (first + i_unit * step) * EACH
-        row = at + inside % EACH + inside // EACH * OUTPUTS
-        p_scale = scales + row // SCALE_ROWS * (INPUTS // _BLOCK) + part * B
+        row = at + inside % EACH + inside // EACH * SHAPE.outputs
+        p_scale = scales + row // SHAPE.scale_rows * SHAPE.blocks + part * B
         scale = ()
         for b in gl.static_range(B):
             scale += (gl.load(p_scale + b),)
-        acc = no_products(_TILE)
+        acc = gl.zeros([_TILE * _PARTS, 8], gl.float32, PRODUCTS)
         for b in gl.static_range(B):
             number = i_unit * B + b
             mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
             held = ring.index(number % STAGES).reshape([_TILE * _PARTS, _BLOCK])
-            b_w = held.load(weights_layout(0))
+            b_w = held.load(operand_layout(0))
             # The stage is loaded anew once all have read it.
             thread_barrier()
             ahead = number + STAGES
             if ahead < count * B:
                 to = (first + ahead // B * step) * EACH
-                _fetch(weight, ring, bars, ahead, to, ahead % B, OUTPUTS, GATED, STAGES)
+                _fetch(weight, ring, bars, ahead, to, ahead % B, SHAPE)
             acc = add_block(acc, b_w, kept[b], sums[b], scale[b], 0, 0)
         total = gl.sum(gl.reshape(own_products(acc, part), [1, _TILE, _PARTS]), 2)
-        _store(output, bias, total, at, GATED)
+        _store(output, bias, total, at, SHAPE.is_gated)
 
 
 @gluon.jit
-def _fetch(
-    weight,
-    ring,
-    bars,
-    number,
-    row,
-    b,
-    OUTPUTS: gl.constexpr,
-    GATED: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _fetch(weight, ring, bars, number, row, b, SHAPE: gl.constexpr):
     """Starts to load block b of each part, for the rows from `row` on; ups stand after all
     gates."""
+    STAGES: gl.constexpr = ring.shape[0]
     bar, stage = bars.index(number % STAGES), ring.index(number % STAGES)
     mbarrier.expect(bar, _TILE * _PARTS * _BLOCK)
-    if GATED:
+    if SHAPE.is_gated:
         HALF: gl.constexpr = _TILE // 2
         load_box(weight, [row, 0, b * _BLOCK], bar, stage.slice(0, HALF))
-        load_box(weight, [row + OUTPUTS, 0, b * _BLOCK], bar, stage.slice(HALF, HALF))
+        load_box(weight, [row + SHAPE.outputs, 0, b * _BLOCK], bar, stage.slice(HALF, HALF))
     else:
         load_box(weight, [row, 0, b * _BLOCK], bar, stage)
 

@@ -1,12 +1,17 @@
-"""Experts of int4 weights and many rows on Hopper, in Gluon: `grouped_parts` with int4 filled in.
+"""Experts of int4 weights and many rows on Hopper, in Gluon: `grouped` with int4 filled in.
 
-`inputs` [2 * STAGES, BLOCK_M, HALF] are both halves of a step's inputs, and `weights` [2 * STAGES,
-BLOCK, HALF / 2] have two bytes in a number.
+Two groups of four warps multiply 64 outputs each of both parts of the weights with the same rows.
+Weights are the left operand, which the tensor cores take from registers: while they multiply a
+quarter of a step for a group, it unpacks the next one. A number is rounded to the rows' type, as
+where a launch of its own unpacks it, and so the products have the same bits. Weights in shared
+memory have two bytes in a number.
 
-Legend: P routed tokens, H hidden size, I an expert's size, N outputs of a group, M rows.
+Legend: P routed tokens, T tokens, H hidden size, I an expert's size, N outputs of a group, M rows.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,51 +20,48 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import load_box
+from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.grouping import group_many
-from milepost.kernels.products.hopper import grouped_parts as parts
-from milepost.kernels.products.hopper.grouped_parts import (
-    ExpertOutput,
-    ExpertScales,
+from milepost.kernels.products.hopper import grouped
+from milepost.kernels.products.hopper.grouped import (
     GroupedForm,
     GroupedStages,
-    GroupStrides,
-    ProjectionShape,
     find_block,
-    load_weights,
     open_bars,
-    produce_gathered,
-    wait_for_room,
-)
-from milepost.kernels.products.hopper.int4_grouped_parts import (
-    HALF,
-    OF_OUTPUTS,
-    load_scales,
-    multiply,
 )
 from milepost.kernels.products.portable.activation import activate
+from milepost.kernels.products.portable.expert_parts import RowBase
 from milepost.kernels.products.run_experts import RoutedRows
 
 _STAGES = {64: 6, 128: 4}
 """Stages by a block's rows: as many as there is room for."""
 _SOME_ROWS = 48
-"""Rows of an expert up to which blocks have 64 rows (a layer of 257 experts on an H100: with 36
-rows 296 us, blocks of 128 315; with 72 rows 442 and 411)."""
-_BOX = 64
-"""Rows that TMA brings at a time."""
+"""Rows of an expert up to which blocks have 64 rows."""
+_N = BLOCK // 2
+"""Outputs of a group, and inputs of a piece."""
 _ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _WEIGHTS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _STORED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 """Layout of products [N, M] on their way to memory, where a row's outputs lie side by side."""
+_ROWS, _BLOCK, _HALF = gl.constexpr(_ROWS_LAYOUT), gl.constexpr(BLOCK), gl.constexpr(_N)
+_REGISTERS, _LANES = [[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+_PACKED = gl.constexpr(
+    gl.DistributedLinearLayout(_REGISTERS, _LANES, [[16, 0], [32, 0]], [], [_N, _N // 2])
+)
+"""Layout of packed weights, two bytes in a number: a thread has those whose numbers it
+multiplies."""
+_OF_OUTPUTS = gl.constexpr(gl.SliceLayout(1, _PACKED.value))
 
-_ROWS = gl.constexpr(_ROWS_LAYOUT)
-_BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(HALF)
-_WEIGHT_BYTES = gl.constexpr(2 * BLOCK * HALF)
-"""Bytes of a step."""
+
+@gluon.constexpr_function
+def _products_layout(width: int) -> Any:
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
 def run(routed: RoutedRows) -> Tensor:
@@ -68,79 +70,43 @@ def run(routed: RoutedRows) -> Tensor:
 
 
 def run_blocks(routed: RoutedRows, block_m: int) -> Tensor:
-    """`run` with blocks of `block_m` rows; the bits do not depend on it."""
-    up, down = routed.up, routed.down
-    assert isinstance(up, Int4), "the kernel's form"
-    assert isinstance(down, Int4), "experts have one form"
+    """Does `run` with blocks of `block_m` rows; the bits do not depend on it."""
+    assert type(routed.up) is type(routed.down) is Int4, "the kernel's form"
     groups = group_many(routed.experts, routed.num_experts, block_m)
-    active = routed.values.new_empty(routed.num_routed, routed.size)
-    output = routed.new_output(routed.experts.shape[1])
-    how = {"block_m": block_m, "stages": _STAGES[block_m], "is_bfloat": False, "parts": 2}
-    parts.launch(
-        routed.values,
-        _boxes(up),
-        ExpertScales(up.scales, up.zeros),
-        ExpertOutput(active),
-        groups,
-        GroupStrides(),
-        ProjectionShape.of(up, routed.size, top_k=routed.experts.shape[1], group=up.group, **how),
-        GroupedForm(_open_gathered, _produce_gathered, _consume_up),
-    )
-    parts.launch(
-        TensorDescriptor.from_tensor(active, [_BOX, HALF], _ROWS_LAYOUT),
-        _boxes(down),
-        ExpertScales(down.scales, down.zeros),
-        ExpertOutput(output, routing_weights=routed.routing_weights),
-        groups,
-        GroupStrides(),
-        ProjectionShape.of(down, output.shape[-1], top_k=1, group=down.group, **how),
-        GroupedForm(_open, _produce, _consume_down),
-    )
-    return output
+    active = RowBase(routed.values.new_empty(routed.num_routed, routed.size), None)
+    rows, how = RowBase(routed.values, None), {"block_m": block_m, "stages": _STAGES[block_m]}
+    return grouped.run(routed, groups, rows, active, (2, 2), _FORM, **how)
 
 
-def _boxes(weight: Int4) -> TensorDescriptor:
+def _box_weights(weight: Int4) -> TensorDescriptor:
     packed = weight.packed.view(torch.int16).view(-1, weight.num_inputs // 4)
-    return TensorDescriptor.from_tensor(packed, [BLOCK, HALF // 2], _WEIGHTS_LAYOUT)
+    return TensorDescriptor.from_tensor(packed, [BLOCK, _N // 2], _WEIGHTS_LAYOUT)
 
 
-@gluon.jit
-def _open_gathered(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
-    return _open_stages(DTYPE, weight, SHAPE, 2)
+def _box_rows(rows: Tensor) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(rows, [_N, _N], _ROWS_LAYOUT)
 
 
 @gluon.jit
 def _open(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
-    return _open_stages(DTYPE, weight, SHAPE, 1)
-
-
-@gluon.jit
-def _open_stages(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr, LOADERS: gl.constexpr):
-    """Allocates shared memory for the stages, and barriers, for so many LOADERS of one."""
+    """Allocates shared memory for the stages, and their barriers."""
     STAGES: gl.constexpr = SHAPE.stages
-    BLOCK_M: gl.constexpr = SHAPE.block_m
-    inputs = gl.allocate_shared_memory(DTYPE, [2 * STAGES, BLOCK_M, _HALF], _ROWS)
+    inputs = gl.allocate_shared_memory(DTYPE, [2 * STAGES, SHAPE.block_m, _HALF], _ROWS)
     shape: gl.constexpr = [2 * STAGES, _BLOCK, _HALF // 2]
     weights = gl.allocate_shared_memory(weight.dtype, shape, weight.layout)
-    return GroupedStages(inputs, weights, open_bars(STAGES, LOADERS))
+    return GroupedStages(inputs, weights, open_bars(SHAPE))
 
 
 @gluon.jit
-def _produce_gathered(stages, work, rows, stride, weight, SHAPE: gl.constexpr):
-    produce_gathered(
-        stages, work, rows, stride, weight, SHAPE, _find_rows, _copy_rows, _WEIGHT_BYTES
-    )
-
-
-@gluon.jit
-def _find_rows(rows, stride, order, first_row, end, SHAPE: gl.constexpr):
-    """Pointers to a block's rows, and which of them are an expert's: no others are copied."""
+def _find_rows(rows, work, first_row, end, SHAPE: gl.constexpr):
+    """Returns pointers to a block's rows, and whether each is the expert's: others are not
+    copied."""
     COPIED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     BLOCK_M: gl.constexpr = SHAPE.block_m
     o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, COPIED))
     o_k = gl.arange(0, _HALF, layout=gl.SliceLayout(0, COPIED))
-    token = gl.load(order + gl.minimum(first_row + o_m, end - 1)) // SHAPE.top_k
-    p_x = rows + (token.to(gl.int64) * stride)[:, None] + o_k[None, :]
+    token = gl.load(work.groups.order + gl.minimum(first_row + o_m, end - 1)) // SHAPE.top_k
+    p_x = rows + (token.to(gl.int64) * work.row_stride)[:, None] + o_k[None, :]
     return p_x, (first_row + o_m < end)[:, None]
 
 
@@ -154,60 +120,16 @@ def _copy_rows(found, step, stages, stage):
 
 
 @gluon.jit
-def _produce(stages, work, active, stride, weight, SHAPE: gl.constexpr):
-    """Loads every step of every tile as soon as there is room."""
-    inputs, bars = stages.inputs, stages.bars
-    BOX: gl.constexpr = active.block_type.shape[0]
-    LEAST: gl.constexpr = _WEIGHT_BYTES + 4 * BOX * _HALF
-    number = 0
-    for index in range(gl.program_id(0), work.num_tiles, gl.num_programs(0)):
-        expert, first_row, end = find_block(work, index // SHAPE.tiles)
-        row = expert * SHAPE.height + index % SHAPE.tiles * SHAPE.wide
-        # Blocks of few rows have no second box.
-        is_tall = end - first_row > BOX
-        for step in range(SHAPE.steps):
-            stage = wait_for_room(number, bars, SHAPE.stages)
-            bar = bars.index(stage)
-            if SHAPE.block_m > BOX:
-                mbarrier.expect(bar, LEAST + 4 * BOX * _HALF, pred=is_tall)
-                mbarrier.expect(bar, LEAST, pred=end - first_row <= BOX)
-            else:
-                mbarrier.expect(bar, LEAST)
-            load_weights(weight, row, step, stages, stage, SHAPE)
-            for half in gl.static_range(2):
-                place, column = inputs.index(2 * stage + half), step * _BLOCK + half * _HALF
-                load_box(active, [first_row, column], bar, place.slice(0, BOX, 0))
-                if SHAPE.block_m > BOX:
-                    rest = place.slice(BOX, BOX, 0)
-                    load_box(active, [first_row + BOX, column], bar, rest, pred=is_tall)
-            number += 1
-
-
-@gluon.jit
-def _consume_up(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr):
-    _consume(stages, work, scales, output, OWN, SHAPE, _make_active)
-
-
-@gluon.jit
-def _consume_down(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr):
-    _consume(stages, work, scales, output, OWN, SHAPE, _make_outputs)
-
-
-@gluon.jit
-def _consume(
-    stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr, MAKE: gl.constexpr
-):
-    """Makes the 64 outputs of both parts of each tile that belong to the group OWN; MAKE multiplies
-    and stores a tile's first WIDTH rows."""
+def _consume(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr):
+    """Makes the 64 outputs of both parts of each tile that belong to the group OWN."""
     BLOCK_M: gl.constexpr = SHAPE.block_m
     PITCH: gl.constexpr = SHAPE.steps * _BLOCK // SHAPE.group
-    STRIDE: gl.constexpr = SHAPE.apart * PITCH
     number, first_index = 0, gl.program_id(0)
     # There may be more programs than tiles.
     start = gl.minimum(first_index, work.num_tiles - 1)
     expert, first_row, end = find_block(work, start // SHAPE.tiles)
     place = _find_outputs(expert, start % SHAPE.tiles, OWN, SHAPE) * PITCH
-    held = load_scales(scales.weights + place, scales.zeros + place, STRIDE, 0)
+    held = _load_scales((scales.weights + place, scales.zeros + place), 0, SHAPE)
     for index in range(first_index, work.num_tiles, gl.num_programs(0)):
         # Looked up a tile ahead, or each would begin with waiting.
         following = gl.minimum(index + gl.num_programs(0), work.num_tiles - 1)
@@ -218,72 +140,47 @@ def _consume(
         column = index % SHAPE.tiles * SHAPE.wide + OWN * _HALF
         tile = first_row, end, column, number
         # An expert's last block is often less than half full: then half the rows are multiplied.
-        scaled, groups = (held, own, next_own), work.groups
+        scaled, order = (held, own, next_own), work.groups.order
         if end - first_row <= BLOCK_M // 2:
-            held = MAKE(stages, output, groups, tile, scaled, OWN, BLOCK_M // 2, STRIDE, SHAPE)
+            held = _make_tile(stages, output, order, tile, scaled, OWN, BLOCK_M // 2, SHAPE)
         else:
-            held = MAKE(stages, output, groups, tile, scaled, OWN, BLOCK_M, STRIDE, SHAPE)
+            held = _make_tile(stages, output, order, tile, scaled, OWN, BLOCK_M, SHAPE)
         expert, first_row, end, place = next_expert, next_row, next_end, next_place
         number += SHAPE.steps
 
 
 @gluon.jit
 def _find_outputs(expert, tile, OWN: gl.constexpr, SHAPE: gl.constexpr):
-    """The rows of weights [N] that a group has of a tile's first part."""
-    o_n = OWN * _HALF + gl.arange(0, _HALF, OF_OUTPUTS)
+    """Returns the rows of weights [N] that a group has of a tile's first part."""
+    o_n = OWN * _HALF + gl.arange(0, _HALF, _OF_OUTPUTS)
     return (expert * SHAPE.height + tile * SHAPE.wide).to(gl.int64) + o_n
 
 
 @gluon.jit
-def _make_active(
-    stages,
-    output,
-    groups,
-    tile,
-    scaled,
-    OWN: gl.constexpr,
-    WIDTH: gl.constexpr,
-    STRIDE: gl.constexpr,
-    SHAPE: gl.constexpr,
+def _make_tile(
+    stages, output, order, tile, scaled, OWN: gl.constexpr, WIDTH: gl.constexpr, SHAPE: gl.constexpr
 ):
-    """Makes a tile of activations; returns the next tile's first scales. `scaled` are the first
-    ones, and pointers to the tile's and the next one's."""
+    """Multiplies a tile's first WIDTH rows and stores what they make; returns the next tile's first
+    scales. `scaled` are the first ones, and pointers to the tile's and the next one's."""
     held, own, next_own = scaled
-    first, second = multiply(stages, held, own[0], own[1], STRIDE, tile[3], OWN, WIDTH, SHAPE)
-    held = load_scales(next_own[0], next_own[1], STRIDE, 0)
-    if SHAPE.is_gated:
+    first_row, end, column, number = tile
+    if not SHAPE.is_up:
+        row = first_row + gl.arange(0, WIDTH, gl.SliceLayout(0, _STORED))
+        routed = gl.load(order + gl.minimum(row, end - 1))
+    first, second = _multiply(stages, held, own, number, OWN, WIDTH, SHAPE)
+    held = _load_scales(next_own, 0, SHAPE)
+    if not SHAPE.is_up:
+        routing_weight = gl.load(output.routing_weights + routed).to(gl.float32)
+        o_n = column + gl.arange(0, first.shape[0], gl.SliceLayout(1, _STORED))
+        p_first = output.base + routed.to(gl.int64)[None, :] * SHAPE.outputs + o_n[:, None]
+        is_row = (row < end)[None, :]
+        _store_outputs(p_first, first, routing_weight, is_row)
+        _store_outputs(p_first + _BLOCK, second, routing_weight, is_row)
+    elif SHAPE.is_gated:
         _store_active(output.base, tile, activate(second, first, True), 0, SHAPE)
     else:
         _store_active(output.base, tile, activate(first, first, False), 0, SHAPE)
         _store_active(output.base, tile, activate(second, second, False), _BLOCK, SHAPE)
-    return held
-
-
-@gluon.jit
-def _make_outputs(
-    stages,
-    output,
-    groups,
-    tile,
-    scaled,
-    OWN: gl.constexpr,
-    WIDTH: gl.constexpr,
-    STRIDE: gl.constexpr,
-    SHAPE: gl.constexpr,
-):
-    """Makes a tile of outputs, as `_make_active`."""
-    held, own, next_own = scaled
-    first_row, end, column, number = tile
-    row = first_row + gl.arange(0, WIDTH, gl.SliceLayout(0, _STORED))
-    routed = gl.load(groups.order + gl.minimum(row, end - 1))
-    first, second = multiply(stages, held, own[0], own[1], STRIDE, number, OWN, WIDTH, SHAPE)
-    held = load_scales(next_own[0], next_own[1], STRIDE, 0)
-    routing_weight = gl.load(output.routing_weights + routed).to(gl.float32)
-    o_n = column + gl.arange(0, first.shape[0], gl.SliceLayout(1, _STORED))
-    p_first = output.base + routed.to(gl.int64)[None, :] * SHAPE.outputs + o_n[:, None]
-    is_row = (row < end)[None, :]
-    _store_outputs(p_first, first, routing_weight, is_row)
-    _store_outputs(p_first + _BLOCK, second, routing_weight, is_row)
     return held
 
 
@@ -302,3 +199,101 @@ def _store_active(active, tile, values, beyond, SHAPE: gl.constexpr):
 def _store_outputs(p_target, values, routing_weight, is_row):
     values = gl.convert_layout(values, p_target.type.layout) * routing_weight[None, :]
     gl.store(p_target, values.to(p_target.dtype.element_ty), mask=is_row)
+
+
+@gluon.jit
+def _load_scales(own, group, SHAPE: gl.constexpr):
+    """Loads one group's scales and zero points [N] by part; `own` points to a row's first ones."""
+    STRIDE: gl.constexpr = SHAPE.apart * (SHAPE.steps * _BLOCK // SHAPE.group)
+    scales, zeros = (), ()
+    for part in gl.static_range(2):
+        scales += (gl.load(own[0] + part * STRIDE + group),)
+        zeros += (gl.load(own[1] + part * STRIDE + group),)
+    return scales, zeros
+
+
+@gluon.jit
+def _multiply(
+    stages, held, own, number, OWN: gl.constexpr, WIDTH: gl.constexpr, SHAPE: gl.constexpr
+):
+    """Returns both parts' products [N, WIDTH] of a tile, whose first step has the `number` among a
+    program's and the scales `held`; those of later ones are at `own`.
+
+    What the tensor cores read from registers must be there before they begin, and they are waited
+    for before more is: ptxas lets nothing else overlap."""
+    inputs, weights, bars = stages.inputs, stages.weights, stages.bars
+    STEPS: gl.constexpr = SHAPE.steps
+    STAGES: gl.constexpr = SHAPE.stages
+    dtype: gl.constexpr = inputs.dtype
+    scales, zeros = held
+    first = gl.zeros([_HALF, WIDTH], gl.float32, _products_layout(WIDTH))
+    second = gl.zeros([_HALF, WIDTH], gl.float32, _products_layout(WIDTH))
+    mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
+    packed = weights.index(2 * (number % STAGES)).slice(OWN * _HALF, _HALF).load(_PACKED)
+    left = _unpack(packed, zeros[0], scales[0], False, dtype, WIDTH)
+    for step in range(STEPS):
+        stage = number % STAGES
+        low = inputs.index(2 * stage).slice(0, WIDTH, 0).permute((1, 0))
+        high = inputs.index(2 * stage + 1).slice(0, WIDTH, 0).permute((1, 0))
+        ahead = gl.minimum(step + 1, STEPS - 1)
+        next_scales, next_zeros = _load_scales(own, ahead * _BLOCK // SHAPE.group, SHAPE)
+        product = warpgroup_mma(left, low, first, is_async=True)
+        left = _unpack(packed, zeros[0], scales[0], True, dtype, WIDTH)
+        first = warpgroup_mma_wait(0, [product])
+        product = warpgroup_mma(left, high, first, is_async=True)
+        packed = weights.index(2 * stage + 1).slice(OWN * _HALF, _HALF).load(_PACKED)
+        left = _unpack(packed, zeros[1], scales[1], False, dtype, WIDTH)
+        first = warpgroup_mma_wait(0, [product])
+        product = warpgroup_mma(left, low, second, is_async=True)
+        left = _unpack(packed, zeros[1], scales[1], True, dtype, WIDTH)
+        second = warpgroup_mma_wait(0, [product])
+        # The next step; after the last one the same once more, for nothing.
+        number += gl.where(step + 1 < STEPS, 1, 0)
+        mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
+        scales, zeros = next_scales, next_zeros
+        product = warpgroup_mma(left, high, second, is_async=True)
+        packed = weights.index(2 * (number % STAGES)).slice(OWN * _HALF, _HALF).load(_PACKED)
+        left = _unpack(packed, zeros[0], scales[0], False, dtype, WIDTH)
+        second = warpgroup_mma_wait(0, [product])
+        thread_barrier()
+        mbarrier.arrive(bars.index(STAGES + stage), count=1)
+    return first, second
+
+
+@gluon.jit
+def _unpack(packed, zero, scale, HIGH: gl.constexpr, dtype: gl.constexpr, WIDTH: gl.constexpr):
+    """Unpacks the weights [N, K] in the low or in the high halves of bytes."""
+    beside: gl.constexpr = 0x4300 if dtype == gl.bfloat16 else 0x6400
+    # Two of each in 32 bits.
+    zeros = (zero.to(gl.int32) | beside) * 0x10001
+    scales = scale.to(dtype).to(gl.uint16, bitcast=True).to(gl.int32) * 0x10001
+    how: gl.constexpr = _unpacking(dtype == gl.bfloat16, HIGH)
+    even, odd = gl.inline_asm_elementwise(
+        how, "=h,=h,h,r,r", [packed, zeros[:, None], scales[:, None]],
+        dtype=(gl.int16, gl.int16), is_pure=True, pack=1,
+    )  # fmt: skip
+    numbers = gl.reshape(gl.join(even, odd), [_HALF, _HALF]).to(dtype, bitcast=True)
+    return gl.convert_layout(
+        numbers, gl.DotOperandLayout(0, _products_layout(WIDTH), 2), assert_trivial=True
+    )
+
+
+@gluon.constexpr_function
+def _unpacking(is_bfloat: bool, is_high: bool) -> str:
+    """Two bytes' low or high halves, less zero points and times scales: a number is first put in
+    the bits beside a power of two."""
+    power, kind = ("0x43004300", "bf16x2") if is_bfloat else ("0x64006400", "f16x2")
+    shift = "shr.u32 both, both, 4;" if is_high else ""
+    return f"""{{
+        .reg .b32 both;
+        cvt.u32.u16 both, $2;
+        prmt.b32 both, both, 0, 0x4140;
+        {shift}
+        lop3.b32 both, both, 0x000f000f, {power}, 0xea;
+        sub.{kind} both, both, $3;
+        mul.{kind} both, both, $4;
+        mov.b32 {{$0, $1}}, both;
+        }}"""
+
+
+_FORM = GroupedForm(_box_weights, _box_rows, _open, _find_rows, _copy_rows, _consume)

@@ -2,8 +2,8 @@
 
 Every thread reads just the bytes that it multiplies and unpacks them in registers. Weights are the
 left operand. A block's product is made of whole numbers, less their zero point, then scaled and
-added up in float32. Which input stands where in a product does not matter as long as both operands
-have them alike, nor which output: so a thread has 16 bytes side by side.
+added up in float32. The order of inputs in a product does not matter as long as both operands have
+the same, nor does the order of outputs: so a thread has 16 bytes side by side.
 
 Legend: N outputs of a part, M rows, K inputs of half a block.
 """
@@ -19,81 +19,103 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.products.forms.quantised import BLOCK
+from milepost.kernels.products.hopper.experts import BLOCK_M
 from milepost.kernels.products.hopper.gemv_parts import unpack
 
-BLOCK_M = 8
 HALF = BLOCK // 2
-STEP = 2 * BLOCK
-_BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(HALF)
+_BLOCK, _HALF, _M = gl.constexpr(BLOCK), gl.constexpr(HALF), gl.constexpr(BLOCK_M)
+
+
+def _layout(registers: Any, lanes: Any, warps: Any, shape: Any) -> Any:
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 _LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCTS.value, 2))
 _RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCTS.value, 2))
+_WARPS = [[16, 0], [32, 0]]
 _INSIDE = [[0, 1], [0, 2], [0, 4], [0, 8]]
 _ACROSS = [[0, 16], [0, 32]]
 _WEIGHTS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[*_INSIDE, [8, 0]],
-        lane_bases=[*_ACROSS, [4, 0], [1, 0], [2, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[HALF, HALF],
-    )
+    _layout([*_INSIDE, [8, 0]], [*_ACROSS, [4, 0], [1, 0], [2, 0]], _WARPS, [HALF, HALF])
 )
 """Layout of bytes [N, K] as they are loaded: a thread has 16 side by side, of outputs such that no
 two threads want the same bank."""
 _ROWS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=_INSIDE,
-        lane_bases=[*_ACROSS, [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[0, 0], [0, 0]],
-        block_bases=[],
-        shape=[BLOCK_M, HALF],
-    )
+    _layout(_INSIDE, [*_ACROSS, [1, 0], [2, 0], [4, 0]], [[0, 0], [0, 0]], [BLOCK_M, HALF])
 )
 """Layout of rows [M, K], likewise."""
 _SCALED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [8, 0]],
-        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[HALF, 2],
-    )
+    _layout([[0, 1], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], _WARPS, [HALF, 2])
 )
 """Layout of scales [N, blocks of a step], as products have them."""
 
 
-class HalvedStages(NamedTuple):
-    """`int4_experts` describes them."""
+class HalvedShape(NamedTuple):
+    """One projection; a constant on the device. The second part's weights are `apart` rows from the
+    first one's; a row has `scales`, one for each `group` of inputs."""
 
-    inputs: Any
-    weights: Any
-    loaded: Any
-    used: Any
+    apart: int
+    scales: int
+    group: int
+    steps: int
 
 
 @gluon.jit
-def scales_of(scales, SCALES: gl.constexpr):
+def scales_of(scales, HALVES: gl.constexpr):
     """Returns pointers to scales and zero points of the outputs [N, 1] of the first unit's first
     part."""
-    first = outputs_of(gl.SliceLayout(1, _SCALED))[:, None] * SCALES
+    first = outputs_of(gl.SliceLayout(1, _SCALED))[:, None] * HALVES.scales
     return scales.weights + first, scales.zeros + first
 
 
 @gluon.jit
-def load_scales(own, place, step, APART: gl.constexpr, SCALES: gl.constexpr, GROUP: gl.constexpr):
+def load_scales(own, place, step, HALVES: gl.constexpr):
     """Loads scales and zero points [N, blocks] of a step, by part."""
+    SCALES: gl.constexpr = HALVES.scales
     block = 2 * step + gl.arange(0, 2, gl.SliceLayout(0, _SCALED))[None, :]
     # Said like this, the compiler loads both blocks' at once.
-    group = block if GROUP == _BLOCK else block * _BLOCK // GROUP
-    if SCALES * GROUP % (2 * _BLOCK) != 0:
+    group = block if HALVES.group == _BLOCK else block * _BLOCK // HALVES.group
+    if SCALES * HALVES.group % (2 * _BLOCK) != 0:
         group = gl.minimum(group, SCALES - 1)
     scales, zeros = (), ()
     for part in gl.static_range(2):
-        at = place + part * APART * SCALES + group
+        at = place + part * HALVES.apart * SCALES + group
         scales += (gl.load(own[0] + at),)
         zeros += (gl.load(own[1] + at),)
     return scales, zeros
+
+
+@gluon.jit
+def multiply(
+    stages, held, own, place, next_place, number, HALVES: gl.constexpr, SHAPE: gl.constexpr
+):
+    """Returns both parts' products [N, M] of a unit, whose first step has the `number` among a
+    program's and the scales `held`; and the next unit's first scales."""
+    STAGES: gl.constexpr = SHAPE.stages
+    STEPS: gl.constexpr = HALVES.steps
+    first = gl.zeros([_HALF, _M], gl.float32, PRODUCTS)
+    second = gl.zeros([_HALF, _M], gl.float32, PRODUCTS)
+    for step in range(STEPS):
+        is_last = step == STEPS - 1
+        later = gl.where(is_last, next_place, place)
+        next_held = load_scales(own, later, gl.where(is_last, 0, step + 1), HALVES)
+        first_scales, second_scales = (_split(held[0][0], PRODUCTS), _split(held[0][1], PRODUCTS))
+        first_zeros, second_zeros = (_split(held[1][0], _LEFT), _split(held[1][1], _LEFT))
+        stage = number % STAGES
+        mbarrier.wait(stages.loaded.index(stage), number // STAGES & 1)
+        for b in gl.static_range(2):
+            low = _load_rows(stages.inputs.index(4 * stage + 2 * b))
+            high = _load_rows(stages.inputs.index(4 * stage + 2 * b + 1))
+            left = stages.weights.index(2 * stage).slice(b * _HALF, _HALF, 1)
+            right = stages.weights.index(2 * stage + 1).slice(b * _HALF, _HALF, 1)
+            first = _add_block(first, left, low, high, first_scales[b], first_zeros[b])
+            second = _add_block(second, right, low, high, second_scales[b], second_zeros[b])
+        thread_barrier()
+        mbarrier.arrive(stages.used.index(stage), count=1)
+        number += 1
+        held = next_held
+    return first, second, held
 
 
 @gluon.jit
@@ -106,49 +128,6 @@ def _split(values, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def multiply(
-    stages,
-    held,
-    own,
-    place,
-    next_place,
-    number,
-    APART: gl.constexpr,
-    SCALES: gl.constexpr,
-    GROUP: gl.constexpr,
-    STEPS: gl.constexpr,
-    SHAPE: gl.constexpr,
-):
-    """Returns both parts' products [N, M] of a unit, whose first step has the `number` among a
-    program's and the scales `held`; and the next unit's first scales."""
-    inputs, weights, loaded, used = stages.inputs, stages.weights, stages.loaded, stages.used
-    STAGES: gl.constexpr = SHAPE.stages
-    BLOCK_M: gl.constexpr = inputs.type.shape[1]
-    first = gl.zeros([_HALF, BLOCK_M], gl.float32, PRODUCTS)
-    second = gl.zeros([_HALF, BLOCK_M], gl.float32, PRODUCTS)
-    for step in range(STEPS):
-        is_last = step == STEPS - 1
-        later = gl.where(is_last, next_place, place)
-        next_held = load_scales(own, later, gl.where(is_last, 0, step + 1), APART, SCALES, GROUP)
-        first_scales, second_scales = (_split(held[0][0], PRODUCTS), _split(held[0][1], PRODUCTS))
-        first_zeros, second_zeros = (_split(held[1][0], _LEFT), _split(held[1][1], _LEFT))
-        stage = number % STAGES
-        mbarrier.wait(loaded.index(stage), number // STAGES & 1)
-        for b in gl.static_range(2):
-            low = _load_rows(inputs.index(4 * stage + 2 * b))
-            high = _load_rows(inputs.index(4 * stage + 2 * b + 1))
-            left = weights.index(2 * stage).slice(b * _HALF, _HALF, 1)
-            right = weights.index(2 * stage + 1).slice(b * _HALF, _HALF, 1)
-            first = _add(first, left, low, high, first_scales[b], first_zeros[b])
-            second = _add(second, right, low, high, second_scales[b], second_zeros[b])
-        thread_barrier()
-        mbarrier.arrive(used.index(stage), count=1)
-        number += 1
-        held = next_held
-    return first, second, held
-
-
-@gluon.jit
 def _load_rows(kept):
     """Loads half of a block's rows [K, M], as they are multiplied."""
     rows = _in_turn(kept.load(_ROWS), kept.shape[0], 1)
@@ -157,8 +136,8 @@ def _load_rows(kept):
 
 @gluon.jit
 def _in_turn(values, HEIGHT: gl.constexpr, SWAPPED: gl.constexpr):
-    """Inputs in the order in which they are multiplied, by both operands alike: 4 side by side are
-    a thread's in one product. Of outputs, see `outputs_of`."""
+    """Orders inputs as both operands are multiplied: 4 side by side are a thread's in one product.
+    `outputs_of` says how outputs are ordered."""
     parts = gl.reshape(values, [HEIGHT // (4 * SWAPPED), SWAPPED, 4, 4, 4, 2, 2])
     return gl.reshape(gl.permute(parts, (0, 2, 1, 4, 5, 3, 6)), [HEIGHT, _HALF])
 
@@ -171,7 +150,7 @@ def outputs_of(LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _add(result, numbers, low_rows, high_rows, scale, zero):
+def _add_block(result, numbers, low_rows, high_rows, scale, zero):
     """Adds a block's product to `result`."""
     dtype: gl.constexpr = low_rows.dtype
     low, high = unpack(numbers.load(_WEIGHTS), dtype)

@@ -24,73 +24,93 @@ from triton.experimental.gluon import language as gl
 
 from milepost.kernels.platform.gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.platform.launches import OVERLAPPED, quick
-from milepost.kernels.products.hopper.grouped_parts import ExpertOutput, ExpertScales
 from milepost.kernels.products.portable.gathering import Gathered, GatheredLists
 from milepost.kernels.products.run_experts import RoutedRows
 
+BLOCK_M = 8
+_M = gl.constexpr(BLOCK_M)
+
+
+class ExpertScales(NamedTuple):
+    """Scales of a product; what a form does not have is None."""
+
+    weights: Any
+    zeros: Any = None
+    rows: Any = None
+
+    @staticmethod
+    def of(weight: Any, rows: Tensor | None = None) -> ExpertScales:
+        return ExpertScales(weight.scales, getattr(weight, "zeros", None), rows)
+
+
+class ExpertOutput(NamedTuple):
+    """The tensor that takes a product, scales if it is rounded, and routing weights [P] in the down
+    projection."""
+
+    base: Any
+    scales: Any = None
+    routing_weights: Any = None
+
 
 class MixtureBoxes(NamedTuple):
-    """Descriptors by which TMA brings rows and weights; row scales in FP8 alone."""
+    """Descriptors by which TMA brings a projection's rows, their scales (or None) and weights."""
 
     rows: Any
     row_scales: Any
-    up: Any
-    active: Any
-    active_scales: Any
-    down: Any
+    weight: Any
 
 
 class MixtureShape(NamedTuple):
-    """Both projections and their units; a constant on the device."""
+    """Both projections and their units; a constant on the device. A block of rows has `tiles` units
+    of the up projection, `wide` rows of weights apart, and `columns` of the down projection. In
+    four bits as many inputs as a group share a scale."""
 
     inputs: int
     size: int
     is_gated: bool
     tiles: int
-    """Units of the up projection of a block of rows."""
     columns: int
-    """Units of the down projection of a block of rows."""
     wide: int
-    """Rows of weights from a unit of the up projection to the next one's."""
-    block_m: int
     stages: int
     up_group: int = 0
     down_group: int = 0
-    """Inputs that share a scale, of four bits."""
+
+    @staticmethod
+    def of(routed: RoutedRows, wide: int, width: int, stages: int, *groups: int) -> MixtureShape:
+        """A unit of the down projection has `width` outputs."""
+        inputs, size = routed.up.num_inputs, routed.size
+        cut = size // wide, inputs // width, wide, stages
+        return MixtureShape(inputs, size, routed.is_gated, *cut, *groups)
 
 
 class MixtureForm(NamedTuple):
-    """Functions of the device that differ between forms of weights."""
+    """Parts that differ between forms of weights: functions of the device; programs of an SM and
+    registers of their multiplying and loading threads, so that all programs are resident."""
 
     open: Any
     load_up: Any
     load_down: Any
     consume: Any
-
-
-class Residence(NamedTuple):
-    """Programs of an SM and registers of their threads, so that all of them are resident."""
-
     programs: int
     registers: int
-    producer_registers: int
+    loading_registers: int
 
 
 def launch(
     routed: RoutedRows,
     given: Gathered,
-    boxes: MixtureBoxes,
-    scales: tuple[ExpertScales, ExpertScales],
     active: ExpertOutput,
+    boxes: tuple[MixtureBoxes, MixtureBoxes],
     shape: MixtureShape,
     form: MixtureForm,
-    residence: Residence,
 ) -> Tensor:
-    """Partials [T, N, H]; `active` [B * M, I] is what the up projection makes."""
+    """Returns partials [T, N, H]; `active` [B * M, I] is what the up projection makes."""
     output = routed.new_output(routed.experts.shape[1])
-    mix_kernel[(residence.programs * routed.chip.num_sms,)](
-        *boxes,
-        *scales,
+    mix_kernel[(form.programs * routed.chip.num_sms,)](
+        *boxes[0],
+        *boxes[1],
+        ExpertScales.of(routed.up),
+        ExpertScales.of(routed.down),
         active,
         ExpertOutput(output, routing_weights=routed.routing_weights),
         GatheredLists(given.routed, given.experts, given.counters, given.count),
@@ -100,9 +120,9 @@ def launch(
         LOAD_UP=form.load_up,
         LOAD_DOWN=form.load_down,
         CONSUME=form.consume,
-        PRODUCER_REGISTERS=residence.producer_registers,
+        LOADING_REGISTERS=form.loading_registers,
         num_warps=4,
-        maxnreg=residence.registers,
+        maxnreg=form.registers,
         **OVERLAPPED,
     )
     return output
@@ -128,50 +148,34 @@ def mix_kernel(
     LOAD_UP: gl.constexpr,
     LOAD_DOWN: gl.constexpr,
     CONSUME: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    LOADING_REGISTERS: gl.constexpr,
 ):
     """One warp loads, four multiply."""
     stages = OPEN(rows, row_scales, up, SHAPE)
     wait_for_inputs()
     launch_dependents()
+    scales = up_scales, down_scales
+    first, second = (rows, row_scales, up), (active_rows, active_scales, down)
     gl.warp_specialize(
         [
-            (_consume, (CONSUME, stages, lists, up_scales, down_scales, active, capacity, output,
-                        SHAPE)),
-            (_produce, (LOAD_UP, LOAD_DOWN, stages, lists, (rows, row_scales), up,
-                        (active_rows, active_scales), down, SHAPE)),
+            (_consume, (CONSUME, stages, lists, scales, active, capacity, output, SHAPE)),
+            (_produce, (LOAD_UP, LOAD_DOWN, stages, lists, first, second, SHAPE)),
         ],
         [1],
-        [PRODUCER_REGISTERS],
-    )  # fmt: skip
+        [LOADING_REGISTERS],
+    )
 
 
 @gluon.jit
 def _consume(
-    CONSUME: gl.constexpr,
-    stages,
-    lists,
-    up_scales,
-    down_scales,
-    active,
-    capacity,
-    output,
-    SHAPE: gl.constexpr,
+    CONSUME: gl.constexpr, stages, lists, scales, active, capacity, output, SHAPE: gl.constexpr
 ):
-    CONSUME(stages, lists, up_scales, down_scales, active, capacity, output, SHAPE)
+    CONSUME(stages, lists, scales, active, capacity, output, SHAPE)
 
 
 @gluon.jit
 def _produce(
-    LOAD_UP: gl.constexpr,
-    LOAD_DOWN: gl.constexpr,
-    stages,
-    lists,
-    rows,
-    up,
-    active,
-    down,
-    SHAPE: gl.constexpr,
+    LOAD_UP: gl.constexpr, LOAD_DOWN: gl.constexpr, stages, lists, up, down, SHAPE: gl.constexpr
 ):
     """Loads every step as soon as there is room, the down projection's weights after the up
     projection's; rows that other programs make are waited for."""
@@ -186,7 +190,7 @@ def _produce(
     for unit in range(gl.program_id(0), num_units, stride):
         next_expert = gl.load(owners + gl.minimum(unit + stride, num_units - 1) // TILES)
         row = expert * HEIGHT + unit % TILES * SHAPE.wide
-        number = LOAD_UP(stages, rows, up, row, unit // TILES * SHAPE.block_m, number, SHAPE)
+        number = LOAD_UP(stages, up, row, unit // TILES * _M, number, SHAPE)
         expert = next_expert
     share, num_units = share_down(num_blocks, SHAPE)
     expert = gl.load(owners + find_place(0, share, num_blocks, SHAPE))
@@ -195,9 +199,8 @@ def _produce(
         unit = find_down(index, share)
         row = expert * SHAPE.inputs + unit % COLUMNS * (SHAPE.inputs // COLUMNS)
         place = unit // COLUMNS
-        number = LOAD_DOWN(
-            stages, active, down, row, place * SHAPE.block_m, number, lists.counters + place, SHAPE
-        )
+        counter, first = lists.counters + place, place * _M
+        number = LOAD_DOWN(stages, down, row, first, number, counter, SHAPE)
         expert = next_expert
 
 
@@ -261,3 +264,15 @@ def find_down(index, share):
 def find_place(index, share, num_blocks, SHAPE: gl.constexpr):
     """Returns the block of rows of such a unit; past the last unit, the last block."""
     return gl.minimum(find_down(index, share) // SHAPE.columns, num_blocks - 1)
+
+
+@gluon.jit
+def store_routed(partials, own, weight, first, second, o_n, SHAPE: gl.constexpr):
+    """Stores both parts of a unit [N, M], the first one's outputs at `o_n`, times the routing
+    weights of the routed tokens `own` [M], which are negative where there is no row."""
+    is_row = (own >= 0)[None, :]
+    target = partials + own.to(gl.int64)[None, :] * SHAPE.inputs
+    target += o_n[:, None]
+    gl.store(target, (first * weight[None, :]).to(partials.dtype.element_ty), mask=is_row)
+    target += first.shape[0]
+    gl.store(target, (second * weight[None, :]).to(partials.dtype.element_ty), mask=is_row)

@@ -1,0 +1,300 @@
+"""Experts' GEMMs for many rows on Hopper, in Gluon: the frame; FP8 and four bits fill it in.
+
+Some warps bring steps to shared memory, two groups of four warps multiply them. The up projection's
+rows lie where the tokens are, so four warps gather them; the down projection's are brought by TMA,
+as all weights are, and one warp asks for that. A form says how rows are gathered and what a group
+of warps makes of a tile. A tile has one or two parts: gates and ups, or two blocks of outputs.
+
+Legend: T tokens, N experts of a token, H hidden size, D scales of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from milepost.kernels.platform.gluon import (
+    launch_dependents,
+    load_box,
+    thread_barrier,
+    wait_for_inputs,
+)
+from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.products.forms.quantised import BLOCK
+from milepost.kernels.products.grouping import Groups
+from milepost.kernels.products.hopper.experts import ExpertOutput, ExpertScales
+from milepost.kernels.products.portable.expert_parts import RowBase, RowGroups
+from milepost.kernels.products.run_experts import RoutedRows
+
+_REGISTERS = 168
+"""Registers of a thread, before multiplying and loading threads share them out."""
+_BLOCK = gl.constexpr(BLOCK)
+
+
+class GroupedStages(NamedTuple):
+    """Inputs [PIECES * STAGES, BLOCK_M, BLOCK / PIECES] and weights [PARTS * STAGES, BLOCK, ...] in
+    shared memory, and barriers: of stages that are loaded, then of those that are used up."""
+
+    inputs: Any
+    weights: Any
+    bars: Any
+
+
+class GroupedWork(NamedTuple):
+    """Tiles of blocks of rows, shared out between programs. Strides are elements between rows,
+    between lines of scales [D, rows] of the rows and of the output, and between lines of
+    `Groups.blocks`. Launches take them one by one: within a tuple Triton would compile anew for
+    multiples of 16."""
+
+    groups: Any
+    row_stride: Any
+    scale_stride: Any
+    output_stride: Any
+    capacity: Any
+    num_tiles: Any
+
+
+class GroupedForm(NamedTuple):
+    """Parts that differ between forms of weights: descriptors on the host, functions of the device.
+    These allocate stages, point to a block's rows, copy a step of them, and make all tiles."""
+
+    box_weights: Any
+    box_rows: Any
+    open: Any
+    find_rows: Any
+    copy_rows: Any
+    consume: Any
+
+
+class ProjectionShape(NamedTuple):
+    """A projection and its tiles; a constant on the device. An expert's weights have `height` rows;
+    a tile's second part is `apart` rows from its first, and the next tile `wide`. The output has
+    `outputs` columns, a block of rows `tiles`. Four bits share scales in a `group` of inputs. FP8's
+    rows were `is_bfloat` before they were rounded, and if `is_padded` have room for all of a
+    block."""
+
+    top_k: int
+    parts: int
+    height: int
+    apart: int
+    wide: int
+    outputs: int
+    tiles: int
+    steps: int
+    group: int
+    block_m: int
+    stages: int
+    is_up: bool
+    is_gated: bool
+    is_padded: bool
+    is_bfloat: bool
+
+    @staticmethod
+    def of(weight: Any, outputs: int, parts: int, **how: Any) -> ProjectionShape:
+        is_gated = weight.num_outputs == 2 * outputs
+        wide = BLOCK if is_gated else parts * BLOCK
+        return ProjectionShape(
+            parts=parts,
+            height=weight.num_outputs,
+            apart=outputs if is_gated else BLOCK,
+            wide=wide,
+            outputs=outputs,
+            tiles=outputs // wide,
+            steps=weight.num_inputs // BLOCK,
+            group=getattr(weight, "group", 0),
+            is_gated=is_gated,
+            **how,
+        )
+
+
+def run(
+    routed: RoutedRows,
+    groups: Groups,
+    rows: RowBase,
+    active: RowBase,
+    parts: tuple[int, int],
+    form: GroupedForm,
+    **how: int,
+) -> Tensor:
+    """Returns partials [T, N, H] of `rows`; `active` takes the up projection. `parts` are those of
+    both projections' tiles."""
+    output = routed.new_output(routed.experts.shape[1])
+    how |= {"is_bfloat": output.dtype == torch.bfloat16, "is_padded": active.scales is not None}
+    top_k, size, num_outputs = routed.experts.shape[1], routed.size, output.shape[-1]
+    up = ProjectionShape.of(routed.up, size, parts[0], top_k=top_k, is_up=True, **how)
+    down = ProjectionShape.of(routed.down, num_outputs, parts[1], top_k=1, is_up=False, **how)
+    made = ExpertOutput(output, routing_weights=routed.routing_weights)
+    first, second = (routed.up, rows, ExpertOutput(*active), up), (routed.down, active, made, down)
+    for weight, given, taken, shape in (first, second):
+        # Rows are gathered, or lie by block and are read in boxes.
+        _project_kernel[(routed.chip.num_sms,)](
+            given.base if shape.is_up else form.box_rows(given.base),
+            form.box_weights(weight),
+            ExpertScales.of(weight, given.scales),
+            taken,
+            RowGroups(groups.order, groups.blocks, groups.num_blocks),
+            given.base.stride(0) if shape.is_up else 0,
+            0 if given.scales is None else given.scales.stride(0),
+            0 if taken.scales is None else taken.scales.stride(0),
+            groups.blocks.shape[1],
+            SHAPE=shape,
+            OPEN=form.open,
+            FIND=form.find_rows,
+            COPY=form.copy_rows,
+            CONSUME=form.consume,
+            num_warps=4,
+            maxnreg=_REGISTERS,
+            **OVERLAPPED,
+        )
+    return output
+
+
+@quick
+@gluon.jit(do_not_specialize=["scale_stride", "output_stride", "capacity"])
+def _project_kernel(
+    rows,
+    weight,
+    scales,
+    output,
+    groups,
+    row_stride,
+    scale_stride,
+    output_stride,
+    capacity,
+    SHAPE: gl.constexpr,
+    OPEN: gl.constexpr,
+    FIND: gl.constexpr,
+    COPY: gl.constexpr,
+    CONSUME: gl.constexpr,
+):
+    """Each program takes its share of the tiles."""
+    stages = OPEN(output.base.dtype.element_ty, weight, SHAPE)
+    wait_for_inputs()
+    launch_dependents()
+    num_tiles = gl.load(groups.num_blocks) * SHAPE.tiles
+    work = GroupedWork(groups, row_stride, scale_stride, output_stride, capacity, num_tiles)
+    gl.warp_specialize(
+        [
+            (_consume, (CONSUME, stages, work, scales, output, 0, SHAPE)),
+            (_consume, (CONSUME, stages, work, scales, output, 1, SHAPE)),
+            (_produce, (FIND, COPY, stages, work, rows, weight, SHAPE)),
+        ],
+        [4, 4 if SHAPE.is_up else 1],
+        [224, 56] if SHAPE.is_up else [240, 24],
+    )
+
+
+@gluon.jit
+def _consume(
+    CONSUME: gl.constexpr, stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr
+):
+    CONSUME(stages, work, scales, output, OWN, SHAPE)
+
+
+@gluon.jit
+def open_bars(SHAPE: gl.constexpr):
+    """Allocates barriers of stages. Weights are loaded apart from rows that are gathered."""
+    STAGES: gl.constexpr = SHAPE.stages
+    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(bars.index(stage), count=2 if SHAPE.is_up else 1)
+        mbarrier.init(bars.index(STAGES + stage), count=2)
+    return bars
+
+
+@gluon.jit
+def find_block(work, block):
+    """Returns a block's expert, first row and end of the expert's rows."""
+    blocks, capacity = work.groups.blocks, work.capacity
+    expert = gl.load(blocks + block)
+    return expert, gl.load(blocks + capacity + block), gl.load(blocks + 2 * capacity + block)
+
+
+@gluon.jit
+def _produce(
+    FIND: gl.constexpr, COPY: gl.constexpr, stages, work, rows, weight, SHAPE: gl.constexpr
+):
+    """Loads every step of every tile as soon as there is room. Copies of gathered rows are waited
+    for a step later: TMA's signal for weights can't wait for them."""
+    STAGES: gl.constexpr = SHAPE.stages
+    bars, number = stages.bars, 0
+    for index in range(gl.program_id(0), work.num_tiles, gl.num_programs(0)):
+        block = index // SHAPE.tiles
+        expert, first_row, end = find_block(work, block)
+        row = expert * SHAPE.height + index % SHAPE.tiles * SHAPE.wide
+        if SHAPE.is_up:
+            found = FIND(rows, work, first_row, end, SHAPE)
+        else:
+            found = (block * SHAPE.block_m if SHAPE.is_padded else first_row, end - first_row)
+        for step in range(SHAPE.steps):
+            stage = number % STAGES
+            mbarrier.wait(bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
+            _load_weights(stages, weight, rows, row, found, step, stage, SHAPE)
+            if SHAPE.is_up:
+                COPY(found, step, stages, stage)
+                async_copy.commit_group()
+                if number > 0:
+                    async_copy.wait_group(1)
+                    _signal(bars.index((number - 1) % STAGES))
+            else:
+                _load_rows(stages, rows, found, step, stage, SHAPE)
+            number += 1
+    if SHAPE.is_up:  # noqa: SIM102  the device's `and` would take both
+        if number > 0:
+            async_copy.wait_group(0)
+            _signal(bars.index((number - 1) % STAGES))
+
+
+@gluon.jit
+def _signal(bar):
+    """All threads' copies have arrived, also for those who read them as TMA does."""
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def _load_weights(stages, weight, rows, row, found, step, stage, SHAPE: gl.constexpr):
+    """Has TMA bring a step's weights of all parts, `row` being the first one's; the barrier waits
+    for boxes of rows too."""
+    bar, weights = stages.bars.index(stage), stages.weights
+    HEIGHT: gl.constexpr = weights.type.shape[1]
+    WIDTH: gl.constexpr = weights.type.shape[2]
+    PARTS: gl.constexpr = SHAPE.parts
+    LEAST: gl.constexpr = PARTS * HEIGHT * WIDTH * weights.dtype.primitive_bitwidth // 8
+    if SHAPE.is_up:
+        mbarrier.expect(bar, LEAST)
+    else:
+        BOX: gl.constexpr = rows.block_type.shape[0]
+        ROWS: gl.constexpr = BOX * _BLOCK * rows.dtype.primitive_bitwidth // 8
+        if SHAPE.block_m > BOX:
+            mbarrier.expect(bar, LEAST + 2 * ROWS, pred=found[1] > BOX)
+            mbarrier.expect(bar, LEAST + ROWS, pred=found[1] <= BOX)
+        else:
+            mbarrier.expect(bar, LEAST + ROWS)
+    for part in gl.static_range(PARTS):
+        at = [row + part * SHAPE.apart, step * WIDTH]
+        load_box(weight, at, bar, weights.index(stage * PARTS + part))
+
+
+@gluon.jit
+def _load_rows(stages, rows, found, step, stage, SHAPE: gl.constexpr):
+    """Has TMA bring a step of rows that lie by block; blocks of few rows have no second box."""
+    BOX: gl.constexpr = rows.block_type.shape[0]
+    WIDTH: gl.constexpr = rows.block_type.shape[1]
+    PIECES: gl.constexpr = _BLOCK // WIDTH
+    first, num_rows = found
+    bar = stages.bars.index(stage)
+    for piece in gl.static_range(PIECES):
+        place = stages.inputs.index(PIECES * stage + piece)
+        column = step * _BLOCK + piece * WIDTH
+        load_box(rows, [first, column], bar, place.slice(0, BOX, 0))
+        if SHAPE.block_m > BOX:
+            rest = place.slice(BOX, BOX, 0)
+            load_box(rows, [first + BOX, column], bar, rest, pred=num_rows > BOX)
