@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from milepost.kernels.comm import NUM_SLOTS, OneShotBuffers, TwoShotBuffers
+from milepost.kernels.comm import NUM_SLOTS, RankBuffers, one_shot_rows
 
 
 def mails(
     size: int, hidden_size: int, dtype: torch.dtype
-) -> tuple[list[OneShotBuffers], list[Tensor]]:
+) -> tuple[list[RankBuffers], list[Tensor]]:
     """Each rank's, and what lies behind its addresses."""
     kept: list[Tensor] = []
     values, signals = [], []
@@ -20,14 +20,14 @@ def mails(
     kept += [*values, *signals]
     addresses = [torch.tensor([each.data_ptr() for each in held]) for held in (values, signals)]
     found = [
-        OneShotBuffers(
+        RankBuffers(
             rank=rank,
             size=size,
             values=addresses[0],
             signals=addresses[1],
             turns=torch.zeros(NUM_SLOTS, dtype=torch.int32),
-            dtype=dtype,
             hidden_size=hidden_size,
+            num_rows=one_shot_rows(size),
         )
         for rank in range(size)
     ]
@@ -36,7 +36,7 @@ def mails(
 
 def boxes(
     size: int, num_rows: int, hidden_size: int, dtype: torch.dtype
-) -> tuple[list[TwoShotBuffers], list[Tensor]]:
+) -> tuple[list[RankBuffers], list[Tensor]]:
     """The same for many rows, so many of each rank."""
     values = [
         torch.full((2, size, num_rows, hidden_size), torch.nan, dtype=dtype) for _ in range(size)
@@ -44,14 +44,14 @@ def boxes(
     signals = [torch.zeros(2, num_rows, size, dtype=torch.int32) for _ in range(size)]
     addresses = [torch.tensor([each.data_ptr() for each in held]) for held in (values, signals)]
     found = [
-        TwoShotBuffers(
+        RankBuffers(
             rank=rank,
             size=size,
-            boxes=addresses[0],
+            values=addresses[0],
             signals=addresses[1],
             turns=torch.zeros(num_rows, dtype=torch.int32),
-            dtype=dtype,
             hidden_size=hidden_size,
+            num_rows=num_rows * size,
         )
         for rank in range(size)
     ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from milepost.errors import ConfigError
 from milepost.kernels import comm, norm
-from milepost.kernels.comm import NUM_SLOTS, OneShotBuffers, TwoShotBuffers
+from milepost.kernels.comm import NUM_SLOTS, RankBuffers
 from milepost.parallel.gloo import GlooLink
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,12 @@ class GpuLink:
             device_id=device,
         )
         self._hosts, self._device = hosts, device
-        self._mails: dict[tuple[int, torch.dtype], OneShotBuffers | None] = {}
-        self._boxes: dict[tuple[int, torch.dtype], TwoShotBuffers | None] = {}
+        # Imported here because triton need not be installed on machines without a GPU.
+        from milepost.kernels.comm import one_shot, two_shot
+
+        self._one_shot, self._two_shot = one_shot, two_shot
+        self._mails: dict[tuple[int, torch.dtype], RankBuffers | None] = {}
+        self._boxes: dict[tuple[int, torch.dtype], RankBuffers | None] = {}
         self._kept: list[Tensor] = []
         self._waits: list[tuple[Tensor, Tensor]] = []
         """Signals that launches on this rank wait for, each with the turns it has reached."""
@@ -58,7 +62,7 @@ class GpuLink:
         values = values.contiguous()
         mail = self._mail(values.shape[-1], values.dtype) if values.dim() == 2 else None
         if mail is not None and mail.holds(values):
-            return comm.add_up(values, mail)
+            return self._one_shot.add_up(values, mail)
         dist.all_reduce(values)
         return values
 
@@ -74,10 +78,10 @@ class GpuLink:
     ) -> tuple[Tensor, Tensor]:
         mail = self._mail(hidden.shape[-1], hidden.dtype)
         if mail is not None and mail.holds(hidden):
-            return comm.add_norm(hidden, partials, scale, eps, mail, multiplier)
+            return self._one_shot.add_norm(hidden, partials, scale, eps, mail, multiplier)
         boxes = None if mail is None else self._boxes_for(hidden)
         if boxes is not None and boxes.holds(hidden):
-            return comm.share_norm(hidden, partials, scale, eps, boxes, multiplier)
+            return self._two_shot.share_norm(hidden, partials, scale, eps, boxes, multiplier)
         own = partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
         own = self.all_reduce(own.to(hidden.dtype))
         return norm.add_norm(hidden, own, scale, eps, multiplier)
@@ -103,44 +107,43 @@ class GpuLink:
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
-    def _mail(self, hidden_size: int, dtype: torch.dtype) -> OneShotBuffers | None:
+    def _mail(self, hidden_size: int, dtype: torch.dtype) -> RankBuffers | None:
         """Returns the one-shot buffers for rows of this size, made at first use, or None if some
         rank cannot reach the others' memory."""
-        key = hidden_size, dtype
+        key, size = (hidden_size, dtype), self._hosts.size
         if key not in self._mails:
             is_aligned = hidden_size * dtype.itemsize % 16 == 0
-            sizes = comm.mail_bytes(hidden_size, dtype, self._hosts.size)
+            sizes = comm.one_shot_bytes(hidden_size, dtype, size)
             found = self._share(*sizes, num_turns=NUM_SLOTS) if is_aligned else None
-            self._mails[key] = found and OneShotBuffers(
-                rank=self._hosts.rank,
-                size=self._hosts.size,
-                values=found[0],
-                signals=found[1],
-                turns=found[2],
-                dtype=dtype,
-                hidden_size=hidden_size,
-            )
+            num_rows = comm.one_shot_rows(size)
+            self._mails[key] = found and self._buffers(found, hidden_size, num_rows)
         return self._mails[key]
 
-    def _boxes_for(self, hidden: Tensor) -> TwoShotBuffers | None:
+    def _boxes_for(self, hidden: Tensor) -> RankBuffers | None:
         """Returns the two-shot buffers for many rows, or None like `_mail`. The first call must
         have the most rows."""
         (count, hidden_size), dtype, size = hidden.shape, hidden.dtype, self._hosts.size
         key = hidden_size, dtype
         if key not in self._boxes:
             num_rows = -(-count // size)
-            sizes = comm.box_bytes(num_rows, hidden_size, dtype, size)
+            sizes = comm.two_shot_bytes(num_rows, hidden_size, dtype, size)
             found = self._share(*sizes, num_turns=num_rows)
-            self._boxes[key] = found and TwoShotBuffers(
-                rank=self._hosts.rank,
-                size=size,
-                boxes=found[0],
-                signals=found[1],
-                turns=found[2],
-                dtype=dtype,
-                hidden_size=hidden_size,
-            )
+            self._boxes[key] = found and self._buffers(found, hidden_size, num_rows * size)
         return self._boxes[key]
+
+    def _buffers(
+        self, found: tuple[Tensor, Tensor, Tensor], hidden_size: int, num_rows: int
+    ) -> RankBuffers:
+        values, signals, turns = found
+        return RankBuffers(
+            rank=self._hosts.rank,
+            size=self._hosts.size,
+            values=values,
+            signals=signals,
+            turns=turns,
+            hidden_size=hidden_size,
+            num_rows=num_rows,
+        )
 
     def _share(
         self, value_bytes: int, signal_bytes: int, num_turns: int

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.comm import NUM_SLOTS, OneShotBuffers
+from milepost.kernels.comm import RankBuffers
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import next_power_of_2
 
@@ -52,11 +52,24 @@ class Sums(NamedTuple):
 
 
 class RankMemory(NamedTuple):
-    """Memory that all ranks reach: `OneShotBuffers` or `TwoShotBuffers`."""
+    """Tensors of `RankBuffers`."""
 
     base: Any
     signals: Any
     turns: Any
+
+
+class ExchangeSizes(NamedTuple):
+    """How a kernel is compiled; a constant on the device."""
+
+    size: int
+    columns: int
+    parts: int
+    multiplier: float
+    rank: int
+    ranks: int
+    places: int
+    """S or B."""
 
 
 def add_norm(
@@ -64,90 +77,89 @@ def add_norm(
     partials: Tensor,
     scale: Tensor,
     eps: float,
-    mail: OneShotBuffers,
+    mail: RankBuffers,
     multiplier: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """See `comm.add_norm`; rows of `hidden` and `partials` may lie apart. Sums are float32."""
-    sums = make_sums(hidden)
-    residual = Residual(hidden, hidden.stride(0), scale, eps)
-    _launch(residual, partials, sums, mail, multiplier)
+) -> Sums:
+    """`norm.add_norm` of all ranks' `partials` [T, P, C], where each rank's sum is first rounded to
+    the type of `hidden` [T, C]; rows of both may lie apart. Sums are float32. All ranks call it, in
+    the same order as `add_up`."""
+    residual, sums = open_sums(hidden, scale, eps)
+    launch(_exchange_kernel, len(hidden), residual, partials, sums, mail, multiplier)
     return sums
 
 
-def add_up(values: Tensor, mail: OneShotBuffers) -> Tensor:
-    """See `comm.add_up`."""
-    total = torch.empty_like(values, memory_format=torch.contiguous_format)
-    _launch(Residual(None, 0, None, 0.0), values[:, None], Sums(total, None), mail, 1.0)
-    return total
+def add_up(values: Tensor, mail: RankBuffers) -> Tensor:
+    """Returns the sum of all ranks' `values` [T, C]."""
+    sums = Sums(torch.empty_like(values, memory_format=torch.contiguous_format), None)
+    residual = Residual(None, 0, None, 0.0)
+    launch(_exchange_kernel, len(values), residual, values[:, None], sums, mail, 1.0)
+    return sums.total
 
 
-def make_sums(hidden: Tensor) -> Sums:
+def open_sums(hidden: Tensor, scale: Tensor, eps: float) -> tuple[Residual, Sums]:
+    """Returns what is added to, and room for the results."""
     total = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    return Sums(total, torch.empty_like(total))
+    return Residual(hidden, hidden.stride(0), scale, eps), Sums(total, torch.empty_like(total))
 
 
-def num_warps(columns: int) -> int:
-    """Warps of a program that moves a row."""
-    return min(16, max(1, columns // 256))
-
-
-def _launch(
-    residual: Residual, partials: Tensor, sums: Sums, mail: OneShotBuffers, multiplier: float
+def launch(
+    kernel: Any,
+    num_programs: int,
+    residual: Residual,
+    partials: Tensor,
+    sums: Sums,
+    buffers: RankBuffers,
+    multiplier: float,
+    *numbers: int,
 ) -> None:
-    num_tokens, num_parts, size = partials.shape
+    """Launches a program for each row, or for a row of each rank."""
+    _, num_parts, size = partials.shape
     columns = next_power_of_2(size)
-    _exchange_kernel[(num_tokens,)](
+    kernel[(num_programs,)](
         residual,
         Addends(partials, partials.stride(0), partials.stride(1)),
         sums,
-        RankMemory(mail.values, mail.signals, mail.turns),
-        SIZE=size,
-        COLUMNS=columns,
-        PARTS=num_parts,
-        MULTIPLIER=multiplier,
-        RANK=mail.rank,
-        RANKS=mail.size,
-        SLOTS=NUM_SLOTS,
-        num_warps=num_warps(columns),
+        RankMemory(buffers.values, buffers.signals, buffers.turns),
+        *numbers,
+        SIZES=ExchangeSizes(
+            size=size,
+            columns=columns,
+            parts=num_parts,
+            multiplier=multiplier,
+            rank=buffers.rank,
+            ranks=buffers.size,
+            places=len(buffers.turns),
+        ),
+        num_warps=min(16, max(1, columns // 256)),
         **OVERLAPPED,
     )
 
 
 @quick
 @triton.jit
-def _exchange_kernel(
-    residual,
-    partials,
-    sums,
-    mail,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+def _exchange_kernel(residual, partials, sums, mail, SIZES: tl.constexpr):
+    SIZE: tl.constexpr = SIZES.size
+    PARTS: tl.constexpr = SIZES.parts
     launch_dependents()
     element = sums.total.dtype.element_ty
     i_slot = tl.program_id(0)
     i_t = i_slot.to(tl.int64)
-    o_h = tl.arange(0, COLUMNS)
+    o_h = tl.arange(0, SIZES.columns)
     is_h = o_h < SIZE
     if residual.hidden is not None:
         b_scale = tl.load(residual.scale + o_h, mask=is_h, other=0.0).to(tl.float32)
     wait_for_inputs()
     turn = tl.load(mail.turns + i_slot) + 1
-    b_own = tl.zeros([COLUMNS], tl.float32)
+    b_own = tl.zeros(o_h.shape, tl.float32)
     for part in tl.static_range(PARTS):
         p_partial = partials.base + i_t * partials.stride + part * partials.part_stride + o_h
         b_own += tl.load(p_partial, mask=is_h, other=0.0).to(tl.float32)
-    acc = _exchange(b_own.to(element), mail, i_slot, turn, SIZE, COLUMNS, RANK, RANKS, SLOTS)
+    acc = _exchange(b_own.to(element), mail, i_slot, turn, SIZES)
     tl.store(mail.turns + i_slot, turn)
     o_target = i_t * SIZE + o_h
     if residual.hidden is not None:
-        if MULTIPLIER != 1:
-            acc *= MULTIPLIER
+        if SIZES.multiplier != 1:
+            acc *= SIZES.multiplier
         b_x = tl.load(residual.hidden + i_t * residual.stride + o_h, mask=is_h, other=0.0)
         # The next layer reads what is normed, so the sum is rounded first.
         b_x = (b_x.to(tl.float32) + acc).to(element)
@@ -158,21 +170,13 @@ def _exchange_kernel(
 
 
 @triton.jit
-def _exchange(
-    b_own,
-    mail,
-    i_slot,
-    turn,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+def _exchange(b_own, mail, i_slot, turn, SIZES: tl.constexpr):
     """Returns the sum [COLUMNS] of what all ranks send, including this one's `b_own`."""
-    o_h = tl.arange(0, COLUMNS)
-    is_h = o_h < SIZE
-    o_place = ((turn & 1) * SLOTS + i_slot).to(tl.int64) * SIZE + o_h
+    RANK: tl.constexpr = SIZES.rank
+    RANKS: tl.constexpr = SIZES.ranks
+    o_h = tl.arange(0, SIZES.columns)
+    is_h = o_h < SIZES.size
+    o_place = ((turn & 1) * SIZES.places + i_slot).to(tl.int64) * SIZES.size + o_h
     p_mine = tl.load(mail.base + RANK).to(tl.pointer_type(b_own.dtype)) + o_place
     tl.store(tl.multiple_of(p_mine, 16), b_own, mask=is_h)
     tl.debug_barrier()  # the signal stands for what all threads have written
@@ -181,7 +185,7 @@ def _exchange(
             p_theirs = tl.load(mail.signals + rank).to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(p_theirs + i_slot * RANKS + RANK, turn, sem="release", scope="sys")
     p_heard = tl.load(mail.signals + RANK).to(tl.pointer_type(tl.int32)) + i_slot * RANKS
-    acc = tl.zeros([COLUMNS], tl.float32)
+    acc = tl.zeros(o_h.shape, tl.float32)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
             acc += b_own.to(tl.float32)

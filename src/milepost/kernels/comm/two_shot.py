@@ -20,18 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.comm import TwoShotBuffers
-from milepost.kernels.comm.one_shot import (
-    Addends,
-    RankMemory,
-    Residual,
-    make_sums,
-    norm_row,
-    num_warps,
-    wait_for_turn,
-)
-from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.comm import RankBuffers
+from milepost.kernels.comm.one_shot import Sums, launch, norm_row, open_sums, wait_for_turn
+from milepost.kernels.platform.launches import launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.tiles import cdiv
 
 
 def share_norm(
@@ -39,100 +31,66 @@ def share_norm(
     partials: Tensor,
     scale: Tensor,
     eps: float,
-    boxes: TwoShotBuffers,
+    boxes: RankBuffers,
     multiplier: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """See `comm.share_norm`; rows of `hidden` and `partials` may lie apart. Sums are float32."""
-    sums = make_sums(hidden)
-    num_tokens, num_parts, size = partials.shape
-    num_each = cdiv(num_tokens, boxes.size)
-    columns = next_power_of_2(size)
-    _share_kernel[(num_each,)](
-        Residual(hidden, hidden.stride(0), scale, eps),
-        Addends(partials, partials.stride(0), partials.stride(1)),
-        sums,
-        RankMemory(boxes.boxes, boxes.signals, boxes.turns),
-        num_tokens,
-        num_each,
-        SIZE=size,
-        COLUMNS=columns,
-        PARTS=num_parts,
-        MULTIPLIER=multiplier,
-        RANK=boxes.rank,
-        RANKS=boxes.size,
-        PLACES=len(boxes.turns),
-        num_warps=num_warps(columns),
-        **OVERLAPPED,
-    )
+) -> Sums:
+    """As `one_shot.add_norm`; one rank adds up each row."""
+    residual, sums = open_sums(hidden, scale, eps)
+    num_each, given = cdiv(len(hidden), boxes.size), (residual, partials, sums, boxes, multiplier)
+    launch(_share_kernel, num_each, *given, len(hidden), num_each)
     return sums
 
 
 @quick
 @triton.jit(do_not_specialize=["num_tokens", "num_each"])
-def _share_kernel(
-    residual,
-    partials,
-    sums,
-    link,
-    num_tokens,
-    num_each,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    PLACES: tl.constexpr,
-):
+def _share_kernel(residual, partials, sums, link, num_tokens, num_each, SIZES: tl.constexpr):
+    RANK: tl.constexpr = SIZES.rank
+    RANKS: tl.constexpr = SIZES.ranks
     launch_dependents()
     element = sums.total.dtype.element_ty
     i_place = tl.program_id(0).to(tl.int64)
-    o_h = tl.arange(0, COLUMNS)
-    is_h = o_h < SIZE
+    o_h = tl.arange(0, SIZES.columns)
+    is_h = o_h < SIZES.size
     b_scale = tl.load(residual.scale + o_h, mask=is_h, other=0.0).to(tl.float32)
     wait_for_inputs()
     turn = tl.load(link.turns + i_place) + 1
     for rank in tl.static_range(RANKS):
         i_t = rank * num_each.to(tl.int64) + i_place
         if rank != RANK and i_t < num_tokens:
-            b_part = _add_parts(partials, i_t, o_h, is_h, PARTS)
-            p_into = _box(link, rank, 0, RANK, i_place, element, SIZE, RANKS, PLACES)
+            b_part = _add_parts(partials, i_t, o_h, SIZES)
+            p_into = _box(link, rank, 0, RANK, i_place, element, SIZES)
             tl.store(p_into + o_h, b_part.to(element), mask=is_h)
             tl.debug_barrier()  # the signal stands for what all threads have written
-            _signal(link, rank, 0, RANK, i_place, turn, RANKS, PLACES)
+            _signal(link, rank, 0, i_place, turn, SIZES)
     i_t = RANK * num_each.to(tl.int64) + i_place
     if i_t < num_tokens:
         b_x = tl.load(residual.hidden + i_t * residual.stride + o_h, mask=is_h, other=0.0)
-        b_own = _add_parts(partials, i_t, o_h, is_h, PARTS)
-        acc = tl.zeros([COLUMNS], tl.float32)
+        b_own = _add_parts(partials, i_t, o_h, SIZES)
+        acc = tl.zeros(o_h.shape, tl.float32)
         for rank in tl.static_range(RANKS):
             if rank == RANK:
                 acc += b_own.to(element).to(tl.float32)
             else:
-                wait_for_turn(_heard(link, 0, rank, i_place, RANK, RANKS, PLACES), turn)
-                p_sent = _box(link, RANK, 0, rank, i_place, element, SIZE, RANKS, PLACES)
-                b_part = tl.load(p_sent + o_h, mask=is_h, other=0.0, cache_modifier=".cg")
+                b_part = _receive(link, 0, rank, i_place, turn, element, o_h, SIZES)
                 acc += b_part.to(tl.float32)
-        if MULTIPLIER != 1:
-            acc *= MULTIPLIER
+        if SIZES.multiplier != 1:
+            acc *= SIZES.multiplier
         # The next layer reads what is normed, so the sum is rounded first.
         b_x = (b_x.to(tl.float32) + acc).to(element)
         for rank in tl.static_range(RANKS):
             if rank != RANK:
-                p_into = _box(link, rank, 1, RANK, i_place, element, SIZE, RANKS, PLACES)
+                p_into = _box(link, rank, 1, RANK, i_place, element, SIZES)
                 tl.store(p_into + o_h, b_x, mask=is_h)
         tl.debug_barrier()
         for rank in tl.static_range(RANKS):
             if rank != RANK:
-                _signal(link, rank, 1, RANK, i_place, turn, RANKS, PLACES)
-        _store(sums, b_x, b_scale, i_t, o_h, residual.eps, SIZE)
+                _signal(link, rank, 1, i_place, turn, SIZES)
+        _store(sums, b_x, b_scale, i_t, o_h, residual.eps, SIZES.size)
     for rank in tl.static_range(RANKS):
         i_t = rank * num_each.to(tl.int64) + i_place
         if rank != RANK and i_t < num_tokens:
-            wait_for_turn(_heard(link, 1, rank, i_place, RANK, RANKS, PLACES), turn)
-            p_sent = _box(link, RANK, 1, rank, i_place, element, SIZE, RANKS, PLACES)
-            b_x = tl.load(p_sent + o_h, mask=is_h, other=0.0, cache_modifier=".cg")
-            _store(sums, b_x, b_scale, i_t, o_h, residual.eps, SIZE)
+            b_x = _receive(link, 1, rank, i_place, turn, element, o_h, SIZES)
+            _store(sums, b_x, b_scale, i_t, o_h, residual.eps, SIZES.size)
     tl.store(link.turns + i_place, turn)
 
 
@@ -145,13 +103,32 @@ def _store(sums, b_x, b_scale, i_t, o_h, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _add_parts(partials, i_t, o_h, is_h, PARTS: tl.constexpr):
+def _add_parts(partials, i_t, o_h, SIZES: tl.constexpr):
     """Returns the sum of a row's partials."""
+    PARTS: tl.constexpr = SIZES.parts
+    is_h = o_h < SIZES.size
     p_partial = partials.base + i_t * partials.stride + o_h
     acc = tl.load(p_partial, mask=is_h, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         acc += tl.load(p_partial + part * partials.part_stride, mask=is_h, other=0.0).to(tl.float32)
     return acc
+
+
+@triton.jit
+def _receive(
+    link,
+    which: tl.constexpr,
+    sender: tl.constexpr,
+    i_place,
+    turn,
+    element: tl.constexpr,
+    o_h,
+    SIZES: tl.constexpr,
+):
+    """Wait for a sender's row, and return it."""
+    wait_for_turn(_heard(link, which, sender, i_place, SIZES.rank, SIZES), turn)
+    p_sent = _box(link, SIZES.rank, which, sender, i_place, element, SIZES)
+    return tl.load(p_sent + o_h, mask=o_h < SIZES.size, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -162,13 +139,12 @@ def _box(
     sender: tl.constexpr,
     i_place,
     element: tl.constexpr,
-    SIZE: tl.constexpr,
-    RANKS: tl.constexpr,
-    PLACES: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Address of a sender's row of a place in a rank's memory."""
     p_first = tl.load(link.base + rank).to(tl.pointer_type(element))
-    return tl.multiple_of(p_first + ((which * RANKS + sender) * PLACES + i_place) * SIZE, 16)
+    number = (which * SIZES.ranks + sender) * SIZES.places + i_place
+    return tl.multiple_of(p_first + number * SIZES.size, 16)
 
 
 @triton.jit
@@ -177,26 +153,16 @@ def _heard(
     which: tl.constexpr,
     sender: tl.constexpr,
     i_place,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    PLACES: tl.constexpr,
+    rank: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Address at which a rank reads what a sender has signalled for a place."""
-    p_first = tl.load(link.signals + RANK).to(tl.pointer_type(tl.int32))
-    return p_first + (which * PLACES + i_place) * RANKS + sender
+    p_first = tl.load(link.signals + rank).to(tl.pointer_type(tl.int32))
+    return p_first + (which * SIZES.places + i_place) * SIZES.ranks + sender
 
 
 @triton.jit
-def _signal(
-    link,
-    rank: tl.constexpr,
-    which: tl.constexpr,
-    sender: tl.constexpr,
-    i_place,
-    turn,
-    RANKS: tl.constexpr,
-    PLACES: tl.constexpr,
-):
+def _signal(link, rank: tl.constexpr, which: tl.constexpr, i_place, turn, SIZES: tl.constexpr):
     """Signal a rank that what is sent to it has arrived."""
-    p_theirs = _heard(link, which, sender, i_place, rank, RANKS, PLACES)
+    p_theirs = _heard(link, which, SIZES.rank, i_place, rank, SIZES)
     tl.atomic_xchg(p_theirs, turn, sem="release", scope="sys")
