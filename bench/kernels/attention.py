@@ -21,11 +21,12 @@ import numpy as np
 import torch
 import triton
 
-from milepost.kernels.attention.items import AttentionItems, ItemShapes, Tiling, lay_out
+from milepost.kernels.attention.items import AttentionItems, Tiling, lay_out
 from milepost.kernels.attention.pages import PagedKV, rows_per_page
 from milepost.kernels.attention.portable.prepare import prepare
 from milepost.kernels.attention.portable.tiles import KVTiles
 from milepost.kernels.attention.run import attend
+from milepost.kernels.attention.tiles import ItemShapes
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import num_sms
 

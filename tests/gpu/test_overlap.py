@@ -12,6 +12,7 @@ from torch import Tensor
 
 from milepost.kernels import attention, norm, products, recurrent
 from milepost.kernels.attention import items as work
+from milepost.kernels.attention.tiles import ItemShapes
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.layout.chunks import lay_out
 from milepost.kernels.platform.tensors import FP8
@@ -188,9 +189,9 @@ def _attention(num_sequences: int, length: int, kv_dtype: torch.dtype):
         page_size=64,
         num_programs=132,
         capacity=room,
-        shapes=work.ItemShapes(narrow_rows=8, num_beside=2, narrow_waves=4)
+        shapes=ItemShapes(narrow_rows=8, num_beside=2, narrow_waves=4)
         if kv_dtype == FP8
-        else work.ItemShapes(),
+        else ItemShapes(),
     )
     starts, lengths = [KV_LENGTH] * num_sequences, [length] * num_sequences
     items = work.lay_out(starts, lengths, range(num_sequences), tiling)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from milepost.kernels.attention import PagedKV, pages, reference, rows, table
 from milepost.kernels.attention import items as work
+from milepost.kernels.attention.tiles import NARROW_ROWS, ItemShapes
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.tensors import FP8, round_fp8
 from tests.batches import Part, build_batch, build_pages
@@ -40,7 +41,7 @@ class Case:
     wide_rows: int = 128
     num_programs: int = 16
     num_drafts: int = 0
-    least_rows: int = work.NARROW_ROWS
+    least_rows: int = NARROW_ROWS
     capacity: Capacity | None = None
 
 
@@ -105,7 +106,7 @@ class Step:
             num_kv_heads=case.num_kv_heads,
             page_size=case.page_size,
             capacity=case.capacity,
-            shapes=work.ItemShapes(
+            shapes=ItemShapes(
                 narrow_rows=table.narrow_rows(group, 1 + case.num_drafts, case.least_rows),
                 wide_rows=case.wide_rows,
                 num_beside=3 if case.has_float8 else 1,

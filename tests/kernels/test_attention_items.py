@@ -19,6 +19,7 @@ from milepost.kernels.attention.tiles import (
     ROW,
     TOKENS,
     UNIT,
+    ItemShapes,
 )
 from milepost.kernels.layout.batch import Capacity
 
@@ -49,7 +50,7 @@ def steps(draw: st.DrawFn) -> Step:
     return Step(starts, lengths, shared_pages)
 
 
-SHAPES = work.ItemShapes._fields
+SHAPES = ItemShapes._fields
 
 
 def lay_out(
@@ -60,7 +61,7 @@ def lay_out(
         heads_per_kv,
         num_kv_heads=2,
         page_size=PAGE_SIZE,
-        shapes=work.ItemShapes(**shapes),
+        shapes=ItemShapes(**shapes),
         **{"num_programs": 132, **options},
     )
     return work.lay_out(step.starts, step.lengths, range(len(step.starts)), tiling, tables)

@@ -59,6 +59,32 @@ class AttentionOutput(NamedTuple):
     scales: Any
 
 
+class WorkItem(NamedTuple):
+    """An item of work on the device (see `tiles`)."""
+
+    first: Any
+    num_tokens: Any
+    """0: padding."""
+    table_row: Any
+    position: Any
+    begin: Any
+    end: Any
+    ordinal: Any
+
+
+class AttentionArguments(NamedTuple):
+    """All that a kernel reads and writes, apart from the pages."""
+
+    query: Any
+    shared_query: Any
+    gate: Any
+    output: Any
+    kv_scales: Any
+    tables: Any
+    work: Any
+    partials: Any
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
     """Everything that the launches of one attention share."""
@@ -77,15 +103,18 @@ class AttentionCall:
     shared_query: Tensor | None = None
     """[T, H, P] for latents."""
 
-    @property
-    def heads(self) -> QueryHeads:
-        return QueryHeads(self.query, *self.query.stride()[:2])
-
-    @property
-    def shared_heads(self) -> QueryHeads:
-        if self.shared_query is None:
-            return QueryHeads(None, 0, 0)
-        return QueryHeads(self.shared_query, *self.shared_query.stride()[:2])
+    def arguments(self, work: Tensor) -> AttentionArguments:
+        """Returns the arguments of a launch for these items."""
+        return AttentionArguments(
+            query=_heads(self.query),
+            shared_query=_heads(self.shared_query),
+            gate=self.output_gate,
+            output=self.outputs,
+            kv_scales=self.kv.scales,
+            tables=self.kv.tables,
+            work=WorkItems(work, self.bases),
+            partials=self.partials,
+        )
 
     @property
     def output_gate(self) -> OutputGate:
@@ -108,6 +137,10 @@ class AttentionCall:
     def scale_of_2(self) -> float:
         """Scale of scores for exponentials of base 2."""
         return self.scale * _LOG2_E
+
+
+def _heads(query: Tensor | None) -> QueryHeads:
+    return QueryHeads(None, 0, 0) if query is None else QueryHeads(query, *query.stride()[:2])
 
 
 def make_partials(query: Tensor, items: AttentionItems) -> PartialResults:

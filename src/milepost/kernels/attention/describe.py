@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from milepost.kernels.attention.items import ItemShapes
 from milepost.kernels.attention.portable.tiles import AttentionTile
 from milepost.kernels.attention.table import (
     ATTENTION,
@@ -85,7 +84,7 @@ def heads_served(group: int, head_dim: int, dtype: torch.dtype, chip: Chip) -> I
 
 def latents_served(num_heads: int, width: int, dtype: torch.dtype, chip: Chip) -> Iterator[Served]:
     """Yields which kernels attend to latents of `width` entries, by tokens."""
-    shapes: ItemShapes = shape_latents(num_heads, width, chip, value_bytes=dtype.itemsize)
+    shapes = shape_latents(num_heads, width, chip, value_bytes=dtype.itemsize)
     tile = AttentionTile(
         rows=shapes.narrow_rows, is_wide=False, head_dim=width, dtype=dtype, is_latent=True
     )

@@ -37,9 +37,9 @@ from milepost.kernels.attention.tiles import (
     NARROW_CUT_COST,
     POSITION,
     TOKENS,
-    UNIT,
     WAVES,
     WIDE_CUT_COST,
+    ItemShapes,
     choose_dequantised,
     count_partials,
     count_pieces,
@@ -51,7 +51,6 @@ from milepost.kernels.attention.tiles import (
 from milepost.kernels.layout.batch import Batch, Capacity, Ints
 from milepost.kernels.platform.device import Chip
 
-NARROW_ROWS, WIDE_ROWS = 16, 128
 _NUM_REMEMBERED = 64
 """Layouts of steps of few sequences."""
 
@@ -80,19 +79,6 @@ class AttentionItems:
     in place of the row."""
     num_dequantised: int
     """Pages of all of them, at most; 0: items read pages as they are."""
-
-
-class ItemShapes(NamedTuple):
-    """How large items are."""
-
-    narrow_rows: int = NARROW_ROWS
-    narrow_unit: int = UNIT
-    """KV of a narrow item, or a multiple."""
-    narrow_waves: int = WAVES
-    """Most narrow items that follow each other in one place."""
-    num_beside: int = 1
-    """Narrow items that run in the place of one program."""
-    wide_rows: int = WIDE_ROWS
 
 
 class Tiling(NamedTuple):
@@ -226,14 +212,14 @@ def _lay_out(
     narrow_pieces: Ints | None = None,
 ) -> AttentionItems:
     """Lays out a step, with narrow tiles cut as given."""
+    shapes = tiling.shapes
     narrow, wide = tile_all(
         starts, lengths, rows, tiling.narrow_tokens, tiling.wide_tokens, tiling.page_size, tables
     )
     dequantised = choose_dequantised(wide, tiling.page_size, tiling.max_dequantised)
     if narrow_pieces is None:
-        units = units_of(narrow, tiling.shapes.narrow_unit)
-        programs, waves = tiling.narrow_programs, tiling.shapes.narrow_waves
-        narrow_pieces = count_pieces(units, programs, NARROW_CUT_COST, waves)
+        given = tiling.narrow_programs, NARROW_CUT_COST, shapes.narrow_waves
+        narrow_pieces = count_pieces(units_of(narrow, shapes.narrow_unit), *given)
     wide_pieces = count_pieces(units_of(wide), tiling.programs, WIDE_CUT_COST)
     counts = count_partials(narrow, narrow_pieces, wide, wide_pieces)
     ends = counts.cumsum()
@@ -255,14 +241,12 @@ def _lay_out(
     bases = np.empty(room.num_tokens + 1, np.int32)
     bases[:1], bases[1 : len(ends) + 1], bases[len(ends) + 1 :] = 0, ends, num_partials
     return AttentionItems(
-        narrow=_lengthen(
-            cut(narrow, narrow_pieces, counts, tiling.shapes.narrow_unit), room.num_narrow
-        ),
+        narrow=_lengthen(cut(narrow, narrow_pieces, counts, shapes.narrow_unit), room.num_narrow),
         wide=_lengthen(cut(wide, wide_pieces, counts), room.num_wide),
         bases=bases,
-        narrow_rows=tiling.shapes.narrow_rows,
+        narrow_rows=shapes.narrow_rows,
         tokens_each=tiling.tokens_each,
-        wide_rows=tiling.shapes.wide_rows,
+        wide_rows=shapes.wide_rows,
         num_partials=room.num_partials,
         num_combined=room.num_combined,
         dequantised=_lengthen(dequantised, room.num_sequences),
@@ -270,8 +254,7 @@ def _lay_out(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Room:
+class _Room(NamedTuple):
     """How long a layout's arrays are, and the most that kernels may find in them."""
 
     num_narrow: int

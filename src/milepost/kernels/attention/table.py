@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import torch
 
-from milepost.kernels.attention.items import NARROW_ROWS, WIDE_ROWS, ItemShapes
 from milepost.kernels.attention.portable.tiles import (
     AttentionTile,
     LatentTiles,
@@ -22,7 +21,7 @@ from milepost.kernels.attention.portable.tiles import (
     cut,
     cut_latents,
 )
-from milepost.kernels.attention.tiles import UNIT
+from milepost.kernels.attention.tiles import NARROW_ROWS, UNIT, WIDE_ROWS, ItemShapes
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import HOPPER, KernelChoice, KernelTable, row
 from milepost.kernels.platform.tiles import next_power_of_2

@@ -7,7 +7,7 @@ Legend: S sequences, T tokens, N tiles, P items.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,24 @@ _MIN_SHARED = 512
 """Tokens that neighbours must share to be worth an item of their own."""
 MIN_SHARING = 4
 """Sequences, likewise."""
+
+
+WAVES = 2
+"""Most items per program in the cuts that are tried."""
+NARROW_ROWS, WIDE_ROWS = 16, 128
+
+
+class ItemShapes(NamedTuple):
+    """How large items are."""
+
+    narrow_rows: int = NARROW_ROWS
+    narrow_unit: int = UNIT
+    """KV of a narrow item, or a multiple."""
+    narrow_waves: int = WAVES
+    """Most narrow items that follow each other in one place."""
+    num_beside: int = 1
+    """Narrow items that run in the place of one program."""
+    wide_rows: int = WIDE_ROWS
 
 
 def tile_all(
@@ -147,8 +165,6 @@ NARROW_CUT_COST, WIDE_CUT_COST = 0.2, 1.0
 """Costs of writing an item's partial results and reading them again."""
 _COMBINE_COST = 1.5
 """Cost of launching the kernel that combines them."""
-WAVES = 2
-"""Most items per program in the cuts that are tried."""
 
 
 def count_pieces(units: Ints, programs: int, cut_cost: float, most_waves: int = WAVES) -> Ints:

@@ -18,12 +18,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.attention.arguments import AttentionCall, WorkItems
+from milepost.kernels.attention.arguments import AttentionCall
 from milepost.kernels.attention.hopper.narrow_parts import (
     KVStream,
     NarrowSizes,
     RunningResult,
     fetch_both,
+    load_item,
     take,
 )
 from milepost.kernels.attention.pages import as_bytes, as_rows
@@ -49,15 +50,9 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
     kv = as_bytes(as_rows(call.kv.pool).flatten(1))
     box = min(HOPPER_BLOCK, page_size)
     _attend_kernel[(num_kv_heads, len(work))](
-        call.heads,
-        call.output_gate,
-        call.output,
+        call.arguments(work),
         TensorDescriptor.from_tensor(kv, [box, head_dim], _BYTES),
         TensorDescriptor.from_tensor(kv.view(torch.int32), [box, head_dim // 4], _WORDS),
-        call.kv.scales,
-        call.kv.tables,
-        WorkItems(work, call.bases),
-        call.partials,
         call.scale_of_2,
         *call.extents[:2],
         SIZES=NarrowSizes(
@@ -77,15 +72,9 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
 @quick
 @gluon.jit(do_not_specialize=["page_rows", "table_stride"])
 def _attend_kernel(
-    query,
-    gate,
-    output,
+    call,
     keys,
     values,
-    kv_scales,
-    tables,
-    work,
-    partials,
     scale,
     page_rows,
     table_stride,
@@ -99,7 +88,7 @@ def _attend_kernel(
     COLUMN: gl.constexpr = gl.SliceLayout(0, TILES)
     WORDS: gl.constexpr = SIZES.head_dim // 4
     i_h = gl.program_id(0)
-    item = work.base + gl.program_id(1) * 8
+    p_item = call.work.base + gl.program_id(1) * 8
     ring = gl.allocate_shared_memory(gl.uint8, [STAGES, BLOCK, SIZES.head_dim], keys.layout)
     word_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK, WORDS], values.layout)
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
@@ -107,20 +96,16 @@ def _attend_kernel(
         mbarrier.init(bars.index(bar), count=1)
     thread_barrier()
     launch_dependents()
-    first = gl.load(item)
-    num_tokens = gl.load(item + 1)
-    table = tables + gl.load(item + 2).to(gl.int64) * table_stride
-    position = gl.load(item + 3)
-    begin = gl.load(item + 4)
-    end = gl.load(item + 5)
-    ordinal = gl.load(item + 6)
+    item = load_item(p_item)
+    begin, end, position = item.begin, item.end, item.position
+    table = call.tables + item.table_row.to(gl.int64) * table_stride
     stream = KVStream(keys, values, ring, word_ring, bars, table, page_rows, i_h, begin, end)
     # KV before the item's first token was written in an earlier step, or pass of a head.
     earlier = gl.minimum(position, end)
     for i_b in gl.static_range(STAGES):
         if begin + (i_b + 1) * BLOCK <= earlier:
             fetch_both(stream, i_b, SIZES)
-    if num_tokens == 0:
+    if item.num_tokens == 0:
         wait_as_padding()
         return
     wait_for_inputs()
@@ -128,8 +113,8 @@ def _attend_kernel(
         if (begin + i_b * BLOCK < end) & (begin + (i_b + 1) * BLOCK > earlier):
             fetch_both(stream, i_b, SIZES)
 
-    b_q = _load_queries(query, first, num_tokens, i_h, TILES, SIZES)
-    scale *= gl.load(kv_scales + i_h)
+    b_q = _load_queries(call.query, item, i_h, TILES, SIZES)
+    scale *= gl.load(call.kv_scales + i_h)
 
     m = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
     l = gl.zeros([BLOCK, ROWS], gl.float32, TILES)
@@ -148,34 +133,33 @@ def _attend_kernel(
     total = gl.sum(state.l, 0)
     # A row that has seen nothing has an m of -inf and an acc of 0: it adds nothing to the sum.
     total = gl.where(total == 0.0, 1.0, total)
-    by = (gl.load(kv_scales + SIZES.kv_heads + i_h) / total)[None, :]
+    by = (gl.load(call.kv_scales + SIZES.kv_heads + i_h) / total)[None, :]
     # The four numbers of a word are adjacent again.
     even = gl.join(state.acc0 * by, state.acc2 * by)
     b_o = gl.join(even, gl.join(state.acc1 * by, state.acc3 * by))
     b_lse = state.m + gl.log2(total)
-    place = first, num_tokens, ordinal, i_h
-    _store(gate, output, work.bases, partials, place, b_o, b_lse, SIZES)
+    _store(call, item, i_h, b_o, b_lse, SIZES)
 
 
 @gluon.jit
-def _load_queries(query, first, num_tokens, i_h, TILES: gl.constexpr, SIZES: gl.constexpr):
+def _load_queries(query, item, i_h, TILES: gl.constexpr, SIZES: gl.constexpr):
     """Load queries [head_dim, ROWS] in float16, clamped to its range, which bfloat16 exceeds."""
     GROUP: gl.constexpr = SIZES.group
     QUERIES: gl.constexpr = gl.DotOperandLayout(1, TILES, 16)
     row = gl.arange(0, SIZES.rows, gl.SliceLayout(0, QUERIES))
     o_e = gl.arange(0, SIZES.head_dim, gl.SliceLayout(1, QUERIES))
-    token = (first + row // GROUP).to(gl.int64)
+    token = (item.first + row // GROUP).to(gl.int64)
     p_q = query.base + token * query.stride + (i_h * GROUP + row % GROUP) * query.head_stride
-    held = (row // GROUP < num_tokens)[None, :] & (o_e >= 0)[:, None]
+    held = (row // GROUP < item.num_tokens)[None, :] & (o_e >= 0)[:, None]
     b_q = gl.load(p_q[None, :] + o_e[:, None], mask=held, other=0.0).to(gl.float32)
     return gl.minimum(gl.maximum(b_q, -65504.0), 65504.0).to(gl.float16)
 
 
 @gluon.jit
-def _store(gate, output, bases, partials, place, b_o, b_lse, SIZES: gl.constexpr):
-    """Write results [WORDS, ROWS, 2, 2], times the sigmoid of `gate` if there is one; or partial
-    results with their LSE [ROWS]."""
-    first, num_tokens, ordinal, i_h = place
+def _store(call, item, i_h, b_o, b_lse, SIZES: gl.constexpr):
+    """Write results [WORDS, ROWS, 2, 2], times the sigmoid of the gates if there are any; or
+    partial results with their LSE [ROWS]."""
+    gate, output, partials = call.gate, call.output.base, call.partials
     GROUP: gl.constexpr = SIZES.group
     HEADS: gl.constexpr = SIZES.kv_heads * GROUP
     WORDS: gl.constexpr = b_o.type.shape[0]
@@ -186,12 +170,12 @@ def _store(gate, output, bases, partials, place, b_o, b_lse, SIZES: gl.constexpr
     row = gl.arange(0, ROWS, _axis(b_o, 1))
     o_e = 4 * o_w + 2 * o_i + o_k
     inside = (i_h * GROUP + row % GROUP)[None, :, None, None] * (4 * WORDS) + o_e
-    is_held = row // GROUP < num_tokens
+    is_held = row // GROUP < item.num_tokens
     held = is_held[None, :, None, None] & (o_e >= 0)
-    token = (first + row // GROUP).to(gl.int64)
+    token = (item.first + row // GROUP).to(gl.int64)
     WIDTH: gl.constexpr = HEADS * WORDS * 4
-    if ordinal >= 0:
-        base = gl.load(bases + token, mask=is_held, other=0).to(gl.int64) + ordinal
+    if item.ordinal >= 0:
+        base = gl.load(call.work.bases + token, mask=is_held, other=0).to(gl.int64) + item.ordinal
         gl.store(partials.base + base[None, :, None, None] * WIDTH + inside, b_o, mask=held)
         p_lse = partials.lse + base * HEADS + i_h * GROUP + row % GROUP
         gl.store(p_lse, gl.convert_layout(b_lse, base.type.layout), mask=is_held)

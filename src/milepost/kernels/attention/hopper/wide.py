@@ -23,14 +23,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.attention.arguments import AttentionCall, WorkItems
+from milepost.kernels.attention.arguments import AttentionCall
+from milepost.kernels.attention.hopper.narrow_parts import load_item
 from milepost.kernels.attention.hopper.wide_parts import (
     SharedBlocks,
     WideSizes,
     add_values,
     attend_blocks,
     clean,
-    load_item,
     store,
 )
 from milepost.kernels.attention.pages import as_rows
@@ -59,19 +59,13 @@ class Range(NamedTuple):
     i_h: Any
 
 
-class Tile(NamedTuple):
-    """The arguments of a computing group."""
+class GroupPlace(NamedTuple):
+    """Where a computing group works."""
 
-    query: Any
-    gate: Any
-    output: Any
-    kv_scales: Any
     item: Any
-    bases: Any
-    partials: Any
-    scale: Any
-    scales_stride: Any
     i_h: Any
+    """KV head."""
+    scales_stride: Any
 
 
 def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> None:  # noqa: ARG001
@@ -81,18 +75,13 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
     _, _, page_size, num_kv_heads, _ = call.kv.pool.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     kv = as_rows(call.kv.pool).flatten(1)
-    output = call.outputs
+    arguments = call.arguments(work)
     if call.rounded is not None:
-        output = output._replace(fp8=call.rounded.values)
+        output = arguments.output._replace(fp8=call.rounded.values)
+        arguments = arguments._replace(output=output)
     _attend_kernel[(num_kv_heads, len(work))](
-        call.heads,
-        call.output_gate,
-        output,
+        arguments,
         TensorDescriptor.from_tensor(kv, [HOPPER_BLOCK, head_dim], layout),
-        call.kv.scales,
-        call.kv.tables,
-        WorkItems(work, call.bases),
-        call.partials,
         call.scale_of_2,
         *call.extents,
         SIZES=WideSizes(
@@ -114,14 +103,8 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
 @quick
 @gluon.jit(do_not_specialize=["page_rows", "table_stride", "scales_stride"])
 def _attend_kernel(
-    query,
-    gate,
-    output,
+    call,
     kv,
-    kv_scales,
-    tables,
-    work,
-    partials,
     scale,
     page_rows,
     table_stride,
@@ -132,17 +115,17 @@ def _attend_kernel(
 ):
     """One item and KV head. Padding has no KV and no rows, so nothing is read or written for it."""
     i_h = gl.program_id(0)
-    item = work.base + gl.program_id(1) * 8
+    item = call.work.base + gl.program_id(1) * 8
     launch_dependents()
     num_tokens = gl.load(item + 1)
     if num_tokens == 0:
         wait_as_padding()
         return
     wait_for_inputs()
-    table = tables + gl.load(item + 2).to(gl.int64) * table_stride
+    table = call.tables + gl.load(item + 2).to(gl.int64) * table_stride
     begin = gl.load(item + 4)
     end = gl.load(item + 5)
-    dtype: gl.constexpr = query.base.dtype.element_ty
+    dtype: gl.constexpr = call.query.base.dtype.element_ty
     STAGES: gl.constexpr = SIZES.stages
     queries = gl.allocate_shared_memory(dtype, [2, 64, SIZES.head_dim], kv.layout)
     keys = gl.allocate_shared_memory(dtype, [STAGES, SIZES.block, SIZES.head_dim], kv.layout)
@@ -154,23 +137,12 @@ def _attend_kernel(
         mbarrier.init(bars.index(2 * STAGES + stage), count=1)
         mbarrier.init(bars.index(3 * STAGES + stage), count=2)
     blocks = SharedBlocks(queries, keys, values, bars)
-    tile = Tile(
-        query,
-        gate,
-        output,
-        kv_scales,
-        item,
-        work.bases,
-        partials,
-        scale,
-        scales_stride,
-        i_h,
-    )
+    place = GroupPlace(item, i_h, scales_stride)
     kv_range = Range(kv, table, begin, end, page_rows, i_h)
     gl.warp_specialize(
         [
-            (_consume, (tile, blocks, 0, SIZES)),
-            (_consume, (tile, blocks, 1, SIZES)),
+            (_consume, (call, place, scale, blocks, 0, SIZES)),
+            (_consume, (call, place, scale, blocks, 1, SIZES)),
             (_produce, (kv_range, blocks, SIZES)),
         ],
         [4, 1],
@@ -206,15 +178,15 @@ def _produce(kv_range, blocks, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _consume(tile, blocks, half: gl.constexpr, SIZES: gl.constexpr):
+def _consume(call, place, scale, blocks, half: gl.constexpr, SIZES: gl.constexpr):
     """Half of the tile's rows: 64 of them in four warps."""
     BLOCK: gl.constexpr = SIZES.block
     GROUP: gl.constexpr = SIZES.group
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZES.head_dim, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    query, i_h, scale = tile.query, tile.i_h, tile.scale
-    item = load_item(tile.item)
+    query, i_h = call.query, place.i_h
+    item = load_item(place.item)
 
     queries = blocks.queries.index(half)
     row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LOADED))
@@ -227,8 +199,8 @@ def _consume(tile, blocks, half: gl.constexpr, SIZES: gl.constexpr):
 
     row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     last_seen = item.position + row // GROUP
-    if tile.kv_scales is not None:
-        scale *= gl.load(tile.kv_scales + i_h)
+    if call.kv_scales is not None:
+        scale *= gl.load(call.kv_scales + i_h)
     scale += gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
     own = SharedBlocks(queries, blocks.key_blocks, blocks.value_blocks, blocks.bars)
     m, l, acc, b_p, i_b = attend_blocks(own, scale, item, last_seen, SCORES, RESULT, SIZES)
@@ -245,6 +217,6 @@ def _consume(tile, blocks, half: gl.constexpr, SIZES: gl.constexpr):
 
     l = gl.where(l == 0.0, 1.0, l)
     acc = acc / gl.convert_layout(l, gl.SliceLayout(1, RESULT))[:, None]
-    if tile.kv_scales is not None:
-        acc *= gl.load(tile.kv_scales + SIZES.kv_heads + i_h)
-    store(tile, item, row, m, l, acc, half, SIZES)
+    if call.kv_scales is not None:
+        acc *= gl.load(call.kv_scales + SIZES.kv_heads + i_h)
+    store(call, place, item, row, m, l, acc, half, SIZES)

@@ -49,17 +49,6 @@ class SharedBlocks(NamedTuple):
     up."""
 
 
-class WideItem(NamedTuple):
-    """An item of work (see `tiles`)."""
-
-    first: Any
-    num_tokens: Any
-    position: Any
-    begin: Any
-    end: Any
-    ordinal: Any
-
-
 class Softmax(NamedTuple):
     """A running softmax."""
 
@@ -71,18 +60,6 @@ class Softmax(NamedTuple):
     """[64, head_dim] sum of values."""
     b_p: Any
     """[64, BLOCK] weights of the last block, whose values are not added yet."""
-
-
-@gluon.jit
-def load_item(item):
-    """Returns the item."""
-    first = gl.load(item)
-    num_tokens = gl.load(item + 1)
-    position = gl.load(item + 3)
-    begin = gl.load(item + 4)
-    end = gl.load(item + 5)
-    ordinal = gl.load(item + 6)
-    return WideItem(first, num_tokens, position, begin, end, ordinal)
 
 
 @gluon.jit
@@ -223,14 +200,14 @@ def clean(source, target, num_valid, BLOCK: gl.constexpr, LOADED: gl.constexpr):
 
 
 @gluon.jit
-def store(tile, item, row, m, l, acc, half: gl.constexpr, SIZES: gl.constexpr):
+def store(call, place, item, row, m, l, acc, half: gl.constexpr, SIZES: gl.constexpr):
     """Write results, times the sigmoid of the gates if there are any, in the forms that there is
     room for; or partial results with their LSE. `row` [64] is in the scores' layout."""
     GROUP: gl.constexpr = SIZES.group
     HEADS: gl.constexpr = SIZES.kv_heads * GROUP
     HEAD_DIM: gl.constexpr = SIZES.head_dim
     RESULT: gl.constexpr = acc.type.layout
-    gate, output, partials, i_h = tile.gate, tile.output, tile.partials, tile.i_h
+    gate, output, partials, i_h = call.gate, call.output, call.partials, place.i_h
     wide_row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT))
     o_e = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULT))
     token = (item.first + wide_row // GROUP).to(gl.int64)
@@ -245,13 +222,13 @@ def store(tile, item, row, m, l, acc, half: gl.constexpr, SIZES: gl.constexpr):
         if SIZES.keeps_rows:
             gl.store(output.base + token[:, None] * (HEADS * HEAD_DIM) + inside, b_o, mask=held)
         if output.fp8 is not None:
-            _store_rounded(tile, item, b_o, half, SIZES)
+            _store_rounded(call, place, item, b_o, half, SIZES)
     else:
-        base = gl.load(tile.bases + token, mask=is_held, other=0).to(gl.int64)
+        base = gl.load(call.work.bases + token, mask=is_held, other=0).to(gl.int64)
         p_partial = partials.base + (base + item.ordinal)[:, None] * (HEADS * HEAD_DIM) + inside
         gl.store(p_partial, acc, mask=held)
         has_token = row // GROUP < item.num_tokens
-        p_base = tile.bases + item.first + row // GROUP
+        p_base = call.work.bases + item.first + row // GROUP
         lse_base = gl.load(p_base, mask=has_token, other=0).to(gl.int64)
         head = i_h * GROUP + row % GROUP
         p_lse = partials.lse + (lse_base + item.ordinal) * HEADS + head
@@ -259,12 +236,12 @@ def store(tile, item, row, m, l, acc, half: gl.constexpr, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _store_rounded(tile, item, b_o, half: gl.constexpr, SIZES: gl.constexpr):
+def _store_rounded(call, place, item, b_o, half: gl.constexpr, SIZES: gl.constexpr):
     """Write results [64, head_dim] in FP8, with their scales."""
     GROUP: gl.constexpr = SIZES.group
     HEAD_DIM: gl.constexpr = SIZES.head_dim
     PARTS: gl.constexpr = HEAD_DIM // _DEPTH
-    output, i_h, first = tile.output, tile.i_h, item.first
+    output, i_h, first = call.output, place.i_h, item.first
     parted, b_scale = round_block(b_o.to(gl.float32).reshape([64, PARTS, _DEPTH]), 2)
     b_o = parted.reshape([64, HEAD_DIM])
     row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, b_o.type.layout))
@@ -278,5 +255,5 @@ def _store_rounded(tile, item, b_o, half: gl.constexpr, SIZES: gl.constexpr):
     part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, b_scale.type.layout))
     held = (row // GROUP < item.num_tokens)[:, None] & (part >= 0)[None, :]
     at = (i_h * GROUP + row % GROUP)[:, None] * PARTS + part[None, :]
-    p_scale = output.scales + at * tile.scales_stride + (first + row // GROUP)[:, None]
+    p_scale = output.scales + at * place.scales_stride + (first + row // GROUP)[:, None]
     gl.store(p_scale, b_scale, mask=held)

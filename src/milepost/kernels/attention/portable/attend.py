@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from milepost.kernels.attention.arguments import AttentionCall, WorkItems
+from milepost.kernels.attention.arguments import AttentionCall
 from milepost.kernels.attention.pages import as_bytes, as_rows, fits_tma
 from milepost.kernels.attention.portable.blocks import (
     BlockSizes,
@@ -37,7 +37,8 @@ from milepost.kernels.attention.portable.blocks import (
     online_softmax,
     round_heads,
 )
-from milepost.kernels.attention.portable.tiles import NARROW_ROWS, KVTiles
+from milepost.kernels.attention.portable.tiles import KVTiles
+from milepost.kernels.attention.tiles import NARROW_ROWS
 from milepost.kernels.layout.emit import keeps_values
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import (
@@ -61,16 +62,9 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: KVTiles) -> None
     rows, block_e = max(rows, NARROW_ROWS), max(16, next_power_of_2(head_dim))
     kv, words = _find_pages(call, tiles.block, rows)
     _attend_kernel[(num_kv_heads, len(work))](
-        call.heads,
-        call.shared_heads,
-        call.output_gate,
-        call.outputs,
+        call.arguments(work),
         kv,
         words,
-        call.kv.scales,
-        call.kv.tables,
-        WorkItems(work, call.bases),
-        call.partials,
         call.scale_of_2,
         *call.extents,
         SIZES=BlockSizes(
@@ -117,16 +111,9 @@ def _find_pages(call: AttentionCall, block: int, rows: int) -> tuple[Any, Any]:
 @quick
 @triton.jit(do_not_specialize=["page_rows", "table_stride", "scales_stride"])
 def _attend_kernel(
-    query,
-    shared_query,
-    gate,
-    output,
+    call,
     kv,
     words,
-    kv_scales,
-    tables,
-    work,
-    partials,
     scale,
     page_rows,
     table_stride,
@@ -139,25 +126,26 @@ def _attend_kernel(
     """One item and KV head: rows = tokens * group query rows."""
     launch_dependents()
     i_h = tl.program_id(0)
-    item = load_item(work.base, tl.program_id(1))
+    item = load_item(call.work.base, tl.program_id(1))
     if item.num_tokens == 0:
         wait_as_padding()
         return
     wait_for_inputs()
-    table = tables + item.table_row.to(tl.int64) * table_stride
+    table = call.tables + item.table_row.to(tl.int64) * table_stride
     rows = find_rows(item, i_h, SIZES)
-    b_q = load_queries(query, rows, rows.o_e, SIZES.head_dim)
+    b_q = load_queries(call.query, rows, rows.o_e, SIZES.head_dim)
     b_sq = None
     if SIZES.latents:
-        b_sq = load_queries(shared_query, rows, tl.arange(0, SIZES.block_p), SIZES.shared)
+        b_sq = load_queries(call.shared_query, rows, tl.arange(0, SIZES.block_p), SIZES.shared)
     value_scale = 1.0
-    if kv_scales is not None:
+    if call.kv_scales is not None:
         # Float16 holds what FP8 holds; a chip without FP8 holds it divided by 256.
         factor: tl.constexpr = 256.0 if SIZES.float8 and not SIZES.native else 1.0
-        scale *= tl.load(kv_scales + i_h) * factor
+        scale *= tl.load(call.kv_scales + i_h) * factor
         # A latent is key and value, with one scale.
-        value_scale = tl.load(kv_scales + (0 if SIZES.latents else SIZES.kv_heads) + i_h) * factor
-        if SIZES.float8 and query.base.dtype.element_ty == tl.bfloat16:
+        values: tl.constexpr = 0 if SIZES.latents else SIZES.kv_heads
+        value_scale = tl.load(call.kv_scales + values + i_h) * factor
+        if SIZES.float8 and call.query.base.dtype.element_ty == tl.bfloat16:
             b_q = fit_float16(b_q)
             if SIZES.latents:
                 b_sq = fit_float16(b_sq)
@@ -177,25 +165,11 @@ def _attend_kernel(
     # A row that has seen nothing has an m of -inf and an acc of 0: it adds nothing to the sum.
     l = tl.where(l == 0.0, 1.0, l)
     acc = acc / l[:, None]
-    if kv_scales is not None:
+    if call.kv_scales is not None:
         acc *= value_scale
     if words is not None:
         acc = tl.permute(acc.reshape(ROWS, 4, BLOCK_E // 4), (0, 2, 1)).reshape(ROWS, BLOCK_E)
-    _store(
-        m,
-        l,
-        acc,
-        item,
-        rows,
-        gate,
-        output,
-        work,
-        partials,
-        scales_stride,
-        SIZES,
-        KEEPS_ROWS,
-        HAS_FP8,
-    )
+    _store(m, l, acc, item, rows, call, scales_stride, SIZES, KEEPS_ROWS, HAS_FP8)
 
 
 @triton.jit
@@ -246,10 +220,7 @@ def _store(
     acc,
     item,
     rows,
-    gate,
-    output,
-    work,
-    partials,
+    call,
     scales_stride,
     SIZES: tl.constexpr,
     KEEPS_ROWS: tl.constexpr,
@@ -259,6 +230,7 @@ def _store(
     room for; or partial results with their LSE."""
     HEADS: tl.constexpr = SIZES.kv_heads * SIZES.group
     WIDTH: tl.constexpr = HEADS * SIZES.head_dim
+    gate, output, partials = call.gate, call.output, call.partials
     token, head, is_held = rows.token, rows.head, rows.are_held
     held = is_held[:, None] & (rows.o_e < SIZES.head_dim)[None, :]
     inside = head[:, None] * SIZES.head_dim + rows.o_e[None, :]
@@ -277,6 +249,6 @@ def _store(
             p_scales = output.scales + o_d * scales_stride + token[:, None]
             tl.store(p_scales, scales, mask=is_held[:, None])
     else:
-        base = tl.load(work.bases + token, mask=is_held, other=0).to(tl.int64) + item.ordinal
+        base = tl.load(call.work.bases + token, mask=is_held, other=0).to(tl.int64) + item.ordinal
         tl.store(partials.base + base[:, None] * WIDTH + inside, acc, mask=held)
         tl.store(partials.lse + base * HEADS + head, m + tl.log2(l), mask=is_held)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from milepost.kernels.attention.arguments import WorkItem
 from milepost.kernels.attention.tiles import ITEM_SIZE
 from milepost.kernels.platform.numerics import decode, encode, scale_of
 from milepost.kernels.platform.tensors import BLOCK
@@ -31,19 +32,6 @@ _UNPACK = tl.constexpr("""{
     prmt.b32 $3, b0, b1, 0x7632;
 }""")
 """Converts two words of four FP8 numbers to pairs of float16."""
-
-
-class WorkItem(NamedTuple):
-    """An item of work (see `tiles`)."""
-
-    first: Any
-    num_tokens: Any
-    """0: padding."""
-    table_row: Any
-    position: Any
-    begin: Any
-    end: Any
-    ordinal: Any
 
 
 class BlockSizes(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from milepost.kernels.attention.items import NARROW_ROWS, WIDE_ROWS
+from milepost.kernels.attention.tiles import NARROW_ROWS, WIDE_ROWS
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tiles import next_power_of_2
 
