@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.kernels.timing import Row, parse, report, time_us
 
 from milepost.kernels import norm
-from milepost.kernels.products import moe
+from milepost.kernels.products import Raw, mix, moe
 
 HIDDEN, SIZE, EXPERTS, CHOSEN = 2048, 512, 257, 8
 TOKENS = (1, 8, 16, 64, 80, 512, 2048, 8192)
@@ -48,7 +48,8 @@ def bench_tokens(num_tokens: int, gate_up: Tensor, down: Tensor) -> Iterator[Row
     scale = torch.ones(HIDDEN, device="cuda")
     num_rows = num_tokens * (CHOSEN + 1)
     touched = sum(experts.unique().numel() for _, experts in routed) / len(turns)
-    parts = moe.partials(hidden[0], *routed[0], gate_up, down)
+    weights = Raw(values=gate_up), Raw(values=down)
+    parts = mix(hidden[0], *routed[0], *weights)
 
     def row(op: str, call: Callable[[int], object], num_bytes: float, flops: int = 0) -> Row:
         median_us = time_us([partial(call, turn) for turn in turns])
@@ -58,7 +59,7 @@ def bench_tokens(num_tokens: int, gate_up: Tensor, down: Tensor) -> Iterator[Row
     yield row("route", lambda turn: route(logits[turn]), 2 * logits[0].numel())
     yield row(
         "experts",
-        lambda turn: moe.partials(hidden[turn], *routed[turn], gate_up, down),
+        lambda turn: mix(hidden[turn], *routed[turn], *weights),
         2 * (touched * EXPERT_WEIGHTS + num_rows * HIDDEN),
         2 * EXPERT_WEIGHTS * num_rows,
     )

@@ -42,7 +42,7 @@ from tests.kernels.mixers import (
     make_projected,
     make_weights,
 )
-from tests.kernels.routed import as_routed
+from tests.kernels.routed import apply, as_routed
 from tests.kernels.verifying import Kind, Mixer
 from tests.numbers import relative_error
 
@@ -83,7 +83,7 @@ def check_experts() -> None:
     """Alone, grouped (a part of a tile and a whole one), tall."""
     for num_tokens in (1, 9, 16, 33, 100):
         hidden, weights, experts, gate_up, down = make_experts(num_tokens)
-        output = moe.apply(*(each.cuda() for each in (hidden, weights, experts, gate_up, down)))
+        output = apply(*(each.cuda() for each in (hidden, weights, experts, gate_up, down)))
         wide = hidden.float(), weights.float(), experts.long(), gate_up.float(), down.float()
         compare(f"experts of {num_tokens}", output, experts_reference.apply(*wide))
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.products import experts_reference, moe
+from tests.kernels.routed import apply, partials
 from tests.numbers import relative_error
 
 pytestmark = [
@@ -37,7 +38,7 @@ def make(num_tokens: int, num_experts: int, dtype: torch.dtype) -> tuple[Tensor,
 def test_apply(num_tokens: int, dtype: torch.dtype) -> None:
     hidden, logits, gate_up, down = make(num_tokens, 16, dtype)
     weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
-    output = moe.apply(hidden, weights, experts, gate_up, down)
+    output = apply(hidden, weights, experts, gate_up, down)
     wide = (tensor.double() for tensor in (hidden, weights))
     expected = experts_reference.apply(*wide, experts.long(), gate_up.double(), down.double())
     assert output.dtype == dtype
@@ -74,11 +75,11 @@ def test_no_expert_is_read_for_padding(num_tokens: int) -> None:
     how = {"normalise": True, "num_shared": 1, "num_real": num_real}
     weights, experts = moe.route(logits, CHOSEN, **how)
     assert torch.equal(experts[-3:], experts[-4].expand(3, -1))
-    expected = moe.partials(hidden, weights, experts, gate_up, down)[:-3]
+    expected = partials(hidden, weights, experts, gate_up, down)[:-3]
     hidden[-3:], logits[-3:] = torch.nan, torch.nan
     routed = moe.route(logits, CHOSEN, **how)
     assert torch.equal(routed[1], experts)
-    assert torch.equal(moe.partials(hidden, *routed, gate_up, down)[:-3], expected)
+    assert torch.equal(partials(hidden, *routed, gate_up, down)[:-3], expected)
 
 
 @pytest.mark.parametrize("num_tokens", [4, 8, 16, 64, 2048])
@@ -88,7 +89,7 @@ def test_same_bits_every_time_and_in_a_graph(num_tokens: int) -> None:
 
     def run() -> Tensor:
         weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
-        return moe.partials(hidden, weights, experts, gate_up, down)
+        return partials(hidden, weights, experts, gate_up, down)
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -110,7 +111,7 @@ def test_skewed_choices(num_tokens: int) -> None:
     logits[:, :CHOSEN] += 100
     gate_up[CHOSEN:-1] = down[CHOSEN:-1] = torch.nan
     weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
-    output = moe.apply(hidden, weights, experts, gate_up, down)
+    output = apply(hidden, weights, experts, gate_up, down)
     wide = (tensor.float() for tensor in (hidden, weights))
     expected = experts_reference.apply(*wide, experts.long(), gate_up.float(), down.float())
     assert relative_error(output, expected) < TOLERANCES[torch.bfloat16]
@@ -135,6 +136,6 @@ def test_experts_without_gates(num_tokens: int, dtype: torch.dtype) -> None:
     wanted = experts_reference.route(logits, 6, **how)
     assert torch.equal(experts.long(), wanted[1])
     torch.testing.assert_close(weights, wanted[0])
-    output = moe.apply(hidden, weights, experts, up, down)
+    output = apply(hidden, weights, experts, up, down)
     wide = hidden.double(), weights.double(), experts.long(), up.double(), down.double()
     assert relative_error(output, experts_reference.apply(*wide)) < TOLERANCES[dtype]

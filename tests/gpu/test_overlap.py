@@ -26,6 +26,7 @@ from tests.kernels.mixers import (
     make_weights,
     send_layout,
 )
+from tests.kernels.routed import partials
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,7 +73,7 @@ def test_a_chain_of_layers(num_tokens: int) -> None:
             how = {"normalise": True, "num_shared": 1, "dtype": normed.dtype}
             shares, experts = moe.route(logits, 8, **how)
             pause()
-            delta = moe.partials(normed, shares, experts, gate_up, down)
+            delta = partials(normed, shares, experts, gate_up, down)
             pause()
             outputs += [hidden, wide, active, mixed, normed, shares, experts, delta]
             hidden, normed = norm.add_norm(hidden, delta, scale, 1e-6)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from milepost.kernels.layout.emit import as_activations
 from milepost.kernels.platform.device import probe
+from milepost.kernels.products import mix
 from milepost.kernels.products.forms.matrix import Form, Raw
 from milepost.kernels.products.run_experts import RoutedRows
 
@@ -28,6 +29,16 @@ def as_routed(
         down=down,
         chip=probe(hidden.device),
     )
+
+
+def partials(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The parts of each token's mix of raw experts."""
+    return mix(hidden, weights, experts, Raw(values=up), Raw(values=down))
+
+
+def apply(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Each token's mix of raw experts."""
+    return partials(hidden, weights, experts, up, down).sum(1)
 
 
 @contextmanager

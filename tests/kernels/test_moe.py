@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from milepost.kernels.products import experts_reference, moe
 from milepost.kernels.products.moe import Scores
+from tests.kernels.routed import apply
 from tests.numbers import relative_error
 
 HIDDEN, SIZE = 12, 5
@@ -31,7 +32,7 @@ def make(num_tokens: int, num_experts: int) -> tuple[torch.Tensor, ...]:
 def test_apply_matches_token_by_token(num_tokens: int, num_experts: int, num_chosen: int) -> None:
     hidden, logits, gate_up, down = make(num_tokens, num_experts)
     weights, experts = moe.route(logits, num_chosen, normalise=True)
-    output = moe.apply(hidden, weights, experts, gate_up, down)
+    output = apply(hidden, weights, experts, gate_up, down)
     for token in range(num_tokens):
         expected = torch.zeros(HIDDEN, dtype=torch.float64)
         for weight, expert in zip(weights[token], experts[token].tolist(), strict=True):
@@ -51,7 +52,7 @@ def test_experts_that_no_token_chose_are_not_read() -> None:
     hidden, logits, gate_up, down = make(40, 6)
     logits[:, 2] = -torch.inf
     gate_up[2] = torch.nan
-    output = moe.apply(hidden, *moe.route(logits, 2, normalise=True), gate_up, down)
+    output = apply(hidden, *moe.route(logits, 2, normalise=True), gate_up, down)
     assert output.isfinite().all()
 
 
@@ -98,7 +99,7 @@ def test_experts_without_gates_square_a_relu(num_tokens: int) -> None:
     hidden, logits, gate_up, down = make(num_tokens, 4)
     up = gate_up[:, :SIZE]
     weights, experts = moe.route(logits, 2, normalise=True)
-    output = moe.apply(hidden, weights, experts, up, down)
+    output = apply(hidden, weights, experts, up, down)
     units = torch.einsum("xih,th->txi", up, hidden).relu() ** 2
     every = torch.einsum("xhi,txi->txh", down, units)
     shares = torch.zeros(num_tokens, 4, dtype=torch.float64).scatter_(1, experts, weights)

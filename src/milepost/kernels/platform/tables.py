@@ -119,7 +119,7 @@ class Kernel(Generic[P]):
             return f"rows: {self.rows}"
         if reason := problem.why_not(self):
             return reason
-        if self.is_hopper and (reason := why_no_hopper(chip)):
+        if self.is_hopper and (reason := why_no_gluon(chip)):
             return reason
         return self.refuses(problem, chip)
 
@@ -207,8 +207,3 @@ class KernelTable(Generic[P]):
     def forget(self) -> None:
         """Has every kernel chosen again."""
         self._remembered.cache_clear()
-
-
-def why_no_hopper(chip: Chip) -> str:
-    """Returns why Hopper's own kernels do not run on the chip; empty if they do."""
-    return "no interpreter runs Gluon" if chip.arch == "cpu" else why_no_gluon(chip)

@@ -18,7 +18,7 @@ from milepost.kernels import norm
 from milepost.kernels.layout.emit import FEW, Activations, Emit, Inputs, as_activations, values_of
 from milepost.kernels.platform.device import probe, runs_gluon, runs_triton
 from milepost.kernels.platform.tensors import accumulation_dtype, cast
-from milepost.kernels.products import experts_reference, moe
+from milepost.kernels.products import experts_reference
 from milepost.kernels.products.forms import quantised
 from milepost.kernels.products.forms.matrix import (
     Epilogue,
@@ -196,10 +196,6 @@ def rounds_gated(gate_up: Tensor) -> bool:
 def mix(rows: Inputs, routing_weights: Tensor, experts: Tensor, up: Form, down: Form) -> Tensor:
     """Multiplies `rows` [T, I] by each token's `experts` [T, N], weighted by `routing_weights`
     [T, N], and returns partials [T, P, I]."""
-    if isinstance(up, Raw) and isinstance(down, Raw):
-        return moe.partials(values_of(rows), routing_weights, experts, up.values, down.values)
-    assert not isinstance(up, RawForm), "experts have one form"
-    assert not isinstance(down, RawForm), "experts have one form"
     given = as_activations(rows)
     if given.values is None or (given.values.dim() == 2 and runs_triton(given.values)):
         from milepost.kernels.products import run_experts
@@ -207,4 +203,10 @@ def mix(rows: Inputs, routing_weights: Tensor, experts: Tensor, up: Form, down: 
         mixed = run_experts.mix(given, routing_weights, experts, up, down)
         if mixed is not None:
             return mixed
-    return experts_reference.mix_quantised(values_of(given), routing_weights, experts, up, down)
+    hidden = values_of(given)
+    if isinstance(up, Raw) and isinstance(down, Raw):
+        mixed = experts_reference.apply(hidden, routing_weights, experts, up.values, down.values)
+        return mixed.unsqueeze(1)
+    assert not isinstance(up, RawForm), "experts have one form"
+    assert not isinstance(down, RawForm), "experts have one form"
+    return experts_reference.mix_quantised(hidden, routing_weights, experts, up, down)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.tensors import accumulation_dtype, cast
 from milepost.kernels.products.forms import quantised
-from milepost.kernels.products.forms.quantised import Quantised
+from milepost.kernels.products.forms.quantised import Quantised, nth
 
 _DENSE_TOKENS = 32
 _DENSE_WEIGHTS = 1 << 15
@@ -112,13 +112,6 @@ def _among_best_groups(wanted: Tensor, scores: Scores) -> Tensor:
     return groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
 
 
-def partials(
-    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
-) -> Tensor:
-    """Returns what `apply` does, as one part: [T, 1, H]."""
-    return apply(hidden, weights, experts, gate_up, down).unsqueeze(1)
-
-
 def apply(
     hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
@@ -184,11 +177,11 @@ def mix_quantised(
     output = hidden.new_zeros(len(hidden), down.num_outputs, dtype=dtype)
     width = down.num_inputs
     for expert, tokens in _find_tokens(experts, len(up.scales)):
-        inner = quantised.multiply(hidden[tokens], up.of(expert))
+        inner = quantised.multiply(hidden[tokens], nth(up, expert))
         is_gated = inner.shape[1] > width
         active = F.silu(inner[:, :width]) * inner[:, width:] if is_gated else F.relu(inner) ** 2
         share = torch.where(experts[tokens] == expert, shares[tokens], 0).sum(1, keepdim=True)
-        output[tokens] += (quantised.multiply(active, down.of(expert)) * share).to(dtype)
+        output[tokens] += (quantised.multiply(active, nth(down, expert)) * share).to(dtype)
     return output.to(hidden.dtype).unsqueeze(1)
 
 

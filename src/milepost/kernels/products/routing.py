@@ -23,13 +23,13 @@ def route(
     num_chosen: int,
     *,
     normalise: bool,
-    num_shared: int,
+    num_shared: int = 0,
     scores: Scores = SOFTMAX,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
     num_real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.route`, with experts in int32; among equal scores the first expert wins.
+    """Routes as `experts_reference.route`, with experts in int32; the first of equal scores wins.
 
     `num_real` is int32 and read before the kernel ahead has ended, which must not write it.
     """

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.layout.emit import Emit
-from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.tables import HOPPER, Kernel, KernelTable, RowRange, why_no_hopper
+from milepost.kernels.platform.device import Chip, why_no_gluon
+from milepost.kernels.platform.tables import HOPPER, Kernel, KernelTable, RowRange
 from milepost.kernels.recurrent.weights import (
     GatedDeltaWeights,
     KDAWeights,
@@ -94,7 +94,7 @@ def needs_arrivals(recurrence: Recurrence, num_sequences: int, chip: Chip) -> bo
     if recurrence.rule is Mamba2Weights:
         return True
     are_few = num_sequences * recurrence.num_heads <= chip.num_sms
-    return recurrence.group > 1 and are_few and not why_no_hopper(chip)
+    return recurrence.group > 1 and are_few and not why_no_gluon(chip)
 
 
 def is_reached(recurrent_pool: Tensor) -> bool:

@@ -13,7 +13,7 @@ Legend: O outputs, I inputs, T tokens; any leading dimensions (experts).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -50,16 +50,6 @@ class Fp8:
     @property
     def num_outputs(self) -> int:
         return self.values.shape[-2]
-
-    def of(self, expert: int) -> Fp8:
-        """Returns one of a stack."""
-        return Fp8(
-            values=self.values[expert],
-            scales=self.scales[expert],
-            rows=self.rows,
-            depth=self.depth,
-            input_scale=None if self.input_scale is None else self.input_scale[expert],
-        )
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Returns the weights [..., O, I]."""
@@ -105,15 +95,6 @@ class Int4:
     def num_outputs(self) -> int:
         return self.packed.shape[-2]
 
-    def of(self, expert: int) -> Int4:
-        """Returns one of a stack."""
-        return Int4(
-            packed=self.packed[expert],
-            scales=self.scales[expert],
-            zeros=self.zeros[expert],
-            group=self.group,
-        )
-
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Returns the weights [..., O, I]."""
         q = unpack(self.packed, self.lane)
@@ -148,16 +129,6 @@ class Fp4:
     def num_outputs(self) -> int:
         return self.packed.shape[-2]
 
-    def of(self, expert: int) -> Fp4:
-        """Returns one of a stack."""
-        return Fp4(
-            packed=self.packed[expert],
-            scales=self.scales[expert],
-            factors=self.factors[expert],
-            group=self.group,
-            num_inputs=self.num_inputs,
-        )
-
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Returns the weights [..., O, I]."""
         numbers = widen_e2m1(unpack(self.packed, FP4_LANE))
@@ -175,6 +146,12 @@ Quantised = Fp8 | FourBits
 
 FP4_LANE = 64
 """Inputs of one piece of a packed row of `Fp4`, whose scales are several."""
+
+
+def nth(stack: Quantised, index: int) -> Quantised:
+    """Returns one matrix of a stack."""
+    values = {each.name: getattr(stack, each.name) for each in fields(stack)}
+    return replace(stack, **{k: v[index] for k, v in values.items() if isinstance(v, Tensor)})
 
 
 def widen_e2m1(q: Tensor) -> Tensor:

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tensors import check_rows
+from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 from milepost.kernels.products.gemv_tiles import NARROW
+from milepost.kernels.products.portable.gemv_step import multiply_raw
+from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
 
 
 def multiply_pair(
@@ -19,17 +22,14 @@ def multiply_pair(
 ) -> tuple[Tensor, Tensor]:
     """Multiplies two rows [1, I] of few inputs, each by its weight [O, I]."""
     check_rows(first=rows[0], second=rows[1])
-    num_outputs, num_inputs = weights[0].shape
+    (num_outputs, num_inputs), tiles = weights[0].shape, NARROW
     outputs = rows[0].new_empty(2, 1, num_outputs)
-    _pair_kernel[(triton.cdiv(num_outputs, NARROW.block_n), 2)](
+    _pair_kernel[(cdiv(num_outputs, tiles.block_n), 2)](
         *rows,
-        *weights,
+        *(WeightTensors(each) for each in weights),
         outputs,
-        INPUTS=num_inputs,
-        OUTPUTS=num_outputs,
-        BLOCK_N=NARROW.block_n,
-        BLOCK_K=NARROW.block_k,
-        num_warps=NARROW.num_warps,
+        SHAPE=ProductShape(num_inputs, num_outputs, tiles.block_n, tiles.block_k),
+        num_warps=tiles.num_warps,
         **OVERLAPPED,
     )
     return outputs[0], outputs[1]
@@ -37,45 +37,21 @@ def multiply_pair(
 
 @quick
 @triton.jit
-def _pair_kernel(
-    hidden,
-    other_hidden,
-    weight,
-    other_weight,
-    outputs,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def _pair_kernel(hidden, other_hidden, weight, other_weight, outputs, SHAPE: tl.constexpr):
     launch_dependents()
-    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Either of two pointers is no pointer that AMD's compiler follows.
     if tl.program_id(1) == 0:
-        _narrow_row(hidden, weight, outputs, o_n, INPUTS, OUTPUTS, BLOCK_K)
+        _multiply_row(hidden, weight, outputs, SHAPE)
     else:
-        _narrow_row(other_hidden, other_weight, outputs + OUTPUTS, o_n, INPUTS, OUTPUTS, BLOCK_K)
+        _multiply_row(other_hidden, other_weight, outputs + SHAPE.outputs, SHAPE)
 
 
 @triton.jit
-def _narrow_row(
-    hidden,
-    weight,
-    output,
-    o_n,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Computes some outputs of a row that fits in one step."""
-    o_k = tl.arange(0, BLOCK_K)
-    is_output, is_input = o_n < OUTPUTS, o_k < INPUTS
-    at = o_n[:, None] * INPUTS + o_k[None, :]
-    b_w = tl.load(weight + at, is_output[:, None] & is_input[None, :], 0.0)
-    wait_for_inputs()
-    b_x = tl.load(hidden + o_k, is_input, 0.0)
-    b_o = tl.sum(b_w.to(tl.float32) * b_x.to(tl.float32)[None, :], 1)
-    tl.store(output + o_n, b_o.to(output.dtype.element_ty), is_output)
+def _multiply_row(hidden, weight, output, SHAPE: tl.constexpr):
+    """Makes the program's outputs of a row."""
+    o_n = tl.program_id(0) * SHAPE.block_n + tl.arange(0, SHAPE.block_n)
+    b_o, _ = multiply_raw(hidden, weight, 0, o_n % SHAPE.outputs, SHAPE, True)
+    tl.store(output + o_n, b_o.to(output.dtype.element_ty), mask=o_n < SHAPE.outputs)
 
 
 def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -83,9 +59,9 @@ def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor:
     `hidden` may lie apart; `weight` may be transposed in memory."""
     _, num_heads, num_inputs = hidden.shape
     num_outputs = weight.shape[2]
-    block_n = max(1, 16384 // triton.next_power_of_2(num_inputs))
+    block_n = max(1, 16384 // next_power_of_2(num_inputs))
     output = hidden.new_empty(1, num_heads, num_outputs)
-    _heads_kernel[(triton.cdiv(num_outputs, block_n), num_heads)](
+    _heads_kernel[(cdiv(num_outputs, block_n), num_heads)](
         hidden,
         weight,
         output,
@@ -94,7 +70,7 @@ def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor:
         INPUTS=num_inputs,
         OUTPUTS=num_outputs,
         BLOCK_N=block_n,
-        BLOCK_K=triton.next_power_of_2(num_inputs),
+        BLOCK_K=next_power_of_2(num_inputs),
         num_warps=8,
         **OVERLAPPED,
     )
