@@ -24,6 +24,7 @@ from milepost.speculative_config import SpeculativeConfig, read_speculative_conf
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 _DISK_GIB = 64.0
+_FLUSH_S = 20.0
 _MOST_GIB = 2.0**40
 """Upper limit of sizes in GiB; below it, floats can count bytes too."""
 GenerationConfig = Literal["auto", "none", "vllm"]
@@ -113,6 +114,10 @@ class EngineConfig:
     of the same model may share it. Its data passes through host memory, by default 1 GiB."""
     cache_disk_gib: float = _DISK_GIB
     """The most that this engine keeps in `cache_dir`, in GiB."""
+    cache_flush_timeout_s: float = _FLUSH_S
+    """How long an engine that is stopped may go on writing to `cache_dir`, in seconds. Everything
+    that is complete in memory is written; if the time is too short for that, a warning is
+    logged."""
 
     max_model_len: int | None = None
     """Maximum length of prompt plus answer, in tokens; by default the model's own."""
@@ -194,6 +199,8 @@ class EngineConfig:
         _require(self.cache_dir != "", "cache_dir='': name a directory, or leave it out")
         wait_s = self.max_queue_wait_s
         _require(wait_s is None or 0 < wait_s < inf, f"max_queue_wait_s={wait_s}: use more than 0")
+        flush_s = self.cache_flush_timeout_s
+        _require(0 <= flush_s < inf, f"cache_flush_timeout_s={flush_s}: use 0 or more")
         given = self.kv_cache_memory_bytes
         _require(given is None or given > 0, f"kv_cache_memory_bytes={given}: use more than 0")
         for name in (
@@ -216,11 +223,13 @@ class EngineConfig:
             f"cache_host_gib={self.cache_host_gib}, cache_dir={self.cache_dir!r}: prefix caching "
             "is off; leave them out",
         )
-        _require(
-            self.cache_dir is not None or self.cache_disk_gib == _DISK_GIB,
-            f"cache_disk_gib={self.cache_disk_gib}: nothing is kept on disk without cache_dir; "
-            "name a directory, or leave it out",
-        )
+        for name, default in (("cache_disk_gib", _DISK_GIB), ("cache_flush_timeout_s", _FLUSH_S)):
+            value = getattr(self, name)
+            _require(
+                self.cache_dir is not None or value == default,
+                f"{name}={value}: nothing is kept on disk without cache_dir; name a directory, or "
+                "leave it out",
+            )
         _require(
             not (self.has_tiers and self.record_plans),
             f"record_plans={self.record_plans!r}: what comes from host memory is in no plan; "
@@ -248,6 +257,11 @@ class EngineConfig:
     def has_tiers(self) -> bool:
         """Whether anything is kept outside device memory."""
         return self.cache_host_gib is not None or self.cache_dir is not None
+
+    @property
+    def flush_s(self) -> float:
+        """Seconds that the engine may take to write when it is stopped."""
+        return self.cache_flush_timeout_s if self.cache_dir is not None else 0.0
 
     @property
     def host_bytes(self) -> int:

@@ -7,5 +7,5 @@ Five rooms, each used through its `__init__`; a room uses only those above it: `
     prompts and outputs         prompts, validation, outputs
     what can be seen            metrics, facts
     what annexes bring          off_device, watcher
-    any process of ours         parent, child, heap
+    any process of ours         parent, child, ending, heap
 """

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any
+from typing import Any, Self
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -142,6 +142,18 @@ class LLM:
         """Returns the parameters of prompts that come without: the checkpoint's own defaults,
         unless generation_config="none"."""
         return SamplingParams(**self.llm_engine.sampling_defaults)
+
+    def close(self) -> None:
+        """Ends the engine, and first writes what `cache_dir` is still to get, for
+        `cache_flush_timeout_s` at most. So does the end of a `with` block, of the program, or of
+        the last reference. Later calls raise EngineDeadError."""
+        self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages and states; False while requests are running."""

@@ -31,8 +31,6 @@ disks are faster with more reads at a time.
 """
 MAX_WRITES = 16
 """Most writes that are submitted at a time. A write can be withdrawn until it has begun."""
-CLOSE_S = 20.0
-"""How long an engine that is closing may continue to write."""
 CHECK_S = 0.1
 """Interval between two looks at the writes of an engine that is closing."""
 STALL_S = 5.0
@@ -270,14 +268,19 @@ class Disk:
             else:
                 self._writing.append(write)
 
-    def close(self) -> None:
-        """Writes the items that are ready, for `CLOSE_S` at most."""
-        end_s = time.perf_counter() + CLOSE_S
+    def close(self, end_s: float) -> None:
+        """Writes the items that are ready, until `end_s` of `perf_counter` at most."""
         self.poll()
         while self._writing and time.perf_counter() < end_s:
             wait(self._writing[0].futures, timeout=CHECK_S)
             self.poll()
             if self._tiers.holdings.disk_rests:
                 break
+        is_late = bool(self._writing) or self._tiers.writes.are_any
+        if is_late and not self._tiers.holdings.disk_rests:
+            logger.warning(
+                "tiers: the engine ended before all was written to %s: raise cache_flush_timeout_s",
+                self._files.directory,
+            )
         self._readers.close()
         self._writer.close()

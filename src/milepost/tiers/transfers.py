@@ -222,10 +222,10 @@ class TierTransfers:
             return True
         return self._fail(loading)
 
-    def close(self) -> None:
-        """Writes the items that are to outlive the engine."""
+    def close(self, end_s: float) -> None:
+        """Writes the items that are to outlive the engine, until `end_s` of `perf_counter`."""
         if self._disk is not None:
-            self._disk.close()
+            self._disk.close(end_s)
 
     def _end_stores(self, storing: _Storing, *, is_there: bool) -> None:
         report = self._tiers.stores.stored if is_there else self._tiers.stores.not_stored

@@ -54,6 +54,10 @@ class RunningCompletions:
         found = [self._known.pop(number, None) for number in numbers]
         return [known[1].request for known in found if known is not None]
 
+    def groups(self) -> list[RequestGroup]:
+        """Returns the groups of which requests are known."""
+        return list(dict.fromkeys(group for group, _ in self._known.values()))
+
     def group_of(self, request: Request) -> RequestGroup:
         """Returns the group that a known request belongs to."""
         return self._known[request.number][0]

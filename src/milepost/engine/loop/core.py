@@ -68,6 +68,7 @@ class Engine:
         self._latch = FailureLatch(parts.team)
         self.pipeline = StepPipeline(config, parts, self._completions, self.off_device, self._latch)
         self._is_stuck = False
+        self._is_closed = False
 
     def _open_off_device(self, parts: EngineParts) -> tuple[OffDevice, ...]:
         config, team = self.config, parts.team
@@ -293,7 +294,13 @@ class Engine:
         return [*collect(self.scheduler), *others]
 
     def close(self) -> None:
-        """Releases addresses, which outlast the process, and writes what should outlive it."""
+        """Ends what is running, releases addresses, which outlast the process, and writes what
+        should outlive it. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for group in self._completions.groups():
+            self.abort(group)
         for part in self.off_device:
             part.close(is_whole=self._latch.is_alive)
         if self._trace is not None:

@@ -7,8 +7,8 @@ since Python raises it in the caller's thread.
 
 from __future__ import annotations
 
+import logging
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -17,7 +17,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from milepost.engine.ending import end_with_program, heed_sigterm
 from milepost.engine.loop.core import Engine
+from milepost.errors import EngineDeadError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _QueuedCall = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
@@ -28,21 +32,37 @@ _Todo = SimpleQueue[
 SLICE_S = 0.1
 """Seconds of steps for one caller, until it hears how far its requests have come."""
 _END_S = 10.0
-"""How long the interpreter's end waits for the last step."""
+"""How long the end of an engine waits for the last step, besides the time for writing."""
 
 
 class EngineThread:
-    """The thread of one engine, until nothing refers to it any more."""
+    """The thread of one engine, until `close`, or until nothing refers to it any more, or until
+    the program ends. Then it closes the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._todo: _Todo = SimpleQueue()
+        self._gate = threading.RLock()  # a collector's callback may queue in the midst of queueing
+        self._is_closed = False
         device = engine.runner.pools.device
         self._thread = threading.Thread(
             target=_serve, args=(self._todo, device), name="milepost-engine", daemon=True
         )
         self._thread.start()
-        self._end = weakref.finalize(self, _end, self._todo, self._thread)
+        end_s = _END_S + engine.config.flush_s
+        self._end = end_with_program(self, _end, self._todo, self._thread, engine.close, end_s)
+        if engine.config.cache_dir is not None:
+            heed_sigterm()
+
+    def close(self) -> None:
+        """Closes the engine once what is queued is done. Later calls raise EngineDeadError."""
+        with self._gate:
+            self._is_closed = True
+        self._end()
+
+    @property
+    def _is_open(self) -> bool:
+        return self._end.alive and not self._is_closed
 
     def run(self, work: Callable[..., T], *args: Any) -> T:
         """The result of `work`; it goes on if the caller is interrupted while it waits."""
@@ -51,7 +71,7 @@ class EngineThread:
     def tidy(self, work: Callable[..., object], *args: Any) -> None:
         """Run what a caller leaves to be done. A collector may end a caller anywhere: on this
         thread `work` is only queued, and at the interpreter's end dropped."""
-        if not self._end.alive:
+        if not self._is_open:
             return
         future = self._queue(work, *args)
         if threading.current_thread() is not self._thread:
@@ -74,7 +94,10 @@ class EngineThread:
 
     def _queue(self, work: Callable[..., T], *args: Any) -> Future[T]:
         future: Future[T] = Future()
-        self._todo.put((future, work, args))
+        with self._gate:
+            if not self._is_open:
+                raise EngineDeadError("the engine was closed: make a new one")
+            self._todo.put((future, work, args))
         return future
 
 
@@ -91,7 +114,17 @@ def _serve(todo: _Todo, device: torch.device) -> None:
         del asked, future, work, args
 
 
-def _end(todo: _Todo, thread: threading.Thread) -> None:
+def _end(
+    todo: _Todo, thread: threading.Thread, close: Callable[[], object], end_s: float
+) -> None:
+    """Has the thread close the engine and end, and waits for that, unless this is the thread."""
+    future: Future[object] = Future()
+    todo.put((future, close, ()))
     todo.put(None)
-    if thread is not threading.current_thread():
-        thread.join(_END_S)
+    if thread is threading.current_thread():
+        return
+    thread.join(end_s)
+    if thread.is_alive():
+        logger.error("the engine did not end within %g seconds, and is left as it is", end_s)
+    elif future.done() and (error := future.exception()) is not None:
+        logger.error("the engine did not end as it should: %r", error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from math import inf
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from milepost.config import EngineConfig
@@ -28,11 +30,17 @@ class Tiering(OffDevice):
     """The host memory and the disk of one engine."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, tiers: Tiers, copier: TierTransfers
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        tiers: Tiers,
+        copier: TierTransfers,
+        flush_s: float,
     ) -> None:
         self._scheduler, self._runner = scheduler, runner
         self.tiers = tiers
         self.copier = copier
+        self._flush_s = flush_s
 
     @property
     def rest_s(self) -> float | None:
@@ -63,7 +71,10 @@ class Tiering(OffDevice):
 
     def flush(self) -> None:
         """Waits until all stores are done, and all loads of requests that have ended."""
-        while self.copier.is_busy or self._goes_down():
+        self._flush_until(inf)
+
+    def _flush_until(self, end_s: float) -> None:
+        while (self.copier.is_busy or self._goes_down()) and perf_counter() < end_s:
             self.copier.wait(0.01)
 
     def _goes_down(self) -> bool:
@@ -114,10 +125,12 @@ class Tiering(OffDevice):
         self.tiers.clear()
 
     def close(self, *, is_whole: bool) -> None:
-        """Stores what is left, unless a step has failed."""
+        """Stores and writes what is left, in the time that there is for it, unless a step has
+        failed."""
         if is_whole:
-            self.flush()
-            self.copier.close()
+            end_s = perf_counter() + self._flush_s
+            self._flush_until(end_s)
+            self.copier.close(end_s)
 
 
 def tiering_of(
@@ -161,4 +174,4 @@ def tiering_of(
         "tiers: %d pages and %d states in host memory, %d items on disk",
         state.num_pages, state.num_states, len(tiers.disk),
     )  # fmt: skip
-    return Tiering(scheduler, runner, tiers, copier)
+    return Tiering(scheduler, runner, tiers, copier, config.flush_s)

@@ -84,6 +84,7 @@ class EngineClient:
             raise getattr(errors, first.kind)(first.message)
         assert isinstance(first, wire.Ready)
         self.info = first
+        self._process.is_ready.set()
         self.limits = Limits.of(
             self.config,
             vocab_size=first.vocab_size,

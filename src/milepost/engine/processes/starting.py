@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
+import select
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from time import monotonic
 from typing import Any
 
 from milepost.config import EngineConfig
+from milepost.engine.ending import end_with_program, heed_sigterm
 from milepost.engine.parent import without_interrupts
 
 CONTEXT: BaseContext = multiprocessing.get_context("spawn")
 """How engines are started: a fork would inherit threads, and what CUDA has set up."""
 STOP_S = 5.0
-"""Seconds that the process may take to end before it is killed."""
+"""Seconds that the process may take to end before it is killed, besides those for writing."""
 
 
 class EngineProcess:
-    """The process of one engine. `make_engine` takes the place of `Engine`, for tests."""
+    """The process of one engine. `make_engine` takes the place of `Engine`, for tests.
+
+    It ends by `end`, or with the program (`ending`): it then stops between two steps, and writes
+    what its cache is still to write, for `stop_s` in all.
+    """
 
     def __init__(self, config: EngineConfig, make_engine: Callable[..., Any] | None) -> None:
         self._config, self._make_engine = config, make_engine
         self._process: Any = None
-        self._starting: asyncio.Future[None] | None = None
+        self._is_started: Future[None] | None = None
+        self._finish: Callable[[], object] = lambda: None
+        self.is_ready = threading.Event()
+        """Set once it has loaded; before that it is killed rather than told to end."""
+        self.stop_s = STOP_S + config.flush_s
 
     @property
     def pid(self) -> int | None:
@@ -46,9 +61,18 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         arguments = (self._config, theirs, self._make_engine)
         self._process = CONTEXT.Process(target=_run, args=arguments, name="engine")
-        self._starting = asyncio.ensure_future(asyncio.to_thread(_start, self._process))
-        await asyncio.shield(self._starting)
+        self._is_started = Future()
+        # The process is killed when this thread ends, so the thread outlasts the event loop.
+        given = (self._process, self._is_started)
+        threading.Thread(target=_start, args=given, name="engine-starter", daemon=True).start()
+        await asyncio.shield(asyncio.wrap_future(self._is_started))
         theirs.close()
+        stop_s = self.stop_s
+        self._finish = end_with_program(
+            self, _finish, self._process, ours.dup(), self.is_ready, stop_s
+        )
+        if self._config.cache_dir is not None:
+            heed_sigterm()
         return ours
 
     def kill(self) -> None:
@@ -56,8 +80,8 @@ class EngineProcess:
         self._process.kill()
 
     async def join(self) -> None:
-        """Waits until the process has ended, for STOP_S at most."""
-        await asyncio.to_thread(self._process.join, STOP_S)
+        """Waits until the process has ended, for `stop_s` at most."""
+        await asyncio.to_thread(self._process.join, self.stop_s)
 
     async def end(self) -> None:
         """Waits until the process has ended, and kills it if that takes too long."""
@@ -65,20 +89,48 @@ class EngineProcess:
         if self._process.is_alive():
             self._process.kill()
             await asyncio.to_thread(self._process.join)
+        self._finish()
 
     async def end_loading(self) -> None:
         """Kills a process that was never ready: it would first load all weights."""
-        if self._starting is not None:
-            await self._starting
+        if self._is_started is not None:
+            await asyncio.wrap_future(self._is_started)
         if self.pid is not None:
             self._process.kill()
             await self.end()
 
 
-def _start(process: BaseProcess) -> None:
-    resource_tracker.ensure_running()  # its own start lets interrupts through again
-    with without_interrupts():
-        process.start()
+def _start(process: BaseProcess, is_started: Future[None]) -> None:
+    """Starts a process, and waits until it has ended."""
+    try:
+        resource_tracker.ensure_running()  # its own start lets interrupts through again
+        with without_interrupts():
+            process.start()
+    except BaseException as error:  # noqa: BLE001 - the caller has it
+        is_started.set_exception(error)
+        return
+    is_started.set_result(None)
+    wait([process.sentinel])
+
+
+def _finish(
+    process: BaseProcess, sock: socket.socket, is_ready: threading.Event, stop_s: float
+) -> None:
+    """Tells an engine that its client has gone, and waits until it has ended. What it still sends
+    is read, or it would wait for that."""
+    end_s = monotonic() + stop_s
+    if not is_ready.is_set():
+        process.kill()
+    with sock, contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+        while (left_s := end_s - monotonic()) > 0 and select.select([sock], [], [], left_s)[0]:
+            with contextlib.suppress(BlockingIOError):
+                if not sock.recv(2**16):
+                    break
+    process.join(max(end_s - monotonic(), 0))
+    if process.is_alive():
+        process.kill()
+        process.join()
 
 
 def _run(config: EngineConfig, sock: socket.socket, make_engine: Callable[..., Any] | None) -> None:

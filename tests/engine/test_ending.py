@@ -1,0 +1,69 @@
+"""A program that ends loses nothing of its cache that is complete in memory, however it ends."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from milepost.errors import EngineDeadError
+from milepost.tiers.files import Files
+from milepost.tiers.rates import MeasuredRates
+from tests.engine import programs
+from tests.engines import (
+    NUM_TOKENS,
+    THREE_LAYERS,
+    answer,
+    greedy,
+    open_llm,
+    prompt,
+    save_tiny,
+    tiering_of,
+    tokens,
+)
+
+END = programs.PROMPT_LEN + NUM_TOKENS - 1
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return save_tiny(folder, "qwen3_5", torch.float64, **THREE_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def turns(tiny):
+    """Second turns of all conversations, and what a program's first answers were."""
+    with open_llm(tiny.folder, num_pages=256, num_slots=32) as llm:
+        asked = [tokens(programs.PROMPT_LEN, seed) for seed in range(programs.NUM_PROMPTS)]
+        outputs = llm.generate([prompt(ids) for ids in asked], greedy(), use_tqdm=False)
+    return [[*output.prompt_token_ids, *answer(output), 7] for output in outputs]
+
+
+def num_found(tiny, folder, way, turns) -> int:
+    """How many conversations another engine finds whole on disk."""
+    with open_llm(tiny.folder, **programs.options(folder, way)) as llm:
+        rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)  # nothing is worth computing
+        tiering_of(llm.llm_engine).tiers.rates = rates
+        outputs = llm.generate([prompt(turn) for turn in turns], greedy(2), use_tqdm=False)
+    return sum(output.cache_report.loaded == {"disk": END} for output in outputs)
+
+
+def run(*arguments) -> list[str]:
+    command = [sys.executable, "-m", "tests.engine.programs", *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=250)
+    return done.stdout.splitlines()
+
+
+def test_a_program_that_ends_has_written_all(tiny, turns, tmp_path):
+    """By itself, by an exception, and by SIGTERM, with a request that still runs."""
+    said = run(tiny.folder, tmp_path, *programs.WAYS)
+    assert said == [f"{way} {int(status)}" for way, status in programs.WAYS.items()]
+    found = {way: num_found(tiny, tmp_path, way, turns) for way in programs.WAYS}
+    assert found == dict.fromkeys(programs.WAYS, programs.NUM_PROMPTS)
