@@ -77,8 +77,8 @@ FLOORS = {
 BESIDE_FLOORS = {
     "cache": {"events", "order", "placement", "plans", "report"},
     "engine": {
-        *("child", "facts", "heap", "metrics", "off_device", "outputs", "parent", "prompts"),
-        *("validation", "watcher"),
+        *("child", "ending", "facts", "heap", "metrics", "off_device", "outputs", "parent"),
+        *("prompts", "validation", "watcher"),
     },
 }
 """Modules beside the folders that all of them may use."""
@@ -94,6 +94,8 @@ SHARED = {
     "kv_transfer_params",
     "sampling_params",
     "speculative_config",
+    "structured_outputs",
+    "vllm_keywords",
     "zeromq",
 }
 """Modules beside the parts that all of them may use, and that use only each other."""

@@ -57,7 +57,8 @@ REFUSED = [
     ({"detokenize": None}, "detokenize=None"),
     ({"include_stop_str_in_output": 1}, "include_stop_str_in_output=1"),
     ({"skip_special_tokens": "no"}, "skip_special_tokens='no'"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs={'regex': 'a'}"),
+    ({"structured_outputs": "a"}, "structured_outputs='a'"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs: regex=5"),
 ]
 
 
@@ -142,3 +143,8 @@ def test_import_needs_no_torch():
         "sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_form_may_be_a_mapping():
+    params = SamplingParams(structured_outputs={"regex": "a"})
+    assert params.structured_outputs == StructuredOutputs(regex="a")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from milepost.sampling_params import SamplingParams
+from milepost.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from milepost.engine.llm import LLM
@@ -19,7 +20,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,14 +8,14 @@ torch, no tokenizer.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
-from typing import Any, NoReturn
 
 from milepost.checks import check_ids, check_int, check_number, check_unicode, listed, refuse
-from milepost.errors import InvalidRequestError
+from milepost.structured_outputs import StructuredOutputs
+from milepost.vllm_keywords import SAMPLING, with_vllm_keywords
 
 MAX_LOGPROBS = 20
 """Limit on `logprobs`: alternatives per token."""
@@ -27,46 +27,6 @@ MAX_N = 16384
 """Limit on the answers to one prompt: all of them are set up before the first begins."""
 
 _MAX_SEED = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputs:
-    """The form of an answer: exactly one of the first four fields. Raises InvalidRequestError."""
-
-    json: str | Mapping[str, Any] | None = None
-    """A JSON schema."""
-    regex: str | None = None
-    """A regular expression that the whole answer matches."""
-    choice: Sequence[str] | None = None
-    """The whole answer is one of these."""
-    grammar: str | None = None
-    """In llguidance's dialect of Lark."""
-    starts_after: int | None = None
-    """Token id after which the form begins, such as the end of the reasoning."""
-    field: str = "structured_outputs"
-    """The caller's name for it; messages begin with it."""
-
-    def __post_init__(self) -> None:
-        given = [self.json, self.regex, self.choice, self.grammar]
-        if sum(form is not None for form in given) != 1 or self.choice in ([], ()):
-            raise InvalidRequestError(
-                f"{self.field}: give exactly one of json, regex, choice and grammar"
-            )
-        if not isinstance(self.json, str | Mapping | None):
-            self._refuse("json", self.json, "a JSON schema, as a mapping or as text")
-        for name in ("regex", "grammar"):
-            value = getattr(self, name)
-            if not isinstance(value, str | None):
-                self._refuse(name, value, "a string")
-        choice = self.choice
-        if isinstance(choice, str | bytes) or not isinstance(choice, Iterable | None):
-            self._refuse("choice", choice, "a list of strings")
-        for text in choice or ():
-            if not isinstance(text, str):
-                self._refuse("choice", text, "strings")
-
-    def _refuse(self, name: str, value: object, instead: str) -> NoReturn:
-        raise InvalidRequestError(f"{self.field}: {name}={value!r}: use {instead}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +101,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     """Limit on the tokens between `<think>` and `</think>`; then the reasoning is closed."""
     structured_outputs: StructuredOutputs | None = None
-    """The form of the answer."""
+    """The form of the answer; a mapping of its fields is accepted too."""
     detokenize: bool = True
     """Turn the answer's tokens into text."""
     include_stop_str_in_output: bool = False
@@ -150,6 +110,9 @@ class SamplingParams:
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.structured_outputs, Mapping):
+            form = StructuredOutputs(**self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", form)
         self._check_types()
         self._check_shape_of_distribution()
         self._check_penalties()
@@ -294,3 +257,8 @@ class SamplingParams:
 _ABOVE_ZERO = "a finite number above 0; 1 is off"
 _LARGEST = sys.float_info.max
 _FLAGS = ("ignore_eos", "detokenize", "include_stop_str_in_output", "skip_special_tokens")
+
+
+SamplingParams.__init__ = with_vllm_keywords(SAMPLING)(  # type: ignore[method-assign]
+    SamplingParams.__init__
+)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import signal
 import subprocess
 import sys
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -67,3 +65,57 @@ def test_a_program_that_ends_has_written_all(tiny, turns, tmp_path):
     assert said == [f"{way} {int(status)}" for way, status in programs.WAYS.items()]
     found = {way: num_found(tiny, tmp_path, way, turns) for way in programs.WAYS}
     assert found == dict.fromkeys(programs.WAYS, programs.NUM_PROMPTS)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("round_", range(5))
+def test_a_program_that_ends_on_a_busy_machine_has_written_all(tiny, turns, tmp_path, round_):
+    """Beside eight processes that compute all the time."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
+    try:
+        test_a_program_that_ends_has_written_all(tiny, turns, tmp_path)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def test_a_closed_engine_takes_nothing(tiny):
+    with open_llm(tiny.folder, num_pages=256) as llm:
+        stream = llm.stream(prompt(tokens(40)), greedy())
+        next(stream)
+        thread = llm._thread._thread
+    assert not thread.is_alive()
+    for call in (lambda: next(stream), llm.get_metrics, lambda: llm.generate([[1, 2]], greedy())):
+        with pytest.raises(EngineDeadError, match="the engine was closed"):
+            call()
+    llm.close()
+
+
+def test_what_waits_for_a_closing_engine_ends(tiny, monkeypatch):
+    """Here another thread's request is running when the engine is closed."""
+    llm = open_llm(tiny.folder, num_pages=256)
+    step, has_begun = llm.llm_engine.step, threading.Event()
+
+    def noted():
+        has_begun.set()
+        return step()
+
+    monkeypatch.setattr(llm.llm_engine, "step", noted)
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(llm.generate, [prompt(tokens(40))], greedy(4000), use_tqdm=False)
+        assert has_begun.wait(60)
+        llm.close()
+        with pytest.raises(EngineDeadError, match="was closed"):
+            running.result(60)
+    assert llm.llm_engine.scheduler.cache.pages.num_used == 0
+
+
+def test_time_that_is_too_short_for_writing_is_told(tiny, tmp_path, monkeypatch, caplog):
+    may_write = threading.Event()
+    monkeypatch.setattr(Files, "write", lambda *_: may_write.wait(60))
+    options = {"num_pages": 256, "cache_dir": str(tmp_path), "cache_flush_timeout_s": 0.0}
+    with open_llm(tiny.folder, **options) as llm:
+        llm.generate([prompt(tokens(100))], greedy(), use_tqdm=False)
+    may_write.set()
+    assert [line for line in caplog.messages if "raise cache_flush_timeout_s" in line]

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from milepost.config import EngineConfig
 from milepost.engine.loop import Engine, EngineThread, RequestGroup
 from milepost.engine.metrics import Metric
+from milepost.engine.options import CHAT_OPTIONS, ChatOptions, EngineOptions, read_options
 from milepost.engine.outputs import RequestOutput
 from milepost.engine.prompts import (
     ChatMessages,
@@ -26,9 +26,9 @@ from milepost.engine.prompts import (
     read_prompt,
 )
 from milepost.engine.text import chat
-from milepost.engine.vllm_names import own_options, refuse_unknown
 from milepost.errors import ConfigError, InvalidRequestError
 from milepost.sampling_params import SamplingParams, check_unicode
+from milepost.vllm_keywords import GENERATE, with_vllm_keywords
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +45,10 @@ class LLM:
     WeightsError.
     """
 
-    def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
-        options = own_options(options)
-        refuse_unknown(options)
-        model = str(model) if isinstance(model, PathLike) else model
-        options.setdefault("disable_log_stats", True)
-        config = EngineConfig(model=model, **options)
+    def __init__(
+        self, model: str | PathLike[str] | None = None, **options: Unpack[EngineOptions]
+    ) -> None:
+        config = read_options(model, options)
         if config.max_queue_wait_s is not None:
             raise ConfigError(
                 f"max_queue_wait_s={config.max_queue_wait_s:g}: prompts of one call wait for each "
@@ -60,6 +58,7 @@ class LLM:
         self._thread = EngineThread(self.llm_engine)
         self._tokenizing = threading.Lock()
 
+    @with_vllm_keywords(GENERATE)
     def generate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -80,45 +79,26 @@ class LLM:
         read = [self._read(index, prompt) for index, prompt in enumerate(listed)]
         return self._run(read, sampling_params, use_tqdm)
 
+    @with_vllm_keywords(GENERATE, CHAT_OPTIONS)
     def chat(
         self,
         messages: ChatMessages | Sequence[ChatMessages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        tools: Sequence[Any] | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        cache_salt: str | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several. The ends of the system prompt and of the
-        last message become marks.
-
-        Messages and `tools` are as OpenAI has them. `chat_template` stands in place of the
-        tokenizer's, and `chat_template_kwargs` are what it is given besides, such as
-        `{"enable_thinking": False}`. With `continue_final_message` the answer goes on with the last
-        message, whatever `add_generation_prompt` says. Nothing is shared with prompts under another
-        `cache_salt`. The rest is as in `generate`.
+        """Answer one conversation, or each of several, whose messages are as OpenAI has them. The
+        ends of the system prompt and of the last message become marks. `options` are those of
+        `ChatOptions`; the rest is as in `generate`.
 
         Raises InvalidRequestError before anything is computed.
         """
         conversations = [messages] if is_conversation(messages) else list(messages)
-        prompts = [
-            self._render(
-                conversation,
-                tools=tools,
-                chat_template=chat_template,
-                chat_template_kwargs=chat_template_kwargs,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                cache_salt=cache_salt,
-            )
-            for conversation in conversations
-        ]
+        prompts = [self._render(conversation, **options) for conversation in conversations]
         return self._run(prompts, sampling_params, use_tqdm)
 
+    @with_vllm_keywords(GENERATE)
     def stream(
         self, prompt: PromptLike, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
@@ -128,8 +108,12 @@ class LLM:
         """
         return self._stream(self._prompt(prompt), sampling_params)
 
+    @with_vllm_keywords(GENERATE, CHAT_OPTIONS)
     def stream_chat(
-        self, messages: ChatMessages, sampling_params: SamplingParams | None = None, **options: Any
+        self,
+        messages: ChatMessages,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
     ) -> Iterator[RequestOutput]:
         """Like `stream`, for one conversation; options are those of `chat`."""
         return self._stream(self._render(messages, **options), sampling_params)
@@ -223,6 +207,8 @@ class LLM:
         try:
             self._thread.run(self._queue, wanted, groups)
             self._finish(groups, use_tqdm)
+            for group in groups:
+                group.check_whole()
         finally:  # an interruption leaves nothing queued
             self._thread.tidy(self._give_up, groups)
         if not self.llm_engine.config.disable_log_stats:
@@ -261,6 +247,7 @@ class LLM:
                 if found is not None and found[0] > num_shown:
                     num_shown, output = found
                     yield output
+            group.check_whole()
         finally:
             self._thread.tidy(self._give_up, groups)
 

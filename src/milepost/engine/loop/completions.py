@@ -55,7 +55,7 @@ class RunningCompletions:
         return [known[1].request for known in found if known is not None]
 
     def groups(self) -> list[RequestGroup]:
-        """Returns the groups of which requests are known."""
+        """Returns the groups with requests that are known."""
         return list(dict.fromkeys(group for group, _ in self._known.values()))
 
     def group_of(self, request: Request) -> RequestGroup:

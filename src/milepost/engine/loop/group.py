@@ -12,8 +12,10 @@ from typing import Any
 from milepost.engine.loop.completion import Completion
 from milepost.engine.outputs import Output, Report, RequestOutput
 from milepost.engine.prompts import Prompt
+from milepost.errors import EngineDeadError
 from milepost.kv_transfer_params import TransferWish
 from milepost.sampling_params import SamplingParams
+from milepost.scheduler.request import FinishReason
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -44,6 +46,12 @@ class RequestGroup:
     def is_finished(self) -> bool:
         """Whether all completions have ended."""
         return None not in [each.request.finish_reason for each in self.completions]
+
+    def check_whole(self) -> None:
+        """Raises EngineDeadError if the engine was closed before all completions had ended."""
+        reasons = [each.request.finish_reason for each in self.completions]
+        if FinishReason.ABORT in reasons:
+            raise EngineDeadError("the engine was closed before the answer had ended")
 
     @property
     def num_output_tokens(self) -> int:

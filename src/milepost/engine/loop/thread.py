@@ -114,9 +114,7 @@ def _serve(todo: _Todo, device: torch.device) -> None:
         del asked, future, work, args
 
 
-def _end(
-    todo: _Todo, thread: threading.Thread, close: Callable[[], object], end_s: float
-) -> None:
+def _end(todo: _Todo, thread: threading.Thread, close: Callable[[], object], end_s: float) -> None:
     """Has the thread close the engine and end, and waits for that, unless this is the thread."""
     future: Future[object] = Future()
     todo.put((future, close, ()))

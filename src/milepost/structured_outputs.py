@@ -1,0 +1,55 @@
+"""The form of an answer: a JSON schema, a regular expression, a choice, or a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from milepost.errors import InvalidRequestError
+from milepost.vllm_keywords import STRUCTURED, with_vllm_keywords
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """The form of an answer: exactly one of the first four fields. Raises InvalidRequestError."""
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema."""
+    regex: str | None = None
+    """A regular expression that the whole answer matches."""
+    choice: Sequence[str] | None = None
+    """The whole answer is one of these."""
+    grammar: str | None = None
+    """In llguidance's dialect of Lark."""
+    starts_after: int | None = None
+    """Token id after which the form begins, such as the end of the reasoning."""
+    field: str = "structured_outputs"
+    """The caller's name for it; messages begin with it."""
+
+    def __post_init__(self) -> None:
+        given = [self.json, self.regex, self.choice, self.grammar]
+        if sum(form is not None for form in given) != 1 or self.choice in ([], ()):
+            raise InvalidRequestError(
+                f"{self.field}: give exactly one of json, regex, choice and grammar"
+            )
+        if not isinstance(self.json, str | Mapping | None):
+            self._refuse("json", self.json, "a JSON schema, as a mapping or as text")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if not isinstance(value, str | None):
+                self._refuse(name, value, "a string")
+        choice = self.choice
+        if isinstance(choice, str | bytes) or not isinstance(choice, Iterable | None):
+            self._refuse("choice", choice, "a list of strings")
+        for text in choice or ():
+            if not isinstance(text, str):
+                self._refuse("choice", text, "strings")
+
+    def _refuse(self, name: str, value: object, instead: str) -> NoReturn:
+        raise InvalidRequestError(f"{self.field}: {name}={value!r}: use {instead}")
+
+
+StructuredOutputs.__init__ = with_vllm_keywords(STRUCTURED)(  # type: ignore[method-assign]
+    StructuredOutputs.__init__
+)
