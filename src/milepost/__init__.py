@@ -15,6 +15,7 @@ from milepost.sampling_params import SamplingParams
 from milepost.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
+    from milepost.engine.async_llm import AsyncLLM
     from milepost.engine.llm import LLM
     from milepost.engine.outputs import CompletionOutput, RequestOutput
 
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "RequestOutput",
     "SamplingParams",
@@ -36,6 +38,10 @@ def __getattr__(name: str) -> Any:
         from milepost.engine.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from milepost.engine.async_llm import AsyncLLM
+
+        return AsyncLLM
     if name in ("CompletionOutput", "RequestOutput"):
         from milepost.engine import outputs
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from json import dumps
 from typing import Any, NoReturn
 
 from milepost.errors import InvalidRequestError
@@ -45,6 +46,17 @@ class StructuredOutputs:
         for text in choice or ():
             if not isinstance(text, str):
                 self._refuse("choice", text, "strings")
+
+    @property
+    def as_text(self) -> StructuredOutputs:
+        """The same form with its schema as text: numbers in a mapping may be too large to send.
+        Raises InvalidRequestError for a mapping that is not JSON."""
+        if not isinstance(self.json, Mapping):
+            return self
+        try:
+            return replace(self, json=dumps(self.json))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise InvalidRequestError(f"{self.field}: {error}") from error
 
     def _refuse(self, name: str, value: object, instead: str) -> NoReturn:
         raise InvalidRequestError(f"{self.field}: {name}={value!r}: use {instead}")

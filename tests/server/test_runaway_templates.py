@@ -9,9 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizer
 
 from milepost.engine.text import chat
+from milepost.engine.text.encoder import Encoder
 from milepost.errors import InvalidRequestError
 from milepost.server.config import ServerConfig
-from milepost.server.encoder import Encoder
 from tests import chatmodel
 from tests.engine.test_parent import is_running
 from tests.server import inprocess

@@ -14,13 +14,13 @@ from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from milepost.engine.text import chat
+from milepost.engine.text.encoder import Encoder
+from milepost.engine.text.lanes import MAX_SHORT, Lane, Lanes
 from milepost.engine.text.lengths import FewestTokens
 from milepost.engine.text.process import Start, Text, TextProcess, Texts
 from milepost.engine.text.tokenizer import load_tokenizer
 from milepost.models.folder import EMBEDDED_MODEL
 from milepost.server.config import ServerConfig
-from milepost.server.encoder import Encoder
-from milepost.server.tokenizing import MAX_SHORT, Lane, Lanes
 from tests import chatmodel
 from tests.engine.test_parent import is_running
 from tests.server.inprocess import MAX_IN_FLIGHT, answered

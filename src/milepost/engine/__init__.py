@@ -3,7 +3,7 @@
 Five rooms, each used through its `__init__`; a room uses only those above it: `text/`,
 `constraints/`, `assembly/`, `loop/`, `processes/`. Beside them stands what all of them use:
 
-    Python API                  llm, options, vllm_names
+    Python API                  llm, async_llm, options, vllm_names
     prompts and outputs         prompts, validation, outputs
     what can be seen            metrics, facts
     what annexes bring          off_device, watcher

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from milepost.engine.loop import Engine, EngineThread, RequestGroup
 from milepost.engine.metrics import Metric
-from milepost.engine.options import CHAT_OPTIONS, ChatOptions, EngineOptions, read_options
+from milepost.engine.options import (
+    CHAT_OPTIONS,
+    ChatOptions,
+    EngineOptions,
+    compose_options,
+    read_options,
+)
 from milepost.engine.outputs import RequestOutput
 from milepost.engine.prompts import (
     ChatMessages,
@@ -24,6 +30,7 @@ from milepost.engine.prompts import (
     is_prompt,
     one_each,
     read_prompt,
+    rendered_prompt,
 )
 from milepost.engine.text import chat
 from milepost.errors import ConfigError, InvalidRequestError
@@ -95,7 +102,7 @@ class LLM:
         Raises InvalidRequestError before anything is computed.
         """
         conversations = [messages] if is_conversation(messages) else list(messages)
-        prompts = [self._render(conversation, **options) for conversation in conversations]
+        prompts = [self._render(conversation, options) for conversation in conversations]
         return self._run(prompts, sampling_params, use_tqdm)
 
     @with_vllm_keywords(GENERATE)
@@ -116,7 +123,7 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> Iterator[RequestOutput]:
         """Like `stream`, for one conversation; options are those of `chat`."""
-        return self._stream(self._render(messages, **options), sampling_params)
+        return self._stream(self._render(messages, options), sampling_params)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer; None with skip_tokenizer_init."""
@@ -158,35 +165,18 @@ class LLM:
         except InvalidRequestError as error:
             raise InvalidRequestError(f"prompt {index}: {error}") from error
 
-    def _render(
-        self,
-        messages: ChatMessages,
-        *,
-        cache_salt: str | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Prompt:
+    def _render(self, messages: ChatMessages, options: ChatOptions) -> Prompt:
         tokenizer = self.get_tokenizer()
         if tokenizer is None:
             raise InvalidRequestError(
                 "chat needs a tokenizer, and skip_tokenizer_init=True loaded none"
             )
-        template_kwargs = dict(chat_template_kwargs or {})
-        if chat_template is not None:
-            template_kwargs["chat_template"] = chat_template
-        composed = chat.compose(
-            tokenizer,
-            messages,
-            chat_template_kwargs=template_kwargs,
-            check=check_unicode,
-            **options,
-        )
+        given = compose_options(options)
+        composed = chat.compose(tokenizer, messages, check=check_unicode, **given)
         with self._tokenizing:
             rendered = chat.tokenized(tokenizer, composed)
-        marks = rendered.marks[: self.llm_engine.config.max_cache_marks]
-        given = {"prompt_token_ids": rendered.token_ids, "cache_marks": marks}
-        return read_prompt({**given, "cache_salt": cache_salt}, tokenizer)
+        most = self.llm_engine.config.max_cache_marks
+        return rendered_prompt(rendered, most, options.get("cache_salt"))
 
     def _params_for(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int

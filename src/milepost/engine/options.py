@@ -100,3 +100,15 @@ def read_options(model: str | PathLike[str] | None, options: Mapping[str, Any]) 
     refuse_unknown(own)
     own.setdefault("disable_log_stats", True)
     return EngineConfig(model=str(model) if isinstance(model, PathLike) else model, **own)
+
+
+def compose_options(options: ChatOptions) -> dict[str, Any]:
+    """Returns the options of `chat.compose` among those of a chat."""
+    found: dict[str, Any] = {key: value for key, value in options.items() if key in _COMPOSED}
+    template_kwargs = dict(options.get("chat_template_kwargs") or {})
+    if options.get("chat_template") is not None:
+        template_kwargs["chat_template"] = options["chat_template"]
+    return {**found, "chat_template_kwargs": template_kwargs}
+
+
+_COMPOSED = ("tools", "add_generation_prompt", "continue_final_message")

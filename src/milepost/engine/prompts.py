@@ -14,6 +14,8 @@ from milepost.sampling_params import SamplingParams, check_unicode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from milepost.engine.text import ChatPrompt
+
 PromptLike = str | list[int] | Mapping[str, Any]
 """Text, or a list of token ids, or {"prompt": text} or {"prompt_token_ids": [...]}, with
 "cache_salt" and "cache_marks" if wanted.
@@ -70,6 +72,13 @@ def read_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None) -
         cache_salt=_read_salt(prompt.get("cache_salt")),
         cache_marks=_read_marks(prompt.get("cache_marks")),
     )
+
+
+def rendered_prompt(rendered: ChatPrompt, max_marks: int, salt: object) -> Prompt:
+    """Returns a rendered conversation as a prompt, with as many of its marks as may be. Raises
+    InvalidRequestError for a salt that is none."""
+    marks = rendered.marks[:max_marks]
+    return Prompt(token_ids=rendered.token_ids, cache_salt=_read_salt(salt), cache_marks=marks)
 
 
 def _tokenize(text: object, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

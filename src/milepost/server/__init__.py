@@ -7,7 +7,7 @@
     before the application   connections, gate, callers
     a body, read             bodies, fields, protocol, parts, tools, unknown
     its meaning              messages, custom, templates, forms, parameters
-    the way to the engine    service, encoder, tokenizing, generation, observers
+    the way to the engine    service, generation, observers
     its answer               answers, stream, blocks, logprobs, errors, transfer
     figures                  metrics, vllm_metrics
     files of requests        batch

@@ -27,7 +27,7 @@ async def chat(service: Service, request: ChatRequest, http: Request) -> Respons
     """Answers a conversation."""
     model = service.check_model(request.model)
     request = transfer.as_served(service, request)
-    octets = await service.encoder.token_bytes() if request.logprobs else None
+    octets = await service.token_bytes() if request.logprobs else None
     turn = await begin(service, request, http, field="messages")
     writer = _ChatWriter(
         service, request, turn, response_id("chatcmpl", request, http), model, octets

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from milepost.errors import (
     EngineAsleepError,
     EngineDeadError,
+    InvalidPromptError,
     InvalidRequestError,
     MilepostError,
     QueueFullError,
@@ -23,6 +24,8 @@ from milepost.errors import (
 )
 
 RETRY_AFTER_S = 1
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code for a prompt that the model has no room for."""
 MAX_MESSAGE_LEN = 2000
 """Longer messages repeat what the client sent; their middle is left out."""
 
@@ -122,6 +125,8 @@ def body_of(error: Exception) -> dict[str, Any]:
     elif isinstance(error, InvalidRequestError):
         field = _FIELD.match(message)
         param = field.group(1) if field else None
+        if isinstance(error, InvalidPromptError) and error.is_too_long:
+            code = TOO_LONG
     elif kind is None:
         message = "the server failed; its log says why"
     return error_body(

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 from milepost.config import EngineConfig
 from milepost.engine.constraints import FormChecks, vocabulary_of
 from milepost.engine.facts import Facts
-from milepost.engine.processes import EngineClient
-from milepost.engine.text import load_tokenizer
+from milepost.engine.processes import EngineClient, start_with_tokenizer
 from milepost.errors import ConfigError
-from milepost.models.folder import EMBEDDED_MODEL, find_folder
 from milepost.server.config import ServerConfig, read_template
 from milepost.server.service import Service
 
@@ -25,14 +23,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 async def load(config: ServerConfig, engine_config: EngineConfig, client: EngineClient) -> Service:
     """Returns the service with engine, tokenizer and grammar process running. Raises what `run`
     raises, without waiting for the engine if the model's folder or tokenizer is missing."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            loading = tasks.create_task(asyncio.to_thread(_tokenizer, engine_config))
-            tasks.create_task(client.start())
-    except ExceptionGroup as group:
-        await client.close()
-        raise group.exceptions[0] from None  # it cancelled the other
-    tokenizer = loading.result()
+    tokenizer = await start_with_tokenizer(client)
     template = read_template(config.chat_template)
     if tokenizer is not None and template is not None:
         tokenizer.chat_template = template
@@ -53,24 +44,6 @@ def _form_checks(
         except ConfigError as error:
             problem = str(error)
     return FormChecks(vocabulary, timeout_s=config.grammar_timeout_s, problem=problem)
-
-
-def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is not None:
-        return load_tokenizer(
-            config.tokenizer, config.revision, config.download_dir, config.hf_token
-        )
-    model = config.model or str(EMBEDDED_MODEL)
-    folder = find_folder(
-        model,
-        revision=config.revision,
-        with_weights=False,
-        download_dir=config.download_dir,
-        token=config.hf_token,
-    )
-    return load_tokenizer(folder, config.revision)
 
 
 def _names(server: ServerConfig, engine: EngineConfig) -> Sequence[str]:

@@ -3,7 +3,6 @@ cannot be served."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from milepost.engine.constraints import FormChecks, think_ids
 from milepost.engine.processes import EngineClient, Stream
 from milepost.engine.prompts import Prompt
-from milepost.engine.text import chat, overridden, special_texts
+from milepost.engine.text import Encoder, chat, overridden, special_texts, text_length
 from milepost.engine.validation import validate
 from milepost.errors import (
     ConfigError,
@@ -26,8 +25,8 @@ from milepost.errors import (
 )
 from milepost.sampling_params import SamplingParams
 from milepost.server.config import ServerConfig, read_object
-from milepost.server.encoder import TOO_LONG, Encoder
-from milepost.server.errors import HttpError
+from milepost.server.errors import TOO_LONG, HttpError
+from milepost.server.logprobs import TokenBytes
 from milepost.server.metrics import RequestMetrics
 from milepost.server.parsing.answer import find_format, reasoning_tokens, special_tags
 from milepost.server.templates import check_template_kwargs, variables_of
@@ -78,6 +77,7 @@ class Service:
         self.reasoning_tokens = reasoning_tokens(self.format, tokenizer)
         self.counts_thinking = None not in think_ids(tokenizer)
         """Whether the engine can count the tokens of this model's reasoning."""
+        self._token_bytes: TokenBytes | None = None
         self.is_closing = False
         self.is_asleep = False
         special = None
@@ -169,17 +169,22 @@ class Service:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
-        size = _length(messages) + _length(tools) + _length(documents)
+        size = text_length([messages, tools, documents])
         return await self.encoder.encode_chat(messages, size, options, is_cut=is_cut)
+
+    async def token_bytes(self) -> TokenBytes:
+        """Returns the bytes of the vocabulary, read at the first call. Raises as
+        `Encoder.with_tokenizer`."""
+        if self._token_bytes is None:
+            self._token_bytes = await self.encoder.with_tokenizer(TokenBytes)
+        return self._token_bytes
 
     async def checked(self, params: SamplingParams, field: str) -> SamplingParams:
         """Returns the parameters with their form checked; `field` is named in errors about it.
         Raises InvalidRequestError."""
         if params.structured_outputs is None:
             return params
-        wanted = replace(params.structured_outputs, field=field)
-        if isinstance(wanted.json, Mapping):  # its numbers may be too large for a frame
-            wanted = replace(wanted, json=json.dumps(wanted.json))
+        wanted = replace(params.structured_outputs, field=field).as_text
         params = replace(params, structured_outputs=wanted)
         await self.form_checks.check(wanted)
         return params
@@ -249,17 +254,3 @@ def naming(field: str) -> Iterator[None]:
     except InvalidPromptError as error:
         code = TOO_LONG if error.is_too_long else None
         raise HttpError(400, f"{field}: {error}", param=field, code=code) from error
-
-
-def _length(value: Any) -> int:
-    """Returns the length of all texts in a value."""
-    length, todo = 0, [value]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, str):
-            length += len(item)
-        elif isinstance(item, Mapping):
-            todo += [*item, *item.values()]
-        elif isinstance(item, list | tuple):
-            todo += item
-    return length

@@ -42,7 +42,7 @@ from milepost.engine.assembly.rank_messages import (
     RankMessage,
     TicketedCommand,
 )
-from milepost.engine.parent import without_interrupts
+from milepost.engine.parent import without_interrupts, without_main
 from milepost.errors import EngineDeadError, MilepostError
 from milepost.parallel import Ranks
 from milepost.parallel.gloo import GlooLink, open_store
@@ -237,7 +237,7 @@ class _News:
 def _watch(members: Sequence[_Member], started: threading.Event, news: _News) -> None:
     """Start them all, take their answers, and tell when the first of them ends."""
     try:
-        with without_interrupts():
+        with without_interrupts(), without_main():
             for member in members:
                 member.start()
     except OSError as error:

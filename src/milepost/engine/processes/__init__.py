@@ -3,18 +3,22 @@ Its modules:
 
     the engine's process        engine, compiling
     messages                    wire
-    the client                  client, questions, starting, stream
+    the client                  client, questions, starting, loading, stream, growing
     a further rank              rank
 """
 
 from milepost.engine.outputs import Delta, Output, Report
 from milepost.engine.processes.client import EngineClient
+from milepost.engine.processes.growing import GrowingOutput
+from milepost.engine.processes.loading import start_with_tokenizer
 from milepost.engine.processes.stream import Stream
 
 __all__ = [
     "Delta",
     "EngineClient",
+    "GrowingOutput",
     "Output",
     "Report",
     "Stream",
+    "start_with_tokenizer",
 ]

@@ -106,6 +106,13 @@ class EngineClient:
     def is_alive(self) -> bool:
         return self.death is None and not self._is_closing
 
+    def check_alive(self) -> None:
+        """Raises EngineDeadError if the engine can answer no more."""
+        if self.death is not None:
+            raise EngineDeadError(self.death)
+        if self._is_closing:
+            raise EngineDeadError("the engine was stopped")
+
     def check_room(self, num_prompts: int, num_each: int) -> None:
         """Raises InvalidRequestError for more completions than are ever accepted, and
         QueueFullError for more than may be running or waiting now."""
@@ -135,7 +142,7 @@ class EngineClient:
         Raises EngineDeadError, QueueFullError, InvalidRequestError, and InvalidPromptError if that
         is due to a prompt; then nothing has changed.
         """
-        self._check_alive()
+        self.check_alive()
         self.check_room(len(prompts), params.n)
         for prompt in prompts:
             validate(prompt, params, self.limits)
@@ -213,12 +220,6 @@ class EngineClient:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _check_alive(self) -> None:
-        if self.death is not None:
-            raise EngineDeadError(self.death)
-        if self._is_closing:
-            raise EngineDeadError("the engine was stopped")
-
     def _send(self, message: object) -> None:
         assert self._writer is not None, "the engine has been started"
         data = wire.frame(message)
@@ -226,7 +227,7 @@ class EngineClient:
             self._writer.write(data)
 
     async def _ask(self, what: wire.Question) -> wire.Reply:
-        self._check_alive()
+        self.check_alive()
         return await self._questions.ask(what)
 
     async def _first_messages(self) -> list[wire.ToClient]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from milepost.config import EngineConfig
 from milepost.engine.ending import end_with_program, heed_sigterm
-from milepost.engine.parent import without_interrupts
+from milepost.engine.parent import without_interrupts, without_main
 
 CONTEXT: BaseContext = multiprocessing.get_context("spawn")
 """How engines are started: a fork would inherit threads, and what CUDA has set up."""
@@ -63,7 +63,7 @@ class EngineProcess:
         self._process = CONTEXT.Process(target=_run, args=arguments, name="engine")
         self._is_started = Future()
         # The process is killed when this thread ends, so the thread outlasts the event loop.
-        given = (self._process, self._is_started)
+        given = (self._process, theirs, self._is_started)
         threading.Thread(target=_start, args=given, name="engine-starter", daemon=True).start()
         await asyncio.shield(asyncio.wrap_future(self._is_started))
         theirs.close()
@@ -104,7 +104,7 @@ def _start(process: BaseProcess, is_started: Future[None]) -> None:
     """Starts a process, and waits until it has ended."""
     try:
         resource_tracker.ensure_running()  # its own start lets interrupts through again
-        with without_interrupts():
+        with without_interrupts(), without_main():
             process.start()
     except BaseException as error:  # noqa: BLE001 - the caller has it
         is_started.set_exception(error)

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from milepost.engine.outputs import Delta, Output
+from milepost.engine.outputs import Output
+from milepost.engine.processes.growing import joined
 from milepost.errors import MilepostError
 
 
@@ -73,7 +74,7 @@ class Stream:
         """Takes an output that the engine has sent."""
         pending = self._pending[output.number]
         if pending and not self._keeps_steps:
-            output = _joined(pending.pop(), output)
+            output = joined(pending.pop(), output)
         pending.append(output)
         if output.finished:
             self.open.discard(output.number)
@@ -85,6 +86,13 @@ class Stream:
             self._error = error
             self._news.set()
 
+    def abort(self) -> None:
+        """Ends the stream as it stands, once what has arrived is read; the engine ends its
+        requests."""
+        self._client.forget(self)
+        self.open.clear()
+        self._news.set()
+
     def fail_after(self, seconds: float, error: MilepostError) -> None:
         """Ends the stream with an error unless it is over by then."""
         self._timer = asyncio.get_running_loop().call_later(seconds, self.fail, error)
@@ -94,35 +102,3 @@ class Stream:
         if self._timer is not None:
             self._timer.cancel()
         self._client.forget(self)
-
-
-def _joined(first: Output, second: Output) -> Output:
-    """Returns two outputs of one request as one."""
-    deltas = {delta.index: delta for delta in first.deltas}
-    for delta in second.deltas:
-        known = deltas.get(delta.index)
-        deltas[delta.index] = delta if known is None else _joined_delta(known, delta)
-    return Output(
-        number=first.number,
-        deltas=list(deltas.values()),
-        finished=second.finished,
-        report=first.report or second.report,
-        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
-        kv_transfer_params=first.kv_transfer_params or second.kv_transfer_params,
-    )
-
-
-def _joined_delta(first: Delta, second: Delta) -> Delta:
-    logprobs = first.logprobs
-    if second.logprobs is not None:
-        logprobs = [*(first.logprobs or ()), *second.logprobs]
-    return Delta(
-        index=first.index,
-        text=first.text + second.text,
-        token_ids=[*first.token_ids, *second.token_ids],
-        logprobs=logprobs,
-        finish_reason=second.finish_reason,
-        stop_reason=second.stop_reason,
-        num_draft_tokens=first.num_draft_tokens + second.num_draft_tokens,
-        num_accepted_tokens=first.num_accepted_tokens + second.num_accepted_tokens,
-    )

@@ -1,10 +1,12 @@
-"""A lower bound on the number of tokens of a text, found without tokenizing it."""
+"""Lengths of texts: in characters, and a lower bound on the number of tokens, found without
+tokenizing."""
 
 from __future__ import annotations
 
 import json
 import math
 import unicodedata
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -103,3 +105,17 @@ def _octets() -> dict[str, int]:
     others = [octet for octet in range(256) if octet not in plain]
     found = {chr(octet): octet for octet in plain}
     return found | {chr(256 + index): octet for index, octet in enumerate(others)}
+
+
+def text_length(value: Any) -> int:
+    """Returns the length of all texts in a value."""
+    length, todo = 0, [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, str):
+            length += len(item)
+        elif isinstance(item, Mapping):
+            todo += [*item, *item.values()]
+        elif isinstance(item, list | tuple):
+            todo += item
+    return length

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from milepost.config import EngineConfig
 from milepost.errors import ConfigError
 from milepost.models.files import read_object, reading
+from milepost.models.folder import EMBEDDED_MODEL, find_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +36,24 @@ def without_torch() -> None:
     logging.getLogger("transformers").addFilter(
         lambda record: not str(record.msg).startswith("PyTorch was not found")
     )
+
+
+def tokenizer_for(config: EngineConfig) -> PreTrainedTokenizerBase | None:
+    """Returns the tokenizer of an engine, without the checkpoint's weights; None with
+    skip_tokenizer_init. Raises ConfigError."""
+    if config.skip_tokenizer_init:
+        return None
+    download_dir, token = config.download_dir, config.hf_token
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer, config.revision, download_dir, token)
+    folder = find_folder(
+        config.model or str(EMBEDDED_MODEL),
+        revision=config.revision,
+        with_weights=False,
+        download_dir=download_dir,
+        token=token,
+    )
+    return load_tokenizer(folder, config.revision)
 
 
 def load_tokenizer(

@@ -78,7 +78,7 @@ async def respond(
     owner = owner_of(http)
     own, items, converted = chat_of(store, request, http)
     chat = transfer.as_served(service, converted.chat)
-    octets = await service.encoder.token_bytes() if chat.logprobs else None
+    octets = await service.token_bytes() if chat.logprobs else None
     turn = await conversation.begin(service, chat, http, field="input", fits_max_tokens=True)
 
     def keep(body: dict[str, Any]) -> None:

@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from milepost.engine import heap
-from milepost.engine.text import Encoded, FewestTokens, Text, Texts, Unrendered, chat, content_of
-from milepost.errors import InvalidRequestError
-from milepost.server.errors import HttpError
-from milepost.server.logprobs import TokenBytes
-from milepost.server.tokenizing import MAX_SHORT, Lanes
+from milepost.engine.text import chat
+from milepost.engine.text.conversations import Unrendered, content_of
+from milepost.engine.text.lanes import MAX_SHORT, Lanes
+from milepost.engine.text.lengths import FewestTokens
+from milepost.engine.text.process import Encoded, Text, Texts
+from milepost.errors import InvalidPromptError, InvalidRequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
-TOO_LONG = "context_length_exceeded"
 GIVE_BACK_S = 1.0
 """Delay after a long text until free memory is returned to the system."""
 MAX_GROWTH, MAX_ADDED = 4, 2**24
@@ -43,13 +43,12 @@ class Encoder:
         special: re.Pattern[str] | None = None,
         template_timeout_s: float = 10.0,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._special = special
         self._template_timeout_s = template_timeout_s
         self._lanes = Lanes(tokenizer, None if special is None else special.pattern)
         self._fewest_tokens: FewestTokens | None = None
-        self._token_bytes: TokenBytes | None = None
         self._giving_back: asyncio.TimerHandle | None = None
         self._starting: asyncio.Future[None] | None = None
 
@@ -58,9 +57,9 @@ class Encoder:
     ) -> T:
         """Runs `work` in a thread with a tokenizer; `size` is the length of its text. Raises
         InvalidRequestError for bad text."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise InvalidRequestError(
-                "this server has no tokenizer (--skip-tokenizer-init): use token ids"
+                "there is no tokenizer (--skip-tokenizer-init): use token ids"
             )
         try:
             return await self._lanes.run(work, size)
@@ -100,7 +99,7 @@ class Encoder:
     def start(self) -> None:
         """Starts the process that renders conversations in the background; otherwise the first
         conversation waits a second for it."""
-        if self._tokenizer is not None and self._lanes.can_render:
+        if self.tokenizer is not None and self._lanes.can_render:
             self._starting = asyncio.ensure_future(self._render_one())
 
     async def _render_one(self) -> None:
@@ -118,7 +117,7 @@ class Encoder:
         """Returns token ids and marks of a conversation, whose texts have `size` characters.
         `options` are those of `chat.compose`; `is_cut` as in `encode`. Raises
         InvalidRequestError."""
-        if self._tokenizer is None or not self._lanes.can_render:
+        if self.tokenizer is None or not self._lanes.can_render:
             return await self._encode_chat_here(messages, size, options, is_cut=is_cut)
         asked = Unrendered(
             content=await _beside(size, lambda: content_of(messages, **options)),
@@ -181,31 +180,23 @@ class Encoder:
             raise self._too_long(f"{longest} tokens")
         return encoded
 
-    async def token_bytes(self) -> TokenBytes:
-        """Returns the bytes of the vocabulary, read at the first call. Raises as
-        `with_tokenizer`."""
-        if self._token_bytes is None:
-            self._token_bytes = await self.with_tokenizer(TokenBytes)
-        return self._token_bytes
-
     def check(self, text: str) -> None:
-        """Raises HttpError 400 for a text that has too many tokens however it is tokenized."""
+        """Raises InvalidPromptError for a text that has too many tokens however it is tokenized."""
         limit = self._max_model_len
         if len(text) < limit:
             return
         if self._fewest_tokens is None:
-            self._fewest_tokens = FewestTokens(self._tokenizer)
+            self._fewest_tokens = FewestTokens(self.tokenizer)
         least = self._fewest_tokens(text)
         if least >= limit:
             raise self._too_long(f"{least} tokens or more")
 
-    def _too_long(self, length: str) -> HttpError:
+    def _too_long(self, length: str) -> InvalidPromptError:
         limit = self._max_model_len
-        return HttpError(
-            400,
+        return InvalidPromptError(
             f"the prompt has {length}, and max_model_len={limit} leaves no room for an answer: "
             f"shorten it to {limit - 1} or raise max_model_len",
-            code=TOO_LONG,
+            is_too_long=True,
         )
 
     def _give_back_soon(self) -> None:

@@ -24,16 +24,9 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from milepost.engine.text import (
-    ChatPrompt,
-    Encoded,
-    Rendered,
-    Start,
-    Template,
-    TextProcess,
-    Texts,
-    Unrendered,
-)
+from milepost.engine.text.chat import ChatPrompt
+from milepost.engine.text.conversations import Rendered, Template, Unrendered
+from milepost.engine.text.process import Encoded, Start, TextProcess, Texts
 
 T = TypeVar("T")
 

@@ -1,0 +1,228 @@
+"""The Python API for programs with an event loop. The engine has a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from os import PathLike
+from typing import TYPE_CHECKING, Self, Unpack
+
+from milepost.config import EngineConfig
+from milepost.engine.metrics import Metric
+from milepost.engine.options import (
+    CHAT_OPTIONS,
+    ChatOptions,
+    EngineOptions,
+    compose_options,
+    read_options,
+)
+from milepost.engine.outputs import RequestOutput
+from milepost.engine.processes import EngineClient, GrowingOutput, Stream, start_with_tokenizer
+from milepost.engine.prompts import ChatMessages, Prompt, PromptLike, read_prompt, rendered_prompt
+from milepost.engine.text import Encoder, text_length
+from milepost.errors import EngineDeadError, InvalidRequestError
+from milepost.sampling_params import SamplingParams
+from milepost.vllm_keywords import GENERATE, with_vllm_keywords
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NO_BOUND = 2**31
+"""The program itself bounds how much it asks for."""
+
+
+class AsyncLLM:
+    """Loads a model and generates, in an event loop. Takes the options of `LLM`.
+
+    The model is loaded by `start`, or by the first call that needs it. What has been asked for is
+    served together. `async with` closes the engine at the end of the block.
+
+    Raises ConfigError; `start` raises UnsupportedModelError and WeightsError as well, and
+    EngineDeadError.
+    """
+
+    def __init__(
+        self, model: str | PathLike[str] | None = None, **options: Unpack[EngineOptions]
+    ) -> None:
+        self.config = read_options(model, options)
+        self._client = EngineClient(self.config, max_waiting=_NO_BOUND)
+        self._starting: asyncio.Future[Encoder] | None = None
+        self._running: dict[str, _Running] = {}
+        self._num_requests = 0
+        self._is_closed = False
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+        """Makes one from a configuration."""
+        return cls(**asdict(engine_args))
+
+    async def start(self) -> None:
+        """Loads the model, if nothing has yet."""
+        await self._encoder()
+
+    async def close(self) -> None:
+        """Ends the engine, and first writes what `cache_dir` is still to get, for
+        `cache_flush_timeout_s` at most. Running requests raise EngineDeadError, and so do later
+        calls. The end of the program does the same."""
+        self._is_closed = True
+        starting = self._starting
+        if starting is not None:
+            starting.cancel()
+            await asyncio.wait([starting])
+        await self._client.close()
+        if starting is not None and not starting.cancelled() and starting.exception() is None:
+            await starting.result().close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    @with_vllm_keywords(GENERATE)
+    def generate(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The growing answer to one prompt: each output holds all of it so far. Requests with lower
+        `priority` numbers go first. Closing the generator, or cancelling its task, ends the
+        request, and so does `abort`.
+
+        Prompts and parameters are those of `LLM.generate`. Raises InvalidRequestError once it is
+        iterated.
+        """
+        return self._answers(partial(self._read, prompt), sampling_params, request_id, priority)
+
+    @with_vllm_keywords(GENERATE, CHAT_OPTIONS)
+    def chat(
+        self,
+        messages: ChatMessages,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Like `generate`, for one conversation; options are those of `LLM.chat`. A chat template
+        that takes too long is refused."""
+        read = partial(self._render, messages, options)
+        return self._answers(read, sampling_params, request_id, priority)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests that are running; others are passed over. Their last output has the
+        `finish_reason` "abort"."""
+        for id_ in [request_id] if isinstance(request_id, str) else request_id:
+            running = self._running.get(id_)
+            if running is not None:
+                running.abort()
+
+    async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer; None with skip_tokenizer_init."""
+        return (await self._encoder()).tokenizer
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the parameters of prompts that come without, as `LLM` does."""
+        await self.start()
+        return SamplingParams(**self._client.info.sampling_defaults)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets everything cached; False while requests are running."""
+        await self.start()
+        return await self._client.reset_prefix_cache()
+
+    async def get_metrics(self) -> list[Metric]:
+        """All counters and gauges of this moment."""
+        await self.start()
+        return await self._client.metrics()
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError if the engine cannot answer."""
+        await self.start()
+        self._client.check_alive()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    async def _encoder(self) -> Encoder:
+        if self._is_closed:
+            raise EngineDeadError("the engine was closed: make a new one")
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._load())
+        if self._starting.get_loop() is not asyncio.get_running_loop():
+            raise EngineDeadError("the engine belongs to another event loop: make one for each")
+        return await asyncio.shield(self._starting)
+
+    async def _load(self) -> Encoder:
+        tokenizer = await start_with_tokenizer(self._client)
+        return Encoder(tokenizer, self._client.info.max_model_len)
+
+    async def _read(self, prompt: PromptLike) -> Prompt:
+        encoder = await self._encoder()
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if encoder.tokenizer is None or not isinstance(text, str):
+            return read_prompt(prompt, None)
+
+        def read(tokenizer: PreTrainedTokenizerBase) -> Prompt:
+            encoder.check(text)
+            return read_prompt(prompt, tokenizer)
+
+        return await encoder.with_tokenizer(read, len(text))
+
+    async def _render(self, messages: ChatMessages, options: ChatOptions) -> Prompt:
+        encoder, given = await self._encoder(), compose_options(options)
+        size = text_length([messages, given.get("tools")])
+        rendered = await encoder.encode_chat(messages, size, given, is_cut=False)
+        return rendered_prompt(rendered, self.config.max_cache_marks, options.get("cache_salt"))
+
+    async def _answers(
+        self,
+        read: Callable[[], Awaitable[Prompt]],
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        params = sampling_params or await self.get_default_sampling_params()
+        self._num_requests += 1
+        id_ = f"request-{self._num_requests}" if request_id is None else request_id
+        if id_ in self._running:
+            raise InvalidRequestError(f"request_id={id_!r}: in use; give each request its own")
+        running = self._running[id_] = _Running()
+        try:
+            growing = GrowingOutput(id_, prompt := await read(), params.n)
+            if not running.is_aborted:
+                running.stream = self._client.add([prompt], _sent(params), priority=priority)
+                async for arrived in running.stream:
+                    for _, output in arrived:
+                        growing.take(output)
+                    yield growing.output()
+            if not growing.is_finished:
+                growing.abort()
+                yield growing.output()
+        finally:
+            del self._running[id_]
+            if running.stream is not None:
+                running.stream.close()
+
+
+class _Running:
+    """A request, before and after it is sent."""
+
+    def __init__(self) -> None:
+        self.stream: Stream | None = None
+        self.is_aborted = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        if self.stream is not None:
+            self.stream.abort()
+
+
+def _sent(params: SamplingParams) -> SamplingParams:
+    form = params.structured_outputs
+    return params if form is None else replace(params, structured_outputs=form.as_text)
