@@ -59,18 +59,19 @@ class EngineProcess:
     async def start(self) -> socket.socket:
         """Starts the process. Returns the socket to it."""
         ours, theirs = socket.socketpair()
-        arguments = (self._config, theirs, self._make_engine)
-        self._process = CONTEXT.Process(target=_run, args=arguments, name="engine")
+        given = (self._config, theirs, self._make_engine)
+        self._process = CONTEXT.Process(target=_run, args=given, name="engine")
         self._is_started = Future()
         # The process is killed when this thread ends, so the thread outlasts the event loop.
         given = (self._process, theirs, self._is_started)
         threading.Thread(target=_start, args=given, name="engine-starter", daemon=True).start()
-        await asyncio.shield(asyncio.wrap_future(self._is_started))
-        theirs.close()
-        stop_s = self.stop_s
-        self._finish = end_with_program(
-            self, _finish, self._process, ours.dup(), self.is_ready, stop_s
-        )
+        try:
+            await asyncio.shield(asyncio.wrap_future(self._is_started))
+        except BaseException:
+            ours.close()
+            raise
+        arguments = (self._process, ours.dup(), self.is_ready, self.stop_s)
+        self._finish = end_with_program(self, _finish, *arguments)
         if self._config.cache_dir is not None:
             heed_sigterm()
         return ours
@@ -100,8 +101,8 @@ class EngineProcess:
             await self.end()
 
 
-def _start(process: BaseProcess, is_started: Future[None]) -> None:
-    """Starts a process, and waits until it has ended."""
+def _start(process: BaseProcess, theirs: socket.socket, is_started: Future[None]) -> None:
+    """Starts a process, which has a socket of its own, and waits until it has ended."""
     try:
         resource_tracker.ensure_running()  # its own start lets interrupts through again
         with without_interrupts(), without_main():
@@ -109,6 +110,8 @@ def _start(process: BaseProcess, is_started: Future[None]) -> None:
     except BaseException as error:  # noqa: BLE001 - the caller has it
         is_started.set_exception(error)
         return
+    finally:
+        theirs.close()
     is_started.set_result(None)
     wait([process.sentinel])
 
