@@ -9,6 +9,8 @@ ROOT = Path(milepost.__file__).parent
 MAX_LINES, MAX_METHODS = 300, 15
 
 LONGER = {
+    "config.py": 313,
+    "engine/loop/core.py": 307,
     "disaggregation/connector.py": 331,
     "disaggregation/sockets.py": 357,
     "kernels/products/hopper/grouped_parts.py": 303,
