@@ -181,6 +181,9 @@ class MixerSizes(NamedTuple):
     """K: entries of the shared vectors."""
     own: int
     """W: entries of a head's value and output."""
+    shared_tile: int
+    own_tile: int
+    """Tiles of K and W in kernels that work by chunks: see `tile_of`."""
     shared_stride: int
     own_stride: int
     """Strides of a head's state in memory."""
@@ -196,6 +199,8 @@ class MixerSizes(NamedTuple):
     """Whether each head is normed by itself, with the same weights, and queries and keys are unit
     vectors (the delta rule); else all heads of a unit are normed together."""
     taps: int
+    max_beta: float = 1.0
+    """Factor of the delta rule's betas."""
     gates_first: bool = False
     """Whether heads are gated before they are normed."""
 
@@ -207,6 +212,11 @@ class MixerSizes(NamedTuple):
     def width(self) -> int:
         """Numbers of a token's output."""
         return self.heads * self.own
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether each channel of a key decays by itself (KDA)."""
+        return self.decays > self.heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -226,11 +236,11 @@ class MixerRule(NamedTuple):
     """A mixer's own arithmetic, as functions of the device.
 
     `open_head(weights, head, o_shared, o_own, SIZES, HEADS)` reads what does not change from token
-    to token. `strengths(streams, place, head, weights, VERIFIES)` returns how strongly a token is
-    written, and the decay before that; `advance(b_state, vectors, b_strength, b_decay)` the state
-    after the token, in memory's order of rows and columns; `read(b_state, vectors, head)` what the
-    token reads of it [W]. `finish(y, weight, gate, eps, WIDTH, squares)` norms and gates rows;
-    `squares` is the sum of squares of the one row, if it is known.
+    to token. `strengths(streams, place, head, weights, SIZES, VERIFIES)` returns how strongly a
+    token is written, and the decay before that; `advance(b_state, vectors, b_strength, b_decay)`
+    the state after the token, in memory's order of rows and columns; `read(b_state, vectors, head)`
+    what the token reads of it [W]. `finish(y, weight, gate, eps, WIDTH, squares)` norms and gates
+    rows; `squares` is the sum of squares of the one row, if it is known.
     """
 
     open_head: Any
@@ -299,15 +309,10 @@ _LEAST_TILE = 64
 """Narrower tiles of half precision make triton 3.6 read beyond shared memory in `wy_fwd`."""
 
 
-def delta_blocks(sizes: MixerSizes) -> dict[str, int]:
-    """Constants of kernels that work by chunks of the delta rule: a head's keys and values."""
-    return {"BLOCK_K": tile_of(sizes.shared), "BLOCK_W": tile_of(sizes.own)}
-
-
 def delta_warps(sizes: MixerSizes, like: Tensor) -> int:
     """Warps of a program with a head's keys and values. Products in float32 are unrolled: for wide
     heads a program of fewer threads has so much code in each that it takes minutes to compile."""
-    is_wide = tile_of(sizes.shared) * tile_of(sizes.own) > 128 * 128
+    is_wide = sizes.shared_tile * sizes.own_tile > 128 * 128
     return 16 if is_wide and like.element_size() == 4 else 4
 
 

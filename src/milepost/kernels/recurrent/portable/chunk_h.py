@@ -14,13 +14,7 @@ import triton.language as tl
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import cdiv
-from milepost.kernels.recurrent.structures import (
-    ChunkTensors,
-    Mixer,
-    PrefillChunks,
-    SlotStates,
-    delta_blocks,
-)
+from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, PrefillChunks, SlotStates
 
 _COLUMNS = 32
 """Columns of the state in one program."""
@@ -33,55 +27,35 @@ def run(
 ) -> None:
     """Write the states before every chunk to `tensors.h`, exports and final states to `pool`;
     `tensors.v` become what tokens add with the state before their chunk: u - w h."""
-    sizes, values, by_channel = mixer.sizes, tensors.v, tensors.scores is not None
-    blocks = delta_blocks(sizes)
-    num_columns = min(_COLUMNS, blocks["BLOCK_W"])
-    step = chunk * (2 * blocks["BLOCK_K"] + num_columns) * values.element_size()
+    sizes, values = mixer.sizes, tensors.v
+    step = chunk * (2 * sizes.shared_tile + _COLUMNS) * values.element_size()
     has_room = probe(values.device).shared_bytes > (_STAGES[1] + 1) * step
-    grid = cdiv(sizes.own, num_columns), sizes.heads, len(chunks.slot_out)
-    _chunk_fwd_h_kernel[grid](
-        values.shape[1],
-        chunks,
-        pool,
-        tensors,
-        SIZES=sizes,
-        BY_CHANNEL=by_channel,
-        C=chunk,
-        **(blocks | {"BLOCK_W": num_columns}),
-        num_warps=_WARPS,
-        num_stages=_STAGES[by_channel and has_room],
-        **OVERLAPPED,
-    )
+    num_stages = _STAGES[sizes.by_channel and has_room]
+    grid = cdiv(sizes.own, _COLUMNS), sizes.heads, len(chunks.slot_out)
+    operands = values.shape[1], chunks, pool, tensors
+    options = {"num_warps": _WARPS, "num_stages": num_stages, **OVERLAPPED}
+    _chunk_fwd_h_kernel[grid](*operands, SIZES=sizes, C=chunk, BLOCK_W=_COLUMNS, **options)
 
 
 @quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["chunks"])
 def _chunk_fwd_h_kernel(
-    num_tokens,
-    chunks,
-    pool,
-    tensors,
-    SIZES: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    num_tokens, chunks, pool, tensors, SIZES: tl.constexpr, C: tl.constexpr, BLOCK_W: tl.constexpr
 ):
     """BLOCK_W columns of a value head's state."""
     KEY_DIM: tl.constexpr = SIZES.shared
     VALUE_DIM: tl.constexpr = SIZES.own
-    VALUE_HEADS: tl.constexpr = SIZES.units * SIZES.group
     i_w, i_hv, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     launch_dependents()
     first, last = tl.load(chunks.first + i_n), tl.load(chunks.first + i_n + 1)
     if first == last:
         wait_for_inputs()
         return
-    o_t, o_k = tl.arange(0, C), tl.arange(0, BLOCK_K)
+    o_t, o_k = tl.arange(0, C), tl.arange(0, SIZES.shared_tile)
     o_v = i_w * BLOCK_W + tl.arange(0, BLOCK_W)
     is_k, is_v = o_k < KEY_DIM, o_v < VALUE_DIM
     in_h = is_k[:, None] & is_v[None, :]
-    state_size = VALUE_HEADS * KEY_DIM * VALUE_DIM
+    state_size = SIZES.heads * KEY_DIM * VALUE_DIM
     o_h = (i_hv * KEY_DIM + o_k[:, None]) * VALUE_DIM + o_v[None, :]
     # What an earlier step wrote may be read before the kernels of this one have ended.
     b_h = load_state(pool, chunks, i_n, o_h, in_h)
@@ -103,8 +77,8 @@ def _chunk_fwd_h_kernel(
         p_v = tensors.v + v_begin * VALUE_DIM + value_at
         b_u = tl.load(p_v, in_v, 0)
         b_k = tl.load(tensors.query_key + (key_row + begin) * KEY_DIM + key_at, in_k, 0)
-        if BY_CHANNEL:
-            p_decay = tensors.decay + (i_t * VALUE_HEADS + i_hv) * KEY_DIM + o_k
+        if SIZES.by_channel:
+            p_decay = tensors.decay + (i_t * SIZES.heads + i_hv) * KEY_DIM + o_k
             b_decay = tl.load(p_decay, is_k, 0)
         else:
             b_g = tl.load(tensors.decay + v_begin + o_t, in_chunk, 0)
@@ -115,7 +89,7 @@ def _chunk_fwd_h_kernel(
         b_wh = tl.dot(b_w, b_h0, input_precision="ieee")
         b_v = b_u.to(tl.float32) - b_wh
         tl.store(p_v, b_v.to(b_u.dtype), in_v)
-        if BY_CHANNEL:
+        if SIZES.by_channel:
             b_h *= b_decay[:, None]
             b_vg = b_v.to(b_k.dtype)
         else:

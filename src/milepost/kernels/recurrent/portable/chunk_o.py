@@ -21,7 +21,6 @@ from milepost.kernels.recurrent.structures import (
     Mixer,
     PrefillChunks,
     RoundedOutput,
-    delta_blocks,
     delta_warps,
 )
 
@@ -37,34 +36,26 @@ def run(
     fp8: Fp8Rows | None,
 ) -> None:
     """Write `output` [T, V * W] through the gated norm, and to `fp8` if there is that."""
-    rounded = None
+    sizes, rounded, scales_stride = mixer.sizes, None, 0
     if fp8 is not None:
         rounded = RoundedOutput(fp8.values.view(torch.uint8), fp8.scales)
-    _chunk_fwd_o_kernel[(mixer.sizes.heads, len(chunks.size))](
-        len(output),
-        mixer.inputs.gate,
-        mixer.weights,
-        chunks,
-        tensors,
-        output,
-        rounded,
-        0 if fp8 is None else fp8.scales.stride(0),
-        SIZES=mixer.sizes,
+        scales_stride = fp8.scales.stride(0)
+    read = mixer.inputs.gate, mixer.weights, chunks, tensors
+    options = {"num_warps": delta_warps(sizes, output), **OVERLAPPED}
+    _chunk_fwd_o_kernel[(sizes.heads, len(chunks.size))](
+        *(len(output), *read, output, rounded, scales_stride),
+        SIZES=sizes,
         FINISH=mixer.rule.finish,
-        BY_CHANNEL=tensors.scores is not None,
         C=chunk,
-        **delta_blocks(mixer.sizes),
         KEEPS_ROWS=fp8 is None or not fp8.is_alone,
         NATIVE=probe(output.device).has_fp8,
-        num_warps=delta_warps(mixer.sizes, output),
-        **OVERLAPPED,
+        **options,
     )
 
 
 @quick
 @triton.jit(
-    do_not_specialize=["num_tokens", "scales_stride"],
-    do_not_specialize_on_alignment=["chunks"],
+    do_not_specialize=["num_tokens", "scales_stride"], do_not_specialize_on_alignment=["chunks"]
 )
 def _chunk_fwd_o_kernel(
     num_tokens,
@@ -77,10 +68,7 @@ def _chunk_fwd_o_kernel(
     scales_stride,
     SIZES: tl.constexpr,
     FINISH: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
     C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_W: tl.constexpr,
     KEEPS_ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -88,7 +76,7 @@ def _chunk_fwd_o_kernel(
     chunk's own new values, through the gated norm into `output` [T, V * W], or to float8."""
     KEY_DIM: tl.constexpr = SIZES.shared
     VALUE_DIM: tl.constexpr = SIZES.own
-    VALUE_HEADS: tl.constexpr = SIZES.units * SIZES.group
+    BLOCK_W: tl.constexpr = SIZES.own_tile
     i_hv, i_t = tl.program_id(0), tl.program_id(1)
     size = tl.load(chunks.size + i_t)
     wait_for_inputs()
@@ -97,11 +85,11 @@ def _chunk_fwd_o_kernel(
     begin = tl.load(chunks.begin + i_t).to(tl.int64)
     o_t = tl.arange(0, C)
     in_chunk = o_t < tl.abs(size)
-    o_v, o_k = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_K)
+    o_v, o_k = tl.arange(0, BLOCK_W), tl.arange(0, SIZES.shared_tile)
     is_v, is_k = o_v < VALUE_DIM, o_k < KEY_DIM
     in_v = in_chunk[:, None] & is_v[None, :]
-    first = (begin * VALUE_HEADS + i_hv) * VALUE_DIM
-    at = first + o_t[:, None] * (VALUE_HEADS * VALUE_DIM) + o_v[None, :]
+    first = (begin * SIZES.heads + i_hv) * VALUE_DIM
+    at = first + o_t[:, None] * SIZES.width + o_v[None, :]
     if size < 0:
         if KEEPS_ROWS:
             tl.store(output + at, tl.zeros([C, BLOCK_W], output.dtype.element_ty), in_v)
@@ -117,15 +105,15 @@ def _chunk_fwd_o_kernel(
     p_q = tensors.query_key + query_begin * KEY_DIM + o_t[:, None] * KEY_DIM + o_k[None, :]
     b_q = tl.load(p_q, in_k, 0)
     v_begin = i_hv * tokens + begin
-    if not BY_CHANNEL:
+    if not SIZES.by_channel:
         b_k = tl.load(p_q + SIZES.units * tokens * KEY_DIM, in_k, 0)
         b_g = tl.load(tensors.decay + v_begin + o_t, in_chunk, 0)
-    p_h = tensors.h + (i_t.to(tl.int64) * VALUE_HEADS + i_hv) * (VALUE_DIM * KEY_DIM)
+    p_h = tensors.h + (i_t.to(tl.int64) * SIZES.heads + i_hv) * (VALUE_DIM * KEY_DIM)
     o_h = o_k[:, None] * VALUE_DIM + o_v[None, :]
     b_h = tl.load(p_h + o_h, is_k[:, None] & is_v[None, :], 0)
 
     b_o = tl.dot(b_q, b_h, input_precision="ieee")
-    if BY_CHANNEL:
+    if SIZES.by_channel:
         p_a = tensors.scores + (v_begin + o_t)[:, None] * C + o_t[None, :]
         b_a = tl.load(p_a, in_chunk[:, None] & (o_t < C)[None, :], 0)
     else:

@@ -169,7 +169,7 @@ def update_kernel(
         num_folded = tl.load(sequences.fold + i_sequence)
         num_new = tl.load(sequences.length + i_sequence)
     last = num_folded + tl.minimum(num_new, 1) - 1
-    b_strength, b_decay = STRENGTHS(streams, 0, head, weights, VERIFIES)
+    b_strength, b_decay = STRENGTHS(streams, 0, head, weights, SIZES, VERIFIES)
     if SIZES.norms_heads:
         b_norm = tl.load(weights.norm + o_own, is_own, 0)
         b_gate = tl.load(p_gate + first * inputs.gate.stride, is_own & (num_new > 0), 0)
@@ -204,7 +204,7 @@ def update_kernel(
         b_state = b_kept.to(tl.float32)
         if VERIFIES:
             following = tl.minimum(place + 1, num_folded + num_new - 1)
-            b_strength, b_decay = STRENGTHS(streams, following, head, weights, VERIFIES)
+            b_strength, b_decay = STRENGTHS(streams, following, head, weights, SIZES, VERIFIES)
             if SIZES.norms_heads:
                 following = tl.maximum(following - num_folded, 0)
                 p_following = p_gate + (first + following) * inputs.gate.stride

@@ -20,28 +20,17 @@ from milepost.kernels.recurrent.structures import (
     ChunkTensors,
     Mixer,
     PrefillChunks,
-    delta_blocks,
     delta_warps,
 )
 
 
 def wy_fwd(mixer: Mixer, chunk: int, chunks: PrefillChunks, tensors: ChunkTensors) -> None:
     """Turn `tensors.v` into u; write `tensors.w` and `tensors.decay`."""
-    like = tensors.v
-    _wy_fwd_kernel[(mixer.sizes.heads, len(chunks.size))](
-        like.shape[1],
-        mixer.inputs,
-        mixer.weights,
-        chunks,
-        tensors,
-        SIZES=mixer.sizes,
-        C=chunk,
-        **delta_blocks(mixer.sizes),
-        MAX_BETA=mixer.weights.max_beta,
-        SPLIT=splits(like),
-        num_warps=delta_warps(mixer.sizes, like),
-        **OVERLAPPED,
-    )
+    sizes, like = mixer.sizes, tensors.v
+    operands = like.shape[1], mixer.inputs, mixer.weights, chunks, tensors
+    options = {"num_warps": delta_warps(sizes, like), **OVERLAPPED}
+    grid = sizes.heads, len(chunks.size)
+    _wy_fwd_kernel[grid](*operands, SIZES=sizes, C=chunk, SPLIT=splits(like), **options)
 
 
 def splits(like: torch.Tensor) -> bool:
@@ -59,9 +48,6 @@ def _wy_fwd_kernel(
     tensors,
     SIZES: tl.constexpr,
     C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    MAX_BETA: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     """One value head of a chunk: values become u [V, T, W]; w [V, T, K], and the sums of log decays
@@ -80,7 +66,7 @@ def _wy_fwd_kernel(
     in_chunk = o_t < size
     betas, decays = inputs.strengths, inputs.decays
     p_beta = betas.base + begin * betas.stride + i_hv + o_t * betas.stride
-    b_beta = sigmoid(tl.load(p_beta, in_chunk, 0)) * MAX_BETA
+    b_beta = sigmoid(tl.load(p_beta, in_chunk, 0)) * SIZES.max_beta
     rate, bias = tl.load(weights.decay_rate + i_hv), tl.load(weights.decay_bias + i_hv)
     p_decay = decays.base + begin * decays.stride + i_hv + o_t * decays.stride
     b_in = tl.load(p_decay, in_chunk, 0).to(tl.float32)
@@ -89,7 +75,7 @@ def _wy_fwd_kernel(
     tl.store(tensors.decay + v_begin + o_t, b_g, in_chunk)
 
     k_begin = (SIZES.units + i_hv // SIZES.group) * tokens + begin
-    o_k, o_v = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_W)[None, :]
+    o_k, o_v = tl.arange(0, SIZES.shared_tile)[None, :], tl.arange(0, SIZES.own_tile)[None, :]
     in_k = in_chunk[:, None] & (o_k < KEY_DIM)
     in_v = in_chunk[:, None] & (o_v < VALUE_DIM)
     key_at = o_t[:, None] * KEY_DIM + o_k

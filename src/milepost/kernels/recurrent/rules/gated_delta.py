@@ -21,6 +21,7 @@ from milepost.kernels.recurrent.structures import (
     MixerRule,
     MixerSizes,
     ProjectedRows,
+    tile_of,
 )
 from milepost.kernels.recurrent.weights import GatedDeltaWeights, KDAWeights
 
@@ -32,14 +33,13 @@ class DeltaWeights(NamedTuple):
     conv_bias: Any
     decay_rate: Any
     decay_bias: Any
-    max_beta: Any
     norm: Any
     norm_eps: Any
 
 
 def describe(rows: Tensor, weights: GatedDeltaWeights, recurrent_pool: Tensor) -> Mixer:
     """The mixer of `rows`: see `MixerProjections`."""
-    sizes = delta_sizes(weights, recurrent_pool, recurrent_pool.shape[1])
+    sizes = delta_sizes(weights, recurrent_pool, recurrent_pool.shape[1], weights.max_beta)
     stride, channels, heads = rows.stride(0), sizes.channels, sizes.heads
     gates_end = channels + sizes.width
     return Mixer(
@@ -49,20 +49,23 @@ def describe(rows: Tensor, weights: GatedDeltaWeights, recurrent_pool: Tensor) -
             decays=ProjectedRows(rows[:, gates_end + heads :], stride, channels + heads),
             gate=ProjectedRows(rows[:, channels:], stride),
         ),
-        weights=delta_weights(weights, weights.max_beta),
+        weights=delta_weights(weights),
         sizes=sizes,
         rule=MixerRule(open_head, strengths, advance, read, finish),
         rule_of=GatedDeltaWeights,
     )
 
 
-def delta_weights(weights: GatedDeltaWeights | KDAWeights, max_beta: float) -> DeltaWeights:
+def delta_weights(weights: GatedDeltaWeights | KDAWeights) -> DeltaWeights:
     decays = weights.decay_rate, weights.decay_bias
-    return DeltaWeights(weights.conv, None, *decays, max_beta, weights.norm, weights.norm_eps)
+    return DeltaWeights(weights.conv, None, *decays, weights.norm, weights.norm_eps)
 
 
 def delta_sizes(
-    weights: GatedDeltaWeights | KDAWeights, recurrent_pool: Tensor, num_decays: int
+    weights: GatedDeltaWeights | KDAWeights,
+    recurrent_pool: Tensor,
+    num_decays: int,
+    max_beta: float = 1.0,
 ) -> MixerSizes:
     """Sizes for `recurrent_pool` [slots, V, K, W] and `num_decays` of a token."""
     _, heads, key_dim, value_dim = recurrent_pool.shape
@@ -73,6 +76,8 @@ def delta_sizes(
         group=heads // key_heads,
         shared=key_dim,
         own=value_dim,
+        shared_tile=tile_of(key_dim),
+        own_tile=tile_of(value_dim),
         shared_stride=value_dim,
         own_stride=1,
         first_read=0,
@@ -83,6 +88,7 @@ def delta_sizes(
         decays=num_decays,
         norms_heads=True,
         taps=taps,
+        max_beta=max_beta,
     )
 
 
@@ -103,9 +109,9 @@ def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.con
 
 
 @triton.jit
-def strengths(streams, place, head, weights, VERIFIES: tl.constexpr):
+def strengths(streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.constexpr):
     """Beta and decay; see `MixerRule`."""
-    b_beta = sigmoid(load_place(streams.strengths, head.index, place, VERIFIES)) * weights.max_beta
+    b_beta = sigmoid(load_place(streams.strengths, head.index, place, VERIFIES)) * SIZES.max_beta
     wide = load_place(streams.decays, head.index, place, VERIFIES).to(tl.float32) + head.decay_bias
     return b_beta, tl.exp(head.decay_rate * softplus(wide))
 

@@ -37,7 +37,7 @@ def describe(projected: KDAProjected, weights: KDAWeights, recurrent_pool: Tenso
             decays=ProjectedRows(decays, width, channels + sizes.heads),
             gate=ProjectedRows(gate, width),
         ),
-        weights=delta_weights(weights, 1.0),
+        weights=delta_weights(weights),
         sizes=sizes,
         rule=MixerRule(open_head, strengths, advance, read, finish),
         rule_of=KDAWeights,
@@ -65,7 +65,7 @@ def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.con
 
 
 @triton.jit
-def strengths(streams, place, head, weights, VERIFIES: tl.constexpr):
+def strengths(streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.constexpr):
     """Beta, and the decay of each key channel [K, 1]; see `MixerRule`."""
     b_beta = sigmoid(load_place(streams.strengths, head.index, place, VERIFIES))
     wide = load_place(streams.decays, head.channel, place, VERIFIES).to(tl.float32)

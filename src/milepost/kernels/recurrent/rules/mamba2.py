@@ -21,6 +21,7 @@ from milepost.kernels.recurrent.structures import (
     MixerRule,
     MixerSizes,
     ProjectedRows,
+    tile_of,
 )
 from milepost.kernels.recurrent.weights import Mamba2Weights
 
@@ -79,6 +80,8 @@ def _sizes(weights: Mamba2Weights, recurrent_pool: Tensor) -> MixerSizes:
         group=heads // groups,
         shared=state_size,
         own=head_dim,
+        shared_tile=tile_of(state_size),
+        own_tile=tile_of(head_dim),
         shared_stride=1,
         own_stride=state_size,
         first_read=inner + groups * state_size,
@@ -113,7 +116,7 @@ def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.con
 
 
 @triton.jit
-def strengths(streams, place, head, weights, VERIFIES: tl.constexpr):
+def strengths(streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.constexpr):
     """Time step and decay; see `MixerRule`."""
     inputs = load_place(streams.strengths, head.index, place, VERIFIES)
     b_step = time_step(inputs, head.dt_bias, weights.dt_low, weights.dt_high)
