@@ -20,31 +20,20 @@ from milepost.kernels.recurrent.structures import Mixer, PrefillTiles, SlotState
 
 _ROWS, _HEAD_ROWS = 16, 32
 """Rows of a tile in one program, no fewer than the convolution is wide."""
-_BATCH = 8
-"""Rows that are loaded at a time."""
 _CHANNELS = 512
 """Channels of one program."""
+_TILE, _BATCH = tl.constexpr(TILE), tl.constexpr(8)
+"""Rows of a tile, and how many are loaded at a time."""
 
 
 def convolve(mixer: Mixer, pool: SlotStates, tiles: PrefillTiles) -> Tensor:
     """Returns all channels [T, C] after the convolution."""
-    sizes, rows = mixer.sizes, mixer.inputs.mixed
-    mixed = rows.base.new_empty(len(rows.base), sizes.channels)
-    parts = TILE // _ROWS
-    _conv_kernel[(cdiv(sizes.channels, _CHANNELS), len(tiles.sequence) * parts)](
-        rows,
-        mixer.weights,
-        pool,
-        tiles,
-        mixed,
-        SIZES=sizes,
-        BLOCK=_CHANNELS,
-        ROWS=_ROWS,
-        BATCH=_BATCH,
-        PARTS=parts,
-        num_warps=4,
-        **OVERLAPPED,
-    )
+    sizes, like = mixer.sizes, mixer.inputs.mixed.base
+    mixed = like.new_empty(len(like), sizes.channels)
+    grid = cdiv(sizes.channels, _CHANNELS), len(tiles.sequence) * (TILE // _ROWS)
+    operands = mixer.inputs.mixed, len(like), mixer.weights, pool, tiles, mixed, None
+    options = {"num_warps": 4, **OVERLAPPED}
+    _conv_kernel[grid](*operands, SIZES=sizes, EACH=1, BLOCK=_CHANNELS, ROWS=_ROWS, **options)
     return mixed
 
 
@@ -53,113 +42,49 @@ def convolve_heads(
 ) -> None:
     """Write `query_key` [2 * U, T, K] and `values` [V, T, W], ready for the delta rule: queries and
     keys are unit vectors."""
-    sizes, rows, parts = mixer.sizes, mixer.inputs.mixed, TILE // _HEAD_ROWS
+    sizes, rows = mixer.sizes, mixer.inputs.mixed
     block = next_power_of_2(max(sizes.shared, sizes.own))
     num_heads = max(2 * sizes.units, sizes.heads)
     each = min(max(1, _CHANNELS // block), next_power_of_2(num_heads))
     programs = cdiv(2 * sizes.units, each) + cdiv(sizes.heads, each)
-    _conv_heads_kernel[(programs, len(tiles.sequence) * parts)](
-        rows,
-        len(rows.base),
-        mixer.weights,
-        pool,
-        tiles,
-        query_key,
-        values,
-        SIZES=sizes,
-        BLOCK=block,
-        EACH=each,
-        ROWS=_HEAD_ROWS,
-        BATCH=_BATCH,
-        PARTS=parts,
-        num_warps=4,
-        **OVERLAPPED,
-    )
-
-
-@quick
-@triton.jit(do_not_specialize_on_alignment=["tiles"])
-def _conv_kernel(
-    rows,
-    weights,
-    pool,
-    tiles,
-    mixed,
-    SIZES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BATCH: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """ROWS tokens of some channels of a tile: convolution and SiLU into `mixed` [T, C]."""
-    launch_dependents()
-    TAPS: tl.constexpr = SIZES.taps
-    tile, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
-    sequence = tl.load(tiles.sequence + tile)
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_channel = channel < SIZES.channels
-    taps = load_taps(weights.conv, channel, is_channel, TAPS)
-    b_bias = tl.zeros([BLOCK], tl.float32)
-    if weights.conv_bias is not None:
-        b_bias += tl.load(weights.conv_bias + channel, is_channel, 0).to(tl.float32)
-    wait_for_inputs()
-    if sequence < 0:
-        return
-    begin = tl.load(tiles.sequence_begin + sequence)
-    end = tl.load(tiles.sequence_begin + sequence + 1)
-    part_from = tl.load(tiles.begin + tile) + part * ROWS
-    if part_from >= end:
-        return
-    state = pool.base + tl.load(tiles.slot_in + sequence).to(tl.int64) * pool.stride
-    window = first_window(rows, state, channel, is_channel, begin, part_from, TAPS)
-    for first in range(part_from, tl.minimum(end, part_from + ROWS), BATCH):
-        p_inputs = rows.base + tl.cast(first, tl.int64) * rows.stride + channel
-        p_mixed = mixed + tl.cast(first, tl.int64) * SIZES.channels + channel
-        b_rows = load_rows(p_inputs, rows.stride, is_channel, end - first, BATCH)
-        for row in tl.static_range(BATCH):
-            x, window = slide(window, taps, b_rows[row].to(tl.float32), TAPS)
-            is_row = is_channel & (first + row < end)
-            b_mixed = silu(x + b_bias).to(mixed.dtype.element_ty)
-            tl.store(p_mixed + row * SIZES.channels, b_mixed, is_row)
-    if part == 0:
-        keep_states(rows, state, pool, tiles, tile, channel, is_channel, part_from, TAPS)
+    grid = programs, len(tiles.sequence) * (TILE // _HEAD_ROWS)
+    operands = rows, len(rows.base), mixer.weights, pool, tiles, query_key, values
+    options = {"num_warps": 4, **OVERLAPPED}
+    _conv_kernel[grid](*operands, SIZES=sizes, EACH=each, BLOCK=block, ROWS=_HEAD_ROWS, **options)
 
 
 @quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["tiles"])
-def _conv_heads_kernel(
+def _conv_kernel(
     rows,
     num_tokens,
     weights,
     pool,
     tiles,
-    query_key,
+    output,
     values,
     SIZES: tl.constexpr,
-    BLOCK: tl.constexpr,
     EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    BATCH: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
-    """ROWS tokens of EACH heads of a tile: convolution, SiLU and L2 norm into `query_key`
-    [2 * U, T, K] or `values` [V, T, W]."""
+    """ROWS tokens of some channels of a tile: convolution and SiLU into `output` [T, C]; or of EACH
+    heads, and L2 norm, into `output` [2 * U, T, K] or `values` [V, T, W]."""
     launch_dependents()
     TAPS: tl.constexpr = SIZES.taps
-    NUM_KEYS: tl.constexpr = 2 * SIZES.units
+    PARTS: tl.constexpr = _TILE // ROWS
     tile, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     sequence = tl.load(tiles.sequence + tile)
-    # Heads of queries and keys, or of values.
-    key_programs: tl.constexpr = (NUM_KEYS + EACH - 1) // EACH
-    is_value = tl.program_id(0) >= key_programs
-    own = (tl.program_id(0) - tl.where(is_value, key_programs, 0)) * EACH + tl.arange(0, EACH)
-    size, num_heads = SIZES.shared, NUM_KEYS
-    if is_value:
-        size, num_heads = SIZES.own, SIZES.units * SIZES.group
-    column = tl.arange(0, BLOCK)[None, :]
-    channel = tl.where(is_value, NUM_KEYS * SIZES.shared, 0) + own[:, None] * size + column
-    is_channel = (own < num_heads)[:, None] & (column < size)
+    if SIZES.norms_heads:
+        head, size, is_value, channel, is_channel = _find_heads(SIZES, EACH, BLOCK)
+    else:
+        channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        is_channel = channel < SIZES.channels
     taps = load_taps(weights.conv, channel, is_channel, TAPS)
+    if not SIZES.norms_heads:
+        b_bias = tl.zeros([BLOCK], tl.float32)
+        if weights.conv_bias is not None:
+            b_bias += tl.load(weights.conv_bias + channel, is_channel, 0).to(tl.float32)
     wait_for_inputs()
     if sequence < 0:
         return
@@ -170,24 +95,46 @@ def _conv_heads_kernel(
         return
     state = pool.base + tl.load(tiles.slot_in + sequence).to(tl.int64) * pool.stride
     window = first_window(rows, state, channel, is_channel, begin, part_from, TAPS)
-    p_output = query_key
-    if is_value:
-        p_output = values
-    o_output = own.to(tl.int64)[:, None] * num_tokens * size + column
-    head = tl.where(is_value, NUM_KEYS, own)[:, None]
-    for first in range(part_from, tl.minimum(end, part_from + ROWS), BATCH):
+    p_output = output
+    if SIZES.norms_heads:
+        if is_value:
+            p_output = values
+        o_output = head.to(tl.int64)[:, None] * num_tokens * size + tl.arange(0, BLOCK)[None, :]
+        head = tl.where(is_value, 2 * SIZES.units, head)[:, None]
+    for first in range(part_from, tl.minimum(end, part_from + ROWS), _BATCH):
         p_inputs = rows.base + tl.cast(first, tl.int64) * rows.stride + channel
-        b_rows = load_rows(p_inputs, rows.stride, is_channel, end - first, BATCH)
-        for row in tl.static_range(BATCH):
+        p_mixed = output + tl.cast(first, tl.int64) * SIZES.channels + channel
+        b_rows = load_rows(p_inputs, rows.stride, is_channel, end - first, _BATCH)
+        for row in tl.static_range(_BATCH):
             x, window = slide(window, taps, b_rows[row].to(tl.float32), TAPS)
-            x = silu(x)
-            x *= unit_scale(x, head, SIZES.units, SIZES.shared)
-            at = o_output + tl.cast(first + row, tl.int64) * size
+            p_row = p_mixed + row * SIZES.channels
+            if SIZES.norms_heads:
+                x = silu(x)
+                x *= unit_scale(x, head, SIZES.units, SIZES.shared)
+                p_row = p_output + (o_output + tl.cast(first + row, tl.int64) * size)
+            else:
+                x = silu(x + b_bias)
             is_real = is_channel & (row < end - first)
-            tl.store(p_output + at, x.to(p_output.dtype.element_ty), is_real)
+            tl.store(p_row, x.to(p_output.dtype.element_ty), is_real)
     if part == 0:
         flat, is_flat = tl.reshape(channel, [EACH * BLOCK]), tl.reshape(is_channel, [EACH * BLOCK])
         keep_states(rows, state, pool, tiles, tile, flat, is_flat, part_from, TAPS)
+
+
+@triton.jit
+def _find_heads(SIZES: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
+    """A program's heads, of queries and keys or of values: their numbers, their size, whether they
+    are values, and their channels [EACH, BLOCK]."""
+    NUM_KEYS: tl.constexpr = 2 * SIZES.units
+    key_programs: tl.constexpr = (NUM_KEYS + EACH - 1) // EACH
+    is_value = tl.program_id(0) >= key_programs
+    head = (tl.program_id(0) - tl.where(is_value, key_programs, 0)) * EACH + tl.arange(0, EACH)
+    size, num_heads = SIZES.shared, NUM_KEYS
+    if is_value:
+        size, num_heads = SIZES.own, SIZES.units * SIZES.group
+    column = tl.arange(0, BLOCK)[None, :]
+    channel = tl.where(is_value, NUM_KEYS * SIZES.shared, 0) + head[:, None] * size + column
+    return head, size, is_value, channel, (head < num_heads)[:, None] & (column < size)
 
 
 @triton.jit
