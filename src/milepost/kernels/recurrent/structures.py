@@ -154,9 +154,11 @@ class ChunkTensors(NamedTuple):
     with the rest."""
 
 
-class TimeSteps(NamedTuple):
-    """Mamba2's time steps in a prefill, float32."""
+class SSDTensors(NamedTuple):
+    """Tensors that the launches of Mamba2's prefill hand on. Time steps and decays are float32."""
 
+    mixed: Any
+    """[T, C], x, B and C after the convolution."""
     steps: Any
     """[H, T]"""
     sums: Any
@@ -165,6 +167,8 @@ class TimeSteps(NamedTuple):
     """[H, T], steps decayed up to a chunk's end."""
     decays: Any
     """[N, H], of whole chunks."""
+    h: Any
+    """[N, H, W, K], the states before chunks."""
 
 
 class MixerSizes(NamedTuple):

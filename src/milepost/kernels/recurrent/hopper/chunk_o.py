@@ -27,12 +27,7 @@ from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.platform.numerics import silu
 from milepost.kernels.platform.tensors import LEAST_SCALE
 from milepost.kernels.recurrent.hopper.chunk_h import clear_rows
-from milepost.kernels.recurrent.structures import (
-    ChunkTensors,
-    Mixer,
-    PrefillChunks,
-    RoundedOutput,
-)
+from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, PrefillChunks, RoundedOutput
 
 _LEAST_SCALE = gl.constexpr(LEAST_SCALE)
 _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -58,36 +53,34 @@ def run(
     fp8: Fp8Rows | None,
 ) -> None:
     """See `portable.chunk_o.run`; outputs go to `fp8` alone if there is that."""
-    size = mixer.sizes.own
-    rounded = None
+    sizes, size, rounded, scales_stride = mixer.sizes, mixer.sizes.own, None, 0
     if fp8 is not None:
-        rounded = RoundedOutput(fp8.values, fp8.scales)
-    query_key, v, h = (
-        tensor.view(-1, size) for tensor in (tensors.query_key, tensors.v, tensors.h)
+        rounded, scales_stride = RoundedOutput(fp8.values, fp8.scales), fp8.scales.stride(0)
+    boxes = (
+        TensorDescriptor.from_tensor(tensor.view(-1, size), [num_rows, size], _TILE)
+        for tensor, num_rows in ((tensors.query_key, chunk), (tensors.v, chunk), (tensors.h, size))
     )
-    _chunk_fwd_o_kernel[(mixer.sizes.heads, len(chunks.size))](
-        len(output),
-        mixer.inputs.gate,
-        mixer.weights,
-        chunks,
-        TensorDescriptor.from_tensor(query_key, [chunk, size], _TILE),
-        TensorDescriptor.from_tensor(v, [chunk, size], _TILE),
-        TensorDescriptor.from_tensor(h, [size, size], _TILE),
-        tensors.decay,
-        output,
-        rounded,
-        0 if fp8 is None else fp8.scales.stride(0),
-        SIZES=mixer.sizes,
-        C=chunk,
-        num_warps=4,
-        **OVERLAPPED,
-    )
+    operands = len(output), mixer.inputs.gate, mixer.weights, chunks, *boxes, tensors.decay
+    outputs = output, rounded, scales_stride
+    options = {"num_warps": 4, **OVERLAPPED}
+    grid = sizes.heads, len(chunks.size)
+    _chunk_fwd_o_kernel[grid](*operands, *outputs, SIZES=sizes, C=chunk, **options)
+
+
+class Target(NamedTuple):
+    """Where a chunk's outputs go."""
+
+    output: Any
+    rounded: Any
+    scales_stride: Any
+    begin: Any
+    """The first token."""
+    num_tokens: Any
 
 
 @quick
 @gluon.jit(
-    do_not_specialize=["num_tokens", "scales_stride"],
-    do_not_specialize_on_alignment=["chunks"],
+    do_not_specialize=["num_tokens", "scales_stride"], do_not_specialize_on_alignment=["chunks"]
 )
 def _chunk_fwd_o_kernel(
     num_tokens,
@@ -109,7 +102,6 @@ def _chunk_fwd_o_kernel(
     # Of rows in global memory.
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     SIZE: gl.constexpr = SIZES.own
-    VALUE_HEADS: gl.constexpr = SIZES.units * SIZES.group
     i_hv, i_t = gl.program_id(0), gl.program_id(1)
     size = gl.load(chunks.size + i_t)
     wait_for_inputs()
@@ -120,8 +112,9 @@ def _chunk_fwd_o_kernel(
         in_chunk = (o_t < gl.maximum(size, -size))[:, None]
         row = (begin + o_t).to(gl.int64)[:, None]
         dtype: gl.constexpr = output.dtype.element_ty
+        outputs = output, rounded, scales_stride, begin
         if size < 0:
-            _store_zeros(output, rounded, scales_stride, begin, -size, VALUE_HEADS, SIZE, C)
+            _store_zeros(Target(*outputs, -size), SIZES, C)
         else:
             tiles = _load_tiles(query_key, values, h, num_tokens, begin, SIZES, C)
             p_gate = gate.base + row * gate.stride + i_hv * SIZE + o_v[None, :]
@@ -134,59 +127,45 @@ def _chunk_fwd_o_kernel(
             scale = gl.rsqrt(gl.sum(b_o * b_o, 1) / SIZE + weights.norm_eps)
             b_o = b_o * scale[:, None] * gl.load(weights.norm + o_w)[None, :]
             b_o *= silu(gl.convert_layout(b_gate, RESULT).to(gl.float32))
-            _store(output, rounded, scales_stride, b_o.to(dtype), begin, size, VALUE_HEADS, C)
+            _store(Target(*outputs, size), b_o.to(dtype), SIZES, C)
 
 
 @gluon.jit
-def _store(
-    output,
-    rounded,
-    scales_stride,
-    b_o,
-    begin,
-    num_tokens,
-    VALUE_HEADS: gl.constexpr,
-    C: gl.constexpr,
-):
+def _store(target, b_o, SIZES: gl.constexpr, C: gl.constexpr):
     """A head's outputs as they are; or rounded to float8, with a scale for each token."""
-    if rounded is None:
-        _store_rows(output, b_o, begin, num_tokens, VALUE_HEADS, 8)
+    if target.rounded is None:
+        _store_rows(target.output, target, b_o, SIZES, 8)
     else:
         values, scale = round_block(b_o.to(gl.float32), 1)
-        o_t = gl.arange(0, C, layout=scale.type.layout)
-        p_scale = rounded.scales + gl.program_id(0) * scales_stride + begin + o_t
-        gl.store(p_scale, scale, o_t < num_tokens)
-        _store_rows(rounded.base, values, begin, num_tokens, VALUE_HEADS, 16)
+        _store_scales(target, scale, C)
+        _store_rows(target.rounded.base, target, values, SIZES, 16)
 
 
 @gluon.jit
-def _store_zeros(
-    output,
-    rounded,
-    scales_stride,
-    begin,
-    num_tokens,
-    VALUE_HEADS: gl.constexpr,
-    SIZE: gl.constexpr,
-    C: gl.constexpr,
-):
+def _store_zeros(target, SIZES: gl.constexpr, C: gl.constexpr):
     """Store zeros as `_store` would. Constants are not converted: CUDA 12.8's ptxas turns a zero
     that it knows into float8 with another register's bits."""
+    SIZE: gl.constexpr = SIZES.own
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    if rounded is None:
-        zeros = gl.zeros([C, SIZE], output.dtype.element_ty, layout=LAYOUT)
-        _store_rows(output, zeros, begin, num_tokens, VALUE_HEADS, 8)
+    if target.rounded is None:
+        zeros = gl.zeros([C, SIZE], target.output.dtype.element_ty, layout=LAYOUT)
+        _store_rows(target.output, target, zeros, SIZES, 8)
     else:
         zeros = gl.zeros([C, SIZE], gl.uint8, layout=LAYOUT).to(gl.float8e4nv, bitcast=True)
-        _store_rows(rounded.base, zeros, begin, num_tokens, VALUE_HEADS, 16)
-        o_t = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
-        p_scale = rounded.scales + gl.program_id(0) * scales_stride + begin + o_t
+        _store_rows(target.rounded.base, target, zeros, SIZES, 16)
         least = gl.full([C], _LEAST_SCALE, gl.float32, layout=gl.SliceLayout(1, LAYOUT))
-        gl.store(p_scale, least, o_t < num_tokens)
+        _store_scales(target, least, C)
 
 
 @gluon.jit
-def _store_rows(target, b_o, begin, num_tokens, VALUE_HEADS: gl.constexpr, WIDTH: gl.constexpr):
+def _store_scales(target, scale, C: gl.constexpr):
+    o_t = gl.arange(0, C, layout=scale.type.layout)
+    p_scale = target.rounded.scales + gl.program_id(0) * target.scales_stride + target.begin + o_t
+    gl.store(p_scale, scale, o_t < target.num_tokens)
+
+
+@gluon.jit
+def _store_rows(base, target, b_o, SIZES: gl.constexpr, WIDTH: gl.constexpr):
     """[C, W], so that a thread writes 16 bytes, WIDTH numbers."""
     C: gl.constexpr = b_o.shape[0]
     SIZE: gl.constexpr = b_o.shape[1]
@@ -194,25 +173,16 @@ def _store_rows(target, b_o, begin, num_tokens, VALUE_HEADS: gl.constexpr, WIDTH
     ROWS: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
     o_t = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))
     o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, ROWS))
-    row = (begin + o_t).to(gl.int64)[:, None]
-    place = row * (VALUE_HEADS * SIZE) + gl.program_id(0) * SIZE + o_v[None, :]
-    gl.store(target + place, gl.convert_layout(b_o, ROWS), (o_t < num_tokens)[:, None])
+    row = (target.begin + o_t).to(gl.int64)[:, None]
+    place = row * SIZES.width + gl.program_id(0) * SIZE + o_v[None, :]
+    gl.store(base + place, gl.convert_layout(b_o, ROWS), (o_t < target.num_tokens)[:, None])
 
 
 @gluon.jit
-def _load_tiles(
-    query_key,
-    values,
-    h,
-    num_tokens,
-    begin,
-    SIZES: gl.constexpr,
-    C: gl.constexpr,
-):
+def _load_tiles(query_key, values, h, num_tokens, begin, SIZES: gl.constexpr, C: gl.constexpr):
     """Have TMA bring what the chunk's products are made of, and say by a barrier each when the
     state, then the keys, then the values are there."""
     SIZE: gl.constexpr = SIZES.own
-    VALUE_HEADS: gl.constexpr = SIZES.units * SIZES.group
     i_hv, i_t = gl.program_id(0), gl.program_id(1)
     dtype: gl.constexpr = h.dtype
     b_q = gl.allocate_shared_memory(dtype, [C, SIZE], query_key.layout)
@@ -228,7 +198,7 @@ def _load_tiles(
     BYTES: gl.constexpr = C * SIZE * 2
     mbarrier.expect(bars.index(0), BYTES + SIZE * SIZE * 2)
     load_box(query_key, [row, 0], bars.index(0), b_q)
-    load_box(h, [(i_t * VALUE_HEADS + i_hv) * SIZE, 0], bars.index(0), b_h)
+    load_box(h, [(i_t * SIZES.heads + i_hv) * SIZE, 0], bars.index(0), b_h)
     mbarrier.expect(bars.index(1), BYTES)
     load_box(query_key, [SIZES.units * num_tokens + row, 0], bars.index(1), b_k)
     mbarrier.expect(bars.index(2), BYTES)

@@ -12,7 +12,7 @@ sequences that each value head can have an SM, each has a program. Those of a ke
 query and key out by themselves, and the last of them to arrive, when all have read their
 convolution states, moves these on.
 
-KDA's heads are units of one value head with a decay for each channel of a key (BY_CHANNEL).
+KDA's heads are units of one value head with a decay for each channel of a key.
 
 Legend: S sequences, T tokens, J taps, G key heads, V value heads, K key_dim, W value_dim.
 """
@@ -63,30 +63,19 @@ def run(
 
     With `arrivals` [S, G], which are zeros and stay so, each value head has a program.
     """
-    sizes, num_sequences = mixer.sizes, len(output)
-    rounded = None if fp8 is None else RoundedOutput(fp8.values, fp8.scales)
+    sizes, rounded, scales_stride = mixer.sizes, None, 0
+    if fp8 is not None:
+        rounded, scales_stride = RoundedOutput(fp8.values, fp8.scales), fp8.scales.stride(0)
     each = sizes.group if arrivals is None else 1
-    num_units = num_sequences * sizes.heads // each
+    num_units = len(output) * sizes.heads // each
     units_at_once = num_sms(output.device)
+    lines = describe_states(steps.recurrent.base)
+    operands = mixer.inputs, mixer.weights, steps.conv, lines, steps.recurrent, steps.sequences
+    outputs = arrivals if each < sizes.group else None, StepOutput(None, output), rounded
+    stages = 2 if each > 1 and num_units <= units_at_once else 1
+    options = {"EACH": each, "STAGES": stages, "num_warps": 4, **OVERLAPPED}
     _decode_kernel[(min(num_units, 2 * units_at_once),)](
-        mixer.inputs,
-        mixer.weights,
-        steps.conv,
-        describe_states(steps.recurrent.base),
-        steps.recurrent,
-        steps.sequences,
-        arrivals if each < sizes.group else None,
-        StepOutput(None, output),
-        rounded,
-        0 if fp8 is None else fp8.scales.stride(0),
-        num_units,
-        SIZES=sizes,
-        BY_CHANNEL=sizes.decays > sizes.heads,
-        MAX_BETA=mixer.weights.max_beta,
-        EACH=each,
-        STAGES=2 if each > 1 and num_units <= units_at_once else 1,
-        num_warps=4,
-        **OVERLAPPED,
+        *operands, *outputs, scales_stride, num_units, SIZES=sizes, **options
     )
 
 
@@ -105,8 +94,6 @@ def _decode_kernel(
     scales_stride,
     num_units,
     SIZES: gl.constexpr,
-    BY_CHANNEL: gl.constexpr,
-    MAX_BETA: gl.constexpr,
     EACH: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -141,7 +128,7 @@ def _decode_kernel(
         for i_m in gl.static_range(EACH):
             i_hv = i_first + i_m
             window_v = load_window(*args, 2 * KEY_HEADS + i_hv, SIZE, TAPS)
-            heads += (_load_head(window_v, inputs, weights, i_n, i_hv, SIZES, BY_CHANNEL),)
+            heads += (_load_head(window_v, inputs, weights, i_n, i_hv, SIZES),)
         is_real = target >= 0
         p_conv = conv.base + target.to(gl.int64) * conv.stride
         p_state = states.base + target.to(gl.int64) * states.stride
@@ -164,16 +151,16 @@ def _decode_kernel(
             b_v = gl.convert_layout(convolve(window_v, TAPS), gl.SliceLayout(0, STATE))
             keep_window(window_v, p_conv, 2 * KEY_HEADS + i_hv, is_real, SIZE, TAPS)
             b_decay = gl.exp(head.rate * softplus(head.decay.to(gl.float32) + head.bias))
-            if BY_CHANNEL:
+            if SIZES.by_channel:
                 b_decay = by_row(b_decay)
             b_state = take(work, number, STATE, BY_LINE, SHAPE, UNITS, EACH, b_decay)
-            b_state = delta_rule(b_state, b_k, b_v, sigmoid(head.beta) * MAX_BETA)
+            b_state = delta_rule(b_state, b_k, b_v, sigmoid(head.beta) * SIZES.max_beta)
             o_state = i_hv * (SIZE * SIZE) + o_k[:, None] * SIZE + o_v[None, :]
             gl.store(p_state + o_state, b_state, mask=is_real)
             number += 1
             # Only now by row: beside a state, its key and its decay a thread has no registers left.
             b_o = read_rows(b_state, by_row(b_q))
-            b_o = norm_and_gate(b_o, b_norm, weights.norm_eps, head.gate, SIZE, BY_CHANNEL)
+            b_o = norm_and_gate(b_o, b_norm, weights.norm_eps, head.gate, SIZE, SIZES.by_channel)
             b_o = gl.where(is_real, b_o, 0.0).to(output.base.dtype.element_ty)
             at = (i_n * VALUE_HEADS + i_hv) * SIZE + o_v
             gl.store(output.base + at, b_o)
@@ -201,13 +188,13 @@ class ValueHead(NamedTuple):
 
 
 @gluon.jit
-def _load_head(window, inputs, weights, token, head, SIZES: gl.constexpr, BY_CHANNEL: gl.constexpr):
+def _load_head(window, inputs, weights, token, head, SIZES: gl.constexpr):
     """A token's `ValueHead`."""
     SIZE: gl.constexpr = SIZES.own
     o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
     gate = gl.load(inputs.gate.base + token * inputs.gate.stride + head * SIZE + o_v)
     beta = gl.load(inputs.strengths.base + token * inputs.strengths.stride + head)
-    column = head * SIZE + gl.arange(0, SIZE, layout=CHANNEL) if BY_CHANNEL else head
+    column = head * SIZE + gl.arange(0, SIZE, layout=CHANNEL) if SIZES.by_channel else head
     decay = gl.load(inputs.decays.base + token * inputs.decays.stride + column)
     rate, bias = gl.load(weights.decay_rate + head), gl.load(weights.decay_bias + column)
     return ValueHead(window, gate, beta, decay, rate, bias)

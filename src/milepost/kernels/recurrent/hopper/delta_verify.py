@@ -6,7 +6,7 @@ all its value heads, and a value head's values; they wait in shared memory. Its 
 through all tokens in registers. What happens with a token is what `delta_decode` does, in its
 order: states and outputs are the same bit for bit.
 
-KDA's heads are units of one value head with a decay for each channel of a key (BY_CHANNEL): all of
+KDA's heads are units of one value head with a decay for each channel of a key: all of
 a unit's inputs are asked for before anything is used, and decays wait beside the keys.
 
 Legend: S sequences, F folded and N new tokens of each, J taps, G key heads, V value heads, K
@@ -60,58 +60,43 @@ from milepost.kernels.recurrent.structures import DecodingSteps, Mixer
 def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
     """Fold recorded drafts, advance by one token, continue through drafts; writes `output` [T, V *
     W] of the decoding sequences."""
-    sizes, num_sequences = mixer.sizes, len(steps.sequences.slot_out)
-    num_units, units_at_once = num_sequences * sizes.units, num_sms(output.device)
-    by_channel = sizes.decays > sizes.heads
+    sizes = mixer.sizes
+    num_units = len(steps.sequences.slot_out) * sizes.units
+    units_at_once = num_sms(output.device)
+    stages = 2 if num_units <= units_at_once and not sizes.by_channel else 1
+    lines = describe_states(steps.recurrent.base)
+    operands = mixer.inputs, mixer.weights, steps.conv, lines, steps.recurrent, steps.sequences
+    constants = {"SIZES": sizes, "PLACES": steps.num_places, "STAGES": stages}
     _verify_kernel[(min(num_units, 2 * units_at_once),)](
-        mixer.inputs,
-        mixer.weights,
-        steps.conv,
-        describe_states(steps.recurrent.base),
-        steps.recurrent,
-        steps.sequences,
-        steps.records,
-        output,
-        num_units,
-        SIZES=sizes,
-        BY_CHANNEL=by_channel,
-        MAX_BETA=mixer.weights.max_beta,
-        PLACES=steps.num_places,
-        STAGES=2 if num_units <= units_at_once and not by_channel else 1,
-        num_warps=4,
-        **OVERLAPPED,
+        *operands, steps.records, output, num_units, **constants, num_warps=4, **OVERLAPPED
     )
 
 
-class Convolution(NamedTuple):
-    """Where a sequence's convolution is read and written."""
+class UnitTokens(NamedTuple):
+    """A unit's tokens: where they are read, and what is left of them."""
 
-    read: Any
-    kept: Any
-    weight: Any
-
-
-class TokenVectors(NamedTuple):
-    """Vectors of a value head's tokens, in shared memory."""
-
+    stream: TokenStream
+    """Inputs of the convolution."""
+    betas: TokenStream
+    decays: TokenStream
+    conv: Any
+    """The convolution's state."""
+    kept_conv: Any
+    """Where that goes."""
+    weights: Any
     rows: Any
-    """[2 or 3 times PLACES, K]: queries, keys, decays of channels."""
+    """In shared memory [2 or 3 times PLACES, K]: queries, keys, decays of channels."""
     columns: Any
-    """[PLACES, W]: values."""
+    """In shared memory [PLACES, W]: values."""
 
 
-class HeadWeights(NamedTuple):
-    """Small weights of a value head."""
+class ValueHead(NamedTuple):
+    """A value head's small weights, and where its new tokens are read and written."""
 
+    index: Any
     rate: Any
     bias: Any
     norm: Any
-    norm_eps: Any
-
-
-class HeadRows(NamedTuple):
-    """Where a value head's new tokens are read and written."""
-
     gate: Any
     gate_stride: Any
     output: Any
@@ -131,8 +116,6 @@ def _verify_kernel(
     output,
     num_units,
     SIZES: gl.constexpr,
-    BY_CHANNEL: gl.constexpr,
-    MAX_BETA: gl.constexpr,
     PLACES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -141,13 +124,10 @@ def _verify_kernel(
     KEY_HEADS: gl.constexpr = SIZES.units
     GROUP: gl.constexpr = SIZES.group
     SHAPE: gl.constexpr = [SIZE, SIZE]
-    VALUE_HEADS: gl.constexpr = KEY_HEADS * GROUP
-    WIDTH: gl.constexpr = VALUE_HEADS * SIZE
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    NUM_ROWS: gl.constexpr = (2 + BY_CHANNEL) * PLACES
+    NUM_ROWS: gl.constexpr = (2 + SIZES.by_channel) * PLACES
     rows = gl.allocate_shared_memory(gl.float32, [NUM_ROWS, SIZE // 4, 4], ROWS)
     columns = gl.allocate_shared_memory(gl.float32, [PLACES, SIZE], VECTOR)
-    vectors = TokenVectors(rows, columns)
     work = begin_work(lines, states.stride, sequences, num_units, SHAPE, KEY_HEADS, GROUP, STAGES)
     o_c = gl.arange(0, SIZE, layout=CHANNEL)
     o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
@@ -161,38 +141,28 @@ def _verify_kernel(
         betas = _beside(stream, inputs.strengths, first_token)
         decays = _beside(stream, inputs.decays, first_token)
         read = conv.base + gl.load(sequences.slot_in + sequence).to(gl.int64) * conv.stride
-        small = Convolution(read, conv.base + target.to(gl.int64) * conv.stride, weights.conv)
+        kept = conv.base + target.to(gl.int64) * conv.stride
+        own = UnitTokens(stream, betas, decays, read, kept, weights, rows, columns)
         p_gate = inputs.gate.base + first_token * inputs.gate.stride
-        o_key = key_head * SIZE + o_c
-        keys = stream, decays, small, weights, o_key, vectors
-        _keep_places(*keys, SIZES, BY_CHANNEL, PLACES, True)
+        _keep_places(own, key_head * SIZE + o_c, SIZES, PLACES, True)
         for member in gl.static_range(GROUP):
-            head = key_head * GROUP + member
-            rate = gl.load(weights.decay_rate + head)
-            bias = rate if BY_CHANNEL else gl.load(weights.decay_bias + head)
-            if not BY_CHANNEL:
-                o_value = (2 * KEY_HEADS + head) * SIZE + o_c
-                own = stream, decays, small, weights, o_value, vectors
-                _keep_places(*own, SIZES, BY_CHANNEL, PLACES, False)
+            i_hv = key_head * GROUP + member
+            rate = gl.load(weights.decay_rate + i_hv)
+            bias = rate if SIZES.by_channel else gl.load(weights.decay_bias + i_hv)
+            if not SIZES.by_channel:
+                _keep_places(own, (2 * KEY_HEADS + i_hv) * SIZE + o_c, SIZES, PLACES, False)
             state = take(work, number, STATE, BY_LINE, SHAPE, KEY_HEADS, GROUP)
             number += 1
-            own_weights = HeadWeights(rate, bias, b_norm, weights.norm_eps)
-            at = HeadRows(
-                p_gate + head * SIZE + o_v,
-                inputs.gate.stride,
-                output + (first_token * VALUE_HEADS + head) * SIZE + o_v,
-                states.base + target.to(gl.int64) * states.stride + head * (SIZE * SIZE),
-            )
-            small_rows = betas, decays, head
-            _pass_tokens(
-                state, vectors, small_rows, own_weights, at,
-                SIZE, WIDTH, BY_CHANNEL, MAX_BETA, PLACES,
-            )  # fmt: skip
+            p_head = p_gate + i_hv * SIZE + o_v, inputs.gate.stride
+            p_output = output + (first_token * SIZES.heads + i_hv) * SIZE + o_v
+            p_state = states.base + target.to(gl.int64) * states.stride + i_hv * (SIZE * SIZE)
+            head = ValueHead(i_hv, rate, bias, b_norm, *p_head, p_output, p_state)
+            _pass_tokens(state, own, head, SIZES, PLACES)
             # All threads have read what these columns had recorded.
             thread_barrier()
-            leave_column(betas, head, o_c)
-            if not BY_CHANNEL:
-                leave_column(decays, head, o_c)
+            leave_column(betas, i_hv, o_c)
+            if not SIZES.by_channel:
+                leave_column(decays, i_hv, o_c)
 
 
 @gluon.jit
@@ -206,45 +176,46 @@ def _beside(stream, rows, first_token):
 
 
 @gluon.jit
-def _keep_places(
-    stream,
-    decays,
-    small,
-    weights,
-    channel,
-    vectors,
-    SIZES: gl.constexpr,
-    BY_CHANNEL: gl.constexpr,
-    PLACES: gl.constexpr,
-    ARE_KEYS: gl.constexpr,
-):
+def _keep_places(own, channel, SIZES: gl.constexpr, PLACES: gl.constexpr, ARE_KEYS: gl.constexpr):
     """Vectors of all tokens in shared memory, some at a time: a unit's, or a head's values."""
     STEP: gl.constexpr = min(PLACES, 8)  # tokens whose inputs a thread holds at a time
-    args = stream, decays, small, weights, channel, vectors
-    if ARE_KEYS:
-        _keep_keys(*args, 0, True, SIZES, BY_CHANNEL, PLACES, STEP)
-    else:
-        _keep_values(stream, small, channel, vectors, 0, True, SIZES.taps, STEP)
+    _keep_some(own, channel, 0, True, SIZES, PLACES, STEP, ARE_KEYS)
     if PLACES > STEP:
-        for begin in range(STEP, stream.num_places, STEP):
-            if ARE_KEYS:
-                _keep_keys(*args, begin, False, SIZES, BY_CHANNEL, PLACES, STEP)
-            else:
-                _keep_values(stream, small, channel, vectors, begin, False, SIZES.taps, STEP)
+        for begin in range(STEP, own.stream.num_places, STEP):
+            _keep_some(own, channel, begin, False, SIZES, PLACES, STEP, ARE_KEYS)
+
+
+@gluon.jit
+def _keep_some(
+    own,
+    channel,
+    begin,
+    IS_FIRST: gl.constexpr,
+    SIZES: gl.constexpr,
+    PLACES: gl.constexpr,
+    STEP: gl.constexpr,
+    ARE_KEYS: gl.constexpr,
+):
+    """Vectors of STEP tokens in shared memory; leaves their inputs."""
+    if ARE_KEYS:
+        _keep_keys(own, channel, begin, IS_FIRST, SIZES, PLACES, STEP)
+    else:
+        TAPS: gl.constexpr = SIZES.taps
+        values = load_inputs(own.stream, own.conv, channel, begin, IS_FIRST, TAPS, STEP)
+        window = Window(values, load_taps(own.weights.conv, channel, TAPS))
+        for ahead in gl.static_range(STEP):
+            if begin + ahead < own.stream.num_places:
+                own.columns.index(begin + ahead).store(convolve(window, TAPS, ahead))
+        leave_inputs(values, own.stream, own.kept_conv, channel, begin, TAPS, STEP)
 
 
 @gluon.jit
 def _keep_keys(
-    stream,
-    decays,
-    small,
-    weights,
+    own,
     channel,
-    vectors,
     begin,
     IS_FIRST: gl.constexpr,
     SIZES: gl.constexpr,
-    BY_CHANNEL: gl.constexpr,
     PLACES: gl.constexpr,
     STEP: gl.constexpr,
 ):
@@ -253,95 +224,68 @@ def _keep_keys(
     SIZE: gl.constexpr = SIZES.shared
     TAPS: gl.constexpr = SIZES.taps
     WIDTH: gl.constexpr = SIZES.units * SIZE
-    queries = load_inputs(stream, small.read, channel, begin, IS_FIRST, TAPS, STEP)
-    keys = load_inputs(stream, small.read, WIDTH + channel, begin, IS_FIRST, TAPS, STEP)
-    if BY_CHANNEL:
-        values = load_inputs(stream, small.read, 2 * WIDTH + channel, begin, IS_FIRST, TAPS, STEP)
-        wide = load_places(decays, channel, begin, STEP)
-        value_taps = load_taps(small.weight, 2 * WIDTH + channel, TAPS)
+    stream, weights = own.stream, own.weights
+    queries = load_inputs(stream, own.conv, channel, begin, IS_FIRST, TAPS, STEP)
+    keys = load_inputs(stream, own.conv, WIDTH + channel, begin, IS_FIRST, TAPS, STEP)
+    if SIZES.by_channel:
+        values = load_inputs(stream, own.conv, 2 * WIDTH + channel, begin, IS_FIRST, TAPS, STEP)
+        wide = load_places(own.decays, channel, begin, STEP)
+        value_taps = load_taps(weights.conv, 2 * WIDTH + channel, TAPS)
         rate = gl.load(weights.decay_rate + channel // SIZE)
         bias = gl.load(weights.decay_bias + channel)
-    query_window = Window(queries, load_taps(small.weight, channel, TAPS))
-    key_window = Window(keys, load_taps(small.weight, WIDTH + channel, TAPS))
+    query_window = Window(queries, load_taps(weights.conv, channel, TAPS))
+    key_window = Window(keys, load_taps(weights.conv, WIDTH + channel, TAPS))
     for ahead in gl.static_range(STEP):
         place = begin + ahead
         if place < stream.num_places:
             query = convolve(query_window, TAPS, ahead)
             query, key = unit_vectors(query, convolve(key_window, TAPS, ahead), SIZE)
-            if BY_CHANNEL:
+            if SIZES.by_channel:
                 value = convolve(Window(values, value_taps), TAPS, ahead)
                 decay = gl.exp(rate * softplus(wide[ahead].to(gl.float32) + bias))
-                keep_rows(vectors.rows.index(2 * PLACES + place), decay)
-                vectors.columns.index(place).store(value)
-            keep_rows(vectors.rows.index(place), query)
-            keep_rows(vectors.rows.index(PLACES + place), key)
-    leave_inputs(queries, stream, small.kept, channel, begin, TAPS, STEP)
-    leave_inputs(keys, stream, small.kept, WIDTH + channel, begin, TAPS, STEP)
-    if BY_CHANNEL:
-        leave_inputs(values, stream, small.kept, 2 * WIDTH + channel, begin, TAPS, STEP)
-        leave_places(wide, decays, channel, begin, STEP)
+                keep_rows(own.rows.index(2 * PLACES + place), decay)
+                own.columns.index(place).store(value)
+            keep_rows(own.rows.index(place), query)
+            keep_rows(own.rows.index(PLACES + place), key)
+    leave_inputs(queries, stream, own.kept_conv, channel, begin, TAPS, STEP)
+    leave_inputs(keys, stream, own.kept_conv, WIDTH + channel, begin, TAPS, STEP)
+    if SIZES.by_channel:
+        leave_inputs(values, stream, own.kept_conv, 2 * WIDTH + channel, begin, TAPS, STEP)
+        leave_places(wide, own.decays, channel, begin, STEP)
 
 
 @gluon.jit
-def _keep_values(
-    stream,
-    small,
-    channel,
-    vectors,
-    begin,
-    IS_FIRST: gl.constexpr,
-    TAPS: gl.constexpr,
-    STEP: gl.constexpr,
-):
-    """A value head's values of STEP tokens in shared memory; leaves their inputs."""
-    values = load_inputs(stream, small.read, channel, begin, IS_FIRST, TAPS, STEP)
-    window = Window(values, load_taps(small.weight, channel, TAPS))
-    for ahead in gl.static_range(STEP):
-        if begin + ahead < stream.num_places:
-            vectors.columns.index(begin + ahead).store(convolve(window, TAPS, ahead))
-    leave_inputs(values, stream, small.kept, channel, begin, TAPS, STEP)
-
-
-@gluon.jit
-def _pass_tokens(
-    state,
-    vectors,
-    small_rows,
-    weights,
-    at,
-    SIZE: gl.constexpr,
-    WIDTH: gl.constexpr,
-    BY_CHANNEL: gl.constexpr,
-    MAX_BETA: gl.constexpr,
-    PLACES: gl.constexpr,
-):
+def _pass_tokens(state, own, head, SIZES: gl.constexpr, PLACES: gl.constexpr):
     """Take a value head's state through all tokens: it is stored after the last committed one, and
-    read for each new one. `small_rows` are streams of beta and decay inputs, and their column."""
-    betas, decays, head = small_rows
+    read for each new one."""
+    SIZE: gl.constexpr = SIZES.shared
+    betas, decays = own.betas, own.decays
     last = gl.minimum(betas.num_folded, betas.num_places - 1)
     o_k = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
     o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
     has_any = betas.num_places > 0
-    b_in = gl.load(row_of(betas, 0) + head, mask=has_any, other=0.0)
-    a_in = b_in if BY_CHANNEL else gl.load(row_of(decays, 0) + head, mask=has_any, other=0.0)
+    b_in = gl.load(row_of(betas, 0) + head.index, mask=has_any, other=0.0)
+    a_in = b_in
+    if not SIZES.by_channel:
+        a_in = gl.load(row_of(decays, 0) + head.index, mask=has_any, other=0.0)
     for place in range(betas.num_places):
         new, is_new = place - betas.num_folded, place >= betas.num_folded
-        gate = gl.load(at.gate + new * at.gate_stride, mask=is_new, other=0.0)
-        beta = sigmoid(b_in) * MAX_BETA
-        if BY_CHANNEL:
-            decay = load_rows(vectors.rows.index(2 * PLACES + place))
+        gate = gl.load(head.gate + new * head.gate_stride, mask=is_new, other=0.0)
+        beta = sigmoid(b_in) * SIZES.max_beta
+        if SIZES.by_channel:
+            decay = load_rows(own.rows.index(2 * PLACES + place))
         else:
-            decay = gl.exp(weights.rate * softplus(a_in.to(gl.float32) + weights.bias))
+            decay = gl.exp(head.rate * softplus(a_in.to(gl.float32) + head.bias))
         following = gl.minimum(place + 1, betas.num_places - 1)
-        b_in = gl.load(row_of(betas, following) + head)
-        if not BY_CHANNEL:
-            a_in = gl.load(row_of(decays, following) + head)
-        key = load_rows(vectors.rows.index(PLACES + place))
-        value = vectors.columns.index(place).load(gl.SliceLayout(0, STATE))
+        b_in = gl.load(row_of(betas, following) + head.index)
+        if not SIZES.by_channel:
+            a_in = gl.load(row_of(decays, following) + head.index)
+        key = load_rows(own.rows.index(PLACES + place))
+        value = own.columns.index(place).load(gl.SliceLayout(0, STATE))
         state = delta_rule(state * decay, key, value, beta)
         if place == last:
-            gl.store(at.state + o_k[:, None] * SIZE + o_v[None, :], state)
+            gl.store(head.state + o_k[:, None] * SIZE + o_v[None, :], state)
         if is_new:
-            x = read_rows(state, load_rows(vectors.rows.index(place)))
-            x = norm_and_gate(x, weights.norm, weights.norm_eps, gate, SIZE, BY_CHANNEL)
-            gl.store(at.output + new * WIDTH, x.to(at.output.dtype.element_ty))
+            x = read_rows(state, load_rows(own.rows.index(place)))
+            x = norm_and_gate(x, head.norm, own.weights.norm_eps, gate, SIZE, SIZES.by_channel)
+            gl.store(head.output + new * SIZES.width, x.to(head.output.dtype.element_ty))

@@ -32,7 +32,7 @@ from milepost.kernels.recurrent.structures import (
     LayerStates,
     Mixer,
     PrefillChunks,
-    TimeSteps,
+    SSDTensors,
     slot_states,
 )
 
@@ -45,62 +45,35 @@ _NORMED = 4096
 def prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout) -> Tensor:
     """Advance the sequences by all their tokens; returns [T, I]."""
     mixed = convolve(mixer, slot_states(states.conv), states.tiles(layout))
-    y = scan(mixer, mixed, states, layout)
+    chunks, chunk = states.chunks(layout), layout.chunk
+    tensors = _discretise(mixer, mixed, chunks, chunk)
+    ssd.chunk_fwd_h(mixer, chunk, slot_states(states.recurrent), chunks, tensors)
+    y = ssd.chunk_fwd_o(mixer, chunk, chunks, tensors)
     return _norm(mixer, y, layout.sequence_begin)
 
 
-def scan(mixer: Mixer, mixed: Tensor, states: LayerStates, layout: ChunkLayout) -> Tensor:
-    """The recurrence alone, of convolved x, B and C [T, channels]; returns outputs before gates and
-    norm [T, I], and writes the states."""
-    chunks, chunk = states.chunks(layout), layout.chunk
-    times = _discretise(mixer, chunks, chunk)
-    pool = slot_states(states.recurrent)
-    return ssd.run(mixer, chunk, pool, chunks, mixed, times)
-
-
-def _discretise(mixer: Mixer, chunks: PrefillChunks, chunk: int) -> TimeSteps:
-    inputs, heads, num_chunks = mixer.inputs.strengths, mixer.sizes.heads, len(chunks.size)
-    num_tokens, like = len(inputs.base), inputs.base
-    of_tokens = like.new_empty(3, heads, num_tokens, dtype=torch.float32)
-    decays = like.new_empty(num_chunks, heads, dtype=torch.float32)
-    times = TimeSteps(*of_tokens.unbind(), decays)
-    _discretise_kernel[triton.cdiv(heads, _HEADS), num_chunks](
-        inputs,
-        num_tokens,
-        mixer.weights,
-        chunks,
-        times,
-        HEADS=heads,
-        C=chunk,
-        BLOCK=_HEADS,
-        num_warps=4,
-        **OVERLAPPED,
-    )
-    return times
+def _discretise(mixer: Mixer, mixed: Tensor, chunks: PrefillChunks, chunk: int) -> SSDTensors:
+    sizes, num_chunks = mixer.sizes, len(chunks.size)
+    of_tokens = mixed.new_empty(3, sizes.heads, len(mixed), dtype=torch.float32)
+    decays = mixed.new_empty(num_chunks, sizes.heads, dtype=torch.float32)
+    h = mixed.new_empty(num_chunks, sizes.heads, sizes.own, sizes.shared)
+    tensors = SSDTensors(mixed, *of_tokens.unbind(), decays, h)
+    operands = mixer.inputs.strengths, len(mixed), mixer.weights, chunks, tensors
+    options = {"num_warps": 4, **OVERLAPPED}
+    grid = triton.cdiv(sizes.heads, _HEADS), num_chunks
+    _discretise_kernel[grid](*operands, SIZES=sizes, C=chunk, BLOCK=_HEADS, **options)
+    return tensors
 
 
 def _norm(mixer: Mixer, y: Tensor, sequence_begin: Tensor) -> Tensor:
-    num_tokens, sizes = len(y), mixer.sizes
-    width = sizes.group * sizes.own
-    block = triton.next_power_of_2(width)
+    sizes, output = mixer.sizes, torch.empty_like(y)
+    block = triton.next_power_of_2(sizes.group * sizes.own)
     rows = max(1, _NORMED // block)
-    output = torch.empty_like(y)
-    _norm_kernel[sizes.units, triton.cdiv(num_tokens, rows)](
-        y,
-        mixer.inputs.gate,
-        num_tokens,
-        sequence_begin,
-        len(sequence_begin) - 1,
-        mixer.weights,
-        output,
-        GROUPS=sizes.units,
-        W=width,
-        FINISH=mixer.rule.finish,
-        ROWS=rows,
-        BLOCK=block,
-        num_warps=4,
-        **OVERLAPPED,
-    )
+    num_sequences = len(sequence_begin) - 1
+    operands = y, mixer.inputs.gate, len(y), sequence_begin, num_sequences, mixer.weights, output
+    constants = {"SIZES": sizes, "FINISH": mixer.rule.finish, "ROWS": rows, "BLOCK": block}
+    grid = sizes.units, triton.cdiv(len(y), rows)
+    _norm_kernel[grid](*operands, **constants, num_warps=4, **OVERLAPPED)
     return output
 
 
@@ -111,12 +84,12 @@ def _discretise_kernel(
     num_tokens,
     weights,
     chunks,
-    times,
-    HEADS: tl.constexpr,
+    tensors,
+    SIZES: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`TimeSteps` of some heads of a chunk; log decays are of base 2."""
+    """Time steps and decays of some heads of a chunk; log decays are of base 2."""
     launch_dependents()
     i_t = tl.program_id(1)
     size = tl.load(chunks.size + i_t)
@@ -125,7 +98,7 @@ def _discretise_kernel(
         return
     token = tl.load(chunks.begin + i_t).to(tl.int64) + tl.arange(0, C)
     head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_head = head < HEADS
+    is_head = head < SIZES.heads
     is_real = (tl.arange(0, C) < size)[:, None] & is_head[None, :]
     b_in = tl.load(inputs.base + token[:, None] * inputs.stride + head[None, :], is_real, 0)
     bias = tl.load(weights.dt_bias + head, is_head, 0)[None, :]
@@ -133,12 +106,12 @@ def _discretise_kernel(
     b_rate = tl.load(weights.rate + head, is_head, 0) * LOG2_E
     b_sums = tl.cumsum(b_steps * b_rate[None, :], 0)
     at = head.to(tl.int64)[None, :] * num_tokens + token[:, None]
-    tl.store(times.steps + at, b_steps, is_real)
-    tl.store(times.sums + at, b_sums, is_real)
+    tl.store(tensors.steps + at, b_steps, is_real)
+    tl.store(tensors.sums + at, b_sums, is_real)
     # Tokens past the chunk's end decay nothing.
     total = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], b_sums, 0), 0)
-    tl.store(times.to_end + at, b_steps * tl.exp2(total[None, :] - b_sums), is_real)
-    tl.store(times.decays + i_t * HEADS + head, tl.exp2(total), is_head)
+    tl.store(tensors.to_end + at, b_steps * tl.exp2(total[None, :] - b_sums), is_real)
+    tl.store(tensors.decays + i_t * SIZES.heads + head, tl.exp2(total), is_head)
 
 
 @quick
@@ -151,14 +124,14 @@ def _norm_kernel(
     num_sequences,
     weights,
     output,
-    GROUPS: tl.constexpr,
-    W: tl.constexpr,
+    SIZES: tl.constexpr,
     FINISH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A group of ROWS tokens: `y` [T, I], gated and normed, to `output` [T, I]; zeros for tokens
     that no sequence has."""
+    W: tl.constexpr = SIZES.group * SIZES.own
     i_g = tl.program_id(0)
     token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -171,9 +144,9 @@ def _norm_kernel(
     is_real = ((token >= begin) & (token < end))[:, None] & is_column[None, :]
     at = i_g * W + column[None, :]
     row = token.to(tl.int64)[:, None]
-    b_y = tl.load(y + row * (GROUPS * W) + at, is_real, 0).to(tl.float32)
+    b_y = tl.load(y + row * (SIZES.width) + at, is_real, 0).to(tl.float32)
     b_gate = tl.load(gate.base + row * gate.stride + at, is_real, 0)
     b_y = FINISH(b_y, b_weight, b_gate, weights.norm_eps, W)
     in_output = (token < num_tokens)[:, None] & is_column[None, :]
-    p_output = output + row * (GROUPS * W) + at
+    p_output = output + row * (SIZES.width) + at
     tl.store(p_output, tl.where(is_real, b_y, 0).to(output.dtype.element_ty), in_output)

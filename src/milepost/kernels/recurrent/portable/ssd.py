@@ -20,8 +20,7 @@ from milepost.kernels.recurrent.structures import (
     MixerSizes,
     PrefillChunks,
     SlotStates,
-    TimeSteps,
-    tile_of,
+    SSDTensors,
 )
 
 _ROWS = 64
@@ -33,78 +32,30 @@ _COLUMNS = 32
 _WARPS, _STAGES = 4, 3
 
 
-def run(
-    mixer: Mixer,
-    chunk: int,
-    pool: SlotStates,
-    chunks: PrefillChunks,
-    mixed: Tensor,
-    times: TimeSteps,
-) -> Tensor:
-    """Returns outputs before gates and norm [T, I], of `mixed` x, B and C [T, channels] after the
-    convolution; writes exports and final states to `pool`."""
-    h = _chunk_fwd_h(mixer, chunk, pool, chunks, mixed, times)
-    return _chunk_fwd_o(mixer, chunk, chunks, mixed, times, h)
-
-
-def _chunk_fwd_h(
-    mixer: Mixer,
-    chunk: int,
-    pool: SlotStates,
-    chunks: PrefillChunks,
-    mixed: Tensor,
-    times: TimeSteps,
-) -> Tensor:
-    """Returns the states before chunks [N, H, P, S]; writes exports and final states to `pool`."""
-    sizes = mixer.sizes
-    h = mixed.new_empty(len(chunks.size), sizes.heads, sizes.own, sizes.shared)
-    is_wide = mixed.dtype == torch.float32
+def chunk_fwd_h(
+    mixer: Mixer, chunk: int, pool: SlotStates, chunks: PrefillChunks, tensors: SSDTensors
+) -> None:
+    """Write the states before every chunk to `tensors.h`, exports and final states to `pool`."""
+    sizes, is_wide = mixer.sizes, tensors.mixed.dtype == torch.float32
     columns = _COLUMNS * (1 + is_wide)
-    _chunk_fwd_h_kernel[(triton.cdiv(sizes.shared, columns), sizes.heads, len(chunks.slot_out))](
-        len(mixed),
-        chunks,
-        pool,
-        mixed,
-        times,
-        h,
-        SIZES=sizes,
-        C=chunk,
-        BLOCK_P=tile_of(sizes.own),
-        BLOCK_S=columns,
-        num_warps=_WARPS * (1 + is_wide),
-        num_stages=_STAGES,
-        **OVERLAPPED,
-    )
-    return h
+    grid = triton.cdiv(sizes.shared, columns), sizes.heads, len(chunks.slot_out)
+    operands = len(tensors.mixed), chunks, pool, tensors
+    options = {"num_warps": _WARPS * (1 + is_wide), "num_stages": _STAGES, **OVERLAPPED}
+    _chunk_fwd_h_kernel[grid](*operands, SIZES=sizes, C=chunk, BLOCK_S=columns, **options)
 
 
-def _chunk_fwd_o(
-    mixer: Mixer, chunk: int, chunks: PrefillChunks, mixed: Tensor, times: TimeSteps, h: Tensor
-) -> Tensor:
-    """Returns outputs before gates and norm, [T, I]."""
-    sizes, is_wide = mixer.sizes, mixed.dtype == torch.float32
+def chunk_fwd_o(mixer: Mixer, chunk: int, chunks: PrefillChunks, tensors: SSDTensors) -> Tensor:
+    """Returns outputs before gates and norm [T, I]."""
+    sizes, mixed = mixer.sizes, tensors.mixed
+    is_wide = mixed.dtype == torch.float32
     y = mixed.new_empty(len(mixed), sizes.width)
-    num_tiles = len(h) * triton.cdiv(chunk, _ROWS)
+    num_tiles = len(tensors.h) * triton.cdiv(chunk, _ROWS)
     each = _choose_heads(sizes, num_tiles, num_sms(mixed.device))
-    _chunk_fwd_o_kernel[sizes.heads // each, num_tiles](
-        len(mixed),
-        mixer.weights,
-        chunks,
-        mixed,
-        times,
-        h,
-        y,
-        SIZES=sizes,
-        C=chunk,
-        ROWS=_ROWS,
-        COLUMNS=_ROWS if is_wide else max(_ROWS, chunk),
-        EACH=each,
-        BLOCK_P=tile_of(sizes.own),
-        BLOCK_S=tile_of(sizes.shared),
-        num_warps=4,
-        num_stages=1 + is_wide,
-        **OVERLAPPED,
-    )
+    columns = _ROWS if is_wide else max(_ROWS, chunk)
+    operands = len(mixed), mixer.weights, chunks, tensors, y
+    constants = {"SIZES": sizes, "C": chunk, "ROWS": _ROWS, "COLUMNS": columns, "EACH": each}
+    options = {"num_warps": 4, "num_stages": 1 + is_wide, **OVERLAPPED}
+    _chunk_fwd_o_kernel[sizes.heads // each, num_tiles](*operands, **constants, **options)
     return y
 
 
@@ -119,21 +70,11 @@ def _choose_heads(sizes: MixerSizes, num_tiles: int, num_sms: int) -> int:
 @quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["chunks"])
 def _chunk_fwd_h_kernel(
-    num_tokens,
-    chunks,
-    pool,
-    mixed,
-    times,
-    h,
-    SIZES: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    num_tokens, chunks, pool, tensors, SIZES: tl.constexpr, C: tl.constexpr, BLOCK_S: tl.constexpr
 ):
     """BLOCK_S columns of a head's state."""
     STATE_SIZE: tl.constexpr = SIZES.shared
     HEAD_DIM: tl.constexpr = SIZES.own
-    HEADS: tl.constexpr = SIZES.units * SIZES.group
     WIDTH: tl.constexpr = SIZES.channels
     i_s, i_h, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     launch_dependents()
@@ -141,7 +82,7 @@ def _chunk_fwd_h_kernel(
     if first == last:
         wait_for_inputs()
         return
-    o_t, o_p = tl.arange(0, C), tl.arange(0, BLOCK_P)
+    o_t, o_p = tl.arange(0, C), tl.arange(0, SIZES.own_tile)
     o_s = i_s * BLOCK_S + tl.arange(0, BLOCK_S)
     is_p, is_s = o_p < HEAD_DIM, o_s < STATE_SIZE
     in_h = is_p[:, None] & is_s[None, :]
@@ -149,25 +90,28 @@ def _chunk_fwd_h_kernel(
     # What an earlier step wrote may be read before the kernels of this one have ended.
     b_h = load_state(pool, chunks, i_n, o_h, in_h)
     wait_for_inputs()
-    p_x = mixed + i_h * HEAD_DIM + o_t[:, None] * WIDTH + o_p[None, :]
-    p_b = mixed + HEADS * HEAD_DIM + i_h // SIZES.group * STATE_SIZE
+    p_x = tensors.mixed + i_h * HEAD_DIM + o_t[:, None] * WIDTH + o_p[None, :]
+    p_b = tensors.mixed + SIZES.width + i_h // SIZES.group * STATE_SIZE
     p_b += o_t[:, None] * WIDTH + o_s[None, :]
     head_begin = i_h.to(tl.int64) * num_tokens
 
     # Loaded a chunk ahead, as in `chunk_h`.
     begin, size = tl.load(chunks.begin + first), tl.load(chunks.size + first)
-    slot, decay = tl.load(chunks.export + first), tl.load(times.decays + first * HEADS + i_h)
+    slot, decay = (
+        tl.load(chunks.export + first),
+        tl.load(tensors.decays + first * SIZES.heads + i_h),
+    )
     for i_t in range(first, last):
         in_chunk, at = o_t < size, begin.to(tl.int64) * WIDTH
         b_x = tl.load(p_x + at, in_chunk[:, None] & is_p[None, :], 0)
         b_b = tl.load(p_b + at, in_chunk[:, None] & is_s[None, :], 0)
-        b_step = tl.load(times.to_end + head_begin + begin + o_t, in_chunk, 0)
+        b_step = tl.load(tensors.to_end + head_begin + begin + o_t, in_chunk, 0)
         following = tl.minimum(i_t + 1, last - 1)
         begin, size = tl.load(chunks.begin + following), tl.load(chunks.size + following)
         next_slot = tl.load(chunks.export + following)
-        next_decay = tl.load(times.decays + following * HEADS + i_h)
-        p_h = h + tl.cast(i_t, tl.int64) * (HEADS * HEAD_DIM * STATE_SIZE) + o_h
-        tl.store(p_h, b_h.to(h.dtype.element_ty), in_h)
+        next_decay = tl.load(tensors.decays + following * SIZES.heads + i_h)
+        p_h = tensors.h + tl.cast(i_t, tl.int64) * (SIZES.width * STATE_SIZE) + o_h
+        tl.store(p_h, b_h.to(tensors.h.dtype.element_ty), in_h)
         b_x = (b_x.to(tl.float32) * b_step[:, None]).to(b_b.dtype)
         b_h *= decay
         b_h += tl.dot(tl.trans(b_x), b_b, input_precision="ieee")
@@ -183,24 +127,19 @@ def _chunk_fwd_o_kernel(
     num_tokens,
     weights,
     chunks,
-    mixed,
-    times,
-    h,
+    tensors,
     y,
     SIZES: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EACH: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_S: tl.constexpr,
 ):
     """ROWS tokens of EACH heads of a group and chunk: what C reads from the states before the chunk
     and from the chunk's own tokens, COLUMNS at a time, and D * x, into `y` [T, I]. C times B is the
     group's; how many heads share them changes no bit."""
     STATE_SIZE: tl.constexpr = SIZES.shared
     HEAD_DIM: tl.constexpr = SIZES.own
-    HEADS: tl.constexpr = SIZES.units * SIZES.group
     WIDTH: tl.constexpr = SIZES.channels
     first = tl.program_id(0) * EACH
     PARTS: tl.constexpr = (C + ROWS - 1) // ROWS
@@ -210,9 +149,9 @@ def _chunk_fwd_o_kernel(
     if i_part * ROWS >= size:
         return
     begin = tl.load(chunks.begin + i_t).to(tl.int64)
-    o_p, o_s = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_S)
+    o_p, o_s = tl.arange(0, SIZES.own_tile), tl.arange(0, SIZES.shared_tile)
     is_p, is_s = o_p < HEAD_DIM, o_s < STATE_SIZE
-    p_b = mixed + begin * WIDTH + HEADS * HEAD_DIM + first // SIZES.group * STATE_SIZE
+    p_b = tensors.mixed + begin * WIDTH + SIZES.width + first // SIZES.group * STATE_SIZE
     p_b += o_s[None, :]
     i_row, column = i_part * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     # Nothing is read of later tokens than these rows.
@@ -222,12 +161,12 @@ def _chunk_fwd_o_kernel(
     whole = _scores(b_c, p_b, i_row, column, stop, is_s, WIDTH) if COLUMNS >= C else 0.0
     for i_h in range(first, first + EACH):
         head_begin = tl.cast(i_h, tl.int64) * num_tokens + begin
-        b_sums = tl.load(times.sums + head_begin + i_row, is_row, 0)
-        p_h = h + (i_t.to(tl.int64) * HEADS + i_h) * (HEAD_DIM * STATE_SIZE)
+        b_sums = tl.load(tensors.sums + head_begin + i_row, is_row, 0)
+        p_h = tensors.h + (i_t.to(tl.int64) * SIZES.heads + i_h) * (HEAD_DIM * STATE_SIZE)
         p_h += o_p[:, None] * STATE_SIZE + o_s[None, :]
         b_h = tl.load(p_h, is_p[:, None] & is_s[None, :], 0)
-        p_x = mixed + begin * WIDTH + i_h * HEAD_DIM + o_p[None, :]
-        p_steps, p_sums = times.steps + head_begin, times.sums + head_begin
+        p_x = tensors.mixed + begin * WIDTH + i_h * HEAD_DIM + o_p[None, :]
+        p_steps, p_sums = tensors.steps + head_begin, tensors.sums + head_begin
         b_y = tl.dot(b_c, tl.trans(b_h), input_precision="ieee") * tl.exp2(b_sums)[:, None]
         of_tokens = b_sums, p_x, p_steps, p_sums
         if COLUMNS >= C:
@@ -240,7 +179,7 @@ def _chunk_fwd_o_kernel(
         in_y = is_row[:, None] & is_p[None, :]
         b_own = tl.load(p_x + i_row[:, None] * WIDTH, in_y, 0)
         b_y += tl.load(weights.skip + i_h) * b_own.to(tl.float32)
-        p_y = y + (begin + i_row[:, None]) * (HEADS * HEAD_DIM) + i_h * HEAD_DIM + o_p[None, :]
+        p_y = y + (begin + i_row[:, None]) * (SIZES.width) + i_h * HEAD_DIM + o_p[None, :]
         tl.store(p_y, b_y.to(y.dtype.element_ty), in_y)
 
 
