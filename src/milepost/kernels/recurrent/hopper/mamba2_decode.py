@@ -57,21 +57,11 @@ def run(
     assert fp8 is None, "outputs are rounded by who reads them"
     sizes = mixer.sizes
     num_units = len(output) * sizes.units
-    _decode_kernel[(min(num_units, 2 * num_sms(output.device)),)](
-        mixer.inputs,
-        mixer.weights,
-        steps.conv,
-        describe_states(steps.recurrent.base),
-        steps.recurrent,
-        steps.sequences,
-        output,
-        num_units,
-        SIZES=sizes,
-        GATE_FIRST=sizes.gates_first,
-        STAGES=_STAGES,
-        num_warps=NUM_WARPS,
-        **OVERLAPPED,
-    )
+    lines = describe_states(steps.recurrent.base)
+    operands = mixer.inputs, mixer.weights, steps.conv, lines, steps.recurrent, steps.sequences
+    options = {"STAGES": _STAGES, "num_warps": NUM_WARPS, **OVERLAPPED}
+    grid = (min(num_units, 2 * num_sms(output.device)),)
+    _decode_kernel[grid](*operands, output, num_units, SIZES=sizes, **options)
 
 
 @quick
@@ -86,7 +76,6 @@ def _decode_kernel(
     output,
     num_units,
     SIZES: gl.constexpr,
-    GATE_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """A unit after the other, each a group of a sequence."""
@@ -95,7 +84,7 @@ def _decode_kernel(
     HEAD_DIM: gl.constexpr = SIZES.own
     STATE_SIZE: gl.constexpr = SIZES.shared
     TAPS: gl.constexpr = SIZES.taps
-    WIDTH: gl.constexpr = GROUPS * EACH * HEAD_DIM
+    WIDTH: gl.constexpr = SIZES.width
     FIRST_B: gl.constexpr = WIDTH // STATE_SIZE
     SHAPE: gl.constexpr = [HEAD_DIM, STATE_SIZE]
     work = begin_work(lines, states.stride, sequences, num_units, SHAPE, GROUPS, EACH, STAGES)
@@ -148,7 +137,7 @@ def _decode_kernel(
             gl.store(p_state + o_state, b_state, mask=is_real)
             b_y = gl.fma(b_x, skip, read_columns(b_state, b_c))
             b_gate = b_gate / (1 + gl.exp(-b_gate))
-            if GATE_FIRST:
+            if SIZES.gates_first:
                 b_y *= b_gate
             squares += add_squares(b_y)
             outputs += ((b_y, b_gate),)
@@ -157,7 +146,7 @@ def _decode_kernel(
             o_head = (i_g * EACH + i_m) * HEAD_DIM + o_p
             b_y, b_gate = outputs[i_m]
             b_y *= scale * gl.load(weights.norm + o_head)
-            if not GATE_FIRST:
+            if not SIZES.gates_first:
                 b_y *= b_gate
             b_y = gl.where(is_real, b_y, 0.0)
             gl.store(output + i_n * WIDTH + o_head, b_y.to(output.dtype.element_ty))

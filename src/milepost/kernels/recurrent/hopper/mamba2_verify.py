@@ -41,7 +41,12 @@ from milepost.kernels.recurrent.hopper.states import (
     load_taps,
     take,
 )
-from milepost.kernels.recurrent.hopper.stream import load_inputs, open_stream, row_of
+from milepost.kernels.recurrent.hopper.stream import (
+    TokenStream,
+    load_inputs,
+    open_stream,
+    row_of,
+)
 from milepost.kernels.recurrent.portable.step import finish
 from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, MixerSizes, StepOutput
 from milepost.kernels.recurrent.table import MOST_GROUPED_HEADS
@@ -64,23 +69,11 @@ def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
     if mixer.weights.norm is not None and sizes.group <= MOST_GROUPED_HEADS:
         squares = y.new_empty(len(y), sizes.heads, NUM_WARPS)
     read = StepOutput(y, output, squares)
+    lines = describe_states(steps.recurrent.base)
+    operands = mixer.inputs, mixer.weights, steps.conv, lines, steps.recurrent, steps.sequences
+    constants = {"SIZES": sizes, "EACH": each, "PLACES": steps.num_places, "STAGES": _STAGES}
     _verify_kernel[(min(num_units, units_at_once),)](
-        mixer.inputs,
-        mixer.weights,
-        steps.conv,
-        describe_states(steps.recurrent.base),
-        steps.recurrent,
-        steps.sequences,
-        steps.records,
-        read,
-        num_units,
-        SIZES=sizes,
-        EACH=each,
-        GATE_FIRST=sizes.gates_first,
-        PLACES=steps.num_places,
-        STAGES=_STAGES,
-        num_warps=NUM_WARPS,
-        **OVERLAPPED,
+        *operands, steps.records, read, num_units, **constants, num_warps=NUM_WARPS, **OVERLAPPED
     )
     finish(mixer, steps, read, moves=True)
 
@@ -102,6 +95,19 @@ class Channels(NamedTuple):
     bias: Any
 
 
+class SequenceTokens(NamedTuple):
+    """A sequence's tokens: where they are read, and what is kept of them in shared memory."""
+
+    stream: TokenStream
+    conv: Any
+    """The convolution's state."""
+    weights: Any
+    vectors: Any
+    """[2 * PLACES, K]: B, then C."""
+    x: Any
+    """[PLACES, P]"""
+
+
 class HeadInputs(NamedTuple):
     """Inputs of a head's tokens, before anything is computed."""
 
@@ -121,6 +127,8 @@ class GroupedHeadRows(NamedTuple):
     y: Any
     squares: Any
     state: Any
+    steps: Any
+    """Column of the inputs of time steps."""
 
 
 @quick
@@ -137,12 +145,11 @@ def _verify_kernel(
     num_units,
     SIZES: gl.constexpr,
     EACH: gl.constexpr,
-    GATE_FIRST: gl.constexpr,
     PLACES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """A unit after the other, each EACH heads of a group of a sequence."""
-    HEADS: gl.constexpr = SIZES.units * SIZES.group
+    HEADS: gl.constexpr = SIZES.heads
     HEAD_DIM: gl.constexpr = SIZES.own
     STATE_SIZE: gl.constexpr = SIZES.shared
     SHAPE: gl.constexpr = [HEAD_DIM, STATE_SIZE]
@@ -159,15 +166,15 @@ def _verify_kernel(
         stream, first_token, target = open_stream(inputs.mixed, records, sequences, sequence)
         read = conv.base + gl.load(sequences.slot_in + sequence).to(gl.int64) * conv.stride
         p_gate = inputs.gate.base + first_token * inputs.gate.stride
+        tokens = SequenceTokens(stream, read, weights, vectors, values)
         # Everything is asked for before anything is used.
-        head_inputs = _ask_head(stream, read, weights, first_head, SIZES, PLACES)
-        _keep_group(stream, read, weights, first_head // SIZES.group, vectors, SIZES, PLACES)
+        following = _ask_head(tokens, first_head, SIZES, PLACES)
+        _keep_group(tokens, first_head // SIZES.group, SIZES, PLACES)
         for member in range(EACH):
-            head = first_head + member
-            _keep_values(stream, read, weights, head, head_inputs.x, values, SIZES, PLACES)
-            own = head_inputs
-            following = first_head + gl.minimum(member + 1, EACH - 1)
-            head_inputs = _ask_head(stream, read, weights, following, SIZES, PLACES)
+            head, own = first_head + member, following
+            _keep_values(tokens, head, own.x, SIZES, PLACES)
+            next_head = first_head + gl.minimum(member + 1, EACH - 1)
+            following = _ask_head(tokens, next_head, SIZES, PLACES)
             state = take(work, number, STATE, BY_LINE, SHAPE, UNITS, EACH)
             number += 1
             first_read = first_token * HEADS + head
@@ -181,38 +188,26 @@ def _verify_kernel(
                 output.read + first_read * HEAD_DIM,
                 squares,
                 p_state + head * (HEAD_DIM * STATE_SIZE),
+                SIZES.channels + head,
             )
-            limits = weights.dt_low, weights.dt_high, SIZES.channels + head
-            ADDS_SQUARES: gl.constexpr = output.squares is not None
-            _pass_tokens(
-                stream, state, own, limits, vectors, values, at,
-                HEADS, ADDS_SQUARES, GATE_FIRST, PLACES,
-            )  # fmt: skip
+            _pass_tokens(tokens, state, own, at, SIZES, PLACES, output.squares is not None)
 
 
 @gluon.jit
-def _ask(
-    stream,
-    state,
-    weights,
-    channel,
-    begin,
-    IS_FIRST: gl.constexpr,
-    TAPS: gl.constexpr,
-    STEP: gl.constexpr,
-):
+def _ask(tokens, channel, begin, IS_FIRST: gl.constexpr, TAPS: gl.constexpr, STEP: gl.constexpr):
     """The `Channels` of STEP tokens from a place on."""
-    bias = bias_of(weights.conv_bias, channel)
-    inputs = load_inputs(stream, state, channel, begin, IS_FIRST, TAPS, STEP)
-    return Channels(Window(inputs, load_taps(weights.conv, channel, TAPS)), bias)
+    bias = bias_of(tokens.weights.conv_bias, channel)
+    inputs = load_inputs(tokens.stream, tokens.conv, channel, begin, IS_FIRST, TAPS, STEP)
+    return Channels(Window(inputs, load_taps(tokens.weights.conv, channel, TAPS)), bias)
 
 
 @gluon.jit
-def _ask_head(stream, state, weights, head, SIZES: gl.constexpr, PLACES: gl.constexpr):
+def _ask_head(tokens, head, SIZES: gl.constexpr, PLACES: gl.constexpr):
     """A head's `HeadInputs`, x of the first tokens."""
     STEP: gl.constexpr = min(PLACES, 8)  # tokens whose inputs a thread holds at a time
+    stream, weights = tokens.stream, tokens.weights
     channel = head * SIZES.own + gl.arange(0, SIZES.own, layout=CHANNEL)
-    x = _ask(stream, state, weights, channel, 0, True, SIZES.taps, STEP)
+    x = _ask(tokens, channel, 0, True, SIZES.taps, STEP)
     p_step = row_of(stream, 0) + SIZES.channels + head
     step = gl.load(p_step, mask=stream.num_places > 0, other=0.0)
     rate, dt_bias = gl.load(weights.rate + head), gl.load(weights.dt_bias + head)
@@ -229,83 +224,85 @@ def _keep(channels, vectors, first, begin, num_places, TAPS: gl.constexpr, STEP:
 
 
 @gluon.jit
-def _keep_group(stream, state, weights, group, vectors, SIZES: gl.constexpr, PLACES: gl.constexpr):
+def _keep_group(tokens, group, SIZES: gl.constexpr, PLACES: gl.constexpr):
     """B of all tokens in shared memory, and C after it, which the heads of a group share."""
     STEP: gl.constexpr = min(PLACES, 8)
-    TAPS: gl.constexpr = SIZES.taps
-    o_k = gl.arange(0, SIZES.shared, layout=CHANNEL)
-    o_b = SIZES.first_write + group * SIZES.shared + o_k
-    o_c = SIZES.first_read + group * SIZES.shared + o_k
-    args = stream, state, weights
-    own_b = _ask(*args, o_b, 0, True, TAPS, STEP)
-    own_c = _ask(*args, o_c, 0, True, TAPS, STEP)
-    _keep(own_b, vectors, 0, 0, stream.num_places, TAPS, STEP)
-    _keep(own_c, vectors, PLACES, 0, stream.num_places, TAPS, STEP)
+    _keep_both(tokens, group, 0, True, SIZES, PLACES, STEP)
     if PLACES > STEP:
-        for begin in range(STEP, stream.num_places, STEP):
-            own_b = _ask(*args, o_b, begin, False, TAPS, STEP)
-            own_c = _ask(*args, o_c, begin, False, TAPS, STEP)
-            _keep(own_b, vectors, begin, begin, stream.num_places, TAPS, STEP)
-            _keep(own_c, vectors, PLACES + begin, begin, stream.num_places, TAPS, STEP)
+        for begin in range(STEP, tokens.stream.num_places, STEP):
+            _keep_both(tokens, group, begin, False, SIZES, PLACES, STEP)
 
 
 @gluon.jit
-def _keep_values(
-    stream, state, weights, head, asked, values, SIZES: gl.constexpr, PLACES: gl.constexpr
+def _keep_both(
+    tokens,
+    group,
+    begin,
+    IS_FIRST: gl.constexpr,
+    SIZES: gl.constexpr,
+    PLACES: gl.constexpr,
+    STEP: gl.constexpr,
 ):
+    """B and C of STEP tokens."""
+    num_places = tokens.stream.num_places
+    o_k = gl.arange(0, SIZES.shared, layout=CHANNEL)
+    o_b = SIZES.first_write + group * SIZES.shared + o_k
+    o_c = SIZES.first_read + group * SIZES.shared + o_k
+    b = _ask(tokens, o_b, begin, IS_FIRST, SIZES.taps, STEP)
+    c = _ask(tokens, o_c, begin, IS_FIRST, SIZES.taps, STEP)
+    _keep(b, tokens.vectors, begin, begin, num_places, SIZES.taps, STEP)
+    _keep(c, tokens.vectors, PLACES + begin, begin, num_places, SIZES.taps, STEP)
+
+
+@gluon.jit
+def _keep_values(tokens, head, asked, SIZES: gl.constexpr, PLACES: gl.constexpr):
     """A head's x of all tokens in shared memory; that of the first has been asked for."""
     STEP: gl.constexpr = min(PLACES, 8)
-    TAPS: gl.constexpr = SIZES.taps
+    num_places = tokens.stream.num_places
     channel = head * SIZES.own + gl.arange(0, SIZES.own, layout=CHANNEL)
-    _keep(asked, values, 0, 0, stream.num_places, TAPS, STEP)
+    _keep(asked, tokens.x, 0, 0, num_places, SIZES.taps, STEP)
     if PLACES > STEP:
-        for begin in range(STEP, stream.num_places, STEP):
-            asked = _ask(stream, state, weights, channel, begin, False, TAPS, STEP)
-            _keep(asked, values, begin, begin, stream.num_places, TAPS, STEP)
+        for begin in range(STEP, num_places, STEP):
+            asked = _ask(tokens, channel, begin, False, SIZES.taps, STEP)
+            _keep(asked, tokens.x, begin, begin, num_places, SIZES.taps, STEP)
 
 
 @gluon.jit
 def _pass_tokens(
-    stream,
+    tokens,
     state,
     own,
-    limits,
-    vectors,
-    values,
     at,
-    HEADS: gl.constexpr,
-    ADDS_SQUARES: gl.constexpr,
-    GATE_FIRST: gl.constexpr,
+    SIZES: gl.constexpr,
     PLACES: gl.constexpr,
+    ADDS_SQUARES: gl.constexpr,
 ):
     """Take a head's state through all tokens: it is stored after the last committed one, and read
-    for each new one. `limits` are those of time steps, and the column of their inputs."""
-    dt_low, dt_high, column = limits
-    STATE_SIZE: gl.constexpr = vectors.type.shape[1]
-    HEAD_DIM: gl.constexpr = values.type.shape[1]
+    for each new one."""
+    stream, weights = tokens.stream, tokens.weights
     last = gl.minimum(stream.num_folded, stream.num_places - 1)
-    o_p = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, STATE))
-    o_k = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(0, STATE))
+    o_p = gl.arange(0, SIZES.own, layout=gl.SliceLayout(1, STATE))
+    o_k = gl.arange(0, SIZES.shared, layout=gl.SliceLayout(0, STATE))
     b_in = own.step
     for place in range(stream.num_places):
         new, is_new = place - stream.num_folded, place >= stream.num_folded
         p_gate = at.gate + new * at.gate_stride + o_p
         gate = gl.load(p_gate, mask=is_new, other=0.0).to(gl.float32)
-        step = time_step(b_in, own.dt_bias, dt_low, dt_high)
-        b_in = gl.load(row_of(stream, gl.minimum(place + 1, stream.num_places - 1)) + column)
-        x = values.index(place).load(gl.SliceLayout(1, STATE))
-        b = vectors.index(place).load(gl.SliceLayout(0, STATE))[None, :]
+        step = time_step(b_in, own.dt_bias, weights.dt_low, weights.dt_high)
+        b_in = gl.load(row_of(stream, gl.minimum(place + 1, stream.num_places - 1)) + at.steps)
+        x = tokens.x.index(place).load(gl.SliceLayout(1, STATE))
+        b = tokens.vectors.index(place).load(gl.SliceLayout(0, STATE))[None, :]
         state *= gl.exp(step * own.rate)
         state = gl.fma((x * step)[:, None], b, state)
         if place == last:
-            gl.store(at.state + o_p[:, None] * STATE_SIZE + o_k[None, :], state)
+            gl.store(at.state + o_p[:, None] * SIZES.shared + o_k[None, :], state)
         if is_new:
-            c = vectors.index(PLACES + place).load(gl.SliceLayout(0, STATE))[None, :]
+            c = tokens.vectors.index(PLACES + place).load(gl.SliceLayout(0, STATE))[None, :]
             read = gl.fma(x, own.skip, read_columns(state, c))
-            gl.store(at.y + new * (HEADS * HEAD_DIM) + o_p, read)
+            gl.store(at.y + new * SIZES.width + o_p, read)
             if ADDS_SQUARES:
-                if GATE_FIRST:
+                if SIZES.gates_first:
                     read *= gate / (1 + gl.exp(-gate))
                 parts = add_squares(read)
                 o_w = gl.arange(0, parts.shape[0], layout=parts.type.layout)
-                gl.store(at.squares + new * (HEADS * parts.shape[0]) + o_w, parts)
+                gl.store(at.squares + new * (SIZES.heads * parts.shape[0]) + o_w, parts)
