@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -36,6 +37,7 @@ from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.recurrent.structures import (
     ChunkTensors,
     Mixer,
+    MixerSizes,
     PrefillChunks,
     SlotStates,
 )
@@ -44,7 +46,7 @@ _COLUMNS = 32
 """Columns of the state in one program."""
 _STAGES = 4, 2
 """Chunks under way if a program has an SM to itself, and if two share one."""
-_REGISTERS, _PRODUCER_REGISTERS = 128, 24
+_REGISTERS, _PRODUCER_REGISTERS = 128, gl.constexpr(24)
 _WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _NARROW = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 
@@ -80,65 +82,61 @@ class ChunkPlace(NamedTuple):
     g_last: Any
 
 
+class ChunkOutputs(NamedTuple):
+    """Where results go: through TMA, and the values of short chunks directly."""
+
+    h: Any
+    value: Any
+    v: Any
+
+
 def run(
     mixer: Mixer, chunk: int, pool: SlotStates, chunks: PrefillChunks, tensors: ChunkTensors
 ) -> None:
     """See `portable.chunk_h.run`."""
     sizes = mixer.sizes
-    key_dim, value_dim = sizes.shared, sizes.own
-    grid = value_dim // _COLUMNS, sizes.heads, len(chunks.slot_out)
+    grid = sizes.own // _COLUMNS, sizes.heads, len(chunks.slot_out)
     are_many = math.prod(grid) > probe(tensors.v.device).num_sms
-    key, value, w, h = (
-        tensor.view(-1, tensor.shape[-1])
-        for tensor in (tensors.query_key, tensors.v, tensors.w, tensors.h)
+
+    def box(tensor: Tensor, height: int, width: int, layout: gl.NVMMASharedLayout) -> Any:
+        rows = tensor.view(-1, tensor.shape[-1])
+        return TensorDescriptor.from_tensor(rows, [height, width], layout)
+
+    boxes = (
+        box(tensors.query_key, chunk, sizes.shared, _WIDE),
+        box(tensors.v, chunk, _COLUMNS, _NARROW),
+        box(tensors.w, chunk, sizes.shared, _WIDE),
+        box(tensors.h, sizes.shared, _COLUMNS, _NARROW),
     )
-    _chunk_fwd_h_kernel[grid](
-        tensors.v.shape[1],
-        chunks,
-        pool,
-        TensorDescriptor.from_tensor(key, [chunk, key_dim], _WIDE),
-        TensorDescriptor.from_tensor(value, [chunk, _COLUMNS], _NARROW),
-        TensorDescriptor.from_tensor(w, [chunk, key_dim], _WIDE),
-        TensorDescriptor.from_tensor(h, [key_dim, _COLUMNS], _NARROW),
-        tensors.v,
-        tensors.decay,
-        SIZES=sizes,
-        BY_CHANNEL=tensors.scores is not None,
-        C=chunk,
-        COLUMNS=_COLUMNS,
-        STAGES=_STAGES[are_many],
-        PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
-        num_warps=4,
-        maxnreg=_REGISTERS,
-        **OVERLAPPED,
-    )
+    operands = tensors.v.shape[1], chunks, pool, *boxes, tensors.v, tensors.decay
+    form = StateForm(sizes, chunk, _COLUMNS, _STAGES[are_many])
+    options = {"num_warps": 4, "maxnreg": _REGISTERS, **OVERLAPPED}
+    _chunk_fwd_h_kernel[grid](*operands, FORM=form, **options)
+
+
+class StateForm(NamedTuple):
+    """Constants of the kernel."""
+
+    sizes: MixerSizes
+    chunk: int
+    columns: int
+    stages: int
 
 
 @quick
 @gluon.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["chunks"])
 def _chunk_fwd_h_kernel(
-    num_tokens,
-    chunks,
-    pool,
-    key,
-    value,
-    w,
-    h,
-    values,
-    decay,
-    SIZES: gl.constexpr,
-    BY_CHANNEL: gl.constexpr,
-    C: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    num_tokens, chunks, pool, key, value, w, h, values, decay, FORM: gl.constexpr
 ):
-    """COLUMNS of a value head's state over all chunks of a sequence."""
+    """Some columns of a value head's state over all chunks of a sequence."""
     dtype: gl.constexpr = w.dtype
+    C: gl.constexpr = FORM.chunk
+    STAGES: gl.constexpr = FORM.stages
+    COLUMNS: gl.constexpr = FORM.columns
     launch_dependents()
     i_n = gl.program_id(2)
     span = gl.load(chunks.first + i_n), gl.load(chunks.first + i_n + 1)
-    wide_shape: gl.constexpr = [STAGES, C, SIZES.shared]
+    wide_shape: gl.constexpr = [STAGES, C, FORM.sizes.shared]
     b_w = gl.allocate_shared_memory(dtype, wide_shape, w.layout)
     b_k = gl.allocate_shared_memory(dtype, wide_shape, key.layout)
     b_u = gl.allocate_shared_memory(dtype, [STAGES, C, COLUMNS], value.layout)
@@ -146,44 +144,26 @@ def _chunk_fwd_h_kernel(
     for bar in gl.static_range(2 * STAGES):
         mbarrier.init(bars.index(bar), count=1)
     places = ChunksUnderWay(b_w, b_k, b_u, bars)
+    outputs = ChunkOutputs(h, value, values)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    span, chunks, pool, places, value, h, values, decay, num_tokens,
-                    SIZES, BY_CHANNEL, C, COLUMNS, STAGES,
-                ),
-            ),
-            (
-                _produce,
-                (span, chunks, places, key, value, w, num_tokens, SIZES, C, COLUMNS, STAGES),
-            ),
+            (_consume, (span, chunks, pool, places, outputs, decay, num_tokens, FORM)),
+            (_produce, (span, chunks, places, key, value, w, num_tokens, FORM)),
         ],
         [1],
-        [PRODUCER_REGISTERS],
-    )  # fmt: skip
+        [_PRODUCER_REGISTERS],
+    )
 
 
 @gluon.jit
-def _produce(
-    span,
-    chunks,
-    places,
-    key,
-    value,
-    w,
-    num_tokens,
-    SIZES: gl.constexpr,
-    C: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _produce(span, chunks, places, key, value, w, num_tokens, FORM: gl.constexpr):
     """Load every chunk as soon as there is room, a short one with what lies after its tokens."""
+    SIZES: gl.constexpr = FORM.sizes
+    STAGES: gl.constexpr = FORM.stages
+    BYTES: gl.constexpr = (2 * SIZES.shared + FORM.columns) * FORM.chunk * 2
     first, last = span
     i_w, i_hv = gl.program_id(0), gl.program_id(1)
     key_row = (SIZES.units + i_hv // SIZES.group) * num_tokens
-    BYTES: gl.constexpr = (2 * SIZES.shared + COLUMNS) * C * 2
     wait_for_inputs()
     for number in range(last - first):
         stage = number % STAGES
@@ -192,39 +172,27 @@ def _produce(
         bar = places.bars.index(stage)
         mbarrier.expect(bar, BYTES)
         load_box(w, [i_hv * num_tokens + begin, 0], bar, places.w.index(stage))
-        load_box(value, [i_hv * num_tokens + begin, i_w * COLUMNS], bar, places.u.index(stage))
+        load_box(value, [i_hv * num_tokens + begin, i_w * FORM.columns], bar, places.u.index(stage))
         load_box(key, [key_row + begin, 0], bar, places.k.index(stage))
 
 
 @gluon.jit
-def _consume(
-    span,
-    chunks,
-    pool,
-    places,
-    value,
-    h,
-    values,
-    decay,
-    num_tokens,
-    SIZES: gl.constexpr,
-    BY_CHANNEL: gl.constexpr,
-    C: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _consume(span, chunks, pool, places, outputs, decay, num_tokens, FORM: gl.constexpr):
     """Take the state through every chunk."""
     first, last = span
-    dtype: gl.constexpr = h.dtype
+    dtype: gl.constexpr = outputs.h.dtype
+    SIZES: gl.constexpr = FORM.sizes
+    C: gl.constexpr = FORM.chunk
+    COLUMNS: gl.constexpr = FORM.columns
     KEY_DIM: gl.constexpr = SIZES.shared
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     i_w, i_hv, i_n = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     o_k = gl.arange(0, KEY_DIM, layout=gl.SliceLayout(1, RESULT))
     o_w = i_w * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, RESULT))
     o_h = (i_hv * KEY_DIM + o_k[:, None]) * SIZES.own + o_w[None, :]
-    held = gl.allocate_shared_memory(dtype, [2, KEY_DIM, COLUMNS], h.layout)
-    added = gl.allocate_shared_memory(dtype, [2, C, COLUMNS], value.layout)
-    decayed = gl.allocate_shared_memory(dtype, [C, COLUMNS], value.layout)
+    held = gl.allocate_shared_memory(dtype, [2, KEY_DIM, COLUMNS], outputs.h.layout)
+    added = gl.allocate_shared_memory(dtype, [2, C, COLUMNS], outputs.value.layout)
+    decayed = gl.allocate_shared_memory(dtype, [C, COLUMNS], outputs.value.layout)
     buffers = Buffers(held, added, decayed)
     wait_for_inputs()
     if first < last:
@@ -233,23 +201,18 @@ def _consume(
         row = i_hv * num_tokens
         begin, size = gl.load(chunks.begin + first), gl.load(chunks.size + first)
         slot = gl.load(chunks.export + first)
-        b_g, b_last = _load_decay(decay, row, first, begin, size, SIZES, BY_CHANNEL, C, RESULT)
+        b_g, b_last = _load_decay(decay, row, first, begin, size, RESULT, FORM)
         following = gl.minimum(first + 1, last - 1)
         next_begin, next_size = gl.load(chunks.begin + following), gl.load(chunks.size + following)
         for i_t in range(first, last):
             after = gl.minimum(i_t + 1, last - 1)
-            next_g, next_last = _load_decay(
-                decay, row, after, next_begin, next_size, SIZES, BY_CHANNEL, C, RESULT
-            )
+            next_g, next_last = _load_decay(decay, row, after, next_begin, next_size, RESULT, FORM)
             next_slot = gl.load(chunks.export + after)
             later = gl.minimum(i_t + 2, last - 1)
             later_begin, later_size = gl.load(chunks.begin + later), gl.load(chunks.size + later)
 
             chunk = ChunkPlace(i_t, i_t - first, begin, size, b_g, b_last)
-            state = _pass_chunk(
-                state, chunk, places, buffers, h, value, values, row,
-                SIZES, BY_CHANNEL, C, COLUMNS, STAGES, RESULT,
-            )  # fmt: skip
+            state = _pass_chunk(state, chunk, places, buffers, outputs, row, RESULT, FORM)
             if slot >= 0:
                 exported = pool.base + slot.to(gl.int64) * pool.stride + o_h
                 gl.store(exported, state.to(pool.base.dtype.element_ty))
@@ -263,25 +226,15 @@ def _consume(
 
 
 @gluon.jit
-def _load_decay(
-    decay,
-    row,
-    i_t,
-    begin,
-    size,
-    SIZES: gl.constexpr,
-    BY_CHANNEL: gl.constexpr,
-    C: gl.constexpr,
-    RESULT: gl.constexpr,
-):
+def _load_decay(decay, row, i_t, begin, size, RESULT: gl.constexpr, FORM: gl.constexpr):
     """Sums of log decays of a chunk's tokens and of its last; or decays of channels, twice."""
-    if BY_CHANNEL:
+    SIZES: gl.constexpr = FORM.sizes
+    if SIZES.by_channel:
         o_k = gl.arange(0, SIZES.shared, layout=gl.SliceLayout(1, RESULT))
-        VALUE_HEADS: gl.constexpr = SIZES.units * SIZES.group
-        b_g = gl.load(decay + (i_t * VALUE_HEADS + gl.program_id(1)) * SIZES.shared + o_k)
+        b_g = gl.load(decay + (i_t * SIZES.heads + gl.program_id(1)) * SIZES.shared + o_k)
         b_last = b_g
     else:
-        o_t = gl.arange(0, C, layout=gl.SliceLayout(1, RESULT))
+        o_t = gl.arange(0, FORM.chunk, layout=gl.SliceLayout(1, RESULT))
         b_g = gl.load(decay + row + begin + gl.minimum(o_t, size - 1))
         b_last = gl.load(decay + row + begin + size - 1)
     return b_g, b_last
@@ -289,30 +242,20 @@ def _load_decay(
 
 @gluon.jit
 def _pass_chunk(
-    state,
-    chunk,
-    places,
-    buffers,
-    h,
-    value,
-    values,
-    row,
-    SIZES: gl.constexpr,
-    BY_CHANNEL: gl.constexpr,
-    C: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
-    RESULT: gl.constexpr,
+    state, chunk, places, buffers, outputs, row, RESULT: gl.constexpr, FORM: gl.constexpr
 ):
     """The state after a chunk; the one before it, and what its tokens add, are written."""
-    dtype: gl.constexpr = h.dtype
-    VALUE_HEADS: gl.constexpr = SIZES.units * SIZES.group
+    dtype: gl.constexpr = outputs.h.dtype
+    SIZES: gl.constexpr = FORM.sizes
+    C: gl.constexpr = FORM.chunk
+    COLUMNS: gl.constexpr = FORM.columns
+    STAGES: gl.constexpr = FORM.stages
     i_w, i_hv, stage = gl.program_id(0), gl.program_id(1), chunk.number % STAGES
     b_h, b_v = buffers.held.index(chunk.number % 2), buffers.added.index(chunk.number % 2)
     b_h.store(state.to(dtype))
     fence_async_shared()
     thread_barrier()
-    store_box(h, [(chunk.index * VALUE_HEADS + i_hv) * SIZES.shared, i_w * COLUMNS], b_h)
+    store_box(outputs.h, [(chunk.index * SIZES.heads + i_hv) * SIZES.shared, i_w * COLUMNS], b_h)
     mbarrier.wait(places.bars.index(stage), chunk.number // STAGES & 1)
     nothing = gl.zeros([C, COLUMNS], gl.float32, layout=RESULT)
     read = warpgroup_mma(places.w.index(stage), b_h, nothing, use_acc=False, is_async=True)
@@ -323,7 +266,7 @@ def _pass_chunk(
     v = gl.where(in_chunk, u - read, 0.0)
     b_v.store(v.to(dtype))
     b_vg = b_v
-    if BY_CHANNEL:
+    if SIZES.by_channel:
         decayed_state = state * chunk.g[:, None]
     else:
         b_vg = buffers.decayed
@@ -333,13 +276,13 @@ def _pass_chunk(
         clear_rows(places.k.index(stage), chunk.size, C)
         o_w = i_w * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, RESULT))
         o_v = (row + chunk.begin + o_t).to(gl.int64)[:, None] * SIZES.own + o_w[None, :]
-        gl.store(values + o_v, v.to(dtype), mask=in_chunk)
+        gl.store(outputs.v + o_v, v.to(dtype), mask=in_chunk)
     fence_async_shared()
     # What was stored from the buffers of the chunk before has been read: they are next.
     tma.store_wait(1)
     thread_barrier()
     if chunk.size == C:
-        store_box(value, [row + chunk.begin, i_w * COLUMNS], b_v)
+        store_box(outputs.value, [row + chunk.begin, i_w * COLUMNS], b_v)
     right = places.k.index(stage).permute((1, 0))
     state = warpgroup_mma(right, b_vg, decayed_state, is_async=True)
     state = warpgroup_mma_wait(0, [state])
