@@ -18,7 +18,7 @@ from torch import Tensor
 
 from milepost.kernels.layout.emit import Emit
 from milepost.kernels.platform.device import Chip, why_no_gluon
-from milepost.kernels.platform.tables import HOPPER, Kernel, KernelTable, RowRange
+from milepost.kernels.platform.tables import HOPPER, Condition, Kernel, KernelTable, row
 from milepost.kernels.recurrent.weights import (
     GatedDeltaWeights,
     KDAWeights,
@@ -105,129 +105,66 @@ def is_reached(recurrent_pool: Tensor) -> bool:
     return recurrent_pool.dtype == torch.float32 and is_aligned and num_lines < _MOST_LINES
 
 
-def _unless_state(part: MixerPart, size: tuple[int, int]) -> str:
-    if part.recurrence.state != size:
-        return "states are not {} x {}".format(*size)
-    return "" if part.is_reached else "TMA reaches only states of float32"
+# Conditions of kernels, each after the reason that is shown where it does not hold.
+# fmt: off
+_REACHED: Condition[MixerPart] = ("TMA reaches only states of float32", lambda it, _:
+    it.is_reached)
+_NORMED: Condition[MixerPart] = ("no norm", lambda it, _:
+    it.recurrence.has_norm)
+_GROUPS: Condition[MixerPart] = (f"more than {MOST_GROUPED_HEADS} heads in a group", lambda it, _:
+    it.recurrence.group <= MOST_GROUPED_HEADS)
+_WORK: Condition[MixerPart] = ("not work for all SMs", lambda it, chip:
+    2 * it.recurrence.num_units * it.num > chip.num_sms)
+_HALF: Condition[MixerPart] = ("not 16 bits and chunks of 64", lambda it, _:
+    it.element_bytes == 2 and it.chunk == CHUNK)
+_LONG: Condition[MixerPart] = (f"up to {HOST_BOUND_TOKENS} tokens", lambda it, _:
+    it.num > HOST_BOUND_TOKENS)
+_KEYS: Condition[MixerPart] = ("keys are not of 128", lambda it, _:
+    it.recurrence.shared == _DELTA_STATE[0] and it.recurrence.own % _COLUMNS == 0)
+_HEADS: Condition[MixerPart] = ("heads are not of 128", lambda it, _:
+    it.recurrence.state == _DELTA_STATE)
+_DELTA_STATES: Condition[MixerPart] = ("states are not {} x {}".format(*_DELTA_STATE), lambda it, _:
+    it.recurrence.state == _DELTA_STATE)
+_SSD_STATES: Condition[MixerPart] = ("states are not {} x {}".format(*_SSD_STATE), lambda it, _:
+    it.recurrence.state == _SSD_STATE)
 
-
-def _refuses_delta_step(part: MixerPart, chip: Chip) -> str:
-    """Decodes and verifies alike, whatever the number of sequences, because the two backends add up
-    squares in different orders."""
-    return _unless_state(part, _DELTA_STATE)
-
-
-def _refuses_ssd_verify(part: MixerPart, chip: Chip) -> str:
-    return _unless_state(part, _SSD_STATE)
-
-
-def _refuses_ssd_decode(part: MixerPart, chip: Chip) -> str:
-    recurrence = part.recurrence
-    if not recurrence.has_norm:
-        return "no norm"
-    if recurrence.group > MOST_GROUPED_HEADS:
-        return f"more than {MOST_GROUPED_HEADS} heads in a group"
-    if 2 * recurrence.num_units * part.num <= chip.num_sms:
-        return "not work for all SMs"
-    return _unless_state(part, _SSD_STATE)
-
-
-def _unless_long(part: MixerPart) -> str:
-    if part.element_bytes != 2 or part.chunk != CHUNK:
-        return "not 16 bits and chunks of 64"
-    return "" if part.num > HOST_BOUND_TOKENS else f"up to {HOST_BOUND_TOKENS} tokens"
-
-
-def _refuses_chunk_h(part: MixerPart, chip: Chip) -> str:
-    is_whole = part.recurrence.shared == _DELTA_STATE[0] and part.recurrence.own % _COLUMNS == 0
-    return _unless_long(part) if is_whole else "keys are not of 128"
-
-
-def _refuses_chunk_o(part: MixerPart, chip: Chip) -> str:
-    return _unless_long(part) if part.recurrence.state == _DELTA_STATE else "heads are not of 128"
-
-
-_DELTA, _SSD = (GatedDeltaWeights, KDAWeights), (Mamba2Weights,)
-_ANY = (*_DELTA, *_SSD)
-_STEP: Kernel[MixerPart] = Kernel(
-    name="step", module="recurrent.portable.step", forms=_ANY, order="rows, tree"
-)
+_GATED, _DELTA, _SSD = (GatedDeltaWeights,), (GatedDeltaWeights, KDAWeights), (Mamba2Weights,)
+_FP8 = Emit.VALUES, Emit.FP8
+_STEP: Kernel[MixerPart] = row("step", "recurrent.portable.step", (*_DELTA, *_SSD), "rows, tree")
 
 DECODES: KernelTable[MixerPart] = KernelTable(
-    Kernel(
-        name="delta decode, Hopper",
-        module="recurrent.hopper.delta_decode",
-        forms=_DELTA,
-        needs=HOPPER,
-        epilogues=(Emit.VALUES, Emit.FP8),
-        refuses=_refuses_delta_step,
-        order="4 rows, warps",
-    ),
-    Kernel(
-        name="mamba2 decode, Hopper",
-        module="recurrent.hopper.mamba2_decode",
-        forms=_SSD,
-        needs=HOPPER,
-        refuses=_refuses_ssd_decode,
-        order="4 columns, warps",
-    ),
+    row("delta decode, Hopper", "recurrent.hopper.delta_decode", _DELTA, "4 rows, warps",
+        _DELTA_STATES, _REACHED, needs=HOPPER, epilogues=_FP8),
+    row("mamba2 decode, Hopper", "recurrent.hopper.mamba2_decode", _SSD, "4 columns, warps",
+        _NORMED, _GROUPS, _WORK, _SSD_STATES, _REACHED, needs=HOPPER),
     _STEP,
 )
-"""Steps of sequences that each decode one token."""
+"""Steps of sequences that each decode one token. Hopper's kernel of the delta rule serves any
+number of sequences, as that which verifies: the two backends add up squares in different orders."""
 VERIFIES: KernelTable[MixerPart] = KernelTable(
-    Kernel(
-        name="delta verify, Hopper",
-        module="recurrent.hopper.delta_verify",
-        forms=_DELTA,
-        needs=HOPPER,
-        refuses=_refuses_delta_step,
-        order="4 rows, warps",
-    ),
-    Kernel(
-        name="mamba2 verify, Hopper",
-        module="recurrent.hopper.mamba2_verify",
-        forms=_SSD,
-        needs=HOPPER,
-        refuses=_refuses_ssd_verify,
-        order="4 columns, warps",
-    ),
+    row("delta verify, Hopper", "recurrent.hopper.delta_verify", _DELTA, "4 rows, warps",
+        _DELTA_STATES, _REACHED, needs=HOPPER),
+    row("mamba2 verify, Hopper", "recurrent.hopper.mamba2_verify", _SSD, "4 columns, warps",
+        _SSD_STATES, _REACHED, needs=HOPPER),
     _STEP,
 )
 """Steps that may verify drafts."""
 STATES: KernelTable[MixerPart] = KernelTable(
-    Kernel(
-        name="chunk_h, Hopper",
-        module="recurrent.hopper.chunk_h",
-        forms=_DELTA,
-        needs=HOPPER,
-        rows=RowRange(),
-        refuses=_refuses_chunk_h,
-        order="64 seq",
-    ),
-    Kernel(name="chunk_h", module="recurrent.portable.chunk_h", forms=_DELTA, order="64 seq"),
-    Kernel(name="ssd", module="recurrent.portable.ssd", forms=_SSD, order="chunk seq"),
+    row("chunk_h, Hopper", "recurrent.hopper.chunk_h", _DELTA, "64 seq",
+        _KEYS, _HALF, _LONG, needs=HOPPER),
+    row("chunk_h", "recurrent.portable.chunk_h", _DELTA, "64 seq"),
+    row("ssd", "recurrent.portable.ssd", _SSD, "chunk seq", entry="chunk_fwd_h"),
 )
 """A prefill's states from chunk to chunk; SSD's kernels are launched together."""
 OUTPUTS: KernelTable[MixerPart] = KernelTable(
-    Kernel(
-        name="chunk_o, Hopper",
-        module="recurrent.hopper.chunk_o",
-        forms=(GatedDeltaWeights,),
-        needs=HOPPER,
-        epilogues=(Emit.VALUES, Emit.FP8),
-        refuses=_refuses_chunk_o,
-        order="state, tokens",
-    ),
-    Kernel(
-        name="chunk_o",
-        module="recurrent.portable.chunk_o",
-        forms=_DELTA,
-        epilogues=(Emit.VALUES, Emit.FP8, Emit.BOTH),
-        order="state, tokens",
-    ),
-    Kernel(name="ssd", module="recurrent.portable.ssd", forms=_SSD, order="state, tokens"),
+    row("chunk_o, Hopper", "recurrent.hopper.chunk_o", _GATED, "state, tokens",
+        _HEADS, _HALF, _LONG, needs=HOPPER, epilogues=_FP8),
+    row("chunk_o", "recurrent.portable.chunk_o", _DELTA, "state, tokens",
+        epilogues=(*_FP8, Emit.BOTH)),
+    row("ssd", "recurrent.portable.ssd", _SSD, "state, tokens", entry="chunk_fwd_o"),
 )
 """Outputs of a prefill's tokens."""
+# fmt: on
 
 TABLES = {
     "decode": DECODES,
