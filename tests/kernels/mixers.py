@@ -27,7 +27,7 @@ from milepost.kernels.recurrent import (
     RecurrentOperation,
     needs_arrivals,
 )
-from milepost.kernels.recurrent.reference import gated_delta as reference
+from milepost.kernels.recurrent.reference import delta as reference
 from milepost.runner.staging import on_device
 from tests.numbers import relative_error
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from milepost.kernels.layout.chunks import lay_out_chunks
 from milepost.kernels.recurrent import CHUNK
-from milepost.kernels.recurrent.reference import gated_delta as reference
+from milepost.kernels.recurrent.reference import delta as reference
 from tests.kernels.mixers import space
 from tests.numbers import relative_error
 

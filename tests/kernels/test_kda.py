@@ -9,7 +9,7 @@ import torch
 
 from milepost.kernels.layout.chunks import lay_out_chunks
 from milepost.kernels.platform.device import probe
-from milepost.kernels.recurrent.reference import kda as reference
+from milepost.kernels.recurrent.reference import delta as reference
 from tests.kernels.kimi import HALF, ODD, REAL, SMALL, Shapes, make_weights, recur, run
 from tests.kernels.mixers import Batch, make_pools, make_projected
 from tests.numbers import relative_error

@@ -82,7 +82,9 @@ def scan(tokens: list[torch.Tensor], pool, start, slot_in, exports=()) -> torch.
     layout = lay_out_chunks([start], [len(tokens[0])], exports, chunk=16)
     rate, skip = make_weights(GROUPS).rate, make_weights(GROUPS).skip
     slots = torch.tensor([slot_in]), torch.tensor([3])
-    return reference.prefill(reference.SSDTokens(*tokens), rate, skip, pool, *slots, layout)
+    x, b, c, dt = tokens
+    b_c = torch.stack((b, c), 1)
+    return reference.prefill(x, b_c, dt, pool, *slots, layout, small=(rate, skip))
 
 
 def make_tokens(count: int) -> list[torch.Tensor]:

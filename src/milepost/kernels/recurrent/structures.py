@@ -87,6 +87,8 @@ class StepOutput(NamedTuple):
     """[T, U * GROUP * W]"""
     squares: Any = None
     """[T, U * GROUP, 4]: sums of squares of what four warps have read, if the norm takes them."""
+    arrivals: Any = None
+    """[S, U] zeros, which stay so, where programs of a unit wait for each other."""
 
 
 class RoundedOutput(NamedTuple):
@@ -262,8 +264,11 @@ class DecodingSteps(NamedTuple):
     sequences: Sequences
     records: DraftRecords | None
     """None in a step without drafts."""
-    num_drafts: int
-    """Room for the drafts of a sequence."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Room for the drafts of a sequence."""
+        return 0 if self.records is None else int(self.records.base.shape[1])
 
     @property
     def num_places(self) -> int:
@@ -287,14 +292,14 @@ class LayerStates(NamedTuple):
     def decodes(self) -> DecodingSteps:
         """Each sequence takes one token."""
         sequences = Sequences(None, None, None, None, self.slot_in, self.slot_out)
-        return DecodingSteps(*self._pools(), sequences, None, 0)
+        return DecodingSteps(*self._pools(), sequences, None)
 
     def verifies(self, sequences: Tensor) -> DecodingSteps:
         """Sequences [6, S] as a `VerifyLayout` has them."""
         assert self.records is not None, "V1: only mixers that keep records verify"
         records = DraftRecords(self.records, *self.records.stride()[:2])
         own = Sequences(*sequences.unbind())
-        return DecodingSteps(*self._pools(), own, records, self.records.shape[1])
+        return DecodingSteps(*self._pools(), own, records)
 
     def chunks(self, layout: ChunkLayout) -> PrefillChunks:
         where = layout.sequence_chunk, layout.chunk_begin, layout.chunk_size, layout.chunk_slot

@@ -33,15 +33,16 @@ from milepost.kernels.recurrent.hopper.states import (
     BY_LINE,
     CHANNEL,
     STATE,
+    StepForm,
     Window,
     begin_work,
     by_row,
     convolve,
     delta_rule,
-    describe_states,
     keep_window,
     load_window,
     norm_and_gate,
+    operands,
     read_rows,
     sigmoid,
     softplus,
@@ -69,43 +70,32 @@ def run(
     each = sizes.group if arrivals is None else 1
     num_units = len(output) * sizes.heads // each
     units_at_once = num_sms(output.device)
-    lines = describe_states(steps.recurrent.base)
-    operands = mixer.inputs, mixer.weights, steps.conv, lines, steps.recurrent, steps.sequences
-    outputs = arrivals if each < sizes.group else None, StepOutput(None, output), rounded
     stages = 2 if each > 1 and num_units <= units_at_once else 1
-    options = {"EACH": each, "STAGES": stages, "num_warps": 4, **OVERLAPPED}
+    target = StepOutput(None, output, None, arrivals if each < sizes.group else None)
+    form = StepForm(sizes, each, stages)
     _decode_kernel[(min(num_units, 2 * units_at_once),)](
-        *operands, *outputs, scales_stride, num_units, SIZES=sizes, **options
+        *(*operands(mixer, steps), target, rounded, scales_stride, num_units),
+        FORM=form,
+        num_warps=4,
+        **OVERLAPPED,
     )
 
 
 @quick
-@gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["sequences"])
+@gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["steps"])
 def _decode_kernel(
-    inputs,
-    weights,
-    conv,
-    lines,
-    states,
-    sequences,
-    arrivals,
-    output,
-    rounded,
-    scales_stride,
-    num_units,
-    SIZES: gl.constexpr,
-    EACH: gl.constexpr,
-    STAGES: gl.constexpr,
+    inputs, weights, steps, lines, output, rounded, scales_stride, num_units, FORM: gl.constexpr
 ):
     """A unit after the other, each EACH value heads of a key head of a sequence: all or one."""
+    SIZES: gl.constexpr = FORM.sizes
     SIZE: gl.constexpr = SIZES.shared
     TAPS: gl.constexpr = SIZES.taps
     KEY_HEADS: gl.constexpr = SIZES.units
     GROUP: gl.constexpr = SIZES.group
-    VALUE_HEADS: gl.constexpr = KEY_HEADS * GROUP
-    UNITS: gl.constexpr = VALUE_HEADS // EACH
-    SHAPE: gl.constexpr = [SIZE, SIZE]
-    work = begin_work(lines, states.stride, sequences, num_units, SHAPE, UNITS, EACH, STAGES)
+    EACH: gl.constexpr = FORM.each
+    UNITS: gl.constexpr = FORM.units
+    conv, states, sequences = steps.conv, steps.recurrent, steps.sequences
+    work = begin_work(lines, steps, num_units, FORM)
 
     o_k = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
     o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
@@ -143,7 +133,7 @@ def _decode_kernel(
             keep_window(window_k, p_conv, KEY_HEADS + i_h, is_real, SIZE, TAPS)
         else:
             # All threads have both windows: unit vectors are made of them.
-            p_arrivals = arrivals + i_n * KEY_HEADS + i_h
+            p_arrivals = output.arrivals + i_n * KEY_HEADS + i_h
             arrived = gl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu")
         for i_m in gl.static_range(EACH):
             head, i_hv = ValueHead(*heads[i_m]), i_first + i_m  # sums of tuples lose their names
@@ -153,7 +143,7 @@ def _decode_kernel(
             b_decay = gl.exp(head.rate * softplus(head.decay.to(gl.float32) + head.bias))
             if SIZES.by_channel:
                 b_decay = by_row(b_decay)
-            b_state = take(work, number, STATE, BY_LINE, SHAPE, UNITS, EACH, b_decay)
+            b_state = take(work, number, STATE, BY_LINE, FORM, b_decay)
             b_state = delta_rule(b_state, b_k, b_v, sigmoid(head.beta) * SIZES.max_beta)
             o_state = i_hv * (SIZE * SIZE) + o_k[:, None] * SIZE + o_v[None, :]
             gl.store(p_state + o_state, b_state, mask=is_real)
@@ -162,7 +152,7 @@ def _decode_kernel(
             b_o = read_rows(b_state, by_row(b_q))
             b_o = norm_and_gate(b_o, b_norm, weights.norm_eps, head.gate, SIZE, SIZES.by_channel)
             b_o = gl.where(is_real, b_o, 0.0).to(output.base.dtype.element_ty)
-            at = (i_n * VALUE_HEADS + i_hv) * SIZE + o_v
+            at = (i_n * SIZES.heads + i_hv) * SIZE + o_v
             gl.store(output.base + at, b_o)
             if rounded is not None:
                 b_rounded, scale = round_block(b_o.to(gl.float32), 0)

@@ -28,13 +28,14 @@ from milepost.kernels.recurrent.hopper.states import (
     BY_LINE,
     CHANNEL,
     STATE,
+    StepForm,
     Window,
     begin_work,
     convolve,
     delta_rule,
-    describe_states,
     load_taps,
     norm_and_gate,
+    operands,
     read_rows,
     sigmoid,
     softplus,
@@ -64,12 +65,10 @@ def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
     num_units = len(steps.sequences.slot_out) * sizes.units
     units_at_once = num_sms(output.device)
     stages = 2 if num_units <= units_at_once and not sizes.by_channel else 1
-    lines = describe_states(steps.recurrent.base)
-    operands = mixer.inputs, mixer.weights, steps.conv, lines, steps.recurrent, steps.sequences
-    constants = {"SIZES": sizes, "PLACES": steps.num_places, "STAGES": stages}
-    _verify_kernel[(min(num_units, 2 * units_at_once),)](
-        *operands, steps.records, output, num_units, **constants, num_warps=4, **OVERLAPPED
-    )
+    form = StepForm(sizes, sizes.group, stages, steps.num_places)
+    options = {"FORM": form, "num_warps": 4, **OVERLAPPED}
+    grid = (min(num_units, 2 * units_at_once),)
+    _verify_kernel[grid](*operands(mixer, steps), output, num_units, **options)
 
 
 class UnitTokens(NamedTuple):
@@ -104,31 +103,20 @@ class ValueHead(NamedTuple):
 
 
 @quick
-@gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["sequences"])
-def _verify_kernel(
-    inputs,
-    weights,
-    conv,
-    lines,
-    states,
-    sequences,
-    records,
-    output,
-    num_units,
-    SIZES: gl.constexpr,
-    PLACES: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+@gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["steps"])
+def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.constexpr):
     """A unit after the other, each the value heads of a key head of a sequence."""
+    SIZES: gl.constexpr = FORM.sizes
     SIZE: gl.constexpr = SIZES.shared
     KEY_HEADS: gl.constexpr = SIZES.units
     GROUP: gl.constexpr = SIZES.group
-    SHAPE: gl.constexpr = [SIZE, SIZE]
+    PLACES: gl.constexpr = FORM.places
+    conv, states, sequences = steps.conv, steps.recurrent, steps.sequences
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     NUM_ROWS: gl.constexpr = (2 + SIZES.by_channel) * PLACES
     rows = gl.allocate_shared_memory(gl.float32, [NUM_ROWS, SIZE // 4, 4], ROWS)
     columns = gl.allocate_shared_memory(gl.float32, [PLACES, SIZE], VECTOR)
-    work = begin_work(lines, states.stride, sequences, num_units, SHAPE, KEY_HEADS, GROUP, STAGES)
+    work = begin_work(lines, steps, num_units, FORM)
     o_c = gl.arange(0, SIZE, layout=CHANNEL)
     o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
     b_norm = gl.load(weights.norm + o_v)
@@ -137,27 +125,27 @@ def _verify_kernel(
     number = 0
     for unit in range(work.first, num_units, work.stride):
         sequence, key_head = unit // KEY_HEADS, unit % KEY_HEADS
-        stream, first_token, target = open_stream(inputs.mixed, records, sequences, sequence)
+        stream, first_token, target = open_stream(inputs.mixed, steps.records, sequences, sequence)
         betas = _beside(stream, inputs.strengths, first_token)
         decays = _beside(stream, inputs.decays, first_token)
         read = conv.base + gl.load(sequences.slot_in + sequence).to(gl.int64) * conv.stride
         kept = conv.base + target.to(gl.int64) * conv.stride
         own = UnitTokens(stream, betas, decays, read, kept, weights, rows, columns)
         p_gate = inputs.gate.base + first_token * inputs.gate.stride
-        _keep_places(own, key_head * SIZE + o_c, SIZES, PLACES, True)
+        _keep_places(own, key_head * SIZE + o_c, True, FORM)
         for member in gl.static_range(GROUP):
             i_hv = key_head * GROUP + member
             rate = gl.load(weights.decay_rate + i_hv)
             bias = rate if SIZES.by_channel else gl.load(weights.decay_bias + i_hv)
             if not SIZES.by_channel:
-                _keep_places(own, (2 * KEY_HEADS + i_hv) * SIZE + o_c, SIZES, PLACES, False)
-            state = take(work, number, STATE, BY_LINE, SHAPE, KEY_HEADS, GROUP)
+                _keep_places(own, (2 * KEY_HEADS + i_hv) * SIZE + o_c, False, FORM)
+            state = take(work, number, STATE, BY_LINE, FORM)
             number += 1
             p_head = p_gate + i_hv * SIZE + o_v, inputs.gate.stride
             p_output = output + (first_token * SIZES.heads + i_hv) * SIZE + o_v
             p_state = states.base + target.to(gl.int64) * states.stride + i_hv * (SIZE * SIZE)
             head = ValueHead(i_hv, rate, bias, b_norm, *p_head, p_output, p_state)
-            _pass_tokens(state, own, head, SIZES, PLACES)
+            _pass_tokens(state, own, head, FORM)
             # All threads have read what these columns had recorded.
             thread_barrier()
             leave_column(betas, i_hv, o_c)
@@ -176,31 +164,25 @@ def _beside(stream, rows, first_token):
 
 
 @gluon.jit
-def _keep_places(own, channel, SIZES: gl.constexpr, PLACES: gl.constexpr, ARE_KEYS: gl.constexpr):
+def _keep_places(own, channel, ARE_KEYS: gl.constexpr, FORM: gl.constexpr):
     """Vectors of all tokens in shared memory, some at a time: a unit's, or a head's values."""
-    STEP: gl.constexpr = min(PLACES, 8)  # tokens whose inputs a thread holds at a time
-    _keep_some(own, channel, 0, True, SIZES, PLACES, STEP, ARE_KEYS)
-    if PLACES > STEP:
+    STEP: gl.constexpr = FORM.at_once
+    _keep_some(own, channel, 0, True, ARE_KEYS, FORM)
+    if FORM.places > STEP:
         for begin in range(STEP, own.stream.num_places, STEP):
-            _keep_some(own, channel, begin, False, SIZES, PLACES, STEP, ARE_KEYS)
+            _keep_some(own, channel, begin, False, ARE_KEYS, FORM)
 
 
 @gluon.jit
 def _keep_some(
-    own,
-    channel,
-    begin,
-    IS_FIRST: gl.constexpr,
-    SIZES: gl.constexpr,
-    PLACES: gl.constexpr,
-    STEP: gl.constexpr,
-    ARE_KEYS: gl.constexpr,
+    own, channel, begin, IS_FIRST: gl.constexpr, ARE_KEYS: gl.constexpr, FORM: gl.constexpr
 ):
-    """Vectors of STEP tokens in shared memory; leaves their inputs."""
+    """Vectors of some tokens in shared memory; leaves their inputs."""
+    STEP: gl.constexpr = FORM.at_once
+    TAPS: gl.constexpr = FORM.sizes.taps
     if ARE_KEYS:
-        _keep_keys(own, channel, begin, IS_FIRST, SIZES, PLACES, STEP)
+        _keep_keys(own, channel, begin, IS_FIRST, FORM)
     else:
-        TAPS: gl.constexpr = SIZES.taps
         values = load_inputs(own.stream, own.conv, channel, begin, IS_FIRST, TAPS, STEP)
         window = Window(values, load_taps(own.weights.conv, channel, TAPS))
         for ahead in gl.static_range(STEP):
@@ -210,17 +192,12 @@ def _keep_some(
 
 
 @gluon.jit
-def _keep_keys(
-    own,
-    channel,
-    begin,
-    IS_FIRST: gl.constexpr,
-    SIZES: gl.constexpr,
-    PLACES: gl.constexpr,
-    STEP: gl.constexpr,
-):
-    """A key head's queries and keys of STEP tokens in shared memory, and KDA's values and decays;
+def _keep_keys(own, channel, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr):
+    """A key head's queries and keys of some tokens in shared memory, and KDA's values and decays;
     leaves their inputs."""
+    SIZES: gl.constexpr = FORM.sizes
+    PLACES: gl.constexpr = FORM.places
+    STEP: gl.constexpr = FORM.at_once
     SIZE: gl.constexpr = SIZES.shared
     TAPS: gl.constexpr = SIZES.taps
     WIDTH: gl.constexpr = SIZES.units * SIZE
@@ -255,10 +232,12 @@ def _keep_keys(
 
 
 @gluon.jit
-def _pass_tokens(state, own, head, SIZES: gl.constexpr, PLACES: gl.constexpr):
+def _pass_tokens(state, own, head, FORM: gl.constexpr):
     """Take a value head's state through all tokens: it is stored after the last committed one, and
     read for each new one."""
+    SIZES: gl.constexpr = FORM.sizes
     SIZE: gl.constexpr = SIZES.shared
+    PLACES: gl.constexpr = FORM.places
     betas, decays = own.betas, own.decays
     last = gl.minimum(betas.num_folded, betas.num_places - 1)
     o_k = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))

@@ -17,11 +17,12 @@ from milepost.kernels.platform.gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.recurrent.hopper.states import (
     CHANNEL,
+    StepForm,
     begin_work,
     convolve,
-    describe_states,
     keep_window,
     load_window,
+    operands,
     softplus,
     square,
     take,
@@ -57,28 +58,16 @@ def run(
     assert fp8 is None, "outputs are rounded by who reads them"
     sizes = mixer.sizes
     num_units = len(output) * sizes.units
-    lines = describe_states(steps.recurrent.base)
-    operands = mixer.inputs, mixer.weights, steps.conv, lines, steps.recurrent, steps.sequences
-    options = {"STAGES": _STAGES, "num_warps": NUM_WARPS, **OVERLAPPED}
     grid = (min(num_units, 2 * num_sms(output.device)),)
-    _decode_kernel[grid](*operands, output, num_units, SIZES=sizes, **options)
+    options = {"FORM": StepForm(sizes, sizes.group, _STAGES), "num_warps": NUM_WARPS, **OVERLAPPED}
+    _decode_kernel[grid](*operands(mixer, steps), output, num_units, **options)
 
 
 @quick
-@gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["sequences"])
-def _decode_kernel(
-    inputs,
-    weights,
-    conv,
-    lines,
-    states,
-    sequences,
-    output,
-    num_units,
-    SIZES: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+@gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["steps"])
+def _decode_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.constexpr):
     """A unit after the other, each a group of a sequence."""
+    SIZES: gl.constexpr = FORM.sizes
     GROUPS: gl.constexpr = SIZES.units
     EACH: gl.constexpr = SIZES.group
     HEAD_DIM: gl.constexpr = SIZES.own
@@ -86,8 +75,8 @@ def _decode_kernel(
     TAPS: gl.constexpr = SIZES.taps
     WIDTH: gl.constexpr = SIZES.width
     FIRST_B: gl.constexpr = WIDTH // STATE_SIZE
-    SHAPE: gl.constexpr = [HEAD_DIM, STATE_SIZE]
-    work = begin_work(lines, states.stride, sequences, num_units, SHAPE, GROUPS, EACH, STAGES)
+    conv, states, sequences = steps.conv, steps.recurrent, steps.sequences
+    work = begin_work(lines, steps, num_units, FORM)
 
     o_p = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, STATE))
     o_k = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(0, STATE))
@@ -131,7 +120,7 @@ def _decode_kernel(
             b_x = gl.convert_layout(convolve(window_x, TAPS, bias=bias), gl.SliceLayout(1, STATE))
             keep_window(window_x, p_conv, i_h, is_real, HEAD_DIM, TAPS)
 
-            b_state = take(work, number + i_m, STATE, BY_LINE, SHAPE, GROUPS, EACH, decay)
+            b_state = take(work, number + i_m, STATE, BY_LINE, FORM, decay)
             b_state = gl.fma((b_x * b_step)[:, None], b_b, b_state)
             o_state = (i_h * HEAD_DIM + o_p)[:, None] * STATE_SIZE + o_k[None, :]
             gl.store(p_state + o_state, b_state, mask=is_real)

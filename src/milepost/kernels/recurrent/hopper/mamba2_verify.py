@@ -34,11 +34,12 @@ from milepost.kernels.recurrent.hopper.mamba2_decode import (
 )
 from milepost.kernels.recurrent.hopper.states import (
     CHANNEL,
+    StepForm,
     Window,
     begin_work,
     convolve,
-    describe_states,
     load_taps,
+    operands,
     take,
 )
 from milepost.kernels.recurrent.hopper.stream import (
@@ -69,12 +70,10 @@ def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
     if mixer.weights.norm is not None and sizes.group <= MOST_GROUPED_HEADS:
         squares = y.new_empty(len(y), sizes.heads, NUM_WARPS)
     read = StepOutput(y, output, squares)
-    lines = describe_states(steps.recurrent.base)
-    operands = mixer.inputs, mixer.weights, steps.conv, lines, steps.recurrent, steps.sequences
-    constants = {"SIZES": sizes, "EACH": each, "PLACES": steps.num_places, "STAGES": _STAGES}
-    _verify_kernel[(min(num_units, units_at_once),)](
-        *operands, steps.records, read, num_units, **constants, num_warps=NUM_WARPS, **OVERLAPPED
-    )
+    form = StepForm(sizes, each, _STAGES, steps.num_places)
+    options = {"FORM": form, "num_warps": NUM_WARPS, **OVERLAPPED}
+    grid = (min(num_units, units_at_once),)
+    _verify_kernel[grid](*operands(mixer, steps), read, num_units, **options)
     finish(mixer, steps, read, moves=True)
 
 
@@ -132,50 +131,39 @@ class GroupedHeadRows(NamedTuple):
 
 
 @quick
-@gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["sequences"])
-def _verify_kernel(
-    inputs,
-    weights,
-    conv,
-    lines,
-    states,
-    sequences,
-    records,
-    output,
-    num_units,
-    SIZES: gl.constexpr,
-    EACH: gl.constexpr,
-    PLACES: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+@gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["steps"])
+def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.constexpr):
     """A unit after the other, each EACH heads of a group of a sequence."""
+    SIZES: gl.constexpr = FORM.sizes
     HEADS: gl.constexpr = SIZES.heads
     HEAD_DIM: gl.constexpr = SIZES.own
     STATE_SIZE: gl.constexpr = SIZES.shared
-    SHAPE: gl.constexpr = [HEAD_DIM, STATE_SIZE]
-    UNITS: gl.constexpr = HEADS // EACH
+    UNITS: gl.constexpr = FORM.units
+    EACH: gl.constexpr = FORM.each
+    PLACES: gl.constexpr = FORM.places
+    conv, states, sequences = steps.conv, steps.recurrent, steps.sequences
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     vectors = gl.allocate_shared_memory(gl.float32, [2 * PLACES, STATE_SIZE], VECTOR)
     values = gl.allocate_shared_memory(gl.float32, [PLACES, HEAD_DIM], VECTOR)
-    work = begin_work(lines, states.stride, sequences, num_units, SHAPE, UNITS, EACH, STAGES)
+    work = begin_work(lines, steps, num_units, FORM)
     wait_for_inputs()
     launch_dependents()
     number = 0
     for unit in range(work.first, num_units, work.stride):
         sequence, first_head = unit // UNITS, unit % UNITS * EACH
-        stream, first_token, target = open_stream(inputs.mixed, records, sequences, sequence)
+        stream, first_token, target = open_stream(inputs.mixed, steps.records, sequences, sequence)
         read = conv.base + gl.load(sequences.slot_in + sequence).to(gl.int64) * conv.stride
         p_gate = inputs.gate.base + first_token * inputs.gate.stride
         tokens = SequenceTokens(stream, read, weights, vectors, values)
         # Everything is asked for before anything is used.
-        following = _ask_head(tokens, first_head, SIZES, PLACES)
-        _keep_group(tokens, first_head // SIZES.group, SIZES, PLACES)
+        following = _ask_head(tokens, first_head, FORM)
+        _keep_group(tokens, first_head // SIZES.group, FORM)
         for member in range(EACH):
             head, own = first_head + member, following
-            _keep_values(tokens, head, own.x, SIZES, PLACES)
+            _keep_values(tokens, head, own.x, FORM)
             next_head = first_head + gl.minimum(member + 1, EACH - 1)
-            following = _ask_head(tokens, next_head, SIZES, PLACES)
-            state = take(work, number, STATE, BY_LINE, SHAPE, UNITS, EACH)
+            following = _ask_head(tokens, next_head, FORM)
+            state = take(work, number, STATE, BY_LINE, FORM)
             number += 1
             first_read = first_token * HEADS + head
             squares = output.read
@@ -190,24 +178,26 @@ def _verify_kernel(
                 p_state + head * (HEAD_DIM * STATE_SIZE),
                 SIZES.channels + head,
             )
-            _pass_tokens(tokens, state, own, at, SIZES, PLACES, output.squares is not None)
+            _pass_tokens(tokens, state, own, at, output.squares is not None, FORM)
 
 
 @gluon.jit
-def _ask(tokens, channel, begin, IS_FIRST: gl.constexpr, TAPS: gl.constexpr, STEP: gl.constexpr):
-    """The `Channels` of STEP tokens from a place on."""
+def _ask(tokens, channel, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr):
+    """The `Channels` of some tokens from a place on."""
+    STEP: gl.constexpr = FORM.at_once
+    TAPS: gl.constexpr = FORM.sizes.taps
     bias = bias_of(tokens.weights.conv_bias, channel)
     inputs = load_inputs(tokens.stream, tokens.conv, channel, begin, IS_FIRST, TAPS, STEP)
     return Channels(Window(inputs, load_taps(tokens.weights.conv, channel, TAPS)), bias)
 
 
 @gluon.jit
-def _ask_head(tokens, head, SIZES: gl.constexpr, PLACES: gl.constexpr):
+def _ask_head(tokens, head, FORM: gl.constexpr):
     """A head's `HeadInputs`, x of the first tokens."""
-    STEP: gl.constexpr = min(PLACES, 8)  # tokens whose inputs a thread holds at a time
+    SIZES: gl.constexpr = FORM.sizes
     stream, weights = tokens.stream, tokens.weights
     channel = head * SIZES.own + gl.arange(0, SIZES.own, layout=CHANNEL)
-    x = _ask(tokens, channel, 0, True, SIZES.taps, STEP)
+    x = _ask(tokens, channel, 0, True, FORM)
     p_step = row_of(stream, 0) + SIZES.channels + head
     step = gl.load(p_step, mask=stream.num_places > 0, other=0.0)
     rate, dt_bias = gl.load(weights.rate + head), gl.load(weights.dt_bias + head)
@@ -215,70 +205,58 @@ def _ask_head(tokens, head, SIZES: gl.constexpr, PLACES: gl.constexpr):
 
 
 @gluon.jit
-def _keep(channels, vectors, first, begin, num_places, TAPS: gl.constexpr, STEP: gl.constexpr):
-    """Some channels after the convolution, of STEP tokens in shared memory."""
+def _keep(channels, vectors, first, begin, num_places, FORM: gl.constexpr):
+    """Some channels after the convolution, of some tokens in shared memory."""
+    STEP: gl.constexpr = FORM.at_once
     for ahead in gl.static_range(STEP):
         if begin + ahead < num_places:
-            x = convolve(channels.window, TAPS, ahead, channels.bias)
+            x = convolve(channels.window, FORM.sizes.taps, ahead, channels.bias)
             vectors.index(first + ahead).store(x)
 
 
 @gluon.jit
-def _keep_group(tokens, group, SIZES: gl.constexpr, PLACES: gl.constexpr):
+def _keep_group(tokens, group, FORM: gl.constexpr):
     """B of all tokens in shared memory, and C after it, which the heads of a group share."""
-    STEP: gl.constexpr = min(PLACES, 8)
-    _keep_both(tokens, group, 0, True, SIZES, PLACES, STEP)
-    if PLACES > STEP:
+    STEP: gl.constexpr = FORM.at_once
+    _keep_both(tokens, group, 0, True, FORM)
+    if FORM.places > STEP:
         for begin in range(STEP, tokens.stream.num_places, STEP):
-            _keep_both(tokens, group, begin, False, SIZES, PLACES, STEP)
+            _keep_both(tokens, group, begin, False, FORM)
 
 
 @gluon.jit
-def _keep_both(
-    tokens,
-    group,
-    begin,
-    IS_FIRST: gl.constexpr,
-    SIZES: gl.constexpr,
-    PLACES: gl.constexpr,
-    STEP: gl.constexpr,
-):
-    """B and C of STEP tokens."""
+def _keep_both(tokens, group, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr):
+    """B and C of some tokens."""
+    SIZES: gl.constexpr = FORM.sizes
     num_places = tokens.stream.num_places
     o_k = gl.arange(0, SIZES.shared, layout=CHANNEL)
     o_b = SIZES.first_write + group * SIZES.shared + o_k
     o_c = SIZES.first_read + group * SIZES.shared + o_k
-    b = _ask(tokens, o_b, begin, IS_FIRST, SIZES.taps, STEP)
-    c = _ask(tokens, o_c, begin, IS_FIRST, SIZES.taps, STEP)
-    _keep(b, tokens.vectors, begin, begin, num_places, SIZES.taps, STEP)
-    _keep(c, tokens.vectors, PLACES + begin, begin, num_places, SIZES.taps, STEP)
+    b = _ask(tokens, o_b, begin, IS_FIRST, FORM)
+    c = _ask(tokens, o_c, begin, IS_FIRST, FORM)
+    _keep(b, tokens.vectors, begin, begin, num_places, FORM)
+    _keep(c, tokens.vectors, FORM.places + begin, begin, num_places, FORM)
 
 
 @gluon.jit
-def _keep_values(tokens, head, asked, SIZES: gl.constexpr, PLACES: gl.constexpr):
+def _keep_values(tokens, head, asked, FORM: gl.constexpr):
     """A head's x of all tokens in shared memory; that of the first has been asked for."""
-    STEP: gl.constexpr = min(PLACES, 8)
+    STEP: gl.constexpr = FORM.at_once
+    SIZES: gl.constexpr = FORM.sizes
     num_places = tokens.stream.num_places
     channel = head * SIZES.own + gl.arange(0, SIZES.own, layout=CHANNEL)
-    _keep(asked, tokens.x, 0, 0, num_places, SIZES.taps, STEP)
-    if PLACES > STEP:
+    _keep(asked, tokens.x, 0, 0, num_places, FORM)
+    if FORM.places > STEP:
         for begin in range(STEP, num_places, STEP):
-            asked = _ask(tokens, channel, begin, False, SIZES.taps, STEP)
-            _keep(asked, tokens.x, begin, begin, num_places, SIZES.taps, STEP)
+            asked = _ask(tokens, channel, begin, False, FORM)
+            _keep(asked, tokens.x, begin, begin, num_places, FORM)
 
 
 @gluon.jit
-def _pass_tokens(
-    tokens,
-    state,
-    own,
-    at,
-    SIZES: gl.constexpr,
-    PLACES: gl.constexpr,
-    ADDS_SQUARES: gl.constexpr,
-):
+def _pass_tokens(tokens, state, own, at, ADDS_SQUARES: gl.constexpr, FORM: gl.constexpr):
     """Take a head's state through all tokens: it is stored after the last committed one, and read
     for each new one."""
+    SIZES: gl.constexpr = FORM.sizes
     stream, weights = tokens.stream, tokens.weights
     last = gl.minimum(stream.num_folded, stream.num_places - 1)
     o_p = gl.arange(0, SIZES.own, layout=gl.SliceLayout(1, STATE))
@@ -297,7 +275,7 @@ def _pass_tokens(
         if place == last:
             gl.store(at.state + o_p[:, None] * SIZES.shared + o_k[None, :], state)
         if is_new:
-            c = tokens.vectors.index(PLACES + place).load(gl.SliceLayout(0, STATE))[None, :]
+            c = tokens.vectors.index(FORM.places + place).load(gl.SliceLayout(0, STATE))[None, :]
             read = gl.fma(x, own.skip, read_columns(state, c))
             gl.store(at.y + new * SIZES.width + o_p, read)
             if ADDS_SQUARES:

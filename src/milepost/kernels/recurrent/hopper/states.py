@@ -6,8 +6,6 @@ shared memory, line by line, since memory is slower in strides. That begins befo
 projection has ended: the states were written in an earlier step. A convolution state is changed in
 place by the thread that has read it.
 
-A sequence has UNITS * EACH states; a unit is EACH of them.
-
 Legend: C channels, J taps, K rows and W columns of a state.
 """
 
@@ -23,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.platform.gluon import load_box, thread_barrier
 from milepost.kernels.platform.numerics import LOG2_E
+from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, MixerSizes
 
 STATE_SIZE = 128
 """Channels of a key and of a value of Gated DeltaNet and KDA, each a thread's."""
@@ -71,7 +70,12 @@ class Window(NamedTuple):
     taps: Any
 
 
-def describe_states(recurrent_pool: Tensor) -> TensorDescriptor:
+def operands(mixer: Mixer, steps: DecodingSteps) -> tuple[Any, ...]:
+    """The first arguments of a kernel of steps: inputs, weights, steps and lines of states."""
+    return mixer.inputs, mixer.weights, steps, _describe_states(steps.recurrent.base)
+
+
+def _describe_states(recurrent_pool: Tensor) -> TensorDescriptor:
     """`recurrent_pool` [slots, heads, K, W] float32 line by line."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     num_states = (len(recurrent_pool) - 1) * recurrent_pool.stride(0) + recurrent_pool[0].numel()
@@ -79,38 +83,55 @@ def describe_states(recurrent_pool: Tensor) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(lines, [_BOX, _LINE], layout)
 
 
+class StepForm(NamedTuple):
+    """Constants of a kernel of steps."""
+
+    sizes: MixerSizes
+    each: int
+    """Heads of a unit of work."""
+    stages: int
+    """Places for states in a program."""
+    places: int = 1
+    """Tokens of a sequence at most."""
+
+    @property
+    def units(self) -> int:
+        """Units of a sequence."""
+        return self.sizes.heads // self.each
+
+    @property
+    def at_once(self) -> int:
+        """Tokens whose inputs a thread holds at a time."""
+        return min(self.places, 8)
+
+
 @gluon.jit
-def begin_work(
-    states,
-    slot_stride,
-    sequences,
-    num_units,
-    SHAPE: gl.constexpr,
-    UNITS: gl.constexpr,
-    EACH: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """This program's `Work` on states [K, W] of this SHAPE, with places for STAGES of them, to
-    which the first are on their way."""
+def begin_work(states, steps, num_units, FORM: gl.constexpr):
+    """This program's `Work`, with places for states to which the first are on their way."""
+    EACH: gl.constexpr = FORM.each
+    STAGES: gl.constexpr = FORM.stages
     LINE: gl.constexpr = states.block_type.shape[1]
-    LINES: gl.constexpr = SHAPE[0] * SHAPE[1] // LINE
+    LINES: gl.constexpr = FORM.sizes.own * FORM.sizes.shared // LINE
     places = gl.allocate_shared_memory(gl.float32, [STAGES, LINES, LINE], states.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(loaded.index(stage), count=1)
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_states = EACH * ((num_units - first + stride - 1) // stride)
-    slots = sequences.slot_in, sequences.slot_out
-    work = Work(states, slot_stride // LINE, *slots, first, stride, num_states, places, loaded)
+    slots = steps.sequences.slot_in, steps.sequences.slot_out
+    slot_lines = steps.recurrent.stride // LINE
+    work = Work(states, slot_lines, *slots, first, stride, num_states, places, loaded)
     for ahead in gl.static_range(STAGES):
-        fetch(work, ahead, UNITS, EACH)
+        fetch(work, ahead, FORM)
     return work
 
 
 @gluon.jit
-def fetch(work, number, UNITS: gl.constexpr, EACH: gl.constexpr):
+def fetch(work, number, FORM: gl.constexpr):
     """Have this program's state of this number brought to shared memory, if there is one. Nothing
     is read for padding, whose turn is over at once."""
+    UNITS: gl.constexpr = FORM.units
+    EACH: gl.constexpr = FORM.each
     BOX: gl.constexpr = work.states.block_type.shape[0]
     STAGES: gl.constexpr = work.places.type.shape[0]
     LINES: gl.constexpr = work.places.type.shape[1]
@@ -131,26 +152,21 @@ def fetch(work, number, UNITS: gl.constexpr, EACH: gl.constexpr):
 
 @gluon.jit
 def take(
-    work,
-    number,
-    LAYOUT: gl.constexpr,
-    LINE_LAYOUT: gl.constexpr,
-    SHAPE: gl.constexpr,
-    UNITS: gl.constexpr,
-    EACH: gl.constexpr,
-    decay=None,
+    work, number, LAYOUT: gl.constexpr, LINE_LAYOUT: gl.constexpr, FORM: gl.constexpr, decay=None
 ):
     """The state of this number in registers as soon as it has come, times its decay; what comes
     next takes its place in shared memory."""
-    STAGES: gl.constexpr = work.places.type.shape[0]
+    STAGES: gl.constexpr = FORM.stages
+    HEIGHT: gl.constexpr = FORM.sizes.own
+    WIDTH: gl.constexpr = FORM.sizes.shared
     mbarrier.wait(work.loaded.index(number % STAGES), number // STAGES & 1)
-    state = work.places.index(number % STAGES).load(LINE_LAYOUT).reshape(SHAPE)
+    state = work.places.index(number % STAGES).load(LINE_LAYOUT).reshape([HEIGHT, WIDTH])
     state = gl.convert_layout(state, LAYOUT, assert_trivial=True)
     if decay is not None:
         state *= decay
     # All threads have the state: its place is free.
     thread_barrier()
-    fetch(work, number + STAGES, UNITS, EACH)
+    fetch(work, number + STAGES, FORM)
     return state
 
 

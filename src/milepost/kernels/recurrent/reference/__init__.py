@@ -1,7 +1,8 @@
 """Token mixers in plain torch: the definition, on any device.
 
 rows          a step's tokens, and what is done with them in which order
-gated_delta   Gated DeltaNet, in the chunkwise form
+delta         the delta rule of the next two, in the chunkwise form
+gated_delta   Gated DeltaNet
 kda           Kimi Delta Attention
 mamba2        Mamba2
 """

@@ -1,40 +1,21 @@
-"""The gated delta rule in plain torch: the definition, on any device.
+"""Gated DeltaNet in plain torch: the definition, on any device. See `delta` for its rule.
 
-For each head, with state S [key_dim, value_dim] (Yang et al., Gated Delta Networks, arXiv
-2412.06464, section 3):
-
-    S_t = decay_t * S_{t-1} + k_t (beta_t (v_t - decay_t * S_{t-1}^T k_t))^T        out_t = S_t^T
-    q_t
-
-Keys and queries are L2-normalised here, and queries scaled by key_dim ** -0.5. Sums are float32, or
-float64 for float64 inputs; states are cast from the pool's type when read and to it when written.
-
-Slots: `slot_in` of several sequences may be the same slot (slot 0 holds zeros). A slot that is
-written is read by no other sequence of the batch, and every state is read before any is written.
-
-Legend: T tokens, D decoding sequences, S sequences, N chunks, C tokens in a chunk, G key heads, R
-value heads for each key head, V = G * R value heads, K key_dim, W value_dim.
+Legend: T tokens, G key heads, V value heads, K key_dim, W value_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels import conv
-from milepost.kernels.layout import slots
-from milepost.kernels.layout.chunks import ChunkRows
-from milepost.kernels.platform.tensors import accumulation_dtype, cast, rows_apart
-from milepost.kernels.recurrent.reference.rows import MixerRows, PrefillRows, Steps, run
+from milepost.kernels.platform.tensors import cast, rows_apart
+from milepost.kernels.recurrent.reference import delta
+from milepost.kernels.recurrent.reference.rows import MixerRows, Steps, run
 from milepost.kernels.recurrent.structures import LayerStates
 from milepost.kernels.recurrent.weights import GatedDeltaWeights
-
-_NORM_EPS = 1e-6
 
 
 def mix(
@@ -44,7 +25,13 @@ def mix(
     _, heads, _, value_dim = states.recurrent.shape
     sizes = len(weights.conv), heads * value_dim, heads, heads
     mixed, gate, *strengths = projected.split(sizes, -1)
-    steps = steps_of(partial(_prepare, weights), weights.conv, _heads, prefill)
+    steps = Steps(
+        prepare=partial(_prepare, weights),
+        conv=(weights.conv, None),
+        split=_split,
+        decode=delta.decode,
+        prefill=delta.prefill,
+    )
     output = run(steps, (mixed, *strengths), states, rows)
     return gated_norm(output, gate.unflatten(-1, (-1, value_dim)), weights).flatten(1)
 
@@ -60,44 +47,7 @@ def _prepare(
     return mixed, F.softplus(wide[1]).mul_(rate), beta
 
 
-def steps_of(
-    prepare: Callable[..., Sequence[Tensor]],
-    conv_weight: Tensor,
-    heads_of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    run_chunks: Callable[..., Tensor],
-) -> Steps:
-    """A convolution, then the delta rule: decodes return [D, V, W] before the norm, prefills [T, V,
-    W]. `heads_of` takes what is convolved and the states' pool."""
-
-    def decode_rows(
-        mixed: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        conv_pool: Tensor,
-        recurrent_pool: Tensor,
-        *slots: Tensor,
-    ) -> Tensor:
-        mixed = conv.decode(mixed, conv_weight, None, conv_pool, *slots)
-        heads = heads_of(mixed, recurrent_pool)
-        return decode(*heads, log_decay, beta, recurrent_pool, *slots)
-
-    def prefill_rows(
-        mixed: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        conv_pool: Tensor,
-        recurrent_pool: Tensor,
-        rows: PrefillRows,
-    ) -> Tensor:
-        slots = rows.slot_in, rows.slot_out
-        mixed = conv.prefill(mixed, conv_weight, None, conv_pool, *slots, rows.windows)
-        heads = heads_of(mixed, recurrent_pool)
-        return run_chunks(*heads, log_decay, beta, recurrent_pool, *slots, rows.chunks)
-
-    return Steps(prepare=prepare, decode=decode_rows, prefill=prefill_rows)
-
-
-def _heads(inputs: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:
+def _split(inputs: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys [T, 2, G, K], values [T, V, W]."""
     _, heads, key_dim, value_dim = recurrent_pool.shape
     query_key, value = inputs.split((inputs.shape[1] - heads * value_dim, heads * value_dim), -1)
@@ -109,166 +59,3 @@ def gated_norm(hidden: Tensor, gate: Tensor, weights: GatedDeltaWeights) -> Tens
     weight = weights.norm
     normed = F.rms_norm(cast(hidden, weight.dtype), weight.shape, weight, weights.norm_eps)
     return cast(normed.mul_(F.silu(cast(gate, weight.dtype))), hidden.dtype)
-
-
-def decode(
-    query_key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    pool: Tensor,
-    slot_in: Tensor,
-    slot_out: Tensor,
-) -> Tensor:
-    """Advance D sequences by one token each; returns [D, V, W] in `value`'s type and writes `pool`.
-
-    `query_key` [D, 2, G, K], `value` [D, V, W], `log_decay` [D, V], or [D, V, K] where every
-    channel of a key has its own, `beta` [D, V], `pool` [slots, V, K, W], `slot_in` and `slot_out`
-    [D].
-    """
-    num_sequences, num_heads, value_dim = value.shape
-    state = slots.read(pool, slot_in, slot_out, accumulation_dtype(value.dtype))
-    state = state.view(num_sequences * num_heads, -1, value_dim)
-    paired = _pair_heads(normalise(query_key), num_heads)
-    query, key = paired[:, 0], paired[:, 1]
-
-    state.mul_(cast(log_decay, state.dtype).exp().reshape(len(state), -1, 1))
-    read, remembered = torch.bmm(paired, state).unbind(1)
-    wanted = cast(value.reshape(-1, value_dim), state.dtype)
-    change = (wanted - remembered).mul_(beta.reshape(-1, 1))
-    output = torch.addcmul(read, (query * key).sum(-1, keepdim=True), change)
-    state.addcmul_(key[:, :, None], change[:, None, :])
-
-    slots.write(pool, slot_out, state.view(-1, *pool.shape[1:]))
-    return cast(output.view(value.shape), value.dtype)
-
-
-def prefill(
-    query_key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    pool: Tensor,
-    slot_in: Tensor,
-    slot_out: Tensor,
-    layout: ChunkRows,
-) -> Tensor:
-    """Advance S sequences by all their tokens; returns [T, V, W] in `value`'s type and writes
-    `pool`.
-
-    Arguments as for `decode`, with T tokens in place of D, `slot_in` and `slot_out` [S]. States
-    that `layout` names as exports are written to their slots on the way. Everything inside a chunk
-    is computed for all chunks at once, in the paper's chunkwise form (section 3.3); only the state
-    goes from chunk to chunk.
-    """
-    chunks = _wy_fwd(query_key, value, log_decay, beta, layout)
-    return chunk_fwd(chunks, pool, slot_in, slot_out, layout).to(value.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceChunks:
-    """All that a chunk needs besides the state before it; B = N * V chunk-heads."""
-
-    queries: Tensor
-    """[B, C, K], decayed from the chunk's begin."""
-    keys: Tensor
-    """[B, C, K], decayed to the chunk's end."""
-    w: Tensor
-    """[B, C, K], of the WY representation: times the state before the chunk, what u is less."""
-    u: Tensor
-    """[B, C, W], what each token adds for its key; at first as if the state before were zero."""
-    scores: Tensor
-    """[B, C, C], decayed products of queries and keys, zero above the diagonal."""
-    decay: Tensor
-    """[B, 1, 1] or [B, K, 1], decay over the whole chunk."""
-
-    def advance(self, rows: slice, state: Tensor, output: Tensor) -> None:
-        """Carry `state` [rows, K, W] over the chunks `rows`; changes it, `u` and
-        `output`."""
-        torch.bmm(self.queries[rows], state, out=output[rows])
-        self.u[rows].baddbmm_(self.w[rows], state, alpha=-1)
-        state.mul_(self.decay[rows]).baddbmm_(self.keys[rows].transpose(1, 2), self.u[rows])
-
-
-def chunk_fwd(
-    chunks: ReferenceChunks, pool: Tensor, slot_in: Tensor, slot_out: Tensor, layout: ChunkRows
-) -> Tensor:
-    """Carry the states from chunk to chunk; returns the outputs [T, V, W] and writes `pool`,
-    exports among its slots."""
-    state = pool.index_select(0, slot_in.index_select(0, layout.order)).to(chunks.u.dtype)
-    output = torch.empty_like(chunks.u)
-    num_heads = state.shape[1]
-    for (first, size), exports in zip(layout.steps, layout.exports, strict=True):
-        rows = slice(first * num_heads, (first + size) * num_heads)
-        running = state[:size].view(-1, *state.shape[2:])
-        chunks.advance(rows, running, output)
-        for index, slot in exports:
-            pool[slot].copy_(state[index])
-    slots.write(pool, slot_out.index_select(0, layout.order), state)
-
-    output.baddbmm_(chunks.scores, chunks.u)
-    output = output.view(-1, num_heads, layout.chunk, output.shape[-1]).transpose(1, 2)
-    return output.flatten(0, 1).index_select(0, layout.rows)
-
-
-def _wy_fwd(
-    query_key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, layout: ChunkRows
-) -> ReferenceChunks:
-    """The part of the chunkwise form that doesn't depend on the state."""
-    query, key = chunked(normalise(query_key), layout).unbind(2)  # [N, G, C, K]
-    query, key = query[:, :, None], key[:, :, None]  # [N, G, 1, C, K]
-    num_chunks, num_groups = key.shape[:2]
-
-    def per_head(tensor: Tensor) -> Tensor:
-        rows = chunked(tensor.to(key.dtype), layout)
-        return rows.view(num_chunks, num_groups, -1, *rows.shape[2:])
-
-    is_token = layout.is_token[:, None, None]
-    beta = per_head(beta).where(is_token, 0)[..., None]  # [N, G, R, C, 1]
-    decay_sums = per_head(log_decay).where(is_token, 0).cumsum(-1)[..., None]
-    total = decay_sums[..., -1:, :]
-    above = torch.ones(layout.chunk, layout.chunk, dtype=torch.bool, device=key.device)
-    pairwise = (decay_sums - decay_sums.mT).masked_fill_(above.triu_(1), -torch.inf).exp_()
-
-    system = (key @ key.mT) * pairwise * beta
-    from_begin = decay_sums.exp()
-    sides = torch.cat((per_head(value) * beta, key * (beta * from_begin)), -1)
-    solution = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    u, w = solution.flatten(0, 2).split((value.shape[-1], key.shape[-1]), -1)
-    return ReferenceChunks(
-        queries=(query * from_begin).flatten(0, 2),
-        keys=(key * (total - decay_sums).exp()).flatten(0, 2),
-        w=w,
-        u=u.contiguous(),
-        scores=((query @ key.mT) * pairwise).flatten(0, 2),
-        decay=total.exp().flatten(0, 2),
-    )
-
-
-def chunked(tensor: Tensor, layout: ChunkRows) -> Tensor:
-    """[T, *heads, ...] as [N, *heads, C, ...]: the token axis after the head axes.
-
-    [T, 2, G, K] becomes [N, G, 2, C, K]; [T, V, W] becomes [N, V, C, W]; [T, V] becomes [N, V, C].
-    """
-    rows = tensor.index_select(0, layout.tokens.flatten())
-    rows = rows.view(*layout.tokens.shape, *tensor.shape[1:])
-    if tensor.dim() == 4:
-        return rows.permute(0, 3, 2, 1, 4)
-    return rows.transpose(1, 2).contiguous()
-
-
-def normalise(query_key: Tensor) -> Tensor:
-    """Unit queries and keys [T, 2, G, K], queries scaled by K ** -0.5."""
-    wide = cast(query_key, accumulation_dtype(query_key.dtype))
-    length = wide.square().sum(-1, keepdim=True).add_(_NORM_EPS).rsqrt_()
-    length[:, 0].mul_(query_key.shape[-1] ** -0.5)
-    return wide * length
-
-
-def _pair_heads(query_key: Tensor, num_heads: int) -> Tensor:
-    """[D, 2, G, K] as [D * V, 2, K]: the query and key of each value head; those of one key head
-    stand side by side."""
-    num_sequences, _, groups, key_dim = query_key.shape
-    shared = query_key.transpose(1, 2)[:, :, None]
-    shared = shared.expand(num_sequences, groups, num_heads // groups, 2, key_dim)
-    return shared.reshape(num_sequences * num_heads, 2, key_dim)

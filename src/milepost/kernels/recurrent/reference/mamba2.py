@@ -18,31 +18,17 @@ heads, P head_dim, G groups, R = H / G heads of a group, N state_size.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels import conv
 from milepost.kernels.layout import slots
 from milepost.kernels.layout.chunks import ChunkRows
 from milepost.kernels.platform.tensors import accumulation_dtype, cast, rows_apart
-from milepost.kernels.recurrent.reference.rows import MixerRows, PrefillRows, Steps, run
+from milepost.kernels.recurrent.reference.rows import MixerRows, Steps, carry_states, run
 from milepost.kernels.recurrent.structures import LayerStates
 from milepost.kernels.recurrent.weights import Mamba2Weights
-
-
-class SSDTokens(NamedTuple):
-    """Tokens after the convolution."""
-
-    x: Tensor
-    """[T, H, P]"""
-    b: Tensor
-    c: Tensor
-    """[T, G, N]"""
-    dt: Tensor
-    """[T, H], time steps."""
 
 
 def mix(projected: Tensor, weights: Mamba2Weights, states: LayerStates, rows: MixerRows) -> Tensor:
@@ -50,10 +36,13 @@ def mix(projected: Tensor, weights: Mamba2Weights, states: LayerStates, rows: Mi
     channels = len(weights.conv)
     _, heads, head_dim, state_size = states.recurrent.shape
     gate, *inputs = projected.split((heads * head_dim, channels, heads), -1)
+    small = weights.rate, weights.skip
     steps = Steps(
         prepare=partial(_prepare, weights),
-        decode=partial(_decode, weights),
-        prefill=partial(_prefill, weights),
+        conv=(weights.conv, weights.conv_bias),
+        split=_split,
+        decode=partial(decode, small=small),
+        prefill=partial(prefill, small=small),
     )
     output = run(steps, inputs, states, rows)
     groups = (channels - heads * head_dim) // (2 * state_size)
@@ -68,42 +57,11 @@ def _prepare(weights: Mamba2Weights, mixed: Tensor, inputs: Tensor) -> tuple[Ten
     return mixed, F.softplus(wide).clamp_(*weights.dt_limit)
 
 
-def _decode(
-    weights: Mamba2Weights,
-    mixed: Tensor,
-    steps: Tensor,
-    conv_pool: Tensor,
-    recurrent_pool: Tensor,
-    slot_in: Tensor,
-    slot_out: Tensor,
-) -> Tensor:
-    """One token a sequence; [D, H, P] before the norm."""
-    slots = slot_in, slot_out
-    inputs = conv.decode(mixed, weights.conv, weights.conv_bias, conv_pool, *slots)
-    small = weights.rate, weights.skip, recurrent_pool
-    return decode(_split(inputs, steps, recurrent_pool), *small, *slots)
-
-
-def _prefill(
-    weights: Mamba2Weights,
-    mixed: Tensor,
-    steps: Tensor,
-    conv_pool: Tensor,
-    recurrent_pool: Tensor,
-    rows: PrefillRows,
-) -> Tensor:
-    """Many tokens a sequence; [T, H, P] before the norm."""
-    slots, convolution = (rows.slot_in, rows.slot_out), (weights.conv, weights.conv_bias)
-    inputs = conv.prefill(mixed, *convolution, conv_pool, *slots, rows.windows)
-    small = weights.rate, weights.skip, recurrent_pool
-    return prefill(_split(inputs, steps, recurrent_pool), *small, *slots, rows.chunks)
-
-
-def _split(inputs: Tensor, steps: Tensor, recurrent_pool: Tensor) -> SSDTokens:
+def _split(inputs: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, H, P], B and C [T, 2, G, N]."""
     _, heads, head_dim, state_size = recurrent_pool.shape
     x, b_c = inputs.tensor_split((heads * head_dim,), -1)
-    b, c = b_c.unflatten(-1, (2, -1, state_size)).unbind(1)
-    return SSDTokens(x.unflatten(-1, (heads, head_dim)), b, c, steps)
+    return x.unflatten(-1, (heads, head_dim)), b_c.unflatten(-1, (2, -1, state_size))
 
 
 def gated_norm(hidden: Tensor, gate: Tensor, weights: Mamba2Weights, groups: int) -> Tensor:
@@ -120,23 +78,27 @@ def gated_norm(hidden: Tensor, gate: Tensor, weights: Mamba2Weights, groups: int
 
 
 def decode(
-    tokens: SSDTokens,
-    rate: Tensor,
-    skip: Tensor,
+    x: Tensor,
+    b_c: Tensor,
+    dt: Tensor,
     pool: Tensor,
     slot_in: Tensor,
     slot_out: Tensor,
+    *,
+    small: tuple[Tensor, Tensor],
 ) -> Tensor:
     """Advance D sequences by one token each; returns [D, H, P] in the type of sums and writes
     `pool`.
 
-    `rate` [H] (the published A), `skip` [H] (its D), `pool` [slots, H, P, N], `slot_in` and
-    `slot_out` [D].
+    `x` [D, H, P], `b_c` [D, 2, G, N], time steps `dt` [D, H], `pool` [slots, H, P, N], `slot_in`
+    and `slot_out` [D], `small` the published A [H] and D [H].
     """
-    x, b, c, dt = tokens
+    rate, skip = small
     heads, dtype = x.shape[1], accumulation_dtype(x.dtype)
     x, dt = cast(x, dtype), cast(dt, dtype)
-    b, c = (cast(each, dtype).repeat_interleave(heads // each.shape[1], 1) for each in (b, c))
+    b, c = (
+        cast(each, dtype).repeat_interleave(heads // each.shape[1], 1) for each in b_c.unbind(1)
+    )
     state = slots.read(pool, slot_in, slot_out, dtype)
     state.mul_((dt * rate).exp_()[..., None, None])
     state.addcmul_((x * dt[..., None])[..., None], b[:, :, None])
@@ -145,13 +107,15 @@ def decode(
 
 
 def prefill(
-    tokens: SSDTokens,
-    rate: Tensor,
-    skip: Tensor,
+    x: Tensor,
+    b_c: Tensor,
+    dt: Tensor,
     pool: Tensor,
     slot_in: Tensor,
     slot_out: Tensor,
     layout: ChunkRows,
+    *,
+    small: tuple[Tensor, Tensor],
 ) -> Tensor:
     """Advance S sequences by all their tokens; returns [T, H, P] in the type of sums and writes
     `pool`.
@@ -159,19 +123,16 @@ def prefill(
     Arguments as for `decode`, with T tokens in place of D, `slot_in` and `slot_out` [S]. States
     that `layout` names as exports are written to their slots on the way.
     """
-    x, b, c, dt = tokens
-    dtype = accumulation_dtype(x.dtype)
-    state = pool.index_select(0, slot_in.index_select(0, layout.order)).to(dtype)
+    (rate, skip), (b, c), dtype = small, b_c.unbind(1), accumulation_dtype(x.dtype)
     output = x.new_empty(x.shape, dtype=dtype)
-    for (first, size), exports in zip(layout.steps, layout.exports, strict=True):
+
+    def advance(first: int, size: int, state: Tensor) -> None:
         rows, is_token = (each[first : first + size] for each in (layout.tokens, layout.is_token))
         inputs = (each[rows].to(dtype) for each in (x, b, c))
         steps = dt[rows].to(dtype).masked_fill_(~is_token[..., None], 0)
-        found = _advance(*inputs, steps, rate, state[:size])
-        output[rows[is_token]] = found[is_token]
-        for index, slot in exports:
-            pool[slot].copy_(state[index])
-    slots.write(pool, slot_out.index_select(0, layout.order), state)
+        output[rows[is_token]] = _advance(*inputs, steps, rate, state)[is_token]
+
+    carry_states(advance, pool, slot_in, slot_out, layout, dtype)
     return output.addcmul_(x.to(dtype), skip[:, None])
 
 

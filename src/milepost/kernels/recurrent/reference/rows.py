@@ -9,7 +9,7 @@ numbers of a token's record.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels import conv
+from milepost.kernels.layout import slots
 from milepost.kernels.layout.batch import Batch, Ints
 from milepost.kernels.layout.chunks import ChunkRows, lay_out_chunks
 from milepost.kernels.recurrent.structures import LayerStates
@@ -102,17 +103,20 @@ def lay_out_rows(batch: Batch, *, conv_width: int, chunk: int) -> MixerRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """A mixer's arithmetic.
-
-    `prepare` turns what is recorded of tokens, row by row, into what the two others take. These
-    advance the states of pools by one token a sequence, or by many; both return [T, ...].
-    """
+    """A mixer's arithmetic."""
 
     prepare: Callable[..., Sequence[Tensor]]
+    """Takes what is recorded of tokens; returns the convolution's inputs, and what else the
+    recurrence reads, row by row."""
+    conv: tuple[Tensor, Tensor | None]
+    """The convolution's weight and bias."""
+    split: Callable[[Tensor, Tensor], Sequence[Tensor]]
+    """Takes what is convolved and the pool of recurrent states; returns heads."""
     decode: Callable[..., Tensor]
-    """Takes what `prepare` returns, pools, slot_in and slot_out."""
+    """Advances states by a token a sequence: takes heads, the rest of what is prepared, the pool,
+    slot_in and slot_out; returns [D, ...]."""
     prefill: Callable[..., Tensor]
-    """Takes what `prepare` returns, pools and `PrefillRows`."""
+    """Advances states by many tokens: takes the same, and chunks; returns [T, ...]."""
 
 
 def run(steps: Steps, inputs: Sequence[Tensor], states: LayerStates, rows: MixerRows) -> Tensor:
@@ -127,11 +131,41 @@ def run(steps: Steps, inputs: Sequence[Tensor], states: LayerStates, rows: Mixer
         parts.append(_verify(steps, [part[:num_decodes] for part in inputs], states, rows))
     elif num_decodes:
         own = steps.prepare(*(part[:num_decodes] for part in inputs))
-        parts.append(steps.decode(*own, *pools, rows.slot_in, rows.slot_out))
+        parts.append(_decode(steps, own, pools, rows.slot_in, rows.slot_out))
     if rows.prefills is not None:
-        own = steps.prepare(*(part[num_decodes:] for part in inputs))
-        parts.append(steps.prefill(*own, *pools, rows.prefills))
+        mixed, *own = steps.prepare(*(part[num_decodes:] for part in inputs))
+        many, slots = rows.prefills, (rows.prefills.slot_in, rows.prefills.slot_out)
+        mixed = conv.prefill(mixed, *steps.conv, states.conv, *slots, many.windows)
+        heads = steps.split(mixed, states.recurrent)
+        parts.append(steps.prefill(*heads, *own, states.recurrent, *slots, many.chunks))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _decode(
+    steps: Steps, prepared: Iterable[Tensor], pools: Sequence[Tensor], *slots: Tensor
+) -> Tensor:
+    """One token of each sequence, in pools of convolution and recurrent states."""
+    (mixed, *rest), (conv_pool, pool) = prepared, pools
+    mixed = conv.decode(mixed, *steps.conv, conv_pool, *slots)
+    return steps.decode(*steps.split(mixed, pool), *rest, pool, *slots)
+
+
+def carry_states(
+    advance: Callable[[int, int, Tensor], None],
+    pool: Tensor,
+    slot_in: Tensor,
+    slot_out: Tensor,
+    layout: ChunkRows,
+    dtype: torch.dtype,
+) -> None:
+    """Carry states through chunks by `advance(first, size, states)`, which changes the states of
+    `size` sequences by the chunks from `first` on; writes them to `pool`, exports on the way."""
+    state = pool.index_select(0, slot_in.index_select(0, layout.order)).to(dtype)
+    for (first, size), exports in zip(layout.steps, layout.exports, strict=True):
+        advance(first, size, state[:size])
+        for index, slot in exports:
+            pool[slot].copy_(state[index])
+    slots.write(pool, slot_out.index_select(0, layout.order), state)
 
 
 def _verify(steps: Steps, inputs: Sequence[Tensor], states: LayerStates, rows: MixerRows) -> Tensor:
@@ -146,7 +180,7 @@ def _verify(steps: Steps, inputs: Sequence[Tensor], states: LayerStates, rows: M
     output = None
     for each in verifies.rounds:
         of_round = (part[each.tokens] for part in both)
-        found = steps.decode(*of_round, *own, each.sequences, each.sequences)
+        found = _decode(steps, of_round, own, each.sequences, each.sequences)
         output = found.new_empty(len(both[0]), *found.shape[1:]) if output is None else output
         output[each.tokens] = found
         for pool, kept in zip(pools, own, strict=True):
