@@ -87,8 +87,8 @@ class StepOutput(NamedTuple):
     """[T, U * GROUP * W]"""
     squares: Any = None
     """[T, U * GROUP, 4]: sums of squares of what four warps have read, if the norm takes them."""
-    arrivals: Any = None
-    """[S, U] zeros, which stay so, where programs of a unit wait for each other."""
+    rounded: Any = None
+    """`RoundedOutput`, if outputs are rounded too."""
 
 
 class RoundedOutput(NamedTuple):

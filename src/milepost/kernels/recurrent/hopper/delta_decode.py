@@ -71,20 +71,18 @@ def run(
     num_units = len(output) * sizes.heads // each
     units_at_once = num_sms(output.device)
     stages = 2 if each > 1 and num_units <= units_at_once else 1
-    target = StepOutput(None, output, None, arrivals if each < sizes.group else None)
+    target = StepOutput(None, output, None, rounded)
+    outputs = arrivals if each < sizes.group else None, target, scales_stride
     form = StepForm(sizes, each, stages)
     _decode_kernel[(min(num_units, 2 * units_at_once),)](
-        *(*operands(mixer, steps), target, rounded, scales_stride, num_units),
-        FORM=form,
-        num_warps=4,
-        **OVERLAPPED,
+        *operands(mixer, steps), *outputs, num_units, FORM=form, num_warps=4, **OVERLAPPED
     )
 
 
 @quick
 @gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["steps"])
 def _decode_kernel(
-    inputs, weights, steps, lines, output, rounded, scales_stride, num_units, FORM: gl.constexpr
+    inputs, weights, steps, lines, arrivals, output, scales_stride, num_units, FORM: gl.constexpr
 ):
     """A unit after the other, each EACH value heads of a key head of a sequence: all or one."""
     SIZES: gl.constexpr = FORM.sizes
@@ -133,7 +131,7 @@ def _decode_kernel(
             keep_window(window_k, p_conv, KEY_HEADS + i_h, is_real, SIZE, TAPS)
         else:
             # All threads have both windows: unit vectors are made of them.
-            p_arrivals = output.arrivals + i_n * KEY_HEADS + i_h
+            p_arrivals = arrivals + i_n * KEY_HEADS + i_h
             arrived = gl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu")
         for i_m in gl.static_range(EACH):
             head, i_hv = ValueHead(*heads[i_m]), i_first + i_m  # sums of tuples lose their names
@@ -154,10 +152,10 @@ def _decode_kernel(
             b_o = gl.where(is_real, b_o, 0.0).to(output.base.dtype.element_ty)
             at = (i_n * SIZES.heads + i_hv) * SIZE + o_v
             gl.store(output.base + at, b_o)
-            if rounded is not None:
+            if output.rounded is not None:
                 b_rounded, scale = round_block(b_o.to(gl.float32), 0)
-                gl.store(rounded.base + at, b_rounded)
-                gl.store(rounded.scales + i_hv * scales_stride + i_n, scale)
+                gl.store(output.rounded.base + at, b_rounded)
+                gl.store(output.rounded.scales + i_hv * scales_stride + i_n, scale)
         if EACH < GROUP:
             is_last = arrived == GROUP // EACH - 1
             gl.store(p_arrivals, 0, mask=is_last)

@@ -49,12 +49,22 @@ def run(
     without drafts.
     """
     assert fp8 is None, "outputs are rounded by who reads them"
-    norms_heads = mixer.sizes.norms_heads
-    read = None if norms_heads else torch.empty_like(output, dtype=torch.float32)
-    outputs = StepOutput(read, output)
-    _launch(mixer, steps, arrivals, outputs)
-    if steps.records is not None and not norms_heads:
-        finish(mixer, steps, outputs, moves=False)
+    sizes, rule, num_sequences = mixer.sizes, mixer.rule, len(steps.sequences.slot_out)
+    read = None if sizes.norms_heads else torch.empty_like(output, dtype=torch.float32)
+    target = StepOutput(read, output)
+    mixed = output.new_empty(num_sequences, steps.num_places, sizes.channels, dtype=torch.float32)
+    operands = mixer.inputs, mixer.weights, steps, mixed, steps.num_places
+    convolve_kernel[(num_sequences, 2 * sizes.units + sizes.heads)](
+        *operands, SIZES=sizes, num_warps=1
+    )
+    heads, num_warps = _cut(sizes, num_sequences, output.device)
+    functions = {"OPEN_HEAD": rule.open_head, "STRENGTHS": rule.strengths, "FINISH": rule.finish}
+    functions |= {"ADVANCE": rule.advance, "READ": rule.read}
+    options = {"HEADS": heads, "num_warps": num_warps, **OVERLAPPED}
+    grid = sizes.heads // heads, num_sequences
+    update_kernel[grid](*operands, arrivals, target, SIZES=sizes, **functions, **options)
+    if steps.records is not None and not sizes.norms_heads:
+        finish(mixer, steps, target, moves=False)
 
 
 def finish(mixer: Mixer, steps: DecodingSteps, output: StepOutput, *, moves: bool) -> None:
@@ -62,59 +72,10 @@ def finish(mixer: Mixer, steps: DecodingSteps, output: StepOutput, *, moves: boo
     convolution's states on and record the drafts, which another kernel has left to do."""
     sizes, most = mixer.sizes, steps.num_drafts + 1
     num_blocks = triton.cdiv(max(sizes.channels, sizes.strengths), _COLUMNS) if moves else 0
-    finish_kernel[(sizes.units * most + num_blocks, len(steps.sequences.slot_out))](
-        mixer.inputs,
-        mixer.weights,
-        steps.conv,
-        steps.sequences,
-        steps.records,
-        output,
-        SIZES=sizes,
-        FINISH=mixer.rule.finish,
-        MOST=most,
-        COLUMNS=_COLUMNS,
-        num_warps=4,
-        **OVERLAPPED,
-    )
-
-
-def _launch(
-    mixer: Mixer, steps: DecodingSteps, arrivals: Tensor | None, output: StepOutput
-) -> None:
-    """The first two launches; `output.read` is filled where units are normed together."""
-    sizes, rule, places = mixer.sizes, mixer.rule, steps.num_places
-    num_sequences, verifies = len(steps.sequences.slot_out), steps.records is not None
-    device = output.base.device
-    mixed = torch.empty(num_sequences, places, sizes.channels, dtype=torch.float32, device=device)
-    common = steps.sequences, steps.records, mixed, places
-    convolve_kernel[(num_sequences, 2 * sizes.units + sizes.heads)](
-        mixer.inputs.mixed,
-        mixer.weights,
-        steps.conv,
-        *common,
-        SIZES=sizes,
-        VERIFIES=verifies,
-        num_warps=1,
-    )
-    heads, num_warps = _cut(sizes, num_sequences, device)
-    update_kernel[(sizes.heads // heads, num_sequences)](
-        mixer.inputs,
-        mixer.weights,
-        steps.recurrent,
-        *common,
-        arrivals,
-        output,
-        SIZES=sizes,
-        OPEN_HEAD=rule.open_head,
-        STRENGTHS=rule.strengths,
-        ADVANCE=rule.advance,
-        READ=rule.read,
-        FINISH=rule.finish,
-        HEADS=heads,
-        VERIFIES=verifies,
-        num_warps=num_warps,
-        **OVERLAPPED,
-    )
+    grid = sizes.units * most + num_blocks, len(steps.sequences.slot_out)
+    constants = {"SIZES": sizes, "FINISH": mixer.rule.finish, "MOST": most, "COLUMNS": _COLUMNS}
+    operands = mixer.inputs, mixer.weights, steps, output
+    finish_kernel[grid](*operands, **constants, num_warps=4, **OVERLAPPED)
 
 
 def _cut(sizes: MixerSizes, num_sequences: int, device: torch.device) -> tuple[int, int]:

@@ -43,20 +43,12 @@ class Streams(NamedTuple):
     decays: TokenRows
 
 
-@triton.jit(do_not_specialize_on_alignment=["sequences"])
-def convolve_kernel(
-    rows,
-    weights,
-    conv,
-    sequences,
-    records,
-    mixed,
-    places,
-    SIZES: tl.constexpr,
-    VERIFIES: tl.constexpr,
-):
+@triton.jit(do_not_specialize_on_alignment=["steps"])
+def convolve_kernel(inputs, weights, steps, mixed, places, SIZES: tl.constexpr):
     """One vector of a sequence: convolution and SiLU into `mixed` [S, R, C] float32, a unit vector
     if it is a query or a key of the delta rule."""
+    VERIFIES: tl.constexpr = steps.records is not None
+    conv, sequences = steps.conv, steps.sequences
     # The second launch may start, and load what this one does not write.
     launch_dependents()
     i_sequence, i_vector = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -72,7 +64,7 @@ def convolve_kernel(
         first = SIZES.first_read + i_vector * SIZES.shared
     o_c = tl.arange(0, triton.next_power_of_2(max(SIZES.shared, SIZES.own)))
     channel, is_channel = first + o_c, o_c < size
-    stream = open_stream(rows, records, sequences, i_sequence, VERIFIES)
+    stream = open_stream(inputs.mixed, steps, i_sequence, VERIFIES)
     source = tl.load(sequences.slot_in + i_sequence).to(tl.int64)
     p_conv = conv.base + source * conv.stride
     p_mixed = mixed + i_sequence * places * SIZES.channels + channel
@@ -110,13 +102,11 @@ def _unit_scale(x, i_vector, SIZES: tl.constexpr):
     return tl.where(i_vector < 2 * SIZES.units, scale, 1.0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["sequences", "arrivals"])
+@triton.jit(do_not_specialize_on_alignment=["steps", "arrivals"])
 def update_kernel(
     inputs,
     weights,
-    states,
-    sequences,
-    records,
+    steps,
     mixed,
     places,
     arrivals,
@@ -128,11 +118,12 @@ def update_kernel(
     READ: tl.constexpr,
     FINISH: tl.constexpr,
     HEADS: tl.constexpr,
-    VERIFIES: tl.constexpr,
 ):
     """HEADS heads of a sequence: their states move on, and are read for new tokens."""
+    VERIFIES: tl.constexpr = steps.records is not None
+    states, sequences = steps.recurrent, steps.sequences
     i_head, i_sequence = tl.program_id(0) * HEADS, tl.program_id(1).to(tl.int64)
-    WIDTH: tl.constexpr = SIZES.units * SIZES.group * SIZES.own
+    WIDTH: tl.constexpr = SIZES.width
     o_s = tl.arange(0, triton.next_power_of_2(SIZES.shared))
     o_own = tl.arange(0, triton.next_power_of_2(HEADS * SIZES.own))
     is_s, is_own = o_s < SIZES.shared, o_own < HEADS * SIZES.own
@@ -157,8 +148,8 @@ def update_kernel(
     b_state = tl.load(p_read + o_state, in_state, 0).to(tl.float32)
     head = OPEN_HEAD(weights, i_head, o_s, o_own, SIZES, HEADS)
     streams = Streams(
-        open_stream(inputs.strengths, records, sequences, i_sequence, VERIFIES),
-        open_stream(inputs.decays, records, sequences, i_sequence, VERIFIES),
+        open_stream(inputs.strengths, steps, i_sequence, VERIFIES),
+        open_stream(inputs.decays, steps, i_sequence, VERIFIES),
     )
     i_unit = i_head // SIZES.group
     p_mixed = mixed + i_sequence * places * SIZES.channels
@@ -212,10 +203,9 @@ def update_kernel(
     if VERIFIES:
         # All threads have read what the columns of these heads had recorded.
         tl.debug_barrier()
-        NUM_HEADS: tl.constexpr = SIZES.units * SIZES.group
-        _record(streams.strengths, i_head, num_new, HEADS, SIZES.strengths // NUM_HEADS)
+        _record(streams.strengths, i_head, num_new, HEADS, SIZES.strengths // SIZES.heads)
         if SIZES.decays > 0:
-            _record(streams.decays, i_head, num_new, HEADS, SIZES.decays // NUM_HEADS)
+            _record(streams.decays, i_head, num_new, HEADS, SIZES.decays // SIZES.heads)
     elif not SIZES.norms_heads:
         # What the unit's norm reads is stored.
         tl.debug_barrier()
@@ -247,8 +237,9 @@ def _finish_unit(gate, output, weights, token, i_unit, SIZES: tl.constexpr, FINI
     b_y = tl.load(output.read + p_token, is_real, 0)
     squares = None
     if output.squares is not None:
-        HEADS: tl.constexpr = SIZES.units * SIZES.group
-        squares = _add_squares(output.squares, token * HEADS + i_unit * SIZES.group, SIZES.group)
+        squares = _add_squares(
+            output.squares, token * SIZES.heads + i_unit * SIZES.group, SIZES.group
+        )
     b_y = FINISH(b_y, b_weight, b_gate, weights.norm_eps, WIDTH, squares)
     tl.store(output.base + p_token, b_y.to(output.base.dtype.element_ty), is_real)
 
@@ -267,13 +258,11 @@ def _add_squares(squares, first, HEADS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize_on_alignment=["sequences"])
+@triton.jit(do_not_specialize_on_alignment=["steps"])
 def finish_kernel(
     inputs,
     weights,
-    conv,
-    sequences,
-    records,
+    steps,
     output,
     SIZES: tl.constexpr,
     FINISH: tl.constexpr,
@@ -283,12 +272,13 @@ def finish_kernel(
     """A unit of one of a sequence's new tokens, MOST at most; after all of these, COLUMNS columns
     of what the next step reads."""
     i_part, i_sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    conv, sequences = steps.conv, steps.sequences
     written = tl.load(sequences.slot_out + i_sequence).to(tl.int64)
     source = tl.load(sequences.slot_in + i_sequence).to(tl.int64)
     num_new = tl.load(sequences.length + i_sequence)
     token = tl.load(sequences.begin + i_sequence).to(tl.int64) + i_part % MOST
-    mixed = open_stream(inputs.mixed, records, sequences, i_sequence, True)
-    strengths = open_stream(inputs.strengths, records, sequences, i_sequence, True)
+    mixed = open_stream(inputs.mixed, steps, i_sequence, True)
+    strengths = open_stream(inputs.strengths, steps, i_sequence, True)
     wait_for_inputs()
     if written < 0:
         return

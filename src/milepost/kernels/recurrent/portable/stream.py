@@ -31,9 +31,10 @@ class TokenRows(NamedTuple):
 
 
 @triton.jit
-def open_stream(rows, records, sequences, i_sequence, VERIFIES: tl.constexpr):
+def open_stream(rows, steps, i_sequence, VERIFIES: tl.constexpr):
     """The `TokenRows` of these columns."""
     if VERIFIES:
+        sequences, records = steps.sequences, steps.records
         first = tl.load(sequences.begin + i_sequence).to(tl.int64)
         row = tl.load(sequences.row + i_sequence).to(tl.int64)
         record = records.base + row * records.row_stride + rows.recorded
