@@ -48,10 +48,8 @@ class Launch:
         """What tells launches apart, for people and for JSON; a structure by its fields."""
         constants: dict[str, Any] = {}
         for name, value in self.constants.items():
-            fields = getattr(value, "_asdict", dict)()
-            constants |= {field.upper(): number for field, number in fields.items()}
-            if name.isupper() and not fields:
-                constants[name] = value
+            if name.isupper() or hasattr(value, "_asdict"):
+                constants |= _fields(name, value)
         options = {
             name: self.options[name]
             for name in ("num_warps", "num_stages", "maxnreg", "launch_pdl")
@@ -81,6 +79,14 @@ class Launch:
         return _digest(
             (self.kernel.cache_key, signature, *self._variant, str(target), triton.__version__)
         )
+
+
+def _fields(name: str, constant: Any) -> dict[str, Any]:
+    """A constant by its name; a structure by its fields."""
+    if not hasattr(constant, "_asdict"):
+        return {name.upper(): constant}
+    parts = (_fields(field, value) for field, value in constant._asdict().items())
+    return {field: value for part in parts for field, value in part.items()}
 
 
 def _by_source(constant: Any) -> Any:
