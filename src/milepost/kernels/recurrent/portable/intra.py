@@ -22,9 +22,9 @@ import triton.language as tl
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import LOG2_E, sigmoid, softplus
 from milepost.kernels.recurrent.portable.wy import invert, split, splits
-from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, PrefillChunks
+from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, MixerSizes, PrefillChunks
 
-_CHANNELS = 64
+_CHANNELS = tl.constexpr(64)
 """Channels of a head at a time; all at once would be more than there are registers."""
 _MOST = {torch.float16: 6.0}
 """That half a chunk may decay by, as a power of two, if decays within it and their opposites are to
@@ -34,23 +34,22 @@ _MOST_OF_OTHERS = 100.0
 
 def intra(mixer: Mixer, chunk: int, chunks: PrefillChunks, tensors: ChunkTensors) -> None:
     """Fill and change `tensors`, after the convolution."""
-    like = tensors.v
-    _intra_kernel[(mixer.sizes.heads, len(chunks.size))](
-        like.shape[1],
-        mixer.inputs,
-        mixer.weights,
-        chunks,
-        tensors,
-        HEADS=mixer.sizes.heads,
-        HEAD_DIM=mixer.sizes.shared,
-        C=chunk,
-        BLOCK_K=_CHANNELS,
-        MOST=_MOST.get(like.dtype, _MOST_OF_OTHERS),
-        SPLIT=splits(like),
-        num_warps=4,
-        num_stages=2,
-        **OVERLAPPED,
-    )
+    sizes, like = mixer.sizes, tensors.v
+    form = IntraForm(sizes, chunk, _MOST.get(like.dtype, _MOST_OF_OTHERS), splits(like))
+    operands = like.shape[1], mixer.inputs, mixer.weights, chunks, tensors
+    options = {"num_warps": 4, "num_stages": 2, **OVERLAPPED}
+    _intra_kernel[(sizes.heads, len(chunks.size))](*operands, FORM=form, **options)
+
+
+class IntraForm(NamedTuple):
+    """Constants of the kernel."""
+
+    sizes: MixerSizes
+    chunk: int
+    most: float
+    """See `_MOST`."""
+    splits: bool
+    """See `wy.splits`."""
 
 
 class HeadPlaces(NamedTuple):
@@ -76,20 +75,12 @@ class PairSums(NamedTuple):
 
 @quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["chunks"])
-def _intra_kernel(
-    num_tokens,
-    inputs,
-    weights,
-    chunks,
-    tensors,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    MOST: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+def _intra_kernel(num_tokens, inputs, weights, chunks, tensors, FORM: tl.constexpr):
     """One head of a chunk."""
+    HEADS: tl.constexpr = FORM.sizes.heads
+    HEAD_DIM: tl.constexpr = FORM.sizes.shared
+    C: tl.constexpr = FORM.chunk
+    SPLIT: tl.constexpr = FORM.splits
     i_h, i_t = tl.program_id(0), tl.program_id(1)
     launch_dependents()
     chunk_tokens = tl.load(chunks.size + i_t)
@@ -118,12 +109,10 @@ def _intra_kernel(
     b_kk = tl.zeros([C, C], tl.float32)
     b_own = tl.zeros([C], tl.float32)
     signs = _signs(o_t, C // 2 - 1, SPLIT)
-    for first in range(0, HEAD_DIM, BLOCK_K):
-        o_k = first + tl.arange(0, BLOCK_K)
+    for first in range(0, HEAD_DIM, _CHANNELS):
+        o_k = first + tl.arange(0, _CHANNELS)
         sums = PairSums(b_qk, b_kk, b_own)
-        b_qk, b_kk, b_own = _take_channels(
-            at, tensors, sums, o_t, o_k, in_chunk, rate, signs, HEAD_DIM, C, MOST, SPLIT
-        )
+        b_qk, b_kk, b_own = _take_channels(at, sums, o_t, o_k, in_chunk, rate, signs, FORM)
 
     is_later = o_t[:, None] > o_t[None, :]
     b_qk = tl.where(is_later, b_qk, tl.where(o_t[:, None] == o_t[None, :], b_own[:, None], 0))
@@ -137,8 +126,8 @@ def _intra_kernel(
 
     # What threads stored others read.
     tl.debug_barrier()
-    for first in range(0, HEAD_DIM, BLOCK_K):
-        o_k = first + tl.arange(0, BLOCK_K)
+    for first in range(0, HEAD_DIM, _CHANNELS):
+        o_k = first + tl.arange(0, _CHANNELS)
         in_k = in_chunk[:, None] & (o_k < HEAD_DIM)[None, :]
         _multiply(b_inv, tensors.w, tensors.v, row * HEAD_DIM + o_k[None, :], in_k)
 
@@ -153,25 +142,13 @@ def _signs(o_t, middle, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _take_channels(
-    at,
-    tensors,
-    sums,
-    o_t,
-    o_k,
-    in_chunk,
-    rate,
-    signs,
-    HEAD_DIM: tl.constexpr,
-    C: tl.constexpr,
-    MOST: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+def _take_channels(at, sums, o_t, o_k, in_chunk, rate, signs, FORM: tl.constexpr):
     """Add products of pairs of tokens in some channels to `sums`; leave queries and keys decayed,
     and the channels' decays over the chunk."""
+    SPLIT: tl.constexpr = FORM.splits
     b_qk, b_kk, b_own = sums
     p_q, p_k = at.query + o_k[None, :], at.key + o_k[None, :]
-    is_k, is_first = o_k < HEAD_DIM, o_t < C // 2
+    is_k, is_first = o_k < FORM.sizes.shared, o_t < FORM.chunk // 2
     in_k = in_chunk[:, None] & is_k[None, :]
     b_f = tl.load(at.decay_inputs + o_k[None, :], in_k, 0).to(tl.float32)
     b_q = tl.load(p_q, in_k, 0)
@@ -186,7 +163,7 @@ def _take_channels(
     b_d = _times(signs, parts)
     wide_q, wide_k = b_q.to(tl.float32), b_k.to(tl.float32)
     b_own += tl.sum(wide_q * wide_k, 1)
-    if tl.min(tl.minimum(b_before, b_after)) > -MOST:
+    if tl.min(tl.minimum(b_before, b_after)) > -FORM.most:
         b_qk, b_kk = _add_mild_pairs(b_q, b_k, b_d, b_qk, b_kk)
     else:
         b_qk, b_kk = _add_pairs(b_q, b_k, parts, o_t, b_qk, b_kk)
