@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -13,8 +14,7 @@ from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tables import Kernel, KernelTable
 from milepost.kernels.platform.tensors import BLOCK
 from milepost.kernels.recurrent.portable import delta, mamba2
-from milepost.kernels.recurrent.rules import gated_delta as gated_delta_rule
-from milepost.kernels.recurrent.rules import kda as kda_rule
+from milepost.kernels.recurrent.rules import gated_delta, kda
 from milepost.kernels.recurrent.rules import mamba2 as mamba2_rule
 from milepost.kernels.recurrent.structures import LayerStates, Mixer, slot_states
 from milepost.kernels.recurrent.table import (
@@ -28,7 +28,6 @@ from milepost.kernels.recurrent.table import (
 )
 from milepost.kernels.recurrent.weights import (
     GatedDeltaWeights,
-    KDAProjected,
     KDAWeights,
     Mamba2Weights,
     MixerProjections,
@@ -62,15 +61,16 @@ def mix(
     return output
 
 
+_RULES: dict[type[Weights], Callable[..., Mixer]] = {
+    GatedDeltaWeights: gated_delta.describe,
+    KDAWeights: kda.describe,
+    Mamba2Weights: mamba2_rule.describe,
+}
+
+
 def describe(projected: MixerProjections, weights: Weights, recurrent_pool: Tensor) -> Mixer:
     """A layer's mixer, as kernels take it."""
-    if isinstance(weights, KDAWeights):
-        assert isinstance(projected, KDAProjected)
-        return kda_rule.describe(projected, weights, recurrent_pool)
-    assert isinstance(projected, Tensor)
-    if isinstance(weights, GatedDeltaWeights):
-        return gated_delta_rule.describe(projected, weights, recurrent_pool)
-    return mamba2_rule.describe(projected, weights, recurrent_pool)
+    return _RULES[type(weights)](projected, weights, recurrent_pool)
 
 
 def _decode(mixer: Mixer, states: LayerStates, arrivals: Tensor | None, emit: Emit) -> Inputs:

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 
 class ProjectedRows(NamedTuple):
-    """Some columns of a projection, one row per token."""
+    """Some columns of a projection, [T, columns], `stride` from token to token."""
 
     base: Any
-    """[T, columns]"""
     stride: Any
-    """Elements from one token's row to the next one's."""
     recorded: Any = 0
     """First of these columns in a draft's record."""
 
@@ -46,11 +44,10 @@ class MixerInputs(NamedTuple):
 
 
 class SlotStates(NamedTuple):
-    """States of all slots."""
+    """States of all slots, `stride` from slot to slot."""
 
     base: Any
     stride: Any
-    """Elements from one slot to the next."""
 
 
 class Sequences(NamedTuple):
@@ -70,12 +67,11 @@ class Sequences(NamedTuple):
 
 
 class DraftRecords(NamedTuple):
-    """Drafts of the step before: [rows, drafts, columns]."""
+    """Drafts of the step before: [rows, drafts, columns], `stride` from draft to draft."""
 
     base: Any
     row_stride: Any
     stride: Any
-    """Elements from one draft to the next."""
 
 
 class StepOutput(NamedTuple):
@@ -156,23 +152,6 @@ class ChunkTensors(NamedTuple):
     with the rest."""
 
 
-class SSDTensors(NamedTuple):
-    """Tensors that the launches of Mamba2's prefill hand on. Time steps and decays are float32."""
-
-    mixed: Any
-    """[T, C], x, B and C after the convolution."""
-    steps: Any
-    """[H, T]"""
-    sums: Any
-    """[H, T], logarithms of decays, of base 2, added up from a chunk's begin."""
-    to_end: Any
-    """[H, T], steps decayed up to a chunk's end."""
-    decays: Any
-    """[N, H], of whole chunks."""
-    h: Any
-    """[N, H, W, K], the states before chunks."""
-
-
 class MixerSizes(NamedTuple):
     """The shape of a mixer; a constant on the device.
 
@@ -202,8 +181,8 @@ class MixerSizes(NamedTuple):
     decays: int
     """Columns of `MixerInputs`."""
     norms_heads: bool
-    """Whether each head is normed by itself, with the same weights, and queries and keys are unit
-    vectors (the delta rule); else all heads of a unit are normed together."""
+    """Whether each head is normed by itself, and queries and keys are unit vectors (the delta
+    rule); else all heads of a unit are normed together."""
     taps: int
     max_beta: float = 1.0
     """Factor of the delta rule's betas."""
@@ -287,19 +266,19 @@ class LayerStates(NamedTuple):
     slot_out: Tensor
     """[S] of any integer type, -1 for padding."""
     records: Tensor | None = None
-    """[rows, drafts, ...], drafts of the step before."""
+    """[rows, drafts, ...]"""
 
     def decodes(self) -> DecodingSteps:
         """Each sequence takes one token."""
         sequences = Sequences(None, None, None, None, self.slot_in, self.slot_out)
-        return DecodingSteps(*self._pools(), sequences, None)
+        return DecodingSteps(slot_states(self.conv), slot_states(self.recurrent), sequences, None)
 
     def verifies(self, sequences: Tensor) -> DecodingSteps:
         """Sequences [6, S] as a `VerifyLayout` has them."""
         assert self.records is not None, "V1: only mixers that keep records verify"
         records = DraftRecords(self.records, *self.records.stride()[:2])
         own = Sequences(*sequences.unbind())
-        return DecodingSteps(*self._pools(), own, records)
+        return DecodingSteps(slot_states(self.conv), slot_states(self.recurrent), own, records)
 
     def chunks(self, layout: ChunkLayout) -> PrefillChunks:
         where = layout.sequence_chunk, layout.chunk_begin, layout.chunk_size, layout.chunk_slot
@@ -310,23 +289,11 @@ class LayerStates(NamedTuple):
         exports = layout.tile_export, layout.export_end, layout.export_slot
         return PrefillTiles(*where, *exports, self.slot_in, self.slot_out)
 
-    def _pools(self) -> tuple[SlotStates, SlotStates]:
-        return slot_states(self.conv), slot_states(self.recurrent)
-
-
-_LEAST_TILE = 64
-"""Narrower tiles of half precision make triton 3.6 read beyond shared memory in `wy_fwd`."""
-
-
-def delta_warps(sizes: MixerSizes, like: Tensor) -> int:
-    """Warps of a program with a head's keys and values. Products in float32 are unrolled: for wide
-    heads a program of fewer threads has so much code in each that it takes minutes to compile."""
-    is_wide = sizes.shared_tile * sizes.own_tile > 128 * 128
-    return 16 if is_wide and like.element_size() == 4 else 4
-
 
 def tile_of(size: int) -> int:
-    return max(_LEAST_TILE, next_power_of_2(size))
+    """At least 64: narrower tiles of half precision make triton 3.6 read beyond shared memory in
+    `wy_fwd`."""
+    return max(64, next_power_of_2(size))
 
 
 def slot_states(pool: Tensor) -> SlotStates:

@@ -19,9 +19,9 @@ from milepost.kernels.platform.tensors import LEAST_SCALE
 from milepost.kernels.recurrent.structures import (
     ChunkTensors,
     Mixer,
+    MixerSizes,
     PrefillChunks,
     RoundedOutput,
-    delta_warps,
 )
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
@@ -51,6 +51,13 @@ def run(
         NATIVE=probe(output.device).has_fp8,
         **options,
     )
+
+
+def delta_warps(sizes: MixerSizes, like: Tensor) -> int:
+    """Warps of a program with a head's keys and values. Products in float32 are unrolled: for wide
+    heads a program of fewer threads has so much code in each that it takes minutes to compile."""
+    is_wide = sizes.shared_tile * sizes.own_tile > 128 * 128
+    return 16 if is_wide and like.element_size() == 4 else 4
 
 
 @quick

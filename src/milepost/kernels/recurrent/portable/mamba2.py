@@ -32,7 +32,6 @@ from milepost.kernels.recurrent.structures import (
     LayerStates,
     Mixer,
     PrefillChunks,
-    SSDTensors,
     slot_states,
 )
 
@@ -52,12 +51,12 @@ def prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout) -> Tensor:
     return _norm(mixer, y, layout.sequence_begin)
 
 
-def _discretise(mixer: Mixer, mixed: Tensor, chunks: PrefillChunks, chunk: int) -> SSDTensors:
+def _discretise(mixer: Mixer, mixed: Tensor, chunks: PrefillChunks, chunk: int) -> ssd.SSDTensors:
     sizes, num_chunks = mixer.sizes, len(chunks.size)
     of_tokens = mixed.new_empty(3, sizes.heads, len(mixed), dtype=torch.float32)
     decays = mixed.new_empty(num_chunks, sizes.heads, dtype=torch.float32)
     h = mixed.new_empty(num_chunks, sizes.heads, sizes.own, sizes.shared)
-    tensors = SSDTensors(mixed, *of_tokens.unbind(), decays, h)
+    tensors = ssd.SSDTensors(mixed, *of_tokens.unbind(), decays, h)
     operands = mixer.inputs.strengths, len(mixed), mixer.weights, chunks, tensors
     options = {"num_warps": 4, **OVERLAPPED}
     grid = triton.cdiv(sizes.heads, _HEADS), num_chunks

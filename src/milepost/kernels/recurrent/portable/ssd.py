@@ -7,6 +7,8 @@ Legend: T tokens, N chunks, C tokens in a chunk, H heads, P head_dim, G groups, 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,6 @@ from milepost.kernels.recurrent.structures import (
     MixerSizes,
     PrefillChunks,
     SlotStates,
-    SSDTensors,
 )
 
 _ROWS = 64
@@ -30,6 +31,23 @@ _MOST_HEADS = 8
 _COLUMNS = 32
 """Columns of the state in one program; twice as many in float32."""
 _WARPS, _STAGES = 4, 3
+
+
+class SSDTensors(NamedTuple):
+    """Tensors that the launches of Mamba2's prefill hand on. Time steps and decays are float32."""
+
+    mixed: Any
+    """[T, WIDTH], x, B and C after the convolution."""
+    steps: Any
+    """[H, T]"""
+    sums: Any
+    """[H, T], logarithms of decays, of base 2, added up from a chunk's begin."""
+    to_end: Any
+    """[H, T], steps decayed up to a chunk's end."""
+    decays: Any
+    """[N, H], of whole chunks."""
+    h: Any
+    """[N, H, P, S], the states before chunks."""
 
 
 def chunk_fwd_h(

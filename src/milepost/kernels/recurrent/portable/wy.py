@@ -15,12 +15,11 @@ import triton.language as tl
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import sigmoid, softplus
-from milepost.kernels.recurrent.portable.chunk_o import pairwise_decay
+from milepost.kernels.recurrent.portable.chunk_o import delta_warps, pairwise_decay
 from milepost.kernels.recurrent.structures import (
     ChunkTensors,
     Mixer,
     PrefillChunks,
-    delta_warps,
 )
 
 

@@ -9,6 +9,8 @@ mamba2        Mamba2
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from milepost.kernels.recurrent.reference import gated_delta, kda, mamba2
@@ -16,8 +18,8 @@ from milepost.kernels.recurrent.reference.rows import MixerRows, lay_out_rows
 from milepost.kernels.recurrent.structures import LayerStates
 from milepost.kernels.recurrent.weights import (
     GatedDeltaWeights,
-    KDAProjected,
     KDAWeights,
+    Mamba2Weights,
     MixerProjections,
     Weights,
 )
@@ -25,14 +27,15 @@ from milepost.kernels.recurrent.weights import (
 __all__ = ["MixerRows", "lay_out_rows", "mix"]
 
 
+_MIXES: dict[type[Weights], Callable[..., Tensor]] = {
+    GatedDeltaWeights: gated_delta.mix,
+    KDAWeights: kda.mix,
+    Mamba2Weights: mamba2.mix,
+}
+
+
 def mix(
     projected: MixerProjections, weights: Weights, states: LayerStates, rows: MixerRows
 ) -> Tensor:
     """See `recurrent.mix`."""
-    if isinstance(weights, KDAWeights):
-        assert isinstance(projected, KDAProjected)
-        return kda.mix(projected, weights, states, rows)
-    assert isinstance(projected, Tensor)
-    if isinstance(weights, GatedDeltaWeights):
-        return gated_delta.mix(projected, weights, states, rows)
-    return mamba2.mix(projected, weights, states, rows)
+    return _MIXES[type(weights)](projected, weights, states, rows)

@@ -18,7 +18,7 @@ value heads for each key head, V = G * R value heads, K key_dim, W value_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +27,19 @@ from torch import Tensor
 from milepost.kernels.layout import slots
 from milepost.kernels.layout.chunks import ChunkRows
 from milepost.kernels.platform.tensors import accumulation_dtype, cast
-from milepost.kernels.recurrent.reference.rows import carry_states
+from milepost.kernels.recurrent.reference.rows import Steps, carry_states
 
 _NORM_EPS = 1e-6
+
+
+def steps_of(
+    prepare: Callable[..., Sequence[Tensor]],
+    conv_weight: Tensor,
+    split: Callable[[Tensor, Tensor], Sequence[Tensor]],
+) -> Steps:
+    """A convolution, then the rule; see `Steps`."""
+    small = (conv_weight, None)
+    return Steps(prepare=prepare, conv=small, split=split, decode=decode, prefill=prefill)
 
 
 def decode(
@@ -183,8 +193,8 @@ def _solve(
     sides: Sequence[Tensor],
     scores: Tensor,
 ) -> ReferenceChunks:
-    """What chunks need of their unit queries and keys [N, ..., C, K], given the triangular system
-    of what their tokens add, and its right sides for values and keys."""
+    """Returns the chunks of unit queries and keys [N, ..., C, K], given the triangular system of what
+    their tokens add, and its right sides for values and keys."""
     total = decay_sums[..., -1:, :]
     solution = torch.linalg.solve_triangular(
         system, torch.cat(sides, -1), upper=False, unitriangular=True

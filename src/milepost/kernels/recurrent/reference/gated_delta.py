@@ -13,7 +13,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.tensors import cast, rows_apart
 from milepost.kernels.recurrent.reference import delta
-from milepost.kernels.recurrent.reference.rows import MixerRows, Steps, run
+from milepost.kernels.recurrent.reference.rows import MixerRows, run
 from milepost.kernels.recurrent.structures import LayerStates
 from milepost.kernels.recurrent.weights import GatedDeltaWeights
 
@@ -25,13 +25,7 @@ def mix(
     _, heads, _, value_dim = states.recurrent.shape
     sizes = len(weights.conv), heads * value_dim, heads, heads
     mixed, gate, *strengths = projected.split(sizes, -1)
-    steps = Steps(
-        prepare=partial(_prepare, weights),
-        conv=(weights.conv, None),
-        split=_split,
-        decode=delta.decode,
-        prefill=delta.prefill,
-    )
+    steps = delta.steps_of(partial(_prepare, weights), weights.conv, _split)
     output = run(steps, (mixed, *strengths), states, rows)
     return gated_norm(output, gate.unflatten(-1, (-1, value_dim)), weights).flatten(1)
 

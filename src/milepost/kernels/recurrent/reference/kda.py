@@ -13,7 +13,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.tensors import cast, rows_apart
 from milepost.kernels.recurrent.reference import delta
-from milepost.kernels.recurrent.reference.rows import MixerRows, Steps, run
+from milepost.kernels.recurrent.reference.rows import MixerRows, run
 from milepost.kernels.recurrent.structures import LayerStates
 from milepost.kernels.recurrent.weights import KDAProjected, KDAWeights
 
@@ -24,13 +24,7 @@ def mix(
     """See `recurrent.mix`."""
     sizes = len(weights.conv), len(weights.decay_rate)
     inputs = *projected.rows.split(sizes, -1), projected.decays
-    steps = Steps(
-        prepare=partial(_prepare, weights),
-        conv=(weights.conv, None),
-        split=_split,
-        decode=delta.decode,
-        prefill=delta.prefill,
-    )
+    steps = delta.steps_of(partial(_prepare, weights), weights.conv, _split)
     output = run(steps, inputs, states, rows)
     return gated_norm(output, projected.gate, weights).flatten(1)
 
