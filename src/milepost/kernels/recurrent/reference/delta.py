@@ -193,8 +193,8 @@ def _solve(
     sides: Sequence[Tensor],
     scores: Tensor,
 ) -> ReferenceChunks:
-    """Returns the chunks of unit queries and keys [N, ..., C, K], given the triangular system of what
-    their tokens add, and its right sides for values and keys."""
+    """Returns the chunks of unit queries and keys [N, ..., C, K], given the triangular system of
+    what their tokens add, and its right sides for values and keys."""
     total = decay_sums[..., -1:, :]
     solution = torch.linalg.solve_triangular(
         system, torch.cat(sides, -1), upper=False, unitriangular=True
