@@ -153,7 +153,8 @@ class ChunkTensors(NamedTuple):
 
 
 class MixerSizes(NamedTuple):
-    """The shape of a mixer; a constant on the device.
+    """The shape of a mixer; a constant on the device. Its properties only name what the fields say:
+    Triton's cache knows the fields alone.
 
     A *unit* is what shares one key and query (or B and C) and finishes together: a key head with
     its value heads, a KDA head, a Mamba2 group.
@@ -171,7 +172,7 @@ class MixerSizes(NamedTuple):
     """Tiles of K and W in kernels that work by chunks: see `tile_of`."""
     shared_stride: int
     own_stride: int
-    """Strides of a head's state in memory."""
+    """Strides of a head's state."""
     first_read: int
     first_write: int
     first_own: int
@@ -194,8 +195,7 @@ class MixerSizes(NamedTuple):
         return self.units * self.group
 
     @property
-    def width(self) -> int:
-        """Numbers of a token's output."""
+    def width(self) -> int:  # of a token's output
         return self.heads * self.own
 
     @property

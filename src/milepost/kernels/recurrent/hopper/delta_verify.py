@@ -27,6 +27,7 @@ from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.recurrent.hopper.states import (
     BY_LINE,
     CHANNEL,
+    MOST_AT_ONCE,
     STATE,
     StepForm,
     Window,
@@ -65,7 +66,8 @@ def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
     num_units = len(steps.sequences.slot_out) * sizes.units
     units_at_once = num_sms(output.device)
     stages = 2 if num_units <= units_at_once and not sizes.by_channel else 1
-    form = StepForm(sizes, sizes.group, stages, steps.num_places)
+    places = steps.num_places
+    form = StepForm(sizes, sizes.group, stages, places, min(places, MOST_AT_ONCE))
     options = {"FORM": form, "num_warps": 4, **OVERLAPPED}
     grid = (min(num_units, 2 * units_at_once),)
     _verify_kernel[grid](*operands(mixer, steps), output, num_units, **options)

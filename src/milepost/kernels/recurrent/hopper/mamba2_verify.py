@@ -34,6 +34,7 @@ from milepost.kernels.recurrent.hopper.mamba2_decode import (
 )
 from milepost.kernels.recurrent.hopper.states import (
     CHANNEL,
+    MOST_AT_ONCE,
     StepForm,
     Window,
     begin_work,
@@ -70,7 +71,8 @@ def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
     if mixer.weights.norm is not None and sizes.group <= MOST_GROUPED_HEADS:
         squares = y.new_empty(len(y), sizes.heads, NUM_WARPS)
     read = StepOutput(y, output, squares)
-    form = StepForm(sizes, each, _STAGES, steps.num_places)
+    places = steps.num_places
+    form = StepForm(sizes, each, _STAGES, places, min(places, MOST_AT_ONCE))
     options = {"FORM": form, "num_warps": NUM_WARPS, **OVERLAPPED}
     grid = (min(num_units, units_at_once),)
     _verify_kernel[grid](*operands(mixer, steps), read, num_units, **options)

@@ -27,6 +27,8 @@ STATE_SIZE = 128
 """Channels of a key and of a value of Gated DeltaNet and KDA, each a thread's."""
 _LINE = 32
 """Numbers of a line, 128 bytes: the most that TMA swizzles."""
+MOST_AT_ONCE = 8
+"""Tokens whose inputs a thread holds at a time, at most."""
 _BOX = 256
 """Lines that it copies at a time, the most."""
 
@@ -93,16 +95,13 @@ class StepForm(NamedTuple):
     """Places for states in a program."""
     places: int = 1
     """Tokens of a sequence at most."""
+    at_once: int = 1
+    """Tokens whose inputs a thread holds at a time."""
 
     @property
     def units(self) -> int:
         """Units of a sequence."""
         return self.sizes.heads // self.each
-
-    @property
-    def at_once(self) -> int:
-        """Tokens whose inputs a thread holds at a time."""
-        return min(self.places, 8)
 
 
 @gluon.jit
