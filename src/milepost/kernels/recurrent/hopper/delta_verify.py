@@ -91,7 +91,7 @@ class UnitTokens(NamedTuple):
     """In shared memory [PLACES, W]: values."""
 
 
-class ValueHead(NamedTuple):
+class VerifiedHead(NamedTuple):
     """A value head's small weights, and where its new tokens are read and written."""
 
     index: Any
@@ -146,7 +146,7 @@ def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.co
             p_head = p_gate + i_hv * SIZE + o_v, inputs.gate.stride
             p_output = output + (first_token * SIZES.heads + i_hv) * SIZE + o_v
             p_state = states.base + target.to(gl.int64) * states.stride + i_hv * (SIZE * SIZE)
-            head = ValueHead(i_hv, rate, bias, b_norm, *p_head, p_output, p_state)
+            head = VerifiedHead(i_hv, rate, bias, b_norm, *p_head, p_output, p_state)
             _pass_tokens(state, own, head, FORM)
             # All threads have read what these columns had recorded.
             thread_barrier()
