@@ -3,9 +3,9 @@ four bits fill it in.
 
 An expert that was chosen is multiplied with blocks of its own rows (`gathering`). Programs on each
 SM take their share of all experts' up projections, then of their down projections, whose weights
-are on their way meanwhile: loading does not stop in between. What one program makes another
-multiplies, once a counter says that it is there. All programs are resident and have finished their
-up projections by then, so none waits for ever; two such launches at once on one GPU could.
+are on their way meanwhile: loading does not stop in between. A program multiplies what another has
+made, once a counter says that it is there. All programs are resident and have finished their up
+projections by then, so none waits for ever; two such launches at once on one GPU could.
 
 A unit is what a program makes at a time: some outputs of an expert for one block of rows. A form
 says how a unit's steps are loaded, and what is made of them.
@@ -184,7 +184,7 @@ def _produce(
     HEIGHT: gl.constexpr = 2 * SHAPE.size if SHAPE.is_gated else SHAPE.size
     owners, num_blocks = lists.experts, gl.load(lists.count)
     num_units, stride = num_blocks * TILES, gl.num_programs(0)
-    # Who comes next is looked up a unit ahead: one is few steps, and would begin with waiting.
+    # The next expert is looked up a unit ahead: a unit is few steps, and would begin with waiting.
     expert = gl.load(owners + gl.minimum(gl.program_id(0) // TILES, num_blocks - 1))
     number = 0
     for unit in range(gl.program_id(0), num_units, stride):

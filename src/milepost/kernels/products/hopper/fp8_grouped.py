@@ -229,8 +229,8 @@ def _multiply(
 
 @gluon.jit
 def _multiply_in_turn(left, right, turns, turn, is_tall, OWN: gl.constexpr):
-    """The product, begun when the other group's is: both at once would end at once, and then the
-    tensor cores would wait for both."""
+    """Returns the product, begun when the other group's is: both at once would end at once, and
+    then the tensor cores would wait for both."""
     nothing = gl.zeros([_HALF, _BLOCK], gl.float32, layout=_RESULT)
     mbarrier.wait(turns.index(OWN), (turn & 1) ^ (1 - OWN), pred=is_tall)
     product = warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
@@ -240,8 +240,8 @@ def _multiply_in_turn(left, right, turns, turn, is_tall, OWN: gl.constexpr):
 
 @gluon.jit
 def _add_here(total, product, scale):
-    """`total` plus rows of `product` times their scales. The compiler would rather add up after
-    the next product, and has no registers for two: so what comes of it is used at once."""
+    """Returns `total` plus rows of `product` times their scales. The compiler would rather add up
+    after the next product, and has no registers for two: so the sum is used at once."""
     total += product * scale[:, None]
     return gl.inline_asm_elementwise(
         "mov.f32 $0, $1;", "=f,f", [total], dtype=gl.float32, is_pure=False, pack=1
@@ -250,7 +250,7 @@ def _add_here(total, product, scale):
 
 @gluon.jit
 def _skip(number, bars, STEPS: gl.constexpr, STAGES: gl.constexpr):
-    """Gives a tile's steps back without rows of one's own."""
+    """Gives back the steps of a tile in which the group has no rows."""
     for _ in range(STEPS):
         mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
         mbarrier.arrive(bars.index(STAGES + number % STAGES), count=1)

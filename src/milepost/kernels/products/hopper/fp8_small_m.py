@@ -105,7 +105,7 @@ def _consume(stages, product, PART: gl.constexpr, SHAPE: gl.constexpr):
     BLOCK: gl.constexpr = SHAPE.block_k
     LAST: gl.constexpr = (SHAPE.outputs + BLOCK - 1) // BLOCK - 1
     N: gl.constexpr = SHAPE.mma_n // 2
-    # Outputs are the rows of what comes of it where it is swapped, else the columns.
+    # Outputs are the rows of the product if it is swapped, else its columns.
     COLUMNS: gl.constexpr = SHAPE.block_m if SHAPE.is_swapped else N
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     ACROSS: gl.constexpr = 1 if SHAPE.is_swapped else 0

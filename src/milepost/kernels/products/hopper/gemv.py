@@ -129,7 +129,8 @@ def _row_kernel(hidden, experts, weight, bias, output, stride, SHAPE: gl.constex
         launch_dependents()
         expert = gl.load(experts + number).to(gl.int64)
         row_blocks = load_row(hidden + number // SHAPE.top_k * stride, SHAPE)
-        # Both are asked for ahead of it: compilers would ask for the row once they need it.
+        # The expert and the row are asked for ahead of this barrier: compilers would ask for the
+        # row where it is needed.
         thread_barrier()
         kept, sums = keep_blocks(row_blocks, GROUP)
         numbers += expert * (HALVES * SHAPE.outputs * SHAPE.blocks * WIDTH)
@@ -156,7 +157,7 @@ def _row_kernel(hidden, experts, weight, bias, output, stride, SHAPE: gl.constex
     if experts is None:
         wait_for_inputs()
         kept, sums = keep_blocks(load_row(hidden, SHAPE), GROUP)
-    # So are all weights.
+    # All weights are asked for ahead of this barrier, too.
     thread_barrier()
     total = multiply_blocks(held, starts, kept, sums, scale, zero, SHAPE)
     gates, ups = _parted(total, SHAPE.is_gated)
@@ -190,8 +191,8 @@ def _down_kernel(active, routing_weights, experts, weight, output, SHAPE: gl.con
     EACH: gl.constexpr = SHAPE.blocks // SHAPE.top_k
     token = gl.program_id(1).to(gl.int64)
     first = gl.program_id(0) * _TILE
-    # Who was chosen was so before the kernel ahead let this one start. The caches nearby may not
-    # know it yet.
+    # Experts were chosen before the kernel ahead let this one start, but nearby caches may not have
+    # them yet.
     experts += token * SHAPE.top_k
     routing_weights += token * SHAPE.top_k
     row, part = rows_of(_TILE, operand_layout(GROUP))

@@ -253,7 +253,7 @@ def _produce(
 
 @gluon.jit
 def _signal(bar):
-    """All threads' copies have arrived, also for those who read them as TMA does."""
+    """Says that all threads' copies have arrived, to those too who read as TMA does."""
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(bar, count=1)

@@ -74,7 +74,7 @@ def load_scales(own, place, step, HALVES: gl.constexpr):
     """Loads scales and zero points [N, blocks] of a step, by part."""
     SCALES: gl.constexpr = HALVES.scales
     block = 2 * step + gl.arange(0, 2, gl.SliceLayout(0, _SCALED))[None, :]
-    # Said like this, the compiler loads both blocks' at once.
+    # In this form the compiler loads both blocks' at once.
     group = block if HALVES.group == _BLOCK else block * _BLOCK // HALVES.group
     if SCALES * HALVES.group % (2 * _BLOCK) != 0:
         group = gl.minimum(group, SCALES - 1)

@@ -280,8 +280,8 @@ def _unpack(packed, zero, scale, HIGH: gl.constexpr, dtype: gl.constexpr, WIDTH:
 
 @gluon.constexpr_function
 def _unpacking(is_bfloat: bool, is_high: bool) -> str:
-    """Two bytes' low or high halves, less zero points and times scales: a number is first put in
-    the bits beside a power of two."""
+    """Returns code for two bytes' low or high halves, less zero points and times scales: a number
+    is first put in the bits beside a power of two."""
     power, kind = ("0x43004300", "bf16x2") if is_bfloat else ("0x64006400", "f16x2")
     shift = "shr.u32 both, both, 4;" if is_high else ""
     return f"""{{
