@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -13,34 +13,24 @@ from milepost.kernels.products.run_experts import RoutedRows
 from milepost.kernels.products.tiles import MANY, choose_gemm
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertRegime:
-    """Tiles of both projections for an average of up to `max_routed` rows of an expert."""
+def _tiles(block_m: int, block_n: int, block_k: int, num_stages: int, *, is_swapped: bool) -> Tiles:
+    return Tiles(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        num_warps=4,
+        num_stages=num_stages,
+        is_swapped=is_swapped,
+    )
 
-    max_routed: float
-    up: Tiles
-    down: Tiles
 
-
+_LARGE = _tiles(64, 128, 64, 4, is_swapped=False)
 _REGIMES = (
-    ExpertRegime(
-        max_routed=10,
-        up=Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=3, is_swapped=True),
-        down=Tiles(
-            block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=3, is_swapped=True
-        ),
-    ),
-    ExpertRegime(
-        max_routed=32,
-        up=Tiles(block_m=32, block_n=64, block_k=64, num_warps=4, num_stages=5, is_swapped=True),
-        down=Tiles(block_m=32, block_n=128, block_k=64, num_warps=4, num_stages=4),
-    ),
-    ExpertRegime(
-        max_routed=float("inf"),
-        up=Tiles(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4),
-        down=Tiles(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4),
-    ),
+    (10, _tiles(16, 64, 128, 3, is_swapped=True), _tiles(16, 128, 128, 3, is_swapped=True)),
+    (32, _tiles(32, 64, 64, 5, is_swapped=True), _tiles(32, 128, 64, 4, is_swapped=False)),
+    (float("inf"), _LARGE, _LARGE),
 )
+"""Tiles of both projections, by the most rows of an expert, on average, that they are for."""
 _FLOAT32 = Tiles(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
 """Tensor cores do not multiply float32 exactly."""
 
@@ -53,8 +43,7 @@ def choose(routed: RoutedRows) -> tuple[Tiles, Tiles]:
 def _choose_raw(routed: RoutedRows) -> tuple[Tiles, Tiles]:
     up = down = _FLOAT32
     if routed.rows.dtype != torch.float32:
-        regime = next(each for each in _REGIMES if routed.rows_each <= each.max_routed)
-        up, down = regime.up, regime.down
+        _, up, down = next(each for each in _REGIMES if routed.rows_each <= each[0])
     up = up.fitted(routed.chip, num_weights=2)
     if not routed.is_gated:
         # As many rows of weights in a tile as of gates and up projections together.
