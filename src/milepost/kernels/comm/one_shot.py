@@ -24,6 +24,7 @@ from torch import Tensor
 
 from milepost.kernels.comm import RankBuffers
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import norm_row
 from milepost.kernels.platform.tiles import next_power_of_2
 
 
@@ -206,11 +207,3 @@ def wait_for_turn(signal, turn):
     behind = turn - tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     while behind > 0:
         behind = turn - tl.atomic_add(signal, 0, sem="acquire", scope="sys")
-
-
-@triton.jit
-def norm_row(b_x, b_scale, eps, SIZE: tl.constexpr):
-    """Returns the norm of a row, in its type; elements past its end are 0."""
-    b_wide = b_x.to(tl.float32)
-    mean = tl.sum(b_wide * b_wide) / SIZE
-    return (b_wide * tl.rsqrt(mean + eps) * b_scale).to(b_x.dtype)

@@ -21,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.comm import RankBuffers
-from milepost.kernels.comm.one_shot import Sums, launch, norm_row, open_sums, wait_for_turn
+from milepost.kernels.comm.one_shot import Sums, launch, open_sums, wait_for_turn
 from milepost.kernels.platform.launches import launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import norm_row
 from milepost.kernels.platform.tiles import cdiv
 
 

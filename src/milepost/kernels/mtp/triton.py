@@ -11,6 +11,7 @@ from torch import Tensor
 
 from milepost.kernels.mtp.rows import Carried, CarryRows
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import norm_row
 from milepost.kernels.platform.tiles import next_power_of_2
 
 
@@ -93,10 +94,8 @@ def _join_kernel(
                     if place >= 0:
                         p_before = records + (where * num_drafts + place) * SIZE
         b_x = tl.load(p_before + o_h, mask=is_h, other=0.0)
-    b_wide = b_x.to(tl.float32)
-    norm = tl.rsqrt(tl.sum(b_wide * b_wide) / SIZE + eps)
-    b_o = b_wide * norm * b_scale.to(tl.float32)
-    tl.store(joined + (2 * i_t + i_half) * SIZE + o_h, b_o.to(b_x.dtype), mask=is_h)
+    b_o = norm_row(b_x, b_scale.to(tl.float32), eps, SIZE)
+    tl.store(joined + (2 * i_t + i_half) * SIZE + o_h, b_o, mask=is_h)
 
 
 def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:

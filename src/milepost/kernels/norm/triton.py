@@ -20,7 +20,7 @@ from milepost.kernels.layout.emit import (
 )
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.numerics import encode, scale_of
+from milepost.kernels.platform.numerics import encode, norm_row, scale_of
 from milepost.kernels.platform.tensors import BLOCK, check_contiguous, check_rows
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
@@ -148,9 +148,7 @@ def sum_and_norm(
             b_delta *= MULTIPLIER
         # What the next layer reads is what is normed, so the sum is rounded first.
         b_x = (b_x.to(tl.float32) + b_delta).to(element)
-    b_wide = b_x.to(tl.float32)
-    mean = tl.sum(b_wide * b_wide) / SIZE
-    return b_x, (b_wide * tl.rsqrt(mean + eps) * b_scale).to(element)
+    return b_x, norm_row(b_x, b_scale, eps, SIZE)
 
 
 def add_norm_and_multiply(

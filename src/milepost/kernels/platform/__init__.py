@@ -5,7 +5,7 @@ doors       operations with kernels in Triton and a definition in plain torch
 launches    Triton launches that are cheap to repeat, and that overlap with the one before
 tables      a row for each kernel, and the choice among them
 gluon       differences between Triton's versions; overlapping launches and FP8 in Gluon
-numerics    activations and FP8 in Triton
+numerics    activations, norms and FP8 in Triton
 tensors     number types and strides, in torch
 tiles       how a GEMM is cut into programs
 """

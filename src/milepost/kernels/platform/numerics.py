@@ -1,5 +1,5 @@
-"""Triton device functions on numbers: activations in float32, and float8_e4m3fn on chips with and
-without instructions for it."""
+"""Triton device functions on numbers: activations and norms in float32, and float8_e4m3fn on chips
+with and without instructions for it."""
 
 from __future__ import annotations
 
@@ -84,3 +84,11 @@ def decode(bits, NATIVE: tl.constexpr):
         wide = bits.to(tl.int16)
         values = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return values
+
+
+@triton.jit
+def norm_row(b_x, b_scale, eps, SIZE: tl.constexpr):
+    """Returns the root mean square norm of a row, in its type; elements past its end are 0."""
+    b_wide = b_x.to(tl.float32)
+    mean = tl.sum(b_wide * b_wide) / SIZE
+    return (b_wide * tl.rsqrt(mean + eps) * b_scale).to(b_x.dtype)
