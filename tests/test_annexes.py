@@ -68,7 +68,7 @@ def without(gone_annexes: Sequence[str], folder: Path) -> Path:
 def run(copy: Path, *arguments: str) -> None:
     """Runs pytest in a copy of the repository, and shows the end of its report if it fails."""
     environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.routing import Mount
 
 import milepost
+from milepost.annexes import is_installed
 from milepost.server import app
 from milepost.server.bodies import JsonRoute
 from milepost.server.callers import Audience, Keys
@@ -82,9 +83,10 @@ def test_the_page_has_every_route_with_its_key(routes):
         tuple(route.split()): keys[key]
         for key, cell in rows("| key | routes on the HTTP port |")
         for route in re.findall(r"`([A-Z]+ /[^`]*)`", cell)
+        if is_installed("page") or not re.match("GET /(ui/|$)", route)
     }
     assert told == routes
-    assert len(told) > 40
+    assert len(told) > 30
 
 
 OPENERS = {"bind", "bind_to_random_port", "create_server", "start_server", "start_unix_server"}
@@ -109,6 +111,7 @@ def test_the_page_has_every_port():
         name
         for _, cell, _ in rows("| port | opened by | who may use it |")
         for name in re.findall(r"`([\w/]+\.py)`", cell)
+        if (SOURCE / name).exists()  # an annex may be gone
     ]
     assert sorted(told) == sorted(opened)
 
@@ -182,7 +185,7 @@ def test_paths_that_are_none_say_so_to_clients_alone():
 
 
 def test_a_slash_at_the_end_changes_nothing():
-    paths = ("/health/", "/v1/models/", "/api/v1/models/", "/api/")
+    paths = ["/health/", "/v1/models/", "/api/v1/models/", *["/api/"] * is_installed("page")]
     assert set(asked(ServerConfig(root_path="/api"), [("GET", path, "") for path in paths])) == {
         200
     }

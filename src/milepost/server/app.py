@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -41,8 +40,6 @@ from milepost.server.responses.protocol import ResponsesRequest
 from milepost.server.service import Service
 from milepost.server.stream import unless_disconnected
 
-logger = logging.getLogger(__name__)
-
 
 def build(service: Service) -> Any:
     """Returns the whole application around a service."""
@@ -51,16 +48,14 @@ def build(service: Service) -> Any:
         [*(config.api_key or ()), *read_keys("key_file", config.key_file)],
         [*(config.admin_key or ()), *read_keys("admin_key_file", config.admin_key_file)],
     )
-    quiet = _page().PATHS if _has_page(config) else frozenset()
+    page = _page(config)
+    quiet = frozenset() if page is None else page.PATHS
     return with_cors(Gate(routed(service), config, keys, quiet), config)
 
 
-def _has_page(config: ServerConfig) -> bool:
-    return config.ui and is_installed("page")
-
-
-def _page() -> Any:
-    return annex("page", wanted_by="ui")
+def _page(config: ServerConfig) -> Any:
+    """Returns the annex that serves the page; None if it is not wanted or not installed."""
+    return annex("page", wanted_by="ui") if config.ui and is_installed("page") else None
 
 
 def routed(service: Service) -> FastAPI:
@@ -83,10 +78,9 @@ def routed(service: Service) -> FastAPI:
     _add_responses(app, service, store)
     _add_text(app, service)
     operation.add(app, service)
-    if _has_page(service.config):
-        _page().add(app, service.client)
-    elif service.config.ui:
-        logger.warning("the page at / is not served: milepost.page is not installed here")
+    page = _page(service.config)
+    if page is not None:
+        page.add(app, service.client)
     _add_errors(app, service)
     assert all(isinstance(route, JsonRoute) for route in app.routes), "each states its audience"
     return app
