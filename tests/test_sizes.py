@@ -11,15 +11,6 @@ MAX_LINES, MAX_METHODS = 300, 15
 LONGER = {
     "config.py": 313,
     "engine/loop/core.py": 307,
-    "disaggregation/connector.py": 331,
-    "disaggregation/sockets.py": 357,
-    "kernels/products/hopper/grouped_parts.py": 303,
-    "kernels/products/hopper/int4_grouped.py": 304,
-    "kernels/products/portable/gemm_step.py": 301,
-    "kernels/products/portable/grouped.py": 301,
-    "kernels/products/table.py": 302,
-    "kernels/products/tiles.py": 310,
-    "server/app.py": 304,
 }
 """Modules with more lines, each with its limit. Lower the limit of a module that you make shorter,
 and remove its entry once it needs none."""
