@@ -8,14 +8,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from milepost.server.parsing.events import CallArguments, CallStart, Event, Reasoning
+from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
+
+Kind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(slots=True, eq=False)
 class AnswerBlock:
     """One block, as far as it has arrived."""
 
-    kind: Literal["reasoning", "text", "call"]
+    kind: Kind
     index: int
     name: str = ""
     """Name of the called function."""
@@ -36,22 +38,12 @@ class AnswerBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Step:
+    """A block begins, gets more text, or ends."""
+
+    kind: Literal["opened", "gained", "closed"]
     block: AnswerBlock
-
-
-@dataclass(frozen=True, slots=True)
-class Gained:
-    block: AnswerBlock
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    block: AnswerBlock
-
-
-Step = Opened | Gained | Closed
+    text: str = ""
 
 
 class Blocks:
@@ -59,41 +51,36 @@ class Blocks:
 
     def __init__(self) -> None:
         self.all: list[AnswerBlock] = []
-        self._open: AnswerBlock | None = None
-
-    @property
-    def open(self) -> AnswerBlock | None:
+        self.open: AnswerBlock | None = None
         """The block that is still being written."""
-        return self._open
 
     def feed(self, events: Iterable[Event]) -> Iterator[Step]:
         for found in events:
             if isinstance(found, CallStart):
                 yield from self._begin("call", found.name, found.id)
                 continue
-            kind = _kind(found)
-            if self._open is None or self._open.kind != kind:
+            kind = _KINDS[type(found)]
+            if self.open is None or self.open.kind != kind:
                 yield from self._begin(kind)
-            assert self._open is not None
-            self._open.pieces.append(found.text)
-            yield Gained(self._open, found.text)
+            assert self.open is not None
+            self.open.pieces.append(found.text)
+            yield Step("gained", self.open, found.text)
 
     def end(self) -> Iterator[Step]:
         """Closes the last block at the end of the answer."""
-        if self._open is not None:
-            yield Closed(self._open)
-            self._open = None
+        if self.open is not None:
+            yield Step("closed", self.open)
+            self.open = None
 
-    def _begin(
-        self, kind: Literal["reasoning", "text", "call"], name: str = "", own_id: str = ""
-    ) -> Iterator[Step]:
+    def _begin(self, kind: Kind, name: str = "", own_id: str = "") -> Iterator[Step]:
         yield from self.end()
-        self._open = AnswerBlock(kind, len(self.all), name, own_id)
-        self.all.append(self._open)
-        yield Opened(self._open)
+        self.open = AnswerBlock(kind, len(self.all), name, own_id)
+        self.all.append(self.open)
+        yield Step("opened", self.open)
 
 
-def _kind(found: Event) -> Literal["reasoning", "text", "call"]:
-    if isinstance(found, Reasoning):
-        return "reasoning"
-    return "call" if isinstance(found, CallArguments) else "text"
+_KINDS: dict[type[Event], Kind] = {
+    Reasoning: "reasoning",
+    Content: "text",
+    CallArguments: "call",
+}

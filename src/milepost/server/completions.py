@@ -135,9 +135,9 @@ class _CompletionWriter:
                 self._extend(choices[index], delta)
         for choice, texts in zip(choices, pieces, strict=True):
             choice["text"] = "".join(texts)
-        await _add_echo(
-            self._service, self._request, self._prompts, self._texts, self._generation, choices
-        )
+        if self._texts is not None or self._request.prompt_logprobs is not None:
+            for choice in choices:
+                await self._add_prompt(choice)
         body = {**self._head, "choices": choices, "usage": self._generation.usage()}
         return {**body, **self._generation.transfer()}
 
@@ -160,6 +160,17 @@ class _CompletionWriter:
                 if choices:
                     yield chunks.of(choices)
             yield chunks.end()
+
+    async def _add_prompt(self, choice: dict[str, Any]) -> None:
+        """Adds to a finished choice what it reports about its prompt."""
+        number, wanted, scores = self._number(choice["index"]), self._request.prompt_logprobs, None
+        if number in self._generation.prompt_logprobs:
+            scores = await logprobs.scores_of(self._service, self._generation, number)
+            if wanted is not None:
+                choice["prompt_logprobs"] = logprobs.of_prompt(scores, wanted)
+        if self._texts is not None:
+            text = self._texts[number]
+            _begin_with(choice, self._request, self._prompts[number], text, scores)
 
     def _choice(self, index: int) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -215,30 +226,6 @@ async def _texts_of(
         lambda tokenizer: [tokenizer.decode(prompt.token_ids) for prompt in prompts],
         sum(len(prompt.token_ids) for prompt in prompts),
     )
-
-
-async def _add_echo(
-    service: Service,
-    request: CompletionRequest,
-    prompts: Sequence[Prompt],
-    texts: Sequence[str] | None,
-    generation: Generation,
-    choices: Sequence[dict[str, Any]],
-) -> None:
-    """Adds to finished choices what they report about their prompts."""
-    if texts is None and request.prompt_logprobs is None:
-        return
-    num_answers = len(choices) // len(prompts)
-    for number, prompt in enumerate(prompts):
-        own = choices[number * num_answers : (number + 1) * num_answers]
-        scores = None
-        if number in generation.prompt_logprobs:
-            scores = await logprobs.scores_of(service, generation, number)
-        for choice in own:
-            if request.prompt_logprobs is not None and scores is not None:
-                choice["prompt_logprobs"] = logprobs.of_prompt(scores, request.prompt_logprobs)
-            if texts is not None:
-                _begin_with(choice, request, prompt, texts[number], scores)
 
 
 def _begin_with(

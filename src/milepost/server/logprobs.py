@@ -14,6 +14,7 @@ from tokenizers import decoders
 
 from milepost.engine.outputs import Logprob
 from milepost.engine.processes import Delta
+from milepost.engine.text.lengths import BYTE_LEVEL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,22 +47,13 @@ class TokenBytes:
         if token_id in self._added:
             return list(self._added[token_id].encode())
         name = self._names.get(token_id, "")
-        if self._is_byte_level and all(character in _BYTES for character in name):
-            return [_BYTES[character] for character in name]
+        if self._is_byte_level and all(character in BYTE_LEVEL for character in name):
+            return [BYTE_LEVEL[character] for character in name]
         if _NAMED_BYTE.fullmatch(name):
             return [int(name[3:5], 16)]
         return None if "\ufffd" in text else list(text.encode())
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """Maps characters to bytes: printable ones stand for themselves, the others follow in order
-    from U+0100 on (GPT-2's vocabulary, and all byte-level ones since)."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(256)) - set(shown))
-    return {chr(byte): byte for byte in shown} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTES = _byte_level_alphabet()
 _NAMED_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 

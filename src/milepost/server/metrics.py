@@ -47,12 +47,22 @@ ENDS = ("stop", "length", "abort", "error")
 class RequestMetrics:
     """The registry of the HTTP server."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        cache_config: Callable[[], Mapping[str, object]],
+        is_asleep: Callable[[], bool],
+        engine_pid: Callable[[], int | None],
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._exposed = CollectorRegistry()
-        self._exposed.register(_All(self._registry))
         self._engine = _Snapshot()
         self._registry.register(self._engine)
+        self._others = CollectorRegistry()
+        """Our metrics under vLLM's names, and the resources of this process and the engine's."""
+        self._others.register(Mirror(self._registry.collect, model_name, cache_config, is_asleep))
+        ProcessCollector(registry=self._others)
+        ProcessCollector("milepost_engine", lambda: engine_pid() or 0, registry=self._others)
         seconds, tokens, total = self._seconds, self._tokens, self._total
         self.time_to_first_token = seconds("time_to_first_token", "From arrival to first token.")
         self.inter_token = seconds("inter_token_latency", "Between two deliveries of tokens.")
@@ -84,27 +94,10 @@ class RequestMetrics:
             "request_disconnects", "Requests whose client left or did not read."
         )
 
-    def add_vllm_names(
-        self,
-        model_name: str,
-        cache_config: Callable[[], Mapping[str, object]],
-        is_asleep: Callable[[], bool],
-    ) -> None:
-        """Repeats the metrics that vLLM also has under vLLM's names."""
-        mirror = Mirror(self._registry.collect, model_name, cache_config, is_asleep)
-        self._exposed.register(mirror)
-
-    def add_processes(self, engine_pid: Callable[[], int | None]) -> None:
-        """Adds the resources of this process and the engine's."""
-        ProcessCollector(registry=self._exposed)
-        ProcessCollector(
-            namespace="milepost_engine", pid=lambda: engine_pid() or 0, registry=self._exposed
-        )
-
     def expose(self, engine: Sequence[Metric]) -> bytes:
         """Returns the text format, with these metrics of the engine."""
         self._engine.metrics = engine
-        return generate_latest(self._exposed)
+        return generate_latest(self._registry) + generate_latest(self._others)
 
     def _seconds(self, name: str, text: str) -> Distribution:
         return self._added(Distribution(f"milepost:{name}_seconds", text, _SECONDS))
@@ -159,22 +152,6 @@ class Distribution(Collector):
         family = HistogramMetricFamily(self._name, self._text)
         family.add_metric([], buckets, sum_value=self._sum)
         yield family
-
-
-# --- other registries -----------------------------------------------------------------------------
-
-
-class _All(Collector):
-    """Another registry, unchanged."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def describe(self) -> Iterable[Family]:
-        return ()
-
-    def collect(self) -> Iterator[Family]:
-        yield from self._registry.collect()
 
 
 class _Snapshot(Collector):

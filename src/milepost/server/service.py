@@ -53,9 +53,12 @@ class Service:
         self.form_checks = form_checks or FormChecks(None, timeout_s=config.grammar_timeout_s)
         self.names = list(names)
         self.started = int(time.time())
-        self.metrics = RequestMetrics()
-        self.metrics.add_vllm_names(self.names[0], self._cache_config, lambda: self.is_asleep)
-        self.metrics.add_processes(lambda: client.pid)
+        self.metrics = RequestMetrics(
+            self.names[0],
+            cache_config=self._cache_config,
+            is_asleep=lambda: self.is_asleep,
+            engine_pid=lambda: client.pid,
+        )
         self.unknown = UnknownFields(strict=config.strict)
         template = getattr(tokenizer, "chat_template", None)
         self.template_variables = variables_of(template)

@@ -88,7 +88,7 @@ def _added(plain: dict[str, Any]) -> list[str]:
 
 def _shares(plain: dict[str, Any]) -> np.ndarray:
     """For each byte one over the length of the longest token that has it."""
-    octets = _octets()
+    octets = BYTE_LEVEL
     longest = np.ones(256)
     tokens = [[octets[c] for c in token if c in octets] for token in plain["model"]["vocab"]]
     tokens += [list(text.encode()) for text in _added(plain)]
@@ -98,13 +98,16 @@ def _shares(plain: dict[str, Any]) -> np.ndarray:
     return 1 / longest
 
 
-def _octets() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for: the printable ones of
-    Latin-1 for themselves, the others for characters from 256 on."""
+def _byte_level() -> dict[str, int]:
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [octet for octet in range(256) if octet not in plain]
     found = {chr(octet): octet for octet in plain}
     return found | {chr(256 + index): octet for index, octet in enumerate(others)}
+
+
+BYTE_LEVEL = _byte_level()
+"""Maps each character of a byte-level vocabulary to its byte: printable characters of Latin-1 stand
+for themselves, and those from 256 on for the others (GPT-2's vocabulary, and all since)."""
 
 
 def text_length(value: Any) -> int:

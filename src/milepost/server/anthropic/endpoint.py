@@ -17,7 +17,7 @@ from milepost.engine.processes import Delta
 from milepost.server import conversation
 from milepost.server.anthropic.convert import has_breakpoints, to_chat
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from milepost.server.blocks import AnswerBlock, Blocks, Closed, Gained, Opened, Step
+from milepost.server.blocks import AnswerBlock, Blocks, Step
 from milepost.server.conversation import ChatTurn
 from milepost.server.errors import HttpError, anthropic_body_of
 from milepost.server.protocol import ChatRequest
@@ -205,19 +205,19 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _event(step: Step) -> bytes:
-    index = step.block.index
-    match step:
-        case Opened(block):
-            body = {**_BLOCKS[block.kind], **_named(block)}
-            kind, own = "content_block_start", {"content_block": body}
-        case Gained(block, text):
-            name, key = _DELTAS[block.kind]
-            kind, own = "content_block_delta", {"delta": {"type": name, key: text}}
-        case Closed(block):
-            kind, own = "content_block_stop", {}
-    event = named_event(kind, {"type": kind, "index": index, **own})
-    if isinstance(step, Closed) and step.block.kind == "reasoning":
-        signed = {"type": "signature_delta", "signature": SIGNATURE}
-        body = {"type": "content_block_delta", "index": index, "delta": signed}
-        event = named_event("content_block_delta", body) + event
-    return event
+    block = step.block
+    if step.kind == "opened":
+        return _block_event("start", block, content_block={**_BLOCKS[block.kind], **_named(block)})
+    if step.kind == "gained":
+        name, key = _DELTAS[block.kind]
+        return _block_event("delta", block, delta={"type": name, key: step.text})
+    signed = b""
+    if block.kind == "reasoning":
+        delta = {"type": "signature_delta", "signature": SIGNATURE}
+        signed = _block_event("delta", block, delta=delta)
+    return signed + _block_event("stop", block)
+
+
+def _block_event(what: str, block: AnswerBlock, **fields: Any) -> bytes:
+    kind = f"content_block_{what}"
+    return named_event(kind, {"type": kind, "index": block.index, **fields})

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from milepost.engine.processes import Delta
 from milepost.server import errors, logprobs
-from milepost.server.blocks import AnswerBlock, Blocks, Closed, Gained, Opened, Step
+from milepost.server.blocks import AnswerBlock, Blocks, Step
 from milepost.server.conversation import ChatTurn
 from milepost.server.logprobs import TokenBytes, TokensOfTexts
 from milepost.server.responses.protocol import ResponsesRequest
@@ -50,6 +50,7 @@ class Writer:
         self._end: Delta | None = None
         self._num_events = 0
         self._created = int(time.time())
+        self._writers = {"opened": self._opened, "gained": self._gained, "closed": self._closed}
         self._head = _echo(request, model)
 
     async def whole(self) -> dict[str, Any]:
@@ -67,7 +68,7 @@ class Writer:
         async with aclosing(self._turn.generation.deltas()) as arrived:
             async for deltas in arrived:
                 steps = [step for _, delta in deltas for step in self._steps(delta)]
-                yield b"".join(event for step in steps for event in self._events_of(step))
+                yield b"".join(event for step in steps for event in self._writers[step.kind](step))
             body = self._ended()
             yield self._event(f"response.{body['status']}", response=body)
 
@@ -93,7 +94,7 @@ class Writer:
 
     def _scored(self, step: Step) -> Step:
         """Also keeps the log-probabilities of a finished text."""
-        if self._octets is not None and isinstance(step, Closed):
+        if self._octets is not None and step.kind == "closed":
             claimed = self._tokens.claim(step.block.text)
             if step.block.kind == "text":
                 self._logprobs[step.block.index] = claimed or []
@@ -182,30 +183,25 @@ class Writer:
 
     # --- its events -------------------------------------------------------------------------------
 
-    def _events_of(self, step: Step) -> Iterator[bytes]:
-        match step:
-            case Opened(block):
-                yield from self._opened(block)
-            case Gained(block, text):
-                yield self._gained(block, text)
-            case Closed(block):
-                yield from self._closed(block)
-
-    def _opened(self, block: AnswerBlock) -> Iterator[bytes]:
+    def _opened(self, step: Step) -> Iterator[bytes]:
+        block = step.block
         item = self._item(block, is_done=False)
         yield self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind != "call":
             part = self._part(block, "")
             yield self._event("response.content_part.added", **self._place(block), part=part)
 
-    def _gained(self, block: AnswerBlock, text: str) -> bytes:
+    def _gained(self, step: Step) -> Iterator[bytes]:
+        block, text = step.block, step.text
         if block.kind == "call":
             name = f"response.{self._written(block)[0]}.delta"
-            return self._event(name, **self._output_place(block), delta=text)
+            yield self._event(name, **self._output_place(block), delta=text)
+            return
         own = {"logprobs": []} if block.kind == "text" else {}
-        return self._event(f"{_TEXTS[block.kind]}.delta", **self._place(block), delta=text, **own)
+        yield self._event(f"{_TEXTS[block.kind]}.delta", **self._place(block), delta=text, **own)
 
-    def _closed(self, block: AnswerBlock) -> Iterator[bytes]:
+    def _closed(self, step: Step) -> Iterator[bytes]:
+        block = step.block
         if block.kind == "call":
             kind, key = self._written(block)
             own: dict[str, Any] = {key: block.text}
