@@ -15,7 +15,7 @@ from starlette.responses import Response
 import milepost
 from milepost.annexes import annex, is_installed
 from milepost.errors import MilepostError
-from milepost.server import errors, operation, rendering
+from milepost.server import errors, operation, rendering, tokens
 from milepost.server.anthropic import endpoint as anthropic
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from milepost.server.bodies import JsonRoute
@@ -25,20 +25,11 @@ from milepost.server.completions import complete
 from milepost.server.config import ServerConfig, read_keys
 from milepost.server.errors import HttpError, body_for
 from milepost.server.gate import Gate, with_cors
-from milepost.server.messages import for_template, tools_for_template
-from milepost.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Invocation,
-    TokenizeRequest,
-    field_names,
-)
+from milepost.server.protocol import ChatRequest, CompletionRequest, Invocation, field_names
 from milepost.server.responses import endpoint as responses
 from milepost.server.responses.endpoint import ResponseStore
 from milepost.server.responses.protocol import ResponsesRequest
 from milepost.server.service import Service
-from milepost.server.stream import unless_disconnected
 
 
 def build(service: Service) -> Any:
@@ -76,7 +67,7 @@ def routed(service: Service) -> FastAPI:
     _add_models(app, service)
     _add_anthropic(app, service)
     _add_responses(app, service, store)
-    _add_text(app, service)
+    tokens.add(app, service)
     operation.add(app, service)
     page = _page(service.config)
     if page is not None:
@@ -204,70 +195,6 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "milepost",
         "max_model_len": service.client.info.max_model_len,
     }
-
-
-def _add_text(app: FastAPI, service: Service) -> None:
-    @app.post(
-        "/tokenize",
-        responses={400: errors.MEANINGS[400], 404: errors.MEANINGS[404]},
-        response_class=Response,
-    )
-    @for_clients
-    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        service.unknown.settle(body, request.scope)
-        service.check_model(body.model)
-        work = _tokenized(service, body)
-        tokens, marks = await unless_disconnected(request, work)
-        names = None
-        if body.return_token_strs:
-            names = await service.encoder.with_tokenizer(
-                lambda tokenizer: tokenizer.convert_ids_to_tokens(tokens), len(tokens)
-            )
-        found = {
-            "tokens": tokens,
-            "count": len(tokens),
-            "max_model_len": service.client.info.max_model_len,
-            "cache_marks": marks,
-            "token_strs": names,
-        }
-        return errors.json_response(found)
-
-    @app.post("/detokenize", responses={400: errors.MEANINGS[400], 404: errors.MEANINGS[404]})
-    @for_clients
-    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
-        service.unknown.settle(body, request.scope)
-        service.check_model(body.model)
-        vocab_size = service.client.info.vocab_size
-        for index, token in enumerate(body.tokens):
-            if token >= vocab_size:
-                raise HttpError(
-                    400,
-                    f"tokens[{index}]={token}: the vocabulary has {vocab_size} tokens",
-                    param=f"tokens[{index}]",
-                )
-        text = await service.encoder.with_tokenizer(
-            lambda t: t.decode(body.tokens), len(body.tokens)
-        )
-        return {"prompt": text}
-
-
-async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int], list[int]]:
-    """Returns token ids and marks."""
-    if body.prompt is not None:
-        text = body.prompt
-        (tokens,) = await service.encoder.encode(
-            [text], is_cut=True, add_special_tokens=body.add_special_tokens
-        )
-        return tokens, []
-    rendered = await service.render(
-        for_template(body.messages or []),
-        tools=tools_for_template(body.tools),
-        template_kwargs=body.chat_template_kwargs,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-        is_cut=True,
-    )
-    return rendered.token_ids, list(rendered.marks)
 
 
 def _add_errors(app: FastAPI, service: Service) -> None:

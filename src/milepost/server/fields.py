@@ -30,33 +30,27 @@ MAX_PARTS = 8192
 T = TypeVar("T")
 Many = Annotated[list[T], STOP_AT_FIRST]
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
+Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
+Alternatives = Annotated[int, Field(ge=0, le=20)]
+Kind = Annotated[str, Field(max_length=64)]
+"""A `type` of any name."""
 Int64 = Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 MAX_STOP_LEN = 1024
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]
 
 
-def only(*values: Any) -> Any:
-    """Returns the type of a field that is not supported: null, or a value without an effect."""
+def only(*values: Any, hint: str = "") -> Any:
+    """Returns the type of a field that is not supported: null, or a value without an effect. The
+    `hint` says what to use in its place."""
 
     def check(value: Any) -> Any:
         if any(type(value) is type(allowed) and value == allowed for allowed in (None, *values)):
             return value
-        raise ValueError("this is not supported: leave the field out")
+        raise ValueError(hint or "this is not supported: leave the field out")
 
-    schema = {"enum": [None, *values], "description": "Not supported beyond these values."}
-    return Annotated[Any, BeforeValidator(check), WithJsonSchema(schema)]
-
-
-def instead(name: str) -> Any:
-    """Returns the type of a field that another one has replaced."""
-
-    def check(value: Any) -> Any:
-        if value is None:
-            return value
-        raise ValueError(f"use {name}")
-
-    schema = {"enum": [None], "description": f"Not supported; use {name}."}
+    about = f"Not supported; {hint}." if hint else "Not supported beyond these values."
+    schema = {"enum": [None, *values], "description": about}
     return Annotated[Any, BeforeValidator(check), WithJsonSchema(schema)]
 
 
@@ -90,6 +84,19 @@ class Body(BaseModel):
     def changed(self) -> Iterator[str]:
         """Yields names of fields whose value was not used as it stands."""
         yield from ()
+
+
+class LeftOutBody(Body):
+    """A body that nothing here reads; its unknown fields are not reported one by one."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def with_type(name: str, body: T) -> T:
+    """Raises ValueError unless a body has the field `name` exactly if its `type` says so."""
+    if (body.type == name) != (getattr(body, name) is not None):  # type: ignore[attr-defined]
+        raise ValueError(f"use {name} with type {name!r}, and only with it")
+    return body
 
 
 def tagged(*classes: type[Body], other: Callable[[Any], type[Body]]) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from milepost.server.fields import MAX_INT, MAX_PARTS, Body, Int64, Many, only, unread
+from milepost.server.fields import MAX_INT, MAX_PARTS, Body, Int64, Many, only, unread, with_type
 from milepost.server.tools import ToolCall
 
 
@@ -85,9 +85,7 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("use json_schema with type 'json_schema', and only with it")
-        return self
+        return with_type("json_schema", self)
 
 
 class StructuredOutputsField(Body):

@@ -14,12 +14,13 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from milepost.server.fields import (
     MAX_INT,
+    Alternatives,
     Body,
     Count,
     Many,
+    Positive,
     StopText,
     TokenId,
-    instead,
     only,
     unread,
 )
@@ -48,7 +49,7 @@ def _few_biases(value: Any) -> Any:
 class Sampling(AnswerFields):
     """Fields that completions and chat share. SamplingParams checks the limits of values."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    n: Positive | None = None
     stop: StopText | Annotated[Many[StopText], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] | None = None
     """Maps token ids, as strings, to values added to their logits."""
@@ -78,7 +79,7 @@ class Sampling(AnswerFields):
     """Adds the token ids of the prompt and the answers."""
     return_tokens_as_token_ids: bool | None = None
     """Writes the tokens of `logprobs` as `token_id:5` rather than as text."""
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: Alternatives | None = None
     """Returns log-probabilities of the prompt's tokens, with this many alternatives; not in
     streams."""
 
@@ -94,10 +95,10 @@ class Sampling(AnswerFields):
     logprob_token_ids: only([]) = None
     repetition_detection: only() = None
     prompt_embeds: only() = None
-    guided_json: instead("structured_outputs.json") = None
-    guided_regex: instead("structured_outputs.regex") = None
-    guided_choice: instead("structured_outputs.choice") = None
-    guided_grammar: instead("structured_outputs.grammar") = None
+    guided_json: only(hint="use structured_outputs.json") = None
+    guided_regex: only(hint="use structured_outputs.regex") = None
+    guided_choice: only(hint="use structured_outputs.choice") = None
+    guided_grammar: only(hint="use structured_outputs.grammar") = None
     guided_decoding_backend: unread(Any) = None
     guided_whitespace_pattern: only() = None
     structural_tag: only() = None
@@ -146,8 +147,8 @@ class CompletionRequest(Sampling):
     prompt: Prompts
     max_tokens: Count | None = 16
     """0 is allowed with echo."""
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    cache_marks: Many[Annotated[int, Field(ge=1, le=MAX_INT)]] | None = None
+    logprobs: Alternatives | None = None
+    cache_marks: Many[Positive] | None = None
     """Token positions in a single prompt where a state is worth keeping."""
     add_special_tokens: bool | None = None
     """False leaves out the beginning-of-sequence token before prompts that are text."""
@@ -171,10 +172,10 @@ class ChatRequest(Sampling):
     """POST /v1/chat/completions"""
 
     messages: Messages
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Alternatives | None = None
     tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None

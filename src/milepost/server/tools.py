@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, model_validator
 from pydantic_core import from_json
 
-from milepost.server.fields import Body, Many
+from milepost.server.fields import Body, Kind, Many, with_type
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -112,9 +112,7 @@ class CustomFormat(Body):
 
     @model_validator(mode="after")
     def _has_grammar(self) -> CustomFormat:
-        if (self.type == "grammar") != (self.grammar is not None):
-            raise ValueError("use grammar with type 'grammar', and only with it")
-        return self
+        return with_type("grammar", self)
 
     def changed(self) -> Iterator[str]:
         if self.grammar is not None:
@@ -131,7 +129,7 @@ class Tool(Body):
     """A function, or a custom tool, whose input is text. Tools of other kinds would run on the
     server; they are left out."""
 
-    type: Annotated[str, Field(max_length=64)]
+    type: Kind
     function: FunctionDefinition | None = None
     custom: CustomDefinition | None = None
 
@@ -155,35 +153,14 @@ class FunctionName(Body):
     name: str
 
 
-class NamedToolChoice(Body):
-    """The one tool to call, or with `allowed_tools` those that may be called."""
-
-    type: Literal["function", "custom", "allowed_tools"]
-    function: FunctionName | None = None
-    custom: FunctionName | None = None
-    allowed_tools: AllowedTools | None = None
-
-    @model_validator(mode="after")
-    def _has_its_own(self) -> NamedToolChoice:
-        if getattr(self, self.type) is None:
-            raise ValueError(f"a tool choice of type {self.type!r} needs {self.type}")
-        return self
-
-    @property
-    def name(self) -> str | None:
-        """The tool's name; None if there are several."""
-        named = self.function or self.custom
-        return None if named is None else named.name
-
-
 class AllowedTool(Body):
-    type: Annotated[str, Field(max_length=64)]
+    type: Kind
     function: FunctionName | None = None
     custom: FunctionName | None = None
 
     @property
     def name(self) -> str | None:
-        """None for a tool that is left out."""
+        """The tool's name; None for several, and for a tool that is left out."""
         named = self.function or self.custom
         return None if named is None else named.name
 
@@ -191,3 +168,16 @@ class AllowedTool(Body):
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
     tools: Annotated[Many[AllowedTool], Field(min_length=1)]
+
+
+class NamedToolChoice(AllowedTool):
+    """The one tool to call, or with `allowed_tools` those that may be called."""
+
+    type: Literal["function", "custom", "allowed_tools"]
+    allowed_tools: AllowedTools | None = None
+
+    @model_validator(mode="after")
+    def _has_its_own(self) -> NamedToolChoice:
+        if getattr(self, self.type) is None:
+            raise ValueError(f"a tool choice of type {self.type!r} needs {self.type}")
+        return self

@@ -11,6 +11,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from milepost.engine import heap
@@ -74,27 +75,38 @@ class Encoder:
     ) -> list[list[int]]:
         """Returns token ids of texts. A text may be longer than the model accepts only if it is cut
         later (`is_cut`). Raises InvalidRequestError."""
+
+        def here(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+            encode = partial(tokenizer.encode, add_special_tokens=add_special_tokens)
+            return [list(encode(text)) for text in texts]
+
         size = sum(map(len, texts))
-        is_apart = size > MAX_SHORT and self._lanes.can_be_stopped
-
-        def work(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-            if not is_cut:
-                for text in texts:
-                    self.check(text)
-            if is_apart:
-                return []
-            return [
-                list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-                for text in texts
-            ]
-
-        found = await self.with_tokenizer(work, size)
-        if not is_apart:
+        found = await self._encode_here(here, texts, size, is_cut=is_cut)
+        if found is not None:
             return found
         encoded = await self._encode_apart(
             [Text(text) for text in texts], is_cut=is_cut, add_special_tokens=add_special_tokens
         )
         return [one.token_ids for one in encoded]
+
+    async def _encode_here(
+        self,
+        work: Callable[[PreTrainedTokenizerBase], T],
+        texts: Sequence[str],
+        size: int,
+        *,
+        is_cut: bool,
+    ) -> T | None:
+        """Returns the result of `work` in a thread, or None for texts that are encoded in another
+        process. Checks their lengths unless they are cut later."""
+        is_apart = size > MAX_SHORT and self._lanes.can_be_stopped
+
+        def checked(tokenizer: PreTrainedTokenizerBase) -> T | None:
+            for text in () if is_cut else texts:
+                self.check(text)
+            return None if is_apart else work(tokenizer)
+
+        return await self.with_tokenizer(checked, size)
 
     def start(self) -> None:
         """Starts the process that renders conversations in the background; otherwise the first
@@ -118,7 +130,17 @@ class Encoder:
         `options` are those of `chat.compose`; `is_cut` as in `encode`. Raises
         InvalidRequestError."""
         if self.tokenizer is None or not self._lanes.can_render:
-            return await self._encode_chat_here(messages, size, options, is_cut=is_cut)
+            composed = await self.with_tokenizer(
+                lambda tokenizer: chat.compose(
+                    tokenizer,
+                    messages,
+                    special=self._special,
+                    check=None if is_cut else self.check,
+                    **options,
+                ),
+                size,
+            )
+            return await self._encode_composed(composed, is_cut=is_cut)
         asked = Unrendered(
             content=await _beside(size, lambda: content_of(messages, **options)),
             max_chars=MAX_GROWTH * size + MAX_ADDED,
@@ -132,35 +154,13 @@ class Encoder:
             return prompt
         return await self._encode_composed(rendered.composed, is_cut=is_cut)
 
-    async def _encode_chat_here(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        size: int,
-        options: Mapping[str, Any],
-        *,
-        is_cut: bool,
-    ) -> chat.ChatPrompt:
-        """Encodes a conversation with a tokenizer that has its own way of rendering."""
-        check = None if is_cut else self.check
-
-        def work(tokenizer: PreTrainedTokenizerBase) -> chat.Composed:
-            return chat.compose(tokenizer, messages, special=self._special, check=check, **options)
-
-        return await self._encode_composed(await self.with_tokenizer(work, size), is_cut=is_cut)
-
     async def _encode_composed(self, composed: chat.Composed, *, is_cut: bool) -> chat.ChatPrompt:
-        is_apart = composed.length > MAX_SHORT and self._lanes.can_be_stopped
-
-        def work(tokenizer: PreTrainedTokenizerBase) -> chat.ChatPrompt | None:
-            if not is_cut:
-                self.check("".join(composed.pieces))
-            return None if is_apart else chat.tokenized(tokenizer, composed)
-
-        prompt = await self.with_tokenizer(work, composed.length)
+        here, pieces = partial(chat.tokenized, composed=composed), composed.pieces
+        prompt = await self._encode_here(here, ["".join(pieces)], composed.length, is_cut=is_cut)
         if prompt is not None:
             return prompt
-        texts = map(Text, composed.pieces, composed.places())
-        encoded = await self._encode_apart(list(texts), is_cut=is_cut, add_special_tokens=False)
+        texts = list(map(Text, pieces, composed.places()))
+        encoded = await self._encode_apart(texts, is_cut=is_cut, add_special_tokens=False)
         return composed.prompt([(one.token_ids, one.counts) for one in encoded])
 
     async def _encode_apart(

@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from milepost.server.fields import (
-    MAX_INT,
     MAX_PARTS,
     Body,
     Count,
     Int64,
+    Kind,
     Many,
+    Positive,
     StopText,
     Unread,
     tagged,
@@ -137,7 +138,7 @@ class ResultBlock(_MarkedBlock):
 class ServerResultBlock(_MarkedBlock):
     """The result of a tool that another server ran; each kind has its own type."""
 
-    type: Annotated[str, Field(max_length=64)]
+    type: Kind
     tool_use_id: str
     content: Any = None
     is_error: unread(bool, False) = None
@@ -250,7 +251,7 @@ class CountTokensRequest(Body):
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages"""
 
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)]
+    max_tokens: Positive
     stop_sequences: Annotated[Many[StopText], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: float | None = None

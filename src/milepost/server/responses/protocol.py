@@ -12,10 +12,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from milepost.server.fields import (
-    MAX_INT,
     MAX_PARTS,
+    Alternatives,
     Body,
+    Kind,
+    LeftOutBody,
     Many,
+    Positive,
     only,
     tagged,
     unread,
@@ -162,10 +165,10 @@ class MoreToolsItem(_AnyItem):
     tools: Many[ResponseTool]
 
 
-class OtherItem(_AnyItem):
+class OtherItem(_AnyItem, LeftOutBody):
     """An item that is left out."""
 
-    type: Annotated[str, Field(max_length=64)]
+    type: Kind
 
     @field_validator("type")
     @classmethod
@@ -175,11 +178,6 @@ class OtherItem(_AnyItem):
                 "items are not stored by id: send the item itself, or previous_response_id"
             )
         return value
-
-    @model_validator(mode="after")
-    def _forget(self) -> OtherItem:
-        self.__pydantic_extra__ = {}
-        return self
 
     def left_out(self) -> Iterator[str]:
         yield self.type
@@ -239,8 +237,8 @@ class ResponsesRequest(AnswerFields):
     store: bool | None = None
     """True (the default) keeps the response, for previous_response_id and GET."""
     stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_output_tokens: Positive | None = None
+    top_logprobs: Alternatives | None = None
     tools: Many[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from milepost.server import tools as chat
-from milepost.server.fields import Body, Many, tagged, unread
+from milepost.server.fields import Body, Kind, LeftOutBody, Many, tagged, unread
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -77,15 +77,10 @@ class Namespace(Body):
         return [tool for tool in self.tools if isinstance(tool, FunctionTool | CustomTool)]
 
 
-class OtherTool(Body):
+class OtherTool(LeftOutBody):
     """A tool for a server to run, or known only to some models; left out."""
 
-    type: Annotated[str, Field(max_length=64)]
-
-    @model_validator(mode="after")
-    def _forget(self) -> OtherTool:
-        self.__pydantic_extra__ = {}
-        return self
+    type: Kind
 
     def left_out(self) -> Iterator[str]:
         yield self.type
@@ -96,23 +91,18 @@ ResponseTool: Any = tagged(
 )
 
 
-class NamedTool(Body):
-    """One of the allowed tools."""
+class NamedTool(LeftOutBody):
+    """One of the allowed tools. Hosted tools have names of other kinds."""
 
-    type: Annotated[str, Field(max_length=64)]
+    type: Kind
     name: str | None = None
     namespace: str | None = None
-
-    @model_validator(mode="after")
-    def _forget(self) -> NamedTool:
-        self.__pydantic_extra__ = {}  # names of hosted tools
-        return self
 
 
 class ChosenTool(Body):
     """The one tool to call, or with `allowed_tools` those that may be called."""
 
-    type: Annotated[str, Field(max_length=64)]
+    type: Kind
     name: str | None = None
     namespace: str | None = None
     mode: Literal["auto", "required"] | None = None
