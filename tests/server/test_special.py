@@ -7,6 +7,7 @@ import pytest
 
 from milepost.errors import ServerClosingError
 from milepost.server.config import ServerConfig
+from milepost.server.protocol import TokenizeRequest
 from milepost.server.service import Service
 from tests import chatmodel
 from tests.server.inprocess import INFO, answered
@@ -23,9 +24,8 @@ def test_content_begins_no_role_by_default(is_allowed, num_starts):
 
     async def render():
         try:
-            return await service.render(
-                INJECTED, tools=None, template_kwargs=None, add_generation_prompt=True
-            )
+            body = TokenizeRequest(messages=INJECTED)
+            return await service.render(body, tools=None, template_kwargs=None, is_cut=False)
         finally:
             await service.close()
 

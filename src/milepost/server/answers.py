@@ -33,10 +33,6 @@ class AnswerParser:
         self._num_calls = 0
 
     @property
-    def num_calls(self) -> int:
-        return self._num_calls
-
-    @property
     def num_reasoning_tokens(self) -> int:
         return self._reasoning.count
 

@@ -116,7 +116,7 @@ def _add_answers(app: FastAPI, service: Service, store: ResponseStore) -> None:
 def _add_answer(
     app: FastAPI, service: Service, path: str, body_type: Any, answer: Any, **options: Any
 ) -> None:
-    """Adds a POST route whose body is settled with `unknown` before it is answered."""
+    """Adds a POST route whose answers are responses."""
 
     async def endpoint(body: Any, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
@@ -200,26 +200,16 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 def _add_errors(app: FastAPI, service: Service) -> None:
     fields = field_names()
 
-    def answer(request: Request, error: Exception) -> Response:
-        response = errors.response_of(error, body_for(request.scope["milepost.path"], error))
+    async def answer(request: Request, error: Exception) -> Response:
+        path, root = request.scope["milepost.path"], request.scope["root_path"]
+        if isinstance(error, RequestValidationError):
+            error = errors.of_validation(error, fields)
+        elif isinstance(error, HTTPException) and not isinstance(error, HttpError):
+            error = errors.of_http(error, request.method, path, root)
+        request.scope["milepost.record"]["error"] = errors.message_of(error)
+        response = errors.response_of(error, body_for(path, error))
         service.metrics.refused.labels(str(response.status_code)).inc()
         return response
 
-    async def of_ours(request: Request, error: Exception) -> Response:
-        request.scope["milepost.record"]["error"] = errors.message_of(error)
-        return answer(request, error)
-
-    async def of_validation(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return await of_ours(request, errors.of_validation(error, fields))
-
-    async def of_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        path, root = request.scope["milepost.path"], request.scope["root_path"]
-        return await of_ours(request, errors.of_http(error, request.method, path, root))
-
-    app.add_exception_handler(Exception, of_ours)
-    app.add_exception_handler(MilepostError, of_ours)
-    app.add_exception_handler(HttpError, of_ours)
-    app.add_exception_handler(RequestValidationError, of_validation)
-    app.add_exception_handler(HTTPException, of_http)
+    for kind in (Exception, MilepostError, HttpError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, answer)

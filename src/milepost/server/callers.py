@@ -34,24 +34,18 @@ class Audience(IntEnum):
     """Callers with an admin key, or clients if the server has none."""
 
 
-def for_anyone(handler: F) -> F:
-    """Declares a route that needs no key: it reveals nothing about the model or requests."""
-    return _stated(handler, Audience.ANYONE)
+def _stating(audience: Audience) -> Callable[[F], F]:
+    def state(handler: F) -> F:
+        setattr(handler, _STATED, audience)
+        return handler
+
+    return state
 
 
-def for_clients(handler: F) -> F:
-    """Declares a route for clients."""
-    return _stated(handler, Audience.CLIENT)
-
-
-def for_operators(handler: F) -> F:
-    """Declares a route for operators."""
-    return _stated(handler, Audience.OPERATOR)
-
-
-def _stated(handler: F, audience: Audience) -> F:
-    setattr(handler, _STATED, audience)
-    return handler
+for_anyone = _stating(Audience.ANYONE)
+"""Declares a route that needs no key: it reveals nothing about the model or requests."""
+for_clients = _stating(Audience.CLIENT)
+for_operators = _stating(Audience.OPERATOR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +74,7 @@ class Keys:
     def caller(self, headers: Sequence[tuple[bytes, bytes]]) -> Caller:
         """Returns the caller whose key is in `Authorization: Bearer` or in `X-Api-Key`."""
         bearer, other = _bearer(headers)
-        given = [key for key in (bearer, _header(headers, b"x-api-key").strip()) if key]
+        given = [key for key in (bearer, header(headers, b"x-api-key").strip()) if key]
         operator = _first_match(given, self._operators)
         client = _first_match(given, self._clients)
         if operator is not None:
@@ -93,13 +87,14 @@ class Keys:
 
 def _bearer(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
     """Returns the bearer token, and what the header says if there is none."""
-    words = _header(headers, b"authorization").split(None, 1)
+    words = header(headers, b"authorization").split(None, 1)
     if words and words[0].lower() == b"bearer":
         return b"".join(words[1:]).strip(), b""
     return b"", b" ".join(words).strip()
 
 
-def _header(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> bytes:
+def header(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> bytes:
+    """Returns a header's value, or nothing if it is missing."""
     return next((value for key, value in headers if key == name), b"")
 
 

@@ -29,11 +29,9 @@ async def chat(service: Service, request: ChatRequest, http: Request) -> Respons
     request = transfer.as_served(service, request)
     octets = await service.token_bytes() if request.logprobs else None
     turn = await begin(service, request, http, field="messages")
-    writer = _ChatWriter(
-        service, request, turn, response_id("chatcmpl", request, http), model, octets
-    )
-    limit, close = service.config.write_timeout_s, turn.generation.close
-    return await send(writer, http, close, is_stream=request.stream, write_timeout_s=limit)
+    id_ = response_id("chatcmpl", request, http)
+    writer = _ChatWriter(service, request, turn, id_, model, octets)
+    return await send(writer, http, turn.generation.close, is_stream=request.stream)
 
 
 @dataclass(slots=True)

@@ -52,8 +52,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
         unsent.pop_all()
     id_ = response_id("cmpl", request, http)
     writer = _CompletionWriter(service, request, prompts, texts, generation, model, id_)
-    limit, close = service.config.write_timeout_s, generation.close
-    return await send(writer, http, close, is_stream=request.stream, write_timeout_s=limit)
+    return await send(writer, http, generation.close, is_stream=request.stream)
 
 
 async def prompts_of(
@@ -136,8 +135,9 @@ class _CompletionWriter:
         for choice, texts in zip(choices, pieces, strict=True):
             choice["text"] = "".join(texts)
         if self._texts is not None or self._request.prompt_logprobs is not None:
-            for choice in choices:
-                await self._add_prompt(choice)
+            for number in range(len(self._prompts)):
+                own = [choice for choice in choices if self._number(choice["index"]) == number]
+                await self._add_prompt(number, own)
         body = {**self._head, "choices": choices, "usage": self._generation.usage()}
         return {**body, **self._generation.transfer()}
 
@@ -161,16 +161,17 @@ class _CompletionWriter:
                     yield chunks.of(choices)
             yield chunks.end()
 
-    async def _add_prompt(self, choice: dict[str, Any]) -> None:
-        """Adds to a finished choice what it reports about its prompt."""
-        number, wanted, scores = self._number(choice["index"]), self._request.prompt_logprobs, None
+    async def _add_prompt(self, number: int, choices: Sequence[dict[str, Any]]) -> None:
+        """Adds to finished choices what they report about their prompt."""
+        wanted, scores = self._request.prompt_logprobs, None
         if number in self._generation.prompt_logprobs:
             scores = await logprobs.scores_of(self._service, self._generation, number)
-            if wanted is not None:
+        for choice in choices:
+            if wanted is not None and scores is not None:
                 choice["prompt_logprobs"] = logprobs.of_prompt(scores, wanted)
-        if self._texts is not None:
-            text = self._texts[number]
-            _begin_with(choice, self._request, self._prompts[number], text, scores)
+            if self._texts is not None:
+                text = self._texts[number]
+                _begin_with(choice, self._request, self._prompts[number], text, scores)
 
     def _choice(self, index: int) -> dict[str, Any]:
         choice: dict[str, Any] = {

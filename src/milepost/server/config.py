@@ -134,11 +134,10 @@ class ServerConfig:
         )
         _require(has_key, f"ssl_keyfile={self.ssl_keyfile!r}: give ssl_certfile too")
         _require(0 <= self.port < 65536, f"port={self.port}: use 0 to 65535")
-        _require(self.max_waiting >= 0, f"max_waiting={self.max_waiting}: use 0 or more")
         for name in (*_POSITIVE, "max_connections"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"{name}={value}: use more than 0")
-        for name in ("step_timeout_s", "shutdown_timeout_s"):
+        for name in ("max_waiting", "step_timeout_s", "shutdown_timeout_s"):
             value = getattr(self, name)
             _require(value >= 0, f"{name}={value}: use 0 or more")
         for name in ("api_key", "admin_key", "served_model_name"):
@@ -182,10 +181,7 @@ def read_template(given: str | None) -> str | None:
     file."""
     if given is None or "{{" in given or "{%" in given:
         return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template={given!r}: {_why(error)}") from error
+    return _read("chat_template", given)
 
 
 def read_keys(name: str, path: str | None) -> list[str]:
@@ -193,18 +189,18 @@ def read_keys(name: str, path: str | None) -> list[str]:
     read or has no key."""
     if path is None:
         return []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}={path!r}: {_why(error)}") from error
-    keys = [line.strip() for line in lines if line.strip()]
+    keys = [line.strip() for line in _read(name, path).splitlines() if line.strip()]
     _require(bool(keys), f"{name}={path!r}: the file has no key")
     return keys
 
 
-def _why(error: OSError | UnicodeDecodeError) -> str:
-    """Returns the reason without the file's name, which the message has already."""
-    return getattr(error, "strerror", None) or str(error)
+def _read(name: str, path: str) -> str:
+    """Returns the text of the file that a setting names."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)  # without the file's name
+        raise ConfigError(f"{name}={path!r}: {why}") from error
 
 
 def _require(holds: bool, message: str) -> None:

@@ -14,7 +14,7 @@ from milepost.sampling_params import SamplingParams
 from milepost.server import forms, parameters, transfer
 from milepost.server.answers import AnswerParser
 from milepost.server.generation import Generation
-from milepost.server.messages import for_template, tools_for_template, toolset_of
+from milepost.server.messages import tools_for_template, toolset_of
 from milepost.server.protocol import ChatRequest, Sampling
 from milepost.server.service import Service
 from milepost.server.stream import unless_disconnected
@@ -148,14 +148,18 @@ async def render(
 ) -> ChatPrompt:
     """Renders a conversation; with `is_counted` it may be too long for the model."""
     return await service.render(
-        for_template(request.messages),
+        request,
         tools=_shown_tools(service, request),
-        documents=request.documents,
         template_kwargs=template_kwargs(service, request, http.scope),
-        add_generation_prompt=request.add_generation_prompt is not False,
-        continue_final_message=bool(request.continue_final_message),
+        documents=request.documents,
         is_cut=is_counted or request.truncate_prompt_tokens is not None,
     )
+
+
+async def count(service: Service, request: ChatRequest, http: Request) -> int:
+    """Returns the number of a conversation's tokens, unless the client leaves."""
+    rendered = await unless_disconnected(http, render(service, request, http, is_counted=True))
+    return len(rendered.token_ids)
 
 
 def _shown_tools(service: Service, request: ChatRequest) -> list[dict[str, Any]] | None:

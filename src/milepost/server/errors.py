@@ -44,29 +44,30 @@ MEANINGS: dict[int | str, dict[str, Any]] = {
 }
 """Meanings of the response statuses, for the description of the API."""
 
-_STATUS: tuple[tuple[type[MilepostError], int, str], ...] = (
-    (InvalidRequestError, 400, "invalid_request_error"),
-    (QueueFullError, 429, "rate_limit_error"),
-    (ServerClosingError, 503, "service_unavailable"),
-    (EngineAsleepError, 503, "service_unavailable"),
-    (EngineDeadError, 503, "service_unavailable"),
-    (QueueWaitError, 503, "service_unavailable"),
-    (RequestTimeoutError, 504, "timeout"),
-)
+_STATUS: dict[type[MilepostError], int] = {
+    InvalidRequestError: 400,
+    QueueFullError: 429,
+    ServerClosingError: 503,
+    EngineAsleepError: 503,
+    EngineDeadError: 503,
+    QueueWaitError: 503,
+    RequestTimeoutError: 504,
+}
 _TYPES = {
     401: "authentication_error",
-    408: "timeout",
-    431: "request_headers_too_large",
-    499: "client_closed_request",
-    503: "service_unavailable",
-    504: "timeout",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout",
     409: "conflict",
     413: "request_too_large",
     415: "unsupported_media_type",
+    429: "rate_limit_error",
+    431: "request_headers_too_large",
+    499: "client_closed_request",
     500: "internal_error",
     501: "not_implemented",
+    503: "service_unavailable",
+    504: "timeout",
 }
 _OTHER_TASKS = ("/embed", "/score", "/rerank", "/pooling", "/classify", "/audio", "/images")
 """Beginnings of paths that other servers have for other kinds of models."""
@@ -103,7 +104,7 @@ def status_of(error: Exception) -> int:
     """Returns the HTTP status of an error."""
     if isinstance(error, HttpError):
         return error.status_code
-    return next((status for kind, status, _ in _STATUS if isinstance(error, kind)), 500)
+    return next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
 
 
 def message_of(error: Exception) -> str:
@@ -117,9 +118,7 @@ def message_of(error: Exception) -> str:
 
 def body_of(error: Exception) -> dict[str, Any]:
     """{"error": {message, type, param, code}}"""
-    status = status_of(error)
-    kind = next((name for cls, _, name in _STATUS if isinstance(error, cls)), None)
-    message, param, code = message_of(error), None, None
+    status, message, param, code = status_of(error), message_of(error), None, None
     if isinstance(error, HttpError):
         param, code = error.param, error.code
     elif isinstance(error, InvalidRequestError):
@@ -127,11 +126,9 @@ def body_of(error: Exception) -> dict[str, Any]:
         param = field.group(1) if field else None
         if isinstance(error, InvalidPromptError) and error.is_too_long:
             code = TOO_LONG
-    elif kind is None:
+    elif status == 500:
         message = "the server failed; its log says why"
-    return error_body(
-        message, kind or _TYPES.get(status, "invalid_request_error"), param, code or status
-    )
+    return error_body(message, _TYPES.get(status, "invalid_request_error"), param, code or status)
 
 
 def error_body(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
@@ -15,7 +15,6 @@ from milepost.sampling_params import SamplingParams, StructuredOutputs
 from milepost.server.messages import Toolset
 from milepost.server.parsing import lark
 from milepost.server.parsing.answer import AnswerFormat
-from milepost.server.parsing.formats import ToolCalls
 from milepost.server.parts import ResponseFormat
 from milepost.server.protocol import ChatRequest, Sampling
 from milepost.server.tools import NamedToolChoice
@@ -83,17 +82,14 @@ def of_chat(
     call is only allowed, the answer is a call or has that format.
     """
     form = of_request(request)
-    if tools.is_demanded and request.structured_outputs is not None:
-        raise InvalidRequestError(
-            f"tool_choice={_name(request)!r}: it cannot be combined with structured_outputs"
-        )
+    calls = _CallForms(format_, tools, tokenizer, r'("\n" | "\n\n")? ' if is_open else "")
     if tools.is_demanded:
-        form = _calls_form(request, tools, format_, tokenizer, is_open=is_open)
-    elif tools.callable and request.structured_outputs is None:
-        if form is not None and format_.tool_calls is not None:
-            form = _union(form, _calls(tools, format_.tool_calls, tokenizer), is_open=is_open)
-        elif tools.is_bound and format_.tool_calls is not None:
-            form = _bound(tools, format_, tokenizer)
+        form = calls.demanded(request)
+    elif tools.callable and request.structured_outputs is None and format_.tool_calls is not None:
+        if form is not None:
+            form = calls.or_json(form)
+        elif tools.is_bound:
+            form = calls.among_text()
     if form is not None and is_open:
         end = _end_of_reasoning(format_, tokenizer, field_of(request))
         form = replace(form, starts_after=end)
@@ -115,105 +111,85 @@ def apply(params: SamplingParams, form: StructuredOutputs | None) -> SamplingPar
     return params if form is None else replace(params, structured_outputs=form)
 
 
-def _name(request: ChatRequest) -> str:
-    choice = request.tool_choice
-    if isinstance(choice, NamedToolChoice):
-        return choice.name or choice.type
-    return str(choice)
+@dataclass(frozen=True, slots=True)
+class _CallForms:
+    """Forms of answers with calls."""
+
+    format: AnswerFormat
+    tools: Toolset
+    tokenizer: PreTrainedTokenizerBase
+    before: str
+    """A rule for the line breaks that models write after their reasoning."""
+
+    def demanded(self, request: ChatRequest) -> StructuredOutputs:
+        """Returns the form of required calls: one call if a function is named or parallel calls are
+        not wanted."""
+        choice = request.tool_choice
+        name = choice.name or choice.type if isinstance(choice, NamedToolChoice) else str(choice)
+        if request.structured_outputs is not None:
+            raise InvalidRequestError(
+                f"tool_choice={name!r}: it cannot be combined with structured_outputs"
+            )
+        if self.format.tool_calls is None:
+            raise InvalidRequestError(
+                f"tool_choice={name!r}: this model's template has no tool calls"
+            )
+        return _grammar(f"start: {self.before}calls", *self._calls(self._tag))
+
+    def or_json(self, form: StructuredOutputs) -> StructuredOutputs:
+        """Returns the form of an answer that is either calls or JSON of this form's schema."""
+        assert isinstance(form.json, Mapping), "a response_format is a JSON schema"
+        return _grammar(
+            f"start: {self.before}(form | calls)",
+            f"form: {lark.json_value(form.json, is_strict=True)}",
+            *self._calls(self._tag),
+        )
+
+    def among_text(self) -> StructuredOutputs:
+        """Returns the form of any text in which whatever begins like a call is one.
+
+        If the tag of a call is a token, text is everything that does not spell it. Otherwise text
+        and tag are one lexeme, which ends with the tag, because a lexer does not go back.
+        """
+        form, thinking = self.format.tool_calls, self.format.thinking
+        assert form is not None, "calls are kept to a form in models that have calls"
+        starts = form.reader(self.tools.callable or ()).starts
+        text = f"TEXT: {lark.regex('(?s:.+)')} & {_without(starts)}"
+        opened = self._tag(form.open)
+        if opened == lark.text(form.open):
+            opening = f"opening[suffix={opened}]: {lark.regex('(?s:.*)')}"
+            others = [start for start in starts if start != form.open]
+            opening += f" & {_without(others)}" if others else ""
+            calls = self._calls(lambda tag: "opening" if tag == form.open else self._tag(tag))
+            return _grammar("start: calls* text", "text: TEXT?", opening, text, *calls)
+        tags = () if thinking is None else (thinking.open, thinking.close)
+        marks = [mark for mark in map(self._tag, tags) if not mark.startswith('"')]
+        rule = f"text: ({' | '.join(['TEXT', *marks])})*"
+        return _grammar("start: text (calls text)*", rule, text, *self._calls(self._tag))
+
+    def _calls(self, tag: lark.Tag) -> Sequence[str]:
+        """Returns rules that define `calls`."""
+        assert self.format.tool_calls is not None
+        tools, is_single = self.tools.callable or (), self.tools.is_single
+        try:
+            return self.format.tool_calls.grammar(tools, tag, is_single=is_single)
+        except RecursionError as error:
+            raise InvalidRequestError("tools: the parameters are nested too deeply") from error
+
+    def _tag(self, tag: str) -> str:
+        """Returns a tag for a grammar: as a token if it is one."""
+        ids = self.tokenizer.encode(tag, add_special_tokens=False)
+        return tag if len(ids) == 1 else lark.text(tag)
 
 
-def _calls_form(
-    request: ChatRequest,
-    tools: Toolset,
-    format_: AnswerFormat,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    is_open: bool,
-) -> StructuredOutputs:
-    """Returns the form of required calls: one call if a function is named or parallel calls are not
-    wanted."""
-    if format_.tool_calls is None:
-        name = _name(request)
-        raise InvalidRequestError(f"tool_choice={name!r}: this model's template has no tool calls")
-    rules = _calls(tools, format_.tool_calls, tokenizer)
-    return StructuredOutputs(grammar="\n".join([f"start: {_before(is_open)}calls", *rules]))
-
-
-def _before(is_open: bool) -> str:
-    """Returns a rule for the line breaks that models write after their reasoning."""
-    return r'("\n" | "\n\n")? ' if is_open else ""
-
-
-def _calls(
-    tools: Toolset,
-    calls: ToolCalls,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    opened: str | None = None,
-) -> list[str]:
-    """Returns rules that define `calls`. `opened` replaces the opening tag."""
-
-    def tag(text: str) -> str:
-        return opened if opened is not None and text == calls.open else _tag(tokenizer, text)
-
-    try:
-        return list(calls.grammar(tools.callable or (), tag, is_single=tools.is_single))
-    except RecursionError as error:
-        raise InvalidRequestError("tools: the parameters are nested too deeply") from error
-
-
-def _union(form: StructuredOutputs, calls: list[str], *, is_open: bool) -> StructuredOutputs:
-    """Returns the form of an answer that is either calls or JSON of this form's schema."""
-    assert isinstance(form.json, Mapping), "a response_format is a JSON schema"
-    rules = [
-        f"start: {_before(is_open)}(form | calls)",
-        f"form: {lark.json_value(form.json, is_strict=True)}",
-    ]
-    return StructuredOutputs(grammar="\n".join([*rules, *calls]))
-
-
-def _bound(
-    tools: Toolset, format_: AnswerFormat, tokenizer: PreTrainedTokenizerBase
-) -> StructuredOutputs:
-    """Returns the form of any text in which whatever begins like a call is one.
-
-    If the tag of a call is a token, text is everything that does not spell it. Otherwise text and
-    tag are one lexeme, which ends with the tag, because a lexer does not go back.
-    """
-    calls = format_.tool_calls
-    assert calls is not None, "calls are kept to a form in models that have calls"
-    starts = calls.reader(tools.callable or ()).starts
-    text = f"{lark.regex('(?s:.+)')} & {_without(starts)}"
-    opened = _tag(tokenizer, calls.open)
-    if opened == lark.text(calls.open):
-        opening = f"opening[suffix={opened}]: {lark.regex('(?s:.*)')}"
-        others = [start for start in starts if start != calls.open]
-        opening += f" & {_without(others)}" if others else ""
-        own = _calls(tools, calls, tokenizer, opened="opening")
-        rules = ["start: calls* text", "text: TEXT?", opening]
-    else:
-        marks = [_tag(tokenizer, tag) for tag in _think_tags(format_)]
-        special = "".join(f" | {mark}" for mark in marks if not mark.startswith('"'))
-        own = _calls(tools, calls, tokenizer)
-        rules = ["start: text (calls text)*", f"text: (TEXT{special})*"]
-    return StructuredOutputs(grammar="\n".join([*rules, f"TEXT: {text}", *own]))
+def _grammar(*rules: str) -> StructuredOutputs:
+    return StructuredOutputs(grammar="\n".join(rules))
 
 
 def _without(tags: Sequence[str]) -> str:
     """Returns a regex of the texts that contain none of these tags."""
     found = "|".join(re.escape(tag) for tag in tags)
     return f"~{lark.regex(f'(?s:.*)(?:{found})(?s:.*)')}"
-
-
-def _think_tags(format_: AnswerFormat) -> tuple[str, ...]:
-    thinking = format_.thinking
-    return () if thinking is None else (thinking.open, thinking.close)
-
-
-def _tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
-    """Returns a tag for a grammar: as a token if it is one."""
-    ids = tokenizer.encode(tag, add_special_tokens=False)
-    return tag if len(ids) == 1 else lark.text(tag)
 
 
 def _end_of_reasoning(format_: AnswerFormat, tokenizer: PreTrainedTokenizerBase, field: str) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 
-from milepost.server.callers import Keys
+from milepost.server.callers import Keys, header
 from milepost.server.config import ServerConfig
 from milepost.server.connections import Incoming
 from milepost.server.errors import ClientGoneError, HttpError, body_for, message_of, response_of
@@ -60,11 +60,12 @@ class Gate:
         scope["milepost.send"] = exchange.send
         scope["milepost.headers"] = exchange.headers
         scope["milepost.abort"] = incoming.abort
+        scope["milepost.write_timeout_s"] = self._config.write_timeout_s
         scope["milepost.caller"] = self._keys.caller(scope["headers"])
         asked = scope["path"]
         scope = {**scope, **_routed(asked, self._config.root_path or "")}
         if self._config.enable_request_id_headers:
-            own = _header(scope, b"x-request-id") or uuid.uuid4().hex.encode()
+            own = header(scope["headers"], b"x-request-id") or uuid.uuid4().hex.encode()
             exchange.headers.append((b"x-request-id", own))
         try:
             _check_path(asked)
@@ -107,7 +108,7 @@ class Gate:
         return limited
 
     def _check_length(self, scope: Any) -> None:
-        length = _header(scope, b"content-length")
+        length = header(scope["headers"], b"content-length")
         if length.isdigit() and (len(length) > 18 or int(length) > self._config.max_request_bytes):
             raise self._too_large()
 
@@ -162,10 +163,6 @@ class _Exchange:
             "duration_s": round(time.monotonic() - self.arrival, 4),
             **self.record,
         }
-
-
-def _header(scope: Any, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
 
 
 def _check_path(path: str) -> None:

@@ -27,8 +27,10 @@ from milepost.sampling_params import SamplingParams
 from milepost.server.config import ServerConfig, read_object
 from milepost.server.errors import TOO_LONG, HttpError
 from milepost.server.logprobs import TokenBytes
+from milepost.server.messages import for_template
 from milepost.server.metrics import RequestMetrics
 from milepost.server.parsing.answer import find_format, reasoning_tokens, special_tags
+from milepost.server.protocol import ChatRequest, TokenizeRequest
 from milepost.server.templates import check_template_kwargs, variables_of
 from milepost.server.unknown import UnknownFields
 
@@ -142,17 +144,15 @@ class Service:
 
     async def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        body: ChatRequest | TokenizeRequest,
         *,
         tools: Sequence[Any] | None,
         template_kwargs: Mapping[str, Any] | None,
-        add_generation_prompt: bool,
         documents: Sequence[Any] | None = None,
-        continue_final_message: bool = False,
-        is_cut: bool = False,
+        is_cut: bool,
     ) -> chat.ChatPrompt:
         """Returns a conversation as token ids and marks."""
-        variables = self.template_variables
+        variables, messages = self.template_variables, for_template(body.messages or ())
         template_kwargs = {**self._template_defaults, **(template_kwargs or {})}
         check_template_kwargs(template_kwargs, variables)
         for name, given in (("tools", tools), ("documents", documents)):
@@ -165,12 +165,11 @@ class Service:
                 )
         if documents:
             template_kwargs["documents"] = documents
-
         options = {
             "tools": tools,
             "chat_template_kwargs": template_kwargs,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
+            "add_generation_prompt": body.add_generation_prompt is not False,
+            "continue_final_message": bool(body.continue_final_message),
         }
         size = text_length([messages, tools, documents])
         return await self.encoder.encode_chat(messages, size, options, is_cut=is_cut)

@@ -82,7 +82,7 @@ class EventStream(Response):
         close: Callable[[], None],
         *,
         write_timeout_s: float,
-        failed: Callable[[Exception], bytes] = _failure,
+        failed: Callable[[Exception], bytes],
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -168,13 +168,13 @@ async def send(
     close: Callable[[], None],
     *,
     is_stream: bool | None,
-    write_timeout_s: float,
     failed: Callable[[Exception], bytes] = _failure,
 ) -> Response:
     """Returns the response of a writer, as a whole or as a stream. `close` is called at its end."""
     http.scope["milepost.record"]["id"] = writer.id
     if is_stream:
-        return EventStream(writer.events(), close, write_timeout_s=write_timeout_s, failed=failed)
+        limit_s = http.scope["milepost.write_timeout_s"]
+        return EventStream(writer.events(), close, write_timeout_s=limit_s, failed=failed)
     return json_response(await unless_disconnected(http, writer.whole(), close))
 
 

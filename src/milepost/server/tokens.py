@@ -11,7 +11,7 @@ from starlette.responses import Response
 from milepost.server import errors
 from milepost.server.callers import for_clients
 from milepost.server.errors import HttpError
-from milepost.server.messages import for_template, tools_for_template
+from milepost.server.messages import tools_for_template
 from milepost.server.protocol import DetokenizeRequest, TokenizeRequest
 from milepost.server.service import Service
 from milepost.server.stream import unless_disconnected
@@ -66,11 +66,9 @@ async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int]
         )
         return tokens, []
     rendered = await service.render(
-        for_template(body.messages or []),
+        body,
         tools=tools_for_template(body.tools),
         template_kwargs=body.chat_template_kwargs,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
         is_cut=True,
     )
     return rendered.token_ids, list(rendered.marks)

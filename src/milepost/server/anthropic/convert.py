@@ -28,6 +28,10 @@ _BILLING = "x-anthropic-billing-header:"
 after it could be reused, and models need not see it."""
 
 
+_SAME = ("max_tokens", "stream", "temperature", "top_p", "top_k", "cache_salt")
+"""Fields that a chat request has under the same name."""
+
+
 def to_chat(request: CountTokensRequest) -> ChatRequest:
     """Returns the conversation as a chat request; raises ValueError (pydantic's) if that is
     impossible.
@@ -40,16 +44,8 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
     goes_on = messages[-1].role == "assistant" and not messages[-1].tool_calls
     own: dict[str, Any] = {}
     if isinstance(request, MessagesRequest):
-        own = {
-            "max_tokens": request.max_tokens,
-            "stop": request.stop_sequences or None,
-            "stream": request.stream,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": request.top_k,
-            "cache_salt": request.cache_salt,
-            "user": _user(request),
-        }
+        own = {name: getattr(request, name) for name in _SAME}
+        own |= {"stop": request.stop_sequences or None, "user": _user(request)}
     return ChatRequest(
         model=request.model,
         messages=messages,
@@ -75,16 +71,10 @@ def _user(request: MessagesRequest) -> str | None:
 
 
 def _system(request: CountTokensRequest) -> list[openai.Message]:
-    given = request.system
-    if not given:
-        return []
+    given = request.system or []
     if isinstance(given, str):
         given = [TextBlock(type="text", text=given)]
-    parts = [
-        openai.TextPart(type="text", text=block.text, cache_control=block.cache_control)
-        for block in given
-        if not block.text.startswith(_BILLING)
-    ]
+    parts = _texts([block for block in given if not block.text.startswith(_BILLING)])
     return [openai.Message(role="system", content=parts)] if parts else []
 
 
@@ -180,10 +170,8 @@ def _tool_choice(request: CountTokensRequest) -> dict[str, Any]:
     if kind is None:
         name = tools.FunctionName(name=choice.name or "")
         kind = tools.NamedToolChoice(type="function", function=name)
-    return {
-        "tool_choice": kind,
-        "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
-    }
+    is_single = choice.disable_parallel_tool_use
+    return {"tool_choice": kind, "parallel_tool_calls": False if is_single else None}
 
 
 def _output(request: CountTokensRequest) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from milepost.server.conversation import ChatTurn
 from milepost.server.errors import HttpError, anthropic_body_of
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
-from milepost.server.stream import named_event, send, unless_disconnected
+from milepost.server.stream import named_event, send
 
 ANTHROPIC_VERSION = "anthropic-version"
 """A header of all requests of this API."""
@@ -48,10 +48,8 @@ async def answer(service: Service, request: MessagesRequest, http: Request) -> R
         service, _chat(service, request, http), http, field="messages", fits_max_tokens=True
     )
     writer = _MessageWriter(turn, model, request)
-    limit, close = service.config.write_timeout_s, turn.generation.close
-    return await send(
-        writer, http, close, is_stream=request.stream, write_timeout_s=limit, failed=_failed
-    )
+    close, is_stream = turn.generation.close, request.stream
+    return await send(writer, http, close, is_stream=is_stream, failed=_failed)
 
 
 async def count_tokens(
@@ -60,9 +58,7 @@ async def count_tokens(
     """Returns the length of the prompt."""
     service.check_model(request.model)
     chat = _chat(service, request, http)
-    work = conversation.render(service, chat, http, is_counted=True)
-    rendered = await unless_disconnected(http, work)
-    return {"input_tokens": len(rendered.token_ids)}
+    return {"input_tokens": await conversation.count(service, chat, http)}
 
 
 def models(service: Service) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from milepost.sampling_params import ReasoningTokens
 from milepost.server.parsing import lark
-from milepost.server.parsing.events import CallReader, Content, Event, FoundEvents, any_name
+from milepost.server.parsing.events import CallReader, CallSite, Content, Event, FoundEvents
 from milepost.server.parsing.formats import CALLS_OF, REASONING, TOOL_CALLS, ToolCalls, told_by
 from milepost.server.parsing.reasoning import ThinkTags, lines
 from milepost.server.parsing.tape import Reading, Tape
@@ -88,7 +88,7 @@ def _read_calls(
         if not tag:
             return
         if tag in calls.starts:
-            is_call = yield from calls.read(tape, found, tag, found.content, any_name)
+            is_call = yield from calls.read(tag, CallSite(tape, found, found.content))
         elif tag in late:
             late = ()
             yield from lines(tape)

@@ -112,8 +112,37 @@ class FoundEvents:
             self._events.append((kind, [text]))
 
 
-IsKnown = Callable[[str], bool]
-"""Returns whether a function may be called."""
+def any_name(name: str) -> bool:  # noqa: ARG001
+    """Accepts every function, listed or not."""
+    return True
+
+
+@dataclass(slots=True)
+class CallSite:
+    """Where a reader reads calls: the text, the events that are found, and what becomes of text
+    that is no call after all."""
+
+    tape: Tape
+    found: FoundEvents
+    aside: Give
+    is_known: Callable[[str], bool] = any_name
+    """Returns whether a function may be called."""
+    num_calls: int = 0
+
+    def start(self, name: str, id_: str = "") -> None:
+        """Announces a call; its text that was kept is dropped."""
+        self.tape.kept()
+        self.found.start(name, id_)
+
+    def count(self) -> None:
+        """Counts a call. Further calls may have any name, and other text is content."""
+        self.num_calls += 1
+        self.aside, self.is_known = self.found.content, any_name
+
+    def end(self) -> bool:
+        """Passes on the text that was kept, and returns whether there was a call before it."""
+        self.aside(self.tape.kept())
+        return self.num_calls > 0
 
 
 class CallReader(Protocol):
@@ -125,13 +154,6 @@ class CallReader(Protocol):
     names: frozenset[str]
     """Names of the functions in the request."""
 
-    def read(
-        self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
-    ) -> Reading[bool]:
+    def read(self, start: str, site: CallSite) -> Reading[bool]:
         """Reads on after a tag of `starts` and returns whether it was a call. A call is announced
-        as soon as it is known to be one; other text goes to `aside`."""
-
-
-def any_name(name: str) -> bool:  # noqa: ARG001
-    """Accepts every function, listed or not."""
-    return True
+        as soon as it is known to be one."""

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.server.parsing import lark
-from milepost.server.parsing.events import FoundEvents, IsKnown, any_name
+from milepost.server.parsing.events import CallSite
 from milepost.server.parsing.literals import value
 from milepost.server.parsing.scanning import loaded, object_of
-from milepost.server.parsing.strings import QUOTES, Give
-from milepost.server.parsing.tape import Reading, Tape
+from milepost.server.parsing.strings import QUOTES
+from milepost.server.parsing.tape import Reading
 
 _BETWEEN = re.compile(r"[\s,]*")
 _REST = re.compile(r"[\s,}\]]*")
@@ -74,45 +74,34 @@ class JsonReader:
         self.starts = (form.open, *form.others)
         self.close = form.close
 
-    def read(
-        self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
-    ) -> Reading[bool]:
-        tape.keep(start)
-        yield from tape.spaces()
-        yield from tape.take("[")
-        return (yield from self.objects(tape, found, aside, is_known))
+    def read(self, start: str, site: CallSite) -> Reading[bool]:
+        site.tape.keep(start)
+        yield from site.tape.spaces()
+        yield from site.tape.take("[")
+        return (yield from self.objects(site))
 
-    def objects(
-        self, tape: Tape, found: FoundEvents, aside: Give, is_known: IsKnown
-    ) -> Reading[bool]:
+    def objects(self, site: CallSite) -> Reading[bool]:
         """Reads the calls after a bracket that may begin a list, or after the tag; what was read is
         kept."""
+        tape = site.tape
         yield from tape.spaces()
-        num_calls = 0
         while (yield from tape.take("{")):
-            call = _JsonCall(self._form, tape, found, is_known)
-            if not (yield from call.read()):
-                break
-            num_calls += 1
-            aside, is_known = found.content, any_name
+            if not (yield from _JsonCall(self._form, site).read()):
+                return site.end()
+            site.count()
             tape.keep()
             yield from tape.run(_REST)
-        else:
-            if num_calls:
-                tape.kept()
-                return True
-        aside(tape.kept())
-        return num_calls > 0
+        if site.num_calls:
+            tape.kept()
+        return site.end()
 
 
 class _JsonCall:
     """Reads one object after its opening brace."""
 
-    def __init__(self, form: JsonCalls, tape: Tape, found: FoundEvents, is_known: IsKnown) -> None:
+    def __init__(self, form: JsonCalls, site: CallSite) -> None:
         self._form = form
-        self._tape = tape
-        self._found = found
-        self._is_known = is_known
+        self._site, self._tape, self._found = site, site.tape, site.found
         self._ends = tuple(filter(None, (form.close, form.open, *form.others)))
         self._arguments: str | None = None
         self._name: str | None = None
@@ -145,7 +134,7 @@ class _JsonCall:
                 return False
             if key == form.name and self._name is None:
                 self._name = name = loaded((yield from self._text()))
-                if not isinstance(name, str) or not name or not self._is_known(name):
+                if not isinstance(name, str) or not name or not self._site.is_known(name):
                     return False
             elif key in (form.arguments, "parameters") and self._arguments is None:
                 yield from self._read_arguments()
@@ -180,9 +169,8 @@ class _JsonCall:
         tape.unread("{")
         give = None
         if self._name is not None:
-            tape.kept()
             self._has_begun = True
-            self._found.start(self._name)
+            self._site.start(self._name)
             give = self._found.arguments
         pieces: list[str] = []
         yield from value(tape, give or pieces.append, self._ends, is_object=True)

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.server.parsing import lark
-from milepost.server.parsing.events import FoundEvents, IsKnown, any_name
+from milepost.server.parsing.events import CallSite
 from milepost.server.parsing.literals import value
 from milepost.server.parsing.scanning import object_of
-from milepost.server.parsing.strings import Give
-from milepost.server.parsing.tape import Reading, Tape
+from milepost.server.parsing.tape import Reading
 
 MAX_ID_LEN = 1024
 _ID = re.compile(r"[^<]*")
@@ -67,22 +66,15 @@ class _NamedReader:
         self._ends = (*form.call[::-1], form.close, form.open)
         """Tags that end a call, or begin what follows it."""
 
-    def read(
-        self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
-    ) -> Reading[bool]:
-        form = self._form
+    def read(self, start: str, site: CallSite) -> Reading[bool]:
+        form, tape, found = self._form, site.tape, site.found
         tape.keep(start)
         begun = start == form.call[0]
         if not begun:
             yield from tape.spaces()
             begun = bool((yield from tape.take(form.call[0])))
-        num_calls = 0
-        while begun:
-            if not (yield from self._call(tape, found, is_known)):
-                aside(tape.kept())
-                return num_calls > 0
-            num_calls += 1
-            aside, is_known = found.content, any_name
+        while begun and (yield from self._call(site)):
+            site.count()
             mark = yield from tape.until(found.content, *self._ends)
             if mark == form.call[1]:
                 found.end_call()
@@ -93,23 +85,21 @@ class _NamedReader:
                 tape.keep(mark)
             else:
                 tape.unread(mark)
-        if not num_calls:
-            aside(tape.kept())
-        return num_calls > 0
+        return site.end()
 
-    def _call(self, tape: Tape, found: FoundEvents, is_known: IsKnown) -> Reading[bool]:
+    def _call(self, site: CallSite) -> Reading[bool]:
         """Reads one call after its opening tag, up to the end of its arguments."""
+        tape, found = site.tape, site.found
         id_ = yield from tape.run(_ID, MAX_ID_LEN)
         if len(id_) > MAX_ID_LEN or not (yield from tape.take(self._form.arguments)):
             return False
         id_ = id_.strip()
         name = self._name(id_)
-        if not name or not is_known(name):
+        if not name or not site.is_known(name):
             return False
         yield from tape.spaces()
         if (yield from tape.peek("{")):
-            tape.kept()
-            found.start(name, id_)
+            site.start(name, id_)
             yield from value(tape, found.arguments, self._ends, is_object=True)
             return True
         pieces: list[str] = []
@@ -119,8 +109,7 @@ class _NamedReader:
         arguments = object_of(text)
         if arguments is None or (not mark and (tape.is_cut or not text)):
             return False
-        tape.kept()
-        found.start(name, id_)
+        site.start(name, id_)
         found.arguments(arguments)
         return True
 

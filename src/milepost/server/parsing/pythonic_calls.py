@@ -16,12 +16,11 @@ from typing import Any
 
 from milepost.errors import InvalidRequestError
 from milepost.server.parsing import lark
-from milepost.server.parsing.events import FoundEvents, IsKnown, any_name
+from milepost.server.parsing.events import CallSite
 from milepost.server.parsing.json_calls import JsonCalls, JsonReader
 from milepost.server.parsing.scanning import argument, literal, loaded
-from milepost.server.parsing.schemas import carried, required_of, resolved
-from milepost.server.parsing.strings import Give, quoted
-from milepost.server.parsing.tape import Reading, Tape
+from milepost.server.parsing.strings import quoted
+from milepost.server.parsing.tape import Reading
 from milepost.server.parsing.values import Functions, Parameters
 
 MAX_NAME_LEN = 1024
@@ -61,32 +60,23 @@ class PythonicCalls:
 def _function(rule: str, tool: Mapping[str, Any]) -> list[str]:
     """Returns the rules of one function. Parameters come in the order of the schema; those that are
     not required may be left out."""
-    schema = lark.parameters(tool)
-    whole = resolved(schema, schema)
-    given = whole.get("properties")
-    named = given if isinstance(given, Mapping) else {}
-    strictly = {"is_strict": lark.is_strict(tool)}
+    parameters, strictly = Parameters(lark.parameters(tool)), {"is_strict": lark.is_strict(tool)}
     head = lark.text(_checked(tool["function"]["name"]) + "(")
-    if not named and whole.get("additionalProperties", True) is not False:
-        more = whole.get("additionalProperties", True)
-        value = lark.json_value(
-            carried(more if isinstance(more, Mapping) else {}, schema), **strictly
-        )
-        key = "/[A-Za-z_][A-Za-z0-9_]*/"
+    if not parameters.named and parameters.others is not None:
+        value = parameters.others.json_rule(**strictly)
         return [
             f'{rule}: {head} ({rule}_p (", " {rule}_p)*)? ")"',
-            f'{rule}_p: {key} "=" {value}',
+            f'{rule}_p: /[A-Za-z_][A-Za-z0-9_]*/ "=" {value}',
         ]
     rules = [f'{rule}: {head} {rule}_f0 ")"']
-    required = required_of(whole)
-    for i, (name, its) in enumerate(named.items()):
+    for i, (name, its) in enumerate(parameters.named.items()):
         own, first, more = f"{rule}_p{i}", f"{rule}_f{i + 1}", f"{rule}_m{i + 1}"
-        sub = carried(its if isinstance(its, Mapping) else {}, schema)
-        rules.append(f"{own}: {lark.text(_checked(name) + '=')} {lark.json_value(sub, **strictly)}")
-        skip, mark = ("", "") if name in required else (f" | {first}", "?")
+        rules.append(f"{own}: {lark.text(_checked(name) + '=')} {its.json_rule(**strictly)}")
+        skip, mark = ("", "") if name in parameters.required else (f" | {first}", "?")
         rules.append(f"{rule}_f{i}: {own} {more}{skip}")
         rules.append(f'{rule}_m{i}: (", " {own}){mark} {more}')
-    return [*rules, f'{rule}_f{len(named)}: ""', f'{rule}_m{len(named)}: ""']
+    num = len(parameters.named)
+    return [*rules, f'{rule}_f{num}: ""', f'{rule}_m{num}: ""']
 
 
 def _checked(name: str) -> str:
@@ -101,51 +91,42 @@ class _PythonicReader:
         self.names = self._functions.names
         self.starts = (form.open,)
         self.close = form.close
+        self._ends = (form.close, form.open)
         self._json = JsonReader(JsonCalls(open=form.open, close=form.close), self.names)
 
-    def read(
-        self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
-    ) -> Reading[bool]:
+    def read(self, start: str, site: CallSite) -> Reading[bool]:
+        tape = site.tape
         tape.keep(start)
         yield from tape.spaces()
         yield from tape.take("[")
         yield from tape.spaces()
         if (yield from tape.peek("{")):
-            return (yield from self._json.objects(tape, found, aside, is_known))
-        num_calls = 0
+            return (yield from self._json.objects(site))
         while True:
             yield from tape.run(_BETWEEN)
             name = yield from tape.run(_NAME, MAX_NAME_LEN)
-            is_named = name and len(name) <= MAX_NAME_LEN and is_known(name)
+            is_named = name and len(name) <= MAX_NAME_LEN and site.is_known(name)
             if not is_named or not (yield from tape.take("(")):
                 break
-            parameters = self._functions.parameters(name)
-            call = _PythonicCall(name, tape, found, parameters, (self.close, *self.starts))
+            call = _PythonicCall(name, site, self._functions.parameters(name), self._ends)
             if not (yield from call.read()):
                 break
-            num_calls += 1
-            aside, is_known = found.content, any_name
+            site.count()
             tape.keep()
-        aside(tape.kept())
-        if num_calls:
+        is_call = site.end()
+        if is_call:
             yield from tape.run(_REST)
-        return num_calls > 0
+        return is_call
 
 
 class _PythonicCall:
     """Reads one call after its parenthesis."""
 
     def __init__(
-        self,
-        name: str,
-        tape: Tape,
-        found: FoundEvents,
-        parameters: Parameters,
-        ends: tuple[str, ...],
+        self, name: str, site: CallSite, parameters: Parameters, ends: tuple[str, ...]
     ) -> None:
-        self._name = name
-        self._tape = tape
-        self._found = found
+        self._name, self._site = name, site
+        self._tape, self._found = site.tape, site.found
         self._parameters = parameters
         self._ends = ends
         self._given: set[str] = set()
@@ -225,6 +206,5 @@ class _PythonicCall:
         """Announces the call if it is new, and adds to its arguments."""
         if not self._has_begun:
             self._has_begun = True
-            self._tape.kept()
-            self._found.start(self._name)
+            self._site.start(self._name)
         self._found.arguments(text)

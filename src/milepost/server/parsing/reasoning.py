@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from milepost.server.parsing.events import CallReader, FoundEvents, any_name
+from milepost.server.parsing.events import CallReader, CallSite, FoundEvents, any_name
 from milepost.server.parsing.strings import TextLine
 from milepost.server.parsing.tape import Reading, Tape, is_token
 
@@ -78,7 +78,7 @@ class ThinkTags:
                 text.give(mark)
                 continue
             is_known = any_name if is_token(mark) else calls.names.__contains__
-            if (yield from calls.read(tape, found, mark, text.give, is_known)):
+            if (yield from calls.read(mark, CallSite(tape, found, text.give, is_known))):
                 return True
         text.release()
         return False

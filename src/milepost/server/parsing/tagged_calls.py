@@ -24,10 +24,10 @@ from typing import Any
 
 from milepost.errors import InvalidRequestError
 from milepost.server.parsing import lark
-from milepost.server.parsing.events import FoundEvents, IsKnown
+from milepost.server.parsing.events import CallSite, FoundEvents
 from milepost.server.parsing.literals import value
 from milepost.server.parsing.scanning import bracketed
-from milepost.server.parsing.strings import Give, TextLine, inside, quoted
+from milepost.server.parsing.strings import TextLine, inside, quoted
 from milepost.server.parsing.tape import Reading, Tape
 from milepost.server.parsing.values import Functions, Parameters, Value
 
@@ -121,24 +121,21 @@ class _TaggedReader:
         self.starts = (form.open, form.function[0])
         self.close = form.close
 
-    def read(
-        self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
-    ) -> Reading[bool]:
+    def read(self, start: str, site: CallSite) -> Reading[bool]:
         """Returns whether it was a call: its first parameter or its end tells."""
-        form = self._form
+        form, tape = self._form, site.tape
         tape.keep(start)
         begun = start == form.function[0]
         if not begun:
             yield from tape.spaces()
             begun = bool((yield from tape.take(form.function[0])))
         name = (yield from self._name(tape)) if begun else ""
-        is_named = name and is_known(name) and (start == form.open or name in self.names)
+        is_named = name and site.is_known(name) and (start == form.open or name in self.names)
         if not is_named or not (yield from self._goes_on(tape)):
-            aside(tape.kept())
-            return False
-        tape.kept()
-        found.start(name)
-        yield from _TaggedCall(form, tape, found, self._functions.parameters(name)).read()
+            return site.end()
+        site.start(name)
+        call = _TaggedCall(form, tape, site.found, self._functions.parameters(name))
+        yield from call.read()
         return True
 
     def _name(self, tape: Tape) -> Reading[str]:

@@ -89,6 +89,10 @@ class Value:
 
     # --- grammar ----------------------------------------------------------------------------------
 
+    def json_rule(self, *, is_strict: bool) -> str:
+        """Returns a rule for the values as JSON."""
+        return lark.json_value(carried(self._schema, self._root), is_strict=is_strict)
+
     def rules(self, rule: str, end: str, barred: str, *, is_strict: bool) -> list[str]:
         """Returns rules; `rule` matches a text of this value, followed by `end`, and no string
         in it matches `barred`. `of_text` reads whatever they accept as a value that the schema

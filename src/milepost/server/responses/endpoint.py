@@ -20,7 +20,7 @@ from milepost.server.responses.convert import Converted, items_of, to_chat
 from milepost.server.responses.protocol import ITEM, ResponseItem, ResponsesRequest
 from milepost.server.responses.writer import Writer
 from milepost.server.service import Service
-from milepost.server.stream import send, unless_disconnected
+from milepost.server.stream import send
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 2**26
@@ -86,10 +86,8 @@ async def respond(
             store.put(owner, body["id"], _stored(body, own, items))
 
     writer = Writer(request, turn, model, octets, converted.names, keep)
-    limit, close = service.config.write_timeout_s, turn.generation.close
-    return await send(
-        writer, http, close, is_stream=request.stream, write_timeout_s=limit, failed=writer.failed
-    )
+    close, is_stream = turn.generation.close, request.stream
+    return await send(writer, http, close, is_stream=is_stream, failed=writer.failed)
 
 
 async def count_tokens(
@@ -98,9 +96,8 @@ async def count_tokens(
     """Returns the length of the prompt."""
     service.check_model(request.model)
     _, _, converted = chat_of(store, request, http)
-    work = conversation.render(service, converted.chat, http, is_counted=True)
-    rendered = await unless_disconnected(http, work)
-    return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
+    count = await conversation.count(service, converted.chat, http)
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 def chat_of(

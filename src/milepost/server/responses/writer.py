@@ -19,8 +19,13 @@ from milepost.server.responses.protocol import ResponsesRequest
 from milepost.server.responses.tools import Names
 from milepost.server.stream import named_event
 
-_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
-_TEXTS = {"reasoning": "response.reasoning_text", "text": "response.output_text"}
+_FORMS = {
+    "reasoning": ("rs", "reasoning_text", "text"),
+    "text": ("msg", "output_text", "text"),
+    "call": ("fc", "function_call_arguments", "arguments"),
+    "custom": ("ctc", "custom_tool_call_input", "input"),
+}
+"""The prefix of each kind of item's ids, the name of its events, and the name of its text there."""
 
 
 class Writer:
@@ -156,23 +161,19 @@ class Writer:
     def _is_cut(self, block: AnswerBlock) -> bool:
         """Returns whether a block is incomplete. A call with all its arguments is complete, even
         without its closing tag."""
-        if block is not self._cut:
-            return False
-        is_function = block.kind == "call" and not self._is_custom(block)
-        return not (is_function and _is_json(block.text))
+        is_function = self._kind(block) == "call"
+        return block is self._cut and not (is_function and _is_json(block.text))
 
-    def _is_custom(self, block: AnswerBlock) -> bool:
-        return block.kind == "call" and self._names.of_call(block.name).is_custom
+    def _kind(self, block: AnswerBlock) -> str:
+        is_custom = block.kind == "call" and self._names.of_call(block.name).is_custom
+        return "custom" if is_custom else block.kind
 
     def _id(self, block: AnswerBlock) -> str:
-        prefix = "ctc" if self._is_custom(block) else _PREFIXES[block.kind]
-        return f"{prefix}_{block.id}"
+        return f"{_FORMS[self._kind(block)][0]}_{block.id}"
 
     def _place(self, block: AnswerBlock) -> dict[str, Any]:
-        return {**self._output_place(block), "content_index": 0}
-
-    def _output_place(self, block: AnswerBlock) -> dict[str, Any]:
-        return {"item_id": self._id(block), "output_index": block.index}
+        place = {"item_id": self._id(block), "output_index": block.index}
+        return place if block.kind == "call" else {**place, "content_index": 0}
 
     def _part(self, block: AnswerBlock, text: str | None = None) -> dict[str, Any]:
         text = block.text if text is None else text
@@ -192,36 +193,24 @@ class Writer:
             yield self._event("response.content_part.added", **self._place(block), part=part)
 
     def _gained(self, step: Step) -> Iterator[bytes]:
-        block, text = step.block, step.text
-        if block.kind == "call":
-            name = f"response.{self._written(block)[0]}.delta"
-            yield self._event(name, **self._output_place(block), delta=text)
-            return
+        block, name = step.block, _FORMS[self._kind(step.block)][1]
         own = {"logprobs": []} if block.kind == "text" else {}
-        yield self._event(f"{_TEXTS[block.kind]}.delta", **self._place(block), delta=text, **own)
+        yield self._event(f"response.{name}.delta", **self._place(block), delta=step.text, **own)
 
     def _closed(self, step: Step) -> Iterator[bytes]:
-        block = step.block
-        if block.kind == "call":
-            kind, key = self._written(block)
-            own: dict[str, Any] = {key: block.text}
-            if not self._is_custom(block):
-                own["name"] = self._names.of_call(block.name).name
-            yield self._event(f"response.{kind}.done", **self._output_place(block), **own)
-        else:
-            own = {"logprobs": self._logprobs.get(block.index, [])} if block.kind == "text" else {}
-            name = f"{_TEXTS[block.kind]}.done"
-            yield self._event(name, **self._place(block), text=block.text, **own)
+        block, kind = step.block, self._kind(step.block)
+        _, name, key = _FORMS[kind]
+        own: dict[str, Any] = {key: block.text}
+        if kind == "text":
+            own["logprobs"] = self._logprobs.get(block.index, [])
+        elif kind == "call":
+            own["name"] = self._names.of_call(block.name).name
+        yield self._event(f"response.{name}.done", **self._place(block), **own)
+        if block.kind != "call":
             part = self._part(block)
             yield self._event("response.content_part.done", **self._place(block), part=part)
         item = self._item(block, is_done=True)
         yield self._event("response.output_item.done", output_index=block.index, item=item)
-
-    def _written(self, block: AnswerBlock) -> tuple[str, str]:
-        """Returns the name of a call's events and of their text."""
-        if self._is_custom(block):
-            return "custom_tool_call_input", "input"
-        return "function_call_arguments", "arguments"
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         body = {"type": name, "sequence_number": self._num_events, **fields}
