@@ -10,14 +10,14 @@ from typing import Literal
 
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 
-Kind = Literal["reasoning", "text", "call"]
+BlockKind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(slots=True, eq=False)
 class AnswerBlock:
     """One block, as far as it has arrived."""
 
-    kind: Kind
+    kind: BlockKind
     index: int
     name: str = ""
     """Name of the called function."""
@@ -72,14 +72,14 @@ class Blocks:
             yield Step("closed", self.open)
             self.open = None
 
-    def _begin(self, kind: Kind, name: str = "", own_id: str = "") -> Iterator[Step]:
+    def _begin(self, kind: BlockKind, name: str = "", own_id: str = "") -> Iterator[Step]:
         yield from self.end()
         self.open = AnswerBlock(kind, len(self.all), name, own_id)
         self.all.append(self.open)
         yield Step("opened", self.open)
 
 
-_KINDS: dict[type[Event], Kind] = {
+_KINDS: dict[type[Event], BlockKind] = {
     Reasoning: "reasoning",
     Content: "text",
     CallArguments: "call",

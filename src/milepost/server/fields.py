@@ -32,7 +32,7 @@ Many = Annotated[list[T], STOP_AT_FIRST]
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
 Alternatives = Annotated[int, Field(ge=0, le=20)]
-Kind = Annotated[str, Field(max_length=64)]
+AnyType = Annotated[str, Field(max_length=64)]
 """A `type` of any name."""
 Int64 = Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]

@@ -14,7 +14,7 @@ from tokenizers import decoders
 
 from milepost.engine.outputs import Logprob
 from milepost.engine.processes import Delta
-from milepost.engine.text.lengths import BYTE_LEVEL
+from milepost.engine.text import BYTE_LEVEL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, model_validator
 from pydantic_core import from_json
 
-from milepost.server.fields import Body, Kind, Many, with_type
+from milepost.server.fields import AnyType, Body, Many, with_type
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -129,7 +129,7 @@ class Tool(Body):
     """A function, or a custom tool, whose input is text. Tools of other kinds would run on the
     server; they are left out."""
 
-    type: Kind
+    type: AnyType
     function: FunctionDefinition | None = None
     custom: CustomDefinition | None = None
 
@@ -154,7 +154,7 @@ class FunctionName(Body):
 
 
 class AllowedTool(Body):
-    type: Kind
+    type: AnyType
     function: FunctionName | None = None
     custom: FunctionName | None = None
 

@@ -19,12 +19,13 @@ from milepost.engine.text.generation_config import (
     with_defaults,
     within,
 )
-from milepost.engine.text.lengths import text_length
+from milepost.engine.text.lengths import BYTE_LEVEL, text_length
 from milepost.engine.text.special import special_texts
 from milepost.engine.text.token_texts import TokenTexts
 from milepost.engine.text.tokenizer import load_tokenizer, tokenizer_for, without_torch
 
 __all__ = [
+    "BYTE_LEVEL",
     "ChatPrompt",
     "Detokenizer",
     "Encoder",

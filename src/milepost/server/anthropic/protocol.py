@@ -9,10 +9,10 @@ from pydantic import Field, field_validator, model_validator
 
 from milepost.server.fields import (
     MAX_PARTS,
+    AnyType,
     Body,
     Count,
     Int64,
-    Kind,
     Many,
     Positive,
     StopText,
@@ -138,7 +138,7 @@ class ResultBlock(_MarkedBlock):
 class ServerResultBlock(_MarkedBlock):
     """The result of a tool that another server ran; each kind has its own type."""
 
-    type: Kind
+    type: AnyType
     tool_use_id: str
     content: Any = None
     is_error: unread(bool, False) = None

@@ -14,8 +14,8 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 from milepost.server.fields import (
     MAX_PARTS,
     Alternatives,
+    AnyType,
     Body,
-    Kind,
     LeftOutBody,
     Many,
     Positive,
@@ -168,7 +168,7 @@ class MoreToolsItem(_AnyItem):
 class OtherItem(_AnyItem, LeftOutBody):
     """An item that is left out."""
 
-    type: Kind
+    type: AnyType
 
     @field_validator("type")
     @classmethod

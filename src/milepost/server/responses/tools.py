@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from milepost.server import tools as chat
-from milepost.server.fields import Body, Kind, LeftOutBody, Many, tagged, unread
+from milepost.server.fields import AnyType, Body, LeftOutBody, Many, tagged, unread
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -80,7 +80,7 @@ class Namespace(Body):
 class OtherTool(LeftOutBody):
     """A tool for a server to run, or known only to some models; left out."""
 
-    type: Kind
+    type: AnyType
 
     def left_out(self) -> Iterator[str]:
         yield self.type
@@ -94,7 +94,7 @@ ResponseTool: Any = tagged(
 class NamedTool(LeftOutBody):
     """One of the allowed tools. Hosted tools have names of other kinds."""
 
-    type: Kind
+    type: AnyType
     name: str | None = None
     namespace: str | None = None
 
@@ -102,7 +102,7 @@ class NamedTool(LeftOutBody):
 class ChosenTool(Body):
     """The one tool to call, or with `allowed_tools` those that may be called."""
 
-    type: Kind
+    type: AnyType
     name: str | None = None
     namespace: str | None = None
     mode: Literal["auto", "required"] | None = None
