@@ -79,7 +79,7 @@ def _open(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
     """Allocates stages, their barriers, and barriers for turns."""
     STAGES: gl.constexpr = SHAPE.stages
     dtype: gl.constexpr = weight.dtype
-    inputs = gl.allocate_shared_memory(dtype, [STAGES, 2 * _HALF, _BLOCK], weight.layout)
+    inputs = gl.allocate_shared_memory(dtype, [2 * STAGES, _HALF, _BLOCK], weight.layout)
     shape: gl.constexpr = [SHAPE.parts * STAGES, _BLOCK, _BLOCK]
     weights = gl.allocate_shared_memory(dtype, shape, weight.layout)
     bars = open_bars(SHAPE)
@@ -107,10 +107,10 @@ def _find_rows(rows, work, first_row, end, SHAPE: gl.constexpr):
 @gluon.jit
 def _copy_rows(found, step, stages, stage):
     p_first, p_second, is_tall = found
-    place, at = stages.inputs.index(stage), step * _BLOCK
-    async_copy.async_copy_global_to_shared(place.slice(0, _HALF), p_first + at)
+    inputs, at = stages.inputs, step * _BLOCK
+    async_copy.async_copy_global_to_shared(inputs.index(2 * stage), p_first + at)
     if is_tall:
-        async_copy.async_copy_global_to_shared(place.slice(_HALF, _HALF), p_second + at)
+        async_copy.async_copy_global_to_shared(inputs.index(2 * stage + 1), p_second + at)
 
 
 @gluon.jit
@@ -209,7 +209,7 @@ def _multiply(
         next_row = gl.load(p_row + ahead * stride)
         stage = number % STAGES
         mbarrier.wait(bars.index(stage), number // STAGES & 1)
-        left = stages.inputs.index(stage).slice(OWN * _HALF, _HALF)
+        left = stages.inputs.index(2 * stage + OWN)
         right = stages.weights.index(stage * PARTS).permute((1, 0))
         product = _multiply_in_turn(left, right, stages.turns, turn, is_tall, OWN)
         turn += 1

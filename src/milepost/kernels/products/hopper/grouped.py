@@ -38,8 +38,8 @@ _BLOCK = gl.constexpr(BLOCK)
 
 
 class GroupedStages(NamedTuple):
-    """Inputs [PIECES * STAGES, BLOCK_M, BLOCK / PIECES] and weights [PARTS * STAGES, BLOCK, ...] in
-    shared memory, and barriers: of stages that are loaded, then of those that are used up."""
+    """Inputs [2 * STAGES, ...] in shared memory, halves of the rows in FP8 and of a step in int4,
+    weights [PARTS * STAGES, BLOCK, ...], and barriers: loaded stages first, then used ones."""
 
     inputs: Any
     weights: Any
@@ -292,9 +292,9 @@ def _load_rows(stages, rows, found, step, stage, SHAPE: gl.constexpr):
     first, num_rows = found
     bar = stages.bars.index(stage)
     for piece in gl.static_range(PIECES):
-        place = stages.inputs.index(PIECES * stage + piece)
+        place = stages.inputs.index(2 * stage + piece)
         column = step * _BLOCK + piece * WIDTH
-        load_box(rows, [first, column], bar, place.slice(0, BOX, 0))
+        load_box(rows, [first, column], bar, place if PIECES == 1 else place.slice(0, BOX, 0))
         if SHAPE.block_m > BOX:
-            rest = place.slice(BOX, BOX, 0)
+            rest = place.slice(BOX, BOX, 0) if PIECES == 2 else stages.inputs.index(2 * stage + 1)
             load_box(rows, [first + BOX, column], bar, rest, pred=num_rows > BOX)
