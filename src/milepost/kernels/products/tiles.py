@@ -82,36 +82,9 @@ class RawTiles:
         return min(self.max_warps, self.mma_m // 16)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RawRegime:
-    """Tiles for up to `wide.block_m` rows."""
-
-    wide: RawTiles
-    """For many outputs; a tile has at most this many."""
-    long: RawTiles
-    """For many inputs, few outputs."""
-    square: RawTiles
-    small: RawTiles | None
-    """For few outputs, some inputs; None where other kernels are as fast."""
-
-
-def _raw_regime(block_m: int, stages: tuple[int, ...], programs: int, split_k: int) -> RawRegime:
-    wide, long, square, *small = (
-        RawTiles(block_m=block_m, block_n=64, num_stages=each, max_warps=4) for each in stages
-    )
-    return RawRegime(
-        wide=replace(wide, block_n=128, max_warps=4 if block_m == 16 else 8),
-        long=replace(long, programs=programs, split_k=split_k),
-        square=replace(square, split_k=2),
-        small=replace(small[0], split_k=4) if small else None,
-    )
-
-
-_REGIMES = (
-    _raw_regime(16, (12, 10, 8), 2, 4),
-    _raw_regime(32, (11, 8, 6, 10), 2, 4),
-    _raw_regime(64, (9, 12, 12, 10), 1, 2),
-)
+_RAW_STAGES = {16: (12, 10, 8, 0), 32: (11, 8, 6, 10), 64: (9, 12, 12, 10)}
+"""Stages by the tokens of a tile: for many outputs; for many inputs and few outputs; for some of
+both; for some inputs and few outputs, 0 where other kernels are as fast."""
 _FEW, _SOME, _MANY = range(1 << 11, 1 << 12), range(1 << 12, 1 << 13), range(1 << 13, 1 << 15)
 """Ranges of outputs, or inputs, whose GEMMs gain. With more outputs it does not matter when they
 begin; with fewer of both, the portable kernel is as fast."""
@@ -120,26 +93,34 @@ begin; with fewer of both, the portable kernel is as fast."""
 def cut_raw_hopper(product: Product, chip: Chip) -> RawTiles | None:
     """Returns the tiles of a GEMM that Hopper's kernel is the fastest for, else None. Without
     `Epilogue.PARTIALS` a launch of its own adds split-K partials up."""
-    num_rows, weight = product.num_rows, product.weight
+    num_rows, weight, sms = product.num_rows, product.weight, chip.num_sms
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
-    regime = next((each for each in _REGIMES if 1 < num_rows <= each.wide.block_m), None)
-    if regime is None:
+    block_m = next((rows for rows in _RAW_STAGES if 1 < num_rows <= rows), 0)
+    if not block_m:
         return None
-    tiles, is_whole = None, product.epilogue is Epilogue.NONE
+    wide, long, square, small = _RAW_STAGES[block_m]
+    stages, block_n, warps, programs, split_k = long, 64, 4, 1, 1
+    is_whole = product.epilogue is Epilogue.NONE
     is_wide = is_whole and num_outputs in _SOME and num_inputs not in _MANY
+    is_narrow = num_outputs in _FEW or num_outputs in _SOME
     if num_outputs in _MANY or is_wide:
-        block_n = _spread(num_outputs, chip.num_sms, regime.wide.block_n)
-        tiles = replace(regime.wide, block_n=block_n)
-    elif num_inputs in _MANY and (num_outputs in _FEW or num_outputs in _SOME):
-        tiles = regime.long
-    elif num_inputs in _SOME and num_outputs in _SOME:
-        tiles = regime.square
-    elif num_inputs in _SOME and num_outputs in _FEW:
-        tiles = regime.small
-    elif num_inputs in _FEW and (num_outputs in _FEW or num_outputs in _SOME) and not is_whole:
-        tiles = regime.long
-    is_cut = tiles is not None and num_inputs % (RAW_BLOCK_K * tiles.split_k) == 0
-    return tiles if is_cut else None
+        stages, block_n, warps = wide, _spread(num_outputs, sms, 128), 4 if block_m == 16 else 8
+    elif is_narrow and (num_inputs in _MANY or (num_inputs in _FEW and not is_whole)):
+        programs, split_k = (1, 2) if block_m == 64 else (2, 4)
+    elif is_narrow and num_inputs in _SOME:
+        stages, split_k = (square, 2) if num_outputs in _SOME else (small, 4)
+    else:
+        return None
+    if not stages or num_inputs % (RAW_BLOCK_K * split_k):
+        return None
+    return RawTiles(
+        block_m=block_m,
+        block_n=block_n,
+        num_stages=stages,
+        max_warps=warps,
+        programs=programs,
+        split_k=split_k,
+    )
 
 
 def _spread(num_outputs: int, num_sms: int, widest: int) -> int:
