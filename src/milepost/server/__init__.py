@@ -1,7 +1,7 @@
 """The OpenAI-compatible HTTP server in front of an engine process. Besides the folders `anthropic`,
 `responses` and `parsing` (formats of tool calls and reasoning), its modules are:
 
-    begin and end            run, config, loading, stats
+    begin and end            run, embedding, config, loading, stats
     paths                    app, operation, rendering, tokens
     OpenAI endpoints         completions, chat, conversation
     before the application   connections, gate, callers
@@ -12,3 +12,26 @@
     figures                  metrics, vllm_metrics
     files of requests        batch
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from milepost.server.config import ServerConfig
+    from milepost.server.embedding import create_app
+
+__all__ = ["ServerConfig", "create_app"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what is asked for: the command line reads the configuration alone."""
+    if name == "create_app":
+        from milepost.server.embedding import create_app
+
+        return create_app
+    if name == "ServerConfig":
+        from milepost.server.config import ServerConfig
+
+        return ServerConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

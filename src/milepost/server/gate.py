@@ -63,7 +63,7 @@ class Gate:
         scope["milepost.write_timeout_s"] = self._config.write_timeout_s
         scope["milepost.caller"] = self._keys.caller(scope["headers"])
         asked = scope["path"]
-        scope = {**scope, **_routed(asked, self._config.root_path or "")}
+        scope = {**scope, **_routed(asked, self._config.root_path or scope.get("root_path", ""))}
         if self._config.enable_request_id_headers:
             own = header(scope["headers"], b"x-request-id") or uuid.uuid4().hex.encode()
             exchange.headers.append((b"x-request-id", own))
