@@ -1,4 +1,5 @@
-"""Programs that end without closing their engine: `python -m tests.engine.programs KIND WAY...`.
+"""Programs that end without closing their engine:
+`python -m tests.engine.programs KIND MODEL FOLDER WAY...`, where KIND is `LLM` or `AsyncLLM`.
 
 Each way is a process of its own, forked once all is imported. No file is written before the engine
 is being closed, so what an engine does not wait for is missing.
@@ -6,13 +7,14 @@ is being closed, so what an engine does not wait for is missing.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
 
-from milepost import LLM
+from milepost import LLM, AsyncLLM
 from milepost.engine.loop.core import Engine
 from milepost.tiers.disk import Disk
 from milepost.tiers.files import Files
@@ -59,6 +61,25 @@ def use_llm(model: Path, folder: Path, way: str) -> LLM:
     return llm
 
 
+def use_async_llm(model: Path, folder: Path, way: str) -> AsyncLLM:
+    """Likewise. Its event loop has ended by the time that the program does."""
+    from tests.engine import programs  # as `__main__` the engine's process would not find it
+
+    llm = AsyncLLM(model, skip_tokenizer_init=True, **options(folder, way))
+    llm._client._process._make_engine = programs.gated_engine
+
+    async def answer(seed: int) -> None:
+        async for _ in llm.generate(tokens(PROMPT_LEN, seed), greedy()):
+            pass
+
+    async def use() -> None:
+        await asyncio.gather(*map(answer, range(NUM_PROMPTS)))
+        await anext(llm.generate(tokens(40, seed=99), greedy(2000)))
+
+    asyncio.run(use())
+    return llm
+
+
 def end(way: str) -> None:
     if way == "exception":
         raise RuntimeError("the program has a defect")
@@ -69,13 +90,14 @@ def end(way: str) -> None:
 
 def main() -> None:
     """Prints each way's exit status."""
-    model, folder, *ways = sys.argv[1:]
+    kind, model, folder, *ways = sys.argv[1:]
+    use = use_llm if kind == "LLM" else use_async_llm
     for way in ways:
         sys.stdout.flush()
         pid = os.fork()
         if not pid:
             hold_writes_until_close()
-            globals()["kept"] = use_llm(Path(model), Path(folder), way)
+            globals()["kept"] = use(Path(model), Path(folder), way)
             end(way)
             return
         print(way, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))

@@ -59,21 +59,23 @@ def run(*arguments) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_program_that_ends_has_written_all(tiny, turns, tmp_path):
+@pytest.mark.parametrize("kind", ["LLM", pytest.param("AsyncLLM", marks=pytest.mark.nightly)])
+def test_a_program_that_ends_has_written_all(tiny, turns, tmp_path, kind):
     """By itself, by an exception, and by SIGTERM, with a request that still runs."""
-    said = run(tiny.folder, tmp_path, *programs.WAYS)
+    said = run(kind, tiny.folder, tmp_path, *programs.WAYS)
     assert said == [f"{way} {int(status)}" for way, status in programs.WAYS.items()]
     found = {way: num_found(tiny, tmp_path, way, turns) for way in programs.WAYS}
     assert found == dict.fromkeys(programs.WAYS, programs.NUM_PROMPTS)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("round_", range(5))
-def test_a_program_that_ends_on_a_busy_machine_has_written_all(tiny, turns, tmp_path, round_):
+@pytest.mark.parametrize("kind", ["LLM", "AsyncLLM"])
+@pytest.mark.parametrize("round_", range(3))
+def test_a_program_that_ends_on_a_busy_machine_has_written_all(tiny, turns, tmp_path, round_, kind):
     """Beside eight processes that compute all the time."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
     try:
-        test_a_program_that_ends_has_written_all(tiny, turns, tmp_path)
+        test_a_program_that_ends_has_written_all(tiny, turns, tmp_path, kind)
     finally:
         for process in busy:
             process.kill()
