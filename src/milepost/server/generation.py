@@ -57,7 +57,7 @@ class Generation:
         """Log-probabilities by prompt, where they were requested."""
         self.num_choices = len(prompts) * params.n
         self._tally = RequestTally(prompts, params, arrival, scope["milepost.record"])
-        self._observers = self._tally, MetricsObserver(service.metrics, params, self._tally)
+        self._metrics = MetricsObserver(service.metrics, params, self._tally)
         self._is_closed = False
 
     async def begun(self) -> None:
@@ -88,8 +88,8 @@ class Generation:
         if not self._is_closed:
             self._is_closed = True
             self._stream.close()
-            for observer in self._observers:
-                observer.closed()
+            self._tally.closed()
+            self._metrics.closed()
 
     def _end_enough(self, is_enough: Callable[[int], bool]) -> list[tuple[int, Delta]]:
         """Ends the answers that are complete enough; the engine is told when the streams are
@@ -100,8 +100,8 @@ class Generation:
         return self._extend([(i, Delta(i % num, "", [], finish_reason="stop")) for i in enough])
 
     def _take(self, number: int, output: Output) -> list[tuple[int, Delta]]:
-        for observer in self._observers:
-            observer.received(number, output)
+        self._tally.received(number, output)
+        self._metrics.received(number, output)
         if output.kv_transfer_params is not None:
             self._transfers[number] = output.kv_transfer_params
         if output.prompt_logprobs is not None:
@@ -115,11 +115,10 @@ class Generation:
     def _extend(self, deltas: list[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
         """Tells the observers of deltas, and returns them. Raises InvalidRequestError for an answer
         that the engine could not go on with."""
-        for observer in self._observers:
-            observer.extended(deltas)
-        for _, delta in deltas:
-            if delta.finish_reason == "error":
-                raise InvalidRequestError(str(delta.stop_reason))
+        self._tally.extended(deltas)
+        self._metrics.extended(deltas)
+        if self._tally.problem:
+            raise InvalidRequestError(self._tally.problem)
         return deltas
 
     def transfer(self) -> dict[str, Any]:

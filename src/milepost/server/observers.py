@@ -36,6 +36,8 @@ class RequestTally:
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.ended: dict[int, str] = {}
         """Choice -> the reason of its end."""
+        self.problem = ""
+        """The engine's reason for not going on with a choice."""
         self.now = arrival
         """Time of the last output."""
         self.last_at: dict[int, float] = {}
@@ -62,10 +64,13 @@ class RequestTally:
         """Counts tokens and drafts, and notes ends."""
         for index, delta in deltas:
             self.num_tokens[index] += len(delta.token_ids)
-            self.num_draft_tokens += delta.num_draft_tokens
-            self.num_accepted_tokens += delta.num_accepted_tokens
+            if delta.num_draft_tokens:
+                self.num_draft_tokens += delta.num_draft_tokens
+                self.num_accepted_tokens += delta.num_accepted_tokens
             if delta.finish_reason is not None:
                 self.ended[index] = delta.finish_reason
+                if delta.finish_reason == "error":
+                    self.problem = str(delta.stop_reason)
 
     def closed(self) -> None:
         """Adds the counts to the record."""
