@@ -106,9 +106,9 @@ def attend(
     """Attend from `query` [T, H, E] to pages, times the sigmoid of `gate` [T, H * E] if there is
     one; returns [T, H * E]. Latents are attended to from `query` [T, H, R] and `shared_query`
     [T, H, P], which returns [T, H * R]."""
-    size = query.shape[-1]
+    size = None
     if shared_query is not None:
-        query = torch.cat((query, shared_query), -1)
+        size, query = query.shape[-1], torch.cat((query, shared_query), -1)
     parts, num_decodes = [], 0
     if rows.decodes is not None:
         num_decodes = len(rows.decodes.mask)
@@ -123,10 +123,10 @@ def attend(
 def _read(
     kv: PagedKV, kv_rows: Tensor, dtype: torch.dtype, size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns keys and values of these rows. A latent is a key; its first `size` entries are its
-    value."""
+    """Returns keys and values of these rows. With a `size` they are latents: each is a key, and its
+    first `size` entries are its value."""
     rows, page_size = as_rows(kv.pool), kv.pool.shape[2]
-    if kv.pool.shape[1] == 1:
+    if size is not None:
         keys = read_rows(rows, kv_rows, dtype, kv.scales)
         return keys, keys[..., :size]
     scales = (None, None) if kv.scales is None else kv.scales
@@ -141,13 +141,13 @@ def decode(
     [D, H, size]."""
     num_tokens, num_heads, _ = query.shape
     keys, values = (
-        each.unflatten(0, (num_tokens, -1)).transpose(1, 2)
+        each.view(num_tokens, rows.mask.shape[-1], *each.shape[1:]).transpose(1, 2)
         for each in _read(kv, rows.kv_rows, query.dtype, size)
     )
     # Query heads of one KV head take the place of further queries, so no KV is repeated.
     grouped = query.unflatten(1, (kv.pool.shape[3], -1))
     output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=rows.mask, scale=scale)
-    return output.reshape(num_tokens, num_heads, -1)
+    return output.reshape(num_tokens, num_heads, output.shape[-1])
 
 
 def prefill(
@@ -160,7 +160,6 @@ def prefill(
     """Attend from each sequence's new tokens, in order in `query` [T, H, E], to themselves and what
     precedes them; returns the same shape, of latents [T, H, size]."""
     output = query.new_empty(*query.shape[:2], size or query.shape[2])
-    are_heads = kv.pool.shape[1] == 2
     for sequence in prefills:
         rows = slice(sequence.first, sequence.first + sequence.length)
         keys, values = (
@@ -168,7 +167,7 @@ def prefill(
         )
         queries = query[rows].transpose(0, 1)[None]
         attended = output[rows].transpose(0, 1)[None]
-        if sequence.start == 0 and are_heads:
+        if sequence.start == 0 and size is None:
             attended.copy_(
                 F.scaled_dot_product_attention(
                     queries, keys, values, is_causal=True, scale=scale, enable_gqa=True
