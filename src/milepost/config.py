@@ -7,16 +7,14 @@ Names are vLLM's where the meaning is the same. Nothing here reads files, the en
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
-from functools import cache
+from dataclasses import dataclass, field
 from math import inf
-from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from milepost.cache.placement import Mode
 from milepost.cache.tree import HYBRID, grid_of
 from milepost.errors import ConfigError
-from milepost.json_settings import decode_floats, json_text, read_json
+from milepost.json_settings import check_types, decode_floats, json_text, read_json
 from milepost.kv_events_config import KVEventsConfig
 from milepost.kv_transfer_config import KVTransferConfig
 from milepost.speculative_config import SpeculativeConfig, read_speculative_config
@@ -165,8 +163,7 @@ class EngineConfig:
         transfer = read_json("kv_transfer_config", KVTransferConfig, self.kv_transfer_config)
         object.__setattr__(self, "kv_transfer_config", transfer)
         object.__setattr__(self, "hf_overrides", json_text("hf_overrides", self.hf_overrides))
-        for each in fields(self):
-            _check_type(each.name, getattr(self, each.name))
+        check_types(self)
         self._check_values()
         self._check_combinations()
 
@@ -286,26 +283,6 @@ def check_budget(*, max_num_seqs: int, max_num_batched_tokens: int, grid: int) -
 _GRID = grid_of(HYBRID)
 """Grid of most models. The scheduler checks again, with the model's own grid."""
 _PAGE_SIZES = tuple(1 << k for k in range(4, 11))
-
-
-@cache
-def _types() -> dict[str, Any]:
-    return get_type_hints(EngineConfig)
-
-
-def _check_type(name: str, value: object) -> None:
-    """Raises ConfigError unless the value has its field's type; a string is never taken for a
-    boolean."""
-    wanted = _types()[name]
-    if get_origin(wanted) is Literal:
-        choices = get_args(wanted)
-        _require(value in choices, f"{name}={value!r}: use one of {', '.join(choices)}")
-        return
-    kinds = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
-    allowed = (*kinds, int) if float in kinds else kinds
-    is_stray_bool = isinstance(value, bool) and bool not in kinds
-    names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-    _require(isinstance(value, allowed) and not is_stray_bool, f"{name}={value!r}: use {names}")
 
 
 def _require(holds: bool, message: str) -> None:

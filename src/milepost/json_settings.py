@@ -9,7 +9,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from milepost.errors import ConfigError
 
@@ -57,6 +59,28 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raises ConfigError unless the value is one of the choices."""
     if value not in choices:
         raise ConfigError(f"{name}={value!r}: use one of {', '.join(choices)}")
+
+
+def check_types(settings: object) -> None:
+    """Raises ConfigError unless each field of a dataclass has its declared type; a string is never
+    taken for a boolean, nor a boolean for a number."""
+    for name, wanted in _types_of(type(settings)).items():  # type: ignore[arg-type]
+        value = getattr(settings, name)
+        if get_origin(wanted) is Literal:
+            check_choice(name, value, get_args(wanted))
+            continue
+        kinds = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
+        allowed = (*kinds, int) if float in kinds else kinds
+        is_stray_bool = isinstance(value, bool) and bool not in kinds
+        if not isinstance(value, allowed) or is_stray_bool:
+            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise ConfigError(f"{name}={value!r}: use {names}")
+
+
+@cache
+def _types_of(kind: type[Any]) -> dict[str, Any]:
+    types = get_type_hints(kind)
+    return {field.name: types[field.name] for field in fields(kind)}
 
 
 def decode_floats(content: dict[str, Any]) -> None:

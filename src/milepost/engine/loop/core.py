@@ -12,20 +12,18 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from milepost.annexes import annex
 from milepost.config import EngineConfig
-from milepost.engine.assembly import AnnexCommand, EngineParts, build
+from milepost.engine.assembly import EngineParts, build
 from milepost.engine.constraints import CompiledForm, think_ids
 from milepost.engine.loop.completion import Completion
 from milepost.engine.loop.completions import RunningCompletions
 from milepost.engine.loop.failure import FailureLatch
 from milepost.engine.loop.group import RequestGroup
 from milepost.engine.loop.intake import Intake
+from milepost.engine.loop.opening import open_off_device
 from milepost.engine.loop.pipeline import StepPipeline
-from milepost.engine.loop.tiering import tiering_of
 from milepost.engine.loop.trace_recording import TraceRecorder
 from milepost.engine.metrics import Metric, collect
-from milepost.engine.off_device import OffDevice
 from milepost.engine.prompts import Prompt
 from milepost.engine.text import TokenTexts
 from milepost.engine.validation import Limits, validate
@@ -63,26 +61,12 @@ class Engine:
             self.scheduler, texts, counts_are_kept=counts_are_kept
         )
         self._team = parts.team
-        self.off_device = self._open_off_device(parts)
+        self.off_device = open_off_device(config, parts, self._enter)
         self._trace = TraceRecorder(config.record_trace) if config.record_trace else None
         self._latch = FailureLatch(parts.team)
         self.pipeline = StepPipeline(config, parts, self._completions, self.off_device, self._latch)
         self._is_stuck = False
         self._is_closed = False
-
-    def _open_off_device(self, parts: EngineParts) -> tuple[OffDevice, ...]:
-        config, team = self.config, parts.team
-        events = exchange = tell = None
-        if config.kv_events_config is not None and config.kv_events_config.is_on:
-            opened = annex("events", wanted_by="kv_events_config").open_publisher
-            events = opened(config.kv_events_config, config.page_size, self.scheduler.outside)
-        ask = None if team is None else team.ask
-        tiers = tiering_of(config, self.scheduler, self.runner, parts.tier_state, ask)
-        if parts.access is not None:
-            if ask is not None:
-                tell = lambda body: ask(AnnexCommand(body))  # noqa: E731
-            exchange = parts.access.off_device(self.scheduler, self.runner, self._enter, tell)
-        return tuple(part for part in (tiers, exchange, events) if part is not None)
 
     # --- what there is to do ----------------------------------------------------------------------
 
