@@ -20,7 +20,7 @@ from milepost.config import EngineConfig
 from milepost.engine.assembly.setup import EngineParts
 from milepost.engine.loop.core import Engine
 from milepost.engine.loop.group import RequestGroup
-from milepost.engine.processes.stream import _joined
+from milepost.engine.processes.growing import joined
 from milepost.engine.prompts import Prompt
 from milepost.runner.choice import SampledToken
 from milepost.runner.in_flight import InFlightStep
@@ -138,7 +138,7 @@ def answers(wishes: Sequence[Wish], most: int, seed: int = 0) -> tuple[list[Any]
     while engine.has_work:
         for job in engine.step():
             new = replace_report(job.take_output())
-            streams[job] = _joined(streams[job], new) if job in streams else new
+            streams[job] = joined(streams[job], new) if job in streams else new
         check(engine.scheduler.cache)
     cache = engine.scheduler.cache
     assert (cache.pages.num_used, cache.slots.num_used) == (0, 0)
