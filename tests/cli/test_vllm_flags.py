@@ -19,7 +19,8 @@ LINES = (
     "--enable-chunked-prefill --max-num-batched-tokens 8k --disable-log-requests --swap-space 4",
     "./m -tp 2 -pp 1 -dp 1 -O3 --compilation-config {} --no-enable-log-requests --task generate "
     "--max-model-len auto --tool-call-parser qwen3_coder --enable-auto-tool-choice -q fp8",
-    "--swap-space 4 ./m --cudagraph-capture-sizes 1 2 4 --trust-remote-code --no-enforce-eager",
+    "--swap-space 4 ./m -asc 1 --cudagraph-capture-sizes 1 2 4 --trust-remote-code "
+    "--no-enforce-eager",
     '--model ./m --limit-mm-per-prompt {"image":0} --async-scheduling --seed 0 -ep',
     # As cards and recipes of Nemotron 3, Nemotron Nano 2 and Qwen3-Next print them.
     "./m --max-num-seqs 8 --trust-remote-code --enable-auto-tool-choice --tool-call-parser "
@@ -87,6 +88,7 @@ def test_names_and_values_of_vllms_are_ours():
         ("--pooler-config {}", "only text"),
         ("--task embed", "--task embed is not supported: only text"),
         ("--cpu-offload-gb=10", "--cpu-offload-gb 10 is not supported: weights stay"),
+        ("-asc 4", "--api-server-count 4 is not supported: one process serves HTTP"),
         ("--swap-space", "--swap-space: a value is missing"),
         ("--compilation-config.level", "--compilation-config: a value is missing"),
         ("--hf-overrides.a 1 --hf-overrides.a.b 2", "--hf-overrides.a.b 2: a is 1, not an object"),

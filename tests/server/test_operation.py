@@ -1,5 +1,6 @@
 """What routers, proxies, browsers and operators ask for."""
 
+import re
 import ssl
 import subprocess
 from datetime import datetime
@@ -16,6 +17,20 @@ from tests.server.inprocess import answered
 
 PROMPT = {"model": "tiny", "prompt": "the quick brown fox " * 40, "max_tokens": 2}
 HELLO = [{"role": "user", "content": "the quick"}]
+
+
+def test_the_page_of_the_api_loads_nothing_from_elsewhere(http):
+    """It is blank otherwise where a browser reaches this server alone."""
+    page = http.get("/docs").text
+    loaded = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
+    assert len(loaded) == 3
+    assert "//" not in "".join(loaded)
+    script, style, icon = (
+        http.get(next(p for p in loaded if end in p)) for end in ("js", "css", "png")
+    )
+    assert b"SwaggerUIBundle" in script.content
+    assert b".swagger-ui" in style.content
+    assert icon.headers["content-type"] == "image/png"
 
 
 def test_what_routers_ask(http):

@@ -2,7 +2,7 @@
 `responses` and `parsing` (formats of tool calls and reasoning), its modules are:
 
     begin and end            run, embedding, config, loading, stats
-    paths                    app, operation, rendering, tokens
+    paths                    app, api_docs, operation, rendering, tokens
     OpenAI endpoints         completions, chat, conversation
     before the application   connections, gate, callers
     a body, read             bodies, fields, protocol, parts, tools, unknown

@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +14,7 @@ from starlette.responses import Response
 import milepost
 from milepost.annexes import annex, is_installed
 from milepost.errors import MilepostError
-from milepost.server import errors, operation, rendering, tokens
+from milepost.server import api_docs, errors, operation, rendering, tokens
 from milepost.server.anthropic import endpoint as anthropic
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from milepost.server.bodies import JsonRoute
@@ -62,7 +61,7 @@ def routed(service: Service) -> FastAPI:
     app.router.redirect_slashes = False  # the gate removes them
     app.router.default = _nowhere
     store = ResponseStore()
-    _add_docs(app)
+    api_docs.add(app)
     _add_answers(app, service, store)
     _add_models(app, service)
     _add_anthropic(app, service)
@@ -80,20 +79,6 @@ def routed(service: Service) -> FastAPI:
 async def _nowhere(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001 - as ASGI has it
     admit(scope, Audience.CLIENT)
     raise HTTPException(404)
-
-
-def _add_docs(app: FastAPI) -> None:
-    @app.get("/openapi.json", include_in_schema=False)
-    @for_clients
-    async def description(request: Request) -> dict[str, Any]:
-        root = request.scope["root_path"]
-        return {**app.openapi(), **({"servers": [{"url": root}]} if root else {})}
-
-    @app.get("/docs", include_in_schema=False)
-    @for_clients
-    async def docs(request: Request) -> Response:
-        url = f"{request.scope['root_path']}/openapi.json"
-        return get_swagger_ui_html(openapi_url=url, title=f"{app.title} - Swagger UI")
 
 
 def _add_answers(app: FastAPI, service: Service, store: ResponseStore) -> None:
