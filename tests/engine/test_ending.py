@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from milepost.engine.prompts import Prompt
 from milepost.errors import EngineDeadError
 from milepost.tiers.files import Files
 from milepost.tiers.rates import MeasuredRates
@@ -121,3 +122,38 @@ def test_time_that_is_too_short_for_writing_is_told(tiny, tmp_path, monkeypatch,
         llm.generate([prompt(tokens(100))], greedy(), use_tqdm=False)
     may_write.set()
     assert [line for line in caplog.messages if "raise cache_flush_timeout_s" in line]
+
+
+class SlowCopy:
+    """A copy to host memory that is over once somebody waits for it."""
+
+    def __init__(self):
+        self.is_over = False
+
+    def query(self):
+        return self.is_over
+
+    def synchronize(self):
+        self.is_over = True
+
+    def seconds(self):
+        return None
+
+
+def test_host_memory_outlasts_the_copies_into_it(tiny):
+    """Without a directory nothing is written at the end, and yet copies that run end first."""
+    copies = []
+
+    def begin(stores):
+        copies.append(SlowCopy())
+        return copies[-1]
+
+    llm = open_llm(tiny.folder, num_pages=16, num_slots=8, cache_host_gib=0.05)
+    engine = llm.llm_engine
+    tiering_of(engine).copier.mover.store = begin
+    engine.add(Prompt(token_ids=tokens(300)), greedy())
+    while not copies:
+        engine.step()
+    assert not copies[0].is_over
+    engine.close()
+    assert all(copy.is_over for copy in copies)
