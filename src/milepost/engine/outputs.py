@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from milepost.cache import CacheReport
+from milepost.cache.report import Lost
 
 
 class Logprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -104,6 +105,29 @@ class Report(msgspec.Struct, frozen=True):
     lost: dict[str, int]
     admitted_at: float
     loaded: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, report: CacheReport, admitted_at: float) -> Self:
+        return cls(
+            prompt_tokens=report.prompt_tokens,
+            kv_length=report.kv_length,
+            state_length=report.state_length,
+            reused=report.reused,
+            lost={reason.value: count for reason, count in report.lost.items()},
+            admitted_at=admitted_at,
+            loaded=report.loaded,
+        )
+
+    def cache_report(self) -> CacheReport:
+        """Returns the report that this one was made of."""
+        return CacheReport(
+            prompt_tokens=self.prompt_tokens,
+            kv_length=self.kv_length,
+            state_length=self.state_length,
+            reused=self.reused,
+            lost={Lost(reason): count for reason, count in self.lost.items()},
+            loaded=self.loaded,
+        )
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True):

@@ -91,14 +91,4 @@ class RequestGroup:
 
     def _report(self) -> Report | None:
         report = self.completions[0].request.report
-        if report is None:
-            return None
-        return Report(
-            prompt_tokens=report.prompt_tokens,
-            kv_length=report.kv_length,
-            state_length=report.state_length,
-            reused=report.reused,
-            lost={reason.value: count for reason, count in report.lost.items()},
-            admitted_at=self.admitted_at or time.monotonic(),
-            loaded=report.loaded,
-        )
+        return None if report is None else Report.of(report, self.admitted_at or time.monotonic())

@@ -3,8 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from milepost.cache.report import CacheReport, Lost
-from milepost.engine.outputs import CompletionOutput, Delta, Output, Report, RequestOutput
+from milepost.engine.outputs import CompletionOutput, Delta, Output, RequestOutput
 from milepost.engine.prompts import Prompt
 
 
@@ -37,7 +36,7 @@ class GrowingOutput:
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._prompt.text,
-            prompt_token_ids=list(self._prompt.token_ids),
+            prompt_token_ids=self._prompt.token_ids,
             outputs=[
                 self._completion(deltas.get(index) or Delta(index, "", []))
                 for index in range(self._num_answers)
@@ -45,7 +44,7 @@ class GrowingOutput:
             finished=self.is_finished,
             prompt_logprobs=None if whole is None else whole.prompt_logprobs,
             num_cached_tokens=0 if report is None else report.reused,
-            cache_report=None if report is None else _cache_report(report),
+            cache_report=None if report is None else report.cache_report(),
         )
 
     def _completion(self, delta: Delta) -> CompletionOutput:
@@ -64,17 +63,6 @@ class GrowingOutput:
             num_draft_tokens=delta.num_draft_tokens,
             num_accepted_tokens=delta.num_accepted_tokens,
         )
-
-
-def _cache_report(report: Report) -> CacheReport:
-    return CacheReport(
-        prompt_tokens=report.prompt_tokens,
-        kv_length=report.kv_length,
-        state_length=report.state_length,
-        reused=report.reused,
-        lost={Lost(reason): count for reason, count in report.lost.items()},
-        loaded=report.loaded,
-    )
 
 
 def joined(first: Output, second: Output) -> Output:
