@@ -101,7 +101,7 @@ class Generation:
 
     def _take(self, number: int, output: Output) -> list[tuple[int, Delta]]:
         self._tally.received(number, output)
-        self._metrics.received(number, output)
+        self._metrics.received(output)
         if output.kv_transfer_params is not None:
             self._transfers[number] = output.kv_transfer_params
         if output.prompt_logprobs is not None:

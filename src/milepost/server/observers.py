@@ -40,7 +40,11 @@ class RequestTally:
         """The engine's reason for not going on with a choice."""
         self.now = arrival
         """Time of the last output."""
-        self.last_at: dict[int, float] = {}
+        self.is_first = False
+        """Whether the last output was the first."""
+        self.gap_s: float | None = None
+        """Seconds between the last output and the one before for the same prompt, if any."""
+        self._last_at: dict[int, float] = {}
         """Prompt -> time of its last output."""
         self.admitted_at: float | None = None
         self.first_at: float | None = None
@@ -56,9 +60,12 @@ class RequestTally:
         if output.report is not None:
             self.reports.append(output.report)
             self.admitted_at = min(output.report.admitted_at, self.admitted_at or now)
+        self.is_first = self.first_at is None
         if self.first_at is None:
             self.first_at = now
-        self.last_at[number] = now
+        before = self._last_at.get(number)
+        self.gap_s = None if before is None else now - before
+        self._last_at[number] = now
 
     def extended(self, deltas: Sequence[tuple[int, Delta]]) -> None:
         """Counts tokens and drafts, and notes ends."""
@@ -117,23 +124,21 @@ class MetricsObserver:
         self, metrics: RequestMetrics, params: SamplingParams, tally: RequestTally
     ) -> None:
         self._metrics, self._tally = metrics, tally
-        self._last_at: dict[int, float] = {}
         metrics.prompt_tokens.inc(tally.num_prompt_tokens)
         metrics.asked_answers.observe(params.n)
         if params.max_tokens is not None:
             metrics.asked_tokens.observe(params.max_tokens)
 
-    def received(self, number: int, output: Output) -> None:
+    def received(self, output: Output) -> None:
         """Observes what is known once a prompt is admitted, and the time between outputs."""
-        metrics, tally, last_at = self._metrics, self._tally, self._last_at
+        metrics, tally = self._metrics, self._tally
         if output.report is not None:
             metrics.queue_time.observe(max(output.report.admitted_at - tally.arrival, 0.0))
             metrics.cached_tokens.inc(output.report.reused)
-        if not last_at:
+        if tally.gap_s is not None:
+            metrics.inter_token.observe(tally.gap_s)
+        elif tally.is_first:
             metrics.time_to_first_token.observe(tally.now - tally.arrival)
-        elif number in last_at:
-            metrics.inter_token.observe(tally.now - last_at[number])
-        last_at[number] = tally.now
 
     def extended(self, deltas: Sequence[tuple[int, Delta]]) -> None:
         """Counts tokens and ends."""
@@ -161,13 +166,12 @@ class MetricsObserver:
         metrics.longest_answers.observe(longest)
         if tally.first_at is None:
             return
-        last_at = max(tally.last_at.values())
         if longest > 1:
-            metrics.time_per_output_token.observe((last_at - tally.first_at) / (longest - 1))
-        metrics.decode_time.observe(last_at - tally.first_at)
+            metrics.time_per_output_token.observe((tally.now - tally.first_at) / (longest - 1))
+        metrics.decode_time.observe(tally.now - tally.first_at)
         if tally.admitted_at is not None:
             metrics.prefill_time.observe(max(tally.first_at - tally.admitted_at, 0.0))
-            metrics.inference_time.observe(max(last_at - tally.admitted_at, 0.0))
+            metrics.inference_time.observe(max(tally.now - tally.admitted_at, 0.0))
 
 
 def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
