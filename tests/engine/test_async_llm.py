@@ -188,7 +188,7 @@ def test_forms_and_keywords(llm, runner):
 
 def test_a_template_that_hangs_is_refused(llm, runner):
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    runner.run(llm._encoder())._template_timeout_s = 0.2
+    runner.run(llm._encoder.get())._template_timeout_s = 0.2
     with pytest.raises(InvalidRequestError, match="the chat template takes more than"):
         runner.run(last(llm.chat(MESSAGES, PARAMS, chat_template=endless)))
 

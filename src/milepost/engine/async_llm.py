@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,10 +18,16 @@ from milepost.engine.options import (
     read_options,
 )
 from milepost.engine.outputs import RequestOutput
-from milepost.engine.processes import EngineClient, GrowingOutput, Stream, start_with_tokenizer
+from milepost.engine.processes import (
+    EngineClient,
+    GrowingOutput,
+    LoadedOnce,
+    Stream,
+    start_with_tokenizer,
+)
 from milepost.engine.prompts import ChatMessages, Prompt, PromptLike, read_prompt, rendered_prompt
 from milepost.engine.text import Encoder, text_length
-from milepost.errors import EngineDeadError, InvalidRequestError
+from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
 from milepost.vllm_keywords import GENERATE, with_vllm_keywords
 
@@ -48,10 +53,9 @@ class AsyncLLM:
     ) -> None:
         self.config = read_options(model, options)
         self._client = EngineClient(self.config, max_waiting=_NO_BOUND)
-        self._starting: asyncio.Future[Encoder] | None = None
+        self._encoder = LoadedOnce(partial(_load, self._client))
         self._running: dict[str, _Running] = {}
         self._num_requests = 0
-        self._is_closed = False
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
@@ -60,20 +64,16 @@ class AsyncLLM:
 
     async def start(self) -> None:
         """Loads the model, if nothing has yet."""
-        await self._encoder()
+        await self._encoder.get()
 
     async def close(self) -> None:
         """Ends the engine, and first writes what `cache_dir` is still to get, for
         `cache_flush_timeout_s` at most. Running requests raise EngineDeadError, and so do later
         calls. The end of the program does the same."""
-        self._is_closed = True
-        starting = self._starting
-        if starting is not None:
-            starting.cancel()
-            await asyncio.wait([starting])
+        encoder = await self._encoder.end()
         await self._client.close()
-        if starting is not None and not starting.cancelled() and starting.exception() is None:
-            await starting.result().close()
+        if encoder is not None:
+            await encoder.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -125,7 +125,7 @@ class AsyncLLM:
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer; None with skip_tokenizer_init."""
-        return (await self._encoder()).tokenizer
+        return (await self._encoder.get()).tokenizer
 
     async def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters of prompts that come without, as `LLM` does."""
@@ -149,21 +149,8 @@ class AsyncLLM:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    async def _encoder(self) -> Encoder:
-        if self._is_closed:
-            raise EngineDeadError("the engine was closed: make a new one")
-        if self._starting is None:
-            self._starting = asyncio.ensure_future(self._load())
-        if self._starting.get_loop() is not asyncio.get_running_loop():
-            raise EngineDeadError("the engine belongs to another event loop: make one for each")
-        return await asyncio.shield(self._starting)
-
-    async def _load(self) -> Encoder:
-        tokenizer = await start_with_tokenizer(self._client)
-        return Encoder(tokenizer, self._client.info.max_model_len)
-
     async def _read(self, prompt: PromptLike) -> Prompt:
-        encoder = await self._encoder()
+        encoder = await self._encoder.get()
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if encoder.tokenizer is None or not isinstance(text, str):
             return read_prompt(prompt, None)
@@ -175,7 +162,7 @@ class AsyncLLM:
         return await encoder.with_tokenizer(read, len(text))
 
     async def _render(self, messages: ChatMessages, options: ChatOptions) -> Prompt:
-        encoder, given = await self._encoder(), compose_options(options)
+        encoder, given = await self._encoder.get(), compose_options(options)
         size = text_length([messages, given.get("tools")])
         rendered = await encoder.encode_chat(messages, size, given, is_cut=False)
         return rendered_prompt(rendered, self.config.max_cache_marks, options.get("cache_salt"))
@@ -221,6 +208,10 @@ class _Running:
         self.is_aborted = True
         if self.stream is not None:
             self.stream.abort()
+
+
+async def _load(client: EngineClient) -> Encoder:
+    return Encoder(await start_with_tokenizer(client), client.info.max_model_len)
 
 
 def _sent(params: SamplingParams) -> SamplingParams:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from os import PathLike
 from typing import Any, Unpack
 
 from milepost.config import EngineConfig
 from milepost.engine.options import EngineOptions, read_options
-from milepost.engine.processes import EngineClient
+from milepost.engine.processes import EngineClient, LoadedOnce
 from milepost.errors import ServerClosingError
 from milepost.server import app
 from milepost.server.config import ServerConfig
 from milepost.server.loading import load
-from milepost.server.service import Service
 
 
 class EmbeddedServer:
@@ -24,32 +23,23 @@ class EmbeddedServer:
     """
 
     def __init__(self, config: ServerConfig, engine_config: EngineConfig) -> None:
-        self._config, self._engine_config = config, engine_config
         self._client = EngineClient(
             engine_config,
             max_waiting=config.max_waiting,
             step_timeout_s=config.step_timeout_s or None,
         )
-        self._starting: asyncio.Future[Service] | None = None
+        self._service = LoadedOnce(partial(load, config, engine_config, self._client))
         self._app: Any = None
 
     async def start(self) -> None:
         """Loads the model, unless that has begun. Raises ConfigError, UnsupportedModelError,
         WeightsError and EngineDeadError."""
-        if self._starting is None:
-            work = load(self._config, self._engine_config, self._client)
-            self._starting = asyncio.ensure_future(work)
-        service = await asyncio.shield(self._starting)
+        service = await self._service.get()
         self._app = self._app or app.build(service)
 
     async def close(self) -> None:
         """Ends the engine. Requests that are running fail, so have the host finish them first."""
-        starting, service = self._starting, None
-        if starting is not None:
-            starting.cancel()
-            await asyncio.wait([starting])
-            if not starting.cancelled() and starting.exception() is None:
-                service = starting.result()
+        service = await self._service.end()
         if service is not None:
             service.is_closing = True
             self._client.fail_all(ServerClosingError("the server shut down"))

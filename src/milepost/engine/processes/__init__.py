@@ -10,13 +10,14 @@ Its modules:
 from milepost.engine.outputs import Delta, Output, Report
 from milepost.engine.processes.client import EngineClient
 from milepost.engine.processes.growing import GrowingOutput
-from milepost.engine.processes.loading import start_with_tokenizer
+from milepost.engine.processes.loading import LoadedOnce, start_with_tokenizer
 from milepost.engine.processes.stream import Stream
 
 __all__ = [
     "Delta",
     "EngineClient",
     "GrowingOutput",
+    "LoadedOnce",
     "Output",
     "Report",
     "Stream",
