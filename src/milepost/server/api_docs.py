@@ -6,6 +6,7 @@ that it works where nothing else can be reached. They reveal nothing and need no
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
 from typing import Any, Final
 
@@ -55,5 +56,9 @@ def _add_file(app: FastAPI, name: str, media_type: str) -> None:
     @app.get(f"/docs/{name}", include_in_schema=False)
     @for_anyone
     async def file() -> Response:
-        content = (files("fastapi_offline") / "static" / name).read_bytes()
-        return Response(content, media_type=media_type, headers=_HEADERS)
+        return Response(_content(name), media_type=media_type, headers=_HEADERS)
+
+
+@cache
+def _content(name: str) -> bytes:
+    return (files("fastapi_offline") / "static" / name).read_bytes()
