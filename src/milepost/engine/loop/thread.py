@@ -71,9 +71,10 @@ class EngineThread:
     def tidy(self, work: Callable[..., object], *args: Any) -> None:
         """Run what a caller leaves to be done. A collector may end a caller anywhere: on this
         thread `work` is only queued, and at the interpreter's end dropped."""
-        if not self._is_open:
+        try:
+            future = self._queue(work, *args)
+        except EngineDeadError:
             return
-        future = self._queue(work, *args)
         if threading.current_thread() is not self._thread:
             future.result()
 
