@@ -49,7 +49,7 @@ class StructuredOutputs:
 
     @property
     def as_text(self) -> StructuredOutputs:
-        """The same form with its schema as text: numbers in a mapping may be too large to send.
+        """Returns the form with its schema as text: numbers in a mapping may be too large to send.
         Raises InvalidRequestError for a mapping that is not JSON."""
         if not isinstance(self.json, Mapping):
             return self
