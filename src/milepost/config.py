@@ -14,6 +14,7 @@ from typing import Any, Literal
 from milepost.cache.placement import Mode
 from milepost.cache.tree import HYBRID, grid_of
 from milepost.errors import ConfigError
+from milepost.image_config import ImageConfig
 from milepost.json_settings import check_types, decode_floats, json_text, read_json
 from milepost.kv_events_config import KVEventsConfig
 from milepost.kv_transfer_config import KVTransferConfig
@@ -31,7 +32,7 @@ CacheMemory = Literal["auto", "shared", "split"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(ImageConfig):
     """Configuration of one engine. Raises ConfigError for values that no model could use."""
 
     model: str | None = None
@@ -163,6 +164,7 @@ class EngineConfig:
         transfer = read_json("kv_transfer_config", KVTransferConfig, self.kv_transfer_config)
         object.__setattr__(self, "kv_transfer_config", transfer)
         object.__setattr__(self, "hf_overrides", json_text("hf_overrides", self.hf_overrides))
+        self.check_images()
         check_types(self)
         self._check_values()
         self._check_combinations()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from types import UnionType
@@ -69,7 +69,8 @@ def check_types(settings: object) -> None:
         if get_origin(wanted) is Literal:
             check_choice(name, value, get_args(wanted))
             continue
-        kinds = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
+        members = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
+        kinds = tuple(get_origin(member) or member for member in members)
         allowed = (*kinds, int) if float in kinds else kinds
         is_stray_bool = isinstance(value, bool) and bool not in kinds
         if not isinstance(value, allowed) or is_stray_bool:
@@ -127,3 +128,18 @@ def json_text(name: str, given: object) -> str | None:
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name}={given!r}: not JSON ({error})") from error
     return text if content else None
+
+
+def listed(given: Sequence[str] | None) -> list[str]:
+    """Returns the texts, and the members of those that are JSON lists, as vLLM's flags accept
+    them. Raises ConfigError."""
+    found: list[str] = []
+    for text in given or ():
+        if not text.startswith("["):
+            found.append(text)
+            continue
+        try:
+            found += [str(one) for one in json.loads(text)]
+        except ValueError as error:
+            raise ConfigError(f"{text!r}: this is not a JSON list: {error}") from error
+    return found

@@ -12,6 +12,7 @@ from milepost.config import EngineConfig
 from milepost.engine.options import EngineOptions
 
 MAY_BE_JSON = {"speculative_config", "kv_events_config", "kv_transfer_config", "hf_overrides"}
+MAY_BE_JSON |= {"limit_mm_per_prompt", "mm_processor_kwargs"}
 
 PROGRAM = """
 from milepost import LLM, SamplingParams

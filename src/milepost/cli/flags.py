@@ -138,14 +138,15 @@ def one_model(behind_command: str | None, flag: str | None) -> str | None:
 @functools.cache
 def field_docs(config: type) -> Mapping[str, str]:
     """Returns the docstring under each field of a dataclass, as one paragraph."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for statement, below in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = _string(below)
-            if text:
-                docs[statement.target.id] = " ".join(text.split())
+    docs: dict[str, str] = {}
+    for kind in reversed(config.__mro__[:-1]):
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(body, ast.ClassDef)
+        for statement, below in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                text = _string(below)
+                if text:
+                    docs[statement.target.id] = " ".join(text.split())
     return docs
 
 

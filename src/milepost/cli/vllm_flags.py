@@ -28,6 +28,7 @@ _LISTS = frozenset(
     (
         "served-model-name",
         "api-key",
+        "allowed-media-domains",
         "cuda-graph-sizes",
         "cudagraph-capture-sizes",
         "ignore-patterns",
@@ -144,7 +145,7 @@ def _one(name: str, todo: list[str], *, has_model: bool) -> list[str]:
         if flag.instead and has_effect:
             raise ConfigError(f"{' '.join([f'--{name}', *given])} is not supported: {flag.instead}")
         return []
-    if name in ("served-model-name", "api-key") and has_model:
+    if name in ("served-model-name", "api-key", "allowed-media-domains") and has_model:
         return [part for value in _values(todo, name) for part in (f"--{name}", value)]
     if name == "hf-token" and (not todo or todo[-1].startswith("-")):
         return []  # the token saved by `hf auth login` is used

@@ -67,6 +67,12 @@ class EngineOptions(TypedDict, total=False):
     async_scheduling: bool | None
     speculative_config: SpeculativeConfig | Json | None
     max_cache_marks: int
+    language_model_only: bool
+    limit_mm_per_prompt: Json | None
+    mm_processor_kwargs: Json | None
+    encoder_cache_size: int
+    allowed_media_domains: Sequence[str] | None
+    allowed_local_media_path: str | None
     kv_events_config: KVEventsConfig | Json | None
     kv_transfer_config: KVTransferConfig | Json | None
     record_plans: str | None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from milepost.errors import ConfigError
+from milepost.json_settings import listed
 from milepost.server.parsing.formats import REASONING, TOOL_CALLS
 
 ToolParser = Literal["auto", *TOOL_CALLS, "none"]  # type: ignore[valid-type]
@@ -123,7 +124,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
             default = () if name == "allowed_origins" else ("*",)
-            object.__setattr__(self, name, _listed(getattr(self, name)) or default)
+            object.__setattr__(self, name, listed(getattr(self, name)) or default)
         read_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
         read_object("override_generation_config", self.override_generation_config)
         root = self.root_path
@@ -149,21 +150,6 @@ _POSITIVE = (
     "request_timeout_s", "write_timeout_s", "head_timeout_s", "keep_alive_timeout_s",
     "body_timeout_s", "grammar_timeout_s", "template_timeout_s", "max_request_bytes",
 )  # fmt: skip
-
-
-def _listed(given: Sequence[str] | None) -> list[str]:
-    """Returns the texts, and the members of those that are JSON lists, as vLLM's flags accept
-    them."""
-    found: list[str] = []
-    for text in given or ():
-        if not text.startswith("["):
-            found.append(text)
-            continue
-        try:
-            found += [str(one) for one in json.loads(text)]
-        except ValueError as error:
-            raise ConfigError(f"{text!r}: this is not a JSON list: {error}") from error
-    return found
 
 
 def read_object(name: str, text: str | None) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""Settings of images in prompts: fields of the engine's configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from milepost.errors import ConfigError
+from milepost.json_settings import json_text, listed
+
+DEFAULT_MAX_IMAGES = 999
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageConfig:
+    """The part of an engine's configuration that is about images. Raises ConfigError."""
+
+    language_model_only: bool = False
+    """Leave the vision tower of the checkpoint out, and refuse images."""
+    limit_mm_per_prompt: str | None = None
+    """Largest number of images in a prompt: a JSON object such as {"image": 4}; 0 refuses images
+    and leaves the tower out. By default 999."""
+    mm_processor_kwargs: str | None = None
+    """Limits on an image's size after resizing, in pixels: a JSON object such as {"min_pixels":
+    65536, "max_pixels": 1048576}. By default the checkpoint's own. A larger image is made smaller;
+    1024 pixels are a token in the Qwen3.5 family."""
+    encoder_cache_size: int = 32768
+    """Image tokens whose encoder outputs stay on the device, for requests that need them again
+    before the prefix cache has their tokens."""
+    allowed_media_domains: Sequence[str] | None = None
+    """Hosts from which images given as http(s) URLs may be fetched. May be given several times; by
+    default none, and images come as data: URLs."""
+    allowed_local_media_path: str | None = None
+    """Directory below which images given as file: URLs may be read. By default none may."""
+
+    def check_images(self) -> None:
+        """Replace settings by their canonical forms, and check each."""
+        for name in ("limit_mm_per_prompt", "mm_processor_kwargs"):
+            object.__setattr__(self, name, json_text(name, getattr(self, name)))
+        given = self.allowed_media_domains
+        _require(
+            isinstance(given, list | tuple | None), f"allowed_media_domains={given!r}: use a list"
+        )
+        domains = listed(given)
+        object.__setattr__(self, "allowed_media_domains", domains or None)
+        _require(
+            self.encoder_cache_size >= 1,
+            f"encoder_cache_size={self.encoder_cache_size}: use 1 or more",
+        )
+        _require(
+            self.allowed_local_media_path != "",
+            "allowed_local_media_path='': name a directory, or leave it out",
+        )
+        # Both are checked as they are read.
+        assert self.max_images >= 0
+        assert len(self.pixel_limits) == 2
+
+    @property
+    def max_images(self) -> int:
+        """Largest number of images in a prompt; 0 without a tower."""
+        if self.language_model_only:
+            return 0
+        given = json.loads(self.limit_mm_per_prompt or "{}")
+        most = given.get("image", DEFAULT_MAX_IMAGES)
+        if isinstance(most, dict):  # vLLM also takes the sizes to expect, which nothing needs here
+            most = most.get("count", DEFAULT_MAX_IMAGES)
+        if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+            raise ConfigError(f'limit_mm_per_prompt={given}: use {{"image": NUMBER}}, 0 or more')
+        return most
+
+    @property
+    def pixel_limits(self) -> tuple[int | None, int | None]:
+        """Smallest and largest area of a resized image, where they are not the checkpoint's."""
+        given = json.loads(self.mm_processor_kwargs or "{}")
+        for name, value in given.items():
+            if name not in _PIXELS:
+                raise ConfigError(
+                    f"mm_processor_kwargs: unknown field {name!r}: use {', '.join(_PIXELS)}"
+                )
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"mm_processor_kwargs: {name}={value!r}: use 1 or more")
+        least, most = given.get("min_pixels"), given.get("max_pixels")
+        if least is not None and most is not None and least > most:
+            raise ConfigError(
+                f"mm_processor_kwargs: min_pixels={least} is more than max_pixels={most}"
+            )
+        return least, most
+
+
+_PIXELS = ("min_pixels", "max_pixels")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)

@@ -1,0 +1,72 @@
+"""A picture in a prompt, as everything but the tower knows it: no pixels, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from milepost.errors import InvalidPromptError
+
+IDENTITY_BYTES = 16
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """A picture that takes `num_tokens` tokens of a prompt from `offset` on.
+
+    The identity is a hash of the decoded and resized pixels and of the grid. Pictures of one
+    identity are the same to the model, whatever file or request they came in.
+    """
+
+    identity: bytes
+    """16 bytes."""
+    offset: int
+    """Index of its first token in the prompt. The tokens around it, such as `<|vision_start|>`, are
+    text."""
+    num_tokens: int
+    grid: tuple[int, int, int]
+    """Frames, rows and columns in patches, like transformers' `image_grid_thw`."""
+    num_positions: int
+    """Rotary positions that the picture takes: the token after it is this many after its first.
+    Equal to `num_tokens` in models without M-RoPE; with M-RoPE the longer side in tokens."""
+
+    @property
+    def end(self) -> int:
+        """Index of the first token after it."""
+        return self.offset + self.num_tokens
+
+
+def overlapping(pictures: Iterable[Picture], start: int, end: int) -> Iterator[Picture]:
+    """Yields the pictures with tokens in [start, end)."""
+    return (each for each in pictures if each.offset < end and start < each.end)
+
+
+def position_shift(pictures: Iterable[Picture], index: int) -> int:
+    """Returns the rotary position less the index of a token, 0 or negative. The tokens of a picture
+    have the shift of its first one.
+
+    It depends only on the pictures that end at or before the token, so a resume anywhere in a
+    prompt finds the positions of a cold run.
+    """
+    return sum(each.num_positions - each.num_tokens for each in pictures if each.end <= index)
+
+
+def check_pictures(pictures: Sequence[Picture], num_tokens: int) -> None:
+    """Raises InvalidPromptError unless pictures follow each other in a prompt of this length."""
+    done = 0
+    for index, each in enumerate(pictures):
+        if len(each.identity) != IDENTITY_BYTES:
+            raise InvalidPromptError(
+                f"picture {index}: an identity of {len(each.identity)} bytes: use {IDENTITY_BYTES}"
+            )
+        if each.num_tokens < 1 or not 1 <= each.num_positions <= each.num_tokens:
+            raise InvalidPromptError(
+                f"picture {index}: {each.num_tokens} tokens with {each.num_positions} positions: "
+                "use 1 token or more, and no more positions than tokens"
+            )
+        if each.offset < done or each.end > num_tokens:
+            raise InvalidPromptError(
+                f"picture {index}: tokens {each.offset} to {each.end} of a prompt of {num_tokens}: "
+                "pictures follow one another inside the prompt"
+            )
+        done = each.end
