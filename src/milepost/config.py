@@ -128,6 +128,9 @@ class EngineConfig(ImageConfig):
     """Longest time that a request may wait for its turn: one that would wait longer, by the
     measured rates, is refused at once, and one that does is ended, both with 503 and `Retry-After`.
     By default only `--request-timeout-s` limits the wait. For servers only."""
+    batch_invariant: bool = False
+    """Make log-probabilities depend on the tokens before them alone, bit for bit: not on the
+    requests beside them, on chunks, or on cache hits."""
     hopper_kernels: bool = True
     """Run the kernels made for Hopper where they can run. Without them, a Hopper chip runs the
     portable kernels of all other chips."""

@@ -160,3 +160,24 @@ def test_an_admin_key_from_the_environment(monkeypatch, tmp_path):
     assert asked("--admin-key-file", str(tmp_path / "keys"))[0].admin_key is None
     monkeypatch.delenv("MILEPOST_ADMIN_KEY")
     assert asked()[0].admin_key is None
+
+
+@pytest.mark.parametrize(
+    ("line", "value", "expected"),
+    [
+        ("./m", "1", True),
+        ("./m", "0", False),
+        ("./m", "", False),
+        ("./m --batch-invariant", "1", True),
+        ("./m --enable-deterministic-inference", "0", True),
+    ],
+)
+def test_the_bitwise_mode_has_other_names(line, value, expected, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    assert asked(*line.split())[1].batch_invariant is expected
+
+
+def test_a_strange_value_for_the_bitwise_mode(monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
+    assert main(["serve", "./m"], serve=lambda *_: 0) == 2
+    assert "VLLM_BATCH_INVARIANT=yes: use 0 or 1" in capsys.readouterr().err

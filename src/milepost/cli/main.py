@@ -7,6 +7,7 @@ line on standard error, no traceback), 130 Ctrl-C, 141 an output whose reader ha
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from milepost.cli.generate import StreamingEngine, generate_command
 from milepost.cli.kernels import kernels_command
 from milepost.cli.run_batch import run_batch_command
 from milepost.cli.serve import Serve, forget_stdout, run_server, serve_command
-from milepost.cli.vllm_flags import translated
+from milepost.cli.vllm_flags import translated, with_environment
 from milepost.config import EngineConfig
 from milepost.errors import MilepostError
 
@@ -47,6 +48,7 @@ def main(
         if words[:1] in (["serve"], ["run-batch"]):
             given = with_file(words[1:])
             words = [words[0], *translated(given.words)]
+        words = with_environment(words, os.environ)
         status = app(
             words,
             exit_on_error=False,

@@ -24,6 +24,10 @@ _SHORT |= {"-cc": "--compilation-config", "-ac": "--attention-config"}
 _SHORT |= {"-asc": "--api-server-count", "-n": "--nnodes", "-r": "--node-rank"}
 _LEVEL = re.compile(r"-O\d")
 
+_INVARIANT = "VLLM_BATCH_INVARIANT"
+_ENGINES = (["serve"], ["run-batch"], ["generate"], ["chat"])
+"""Commands that open an engine with flags of its own."""
+
 _LISTS = frozenset(
     (
         "served-model-name",
@@ -184,6 +188,18 @@ def full_name(flag: str) -> str:
     """Returns a flag's full name in our spelling, without leading dashes."""
     name = _SHORT.get(flag, flag).lstrip("-").replace("_", "-")
     return _flag(name).name or name
+
+
+def with_environment(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Adds `--batch-invariant` to the command line of an engine if vLLM's variable for it is set.
+    Raises ConfigError for a value that is neither 0 nor 1."""
+    value = environment.get(_INVARIANT, "0") or "0"
+    if value not in ("0", "1"):
+        raise ConfigError(f"{_INVARIANT}={value}: use 0 or 1")
+    is_given = any(word.partition("=")[0] == "--batch-invariant" for word in words)
+    if value == "0" or is_given or list(words[:1]) not in _ENGINES:
+        return list(words)
+    return [words[0], "--batch-invariant", *words[1:]]
 
 
 def known() -> Iterable[str]:

@@ -62,6 +62,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_queue_wait_s: float | None
+    batch_invariant: bool
     hopper_kernels: bool
     enforce_eager: bool
     async_scheduling: bool | None

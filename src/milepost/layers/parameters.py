@@ -35,6 +35,8 @@ class ModuleScope:
     """Maps the path of a projection to the form of its matrix."""
     ranks: Ranks = ALONE
     """The ranks that the parameters are split over, and this one's number."""
+    batch_invariant: bool = False
+    """Whether a row's results must not depend on the other rows of a step."""
 
     def under(self, name: str) -> ModuleScope:
         """Returns the kind for a submodule."""

@@ -61,6 +61,8 @@ class LoadOptions:
     depend on it."""
     overrides: Overrides | None = None
     """Overrides of settings, as `load_config` takes them."""
+    batch_invariant: bool = False
+    """Whether a row's results must not depend on the other rows of a step."""
     ranks: Ranks = field(default=ALONE)
     """The ranks that the model is split over; only this rank's part is loaded."""
 
@@ -162,6 +164,7 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
         device=torch.device(options.device),
         names=names,
         ranks=options.ranks,
+        batch_invariant=options.batch_invariant,
         **({} if forms is None else {"precision_of": forms.precision_of}),
     )
     has_head = _has_head(options.head, architecture, text, kind, files)

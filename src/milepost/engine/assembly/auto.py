@@ -67,6 +67,7 @@ def load_options_of(
         quantization=config.quantization,
         max_model_len=config.max_model_len,
         overrides=config.overrides,
+        batch_invariant=config.batch_invariant,
         ranks=ranks,
     )
 

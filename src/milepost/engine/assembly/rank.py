@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from milepost.cache import Cache
 from milepost.cache.tree import FullAttention, LayerKind, Recurrent, ShortConvolution
 from milepost.config import EngineConfig
 from milepost.engine.assembly.auto import device_of, folder_of, kv_dtype_of, load_options_of
+from milepost.engine.assembly.bitwise import facts_of, refuse_states
 from milepost.engine.assembly.drafting import accept_of
 from milepost.engine.assembly.sizing import max_model_len_of, pool_shape, sizes_of
 from milepost.engine.assembly.team import Team
@@ -84,9 +86,12 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     model.pack()
     kv_dtype = kv_dtype_of(config, model.dtype, whole)
     shape = pool_shape(config, model, device, kv_dtype)
+    refuse_states(config, shape)
     fused = _fused(config, device, model, shape, ranks)
     sizes = sizes_of(config, shape, device, fused.activations if fused else 0, ranks)
-    cache = _cache(config, folder, shape, sizes, model.num_positions)
+    facts = facts_of(config, device, is_fused=fused is not None)
+    identity = _identity(config, folder, shape, model.num_positions, facts)
+    cache = _cache(config, shape, sizes, identity)
     max_model_len = max_model_len_of(config, model, shape, cache.capacity)
     pools = sizes.allocate(shape, device)
     logger.info("cache: %s", sizes.describe(shape))
@@ -177,14 +182,12 @@ def _fused(
     return _Fused(largest=largest, captured=captured, activations=activations)
 
 
-def _cache(
-    config: EngineConfig, folder: Path, shape: PoolShape, sizes: Sizes, num_positions: int
-) -> Cache:
+def _cache(config: EngineConfig, shape: PoolShape, sizes: Sizes, identity: bytes) -> Cache:
     return Cache(
         storage=sizes.storage(),
         page_size=config.page_size,
         kinds=_kinds(shape),
-        identity=_identity(config, folder, shape, num_positions),
+        identity=identity,
         mode=config.mamba_cache_mode if config.enable_prefix_caching else "none",
         block_size=config.mamba_block_size,
     )
@@ -213,11 +216,18 @@ def _executor(
     return executor
 
 
-def _identity(config: EngineConfig, folder: Path, shape: PoolShape, num_positions: int) -> bytes:
+def _identity(
+    config: EngineConfig,
+    folder: Path,
+    shape: PoolShape,
+    num_positions: int,
+    bitwise: Mapping[str, str | int],
+) -> bytes:
     """Returns the identity of the model as it runs here, which goes into the keys of cached
     items."""
     has_weights = config.load_format != "dummy"
     facts: dict[str, str | int] = {
+        **bitwise,
         "dtype": str(shape.dtype),
         "quantization": config.quantization or "",
         "state_dtype": str(shape.state_dtype),

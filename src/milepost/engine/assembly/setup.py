@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
 from milepost.engine.assembly.auto import device_of, folder_of, load_options_of, runs_ahead
+from milepost.engine.assembly.bitwise import refuse_settings
 from milepost.engine.assembly.drafting import speculation_of
 from milepost.engine.assembly.rank import RankParts, build_rank
 from milepost.engine.assembly.sizing import check_length
@@ -117,6 +118,7 @@ def build(config: EngineConfig) -> EngineParts:
 
 def _check_settings(config: EngineConfig, folder: Path) -> None:
     """Raise what settings and `config.json` alone are refused for, before anything is loaded."""
+    refuse_settings(config)
     whole = load_config(folder, config.overrides)
     text = whole.get_text_config()
     run_up_to(text, config.max_model_len)

@@ -1,0 +1,69 @@
+"""The bitwise mode (`batch_invariant`): what it refuses, and what its bits depend on.
+
+What the bits depend on goes into the identity of the model, and with that into all keys of cached
+items: results of one order of summation never meet those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from milepost.config import EngineConfig
+from milepost.errors import ConfigError
+from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.tensors import accumulation_dtype
+from milepost.runner.pool_shape import PoolShape
+
+ORDERS = 1
+"""Version of the orders of summation; a change of any kernel's order gets a new number."""
+
+
+def refuse_settings(config: EngineConfig) -> None:
+    """Raise ConfigError for settings that the mode does not keep its promise with."""
+    if not config.batch_invariant:
+        return
+    wanted = config.speculative_config
+    if wanted is not None and wanted.rejection_sample_method == "synthetic":
+        raise _refused("rejection_sample_method='synthetic' accepts drafts at random; leave it out")
+
+
+def refuse_states(config: EngineConfig, shape: PoolShape) -> None:
+    """Raise ConfigError if states are rounded where a prompt happens to be cut."""
+    exact = accumulation_dtype(shape.dtype)
+    if config.batch_invariant and shape.recurrent and shape.state_dtype.itemsize < exact.itemsize:
+        name = str(shape.state_dtype).removeprefix("torch.")
+        raise _refused(
+            f"mamba_ssm_cache_dtype={name!r} rounds states wherever a prompt is cut; use 'auto'"
+        )
+
+
+def facts_of(
+    config: EngineConfig, device: torch.device, *, is_fused: bool
+) -> Mapping[str, str | int]:
+    """Returns what the bits depend on besides the model; empty in the default mode."""
+    if not config.batch_invariant:
+        return {}
+    facts: dict[str, str | int] = {"orders": ORDERS, "torch": torch.__version__}
+    if device.type == "cuda":
+        facts["chip"] = f"{probe(device).arch} {torch.cuda.get_device_name(device)}"
+        facts["triton"] = _version("triton")
+        facts["hopper_kernels"] = config.hopper_kernels
+        facts["fused"] = is_fused
+    else:
+        facts["chip"] = torch.backends.cpu.get_cpu_capability()
+        facts["threads"] = torch.get_num_threads()
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _refused(why: str) -> ConfigError:
+    return ConfigError(f"batch_invariant: {why}")

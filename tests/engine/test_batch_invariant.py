@@ -1,0 +1,52 @@
+"""The bitwise mode: an answer's bits are those of a cold run alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from milepost.errors import ConfigError
+from tests.engines import save_tiny
+
+
+@pytest.fixture(scope="module")
+def gated_delta(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("qwen3_5"), "qwen3_5", torch.float32)
+
+
+def identity_of(llm):
+    return llm.llm_engine.scheduler.cache.identity
+
+
+def test_keys_are_not_those_of_the_default_mode(gated_delta, monkeypatch):
+    ours = identity_of(gated_delta.open(batch_invariant=True))
+    assert ours != identity_of(gated_delta.open())
+    assert ours == identity_of(gated_delta.open(batch_invariant=True))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 77)
+    assert ours != identity_of(gated_delta.open(batch_invariant=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"mamba_ssm_cache_dtype": "bfloat16", "cache_memory": "split"},
+            "mamba_ssm_cache_dtype='bfloat16' rounds states",
+        ),
+        (
+            {
+                "speculative_config": {
+                    "method": "suffix",
+                    "num_speculative_tokens": 1,
+                    "rejection_sample_method": "synthetic",
+                    "synthetic_acceptance_rates": [0.5],
+                }
+            },
+            "rejection_sample_method='synthetic' accepts drafts at random",
+        ),
+    ],
+)
+def test_settings_that_break_the_promise_are_refused_by_name(gated_delta, options, message):
+    with pytest.raises(ConfigError, match=message):
+        gated_delta.open(batch_invariant=True, **options)
+    gated_delta.open(**options)
