@@ -54,10 +54,10 @@ def test_samples_are_taken_every_two_seconds_and_end(scheduler):
     for tenths in range(10 * 600):
         watch.note_time(tenths / 10)
     samples = look(watch, 600.0)[0]["samples"]
-    assert len(samples) == MAX_SAMPLES + 1
+    assert len(samples) == MAX_SAMPLES
     ages = [sample[0] for sample in samples]
     assert ages[-2:] == [SAMPLE_S, 0.0]
-    assert ages[0] == MAX_SAMPLES * SAMPLE_S
+    assert ages[0] == (MAX_SAMPLES - 1) * SAMPLE_S
 
 
 def test_running_requests_stand_where_they_are(scheduler):
@@ -110,3 +110,56 @@ def test_a_look_gives_way_to_steps(scheduler):
         num_steps += 1
     assert 3 <= num_steps <= 6
     assert look(watch)[1] == 0
+
+
+def sums(watch, now):
+    """The samples as (seconds ago, seconds run, seconds waited)."""
+    return [(at, ran, waited) for at, *_, ran, waited in look(watch, now)[0]["samples"]]
+
+
+def test_running_and_waiting_are_counted_over_time_and_nothing_over_a_pause(scheduler):
+    """Two requests arrive after a minute in which nothing happened. One waits for the other's step
+    of 3 seconds, and then runs in one of 5."""
+    watch = Watch(scheduler, FACTS)
+    watch.note_rest(0.0)
+    first = Request(id="a", chain=scheduler.cache.chain(range(100)), max_tokens=1)
+    second = Request(id="b", chain=scheduler.cache.chain(range(100)), max_tokens=1)
+    scheduler.waiting = [first, second]
+    watch.note_time(60.0)
+    scheduler.running, scheduler.waiting = [], [second]
+    watch.note_step(63.0, num_ended=1)
+    watch.note_time(63.0)
+    scheduler.running, scheduler.waiting = [second], []
+    watch.note_step(68.0, num_ended=0)
+    scheduler.running = []
+    watch.note_rest(68.0)
+    assert sums(watch, 100.0) == [
+        (100.0, 0, 0),
+        (40.0, 0, 0),
+        (37.0, 3, 3),
+        (32.0, 8, 3),
+        (0, 8, 3),
+    ]
+
+
+def test_the_end_of_work_is_a_sample_and_many_short_pauses_are_not(scheduler):
+    watch = Watch(scheduler, FACTS)
+    for quarter in range(4 * 60):
+        watch.note_time(quarter / 4)
+        scheduler.stats.decode_tokens += 1
+        watch.note_step(quarter / 4 + 0.1, num_ended=0)
+        watch.note_rest(quarter / 4 + 0.1)
+    samples = look(watch, 200.0)[0]["samples"]
+    ended = [decoded for at, _, _, _, decoded, _, _ in samples if at == pytest.approx(140.1, 0.01)]
+    assert ended[-1] == 240
+    assert len(samples) <= 60 / SAMPLE_S + 3
+
+
+def test_a_request_that_was_aborted_waits_no_longer(scheduler):
+    watch = Watch(scheduler, FACTS)
+    request = Request(id="a", chain=scheduler.cache.chain(range(100)), max_tokens=1)
+    scheduler.waiting = [request]
+    watch.note_time(10.0)
+    scheduler.waiting = []
+    watch.note_time(11.0)
+    assert sums(watch, 50.0)[-1] == (0, 0, 1)

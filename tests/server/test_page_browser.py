@@ -220,3 +220,27 @@ def test_100_000_pages_are_drawn_as_two_thousand_runs(stubbed):
     print(drawn)
     note = page.run("return document.querySelector('#tree-note').textContent")
     assert "the largest 2,000 of 20,001 runs are drawn" in note
+
+
+def test_lines_are_means_over_time_and_flat_where_nothing_happened(stubbed):
+    """After a pause of 200 seconds one request waits for 10 s and runs for 20 s."""
+    samples = [(400, 0, 0), (270, 0, 0), (70, 0, 0), (60, 0, 10), (40, 20, 10), (0, 20, 10)]
+    state = json.loads(large_state())
+    state["samples"] = [[ago, 0, 0, 0, 0, ran, waited] for ago, ran, waited in samples]
+    page = stubbed(answers={"ui/state": json.dumps(state)})
+    page.wait("return document.documentElement.dataset.drawn")
+    lines = page.run(
+        "return [...document.querySelectorAll('#figures path')].map((e) => e.getAttribute('d'))"
+    )
+    low, high = "29.0", "1.0"
+    assert lines[4] == "".join(
+        f"{'L' if at else 'M'}{start}.0 {y}L{end}.0 {y}"
+        for at, (start, end, y) in enumerate(
+            [(0, 30, low), (30, 230, low), (230, 240, high), (240, 260, low), (260, 300, low)]
+        )
+    )
+    assert lines[3].count(high) == 2
+    values = page.run(
+        "return [...document.querySelectorAll('#figures .value')].map((e) => e.textContent)"
+    )
+    assert values[3:] == ["0", "0"]

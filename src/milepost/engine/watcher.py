@@ -20,7 +20,13 @@ class Watcher(Protocol):
         return False
 
     def note_time(self, now: float) -> None:
-        """Notes the time of a step, or of the moment at which nothing is left to do."""
+        """Notes the time before a step, or after a request was aborted."""
+
+    def note_step(self, now: float, num_ended: int) -> None:
+        """Notes the end of a step, which ended this many requests."""
+
+    def note_rest(self, now: float) -> None:
+        """Notes the moment at which nothing is left to do."""
 
     def note_admission(self, request: Request, now: float) -> None:
         """Notes an admitted request, whose first step has run."""

@@ -3,6 +3,9 @@
 A snapshot is made in slices, a few between two steps, so that no step waits for it. Between
 snapshots next to nothing is done: some numbers every two seconds in which there are steps, and
 those of the last prompts. Positions and lengths are exported, never tokens, text or salts.
+
+Running and waiting requests are summed over time, as the area below their curve. Two samples
+therefore say how many there were on average between them, however far apart they are.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 
 SAMPLE_S = 2.0
-MAX_SAMPLES = 150
-"""Five minutes."""
+MAX_SAMPLES = 151
+"""Five minutes, with both ends."""
 MAX_PROMPTS = 24
 MAX_RUNNING = 512
 """Running requests that are shown, the oldest; the others are counted."""
@@ -35,7 +38,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Sample(msgspec.Struct, array_like=True, frozen=True):
-    """Counters since the start, and gauges, at a moment."""
+    """Counters since the start, at a moment."""
 
     at: float
     """Seconds of the monotonic clock; seconds ago, once sent."""
@@ -43,8 +46,10 @@ class Sample(msgspec.Struct, array_like=True, frozen=True):
     hits: int
     computed: int
     decoded: int
-    num_running: int
-    num_waiting: int
+    running_s: float
+    """Seconds that requests ran, summed over the requests."""
+    waiting_s: float
+    """Seconds that requests waited, summed over the requests."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -70,16 +75,40 @@ class Watch(Watcher):
         self._facts = facts
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._seen: deque[Seen] = deque(maxlen=MAX_PROMPTS)
+        self._noted_at: float | None = None
+        self._counts = (0, 0)
+        """Requests that run and wait since `_noted_at`."""
+        self._running_s = 0.0
+        self._waiting_s = 0.0
         self._survey: Generator[None, None, View] | None = None
         self._running: list[tuple[Request, Node | None]] = []
 
     # --- what happens -----------------------------------------------------------------------------
 
     def note_time(self, now: float) -> None:
-        """Keep a sample, if the last one is old enough; call it before a step, and when there is
-        nothing to do any more."""
+        """Note the time before a step, and keep a sample if the last one is old enough."""
+        self._pass_to(now)
+        self._counts = self._current_counts()
         if not self._samples or now - self._samples[-1].at >= SAMPLE_S:
             self._samples.append(self._sample(now))
+
+    def note_step(self, now: float, num_ended: int) -> None:
+        """Note the end of a step, which ended this many requests. They ran until now, and those
+        that wait now waited throughout: arrivals are only read between steps."""
+        num_running, num_waiting = self._current_counts()
+        self._counts = num_running + num_ended, num_waiting
+        self._pass_to(now)
+        self._counts = num_running, num_waiting
+
+    def note_rest(self, now: float) -> None:
+        """Keep a sample where the work ends, so that the work does not count for the pause."""
+        self.note_time(now)
+        last, sample = self._samples[-1], self._sample(now)
+        if msgspec.structs.replace(last, at=now) == sample:
+            return
+        if len(self._samples) > 1 and now - self._samples[-2].at < 2 * SAMPLE_S:
+            self._samples.pop()
+        self._samples.append(sample)
 
     def note_admission(self, request: Request, now: float) -> None:
         """Keep what a prompt found; its first step has run."""
@@ -121,6 +150,7 @@ class Watch(Watcher):
         if self._survey is None:
             return None
         start = clock()
+        self.note_time(start)
         try:
             while clock() - start < SLICE_S:
                 next(self._survey)
@@ -140,6 +170,16 @@ class Watch(Watcher):
             else self._scheduler.cache.tree.roots.get(allocation.chain.root)
         )
 
+    def _current_counts(self) -> tuple[int, int]:
+        return len(self._scheduler.running), len(self._scheduler.waiting)
+
+    def _pass_to(self, now: float) -> None:
+        """Count the time since the last call for the requests that ran and waited in it."""
+        passed_s = now - self._noted_at if self._noted_at is not None else 0.0
+        self._running_s += passed_s * self._counts[0]
+        self._waiting_s += passed_s * self._counts[1]
+        self._noted_at = now
+
     def _sample(self, now: float) -> Sample:
         steps, stats = self._scheduler.stats, self._scheduler.cache.stats
         return Sample(
@@ -148,13 +188,14 @@ class Watch(Watcher):
             hits=stats.hits,
             computed=steps.prefill_tokens,
             decoded=steps.decode_tokens,
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
+            running_s=round(self._running_s, 3),
+            waiting_s=round(self._waiting_s, 3),
         )
 
     def _state(self, view: View, now: float) -> dict[str, Any]:
         cache = self._scheduler.cache
         places = {node.digest: place for node, place in view.places.items()}
+        samples = [sample for sample in self._samples if sample.at < now]
         seen = [(one, _ago(one.at, now), places.get(one.hit or b"")) for one in self._seen]
         return {
             "engine": self._facts,
@@ -167,7 +208,7 @@ class Watch(Watcher):
             "evicted": cache.stats.checkpoints_evicted,
             "samples": [
                 msgspec.structs.replace(sample, at=_ago(sample.at, now))
-                for sample in [*self._samples, self._sample(now)]
+                for sample in [*samples, self._sample(now)]
             ],
             "prompts": [
                 {**msgspec.structs.asdict(one), "at": ago, "hit": place} for one, ago, place in seen

@@ -95,7 +95,7 @@ class Loop:
 
     def _rest(self) -> None:
         """Returns memory to the system, unless something arrives soon."""
-        self._watch.note_time(time.monotonic())
+        self._watch.note_rest(time.monotonic())
         if not select.select(self._sources, [], [], REST_S)[0]:
             heap.give_back()
             self._has_rested = True
@@ -127,6 +127,7 @@ class Loop:
                 self._add(message)
             case Abort():
                 self._abort(message.number)
+                self._watch.note_time(time.monotonic())
             case Ask(what="state"):
                 self._lookers.append(message.id)
                 self._watch.look()
@@ -190,6 +191,8 @@ class Loop:
         self._watch.note_time(start)
         self._has_rested = False
         groups = self._engine.step()
+        num_ended = sum(len(group.completions) for group in groups if group.is_finished)
+        self._watch.note_step(time.monotonic(), num_ended)
         self._note_admissions(start)
         for group, error in self._engine.end_late():
             self._forget(group)

@@ -5,15 +5,16 @@ import { REASONS, ago, brief, bytes, count, losses, plural, share } from "./word
 
 const WINDOW_S = 300;
 const RECENT_S = 60;
-const [AT, QUERIES, HITS, COMPUTED, DECODED, RUNNING, WAITING] = [0, 1, 2, 3, 4, 5, 6];
+const SHORTEST_S = 0.3;
+const [AT, QUERIES, HITS, COMPUTED, DECODED, RUNNING_S, WAITING_S] = [0, 1, 2, 3, 4, 5, 6];
 
 const rate = (column) => (a, b, seconds) => (b[column] - a[column]) / seconds;
 const FIGURES = [
   { name: "Hit rate", unit: "of prompt tokens", of: (a, b) => (b[QUERIES] > a[QUERIES] ? (b[HITS] - a[HITS]) / (b[QUERIES] - a[QUERIES]) : null), most: 1, show: (v) => (v === null ? "–" : share(v, 1)) },
   { name: "Computed", unit: "prompt tokens/s", of: rate(COMPUTED), show: brief },
   { name: "Answers", unit: "tokens/s", of: rate(DECODED), show: brief },
-  { name: "Running", unit: "requests", of: (a, b) => b[RUNNING], now: true, show: String },
-  { name: "Waiting", unit: "requests", of: (a, b) => b[WAITING], now: true, show: String },
+  { name: "Running", unit: "requests", of: rate(RUNNING_S), now: (state) => state.num_running, show: String },
+  { name: "Waiting", unit: "requests", of: rate(WAITING_S), now: (state) => state.num_waiting, show: String },
 ];
 
 let chosen = null;
@@ -33,22 +34,36 @@ export function startFigures(choose) {
 export function showFigures(state) {
   const samples = state.samples;
   const last = samples.at(-1);
-  const start = samples.find((sample) => sample[AT] <= RECENT_S) ?? last;
+  const start = before(samples, RECENT_S);
   FIGURES.forEach((figure, place) => {
     const item = find("#figures").children[place];
     const seconds = start[AT] - last[AT];
-    const value = figure.now || seconds > 0 ? figure.of(start, last, seconds) : figure.most ? null : 0;
+    const nothing = figure.most ? null : 0;
+    const value = figure.now?.(state) ?? (seconds > 0 ? figure.of(start, last, seconds) : nothing);
     say(item.querySelector(".value"), figure.show(value));
     item.querySelector("path").setAttribute("d", line(figure, samples));
   });
 }
 
-// Where nothing happened a counter stands still; a share of nothing is a gap.
-function line(figure, samples) {
+// The counters of `seconds` ago, on the straight line between the samples around that moment.
+export function before(samples, seconds) {
+  const next = samples.findIndex((sample) => sample[AT] <= seconds);
+  if (next <= 0) return samples.at(next);
+  const [a, b] = [samples[next - 1], samples[next]];
+  const part = (a[AT] - seconds) / (a[AT] - b[AT]);
+  return a.map((value, column) => value + part * (b[column] - value));
+}
+
+// Every value is a mean over the time between two samples. Where nothing happened counters stand
+// still, and the line is at 0; a share of nothing is a gap.
+export function line(figure, samples) {
   const points = [];
-  for (let i = 1; i < samples.length; i += 1) {
-    const [a, b] = [samples[i - 1], samples[i]];
-    if (a[AT] - b[AT] > 0.3 && b[AT] < WINDOW_S) points.push([a[AT], b[AT], figure.of(a, b, a[AT] - b[AT])]);
+  let a = before(samples, WINDOW_S);
+  for (const b of samples) {
+    const seconds = a[AT] - b[AT];
+    if (b[AT] >= WINDOW_S || seconds <= SHORTEST_S) continue;
+    points.push([a[AT], b[AT], figure.of(a, b, seconds)]);
+    a = b;
   }
   const most = figure.most ?? Math.max(1, ...points.map(([, , value]) => value));
   let path = "";
@@ -59,7 +74,7 @@ function line(figure, samples) {
       continue;
     }
     const y = (29 - (28 * value) / most).toFixed(1);
-    const x = (seconds) => Math.max(0, WINDOW_S - seconds).toFixed(1);
+    const x = (seconds) => (WINDOW_S - seconds).toFixed(1);
     path += `${isDrawing ? "L" : "M"}${x(from)} ${y}L${x(to)} ${y}`;
     isDrawing = true;
   }
