@@ -13,6 +13,7 @@ from milepost.simulator.fleet.results import FleetRow
 from milepost.simulator.results import ResultRow
 
 Row = ResultRow | FleetRow
+_STYLES = ("-", "--", ":", "-.")
 
 
 def require(path: Path) -> None:
@@ -46,12 +47,23 @@ def draw(rows: Sequence[Row], path: Path, bound: float) -> None:
 def _lines(
     axes: Any, rows: Sequence[Row], label: str, value: Callable[[Row], float | None]
 ) -> None:
-    series: dict[str, list[Row]] = {}
+    series: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        series.setdefault(_name(row), []).append(row)
-    for name, points in series.items():
+        series.setdefault(_parts(row), []).append(row)
+    varying = [len(set(column)) > 1 for column in zip(*series, strict=True)]
+    colours = list(dict.fromkeys(parts[:2] for parts in series))
+    styles = list(dict.fromkeys(parts[2:] for parts in series))
+    for parts, points in series.items():
         points.sort(key=_size)
-        axes.plot([_size(p) for p in points], [value(p) for p in points], "o-", label=name)
+        named = [part for part, is_varying in zip(parts, varying, strict=True) if is_varying]
+        axes.plot(
+            [_size(p) for p in points],
+            [value(p) for p in points],
+            marker="o",
+            color=f"C{colours.index(parts[:2])}",
+            linestyle=_STYLES[styles.index(parts[2:]) % len(_STYLES)],
+            label=", ".join(named) or parts[0],
+        )
     axes.set_xscale("log", base=2)
     sizes = sorted({_size(row) for row in rows})
     axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
@@ -59,10 +71,11 @@ def _lines(
     axes.set_ylabel(label)
 
 
-def _name(row: Row) -> str:
+def _parts(row: Row) -> tuple[str, ...]:
+    """Returns what sets a line apart: policy and routing choose its colour, memory its style."""
     if isinstance(row, ResultRow):
-        return row.policy
-    return f"{row.policy}, {row.routing}, {row.gib:g} GiB"
+        return row.policy, "", ""
+    return row.policy, row.routing, f"{row.gib:g} GiB"
 
 
 def _size(row: Row) -> float:
