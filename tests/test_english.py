@@ -15,7 +15,7 @@ ROOT = Path(milepost.__file__).parent
 
 DONE = (
     *("cache", "cli", "engine", "layers", "load", "models", "parallel", "runner", "scheduler"),
-    *("server", "speculative", "page", "ray"),
+    *("server", "speculative", "page", "ray", "images"),
     *("disaggregation", "kv_events", "simulator", "tiers"),
     *("kernels/conv", "kernels/recurrent", "kernels/short_conv"),
     *("annexes.py", "checks.py", "config.py", "demo.py", "errors.py", "json_settings.py"),

@@ -16,7 +16,7 @@ from milepost.errors import ConfigError
 ROOT = Path(milepost.__file__).parent
 
 _TENSORS = {"kernels", "parallel", "layers", "models"}
-_BELOW = {"cache", "scheduler", "speculative", *_TENSORS, "runner", "tiers"}
+_BELOW = {"cache", "scheduler", "speculative", *_TENSORS, "images", "runner", "tiers"}
 
 CORE = {
     "config": {"cache"},
@@ -27,7 +27,8 @@ CORE = {
     "parallel": {"kernels"},
     "layers": {"kernels", "parallel"},
     "models": {"kernels", "parallel", "layers"},
-    "runner": {*_TENSORS, "cache", "scheduler"},
+    "images": {"models"},
+    "runner": {*_TENSORS, "images", "cache", "scheduler"},
     "tiers": {"cache", "scheduler", "runner"},
     "engine": _BELOW,
     "server": {*_BELOW, "engine"},

@@ -1,0 +1,145 @@
+"""Reads what a checkpoint says about preparing pictures, and refuses what is not done here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from milepost.errors import ConfigError, UnsupportedModelError
+from milepost.models.files import read_object, reading
+
+FILES = ("preprocessor_config.json", "processor_config.json")
+_MOST_PIXELS = 2**26
+_PROCESSORS = (
+    "Qwen2VLImageProcessor",
+    "Qwen2VLImageProcessorFast",
+    "Qwen2VLImageProcessorPil",
+    "Qwen3VLImageProcessor",
+)
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "do_resize": (None, True),
+    "do_rescale": (None, True),
+    "do_normalize": (None, True),
+    "do_convert_rgb": (None, True),
+    "resample": (None, 3),
+}
+"""Setting -> the values that are supported. 3 is Pillow's number of bicubic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSettings:
+    """Settings of a checkpoint's image processor; the defaults are those of Qwen3.5."""
+
+    patch_size: int = 16
+    """Pixels of a patch's side."""
+    merge_size: int = 2
+    """Patches of a token's side."""
+    temporal_patch_size: int = 2
+    """Number of frames of a patch."""
+    min_pixels: int = 65_536
+    """Smallest area that a picture is resized to, in pixels; the setting `shortest_edge`."""
+    max_pixels: int = 16_777_216
+    """Largest area that a picture is resized to, in pixels; the setting `longest_edge`."""
+    rescale_factor: float = 1 / 255
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+    def __post_init__(self) -> None:
+        for name, most in (("patch_size", 256), ("merge_size", 16), ("temporal_patch_size", 16)):
+            _check_whole(name, getattr(self, name), most)
+        for name in ("min_pixels", "max_pixels"):
+            _check_whole(name, getattr(self, name), _MOST_PIXELS)
+        if self.min_pixels > self.max_pixels:
+            raise ConfigError(
+                f"min_pixels={self.min_pixels} is more than max_pixels={self.max_pixels}"
+            )
+        if self.max_pixels < self.unit**2:
+            raise ConfigError(
+                f"max_pixels={self.max_pixels} is less than one token: {self.unit}x{self.unit}"
+            )
+
+    @property
+    def unit(self) -> int:
+        """Pixels of a token's side."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def limits(self) -> tuple[int, int, int]:
+        """The unit, and the smallest and largest area, as `sizes.resized` takes them."""
+        return self.unit, self.min_pixels, self.max_pixels
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that a picture has."""
+        return self.max_pixels // self.unit**2
+
+    def with_pixels(self, min_pixels: int | None, max_pixels: int | None) -> ImageSettings:
+        """Returns the settings with other limits. Raises ConfigError if they contradict."""
+        own = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        return replace(self, **{name: value for name, value in own.items() if value is not None})
+
+
+def read_image_settings(folder: Path) -> ImageSettings:
+    """Reads the settings of the folder's image processor: `preprocessor_config.json`, or the part
+    `image_processor` of `processor_config.json`. Without either, they are Qwen3.5's. Raises
+    UnsupportedModelError or ConfigError, naming file and setting."""
+    for name in FILES:
+        path = folder / name
+        if not path.exists():
+            continue
+        raw = read_object(path)
+        with reading(path):
+            if name == FILES[1] and not isinstance(raw.get("image_processor"), Mapping):
+                continue
+            return _read(raw["image_processor"] if name == FILES[1] else raw)
+    return ImageSettings()
+
+
+def _read(raw: Mapping[str, Any]) -> ImageSettings:
+    kind = raw.get("image_processor_type")
+    if kind not in (None, *_PROCESSORS):
+        raise UnsupportedModelError(
+            f"image_processor_type={kind!r} is not supported; supported are {_PROCESSORS[0]} and "
+            "its other names"
+        )
+    for name, values in _ONLY.items():
+        if raw.get(name) not in values:
+            raise UnsupportedModelError(
+                f"{name}={raw[name]!r} is not supported; supported is {values[-1]!r}"
+            )
+    size = raw.get("size")
+    size = size if isinstance(size, Mapping) else {}
+    names = {field.name for field in fields(ImageSettings)}
+    own = {name: raw[name] for name in names if raw.get(name) is not None}
+    for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        value = own.get(name, size.get(edge, size.get(name)))
+        if value is not None:
+            own[name] = value
+    for name, key in (("mean", "image_mean"), ("std", "image_std")):
+        if raw.get(key) is not None:
+            own[name] = _colours(key, raw[key])
+    factor = own.get("rescale_factor", 1 / 255)
+    if not _is_number(factor) or not 0 < factor <= 1:
+        raise UnsupportedModelError(f"rescale_factor={factor!r} is no number above 0, up to 1")
+    if 0 in own.get("std", ()):
+        raise UnsupportedModelError(f"image_std={raw['image_std']!r} holds a zero")
+    return ImageSettings(**own)
+
+
+def _colours(name: str, value: object) -> tuple[float, float, float]:
+    """Returns one number per channel; a single one stands for all three."""
+    values = value if isinstance(value, list) else [value] * 3
+    if len(values) != 3 or not all(_is_number(each) and abs(each) <= 1e3 for each in values):
+        raise UnsupportedModelError(f"{name}={value!r} is no list of 3 numbers")
+    return (float(values[0]), float(values[1]), float(values[2]))
+
+
+def _check_whole(name: str, value: object, most: int) -> None:
+    if type(value) is not int or not 1 <= value <= most:
+        raise ConfigError(f"{name}={value!r} is no whole number from 1 to {most}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
