@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from typing import Self, Unpack
 
@@ -192,28 +193,44 @@ class LLM:
     ) -> list[RequestOutput]:
         params = self._params_for(sampling_params, len(prompts))
         wanted = list(zip(prompts, params, strict=True))
-        self._thread.run(self._check, wanted)
         groups: list[RequestGroup] = []
+        is_over = False
         try:
-            self._thread.run(self._queue, wanted, groups)
-            self._finish(groups, use_tqdm)
-            for group in groups:
-                group.check_whole()
-        finally:  # an interruption leaves nothing queued
-            self._thread.tidy(self._give_up, groups)
+            self._finish(wanted, groups, use_tqdm)
+            is_over = True
+        finally:
+            if not is_over:  # an interruption leaves nothing queued
+                self._thread.tidy(self._give_up, groups)
+        for group in groups:
+            group.check_whole()
         if not self.llm_engine.config.disable_log_stats:
             self._log_stats()
         return [group.output() for group in groups]
 
-    def _finish(self, groups: list[RequestGroup], use_tqdm: bool) -> None:
-        """Has steps run until all groups are over."""
-        left = groups
-        with _bar(len(groups), is_shown=use_tqdm) as advance:
-            while left:
-                self._thread.steps(lambda left=left: all(group.is_finished for group in left), bool)
-                num_before = len(left)
-                left = [group for group in left if not group.is_finished]
-                advance(num_before - len(left))
+    def _finish(
+        self,
+        wanted: list[tuple[Prompt, SamplingParams]],
+        groups: list[RequestGroup],
+        use_tqdm: bool,
+    ) -> None:
+        """Queues the prompts as `groups` and has steps run until all are over. Each wait for the
+        engine's thread takes a tenth of a millisecond, so one call does all of a short answer."""
+        begin: Callable[[], None] | None = partial(self._begin, wanted, groups)
+        num_over = 0
+        first = 0  # groups before it are over
+
+        def are_over() -> bool:
+            nonlocal first
+            while first < len(groups) and groups[first].is_finished:
+                first += 1
+            return first == len(groups)
+
+        with _bar(len(wanted), is_shown=use_tqdm) as advance:
+            while num_over < len(wanted):
+                self._thread.steps(are_over, self.llm_engine.flush, begin=begin)
+                begin = None
+                num_before, num_over = num_over, sum(group.is_finished for group in groups)
+                advance(num_over - num_before)
 
     def _stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None
@@ -243,17 +260,21 @@ class LLM:
 
     # --- on the engine's thread -------------------------------------------------------------------
 
-    def _check(self, wanted: Sequence[tuple[Prompt, SamplingParams]]) -> None:
+    def _begin(
+        self, wanted: Sequence[tuple[Prompt, SamplingParams]], groups: list[RequestGroup]
+    ) -> None:
+        """Queues all prompts. Raises InvalidRequestError, and then none is queued."""
         for index, (prompt, params) in enumerate(wanted):
             try:
                 self.llm_engine.check(prompt, params)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from error
+        self._queue(wanted, groups)
 
     def _queue(
         self, wanted: Sequence[tuple[Prompt, SamplingParams]], groups: list[RequestGroup]
     ) -> None:
-        """Queue prompts that have passed `_check`. `groups` has those that are queued, also for a
+        """Queues prompts that have passed `check`. `groups` has those that are queued, also for a
         caller that no longer waits."""
         for prompt, params in wanted:
             groups.append(self.llm_engine.queue(prompt, params))

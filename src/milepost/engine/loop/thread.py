@@ -78,12 +78,27 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             future.result()
 
-    def steps(self, is_enough: Callable[[], bool], result: Callable[[], T]) -> T | None:
-        """The `result` once steps have run until `is_enough`. None if they have to go on: after
-        SLICE_S, or one step while others ask for something. Raises what `Engine.step` raises."""
-        return self.run(self._advance, is_enough, result)
+    def steps(
+        self,
+        is_enough: Callable[[], bool],
+        result: Callable[[], T],
+        *,
+        begin: Callable[[], None] | None = None,
+    ) -> T | None:
+        """Runs `begin` if given, then steps until `is_enough`, and returns the `result`.
 
-    def _advance(self, is_enough: Callable[[], bool], result: Callable[[], T]) -> T | None:
+        Returns None if steps have to go on: after SLICE_S, or after one step while others ask for
+        something. Raises what `begin` and `Engine.step` raise."""
+        return self.run(self._advance, is_enough, result, begin)
+
+    def _advance(
+        self,
+        is_enough: Callable[[], bool],
+        result: Callable[[], T],
+        begin: Callable[[], None] | None,
+    ) -> T | None:
+        if begin is not None:
+            begin()
         end_s = monotonic() + SLICE_S
         while not is_enough():
             if monotonic() > end_s:
