@@ -74,6 +74,31 @@ def test_the_same_prompt_twice():
     assert report.lost == {"grid": 23, "last_token": 1}
 
 
+@pytest.mark.parametrize("shared", [1, 15, 16, 40, 63, 64, 65, 70, 72, 100, 130, 400, 700])
+def test_no_checkpoint_means_that_the_next_prompt_hits(shared):
+    """What `grid` and `under_page` name is computed again each time."""
+    bench = Bench()
+    _, second, third = (bench.ask(p).report for p in shared_prompts(shared, 30, 3))
+    assert third.reused == second.reused + second.lost.get("no_checkpoint", 0)
+    never = shared - third.reused
+    assert third.lost == {
+        **({"under_page" if shared < 64 else "grid": never} if never else {}),
+        "unseen": 30,
+    }
+
+
+@pytest.mark.parametrize(
+    ("length", "reason"), [(15, "under_page"), (40, "under_page"), (90, "grid")]
+)
+def test_a_mode_that_keeps_no_branch_point_says_so(length, reason):
+    bench = Bench(mode="align")
+    whole = tokens(300, 0)
+    bench.ask(whole)
+    kept = {"no_checkpoint": 64} if length > 64 else {}
+    again = bench.ask(whole[:length]).report
+    assert again.lost == {**kept, reason: length - 1 - sum(kept.values()), "last_token": 1}
+
+
 def test_chat_second_turn_reuses_all_that_was_computed():
     bench = Bench()
     first = bench.ask(tokens(1000, 0), max_tokens=800)

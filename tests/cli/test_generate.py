@@ -27,6 +27,13 @@ def test_repeats_show_the_hits_and_a_summary(session):
     assert "8 of 21 prompt tokens (38%) came from the cache" in session.err
 
 
+def test_a_prompt_under_one_page_is_said_once(session):
+    assert session.run("generate", LONG, LONG, "other words") == 0
+    assert session.err.count("are less than one page (64)") == 1
+    assert session.run("generate", " ".join(["word"] * 64)) == 0
+    assert "less than one page" not in session.err
+
+
 def test_prompts_come_from_arguments_files_and_stdin(session, tmp_path):
     (tmp_path / "a.txt").write_text("from a\n")
     arguments = ["--prompt-file", str(tmp_path / "a.txt"), "--prompt-file", "-"]

@@ -116,8 +116,9 @@ def test_second_turn_of_a_chat(tiny):
     [
         (tokens(100) + tokens(30, 1), {"grid": 36, "unseen": 30}),
         (tokens(192), {"grid": 63, "last_token": 1}),
+        (tokens(40), {"under_page": 39, "last_token": 1}),
     ],
-    ids=["inside a page", "the whole prompt"],
+    ids=["inside a page", "the whole prompt", "under a page"],
 )
 def test_a_report_names_no_state_that_could_have_been_kept(tiny, prompt, lost):
     """Beside a page that is there lies its state: what is lost lies past a page's end."""

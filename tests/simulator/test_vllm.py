@@ -41,7 +41,7 @@ def test_a_prompt_shorter_than_a_block_never_hits():
         maker.ask(pages)
     cache = pool(100)
     assert reused(maker.trace(), cache) == 0
-    assert cache.stats.lost[Lost.GRID] == 2 * 7 * 64
+    assert cache.stats.lost[Lost.UNDER_PAGE] == 2 * 7 * 64
 
 
 def test_a_continued_prompt_hits_its_last_whole_block():

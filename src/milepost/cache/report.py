@@ -26,11 +26,11 @@ class Lost(StrEnum):
     no room beside it.
     """
     NO_CHECKPOINT = "no_checkpoint"
-    """Their KV is there; no state was ever kept after them."""
+    """Their KV is there; no state was kept after them, but one is kept from now on."""
     GRID = "grid"
-    """Seen before, but after the last position at which a prefill can export a state or a page
-    ends.
-    """
+    """Seen before, but after the last position at which a state is kept."""
+    UNDER_PAGE = "under_page"
+    """Seen before, but fewer than fill a page, and too few to keep a state for."""
     KV_EVICTED = "kv_evicted"
     """Their KV was there and has been evicted."""
     UNSEEN = "unseen"
@@ -45,7 +45,8 @@ PHRASES: Mapping[Lost, str] = {
     Lost.NOT_WORTH_LOADING: "sooner computed than loaded",
     Lost.CHECKPOINT_EVICTED: "whose state was evicted",
     Lost.NO_CHECKPOINT: "without a saved state",
-    Lost.GRID: "beyond the last place where a state can be kept",
+    Lost.GRID: "after the last place where a state is kept",
+    Lost.UNDER_PAGE: "too few to fill a page",
     Lost.KV_EVICTED: "whose KV was evicted",
     Lost.UNSEEN: "not seen before",
     Lost.LAST_TOKEN: "needed to start the answer",
@@ -82,6 +83,16 @@ class CacheReport:
     def computed(self) -> int:
         """Prompt tokens that were not reused."""
         return self.prompt_tokens - self.reused
+
+    def hint(self, page_size: int) -> str | None:
+        """Says why a prompt under one page got nothing from a cache that is on; None otherwise."""
+        if self.reused or self.prompt_tokens >= page_size or Lost.DISABLED in self.lost:
+            return None
+        tokens = "token is" if self.prompt_tokens == 1 else "tokens are"
+        return (
+            f"{self.prompt_tokens} prompt {tokens} less than one page ({page_size}): "
+            "a prompt this short is reused late or not at all"
+        )
 
     def with_loaded(self, position: int, loaded: Mapping[str, int]) -> CacheReport:
         """The report once tokens up to `position` have come from outside, counted by source."""
@@ -141,20 +152,23 @@ def explain(
     reused: int,
     kv_length: int,
     checkpoint_evicted: int,
-    kv_grid: int,
+    last_place: int,
     resident: int,
     evicted: int,
+    page_size: int,
 ) -> CacheReport:
     """Split the tokens that were not reused by reason; the first that applies to a token names it.
 
-    All are ends of prefixes, in tokens: `kv_length` and `resident` of the KV that is there, in full
-    pages and counting tokens inside a page, `kv_grid` of that up to the grid, `checkpoint_evicted`
-    of what had a state at its end, `evicted` of the pages that were there.
+    But for `page_size` all are ends of prefixes, in tokens: `kv_length` and `resident` of the KV
+    that is there, in full pages and counting tokens inside a page, `last_place` of that up to where
+    a state is kept, `checkpoint_evicted` of what had a state at its end, `evicted` of the pages
+    that were there.
     """
+    is_under_page = reused == 0 and resident < page_size
     ends = (
         (Lost.CHECKPOINT_EVICTED, checkpoint_evicted),
-        (Lost.NO_CHECKPOINT, kv_grid),
-        (Lost.GRID, resident),
+        (Lost.NO_CHECKPOINT, last_place),
+        (Lost.UNDER_PAGE if is_under_page else Lost.GRID, resident),
         (Lost.KV_EVICTED, evicted),
     )
     lost: dict[Lost, int] = {}

@@ -143,6 +143,13 @@ class Screen:
         line = f"{cached} of {tokens} prompt tokens{share} came from the cache{from_where}"
         self._line(Text(line))
 
+    def hint(self, requests: list[Shown], page_size: int) -> None:
+        """Say once why prompts under one page got nothing from the cache."""
+        reports = [shown.output.cache_report for shown in requests]
+        hints = [report.hint(page_size) for report in reports if report is not None]
+        for hint in list(filter(None, hints))[:1]:
+            self.note(hint)
+
     def note(self, message: str) -> None:
         """Show a message that is not part of an answer."""
         self._line(Text(message, style="dim"))

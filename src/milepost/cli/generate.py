@@ -108,6 +108,7 @@ def generate_command(
             shown.append(screen.show(text, ask(text), params, visible))
         if len(shown) > 1:
             screen.summary(shown)
+        screen.hint(shown, config.page_size)
 
     return add_flags(generate, [SAMPLING, ENGINE])
 

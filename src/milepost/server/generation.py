@@ -58,6 +58,7 @@ class Generation:
         self.num_choices = len(prompts) * params.n
         self._tally = RequestTally(prompts, params, arrival, scope["milepost.record"])
         self._metrics = MetricsObserver(service.metrics, params, self._tally)
+        self._short_prompts = service.short_prompts
         self._is_closed = False
 
     async def begun(self) -> None:
@@ -102,6 +103,8 @@ class Generation:
     def _take(self, number: int, output: Output) -> list[tuple[int, Delta]]:
         self._tally.received(number, output)
         self._metrics.received(output)
+        if output.report is not None:
+            self._short_prompts.note(output.report)
         if output.kv_transfer_params is not None:
             self._transfers[number] = output.kv_transfer_params
         if output.prompt_logprobs is not None:

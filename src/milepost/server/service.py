@@ -31,6 +31,7 @@ from milepost.server.messages import for_template
 from milepost.server.metrics import RequestMetrics
 from milepost.server.parsing.answer import find_format, reasoning_tokens, special_tags
 from milepost.server.protocol import ChatRequest, TokenizeRequest
+from milepost.server.stats import ShortPrompts
 from milepost.server.templates import check_template_kwargs, variables_of
 from milepost.server.unknown import UnknownFields
 
@@ -61,6 +62,7 @@ class Service:
             is_asleep=lambda: self.is_asleep,
             engine_pid=lambda: client.pid,
         )
+        self.short_prompts = ShortPrompts(client)
         self.unknown = UnknownFields(strict=config.strict)
         template = getattr(tokenizer, "chat_template", None)
         self.template_variables = variables_of(template)

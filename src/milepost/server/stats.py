@@ -1,4 +1,6 @@
-"""Logs a line of statistics every ten seconds unless the server is idle."""
+"""Logs a line of statistics every ten seconds unless the server is idle, and why short prompts do
+not hit.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,30 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from milepost.engine.metrics import Metric
-from milepost.engine.processes import EngineClient
+from milepost.engine.processes import EngineClient, Report
 from milepost.errors import MilepostError
 
 logger = logging.getLogger("milepost.stats")
 
 INTERVAL_S = 10.0
+
+
+class ShortPrompts:
+    """Says once why nothing of a prompt under one page came from the cache."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._has_said = False
+
+    def note(self, report: Report) -> None:
+        """Log the reason, if this is the first report of such a prompt."""
+        page_size = self._client.info.page_size
+        if self._has_said or report.prompt_tokens >= page_size:
+            return
+        hint = report.cache_report().hint(page_size)
+        if hint is not None and not self._client.config.disable_log_stats:
+            self._has_said = True
+            logger.info("%s", hint)
 
 
 async def log_stats(client: EngineClient, interval_s: float = INTERVAL_S) -> None:

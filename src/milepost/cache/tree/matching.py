@@ -67,13 +67,14 @@ class Finder:
         resident = path.kv_length + self._tokens_past_nodes(path)
         num_seen = self._tree.num_seen(chain, path.num_pages) if self._config.enabled else 0
         has_state = position > 0 and self._config.slots_each > 0
+        branch_points = self._branch_points(min(resident, last), position)
         return Match(
             path=path,
             checkpoint=path.deepest_checkpoint(position) if has_state else None,
             state_length=position,
-            branch_points=self._branch_points(min(resident, last), position),
+            branch_points=branch_points,
             num_seen=num_seen,
-            report=self._report(path, position, resident, num_seen, limit),
+            report=self._report(path, position, resident, num_seen, limit, branch_points),
             version=version,
         )
 
@@ -97,8 +98,21 @@ class Finder:
             self._last_walk = (moment, self._tree.deepest(chain))
         return Path(chain, self._last_walk[1])
 
+    def _last_place(self, resident: int, reused: int, branch_points: tuple[int, ...]) -> int:
+        """The last position in `resident` tokens at which a state is kept."""
+        if not self._config.slots_each:  # beside a page that is there lies its state
+            return reused
+        kept = branch_points if self._config.mode == "auto" else ()
+        return max(floor(resident, self._config.grid), *kept, 0)
+
     def _report(
-        self, path: Path, reused: int, resident: int, num_seen: int, limit: int
+        self,
+        path: Path,
+        reused: int,
+        resident: int,
+        num_seen: int,
+        limit: int,
+        branch_points: tuple[int, ...],
     ) -> CacheReport:
         num_tokens = len(path.chain)
         num_given_up = path.evicted_position(reused)
@@ -111,10 +125,10 @@ class Finder:
             reused=reused,
             kv_length=path.kv_length,
             checkpoint_evicted=num_given_up,
-            # A page that is there has the state beside it, if states lie there.
-            kv_grid=floor(resident, self._config.grid) if self._config.slots_each else reused,
+            last_place=self._last_place(resident, reused, branch_points),
             resident=max(resident, reused),
             evicted=num_seen * self._config.page_size,
+            page_size=self._config.page_size,
         )
         return report if self._config.enabled else report.with_lost(Lost.DISABLED, num_tokens)
 

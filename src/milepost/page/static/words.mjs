@@ -2,9 +2,12 @@
 
 export const REASONS = [
   ["reused", "resumed: from the cache"],
+  ["late_copy", "computed again: its copy came too late"],
+  ["not_worth_loading", "computed again: sooner computed than loaded"],
   ["checkpoint_evicted", "computed again: its state was evicted"],
   ["no_checkpoint", "computed again: no state was kept there"],
-  ["grid", "computed again: past the last place where a state can be kept"],
+  ["grid", "computed again: after the last place where a state is kept"],
+  ["under_page", "computed again: too short, a prompt under one page is reused late or not at all"],
   ["kv_evicted", "computed again: its pages were evicted"],
   ["unseen", "new"],
   ["last_token", "the last token, needed to begin the answer"],
@@ -14,10 +17,13 @@ export const REASONS = [
 const SHORT = {
   checkpoint_evicted: "state evicted",
   no_checkpoint: "no state kept",
-  grid: "past the last possible checkpoint",
+  grid: "after the last place for a state",
+  under_page: "too few to fill a page",
   kv_evicted: "pages evicted",
   unseen: "new",
   last_token: "last token",
+  late_copy: "copied too late",
+  not_worth_loading: "sooner computed than loaded",
   disabled: "cache off",
 };
 

@@ -105,9 +105,10 @@ class OnePool:
             reused=found * size,
             kv_length=kv_length,
             checkpoint_evicted=evicted * size,
-            kv_grid=kv_length,
+            last_place=kv_length,
             resident=max(kv_length, seen_tokens) if is_partial else kv_length,
             evicted=seen_tokens,
+            page_size=size,
         )
 
     def _num_seen(self, chain: Chain) -> int:
