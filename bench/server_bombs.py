@@ -112,7 +112,7 @@ async def held(http: aiohttp.ClientSession, url: str) -> dict[str, float]:
         lines = (await response.text()).splitlines()
     names = ("num_requests_running", "num_requests_waiting")
     found = [line.rsplit(" ", 1) for line in lines if line.startswith("milepost:")]
-    return {name: sum(float(v) for key, v in found if f":{name}" in key) for name in names}
+    return {name: sum(float(v) for key, v in found if f":{name}{{" in key) for name in names}
 
 
 def p99(gaps: list[float]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from milepost.engine.metrics import collect
 from milepost.scheduler.request import FinishReason
 from tests.scheduler.test_peers import Bench, tokens
 
@@ -27,6 +28,22 @@ def test_who_waits_resumes_where_the_other_has_got():
     bench.run()
     assert second.report.reused == 448
     assert bench.is_right(second)
+
+
+def test_who_waits_for_a_prefix_counts_as_deferred():
+    bench = Bench(budget=128)
+    submit_pair(bench, tokens(500))
+    assert waiting(bench) == {"capacity": 0, "deferred": 1}
+    bench.run()
+    assert waiting(bench) == {"capacity": 0, "deferred": 0}
+    bench.submit(tokens(70, seed=3), max_tokens=2)
+    assert waiting(bench) == {"capacity": 1, "deferred": 0}
+
+
+def waiting(bench: Bench) -> dict[str, float]:
+    name = "milepost:num_requests_waiting_by_reason"
+    found = [metric for metric in collect(bench.scheduler) if metric.name == name]
+    return {metric.labels["reason"]: metric.value for metric in found}
 
 
 def test_who_waits_for_one_that_goes_away_goes_on_at_once():

@@ -21,7 +21,7 @@ INFO = SimpleNamespace(
     vocab_size=448,
     page_size=64,
     sampling_defaults={},
-    facts=SimpleNamespace(model_type=""),
+    facts=SimpleNamespace(model_type="", device="cpu"),
 )
 
 MAX_IN_FLIGHT = 100

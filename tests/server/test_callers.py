@@ -9,6 +9,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from starlette.routing import Mount
 
 import milepost
@@ -18,6 +19,7 @@ from milepost.server.bodies import JsonRoute
 from milepost.server.callers import Audience, Keys
 from milepost.server.config import ServerConfig
 from milepost.server.gate import Gate
+from milepost.server.http_metrics import HttpMetrics
 from tests.server.inprocess import service
 
 SOURCE = Path(milepost.__file__).parent
@@ -228,7 +230,7 @@ def test_websockets_are_turned_away():
     async def send(message):
         sent.append(message)
 
-    gate = Gate(None, ServerConfig(), Keys([], []))
+    gate = Gate(None, ServerConfig(), Keys([], []), HttpMetrics(CollectorRegistry()))
     asyncio.run(gate({"type": "websocket", "path": "/metrics", "headers": []}, None, send))
     assert sent == [{"type": "websocket.close", "code": 1008}]
 

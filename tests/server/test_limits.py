@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import uvicorn
+from prometheus_client import CollectorRegistry
 from uvicorn.server import ServerState
 
 from milepost.cli import serve
@@ -28,6 +29,7 @@ from milepost.server import connections, loading, stats
 from milepost.server.callers import Keys
 from milepost.server.config import ServerConfig
 from milepost.server.gate import Gate
+from milepost.server.http_metrics import HttpMetrics
 from milepost.server.run import HttpServer
 from tests.server.conftest import ENVIRONMENT, Server, get, post, serving
 from tests.server.inprocess import service
@@ -298,7 +300,9 @@ def test_who_says_no_more_behind_a_refusal_is_let_go(monkeypatch):
 
     async def open_behind_it():
         state, loop = ServerState(), asyncio.get_running_loop()
-        config = uvicorn.Config(Gate(None, ServerConfig(access_log=False), Keys([], [])), ws="none")
+        metrics = HttpMetrics(CollectorRegistry())
+        gate = Gate(None, ServerConfig(access_log=False), Keys([], []), metrics)
+        config = uvicorn.Config(gate, ws="none")
         config.load()
         listening = await loop.create_server(lambda: own(config, state, {}), "127.0.0.1", 0)
         async with listening:

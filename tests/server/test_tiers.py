@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
-from tests.server.conftest import serving
+from tests.server.conftest import get, serving
 from tests.waiting import until
 
 
@@ -31,8 +32,15 @@ def num_files(folder):
 def num_on_disk(server):
     with server.http() as client:
         lines = client.get("/metrics").text.splitlines()
-    (line,) = (each for each in lines if each.startswith('milepost:tier_items{tier="disk"}'))
+    items = [line for line in lines if line.startswith("milepost:tier_items{")]
+    (line,) = (line for line in items if 'tier="disk"' in line)
     return float(line.rsplit(" ", 1)[1])
+
+
+def vllms_hits(server):
+    text = get(f"{server.url}/metrics").text
+    (line,) = re.findall(r"(?m)^vllm:prefix_cache_hits_total\S* (\S+)$", text)
+    return float(line)
 
 
 def test_what_was_written_outlives_the_server(folder, tmp_path):
@@ -46,8 +54,14 @@ def test_what_was_written_outlives_the_server(folder, tmp_path):
     with serving(folder, *flags) as server:
         assert num_on_disk(server) == num_kept
         after = ask(server, fox)
-        assert details(after)["loaded_tokens"] == {"disk": details(after)["cached_tokens"]}
+        num_loaded = details(after)["cached_tokens"]
+        assert details(after)["loaded_tokens"] == {"disk": num_loaded}
         assert after.choices[0].message.content == before.choices[0].message.content
+        assert server.metric("external_prefix_cache_hits_total") == num_loaded
+        assert server.metric("external_prefix_cache_queries_total") == after.usage.prompt_tokens
+        assert server.metric("prefix_cache_hits_total") == num_loaded
+        assert server.metric("prefix_cache_local_hits_total") == 0
+        assert vllms_hits(server) == 0, "what a connector brings counts apart"
         before = ask(server, weather)
         until(lambda: server.metric("tier_written_items_total") >= 4)
         for pid in (server.process.pid, server.engine_pid):

@@ -158,6 +158,11 @@ class Outside:
         return isinstance(self._memory, Cache) and bool(self._memory.loans)
 
     @property
+    def has_sources(self) -> bool:
+        """Whether prompts are looked up outside the device too."""
+        return bool(self._sources)
+
+    @property
     def may_load(self) -> bool:
         """Whether another request may begin to load."""
         return len(self.loading) < self.max_loading

@@ -227,6 +227,7 @@ class Scheduler:
             first = self._steps.popleft()
             assert plan is first, "F3: outcomes are taken in the order of the steps"
             self._moves_beside = False
+        num_before = self.stats.num_computed_tokens
         progress = []
         for sequence in plan.sequences:
             request = self._requests[sequence.number]
@@ -246,6 +247,8 @@ class Scheduler:
                 self._requests.retire(request)
             if tokens:
                 progress.append(Progress(request=request, tokens=tokens, finish_reason=reason))
+        if plan.sequences:
+            self.stats.stepped(self.stats.num_computed_tokens - num_before)
         return progress
 
     def _commit(self, request: Request, sequence: SequencePlan, result: StepResult) -> None:

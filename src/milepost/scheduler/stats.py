@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
+
+STEP_BOUNDS = (1, *(2**power for power in range(3, 15)))
+"""Upper bounds, in tokens, by which steps are counted: 1 and 8 to 16,384."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +28,8 @@ class SchedulerStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Drafts among those that were accepted."""
+    num_steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_BOUNDS) + 1))
+    """Number of steps by the tokens that they computed: up to each of STEP_BOUNDS, and more."""
     num_runs: list[int] = field(default_factory=list)
     """Number of times a request's drafts were verified, by the number accepted."""
 
@@ -36,6 +42,15 @@ class SchedulerStats:
         if missing > 0:
             self.num_runs.extend([0] * missing)
         self.num_runs[num_accepted] += 1
+
+    def stepped(self, num_tokens: int) -> None:
+        """Note how many tokens a step has computed."""
+        self.num_steps_by_tokens[bisect_left(STEP_BOUNDS, num_tokens)] += 1
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that all steps have computed, of prompts and of answers."""
+        return self.prefill_tokens + self.decode_tokens
 
     @property
     def num_accepted_by_position(self) -> list[int]:

@@ -9,7 +9,7 @@
     its meaning              messages, custom, templates, forms, parameters
     the way to the engine    service, generation, observers
     its answer               answers, stream, blocks, logprobs, errors, transfer
-    figures                  metrics, vllm_metrics
+    figures                  metrics, vllm_metrics, http_metrics
     files of requests        batch
 """
 

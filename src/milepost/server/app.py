@@ -40,7 +40,7 @@ def build(service: Service) -> Any:
     )
     page = _page(config)
     quiet = frozenset() if page is None else page.PATHS
-    return with_cors(Gate(routed(service), config, keys, quiet), config)
+    return with_cors(Gate(routed(service), config, keys, service.metrics.http, quiet), config)
 
 
 def _page(config: ServerConfig) -> Any:

@@ -14,6 +14,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
@@ -22,6 +23,7 @@ from milepost.server.callers import Keys, header
 from milepost.server.config import ServerConfig
 from milepost.server.connections import Incoming
 from milepost.server.errors import ClientGoneError, HttpError, body_for, message_of, response_of
+from milepost.server.http_metrics import HttpMetrics
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("milepost.access")
@@ -32,18 +34,21 @@ of lines."""
 
 
 class Gate:
-    """Wraps the application. Successful requests for `quiet_paths` are not logged."""
+    """Wraps the application. Successful requests for `quiet_paths` are not logged; `metrics` counts
+    all requests."""
 
     def __init__(
         self,
         app: Any,
         config: ServerConfig,
         keys: Keys,
+        metrics: HttpMetrics,
         quiet_paths: frozenset[str] = frozenset(),
     ) -> None:
         self._app = app
         self._config = config
         self._keys = keys
+        self._metrics = metrics
         self._quiet_paths = quiet_paths
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -75,6 +80,13 @@ class Gate:
         except Exception as error:  # noqa: BLE001 - last chance to answer
             await self._fail(error, scope, receive, exchange)
         finally:
+            self._metrics.finished(
+                scope,
+                status=exchange.status,
+                seconds=time.monotonic() - exchange.arrival,
+                request_bytes=_length(scope["headers"]),
+                response_bytes=exchange.num_bytes,
+            )
             is_quiet = exchange.status == 200 and scope["milepost.path"] in self._quiet_paths
             if self._config.access_log and not is_quiet:
                 line = exchange.line({**scope, "path": asked})
@@ -135,6 +147,8 @@ class _Exchange:
         self._incoming = incoming
         self.arrival = arrival
         self.status: int | None = None
+        self.num_bytes = 0
+        """Content length of the response; 0 for a stream."""
         self.is_complete = False
         self.record: dict[str, Any] = {}
         self.headers: list[tuple[bytes, bytes]] = []
@@ -143,6 +157,7 @@ class _Exchange:
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.num_bytes = _length(message["headers"])
             if not self._incoming.is_whole:  # the rest is not read: close the connection
                 self.headers.append((b"connection", b"close"))
             if self.headers:
@@ -163,6 +178,12 @@ class _Exchange:
             "duration_s": round(time.monotonic() - self.arrival, 4),
             **self.record,
         }
+
+
+def _length(headers: Sequence[tuple[bytes, bytes]]) -> int:
+    """Returns the content length that headers declare; 0 for none, and for one of no length."""
+    length = header(headers, b"content-length")
+    return int(length) if length.isdigit() and len(length) <= 18 else 0
 
 
 def _check_path(path: str) -> None:

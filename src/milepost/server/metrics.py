@@ -1,8 +1,9 @@
 """Prometheus metrics: the engine's counters and gauges, and the latencies measured here.
 
 Names are vLLM's where the meaning is the same, with the prefix `milepost:`; `vllm_metrics.py`
-repeats those under vLLM's own prefix. Memory, CPU time and file descriptors of both processes have
-the prefixes `process_` and `milepost_engine_process_`.
+adds the labels, and repeats those under vLLM's own prefix. HTTP requests are counted in
+`http_metrics.py`. Memory, CPU time and file descriptors of both processes have the prefixes
+`process_` and `milepost_engine_process_`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import TypeVar
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    GCCollector,
+    PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
@@ -25,7 +28,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from milepost.engine.metrics import Metric
-from milepost.server.vllm_metrics import Mirror
+from milepost.server.http_metrics import HttpMetrics
+from milepost.server.vllm_metrics import ExposedMetrics
 
 C = TypeVar("C", bound=Collector)
 
@@ -42,6 +46,8 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 ENDS = ("stop", "length", "abort", "error")
 """How answers end; each has a series from the start."""
+PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+"""Where prompt tokens come from, as vLLM names it: the last are from outside the device."""
 
 
 class RequestMetrics:
@@ -54,15 +60,22 @@ class RequestMetrics:
         cache_config: Callable[[], Mapping[str, object]],
         is_asleep: Callable[[], bool],
         engine_pid: Callable[[], int | None],
+        build: Mapping[str, str],
     ) -> None:
         self._registry = CollectorRegistry()
+        """Our metrics, without the labels that all have."""
         self._engine = _Snapshot()
         self._registry.register(self._engine)
-        self._others = CollectorRegistry()
-        """Our metrics under vLLM's names, and the resources of this process and the engine's."""
-        self._others.register(Mirror(self._registry.collect, model_name, cache_config, is_asleep))
-        ProcessCollector(registry=self._others)
-        ProcessCollector("milepost_engine", lambda: engine_pid() or 0, registry=self._others)
+        self._registry.register(_BuildInfo(build))
+        self._exposed = CollectorRegistry()
+        """All that a scrape returns."""
+        ours = ExposedMetrics(self._registry.collect, model_name, cache_config, is_asleep)
+        self._exposed.register(ours)
+        self.http = HttpMetrics(self._exposed)
+        ProcessCollector(registry=self._exposed)
+        ProcessCollector("milepost_engine", lambda: engine_pid() or 0, registry=self._exposed)
+        PlatformCollector(self._exposed)
+        GCCollector(self._exposed)
         seconds, tokens, total = self._seconds, self._tokens, self._total
         self.time_to_first_token = seconds("time_to_first_token", "From arrival to first token.")
         self.inter_token = seconds("inter_token_latency", "Between two deliveries of tokens.")
@@ -76,8 +89,15 @@ class RequestMetrics:
         self.decode_time = seconds("request_decode_time", "From first token to last token.")
         self.prompt_tokens = total("prompt_tokens", "Prompt tokens of started requests.")
         self.cached_tokens = total("prompt_tokens_cached", "Prompt tokens from the cache.")
+        by_source = self._counter(
+            "prompt_tokens_by_source", "Prompt tokens by where they came from.", ("source",)
+        )
+        self.prompt_sources = {source: by_source.labels(source) for source in PROMPT_SOURCES}
         self.generation_tokens = total("generation_tokens", "Generated tokens.")
         self.prompt_lengths = tokens("request_prompt_tokens", "Prompt length.")
+        self.computed_lengths = tokens(
+            "request_prefill_kv_computed_tokens", "Prompt tokens that were computed."
+        )
         self.answer_lengths = tokens("request_generation_tokens", "Answer length.")
         self.longest_answers = tokens(
             "request_max_num_generation_tokens", "Length of a request's longest answer."
@@ -97,7 +117,7 @@ class RequestMetrics:
     def expose(self, engine: Sequence[Metric]) -> bytes:
         """Returns the text format, with these metrics of the engine."""
         self._engine.metrics = engine
-        return generate_latest(self._registry) + generate_latest(self._others)
+        return generate_latest(self._exposed)
 
     def _seconds(self, name: str, text: str) -> Distribution:
         return self._added(Distribution(f"milepost:{name}_seconds", text, _SECONDS))
@@ -154,6 +174,18 @@ class Distribution(Collector):
         yield family
 
 
+class _BuildInfo(Collector):
+    """A gauge of 1 whose labels say what runs."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = labels
+
+    def collect(self) -> Iterator[Family]:
+        info = GaugeMetricFamily("milepost:build_info", "What runs.", labels=list(self._labels))
+        info.add_metric(list(self._labels.values()), 1)
+        yield info
+
+
 class _Snapshot(Collector):
     """The engine's metrics in Prometheus' form."""
 
@@ -166,11 +198,21 @@ class _Snapshot(Collector):
             yield _family(name, list(group))
 
 
+_FAMILIES = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
 def _family(name: str, metrics: list[Metric]) -> Family:
-    kind = CounterMetricFamily if metrics[0].kind == "counter" else GaugeMetricFamily
     labels = sorted(metrics[0].labels)
     text = name.removeprefix("milepost:").replace("_", " ")
-    family = kind(name, f"Engine: {text}.", labels=labels)
+    family = _FAMILIES[metrics[0].kind](name, f"Engine: {text}.", labels=labels)
     for metric in metrics:
-        family.add_metric([metric.labels[label] for label in labels], metric.value)
+        values = [metric.labels[label] for label in labels]
+        if metric.kind == "histogram":
+            family.add_metric(values, list(metric.buckets.items()), metric.value)
+        else:
+            family.add_metric(values, metric.value)
     return family

@@ -135,10 +135,22 @@ class MetricsObserver:
         if output.report is not None:
             metrics.queue_time.observe(max(output.report.admitted_at - tally.arrival, 0.0))
             metrics.cached_tokens.inc(output.report.reused)
+            self._count_sources(output.report)
         if tally.gap_s is not None:
             metrics.inter_token.observe(tally.gap_s)
         elif tally.is_first:
             metrics.time_to_first_token.observe(tally.now - tally.arrival)
+
+    def _count_sources(self, report: Report) -> None:
+        """Counts a prompt's tokens by where they came from."""
+        num_loaded = sum(report.loaded.values())
+        counts = {
+            "local_compute": report.prompt_tokens - report.reused,
+            "local_cache_hit": report.reused - num_loaded,
+            "external_kv_transfer": num_loaded,
+        }
+        for source, num_tokens in counts.items():
+            self._metrics.prompt_sources[source].inc(num_tokens)
 
     def extended(self, deltas: Sequence[tuple[int, Delta]]) -> None:
         """Counts tokens and ends."""
@@ -155,6 +167,8 @@ class MetricsObserver:
             metrics.disconnects.inc()
         if tally.is_whole:
             metrics.end_to_end.observe(time.monotonic() - tally.arrival)
+            num_reused = sum(report.reused for report in tally.reports)
+            metrics.computed_lengths.observe(tally.num_prompt_tokens - num_reused)
             for count in tally.num_tokens:
                 metrics.answer_lengths.observe(count)
             self._observe_phases()

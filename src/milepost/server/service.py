@@ -3,12 +3,15 @@ cannot be served."""
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+import milepost
 from milepost.engine.constraints import FormChecks, think_ids
 from milepost.engine.processes import EngineClient, Stream
 from milepost.engine.prompts import Prompt
@@ -61,6 +64,7 @@ class Service:
             cache_config=self._cache_config,
             is_asleep=lambda: self.is_asleep,
             engine_pid=lambda: client.pid,
+            build=_build(client),
         )
         self.short_prompts = ShortPrompts(client)
         self.unknown = UnknownFields(strict=config.strict)
@@ -248,6 +252,17 @@ class Service:
     async def close(self) -> None:
         await self.encoder.close()
         await self.form_checks.close()
+
+
+def _build(client: EngineClient) -> dict[str, str]:
+    """Returns what runs: versions and the device."""
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    return {
+        "version": milepost.__version__,
+        "python": platform.python_version(),
+        **versions,
+        "device": client.info.facts.device,
+    }
 
 
 @contextmanager

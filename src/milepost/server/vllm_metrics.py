@@ -1,6 +1,7 @@
-"""Repeats metrics under vLLM's names, so that its dashboards, routers and autoscalers read them.
+"""Exposes our metrics with vLLM's labels, and repeats them under vLLM's names, so that its
+dashboards, routers and autoscalers read them.
 
-Nothing is counted twice: each scrape copies our own registry. Labels are vLLM's, `model_name` and
+Nothing is counted twice: each scrape copies our own registry. The labels are `model_name` and
 `engine`; metrics with more labels keep them.
 """
 
@@ -14,25 +15,31 @@ from prometheus_client.registry import Collector
 
 OURS, THEIRS = "milepost:", "vllm:"
 
-NAMES = frozenset([
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries",
-    "prefix_cache_hits", "num_preemptions", "spec_decode_num_drafts",
+SAME = frozenset([
+    "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason",
+    "kv_cache_usage_perc", "prefix_cache_queries", "external_prefix_cache_queries",
+    "external_prefix_cache_hits", "num_preemptions", "spec_decode_num_drafts",
     "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
     "spec_decode_num_accepted_tokens_per_pos", "prompt_tokens", "prompt_tokens_cached",
-    "generation_tokens", "request_success", "time_to_first_token_seconds",
-    "inter_token_latency_seconds", "request_time_per_output_token_seconds",
-    "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
-    "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
-    "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n",
+    "prompt_tokens_by_source", "generation_tokens", "iteration_tokens_total", "request_success",
+    "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds", "e2e_request_latency_seconds",
+    "request_queue_time_seconds", "request_inference_time_seconds", "request_prefill_time_seconds",
+    "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+    "request_prefill_kv_computed_tokens", "request_max_num_generation_tokens", "request_params_n",
     "request_params_max_tokens",
 ])  # fmt: skip
 """Names of metrics with the same meaning in both; only the prefix differs."""
 
+NAMES = {**{name: name for name in SAME}, "prefix_cache_local_hits": "prefix_cache_hits"}
+"""Our names and theirs, without prefixes. vLLM's hits leave out what came from outside the
+device."""
+
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
-class Mirror(Collector):
-    """Copies the metrics that `collect_ours` returns."""
+class ExposedMetrics(Collector):
+    """The metrics that `collect_ours` returns, labelled, under both prefixes."""
 
     def __init__(
         self,
@@ -51,17 +58,21 @@ class Mirror(Collector):
         return ()
 
     def collect(self) -> Iterator[Family]:
-        for family in self._collect_ours():
-            if family.name.removeprefix(OURS) in NAMES:
-                yield self._copy(family)
+        families = list(self._collect_ours())
+        for family in families:
+            yield self._copy(family, family.name)
+        for family in families:
+            theirs = NAMES.get(family.name.removeprefix(OURS))
+            if theirs is not None:
+                yield self._copy(family, THEIRS + theirs)
         yield self._cache_info()
         yield self._sleep_state()
 
-    def _copy(self, family: Family) -> Family:
-        copy = Family(_theirs(family.name), family.documentation, family.type, family.unit)
+    def _copy(self, family: Family, name: str) -> Family:
+        copy = Family(name, family.documentation, family.type, family.unit)
         for sample in family.samples:
-            labels = {**self._labels, **sample.labels}
-            copy.add_sample(_theirs(sample.name), labels, sample.value)
+            suffix = sample.name.removeprefix(family.name)
+            copy.add_sample(name + suffix, {**self._labels, **sample.labels}, sample.value)
         return copy
 
     def _cache_info(self) -> Family:
@@ -83,7 +94,3 @@ class Mirror(Collector):
             value = float(state == "awake" and not self._is_asleep())
             states.add_metric([*self._labels.values(), state], value)
         return states
-
-
-def _theirs(name: str) -> str:
-    return THEIRS + name.removeprefix(OURS)
