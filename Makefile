@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A process for each core; a file's tests share what they have prepared, so they stay together.
 PROCESSES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-gpu test-nightly test-clients test-lowest fuzz compile-matrix compile-matrix-all compile-matrix-tritons lint format bench clean
+.PHONY: demo test test-gpu test-nightly test-clients test-lowest fuzz compile-matrix compile-matrix-all compile-matrix-tritons docs lint format bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m milepost.demo
@@ -70,6 +70,10 @@ test-lowest:
 		-k "not match_transformers" \
 		$(PROCESSES) tests/server tests/cli tests/engine tests/models tests/disaggregation \
 		tests/kv_events tests/load tests/tiers tests/test_sampling_params.py $(PYTEST_ARGS)
+
+# The pages as a site, out/docs/site. Broken links are errors.
+docs: $(STAMP)
+	$(BIN)/python tools/site.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -25,7 +25,6 @@ from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4
 from milepost.kernels.products.table import PRODUCTS, Product
 from tests.kernels.choices import TABLES, forget
-from tests.kernels.pages import DOCS, PAGES, filled
 
 ROOT = Path(__file__).parents[2]
 H200, L4 = CHIPS["sm_90"][1], CHIPS["sm_89"][1]
@@ -173,11 +172,6 @@ def test_every_row_names_a_module():
     ] == []
     for table in TABLES:
         assert len({each.name for each in table.kernels}) == len(table.kernels)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_shows_the_tables(page):
-    assert (DOCS / page).read_text(encoding="utf-8") == filled(page)
 
 
 TILES = st.builds(

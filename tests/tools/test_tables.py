@@ -1,0 +1,47 @@
+"""Tables that the documentation shows are those that `tools/tables.py` makes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from milepost.config import EngineConfig
+from milepost.simulator.policies import POLICIES
+
+ROOT = Path(__file__).parents[2]
+_SPEC = importlib.util.spec_from_file_location("tables", ROOT / "tools" / "tables.py")
+tables = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(tables)
+
+
+@pytest.mark.parametrize("page", tables.TABLES)
+def test_a_page_has_the_tables_of_today(page):
+    if (ROOT / page).read_text(encoding="utf-8") != tables.filled(page):
+        pytest.fail(f"{page} has older tables: run python tools/tables.py")
+
+
+def test_every_place_for_a_table_is_filled():
+    place = re.compile(r"<!-- made by tools/tables\.py: ([^>]*) -->")
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    found = {
+        path.relative_to(ROOT).as_posix(): set(place.findall(path.read_text(encoding="utf-8")))
+        for path in pages
+    }
+    made = {page: set(made) for page, made in tables.TABLES.items()}
+    assert {page: names for page, names in found.items() if names} == made
+
+
+def test_a_flag_with_an_odd_help_stays_in_its_cell():
+    assert tables.rows(("a", "b"), [("1", "")]) == "| a | b |\n| --- | --- |\n| 1 | |"
+    assert tables._cell("a|b <c>") == r"a\|b &lt;c>"
+    assert len(tables.flags(EngineConfig).splitlines()) == len(fields(EngineConfig)) + 2
+
+
+def test_the_simulators_page_describes_each_policy():
+    text = (ROOT / "docs" / "simulator.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^## Policies\n(.*?)^##", text, re.S | re.M)
+    assert set(re.findall(r"^\| `([\w-]+)` \|", section, re.M)) == set(POLICIES)
