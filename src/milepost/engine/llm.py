@@ -196,7 +196,9 @@ class LLM:
         groups: list[RequestGroup] = []
         is_over = False
         try:
-            self._finish(wanted, groups, use_tqdm)
+            with _bar(len(wanted), is_shown=use_tqdm) as advance:
+                begin = partial(self._begin, wanted, groups)
+                self._thread.finish(begin, groups, self.llm_engine.flush, advance)
             is_over = True
         finally:
             if not is_over:  # an interruption leaves nothing queued
@@ -206,31 +208,6 @@ class LLM:
         if not self.llm_engine.config.disable_log_stats:
             self._log_stats()
         return [group.output() for group in groups]
-
-    def _finish(
-        self,
-        wanted: list[tuple[Prompt, SamplingParams]],
-        groups: list[RequestGroup],
-        use_tqdm: bool,
-    ) -> None:
-        """Queues the prompts as `groups` and has steps run until all are over. Each wait for the
-        engine's thread takes a tenth of a millisecond, so one call does all of a short answer."""
-        begin: Callable[[], None] | None = partial(self._begin, wanted, groups)
-        num_over = 0
-        first = 0  # groups before it are over
-
-        def are_over() -> bool:
-            nonlocal first
-            while first < len(groups) and groups[first].is_finished:
-                first += 1
-            return first == len(groups)
-
-        with _bar(len(wanted), is_shown=use_tqdm) as advance:
-            while num_over < len(wanted):
-                self._thread.steps(are_over, self.llm_engine.flush, begin=begin)
-                begin = None
-                num_before, num_over = num_over, sum(group.is_finished for group in groups)
-                advance(num_over - num_before)
 
     def _stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None

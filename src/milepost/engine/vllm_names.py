@@ -113,7 +113,8 @@ def _has_no_effect(flag: ForeignFlag, value: object) -> bool:
 
 def refuse_unknown(options: Mapping[str, Any]) -> None:
     """Raises ConfigError for options that are no fields of `EngineConfig`."""
-    known = [field.name for field in fields(EngineConfig)]
+    own = EngineConfig.__annotations__
+    known = sorted((field.name for field in fields(EngineConfig)), key=lambda name: name not in own)
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, n=1)

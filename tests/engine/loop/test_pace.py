@@ -1,6 +1,7 @@
 """When the step behind one in flight is planned."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_a_device_that_ran_out_of_work_is_given_it_earlier():
 class Busy:
     """An engine with a step in flight that takes a second."""
 
-    scheduler = facts = None
+    scheduler, facts = SimpleNamespace(running=[], waiting=[]), None
     wakers = ()
     has_work, awaits_others = True, False
 

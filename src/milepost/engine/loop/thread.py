@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from time import monotonic
@@ -19,6 +19,7 @@ import torch
 
 from milepost.engine.ending import end_with_program, heed_sigterm
 from milepost.engine.loop.core import Engine
+from milepost.engine.loop.group import RequestGroup
 from milepost.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -78,35 +79,58 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             future.result()
 
-    def steps(
+    def finish(
         self,
-        is_enough: Callable[[], bool],
-        result: Callable[[], T],
-        *,
-        begin: Callable[[], None] | None = None,
-    ) -> T | None:
-        """Runs `begin` if given, then steps until `is_enough`, and returns the `result`.
+        begin: Callable[[], None],
+        groups: Sequence[RequestGroup],
+        end: Callable[[], object],
+        advance: Callable[[int], object],
+    ) -> None:
+        """Calls `begin`, which fills `groups`, has steps run until all of them are over, then
+        calls `end`. `advance` is told now and then how many more are over.
 
-        Returns None if steps have to go on: after SLICE_S, or after one step while others ask for
-        something. Raises what `begin` and `Engine.step` raise."""
-        return self.run(self._advance, is_enough, result, begin)
+        Each wait for the thread takes a tenth of a millisecond, so one does all of a short answer.
+        Raises what `begin` and `Engine.step` raise."""
+        first = 0  # groups before it are over
 
-    def _advance(
-        self,
-        is_enough: Callable[[], bool],
-        result: Callable[[], T],
-        begin: Callable[[], None] | None,
-    ) -> T | None:
-        if begin is not None:
+        def are_over() -> bool:
+            nonlocal first
+            while first < len(groups) and groups[first].is_finished:
+                first += 1
+            return first == len(groups)
+
+        def begun() -> bool:
             begin()
+            return self._advance(are_over, end)
+
+        num_over, is_done = 0, self.run(begun)
+        while True:
+            num_before, num_over = num_over, sum(group.is_finished for group in groups)
+            advance(num_over - num_before)
+            if is_done:
+                return
+            is_done = self.run(self._advance, are_over, end)
+
+    def steps(self, is_enough: Callable[[], bool], result: Callable[[], T]) -> T | None:
+        """The `result` once steps have run until `is_enough`. None if they have to go on: after
+        SLICE_S, or one step while others ask for something. Raises what `Engine.step` raises."""
+        found: list[T] = []
+        self.run(self._advance, is_enough, lambda: found.append(result()))
+        return found[0] if found else None
+
+    def _advance(self, is_enough: Callable[[], bool], end: Callable[[], object]) -> bool:
+        """Runs steps for a while. Returns whether that was enough, and then `end` was called."""
         end_s = monotonic() + SLICE_S
         while not is_enough():
             if monotonic() > end_s:
-                return None
+                return False
             self._engine.step()
             if not self._todo.empty():
                 break
-        return result() if is_enough() else None
+        is_done = is_enough()
+        if is_done:
+            end()
+        return is_done
 
     def _queue(self, work: Callable[..., T], *args: Any) -> Future[T]:
         future: Future[T] = Future()
