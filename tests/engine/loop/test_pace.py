@@ -1,7 +1,6 @@
 """When the step behind one in flight is planned."""
 
 import socket
-from types import SimpleNamespace
 
 import pytest
 
@@ -83,7 +82,7 @@ def test_a_device_that_ran_out_of_work_is_given_it_earlier():
 class Busy:
     """An engine with a step in flight that takes a second."""
 
-    scheduler, facts = SimpleNamespace(running=[], waiting=[]), None
+    scheduler = facts = None
     wakers = ()
     has_work, awaits_others = True, False
 
@@ -122,6 +121,7 @@ def test_what_arrives_while_a_step_runs_is_in_the_next_plan(monkeypatch):
         monkeypatch.setattr(loop, "_abort", engine.told.append)
         monkeypatch.setattr(loop, "_step", step)
         monkeypatch.setattr(loop, "_look", lambda: None)
+        monkeypatch.setattr(loop._watch, "note_time", lambda now: None)
         loop.run()
         loop.close()
     assert engine.told == [1, 2, 3, "step"]

@@ -171,6 +171,7 @@ def test_an_engine_that_nobody_has_is_gone_with_its_thread(tiny):
     thread, engine = llm._thread._thread, weakref.ref(llm.llm_engine)
     del llm
     gc.collect()
+    thread.join(30)  # whoever drops the last reference, also this thread itself
     assert not thread.is_alive()
     assert engine() is None
 
