@@ -52,7 +52,7 @@ class Sequences:
         kv = PagedKV(self.pool)
         reference.store(kv, key, value, rows.tokens, rows.kv_rows)
         if num_decodes:
-            return reference.decode(query, kv, rows.decodes, SCALE)
+            return reference.decode(query, kv, *rows.decodes, SCALE)
         return reference.prefill(query, kv, rows.prefills, SCALE)
 
     def expected(self, starts: list[int]) -> Tensor:

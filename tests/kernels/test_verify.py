@@ -88,7 +88,7 @@ def test_drafts_attend_as_the_tokens_that_they_are_would(dtype: torch.dtype) -> 
         rows = lay_out(build_batch(parts, page_size, rows_per_page(pool), len(parts)))
         kv = PagedKV(pool)
         attention.store(kv, key[chosen], value[chosen], rows.tokens, rows.kv_rows)
-        return attention.decode(query[chosen], kv, rows.decodes, size**-0.5)
+        return attention.decode(query[chosen], kv, *rows.decodes, size**-0.5)
 
     together, begins = attend(lengths, list(range(sum(lengths)))), [0, 4, 5]
     for place in range(max(lengths)):

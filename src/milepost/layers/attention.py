@@ -81,6 +81,7 @@ class Attention(nn.Module):
         kv_heads = kind.ranks.share_few(shapes.num_kv_heads, f"{kind.path} num_key_value_heads")
         shapes = replace(shapes, num_heads=heads.size, num_kv_heads=kv_heads.size)
         self.shapes, self.rotary = shapes, rotary
+        self._batch_invariant = kind.batch_invariant
         num_heads, num_kv_heads, head_dim = heads.size, kv_heads.size, shapes.head_dim
         query, kv = num_heads * head_dim, num_kv_heads * head_dim
         sections, orders = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)], {}
@@ -126,6 +127,7 @@ class Attention(nn.Module):
             head_dim=shapes.head_dim,
             norm="each" if shapes.norm == "each" else "none",
             first_row=shapes.first_row,
+            batch_invariant=self._batch_invariant,
         )
 
     @cached_property

@@ -131,6 +131,7 @@ class GatedDelta(nn.Module):
                 own=shapes.value_dim,
             ),
             conv_width=shapes.conv_width,
+            batch_invariant=kind.batch_invariant,
         )
 
     def _own(self, shapes: GatedDeltaShapes) -> GatedDeltaShapes:

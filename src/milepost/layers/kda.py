@@ -98,6 +98,7 @@ class KDA(nn.Module):
                 rule=KDAWeights, num_units=heads, num_heads=heads, shared=rank, own=rank
             ),
             conv_width=shapes.conv_width,
+            batch_invariant=kind.batch_invariant,
         )
 
     @property

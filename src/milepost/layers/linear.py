@@ -137,7 +137,9 @@ class Linear(nn.Module):
                 launch_dependents=launch_dependents,
             )
         output = self._multiply_apart(rows, launch_dependents=launch_dependents)
-        return products.gate(output, emit) if epilogue is Epilogue.GATED else output
+        if epilogue is not Epilogue.GATED:
+            return output
+        return products.gate(output, emit, batch_invariant=self.kind.batch_invariant)
 
     __call__ = multiply
     """Bypasses `nn.Module.__call__`: there are no hooks to run, and it costs as much as a small

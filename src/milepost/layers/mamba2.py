@@ -107,6 +107,7 @@ class Mamba2(nn.Module):
                 has_norm=shapes.has_norm and not self._shares_group,
             ),
             conv_width=shapes.conv_width,
+            batch_invariant=kind.batch_invariant,
             chunk=recurrent.choose_chunk(shapes.chunk_size),
         )
 

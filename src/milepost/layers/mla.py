@@ -79,6 +79,7 @@ class MLA(nn.Module):
             latent_dim=latent,
             shared_dim=shapes.shared_dim,
             value_bytes=kind.dtype.itemsize,
+            batch_invariant=kind.batch_invariant,
         )
 
     @property
@@ -101,10 +102,11 @@ class MLA(nn.Module):
         attention.store_latents(latents, self.norm_weight, _NORM_EPS, kv, ctx.step.kv_rows, layout)
         queries = projected[:, : -latents.shape[1]].unflatten(-1, (shapes.num_heads, -1))
         own, shared = queries.split((shapes.own_dim, shapes.shared_dim), -1)
-        query = multiply_heads(own, self.up_key)
+        how = {"batch_invariant": self.kind.batch_invariant}
+        query = multiply_heads(own, self.up_key, **how)
         scale = shapes.key_dim**-0.5
         attended = values_of(attention.attend(query, None, kv, layout, scale, shared_query=shared))
-        output = multiply_heads(attended.view(query.shape), self.up_value.mT)
+        output = multiply_heads(attended.view(query.shape), self.up_value.mT, **how)
         return self.out(output.flatten(1), epilogue=Epilogue.PARTIALS)
 
     def placements(self) -> WeightSlots:

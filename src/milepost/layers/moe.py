@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from milepost.errors import ConfigError
 from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.platform.tensors import in_blocks
 from milepost.kernels.products import Epilogue, moe
 from milepost.kernels.products.moe import SOFTMAX, Scores
 from milepost.layers.context import Context
@@ -143,10 +144,17 @@ class MoE(nn.Module):
         if self.latent_out is not None:
             partials = self.latent_out(partials.sum(1))[:, None]
         if self.shared_gate is not None:
-            partials[:, 0].addcmul_(self.shared_gate(rows).sigmoid_(), self.shared(rows))
+            partials[:, 0].addcmul_(self._gate_shared(rows), self.shared(rows))
         elif self.shared is not None:
             partials[:, 0].add_(self.shared(rows))
         return partials
+
+    def _gate_shared(self, rows: Inputs) -> Tensor:
+        """Returns the shared expert's share [T, 1]."""
+        gate = self.shared_gate(rows)
+        # On a CPU the last elements of a tensor are computed in another way than the others.
+        is_split = self.kind.batch_invariant and not gate.is_cuda
+        return in_blocks(torch.sigmoid, gate) if is_split else gate.sigmoid_()
 
     def _route(
         self, logits: Tensor, dtype: torch.dtype, num_real: Tensor | None
@@ -161,6 +169,7 @@ class MoE(nn.Module):
             bias=self.bias,
             dtype=dtype,
             num_real=num_real,
+            batch_invariant=self.kind.batch_invariant,
         )
         return (shares, experts) if self.cut.is_whole else self._own(shares, experts)
 

@@ -74,7 +74,8 @@ class RMSNorm(nn.Module):
             product = begun.weight, begun.target
             total, normed = norm.add_norm_and_multiply(hidden, delta, *how, *product)
             return total, Activations(values=normed, projected=begun.projected)
-        return norm.add_norm(hidden, delta, *how, emit=emit)
+        is_invariant = self.kind.batch_invariant
+        return norm.add_norm(hidden, delta, *how, emit=emit, batch_invariant=is_invariant)
 
     def placements(self) -> WeightSlots:
         return {self.kind.full("weight"): place_scale(self.scale, self.offset)}

@@ -175,7 +175,8 @@ class RawPrecision:
     max_shared: ClassVar[int] = 4
 
     def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> Weight:
-        return RawWeight(kind.empty(num_outputs, num_inputs))
+        values = kind.empty(num_outputs, num_inputs)
+        return RawWeight(values, batch_invariant=kind.batch_invariant)
 
     def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope) -> Experts:
         return RawExperts(sizes, names, kind)
@@ -189,14 +190,18 @@ class RawWeight(nn.Module):
 
     axes: ClassVar[Mapping[str, Axes]] = {"weight": Axes()}
 
-    def __init__(self, values: nn.Parameter) -> None:
+    def __init__(self, values: nn.Parameter, *, batch_invariant: bool = False) -> None:
         super().__init__()
         self.values: nn.Parameter | None = values
+        self._batch_invariant = batch_invariant
         self._packed: Packed | None = None
 
     @property
     def form(self) -> RawForm:
-        return self._packed or products.Raw(values=self._unpacked())
+        return self._packed or self._raw()
+
+    def _raw(self) -> products.Raw:
+        return products.Raw(values=self._unpacked(), batch_invariant=self._batch_invariant)
 
     def place(self, rows: Tensor, path: str) -> WeightSlots:  # noqa: ARG002
         return {"weight": place_scattered(self._unpacked(), rows)}
@@ -209,7 +214,7 @@ class RawWeight(nn.Module):
 
     def pack(self) -> None:
         if self.values is not None:
-            self._packed = pack(products.Raw(values=self.values))
+            self._packed = pack(self._raw())
         if self._packed is not None:
             self.values = None
 
@@ -236,7 +241,8 @@ class RawExperts(nn.Module):
 
     @property
     def forms(self) -> tuple[Form, Form]:
-        return products.Raw(values=self.up), products.Raw(values=self.down)
+        how = {"batch_invariant": self.kind.batch_invariant}
+        return products.Raw(values=self.up, **how), products.Raw(values=self.down, **how)
 
     def mix(self, rows: Inputs, shares: Tensor, experts: Tensor) -> Tensor:
         return products.mix(rows, shares, experts, *self.forms)

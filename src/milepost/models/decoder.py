@@ -85,7 +85,9 @@ class Decoder(nn.Module):
             config.hidden_size,
             (("lm_head", self._vocab.size),),
             kind.root(),
-            weight=RawWeight(self.embedding) if is_tied else None,
+            weight=RawWeight(self.embedding, batch_invariant=kind.batch_invariant)
+            if is_tied
+            else None,
             cuts={"lm_head": self._vocab},
         )
         self.mtp = parts.head
@@ -121,8 +123,10 @@ class Decoder(nn.Module):
 
     def ends_early(self, capacity: Capacity) -> bool:
         """Whether `forward` has to return only the sampled positions for a step of this capacity,
-        if it scores no prompt. A head needs all positions."""
-        return self.mtp is None and capacity.ends_early
+        if it scores no prompt. A head needs all positions; and the last positions of a prompt attend
+        as others do if bits must not depend on what else is in a step."""
+        is_free = self.mtp is None and not self.kind.batch_invariant
+        return is_free and capacity.ends_early
 
     @property
     def carried_size(self) -> int:

@@ -59,6 +59,8 @@ class AttentionOperation:
     """KV before this position is not attended to."""
     last_tokens_only: bool = False
     """Only the tokens after which a prefill samples attend."""
+    batch_invariant: bool = False
+    """Whether bits depend on a token's position and KV alone."""
 
     def lay_out(self, batch: Batch) -> AttentionLayout | None:
         """Items for the fused kernels, or rows for the reference."""
@@ -67,7 +69,7 @@ class AttentionOperation:
                 return None
             batch = batch.ends()
         if batch.chip is None:
-            return rows.lay_out(batch, self.first_row)
+            return rows.lay_out(batch, self.first_row, batch_invariant=self.batch_invariant)
         group, tokens_each = self.num_heads // self.num_kv_heads, 1 + batch.capacity.num_drafts
         max_dequantised = _max_dequantised(batch)
         shapes = table.shape_heads(
@@ -96,11 +98,13 @@ class LatentOperation:
     shared_dim: int
     value_bytes: int = 2
     """Bytes of an entry of the queries."""
+    batch_invariant: bool = False
+    """Whether bits depend on a token's position and KV alone."""
 
     def lay_out(self, batch: Batch) -> AttentionLayout:
         """Items for the fused kernels, or rows for the reference."""
         if batch.chip is None:
-            return rows.lay_out(batch)
+            return rows.lay_out(batch, batch_invariant=self.batch_invariant)
         width, value_bytes = self.latent_dim + self.shared_dim, self.value_bytes
         shapes = table.shape_latents(self.num_heads, width, batch.chip, value_bytes=value_bytes)
         tiling = items.tile(batch, batch.chip, shapes, self.num_heads, 1)

@@ -110,9 +110,10 @@ def attend(
     if shared_query is not None:
         size, query = query.shape[-1], torch.cat((query, shared_query), -1)
     parts, num_decodes = [], 0
-    if rows.decodes is not None:
-        num_decodes = len(rows.decodes.mask)
-        parts.append(decode(query[:num_decodes], kv, rows.decodes, scale, size))
+    for decodes in rows.decodes:
+        own = slice(num_decodes, num_decodes + len(decodes.mask))
+        parts.append(decode(query[own], kv, decodes, scale, size))
+        num_decodes = own.stop
     if rows.prefills:
         parts.append(prefill(query[num_decodes:], kv, rows.prefills, scale, size))
     attended = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
+
+PIECE = 64
+"""Queries of a prefill that are computed together where bits must not depend on cuts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,26 +54,36 @@ class AttentionRows:
     """[W] int64, the batch's tokens whose KV is written."""
     kv_rows: Tensor
     """[W] int64, row to which each of their keys is written."""
-    decodes: Decodes | None
+    decodes: tuple[Decodes, ...]
+    """Those that are computed together, in order."""
     prefills: tuple[Prefill, ...]
 
 
-def lay_out(batch: Batch, first_row: int = 0) -> AttentionRows:
-    """Lays out a step. Decodes may leave out KV before `first_row`, which precedes their tokens."""
+def lay_out(batch: Batch, first_row: int = 0, *, batch_invariant: bool = False) -> AttentionRows:
+    """Lays out a step. Decodes may leave out KV before `first_row`, which precedes their tokens.
+    With `batch_invariant` every decode is computed by itself, and so is each piece of a prefill
+    between two multiples of PIECE: what is summed how depends on positions alone."""
     assert not first_row or batch.num_decodes == len(batch.starts), "rows are left out of decodes"
     tokens = np.flatnonzero(batch.kv_rows >= 0)
     return AttentionRows(
         tokens=torch.from_numpy(tokens).to(batch.device),
         kv_rows=torch.from_numpy(batch.kv_rows[tokens]).to(batch.device),
-        decodes=_lay_out_decodes(batch, first_row) if batch.num_decodes else None,
-        prefills=tuple(_lay_out_prefills(batch)),
+        decodes=tuple(_lay_out_decodes(batch, first_row, batch_invariant)),
+        prefills=tuple(_lay_out_prefills(batch, PIECE if batch_invariant else None)),
     )
 
 
-def _lay_out_decodes(batch: Batch, first_row: int) -> Decodes:
+def _lay_out_decodes(batch: Batch, first_row: int, is_apart: bool) -> Iterator[Decodes]:
     lengths = batch.lengths[: batch.num_decodes]
     owners = np.arange(batch.num_decodes).repeat(lengths)
     ends = batch.starts[owners] + ordinals_of(lengths) + 1
+    size = 1 if is_apart else max(1, len(ends))
+    for first in range(0, len(ends), size):
+        own = slice(first, first + size)
+        yield _lay_out_together(batch, first_row, owners[own], ends[own])
+
+
+def _lay_out_together(batch: Batch, first_row: int, owners: Ints, ends: Ints) -> Decodes:
     longest = int(ends.max(initial=0))
     kv_rows = _rows_of(batch, batch.rows[owners], longest)
     mask = np.arange(longest) < ends[:, None]
@@ -81,13 +95,17 @@ def _lay_out_decodes(batch: Batch, first_row: int) -> Decodes:
     )
 
 
-def _lay_out_prefills(batch: Batch) -> Iterator[Prefill]:
+def _lay_out_prefills(batch: Batch, piece: int | None) -> Iterator[Prefill]:
     first = 0
     for sequence in range(batch.num_decodes, len(batch.starts)):
         start, length = int(batch.starts[sequence]), int(batch.lengths[sequence])
-        kv_rows = torch.from_numpy(_rows_of(batch, batch.rows[sequence], start + length))
-        yield Prefill(kv_rows=kv_rows.to(batch.device), first=first, start=start, length=length)
-        first += length
+        end = start + length
+        kv_rows = torch.from_numpy(_rows_of(batch, batch.rows[sequence], end)).to(batch.device)
+        cuts = () if piece is None else range((start // piece + 1) * piece, end, piece)
+        for begin, stop in pairwise((start, *cuts, end)):
+            own = kv_rows[:stop]
+            yield Prefill(kv_rows=own, first=first, start=begin, length=stop - begin)
+            first += stop - begin
 
 
 def _rows_of(batch: Batch, tables: Any, num_tokens: int) -> Ints:

@@ -7,8 +7,6 @@ definition; on a GPU `triton` computes it.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import Tensor
 
 from milepost.kernels.layout.emit import Emit, Inputs
@@ -30,13 +28,16 @@ def add_norm(
     multiplier: float = 1.0,
     *,
     emit: Emit = Emit.VALUES,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Inputs]:
-    """See `reference.add_norm`; the norm is handed on as `emit` asks."""
-    if emit is not Emit.VALUES and runs_triton(hidden):
+    """See `reference.add_norm`; the norm is handed on as `emit` asks. With `batch_invariant`, a
+    row's bits do not depend on the number of rows."""
+    if runs_triton(hidden):
         from milepost.kernels.norm import triton
 
-        return triton.add_norm(hidden, delta, scale, eps, multiplier, emit=emit)
-    return _module(hidden).add_norm(hidden, delta, scale, eps, multiplier)
+        how = {"emit": emit, "batch_invariant": batch_invariant}
+        return triton.add_norm(hidden, delta, scale, eps, multiplier, **how)
+    return reference.add_norm(hidden, delta, scale, eps, multiplier)
 
 
 def add_norm_and_multiply(
@@ -53,12 +54,3 @@ def add_norm_and_multiply(
     from milepost.kernels.norm import triton
 
     return triton.add_norm_and_multiply(hidden, delta, scale, eps, multiplier, weight, output)
-
-
-def _module(tensor: Tensor) -> ModuleType:
-    """Triton is imported where it is used: machines without a GPU need not have it."""
-    if runs_triton(tensor):
-        from milepost.kernels.norm import triton
-
-        return triton
-    return reference

@@ -40,8 +40,10 @@ def add_norm(
     multiplier: float = 1.0,
     *,
     emit: Emit = Emit.VALUES,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Inputs]:
-    """As `reference.add_norm`; rows of `hidden` and `delta` may lie apart. Sums are float32."""
+    """As `reference.add_norm`; rows of `hidden` and `delta` may lie apart. Sums are float32. With
+    `batch_invariant` as many threads add a row up whatever the number of rows."""
     check_rows(hidden=hidden, delta=delta, scale=scale)
     num_tokens, size = hidden.shape
     fp8 = room_for(num_tokens, size, hidden, emit)
@@ -54,7 +56,8 @@ def add_norm(
     else:
         num_parts, strides = delta.shape[1], delta.stride()[:2]
     columns = next_power_of_2(size)
-    of_thread = 8 if num_tokens > _MANY and num_parts <= 1 else 4
+    are_many = num_tokens > _MANY and num_parts <= 1 and not batch_invariant
+    of_thread = 8 if are_many else 4
     _add_norm_kernel[(num_tokens,)](
         hidden,
         delta,

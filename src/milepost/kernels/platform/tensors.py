@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -12,6 +15,10 @@ BLOCK = 128
 """Inputs that share a scale, of weights and of activations, in the published block format."""
 LEAST_SCALE = 1e-12
 """Smallest scale of activations, so that all zeros are not divided by zero."""
+ROW_BLOCK = 16
+"""Rows that torch computes at a time where bits must not depend on the number of rows."""
+
+Made = TypeVar("Made", Tensor, tuple[Tensor, ...])
 
 
 def round_fp8(values: Tensor) -> Tensor:
@@ -28,6 +35,19 @@ def rows_apart(like: Tensor, *shape: int) -> Tensor:
     """An empty tensor [..., rows, columns] with a gap between rows. Torch computes such rows one by
     one, so an element's bits do not depend on the other rows."""
     return like.new_empty(*shape[:-1], shape[-1] + 1)[..., :-1]
+
+
+def in_blocks(compute: Callable[..., Made], *rows: Tensor, size: int = ROW_BLOCK) -> Made:
+    """Returns what `compute` makes of `rows` [T, ...], but calls it with `size` rows at a time.
+    Libraries choose by the number of rows how they add up, so a row's bits would depend on how many
+    there are. Zeros fill the last block."""
+    num_rows = len(rows[0])
+    missing = -num_rows % size if num_rows else size
+    padded = (torch.cat((each, each.new_zeros(missing, *each.shape[1:]))) for each in rows)
+    parts = [compute(*block) for block in zip(*(each.split(size) for each in padded), strict=True)]
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)[:num_rows]
+    return tuple(torch.cat(each)[:num_rows] for each in zip(*parts, strict=True))
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

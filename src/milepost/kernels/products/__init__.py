@@ -17,7 +17,7 @@ from torch import Tensor
 from milepost.kernels import norm
 from milepost.kernels.layout.emit import FEW, Activations, Emit, Inputs, as_activations, values_of
 from milepost.kernels.platform.device import probe, runs_gluon, runs_triton
-from milepost.kernels.platform.tensors import accumulation_dtype, cast
+from milepost.kernels.platform.tensors import accumulation_dtype, cast, in_blocks
 from milepost.kernels.products import experts_reference
 from milepost.kernels.products.forms import quantised
 from milepost.kernels.products.forms.matrix import (
@@ -31,6 +31,9 @@ from milepost.kernels.products.forms.matrix import (
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.run_products import Multiplication, run
 from milepost.kernels.products.table import PRODUCTS, Product
+
+_HEAD_ROWS = 64
+"""Rows that heads are multiplied with at a time where bits must not depend on their number."""
 
 __all__ = [
     "Epilogue",
@@ -82,7 +85,8 @@ def multiply(
         gated = run(given) if _runs_kernels(given) else None
         if gated is not None:
             return gated
-        return gate(_multiply(given._replace(epilogue=Epilogue.NONE)), emit)
+        product = _multiply(given._replace(epilogue=Epilogue.NONE))
+        return gate(product, emit, batch_invariant=weight.batch_invariant)
     return _multiply(given)
 
 
@@ -118,6 +122,12 @@ def _runs_kernels(given: Multiplication) -> bool:
 
 def _define(values: Tensor, weight: Form, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
     """Multiplies in plain torch."""
+    if weight.batch_invariant:
+        return in_blocks(lambda rows: _define_any(rows, weight, bias, epilogue), values)
+    return _define_any(values, weight, bias, epilogue)
+
+
+def _define_any(values: Tensor, weight: Form, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
     if isinstance(weight, Packed):
         return weight.multiply(values, bias)
     if not isinstance(weight, Raw):
@@ -145,9 +155,11 @@ def multiply_both(
     )
 
 
-def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor:
+def multiply_heads(hidden: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:
     """Multiplies `hidden` [T, H, I] by `weight` [H, I, O], head by head: [T, H, O] with tokens as
     the outer dimension in memory."""
+    if batch_invariant:
+        return in_blocks(lambda rows: _define_heads(rows, weight), hidden, size=_HEAD_ROWS)
     num_tokens, num_heads, num_inputs = hidden.shape
     if runs_triton(hidden):
         matrix = Matrix(form=Raw, num_outputs=weight.shape[2], num_inputs=num_inputs)
@@ -160,7 +172,11 @@ def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor:
         if (choice := PRODUCTS.choose(product, probe(hidden.device))) is not None:
             output: Tensor = choice.kernel.run(hidden, weight)
             return output
-    output = hidden.new_empty(num_tokens, num_heads, weight.shape[2])
+    return _define_heads(hidden, weight)
+
+
+def _define_heads(hidden: Tensor, weight: Tensor) -> Tensor:
+    output = hidden.new_empty(*hidden.shape[:2], weight.shape[2])
     torch.bmm(hidden.transpose(0, 1), weight, out=output.transpose(0, 1))
     return output
 
@@ -174,8 +190,10 @@ def norms_too(row: Tensor, weight: Raw) -> bool:
     return PRODUCTS.choose(product, probe(row.device)) is not None
 
 
-def gate(gate_up: Tensor, emit: Emit = Emit.VALUES) -> Inputs:
+def gate(gate_up: Tensor, emit: Emit = Emit.VALUES, *, batch_invariant: bool = False) -> Inputs:
     """Multiplies SiLU of the first half of the columns by the second: [T, 2 * I] to [T, I]."""
+    if batch_invariant and not runs_triton(gate_up):
+        return in_blocks(norm.silu_mul, gate_up)
     if emit is Emit.FP8 and rounds_gated(gate_up):
         from milepost.kernels.products.portable import rounding
 
@@ -205,7 +223,8 @@ def mix(rows: Inputs, routing_weights: Tensor, experts: Tensor, up: Form, down: 
             return mixed
     hidden = values_of(given)
     if isinstance(up, Raw) and isinstance(down, Raw):
-        mixed = experts_reference.apply(hidden, routing_weights, experts, up.values, down.values)
+        given = hidden, routing_weights, experts, up.values, down.values
+        mixed = experts_reference.apply(*given, batch_invariant=up.batch_invariant)
         return mixed.unsqueeze(1)
     assert not isinstance(up, RawForm), "experts have one form"
     assert not isinstance(down, RawForm), "experts have one form"

@@ -7,7 +7,7 @@ has no gate, and squares a ReLU. `down` is [X, H, I].
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.platform.tensors import accumulation_dtype, cast
+from milepost.kernels.platform.tensors import accumulation_dtype, cast, in_blocks
 from milepost.kernels.products.forms import quantised
 from milepost.kernels.products.forms.quantised import Quantised, nth
 
@@ -113,10 +113,18 @@ def _among_best_groups(wanted: Tensor, scores: Scores) -> Tensor:
 
 
 def apply(
-    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+    hidden: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Mixes the outputs of each token's experts: `hidden` [T, H], `weights` and `experts` [T, N];
-    returns [T, H]."""
+    returns [T, H]. A token's experts are added up in their own order."""
+    if batch_invariant:
+        return _apply_hit(hidden, weights, experts, gate_up, down, in_blocks)
     is_small = hidden.shape[0] <= _DENSE_TOKENS and gate_up[0].numel() <= _DENSE_WEIGHTS
     if is_small and experts.numel() >= gate_up.shape[0]:
         return _apply_all(hidden, weights, experts, gate_up, down)
@@ -143,10 +151,19 @@ def _apply_all(
     return torch.bmm(active.transpose(0, 1), down.transpose(1, 2)).sum(0)
 
 
+def _at_once(compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    return compute(rows)
+
+
 def _apply_hit(
-    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+    hidden: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    run: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = _at_once,
 ) -> Tensor:
-    """Runs the experts that were chosen, each with all its tokens."""
+    """Runs the experts that were chosen, each with all its tokens, as `run` computes rows."""
     num_chosen = experts.shape[1]
     chosen, order = experts.flatten().sort(stable=True)
     tokens = order // num_chosen
@@ -159,8 +176,12 @@ def _apply_hit(
             continue
         rows = slice(end, end + count)
         end += count
-        active = _activate(F.linear(gathered[rows], gate_up[expert]), down.shape[2])
-        mixed = F.linear(active, down[expert]).mul_(routing_weights[rows])
+
+        def compute(own: Tensor, expert: int = expert) -> Tensor:
+            active = _activate(F.linear(own, gate_up[expert]), down.shape[2])
+            return F.linear(active, down[expert])
+
+        mixed = run(compute, gathered[rows]).mul_(routing_weights[rows])
         output.index_add_(0, tokens[rows], mixed)
     return output
 
@@ -175,13 +196,17 @@ def mix_quantised(
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     output = hidden.new_zeros(len(hidden), down.num_outputs, dtype=dtype)
-    width = down.num_inputs
+    width, run = down.num_inputs, in_blocks if up.batch_invariant else _at_once
     for expert, tokens in _find_tokens(experts, len(up.scales)):
-        inner = quantised.multiply(hidden[tokens], nth(up, expert))
-        is_gated = inner.shape[1] > width
-        active = F.silu(inner[:, :width]) * inner[:, width:] if is_gated else F.relu(inner) ** 2
+
+        def compute(own: Tensor, expert: int = expert) -> Tensor:
+            inner = quantised.multiply(own, nth(up, expert))
+            is_gated = inner.shape[1] > width
+            active = F.silu(inner[:, :width]) * inner[:, width:] if is_gated else F.relu(inner) ** 2
+            return quantised.multiply(active, nth(down, expert))
+
         share = torch.where(experts[tokens] == expert, shares[tokens], 0).sum(1, keepdim=True)
-        output[tokens] += (quantised.multiply(active, nth(down, expert)) * share).to(dtype)
+        output[tokens] += (run(compute, hidden[tokens]) * share).to(dtype)
     return output.to(hidden.dtype).unsqueeze(1)
 
 

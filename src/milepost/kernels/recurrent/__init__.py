@@ -35,7 +35,12 @@ from milepost.kernels.layout.verify import (
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tensors import check_contiguous, check_rows, check_slots
 from milepost.kernels.recurrent import reference
-from milepost.kernels.recurrent.reference import MixerRows, lay_out_rows
+from milepost.kernels.recurrent.reference import (
+    MixerPieces,
+    MixerRows,
+    lay_out_pieces,
+    lay_out_rows,
+)
 from milepost.kernels.recurrent.structures import LayerStates
 from milepost.kernels.recurrent.table import CHUNK, TABLES, MixerPart, Recurrence, needs_arrivals
 from milepost.kernels.recurrent.weights import (
@@ -64,7 +69,7 @@ __all__ = [
     "takes_drafts_fused",
 ]
 
-MixerLayout = ChunkLayout | DecodeLayout | VerifyLayout | MixerRows
+MixerLayout = ChunkLayout | DecodeLayout | VerifyLayout | MixerRows | MixerPieces
 
 _CHUNKS = 64, 128
 """Tokens: shorter ones leave more states to write than tokens to read; of longer ones the products
@@ -92,6 +97,8 @@ class RecurrentOperation:
     recurrence: Recurrence
     conv_width: int
     chunk: int = CHUNK
+    batch_invariant: bool = False
+    """Whether bits depend on one sequence alone."""
 
     def __post_init__(self) -> None:
         assert self.chunk <= _CHUNKS[-1], f"a chunk of {self.chunk} tokens outgrows a program"
@@ -100,7 +107,8 @@ class RecurrentOperation:
         """Chunks for the fused kernels, or what they need where every sequence decodes or the step
         may verify; or rows for the reference."""
         if batch.chip is None:
-            return lay_out_rows(batch, conv_width=self.conv_width, chunk=self.chunk)
+            define = lay_out_pieces if self.batch_invariant else lay_out_rows
+            return define(batch, conv_width=self.conv_width, chunk=self.chunk)
         if batch.capacity.num_drafts:
             return lay_out_verifies(batch, self.chunk)
         if batch.capacity.decodes:
@@ -140,7 +148,7 @@ def mix(
     padding are zeros, but for steps that verify, where they hold anything. Gated DeltaNet's output
     is handed on as `emit` asks, but for that of steps that verify; the others' is values alone.
     """
-    if isinstance(layout, MixerRows):
+    if isinstance(layout, MixerRows | MixerPieces):
         return reference.mix(projected, weights, states, layout)
     rows = projected
     if isinstance(projected, KDAProjected):

@@ -132,6 +132,7 @@ class Fp4Stack(nn.Module):
             factors=self.factors,
             group=self.precision.group,
             num_inputs=self.num_inputs,
+            batch_invariant=self.kind.batch_invariant,
         )
 
     def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:

@@ -131,6 +131,7 @@ class Fp8Stack(nn.Module):
             rows=self.rows,
             depth=self.depth,
             input_scale=self.input_scale,
+            batch_invariant=self.kind.batch_invariant,
         )
 
     def place_projection(

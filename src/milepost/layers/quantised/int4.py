@@ -128,7 +128,13 @@ class _Int4Stack(nn.Module):
 
     @property
     def form(self) -> Int4:
-        return Int4(packed=self.packed, scales=self.scales, zeros=self.zeros, group=self.group)
+        return Int4(
+            packed=self.packed,
+            scales=self.scales,
+            zeros=self.zeros,
+            group=self.group,
+            batch_invariant=self.kind.batch_invariant,
+        )
 
     def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:
         """Returns places for the tensors of a projection with these `rows` of the matrix `at`."""

@@ -26,6 +26,9 @@ class Raw:
 
     values: Tensor
     """[..., O, I]"""
+    batch_invariant: bool = False
+    """Whether a row's outputs must not depend on the number of rows: then every kernel adds their
+    terms in one order."""
 
     @property
     def num_inputs(self) -> int:
@@ -44,6 +47,8 @@ class Packed:
     """Arranged as oneDNN likes."""
     num_outputs: int
     num_inputs: int
+    batch_invariant: bool = False
+    """See `Raw`."""
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(rows, self.values, bias, "none", [], "")
@@ -58,7 +63,12 @@ def pack(raw: Raw) -> Packed | None:
     if not torch.backends.mkldnn.is_available():
         return None
     packed = torch.ops.mkldnn._reorder_linear_weight(values.data, _PACKED_ROWS)
-    return Packed(values=packed, num_outputs=raw.num_outputs, num_inputs=raw.num_inputs)
+    return Packed(
+        values=packed,
+        num_outputs=raw.num_outputs,
+        num_inputs=raw.num_inputs,
+        batch_invariant=raw.batch_invariant,
+    )
 
 
 RawForm = Raw | Packed
@@ -100,16 +110,21 @@ class Matrix(NamedTuple):
     """Inputs that share a scale, in four bits."""
     has_input_scale: bool = False
     """The checkpoint sets the scale of all activations."""
+    batch_invariant: bool = False
+    """Whether all numbers of rows have one order of summation."""
 
     @staticmethod
     def of(weight: Form) -> Matrix:
         # Every launch asks, so neither names nor properties stand between.
+        is_invariant = weight.batch_invariant
         if isinstance(weight, Fp8):
             *_, num_outputs, num_inputs = weight.values.shape
             has_scale = weight.input_scale is not None
-            return Matrix(Fp8, num_outputs, num_inputs, weight.rows, weight.depth, 0, has_scale)
+            sizes = num_outputs, num_inputs, weight.rows, weight.depth, 0
+            return Matrix(Fp8, *sizes, has_scale, is_invariant)
         group = 0 if isinstance(weight, RawForm) else weight.group
-        return Matrix(type(weight), weight.num_outputs, weight.num_inputs, 0, 0, group)
+        sizes = weight.num_outputs, weight.num_inputs, 0, 0, group
+        return Matrix(type(weight), *sizes, False, is_invariant)
 
     @property
     def num_weights(self) -> int:

@@ -42,6 +42,8 @@ class Fp8:
     """Inputs that share one: BLOCK, or all of them. Activations have one scale for as many."""
     input_scale: Tensor | None = None
     """[...] float32: the scale of all activations, where the checkpoint sets it."""
+    batch_invariant: bool = False
+    """See `Raw`."""
 
     @property
     def num_inputs(self) -> int:
@@ -82,6 +84,8 @@ class Int4:
     zeros: Tensor
     """[..., O, I / group] uint8."""
     group: int
+    batch_invariant: bool = False
+    """See `Raw`."""
 
     @property
     def lane(self) -> int:
@@ -124,6 +128,8 @@ class Fp4:
     """[..., O] float32."""
     group: int
     num_inputs: int
+    batch_invariant: bool = False
+    """See `Raw`."""
 
     @property
     def num_outputs(self) -> int:

@@ -11,20 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from milepost.kernels.recurrent.reference import gated_delta, kda, mamba2
-from milepost.kernels.recurrent.reference.rows import MixerRows, lay_out_rows
+from milepost.kernels.recurrent.reference.rows import (
+    MixerPieces,
+    MixerRows,
+    lay_out_pieces,
+    lay_out_rows,
+)
 from milepost.kernels.recurrent.structures import LayerStates
 from milepost.kernels.recurrent.weights import (
     GatedDeltaWeights,
+    KDAProjected,
     KDAWeights,
     Mamba2Weights,
     MixerProjections,
     Weights,
 )
 
-__all__ = ["MixerRows", "lay_out_rows", "mix"]
+__all__ = ["MixerPieces", "MixerRows", "lay_out_pieces", "lay_out_rows", "mix"]
 
 
 _MIXES: dict[type[Weights], Callable[..., Tensor]] = {
@@ -35,7 +42,20 @@ _MIXES: dict[type[Weights], Callable[..., Tensor]] = {
 
 
 def mix(
-    projected: MixerProjections, weights: Weights, states: LayerStates, rows: MixerRows
+    projected: MixerProjections,
+    weights: Weights,
+    states: LayerStates,
+    rows: MixerRows | MixerPieces,
 ) -> Tensor:
     """See `recurrent.mix`."""
-    return _MIXES[type(weights)](projected, weights, states, rows)
+    define = _MIXES[type(weights)]
+    if isinstance(rows, MixerRows):
+        return define(projected, weights, states, rows)
+    parts = [define(_take(projected, at), weights, states, own) for at, own in rows.pieces]
+    return torch.cat(parts)
+
+
+def _take(projected: MixerProjections, tokens: slice) -> MixerProjections:
+    if isinstance(projected, Tensor):
+        return projected[tokens]
+    return KDAProjected(*(each[tokens] for each in projected))

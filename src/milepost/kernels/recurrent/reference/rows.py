@@ -10,7 +10,8 @@ numbers of a token's record.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -74,6 +75,51 @@ class MixerRows:
     verifies: Verifies | None
     """None where each decoding sequence has one token and folds none."""
     prefills: PrefillRows | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixerPieces:
+    """A step whose pieces are computed one after the other, so that bits depend on one sequence
+    alone: each decoding sequence, and each chunk of the others."""
+
+    pieces: tuple[tuple[slice, MixerRows], ...]
+    """Each piece's tokens, and its rows."""
+
+
+def lay_out_pieces(batch: Batch, *, conv_width: int, chunk: int) -> MixerPieces:
+    """Returns the pieces of a step, with the arguments of `lay_out_rows`."""
+    pieces = (
+        (tokens, lay_out_rows(own, conv_width=conv_width, chunk=chunk))
+        for tokens, own in _cut(batch, chunk)
+    )
+    return MixerPieces(pieces=tuple(pieces))
+
+
+def _cut(batch: Batch, chunk: int) -> Iterator[tuple[slice, Batch]]:
+    """Cuts a step into batches of one sequence, and those of prefills at multiples of `chunk`. All
+    pieces of a sequence but the first read the state that the one before has written."""
+    first = 0
+    for sequence in range(len(batch.starts)):
+        start, own = int(batch.starts[sequence]), slice(sequence, sequence + 1)
+        end, decodes = start + int(batch.lengths[sequence]), sequence < batch.num_decodes
+        cuts = () if decodes else range((start // chunk + 1) * chunk, end, chunk)
+        for begin, stop in pairwise((start, *cuts, end)):
+            exports = (each for each in batch.exports if each[0] == sequence)
+            yield (
+                slice(first, first + stop - begin),
+                replace(
+                    batch,
+                    starts=np.array([begin]),
+                    lengths=np.array([stop - begin]),
+                    num_decodes=int(decodes),
+                    folds=batch.folds[own],
+                    record_rows=batch.record_rows[own],
+                    slot_in=(batch.slot_in if begin == start else batch.slot_out)[own],
+                    slot_out=batch.slot_out[own],
+                    exports=tuple((0, at, slot) for _, at, slot in exports if begin < at <= stop),
+                ),
+            )
+            first += stop - begin
 
 
 def lay_out_rows(batch: Batch, *, conv_width: int, chunk: int) -> MixerRows:
