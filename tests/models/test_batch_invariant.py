@@ -1,5 +1,5 @@
-"""With `batch_invariant`, a token's logits are the same bits whatever else is in a step, and however
-a prompt is cut at multiples of the grid."""
+"""With `batch_invariant`, a token's logits are the same bits whatever else is in a step, and
+wherever a prompt is cut on the grid."""
 
 from __future__ import annotations
 

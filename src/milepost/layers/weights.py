@@ -175,8 +175,7 @@ class RawPrecision:
     max_shared: ClassVar[int] = 4
 
     def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> Weight:
-        values = kind.empty(num_outputs, num_inputs)
-        return RawWeight(values, batch_invariant=kind.batch_invariant)
+        return RawWeight(kind.empty(num_outputs, num_inputs), kind.batch_invariant)
 
     def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope) -> Experts:
         return RawExperts(sizes, names, kind)
@@ -190,7 +189,7 @@ class RawWeight(nn.Module):
 
     axes: ClassVar[Mapping[str, Axes]] = {"weight": Axes()}
 
-    def __init__(self, values: nn.Parameter, *, batch_invariant: bool = False) -> None:
+    def __init__(self, values: nn.Parameter, batch_invariant: bool = False) -> None:
         super().__init__()
         self.values: nn.Parameter | None = values
         self._batch_invariant = batch_invariant
@@ -297,6 +296,5 @@ class RawExperts(nn.Module):
         for weight in (self.up, self.down):
             fill_matrix(weight, spread, generator)
         if len(self.names.projections) == 2:
-            # Squares have a nonzero mean. Random rows would map it to one vector for all tokens,
-            # and with each layer the routers would choose more alike.
+            # Squares have a nonzero mean: random rows would map all tokens to nearly one vector.
             self.down.sub_(self.down.mean(-1, keepdim=True))

@@ -85,9 +85,7 @@ class Decoder(nn.Module):
             config.hidden_size,
             (("lm_head", self._vocab.size),),
             kind.root(),
-            weight=RawWeight(self.embedding, batch_invariant=kind.batch_invariant)
-            if is_tied
-            else None,
+            weight=RawWeight(self.embedding, kind.batch_invariant) if is_tied else None,
             cuts={"lm_head": self._vocab},
         )
         self.mtp = parts.head
@@ -123,8 +121,8 @@ class Decoder(nn.Module):
 
     def ends_early(self, capacity: Capacity) -> bool:
         """Whether `forward` has to return only the sampled positions for a step of this capacity,
-        if it scores no prompt. A head needs all positions; and the last positions of a prompt attend
-        as others do if bits must not depend on what else is in a step."""
+        if it scores no prompt. A head needs all positions. With `batch_invariant` a prompt's last
+        position attends as the others do, whatever else is in the step."""
         is_free = self.mtp is None and not self.kind.batch_invariant
         return is_free and capacity.ends_early
 

@@ -19,7 +19,7 @@ from typing import Literal
 from torch import Tensor
 
 from milepost.kernels.attention import items, reference, rows, table
-from milepost.kernels.attention.items import AttentionItems
+from milepost.kernels.attention.items import AttentionItems, Tiling
 from milepost.kernels.attention.pages import PagedKV, rows_per_page
 from milepost.kernels.attention.rows import AttentionRows
 from milepost.kernels.attention.table import CAPTURED_TOKENS
@@ -72,6 +72,8 @@ class AttentionOperation:
             return rows.lay_out(batch, self.first_row, batch_invariant=self.batch_invariant)
         group, tokens_each = self.num_heads // self.num_kv_heads, 1 + batch.capacity.num_drafts
         max_dequantised = _max_dequantised(batch)
+        if self.batch_invariant:
+            tokens_each, max_dequantised = 1, 0
         shapes = table.shape_heads(
             group,
             self.head_dim,
@@ -81,8 +83,12 @@ class AttentionOperation:
             dequantises=max_dequantised > 0,
         )
         tiling = items.tile(batch, batch.chip, shapes, group, self.num_kv_heads)
-        tiling = tiling._replace(tokens_each=tokens_each, max_dequantised=max_dequantised)
-        return items.lay_out(batch.starts, batch.lengths, batch.rows, tiling, batch.tables)
+        tiling = tiling._replace(
+            tokens_each=tokens_each,
+            max_dequantised=max_dequantised,
+            batch_invariant=self.batch_invariant,
+        )
+        return _lay_out(batch, tiling)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's."""
@@ -108,11 +114,16 @@ class LatentOperation:
         width, value_bytes = self.latent_dim + self.shared_dim, self.value_bytes
         shapes = table.shape_latents(self.num_heads, width, batch.chip, value_bytes=value_bytes)
         tiling = items.tile(batch, batch.chip, shapes, self.num_heads, 1)
-        return items.lay_out(batch.starts, batch.lengths, batch.rows, tiling, batch.tables)
+        return _lay_out(batch, tiling._replace(batch_invariant=self.batch_invariant))
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """Why no kernel attends to such latents; empty if one does."""
         return table.why_no_latents(self.num_heads, self.latent_dim)
+
+
+def _lay_out(batch: Batch, tiling: Tiling) -> AttentionItems:
+    sequences = batch.starts, batch.lengths, batch.rows
+    return items.lay_out(*sequences, tiling, batch.tables, batch.num_decodes)
 
 
 def _max_dequantised(batch: Batch) -> int:

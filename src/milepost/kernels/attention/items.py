@@ -24,28 +24,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from milepost.kernels.attention.room import Room, lengthen, room_of
 from milepost.kernels.attention.tiles import (
     END,
     FIRST,
-    MIN_SHARING,
     NARROW_CUT_COST,
     POSITION,
     TOKENS,
-    WAVES,
     WIDE_CUT_COST,
     ItemShapes,
     choose_dequantised,
     count_partials,
     count_pieces,
+    count_pieces_by_position,
     cut,
     may_share,
     tile_all,
+    tile_by_phase,
     units_of,
 )
 from milepost.kernels.layout.batch import Batch, Capacity, Ints
@@ -79,6 +80,8 @@ class AttentionItems:
     in place of the row."""
     num_dequantised: int
     """Pages of all of them, at most; 0: items read pages as they are."""
+    batch_invariant: bool = False
+    """Whether partial results are combined in an order that does not depend on their number."""
 
 
 class Tiling(NamedTuple):
@@ -97,6 +100,9 @@ class Tiling(NamedTuple):
     """Most pages that are dequantised before wide items read them."""
     capacity: Capacity | None = None
     """Room in arrays; None: for the step alone."""
+    batch_invariant: bool = False
+    """Whether items depend on a sequence alone: none are shared, decodes' are narrow, a token each,
+    and cut by its position, those of prefills are wide, and not cut."""
 
     @property
     def narrow_tokens(self) -> int:
@@ -137,17 +143,23 @@ def lay_out(
     rows: Sequence[int],
     tiling: Tiling,
     tables: NDArray[Any] | None = None,
+    num_decodes: int = 0,
 ) -> AttentionItems:
     """Lay out S sequences of `lengths` new tokens after `starts` earlier ones, whose pages stand in
     `rows` of the page tables.
 
     `tables` [rows, pages] is the host's copy of the page tables: with it, pages that neighbouring
-    decodes share are read once for all of them.
+    decodes share are read once for all of them. `num_decodes`, the first sequences, counts where
+    the tiling is `batch_invariant`.
     """
     heads, wide_rows = tiling.heads_per_kv, tiling.shapes.wide_rows
     if heads > wide_rows:
         raise ValueError(f"heads_per_kv={heads} is more than wide_rows={wide_rows}")
     starts, lengths, rows = (np.asarray(each, np.int64) for each in (starts, lengths, rows))
+    if tiling.batch_invariant:
+        narrow, wide = tile_by_phase(starts, lengths, rows, num_decodes, tiling.wide_tokens)
+        pieces = count_pieces_by_position(narrow), np.ones(len(wide), np.int64)
+        return _assemble(narrow, wide, *pieces, tiling)
     are_narrow = len(lengths) > 0 and lengths.min() > 0 and lengths.max() <= tiling.narrow_tokens
     is_own = tiling.capacity is None or not are_narrow
     if is_own or may_share(starts, rows, tiling.page_size, tables):
@@ -216,16 +228,24 @@ def _lay_out(
     narrow, wide = tile_all(
         starts, lengths, rows, tiling.narrow_tokens, tiling.wide_tokens, tiling.page_size, tables
     )
-    dequantised = choose_dequantised(wide, tiling.page_size, tiling.max_dequantised)
     if narrow_pieces is None:
         given = tiling.narrow_programs, NARROW_CUT_COST, shapes.narrow_waves
         narrow_pieces = count_pieces(units_of(narrow, shapes.narrow_unit), *given)
     wide_pieces = count_pieces(units_of(wide), tiling.programs, WIDE_CUT_COST)
+    return _assemble(narrow, wide, narrow_pieces, wide_pieces, tiling)
+
+
+def _assemble(
+    narrow: Ints, wide: Ints, narrow_pieces: Ints, wide_pieces: Ints, tiling: Tiling
+) -> AttentionItems:
+    """Cuts tiles into these numbers of pieces."""
+    shapes = tiling.shapes
+    dequantised = choose_dequantised(wide, tiling.page_size, tiling.max_dequantised)
     counts = count_partials(narrow, narrow_pieces, wide, wide_pieces)
     ends = counts.cumsum()
     num_partials = int(ends[-1]) if len(ends) else 0
     if tiling.capacity is None:
-        room = _Room(
+        room = Room(
             num_narrow=int(narrow_pieces.sum()),
             num_wide=int(wide_pieces.sum()),
             num_tokens=len(counts),
@@ -237,64 +257,19 @@ def _lay_out(
     else:
         is_short = tiling.max_dequantised and not len(dequantised)
         assert not is_short or not len(wide), "there is room for all pages"
-        room = _room(tiling.capacity, tiling)
+        room = room_of(tiling.capacity, tiling)
     bases = np.empty(room.num_tokens + 1, np.int32)
     bases[:1], bases[1 : len(ends) + 1], bases[len(ends) + 1 :] = 0, ends, num_partials
     return AttentionItems(
-        narrow=_lengthen(cut(narrow, narrow_pieces, counts, shapes.narrow_unit), room.num_narrow),
-        wide=_lengthen(cut(wide, wide_pieces, counts), room.num_wide),
+        narrow=lengthen(cut(narrow, narrow_pieces, counts, shapes.narrow_unit), room.num_narrow),
+        wide=lengthen(cut(wide, wide_pieces, counts), room.num_wide),
         bases=bases,
         narrow_rows=shapes.narrow_rows,
         tokens_each=tiling.tokens_each,
         wide_rows=shapes.wide_rows,
         num_partials=room.num_partials,
         num_combined=room.num_combined,
-        dequantised=_lengthen(dequantised, room.num_sequences),
+        dequantised=lengthen(dequantised, room.num_sequences),
         num_dequantised=room.num_dequantised,
+        batch_invariant=tiling.batch_invariant,
     )
-
-
-class _Room(NamedTuple):
-    """How long a layout's arrays are, and the most that kernels may find in them."""
-
-    num_narrow: int
-    num_wide: int
-    num_tokens: int
-    num_sequences: int
-    num_partials: int
-    num_combined: int
-    num_dequantised: int
-
-
-@cache
-def _room(capacity: Capacity, tiling: Tiling) -> _Room:
-    """For any step that fits."""
-    num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
-    num_narrow = num_sequences + tiling.narrow_programs * tiling.shapes.narrow_waves
-    if num_sequences == 1 and num_tokens <= tiling.narrow_tokens:
-        # One tile is cut into no more than run at a time.
-        num_narrow = tiling.narrow_programs
-    num_narrow = num_narrow if tiling.narrow_tokens else 0
-    # A sequence's last tile, and a run's, may hold few tokens.
-    few = num_tokens // (tiling.narrow_tokens + 1)
-    num_wide = num_tokens // tiling.wide_tokens + min(num_sequences, few)
-    if num_sequences >= MIN_SHARING:
-        num_wide += num_sequences // 2
-    num_wide += tiling.programs * WAVES if num_wide else 0
-    return _Room(
-        num_narrow=num_narrow,
-        num_wide=num_wide,
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-        num_partials=num_narrow * tiling.narrow_tokens + num_wide * tiling.wide_tokens,
-        num_combined=num_tokens,
-        num_dequantised=tiling.max_dequantised,
-    )
-
-
-def _lengthen(array: Ints, length: int) -> NDArray[np.int32]:
-    """Returns the array in int32, padded with zeros."""
-    assert len(array) <= length, f"a step's {len(array)} rows do not fit a capacity of {length}"
-    padded = np.zeros((length, array.shape[1]), np.int32)
-    padded[: len(array)] = array
-    return padded

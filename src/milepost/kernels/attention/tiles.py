@@ -21,6 +21,8 @@ the result). A tile is an item that is not cut yet: its ordinal is that of its f
 ITEM_SIZE = 8
 UNIT = 128
 """KV ranges begin at multiples of this."""
+MOST_PIECES, _LEAST_UNITS = 32, 2
+"""Pieces of a decode's KV, at most, and units of a piece, at least, if only its length counts."""
 _MIN_SHARED = 512
 """Tokens that neighbours must share to be worth an item of their own."""
 MIN_SHARING = 4
@@ -70,6 +72,24 @@ def tile_all(
     if runs:
         wide = np.concatenate((wide, _share(sequences, runs, wide_tokens)))
     return sequences[is_narrow], wide
+
+
+def tile_by_phase(
+    starts: Ints, lengths: Ints, rows: Ints, num_decodes: int, wide_tokens: int
+) -> tuple[Ints, Ints]:
+    """Returns narrow tiles, a token each, for the first `num_decodes` sequences, and wide ones for
+    the others: neither depends on what else is in the step."""
+    sequences = _as_tiles(starts, lengths, rows)
+    num = int((lengths[:num_decodes] > 0).sum())
+    return _tile(sequences[:num], 1), _tile(sequences[num:], wide_tokens)
+
+
+def count_pieces_by_position(tiles: Ints) -> Ints:
+    """Returns the number of pieces [N] to cut tiles into, by the length of their KV alone: up to
+    MOST_PIECES."""
+    units = -(-units_of(tiles) // _LEAST_UNITS)
+    sizes = 1 << np.ceil(np.log2(np.maximum(-(-units // MOST_PIECES), 1))).astype(np.int64)
+    return -(-units // sizes)
 
 
 def may_share(starts: Ints, rows: Ints, page_size: int, tables: NDArray[Any] | None) -> bool:

@@ -101,6 +101,9 @@ class Kernel(Generic[P]):
     """Returns the tiles of a problem that the kernel serves."""
     order: str
     """May name fields of the tiles."""
+    batch_invariant: bool = False
+    """Whether it serves problems that need one order for any number of rows. Kernels of a form that
+    do so have the same order."""
 
     @property
     def is_hopper(self) -> bool:

@@ -160,7 +160,7 @@ def multiply_heads(hidden: Tensor, weight: Tensor, *, batch_invariant: bool = Fa
     the outer dimension in memory."""
     if batch_invariant:
         return in_blocks(lambda rows: _define_heads(rows, weight), hidden, size=_HEAD_ROWS)
-    num_tokens, num_heads, num_inputs = hidden.shape
+    num_tokens, _, num_inputs = hidden.shape
     if runs_triton(hidden):
         matrix = Matrix(form=Raw, num_outputs=weight.shape[2], num_inputs=num_inputs)
         product = Product(

@@ -52,8 +52,9 @@ class Mixture:
             return self.num_tokens
         return self.num_routed if unit == _IN_ALL else self.rows_each
 
-    def why_not(self, kernel: Kernel[Any]) -> str:  # noqa: ARG002
-        return ""
+    def why_not(self, kernel: Kernel[Any]) -> str:
+        is_free = kernel.batch_invariant or not self.up.batch_invariant
+        return "" if is_free else "its order depends on the number of rows"
 
     @property
     def weights(self) -> tuple[Matrix, Matrix]:
@@ -108,31 +109,33 @@ _RAW_WHOLE: Condition[Mixture] = ("sizes are no whole steps", lambda it, _:
 _RAW, _QUANTISED = (Raw,), (Fp8, Int4, Fp4)
 _FEW = RowRange(most=UNGROUPED, unit=_IN_ALL)
 _MANY = RowRange(above=_TALL, unit=_EACH)
+_FIXED: dict[str, Any] = {"batch_invariant": True}
 
 EXPERTS: KernelTable[Mixture] = KernelTable(
     row("raw gemv", "products.portable.gemv", _RAW, "lanes, tree", rows=_FEW,
         entry="run_experts"),
     row("raw grouped, tall", "products.portable.grouped_large", _RAW, "64 seq",
-        _RAW_ROOM, _RAW_WHOLE, rows=_MANY, needs="TMA"),
-    row("raw grouped", "products.portable.grouped", _RAW, "64 or 128 seq, by rows"),
+        _RAW_ROOM, _RAW_WHOLE, rows=_MANY, needs="TMA", **_FIXED),
+    row("raw grouped", "products.portable.grouped", _RAW, "64 or 128 seq, by rows", **_FIXED),
     row("gemv, Hopper", "products.hopper.gemv", (Fp8, Int4),
         "8 parts, 128 seq; a token's experts in one sum", _BLOCKS, rows=_FEW, needs=HOPPER,
         entry="run_experts"),
     row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _BLOCKS, rows=_FEW,
         entry="run_experts"),
     row("fp8 in one launch, Hopper", "products.hopper.fp8_experts", (Fp8,), "128 seq",
-        _BLOCKED, _GATED, rows=RowRange(most=_TOKENS_AT_ONCE, unit=_TOKENS), needs=HOPPER),
+        _BLOCKED, _GATED, rows=RowRange(most=_TOKENS_AT_ONCE, unit=_TOKENS), needs=HOPPER,
+        **_FIXED),
     row("int4 grouped, tall, Hopper", "products.hopper.int4_grouped", (Int4,), "128 seq",
         _ALIGNED, _TILES, _STEPS, _BLOCKS, rows=RowRange(above=_FEW_INT4, unit=_EACH),
-        needs=HOPPER),
+        needs=HOPPER, **_FIXED),
     row("int4 in one launch, Hopper", "products.hopper.int4_experts", (Int4,), "128 seq",
-        _UNITS, _BLOCKS, rows=RowRange(most=_FEW_INT4, unit=_EACH), needs=HOPPER),
+        _UNITS, _BLOCKS, rows=RowRange(most=_FEW_INT4, unit=_EACH), needs=HOPPER, **_FIXED),
     row("fp8 grouped, tall, Hopper", "products.hopper.fp8_grouped", (Fp8,), "128 seq",
-        _ROOM, _WHOLE, rows=_MANY, needs=HOPPER),
+        _ROOM, _WHOLE, rows=_MANY, needs=HOPPER, **_FIXED),
     row("fp8 grouped, tall", "products.portable.grouped_large", (Fp8,), "128 seq",
-        _ROOM, _WHOLE, rows=_MANY, needs="TMA"),
+        _ROOM, _WHOLE, rows=_MANY, needs="TMA", **_FIXED),
     row("16-bit weights made first, raw grouped", "products.portable.unpack",
         (Int4, Fp4), "64 seq", rows=RowRange(above=_UNPACKED, unit=_EACH)),
-    row("grouped", "products.portable.grouped", _QUANTISED, "128 seq"),
+    row("grouped", "products.portable.grouped", _QUANTISED, "128 seq", **_FIXED),
 )
 # fmt: on

@@ -53,6 +53,8 @@ class Product(NamedTuple):
         return self.num_rows
 
     def why_not(self, kernel: Kernel[Any]) -> str:
+        if self.weight.batch_invariant and not self._is_fixed(kernel):
+            return "its order depends on the number of rows"
         if self.epilogue not in kernel.epilogues:
             return f"no epilogue {self.epilogue.value}"
         if self.has_bias and not kernel.takes_bias:
@@ -63,13 +65,21 @@ class Product(NamedTuple):
             return "rows are not contiguous"
         return "inputs are no whole blocks" if self.weight.num_inputs % BLOCK else ""
 
+    def _is_fixed(self, kernel: Kernel[Any]) -> bool:
+        """Whether the order is the same for any number of rows. Only launches of few rows multiply
+        by two weights."""
+        return kernel.batch_invariant and self.epilogue is not Epilogue.BESIDE
+
 
 # Conditions of kernels, each after the reason that is shown where it does not hold.
 # fmt: off
 _CONTIGUOUS: Condition[Product] = "rows are not contiguous", lambda it, _: it.is_contiguous
 _ALIGNED: Condition[Product] = "rows are not aligned", lambda it, _: it.alignment >= 16
 _ROW: Condition[Product] = "scales are not of whole blocks", lambda it, _: it.is_row
-_ROWS: Condition[Product] = "one row", lambda it, _: not it.is_row
+_ROWS: Condition[Product] = ("one row", lambda it, _:
+    not it.is_row or it.weight.batch_invariant)
+_INVARIANT: Condition[Product] = ("for batch_invariant", lambda it, _:
+    it.weight.batch_invariant)
 _HALVES: Condition[Product] = ("gates and ups are no halves", lambda it, _:
     it.epilogue is not Epilogue.GATED or not (it.has_bias or it.weight.num_outputs % 2))
 _SHORT: Condition[Product] = ("it takes longer than the norm", lambda it, _:
@@ -104,7 +114,7 @@ _LINES: Condition[Product] = ("scales are not of whole blocks", lambda it, _:
     and it.weight.num_inputs % (4 * BLOCK) == it.weight.num_outputs % 16 == 0)
 
 _RAW, _BLOCKED, _QUANTISED = (Raw,), (Fp8, Int4), (Fp8, Int4, Fp4)
-_ONE, _FEW = RowRange(most=1), RowRange(above=1, most=_MANY_ROWS)
+_ONE = RowRange(most=1)
 _PLAIN = Epilogue.NONE, Epilogue.PARTIALS
 _ALL, _GATED = (*_PLAIN, Epilogue.FLOAT32), (*_PLAIN, Epilogue.GATED)
 _HOPPER_FEW: dict[str, Any] = {"needs": HOPPER, "takes_bias": False}
@@ -119,7 +129,10 @@ PRODUCTS: KernelTable[Product] = KernelTable(
     row("norm and raw gemv", "norm.triton", _RAW, "lanes, tree", _SHORT,
         rows=_ONE, epilogues=(Epilogue.NORMED,), entry="add_norm_and_multiply"),
     row("raw small_m, Hopper", "products.hopper.small_m", _RAW, "64 seq", _TMA, _RAW_SIZES,
-        rows=_FEW, epilogues=_PLAIN, cut=tiles.cut_raw_hopper, **_HOPPER_FEW),
+        rows=RowRange(most=_MANY_ROWS), epilogues=_PLAIN, cut=tiles.cut_raw_hopper,
+        batch_invariant=True, **_HOPPER_FEW),
+    row("raw gemm", "products.portable.gemm", _RAW, "64 seq", _INVARIANT,
+        _CONTIGUOUS, epilogues=_ALL, cut=tiles.cut_raw_invariant, batch_invariant=True),
     row("raw small_m", "products.portable.gemm", _RAW, "{tiles.tiles.block_k} seq", _SMALL,
         _CONTIGUOUS, rows=RowRange(above=1, most=2 * _MANY_ROWS), epilogues=_ALL,
         cut=tiles.cut_raw),
@@ -132,16 +145,17 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         rows=_ONE, epilogues=_PLAIN, cut=gemv_tiles.cut_gemv),
     row("fp8 small_m, Hopper", "products.hopper.fp8_small_m", (Fp8,), "128 seq", _ROWS, _LARGE,
         _BESIDE, _BESIDE_TMA, _FP8_SIZES, rows=RowRange(most=_MANY_ROWS),
-        epilogues=(*_PLAIN, Epilogue.BESIDE), cut=tiles.cut_fp8_hopper, **_HOPPER_FEW),
+        epilogues=(*_PLAIN, Epilogue.BESIDE), cut=tiles.cut_fp8_hopper, batch_invariant=True,
+        **_HOPPER_FEW),
     row("int4 small_m, Hopper", "products.hopper.int4_small_m", (Int4,), "128 seq, by fragments",
         _ROWS, _ALIGNED, _INT4_SIZES, rows=RowRange(most=_MANY_ROWS // 2), epilogues=_PLAIN,
         cut=tiles.cut_int4_hopper, **_HOPPER_FEW),
     row("torch's scaled GEMM", "products.library", (Fp8,), "128 seq", _SM_90, _LINES,
         rows=RowRange(above=_MANY_ROWS), epilogues=_PLAIN, entry="run_scaled",
-        needs="torch's block scales (sm_90)"),
+        batch_invariant=True, needs="torch's block scales (sm_90)"),
     row("16-bit weights made first, torch's GEMM", "products.library", (Int4, Fp4), "cuBLAS",
         rows=RowRange(above=_MANY_ROWS), epilogues=_PLAIN, entry="run_unpacked"),
     row("gemm", "products.portable.gemm", _QUANTISED, "128 seq",
-        epilogues=_PLAIN, cut=tiles.cut_quantised),
+        epilogues=_PLAIN, cut=tiles.cut_quantised, batch_invariant=True),
 )
 # fmt: on

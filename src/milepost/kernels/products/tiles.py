@@ -52,6 +52,19 @@ def cut_raw(product: Product, chip: Chip) -> SplitTiles:
     return SplitTiles(tiles=tiles, split_k=split_k)
 
 
+_INVARIANT = Tiles(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=4)
+"""Tiles of raw weights whose order does not depend on the number of rows: sums of larger tiles are
+the same, those of other instructions may not be."""
+_INVARIANT_MANY = replace(_INVARIANT, block_m=128, block_n=128, num_warps=8)
+
+
+def cut_raw_invariant(product: Product, chip: Chip) -> SplitTiles:
+    """Cuts the product of any number of rows with raw weights, with one order for all."""
+    is_large = product.num_rows > _INVARIANT_MANY.block_m and product.weight.num_outputs > 1024
+    tiles = _INVARIANT_MANY if is_large else _INVARIANT
+    return SplitTiles(tiles=tiles.fitted(chip), split_k=1)
+
+
 RAW_BLOCK_K = 64
 """Inputs of a step: 128 bytes, the widest rows that TMA swizzles."""
 
@@ -95,11 +108,16 @@ def cut_raw_hopper(product: Product, chip: Chip) -> RawTiles | None:
     `Epilogue.PARTIALS` a launch of its own adds split-K partials up."""
     num_rows, weight, sms = product.num_rows, product.weight, chip.num_sms
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
-    block_m = next((rows for rows in _RAW_STAGES if 1 < num_rows <= rows), 0)
-    if not block_m:
+    block_m = next((rows for rows in _RAW_STAGES if num_rows <= rows), 0)
+    if not block_m or (num_rows == 1 and not weight.batch_invariant):
         return None
     wide, long, square, small = _RAW_STAGES[block_m]
     stages, block_n, warps, programs, split_k = long, 64, 4, 1, 1
+    if weight.batch_invariant:
+        # Partials' sums would differ from those of many rows, so narrow tiles fill the SMs.
+        block_n = _spread(num_outputs, sms, 128)
+        tiles = RawTiles(block_m=block_m, block_n=block_n, num_stages=min(wide, long), max_warps=4)
+        return None if num_inputs % RAW_BLOCK_K else tiles
     is_whole = product.epilogue is Epilogue.NONE
     is_wide = is_whole and num_outputs in _SOME and num_inputs not in _MANY
     is_narrow = num_outputs in _FEW or num_outputs in _SOME
@@ -152,7 +170,8 @@ def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
     if chip.capability[0] == 10:
         tiles = _OF_TENSOR_MEMORY.get(tiles, tiles)
     tiles = tiles.fitted(chip)
-    if num_rows <= MORE.block_m and product.epilogue is Epilogue.PARTIALS:
+    has_parts = product.epilogue is Epilogue.PARTIALS and not weight.batch_invariant
+    if num_rows <= MORE.block_m and has_parts:
         split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
     return SplitTiles(tiles=tiles, split_k=split_k)
 
@@ -198,7 +217,7 @@ def cut_fp8_hopper(product: Product, chip: Chip) -> Fp8Tiles | None:
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
     if not block_m or not weight.is_blocked or num_inputs % BLOCK:
         return None
-    if num_outputs > chip.num_sms * 64:
+    if num_outputs > chip.num_sms * 64 or weight.batch_invariant:
         block_n = _spread(num_outputs, chip.num_sms, _WIDE_N)
         return Fp8Tiles(block_m=block_m, block_n=block_n, split_k=1)
     split_k, units = 1, cdiv(num_outputs, _WIDE_N)

@@ -109,12 +109,15 @@ class RecurrentOperation:
         if batch.chip is None:
             define = lay_out_pieces if self.batch_invariant else lay_out_rows
             return define(batch, conv_width=self.conv_width, chunk=self.chunk)
-        if batch.capacity.num_drafts:
+        # A prefill's kernels would round decodes beside it in their own way.
+        is_mixed = self.batch_invariant and not batch.capacity.decodes
+        if batch.capacity.num_drafts or is_mixed:
             return lay_out_verifies(batch, self.chunk)
         if batch.capacity.decodes:
             num = batch.capacity.num_sequences
             has_groups = needs_arrivals(self.recurrence, num, batch.chip)
-            return lay_out_decodes(num, self.recurrence.num_units if has_groups else 0)
+            num_groups = self.recurrence.num_units if has_groups else 0
+            return lay_out_decodes(num, num_groups, batch_invariant=self.batch_invariant)
         return chunks.lay_out_step(batch, self.chunk)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002

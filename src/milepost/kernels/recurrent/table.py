@@ -76,6 +76,8 @@ class MixerPart:
     chunk: int = CHUNK
     is_reached: bool = True
     """Whether states are in float32 and TMA reaches them: see `is_reached`."""
+    batch_invariant: bool = False
+    """Whether one kernel serves any number of sequences."""
 
     @property
     def form(self) -> type[Any]:
@@ -114,7 +116,7 @@ _NORMED: Condition[MixerPart] = ("no norm", lambda it, _:
 _GROUPS: Condition[MixerPart] = (f"more than {MOST_GROUPED_HEADS} heads in a group", lambda it, _:
     it.recurrence.group <= MOST_GROUPED_HEADS)
 _WORK: Condition[MixerPart] = ("not work for all SMs", lambda it, chip:
-    2 * it.recurrence.num_units * it.num > chip.num_sms)
+    it.batch_invariant or 2 * it.recurrence.num_units * it.num > chip.num_sms)
 _HALF: Condition[MixerPart] = ("not 16 bits and chunks of 64", lambda it, _:
     it.element_bytes == 2 and it.chunk == CHUNK)
 _LONG: Condition[MixerPart] = (f"up to {HOST_BOUND_TOKENS} tokens", lambda it, _:

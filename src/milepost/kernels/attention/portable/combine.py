@@ -34,7 +34,9 @@ def combine(call: AttentionCall, items: AttentionItems) -> None:
     there is room for."""
     _, num_heads, head_dim = call.partials.base.shape
     block_e = triton.next_power_of_2(head_dim)
-    part = choose_part(items.num_combined * num_heads, block_e)
+    part = block_e
+    if not items.batch_invariant:
+        part = choose_part(items.num_combined * num_heads, block_e)
     if call.rounded is not None:
         part = max(part, BLOCK)
     _combine_kernel[(items.num_combined, num_heads, block_e // part)](

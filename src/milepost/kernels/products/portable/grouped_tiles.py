@@ -43,7 +43,9 @@ def choose(routed: RoutedRows) -> tuple[Tiles, Tiles]:
 def _choose_raw(routed: RoutedRows) -> tuple[Tiles, Tiles]:
     up = down = _FLOAT32
     if routed.rows.dtype != torch.float32:
-        _, up, down = next(each for each in _REGIMES if routed.rows_each <= each[0])
+        # Only the largest tiles have the order of blocks that are larger still.
+        rows_each = float("inf") if routed.up.batch_invariant else routed.rows_each
+        _, up, down = next(each for each in _REGIMES if rows_each <= each[0])
     up = up.fitted(routed.chip, num_weights=2)
     if not routed.is_gated:
         # As many rows of weights in a tile as of gates and up projections together.

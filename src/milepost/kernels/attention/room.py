@@ -1,0 +1,76 @@
+"""How long the arrays of a step's items are, if any step of some capacity has to fit.
+
+Legend: T tokens, S sequences, N narrow items, W wide items.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from milepost.kernels.attention.tiles import MIN_SHARING, MOST_PIECES, WAVES
+from milepost.kernels.layout.batch import Capacity, Ints
+
+if TYPE_CHECKING:
+    from milepost.kernels.attention.items import Tiling
+
+
+class Room(NamedTuple):
+    """How long a layout's arrays are, and the most that kernels may find in them."""
+
+    num_narrow: int
+    num_wide: int
+    num_tokens: int
+    num_sequences: int
+    num_partials: int
+    num_combined: int
+    num_dequantised: int
+
+
+@cache
+def room_of(capacity: Capacity, tiling: Tiling) -> Room:
+    """For any step that fits."""
+    num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
+    if tiling.batch_invariant:
+        num_narrow = capacity.num_sampled * MOST_PIECES
+        num_wide = num_tokens // tiling.wide_tokens + num_sequences
+        return Room(
+            num_narrow=num_narrow,
+            num_wide=0 if capacity.decodes else num_wide,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            num_partials=num_narrow,
+            num_combined=num_tokens,
+            num_dequantised=0,
+        )
+    num_narrow = num_sequences + tiling.narrow_programs * tiling.shapes.narrow_waves
+    if num_sequences == 1 and num_tokens <= tiling.narrow_tokens:
+        # One tile is cut into no more than run at a time.
+        num_narrow = tiling.narrow_programs
+    num_narrow = num_narrow if tiling.narrow_tokens else 0
+    # A sequence's last tile, and a run's, may hold few tokens.
+    few = num_tokens // (tiling.narrow_tokens + 1)
+    num_wide = num_tokens // tiling.wide_tokens + min(num_sequences, few)
+    if num_sequences >= MIN_SHARING:
+        num_wide += num_sequences // 2
+    num_wide += tiling.programs * WAVES if num_wide else 0
+    return Room(
+        num_narrow=num_narrow,
+        num_wide=num_wide,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        num_partials=num_narrow * tiling.narrow_tokens + num_wide * tiling.wide_tokens,
+        num_combined=num_tokens,
+        num_dequantised=tiling.max_dequantised,
+    )
+
+
+def lengthen(array: Ints, length: int) -> NDArray[np.int32]:
+    """Returns the array in int32, padded with zeros."""
+    assert len(array) <= length, f"a step's {len(array)} rows do not fit a capacity of {length}"
+    padded = np.zeros((length, array.shape[1]), np.int32)
+    padded[: len(array)] = array
+    return padded
