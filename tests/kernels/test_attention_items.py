@@ -233,3 +233,51 @@ def test_sequences_that_move_on_have_the_items_of_a_step_that_is_laid_out_anew(
         assert (items.narrow == narrow).all()
         num_cuts.add(int((narrow[:, TOKENS] > 0).sum()))
     assert num == 40 or len(num_cuts) > 1, "sequences pass from one cut to another"
+
+
+def pieces_of(items: work.AttentionItems, num_tokens: int) -> list[set[tuple[object, ...]]]:
+    """The ranges of KV of each token's items, and whether these are wide."""
+    found: list[set[tuple[object, ...]]] = [set() for _ in range(num_tokens)]
+    for is_wide, array in ((False, items.narrow), (True, items.wide)):
+        for item in array:
+            for token in range(item[FIRST], item[FIRST] + item[TOKENS]):
+                is_last = item[ORDINAL] in (-1, items.bases[token + 1] - items.bases[token] - 1)
+                end = None if is_last else int(item[END])
+                found[token].add((is_wide, int(item[BEGIN]), end))
+    return found
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9000), st.booleans()), min_size=1, max_size=5),
+    st.sampled_from((1, 4, 6, 8, 16)),
+    st.data(),
+)
+def test_with_batch_invariant_items_depend_on_a_tokens_position_alone(
+    sequences: list[tuple[int, bool]], heads_per_kv: int, data: st.DataObject
+) -> None:
+    """However many others there are, and however much of a prompt is in the step."""
+    sequences.sort(key=lambda each: not each[1])
+    decodes = sum(each[1] for each in sequences)
+    starts = [end if decodes else end // 64 * 64 for end, decodes in sequences]
+    lengths = [data.draw(st.integers(1, 3 if is_decode else 300)) for _, is_decode in sequences]
+    tiling = work.Tiling(
+        heads_per_kv=heads_per_kv,
+        num_kv_heads=2,
+        page_size=PAGE_SIZE,
+        num_programs=132,
+        batch_invariant=True,
+    )
+    own = range(len(starts))
+    items = work.lay_out(starts, lengths, own, tiling, None, decodes)
+    lasts = items.wide[:, POSITION] + items.wide[:, TOKENS] - 1
+    assert (items.wide[:, POSITION] // 64 == lasts // 64).all()
+    together = pieces_of(items, sum(lengths))
+    first = 0
+    for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        is_decode = sequence < decodes
+        token = data.draw(st.integers(0, length - 1))
+        begin = start + token if is_decode else (start + token) // 64 * 64
+        alone = work.lay_out([begin], [start + token + 1 - begin], [0], tiling, None, is_decode)
+        assert pieces_of(alone, start + token + 1 - begin)[-1] == together[first + token]
+        first += length

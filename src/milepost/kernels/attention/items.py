@@ -102,7 +102,7 @@ class Tiling(NamedTuple):
     """Room in arrays; None: for the step alone."""
     batch_invariant: bool = False
     """Whether items depend on a sequence alone: none are shared, decodes' are narrow, a token each,
-    and cut by its position, those of prefills are wide, and not cut."""
+    those of prefills are wide, and all are cut by their positions."""
 
     @property
     def narrow_tokens(self) -> int:
@@ -158,8 +158,7 @@ def lay_out(
     starts, lengths, rows = (np.asarray(each, np.int64) for each in (starts, lengths, rows))
     if tiling.batch_invariant:
         narrow, wide = tile_by_phase(starts, lengths, rows, num_decodes, tiling.wide_tokens)
-        pieces = count_pieces_by_position(narrow), np.ones(len(wide), np.int64)
-        return _assemble(narrow, wide, *pieces, tiling)
+        return _assemble(narrow, wide, *count_pieces_by_position(narrow, wide), tiling)
     are_narrow = len(lengths) > 0 and lengths.min() > 0 and lengths.max() <= tiling.narrow_tokens
     is_own = tiling.capacity is None or not are_narrow
     if is_own or may_share(starts, rows, tiling.page_size, tables):

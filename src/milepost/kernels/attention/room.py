@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from milepost.kernels.attention.tiles import MIN_SHARING, MOST_PIECES, WAVES
+from milepost.kernels.attention.tiles import MIN_SHARING, MOST_PIECES, MOST_WIDE_PIECES, WAVES
 from milepost.kernels.layout.batch import Capacity, Ints
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ def room_of(capacity: Capacity, tiling: Tiling) -> Room:
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
     if tiling.batch_invariant:
         num_narrow = capacity.num_sampled * MOST_PIECES
-        num_wide = num_tokens // tiling.wide_tokens + num_sequences
+        num_wide = (2 * num_tokens // tiling.wide_tokens + num_sequences) * MOST_WIDE_PIECES
         return Room(
             num_narrow=num_narrow,
             num_wide=0 if capacity.decodes else num_wide,
             num_tokens=num_tokens,
             num_sequences=num_sequences,
-            num_partials=num_narrow,
+            num_partials=num_narrow + (0 if capacity.decodes else num_tokens * MOST_WIDE_PIECES),
             num_combined=num_tokens,
             num_dequantised=0,
         )

@@ -21,8 +21,12 @@ the result). A tile is an item that is not cut yet: its ordinal is that of its f
 ITEM_SIZE = 8
 UNIT = 128
 """KV ranges begin at multiples of this."""
-MOST_PIECES, _LEAST_UNITS = 32, 2
-"""Pieces of a decode's KV, at most, and units of a piece, at least, if only its length counts."""
+MOST_PIECES, MOST_WIDE_PIECES = 32, 8
+"""Pieces of a tile's KV, at most, if only its length counts: of decodes and of prefills."""
+_LEAST_UNITS, _LEAST_WIDE_UNITS = 2, 16
+"""Units of such a piece, at least."""
+_GRID = 64
+"""Prefills begin at multiples of this if bits must not depend on where prompts are cut."""
 _MIN_SHARED = 512
 """Tokens that neighbours must share to be worth an item of their own."""
 MIN_SHARING = 4
@@ -78,18 +82,29 @@ def tile_by_phase(
     starts: Ints, lengths: Ints, rows: Ints, num_decodes: int, wide_tokens: int
 ) -> tuple[Ints, Ints]:
     """Returns narrow tiles, a token each, for the first `num_decodes` sequences, and wide ones for
-    the others: neither depends on what else is in the step."""
+    the others, none of which crosses a line of the grid: neither depends on what else is in the
+    step."""
     sequences = _as_tiles(starts, lengths, rows)
     num = int((lengths[:num_decodes] > 0).sum())
-    return _tile(sequences[:num], 1), _tile(sequences[num:], wide_tokens)
+    size = 1 << min(wide_tokens, _GRID).bit_length() - 1
+    narrow = _tile(sequences[:num], 1)
+    return narrow[np.argsort(narrow[:, FIRST])], _tile(sequences[num:], size)
 
 
-def count_pieces_by_position(tiles: Ints) -> Ints:
-    """Returns the number of pieces [N] to cut tiles into, by the length of their KV alone: up to
-    MOST_PIECES."""
-    units = -(-units_of(tiles) // _LEAST_UNITS)
-    sizes = 1 << np.ceil(np.log2(np.maximum(-(-units // MOST_PIECES), 1))).astype(np.int64)
-    return -(-units // sizes)
+def count_pieces_by_position(narrow: Ints, wide: Ints) -> tuple[Ints, Ints]:
+    """Returns the numbers of pieces to cut narrow and wide tiles into, by the lengths of their KV
+    alone. Those of all tokens between two lines of the grid are the same."""
+    few, many = units_of(narrow), units_of(wide)
+    return (
+        _even(few, np.minimum(-(-few // _LEAST_UNITS), MOST_PIECES)),
+        _even(many, np.clip(many // _LEAST_WIDE_UNITS, 1, MOST_WIDE_PIECES)),
+    )
+
+
+def _even(units: Ints, pieces: Ints) -> Ints:
+    """Returns the number of pieces of equal size that there are then, which may be fewer: 9 units
+    in 6 pieces are 5 of 2."""
+    return -(-units // -(-units // pieces))
 
 
 def may_share(starts: Ints, rows: Ints, page_size: int, tables: NDArray[Any] | None) -> bool:
@@ -200,7 +215,6 @@ def count_pieces(units: Ints, programs: int, cut_cost: float, most_waves: int = 
         size = -(-total // (programs * waves))
         if size >= longest:
             continue
-        # Pieces of equal size may be fewer: 9 units in 6 pieces are 5 of 2.
         sizes = -(-units // -(-units // size))
         pieces = -(-units // sizes)
         extents = total, int(sizes.max()), int(sizes.min())
