@@ -82,8 +82,7 @@ def tile_by_phase(
     starts: Ints, lengths: Ints, rows: Ints, num_decodes: int, wide_tokens: int
 ) -> tuple[Ints, Ints]:
     """Returns narrow tiles, a token each, for the first `num_decodes` sequences, and wide ones for
-    the others, none of which crosses a line of the grid: neither depends on what else is in the
-    step."""
+    the others, which cross no line of the grid: neither depends on what else is in the step."""
     sequences = _as_tiles(starts, lengths, rows)
     num = int((lengths[:num_decodes] > 0).sum())
     size = 1 << min(wide_tokens, _GRID).bit_length() - 1
@@ -93,7 +92,7 @@ def tile_by_phase(
 
 def count_pieces_by_position(narrow: Ints, wide: Ints) -> tuple[Ints, Ints]:
     """Returns the numbers of pieces to cut narrow and wide tiles into, by the lengths of their KV
-    alone. Those of all tokens between two lines of the grid are the same."""
+    alone. They are the same for all tokens between two lines of the grid."""
     few, many = units_of(narrow), units_of(wide)
     return (
         _even(few, np.minimum(-(-few // _LEAST_UNITS), MOST_PIECES)),
