@@ -11,6 +11,7 @@ Imports go up this list only:
     attention, latent attention                   attention
     drafts, samples, single rows                  mtp, sampling, rows
     sums over ranks                               comm
+    what bits depend on                           numerics_identity
 
 In an operation's folder `reference.py` is the definition in plain torch, and `__init__.py` the door
 that chooses between it and the kernels.

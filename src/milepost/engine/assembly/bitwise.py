@@ -7,18 +7,15 @@ items: results of one order of summation never meet those of another.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from milepost.config import EngineConfig
 from milepost.errors import ConfigError
-from milepost.kernels.platform.device import probe
+from milepost.kernels.numerics_identity import numerics_identity
+from milepost.kernels.platform.device import hopper_kernels
 from milepost.kernels.platform.tensors import accumulation_dtype
 from milepost.runner.pool_shape import PoolShape
-
-ORDERS = 1
-"""Version of the orders of summation; a change of any kernel's order gets a new number."""
 
 
 def refuse_settings(config: EngineConfig) -> None:
@@ -46,23 +43,8 @@ def facts_of(
     """Returns what the bits depend on besides the model; empty in the default mode."""
     if not config.batch_invariant:
         return {}
-    facts: dict[str, str | int] = {"orders": ORDERS, "torch": torch.__version__}
-    if device.type == "cuda":
-        facts["chip"] = f"{probe(device).arch} {torch.cuda.get_device_name(device)}"
-        facts["triton"] = _version("triton")
-        facts["hopper_kernels"] = config.hopper_kernels
-        facts["fused"] = is_fused
-    else:
-        facts["chip"] = torch.backends.cpu.get_cpu_capability()
-        facts["threads"] = torch.get_num_threads()
-    return facts
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    with hopper_kernels(config.hopper_kernels):
+        return {**numerics_identity(device), "fused": is_fused}
 
 
 def _refused(why: str) -> ConfigError:
