@@ -46,6 +46,14 @@ def test_any_split_gives_the_states_of_one_token_at_a_time(
     play(run_plain(shapes, dtype), random.Random(seed))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sequence_by_sequence_any_split_gives_the_same_states(
+    shapes: MixerShapes, dtype: torch.dtype
+) -> None:
+    """With `batch_invariant`, as pieces of a step, each of which has one sequence."""
+    play(Plain(Kind(shapes=shapes, dtype=dtype, batch_invariant=True)), random.Random(0))
+
+
 def test_a_prefill_beside_verifying_sequences_is_what_it_is_alone(shapes: MixerShapes) -> None:
     kind = Kind(shapes=shapes, dtype=torch.float32)
     plain, beside, alone = run_plain(shapes, torch.float32), Mixer(kind), Mixer(kind)

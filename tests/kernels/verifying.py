@@ -36,6 +36,7 @@ class Kind:
     device: str = "cpu"
     chip: Chip | None = None
     num_tokens: int = 8
+    batch_invariant: bool = False
 
 
 class Mixer:
@@ -85,7 +86,9 @@ class Mixer:
             chip=self.kind.chip,
             device=torch.device(self.kind.device),
         )
-        layout = on_device(self.kind.shapes.operation.lay_out(batch), batch.device)
+        how = {"batch_invariant": self.kind.batch_invariant}
+        operation: Any = replace(self.kind.shapes.operation, **how)  # of a recurrence
+        layout = on_device(operation.lay_out(batch), batch.device)
         slots = tuple(
             torch.from_numpy(each).to(batch.device) for each in (batch.slot_in, batch.slot_out)
         )

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.platform.tensors import accumulation_dtype, cast, in_blocks
+from milepost.kernels.platform.tensors import accumulation_dtype, cast, in_blocks, rows_apart
 from milepost.kernels.products.forms import quantised
 from milepost.kernels.products.forms.quantised import Quantised, nth
 
@@ -85,7 +85,10 @@ def route(
     logits = cast(logits, accumulation_dtype(logits.dtype))
     has_gate = num_shared > 0 and scores.gates_shared
     routed = logits[:, :-1] if has_gate else logits
-    values = routed.softmax(-1) if scores.kind == "softmax" else routed.sigmoid()
+    if scores.kind == "softmax":
+        values = routed.softmax(-1)
+    else:
+        values = rows_apart(routed, *routed.shape).copy_(routed).sigmoid_()
     wanted = values if bias is None else values + bias
     if scores.num_groups > 1:
         wanted = _among_best_groups(wanted, scores)
