@@ -59,9 +59,14 @@ _INVARIANT_MANY = replace(_INVARIANT, block_m=128, block_n=128, num_warps=8)
 
 
 def cut_raw_invariant(product: Product, chip: Chip) -> SplitTiles:
-    """Cuts the product of any number of rows with raw weights, with one order for all."""
-    is_large = product.num_rows > _INVARIANT_MANY.block_m and product.weight.num_outputs > 1024
-    tiles = _INVARIANT_MANY if is_large else _INVARIANT
+    """Cuts the product of any number of rows with raw weights, with one order for all. Tiles of few
+    rows are narrow, so that every SM has one."""
+    num_rows, num_outputs, tiles = product.num_rows, product.weight.num_outputs, _INVARIANT
+    if num_rows > _INVARIANT_MANY.block_m and num_outputs > FEW_OUTPUTS:
+        tiles = _INVARIANT_MANY
+    elif num_rows <= _INVARIANT.block_m:
+        block_n = 1 << max(4, (num_outputs // chip.num_sms).bit_length() - 1)
+        tiles = replace(_INVARIANT, block_n=min(block_n, _INVARIANT.block_n))
     return SplitTiles(tiles=tiles.fitted(chip), split_k=1)
 
 
@@ -116,8 +121,9 @@ def cut_raw_hopper(product: Product, chip: Chip) -> RawTiles | None:
     if weight.batch_invariant:
         # Partials' sums would differ from those of many rows, so narrow tiles fill the SMs.
         block_n = _spread(num_outputs, sms, 128)
-        tiles = RawTiles(block_m=block_m, block_n=block_n, num_stages=min(wide, long), max_warps=4)
-        return None if num_inputs % RAW_BLOCK_K else tiles
+        sizes = {"block_m": block_m, "block_n": block_n, "num_stages": min(wide, long)}
+        fits = num_inputs % RAW_BLOCK_K == 0
+        return RawTiles(**sizes, max_warps=4 if block_m == 16 else 8) if fits else None
     is_whole = product.epilogue is Epilogue.NONE
     is_wide = is_whole and num_outputs in _SOME and num_inputs not in _MANY
     is_narrow = num_outputs in _FEW or num_outputs in _SOME
