@@ -5,6 +5,9 @@ The "KV" of a token is the digest of all tokens up to it, a "state" is the same 
 consumed. So any page or state that came back wrong, stale, half-written or under another salt is
 seen at the next read. The sampled token is a function of the digest: a request's answer depends on
 its tokens alone, and on nothing of how it was batched, cached, preempted or resumed.
+
+In the bitwise mode the digest of a token is another one if it was computed in the last chunk of a
+prompt, or as part of an answer: so it would be seen if those were reused.
 """
 
 from __future__ import annotations
@@ -27,9 +30,21 @@ EMPTY = b""
 _DECODER = msgspec.msgpack.Decoder(StepPlan)
 
 
-def consume(state: bytes, token: int) -> bytes:
+DECODED, CUT = b"decoded", b"cut"
+"""How a token's digest says that it belongs to an answer, or to a prompt's last chunk."""
+
+
+def consume(state: bytes, token: int, rounding: bytes = b"") -> bytes:
     """The "state" after one more token; also that token's "KV"."""
-    return blake2b(state + token.to_bytes(4, "little"), digest_size=8).digest()
+    held = state + token.to_bytes(4, "little")
+    return blake2b(held, digest_size=8, person=rounding).digest()
+
+
+def rounding_at(position: int, prompt_length: int, grid: int) -> bytes:
+    """How the bitwise mode on this grid rounds a request's token; 0 is the default mode."""
+    if not grid or position < floor(prompt_length, grid):
+        return b""
+    return CUT if position < prompt_length else DECODED
 
 
 def state_after(tokens: Sequence[int]) -> bytes:
@@ -43,12 +58,17 @@ def next_token(state: bytes, vocab_size: int) -> int:
     return int.from_bytes(state, "little") % vocab_size
 
 
-def cold_answer(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
-    """What the model answers, token by token, without any engine."""
-    state, answer = state_after(prompt), []
+def cold_answer(
+    prompt: Sequence[int], num_tokens: int, vocab_size: int, grid: int = 0
+) -> list[int]:
+    """What the model answers, token by token, without any engine; in the bitwise mode with the
+    mode's grid."""
+    state, answer = EMPTY, list[int]()
+    for position, token in enumerate(prompt):
+        state = consume(state, token, rounding_at(position, len(prompt), grid))
     for _ in range(num_tokens):
         answer.append(next_token(state, vocab_size))
-        state = consume(state, answer[-1])
+        state = consume(state, answer[-1], DECODED if grid else b"")
     return answer
 
 
@@ -62,8 +82,10 @@ class FakeRunner:
     """Executes the plans of `scheduler`; AssertionError where one reads what isn't there.
 
     Plans come as bytes, and page tables are kept by what they say; only what a request's tokens are
-    is looked up. With `pages_each` slot u lies where the pages from u x pages_each on do: writing
-    one kind destroys the other. Of `kinds` counts where states lie, and how far back KV is read.
+    is looked up. `bitwise` is the grid of the bitwise mode, 0 without it: then each part of a step
+    has to be run by the kernels that a cold run has. With `pages_each` slot u lies where the pages
+    from u x pages_each on do: writing one kind destroys the other. Of `kinds` counts where states
+    lie, and how far back KV is read.
     """
 
     def __init__(
@@ -74,8 +96,10 @@ class FakeRunner:
         vocab_size: int = 4,
         pages_each: int = 0,
         kinds: tuple[LayerKind, ...] = HYBRID,
+        bitwise: int = 0,
     ) -> None:
         self.scheduler = scheduler
+        self.bitwise = bitwise
         self.page_size = page_size
         self.pages_each = pages_each
         self.vocab_size = vocab_size
@@ -184,11 +208,14 @@ class FakeRunner:
         """The run of tokens behind what is computed."""
         request = self.scheduler.request(sequence.number)
         history = self.history(request)
+        if self.bitwise:
+            self._check_kernels(sequence, request)
         if sequence.is_ahead:
             assert len(history) == sequence.end, (
                 "the token ahead is the one behind the chain's last"
             )
-            history = [*history, consume(history[-1], next_token(history[-1], self.vocab_size))]
+            ahead = next_token(history[-1], self.vocab_size)
+            history = [*history, consume(history[-1], ahead, self._rounding(request, sequence.end))]
         begin = sequence.start - sequence.fold
         assert state in (None, history[begin]), f"{request.id} resumed from a wrong state"
         if sequence.fold:
@@ -208,6 +235,20 @@ class FakeRunner:
         self._check_kv(sequence, history, sequence.end)
         return [next_token(history[sequence.end], self.vocab_size)]
 
+    def _check_kernels(self, sequence: SequencePlan, request: Request) -> None:
+        """Prompts are cut on the grid and run by prefill's kernels, answers by decode's."""
+        if not sequence.num_tokens:
+            return
+        length = request.num_prompt_tokens
+        assert sequence.is_decode == (sequence.start >= length), "each by its own kernels"
+        if not sequence.is_decode:
+            assert sequence.start % self.bitwise == 0, "a chunk begins on the grid"
+            assert sequence.end % self.bitwise == 0 or sequence.end == length, "and ends there"
+            assert all(export.position % self.bitwise == 0 for export in sequence.exports)
+
+    def _rounding(self, request: Request, position: int) -> bytes:
+        return rounding_at(position, request.num_prompt_tokens, self.bitwise)
+
     def _verify(self, sequence: SequencePlan, history: list[bytes]) -> list[int]:
         """Compute the last token and drafts: their KV is written, the state stays before them."""
         tokens = memoryview(sequence.tokens).cast("I").tolist()
@@ -216,7 +257,7 @@ class FakeRunner:
             self._write(sequence.slot_out, history[sequence.start], sequence.start)
         state, states, run = history[sequence.start], [], []
         for index, token in enumerate(tokens):
-            state = consume(state, token)
+            state = consume(state, token, DECODED if self.bitwise else b"")
             states.append(state)
             position = sequence.start + index
             page = self.tables[sequence.number][position // self.page_size]
@@ -245,7 +286,8 @@ class FakeRunner:
         """The true state after 0, 1, 2 ... tokens of a request."""
         history = self._history.setdefault(request, [EMPTY])
         for token in request.chain.tokens[len(history) - 1 :]:
-            history.append(consume(history[-1], token))
+            rounding = self._rounding(request, len(history) - 1)
+            history.append(consume(history[-1], token, rounding))
         return history
 
     def _page(self, page: int) -> list[bytes]:
@@ -276,6 +318,7 @@ def make_request(
         max_tokens=max_tokens,
         marks=marks,
         priority=priority,
+        is_bitwise=cache.config.bitwise,
     )
 
 

@@ -130,7 +130,7 @@ class EngineConfig(ImageConfig):
     By default only `--request-timeout-s` limits the wait. For servers only."""
     batch_invariant: bool = False
     """Make log-probabilities depend on the tokens before them alone, bit for bit: not on the
-    requests beside them, on chunks, or on cache hits."""
+    requests beside them, on chunks, or on cache hits. See docs/determinism.md."""
     hopper_kernels: bool = True
     """Run the kernels made for Hopper where they can run. Without them, a Hopper chip runs the
     portable kernels of all other chips."""

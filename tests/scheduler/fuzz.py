@@ -50,6 +50,8 @@ PROGRESS_EACH = 20
 SALTS = ("", "", "", "", "tenant")
 VOCAB_SIZE = 4
 SPOILT = b"half written"
+BITWISE = 0.3
+"""Share of the runs in the bitwise mode."""
 
 
 class RunError(AssertionError):
@@ -66,6 +68,7 @@ class WatchfulRunner(FakeRunner):
             vocab_size=VOCAB_SIZE,
             pages_each=pages_each,
             kinds=cache.config.kinds,
+            bitwise=grid_in(cache),
         )
         self.cache = cache
 
@@ -105,6 +108,11 @@ class WatchfulRunner(FakeRunner):
                 page = table[position // self.page_size]
                 self._page(page)[position % self.page_size] = SPOILT
                 self.beside[page] = SPOILT
+
+
+def grid_in(cache: Cache) -> int:
+    """The grid of the bitwise mode; 0 in the default mode."""
+    return cache.grid if cache.config.bitwise else 0
 
 
 def draw_kinds(rng: random.Random, page_size: int) -> tuple[LayerKind, ...]:
@@ -153,6 +161,7 @@ class Fuzz:
             mode=mode,
             block_size=lcm(64, grid),
             kinds=kinds,
+            bitwise=random.Random(f"bitwise {seed}").random() < BITWISE,
         )
         max_num_seqs = rng.choice([1, 2, 3, 5, 8])
         budget = max(rng.choice([64, 70, 130, 512]), grid)
@@ -185,6 +194,7 @@ class Fuzz:
             self.num_drafts = tight.choice([1, 3, 6])
         self.shape = (
             f"{num_pages} pages of {page_size}, {num_slots} slots, {pages_each} a slot, {mode}, "
+            f"{'bitwise, ' * self.cache.config.bitwise}"
             f"{max_num_seqs} sequences, {budget} tokens, {self.num_drafts} drafts, "
             f"{num_ahead} ahead, "
             f"{', '.join(map(str, kinds))}"
@@ -255,7 +265,7 @@ class Fuzz:
             assert len(prompt) + request.max_tokens > self.cache.capacity
             return
         self.requests.append(request)
-        self.answers[request] = _answer(request, prompt)
+        self.answers[request] = _answer(request, prompt, grid_in(self.cache))
         self.known.append(prompt)
         if len(self.known) > 24:
             del self.known[rng.randrange(1, len(self.known))]
@@ -487,7 +497,7 @@ class Fuzz:
 
     def _longest_state(self, chain: Chain) -> int:
         """By trying every position, and every cached slot."""
-        longest = min(self._longest_kv(chain), len(chain) - 1)
+        longest = min(self._longest_kv(chain), chain.last_resume)
         if self.runner.uses_pages:
             longest -= longest % self.cache.page_size
         if not self.runner.uses_slots:
@@ -498,7 +508,7 @@ class Fuzz:
             *_, root = checkpoint.node.ancestors()
             if self.runner.uses_pages and position % self.cache.page_size:
                 continue
-            if position < len(chain) and root.digest == chain.root and position > best:
+            if position <= chain.last_resume and root.digest == chain.root and position > best:
                 holds = self.runner.slots[checkpoint.slot]
                 best = position if holds == state_after(chain.tokens[:position]) else best
         return best
@@ -512,7 +522,10 @@ class Fuzz:
                 pages.add(tuple(self._states(node)))
         states = list(_states(EMPTY, chain.tokens))
         length = 0
-        while length + size <= len(states) and tuple(states[length : length + size]) in pages:
+        while (
+            length + size <= min(len(states), chain.shared_end)
+            and tuple(states[length : length + size]) in pages
+        ):
             length += size
         return length
 
@@ -540,9 +553,9 @@ class Fuzz:
         assert (pages.num_free, slots.num_free) == (pages.total, slots.total)
 
 
-def _answer(request: Request, prompt: Sequence[int]) -> list[int]:
+def _answer(request: Request, prompt: Sequence[int], grid: int) -> list[int]:
     """All tokens of a request's answer."""
-    answer = cold_answer(prompt, request.max_tokens, VOCAB_SIZE)
+    answer = cold_answer(prompt, request.max_tokens, VOCAB_SIZE, grid)
     for num, token in enumerate(answer, start=1):
         if token in request.stop_token_ids and num >= request.min_tokens:
             return answer[:num]

@@ -29,7 +29,9 @@ class OracleSource:
     def offer(self, request: Request, match: Match) -> Offer:
         if self.rng.random() >= self.share:
             return Offer(source=self.name)
-        position = self.rng.randint(0, len(request.chain) - 1)
+        position = self.rng.randint(0, request.chain.last_resume)
+        if self.runner.bitwise:
+            position -= position % self.runner.bitwise
         if self.runner.uses_pages:
             position -= position % self.runner.page_size
         if position <= match.state_length:

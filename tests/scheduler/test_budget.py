@@ -11,7 +11,7 @@ GRID = 64
 
 def prefill(num_left: int, num_idle_steps: int = 0) -> Mock:
     """A request with so many tokens to compute, from position 0 on."""
-    return Mock(num_left=num_left, num_tokens=num_left, num_idle_steps=num_idle_steps)
+    return Mock(num_left=num_left, num_idle_steps=num_idle_steps, allocation=Mock(planned=0))
 
 
 def test_starved_prefills_get_grid_steps_as_long_as_there_are_any():

@@ -13,7 +13,7 @@ from milepost.cache.allocation import Admitter, Allocation, Loan, Loans, Running
 from milepost.cache.events import Event
 from milepost.cache.eviction import Reclaimer, Score
 from milepost.cache.memory import Split, Storage
-from milepost.cache.placement import POLICIES, Kind, Mode, Placement
+from milepost.cache.placement import POLICIES, Kind, Mode, Placement, floor
 from milepost.cache.plans import Export, PageMove
 from milepost.cache.report import Lost, Stats
 from milepost.cache.tree import (
@@ -36,7 +36,7 @@ class Cache:
     may be a unified pool, whose boundary between pages and slots moves. `mode="none"` reuses
     nothing and keeps nothing. `kinds` are the model's, and so is `identity`, which goes into all
     keys; `grid` in place of theirs, `placement` and `score` in place of the mode's own are for
-    comparisons.
+    comparisons. A `bitwise` cache shares what prefills leave on the grid, and nothing else.
     """
 
     def __init__(
@@ -51,11 +51,17 @@ class Cache:
         kinds: tuple[LayerKind, ...] = HYBRID,
         identity: bytes = b"",
         grid: int | None = None,
+        bitwise: bool = False,
         placement: Placement | None = None,
         score: Score | None = None,
     ) -> None:
         self.config = CacheConfig(
-            page_size=page_size, kinds=kinds, mode=mode, block_size=block_size, grid=grid
+            page_size=page_size,
+            kinds=kinds,
+            mode=mode,
+            block_size=block_size,
+            grid=grid,
+            bitwise=bitwise,
         )
         self.page_size = page_size
         self.mode = mode
@@ -91,8 +97,11 @@ class Cache:
         return self.storage.room
 
     def chain(self, tokens: Iterable[int], salt: str = "") -> Chain:
-        """The tokens of a request in the form that the other verbs take."""
-        return Chain(tokens, self.page_size, salt, self.identity)
+        """The tokens of a prompt in the form that the other verbs take; its answer extends it."""
+        chain = Chain(tokens, self.page_size, salt, self.identity)
+        if self.config.bitwise:
+            chain.shared_end = floor(len(chain), self.grid)
+        return chain
 
     # --- match ------------------------------------------------------------------------------------
 

@@ -51,6 +51,8 @@ class PromptFacts:
     block_size: int = 512
     new_from: int = 0
     """Tokens before this are in the cache, so what is worth keeping there is known."""
+    max_rounded_off: float = MAX_ROUNDED_OFF
+    """1: states are kept on the grid alone."""
 
 
 Placement = Callable[[PromptFacts, int, int], dict[int, Kind]]
@@ -62,15 +64,16 @@ def floor(position: int, step: int) -> int:
     return position - position % step
 
 
-def gives_up_too_much(length: int, kept: int) -> bool:
-    """Whether a prefix of `length` deserves a state at its very end, beside that at `kept`."""
-    return length >= MIN_OFF_GRID and length - kept > length * MAX_ROUNDED_OFF
+def gives_up_too_much(length: int, kept: int, most: float = MAX_ROUNDED_OFF) -> bool:
+    """Whether a prefix of `length` deserves a state at its very end, beside that at `kept`, where
+    the share `most` may be given up."""
+    return length >= MIN_OFF_GRID and length - kept > length * most
 
 
-def rounded(position: int, step: int) -> int:
+def rounded(position: int, step: int, most: float = MAX_ROUNDED_OFF) -> int:
     """The grid position to keep for `position`, or itself if rounding would give up too much."""
     on_grid = floor(position, step)
-    return position if gives_up_too_much(position, on_grid) else on_grid
+    return position if gives_up_too_much(position, on_grid, most) else on_grid
 
 
 def place_none(_facts: PromptFacts, _start: int, _end: int) -> dict[int, Kind]:
@@ -101,7 +104,8 @@ def place_auto(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     first = floor(max(start, facts.new_from), step) + step
     wanted = dict.fromkeys(range(first, min(end, last) + 1, step), Kind.SPARSE)
     wanted |= {last: Kind.PROMPT_END}
-    wanted |= {rounded(mark, grid): Kind.MARK for mark in facts.marks if mark <= last_token}
+    marks = [mark for mark in facts.marks if mark <= last_token]
+    wanted |= {rounded(mark, grid, facts.max_rounded_off): Kind.MARK for mark in marks}
     wanted |= dict.fromkeys(facts.branch_points, Kind.BRANCH_POINT)
     return {p: wanted[p] for p in sorted(wanted) if start < p <= end}
 

@@ -33,6 +33,10 @@ class Lost(StrEnum):
     """Seen before, but fewer than fill a page, and too few to keep a state for."""
     KV_EVICTED = "kv_evicted"
     """Their KV was there and has been evicted."""
+    NOT_CANONICAL = "not_canonical"
+    """Computed before, but only for an answer or at the end of a prompt, where the bits are not
+    those of a prompt that goes on. In the bitwise mode alone.
+    """
     UNSEEN = "unseen"
     """Not seen before, under this salt."""
     LAST_TOKEN = "last_token"
@@ -48,6 +52,7 @@ PHRASES: Mapping[Lost, str] = {
     Lost.GRID: "after the last place where a state is kept",
     Lost.UNDER_PAGE: "too few to fill a page",
     Lost.KV_EVICTED: "whose KV was evicted",
+    Lost.NOT_CANONICAL: "seen only in an answer",
     Lost.UNSEEN: "not seen before",
     Lost.LAST_TOKEN: "needed to start the answer",
 }
@@ -156,13 +161,14 @@ def explain(
     resident: int,
     evicted: int,
     page_size: int,
+    answered: int = 0,
 ) -> CacheReport:
     """Split the tokens that were not reused by reason; the first that applies to a token names it.
 
     But for `page_size` all are ends of prefixes, in tokens: `kv_length` and `resident` of the KV
     that is there, in full pages and counting tokens inside a page, `last_place` of that up to where
     a state is kept, `checkpoint_evicted` of what had a state at its end, `evicted` of the pages
-    that were there.
+    that were there, `answered` of those that were computed for answers.
     """
     is_under_page = reused == 0 and resident < page_size
     ends = (
@@ -170,6 +176,7 @@ def explain(
         (Lost.NO_CHECKPOINT, last_place),
         (Lost.UNDER_PAGE if is_under_page else Lost.GRID, resident),
         (Lost.KV_EVICTED, evicted),
+        (Lost.NOT_CANONICAL, answered),
     )
     lost: dict[Lost, int] = {}
     done = reused

@@ -126,7 +126,7 @@ class Connector:
         wanted = self._wanted.get(request.number)
         position = 0 if wanted is None else wanted[1].position
         num_tokens = position - match.state_length
-        if num_tokens < LEAST_TOKENS or position >= len(request.chain):
+        if num_tokens < LEAST_TOKENS or position > request.chain.last_resume:
             return Offer(source=self.name)
         return Offer(source=self.name, position=position, tokens={self.name: num_tokens})
 

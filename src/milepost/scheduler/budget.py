@@ -80,7 +80,8 @@ class Budget:
         most = self.left if most is None else min(most, self.left)
         num_left = request.num_left - self.given.get(request, 0)
         if num_left > most:
-            start = request.num_tokens - num_left
+            assert request.allocation is not None
+            start = request.allocation.planned + self.given.get(request, 0)
             num_left = max(floor(start + most, self.grid) - start, 0)
         self.give(request, num_left)
 

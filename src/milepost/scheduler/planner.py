@@ -131,8 +131,9 @@ class Planner:
         """Have a decode's drafts verified, as many as the answer may have after its next token."""
         allocation = request.allocation
         assert allocation is not None
-        stand = request.drafts_from == request.num_tokens
-        if not stand or allocation.state is not State.READY or self._cache.mode == "all":
+        stand = request.drafts_from == request.num_tokens == allocation.planned + 1
+        is_ready = allocation.state is State.READY and not request.is_at_prompt
+        if not (stand and is_ready) or self._cache.mode == "all":
             return
         most = request.max_tokens - request.num_output_tokens - 1
         num_drafts = min(most, len(request.drafts), budget.left)

@@ -77,6 +77,8 @@ class SequencePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     """Number of accepted tokens, computed earlier, to fold into the state first."""
     num_drafts: int = 0
     """Number of drafts among the last tokens."""
+    is_prompt: bool = False
+    """Whether prefill's kernels serve this part, though it may have but one token."""
 
     @property
     def end(self) -> int:
@@ -92,7 +94,8 @@ class SequencePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
         """Whether the decode kernels serve this part: it has at most one token besides drafts and
         nothing to export.
         """
-        return self.num_tokens - self.num_drafts <= 1 and not self.exports
+        is_short = self.num_tokens - self.num_drafts <= 1
+        return is_short and not self.exports and not self.is_prompt
 
     @property
     def verifies(self) -> bool:

@@ -47,6 +47,8 @@ class Request:
     """Lower goes first."""
     num_prompt_logprobs: int | None = None
     """The runner scores the prompt's tokens, with this many of the likeliest beside each."""
+    is_bitwise: bool = False
+    """Prefills compute its prompt's tokens and decodes its answer's, also when it returns."""
     keeps_history: bool = False
     """The runner keeps its tokens, for what sampling reads of them."""
     number: int = -1
@@ -110,10 +112,19 @@ class Request:
     @property
     def num_left(self) -> int:
         """Tokens of a running request that no step is planned for yet; the one that is being
-        sampled is among them.
+        sampled is among them. Of a bitwise request those of its prompt, then one at a time.
         """
         assert self.allocation is not None
-        return self.num_tokens - self.allocation.planned or 1
+        planned = self.allocation.planned
+        if self.is_bitwise:
+            return max(self.num_prompt_tokens - planned, 1)
+        return self.num_tokens - planned or 1
+
+    @property
+    def is_at_prompt(self) -> bool:
+        """Whether the next tokens of a running bitwise request are its prompt's."""
+        assert self.allocation is not None
+        return self.is_bitwise and self.allocation.planned < self.num_prompt_tokens
 
     @property
     def is_in_flight(self) -> bool:

@@ -37,7 +37,7 @@ def plan_sequence(
         memory.extend(allocation, min(end + num_drafts + num_lookahead_tokens, longest))
     # The next step reads what this allocation is before the chunk is planned.
     fold, slot_in, page_copy = allocation.num_unfolded, allocation.slot_in, allocation.page_copy
-    is_new = not request.num_planned_pages
+    is_new, is_prompt = not request.num_planned_pages, request.is_at_prompt
     return SequencePlan(
         number=request.number,
         start=start,
@@ -53,6 +53,7 @@ def plan_sequence(
         fold=fold,
         num_drafts=num_drafts,
         is_ahead=is_ahead,
+        is_prompt=is_prompt,
         scoring=_scoring(request, start, end),
         history=chain.token_bytes(0, start) if is_new and request.keeps_history else None,
     )

@@ -62,8 +62,7 @@ class PendingPrefixes:
     def claim(self, request: Request) -> None:
         """Note that an admitted request computes the pages after its cached path."""
         assert request.allocation is not None
-        num_full = len(request.chain) // request.chain.page_size
-        self._claims[request] = len(request.allocation.path), num_full
+        self._claims[request] = len(request.allocation.path), request.chain.num_pages
         self._unlisted[request] = None
 
     def leave(self, request: Request) -> None:
@@ -107,7 +106,9 @@ class PendingPrefixes:
         depth = match.path.num_pages
         while depth < len(digests) and digests[depth] in self._owners:
             depth += 1
-        position = floor(min(depth * request.chain.page_size, request.num_tokens - 1), self._grid)
+        position = floor(
+            min(depth * request.chain.page_size, request.chain.last_resume), self._grid
+        )
         if position - match.state_length < MIN_SAVED_TOKENS or position <= match.kv_length:
             return None
         owner = self._owners[digests[(position - 1) // request.chain.page_size]]
@@ -138,6 +139,8 @@ def _continues(request: Request, leaving: Request, match: Match) -> bool:
     allocation, chain = leaving.allocation, leaving.chain
     assert allocation is not None
     num_pages = allocation.planned // chain.page_size
+    if allocation.planned > min(chain.shared_end, request.chain.last_resume):
+        return False
     if not match.state_length < allocation.planned < request.num_tokens or not num_pages:
         return False
     last = num_pages - 1

@@ -160,7 +160,7 @@ class Loads:
         self, request: Request, digests: Sequence[bytes], reach: _Reach, match: Match
     ) -> Iterator[_LoadCandidate]:
         """Yields the candidates within reach, the deepest first."""
-        chain, limit, above = request.chain, len(request.chain) - 1, match.state_length
+        chain, limit, above = request.chain, request.chain.last_resume, match.state_length
         if not self._holdings.has_states:
             for depth in (reach.known, reach.readable):
                 position = min(depth * self._size, limit - limit % self._size)

@@ -221,10 +221,11 @@ class Admitter:
             pinned_tail=pinned_tail,
             end=end,
             facts=PromptFacts(
-                prompt_length=len(chain),
+                prompt_length=min(len(chain), chain.shared_end + 1),
                 branch_points=match.branch_points,
                 block_size=self._config.block_size,
                 new_from=match.kv_length,
                 grid=self._config.grid,
+                max_rounded_off=self._config.max_rounded_off,
             ),
         )

@@ -27,7 +27,7 @@ class Publisher:
         stays ours.
         """
         chain, path = allocation.chain, allocation.path
-        num_full = allocation.committed // self._page_size
+        num_full = min(allocation.committed, chain.shared_end) // self._page_size
         if len(path) == num_full:
             return  # most often
         for digest in chain.digests(num_full)[len(path) : num_full]:

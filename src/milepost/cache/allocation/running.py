@@ -25,6 +25,7 @@ class Running:
         self._pages = reclaimer.storage.pages
         self._slots = reclaimer.storage.slots
         self._stats = reclaimer.stats
+        self._tree = reclaimer.tree
         self._publisher = Publisher(config.page_size, reclaimer)
         self._place = place
         self._change = reclaimer.change
@@ -94,7 +95,8 @@ class Running:
     def _may_export(self, allocation: Allocation, start: int) -> bool:
         if not self._slots_each:
             return False
-        return start < allocation.facts.prompt_length or self._config.mode == "all"
+        keeps_answers = self._config.mode == "all" and not self._config.bitwise
+        return start < allocation.facts.prompt_length or keeps_answers
 
     def commit(self, allocation: Allocation, position: int, written: Mapping[int, int]) -> None:
         """Note that a step has run: `position` tokens of the request are final, with their KV.
@@ -250,7 +252,10 @@ class Running:
         self._end_reading(allocation)
         if is_ready and allocation.path and kind is not Kind.PREEMPTED:
             self._reclaimer.score.ended(allocation.end, allocation.path[-1], allocation.committed)
-        if kind is not None and self._config.enabled and is_ready and self._slots_each:
+        if self._config.bitwise and self._config.enabled and kind is not Kind.PREEMPTED:
+            self._tree.note_answer(allocation.chain, allocation.committed // self._page_size)
+        is_kept = self._config.enabled and allocation.state_length <= allocation.chain.shared_end
+        if kind is not None and is_kept and is_ready and self._slots_each:
             self._publisher.publish_state(
                 allocation, allocation.state_length, allocation.slot_out, kind
             )

@@ -19,7 +19,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
-from sys import byteorder
+from sys import byteorder, maxsize
 
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
@@ -31,10 +31,11 @@ assert byteorder == "little", "keys are made of little-endian token ids"
 class Chain:
     """A copy of token ids with the digests of their full pages, extended as tokens are appended.
 
-    Raises OverflowError for a token id outside uint32.
+    Nothing past `shared_end` is shared with others: no page and no state after it is published or
+    reused. Raises OverflowError for a token id outside uint32.
     """
 
-    __slots__ = ("_digests", "page_size", "root", "salt", "tokens")
+    __slots__ = ("_digests", "page_size", "root", "salt", "shared_end", "tokens")
 
     def __init__(
         self, tokens: Iterable[int], page_size: int, salt: str = "", identity: bytes = b""
@@ -44,6 +45,7 @@ class Chain:
         else:
             self.tokens = array("I", tokens)
         self.page_size = page_size
+        self.shared_end = maxsize
         self.salt = salt
         self.root = root_key(identity, salt)
         self._digests: list[bytes] = []
@@ -73,9 +75,21 @@ class Chain:
         """
         self._digests.extend(digests)
 
+    @property
+    def num_pages(self) -> int:
+        """Number of full pages that may be shared."""
+        return min(len(self.tokens), self.shared_end) // self.page_size
+
+    @property
+    def last_resume(self) -> int:
+        """The deepest position to resume from: at least the last token is computed."""
+        return min(len(self.tokens) - 1, self.shared_end)
+
     def full_digests(self) -> list[bytes]:
-        """Digests of all full pages."""
-        return self.digests(len(self.tokens) // self.page_size)
+        """Digests of all full pages that may be shared."""
+        num = self.num_pages
+        known = self.digests(num)
+        return known if len(known) == num else known[:num]
 
     def token_bytes(self, start: int, end: int) -> bytes:
         """Token ids of [start, end) as packed uint32."""

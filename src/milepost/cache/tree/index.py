@@ -38,6 +38,8 @@ class Tree:
         self.changed: list[object] = []
         self.roots: dict[bytes, Node] = {}
         self._history: OrderedDict[bytes, None] = OrderedDict()
+        self._answers: OrderedDict[bytes, None] = OrderedDict()
+        """Pages of requests that are over, which were not shared."""
         self._max_history = max_history
 
     def deepest(self, chain: Chain) -> Node | None:
@@ -45,14 +47,15 @@ class Tree:
         the logarithm of the pages whose digests are known, and the other pages that match: those
         have the digests of the pages there, which need not be computed.
         """
-        root, known = self.roots.get(chain.root), chain.known_digests()
+        root, known, num_pages = self.roots.get(chain.root), chain.known_digests(), chain.num_pages
+        num_known = min(len(known), num_pages)
         # Only leaves are evicted, so after a page that is missing all are.
-        depth = bisect_left(known, True, key=lambda digest: digest not in self.nodes)
+        depth = bisect_left(known, True, hi=num_known, key=lambda key: key not in self.nodes)
         node = self.nodes[known[depth - 1]] if depth else root
-        if depth < len(known) or node is None:
+        if depth < num_known or node is None:
             return node
         run = []
-        for tokens in chain.page_bytes(depth, len(chain) // chain.page_size):
+        for tokens in chain.page_bytes(depth, num_pages):
             child = node.last_child  # most often
             if child is None or child.tokens != tokens:
                 child = node.child(tokens)
@@ -89,9 +92,10 @@ class Tree:
             parent = node
         self.leaves[parent.page] = parent
         self.changed.append(parent)
-        if self._history:
+        if self._history or self._answers:
             for node in run:
                 self._history.pop(node.digest, None)
+                self._answers.pop(node.digest, None)
         self.outbox.pages_came(run)
         return run
 
@@ -183,8 +187,28 @@ class Tree:
             return depth  # most often: deeper ones need no digests yet
         return bisect_left(chain.digests(num_full), True, lo=depth, key=is_new)
 
+    def note_answer(self, chain: Chain, num_pages: int) -> None:
+        """Remember the first `num_pages` pages of a request that is over, which has not shared them
+        all."""
+        for digest in chain.digests(num_pages)[chain.num_pages : num_pages]:
+            if digest not in self.nodes:
+                self._answers[digest] = None
+                self._answers.move_to_end(digest)
+        while len(self._answers) > self._max_history:
+            self._answers.popitem(last=False)
+
+    def num_answered(self, chain: Chain, depth: int) -> int:
+        """Number of leading pages that were computed, if only for an answer; the first `depth` are
+        known."""
+        num_full = len(chain) // chain.page_size
+        if self._answers:
+            while depth < num_full and chain.digests(depth + 1)[depth] in self._answers:
+                depth += 1
+        return depth
+
     def forget_history(self) -> None:
         self._history.clear()
+        self._answers.clear()
 
     def _let_go_of_tail(self, checkpoint: Checkpoint, page: int) -> None:
         sharing = self.at_tail[page]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Literal
 
-from milepost.cache.placement import Mode
+from milepost.cache.placement import MAX_ROUNDED_OFF, Mode
 from milepost.cache.tree.path import Path
 
 Where = Literal["slot", "page", "none"]
@@ -114,7 +114,7 @@ def window_of(kinds: Sequence[LayerKind]) -> int | None:
 
 class CacheConfig:
     """Configuration of a cache: tokens of a page, kinds of layers, mode. `grid` in place of theirs
-    is for comparisons.
+    is for comparisons. A `bitwise` cache shares what prefills leave on the grid, and nothing else.
     """
 
     def __init__(
@@ -125,12 +125,15 @@ class CacheConfig:
         mode: Mode,
         block_size: int,
         grid: int | None,
+        bitwise: bool,
     ) -> None:
         self.page_size = page_size
         self.kinds = kinds
         self.mode = mode
         self.block_size = block_size
         self.grid = grid if grid is not None else grid_of(kinds)
+        self.bitwise = bitwise
+        self.max_rounded_off = 1.0 if bitwise else MAX_ROUNDED_OFF
         self.enabled = mode != "none"
         self.slots_each = 1 if any(kind.where == "slot" for kind in kinds) else 0
         """Slots of a running request: 0 for models without states in slots."""

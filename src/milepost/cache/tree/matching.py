@@ -60,7 +60,7 @@ class Finder:
         Where the prompt's digests are known, costs the logarithm of its pages, the resident pages
         after the state that it resumes from, and the evicted ones that are remembered.
         """
-        last = len(chain) - 1
+        last = chain.last_resume
         limit = last if limit is None else min(limit, last)
         path = self._path(chain, version)
         position = longest_usable(self._config.kinds, path, limit)
@@ -86,7 +86,8 @@ class Finder:
             return ()
         on_grid = floor(shared, self._config.grid)
         found = (on_grid,) if on_grid > position else ()
-        is_short = gives_up_too_much(shared, max(on_grid, position))
+        most = self._config.max_rounded_off
+        is_short = gives_up_too_much(shared, max(on_grid, position), most)
         return (*found, shared) if is_short else found
 
     def _path(self, chain: Chain, version: int) -> Path:
@@ -114,12 +115,10 @@ class Finder:
         limit: int,
         branch_points: tuple[int, ...],
     ) -> CacheReport:
-        num_tokens = len(path.chain)
+        num_tokens, last = len(path.chain), path.chain.last_resume
         num_given_up = path.evicted_position(reused)
-        if limit < num_tokens - 1:  # a deeper state has to give way to the request itself
-            num_given_up = max(
-                num_given_up, longest_usable(self._config.kinds, path, num_tokens - 1)
-            )
+        if limit < last:  # a deeper state has to give way to the request itself
+            num_given_up = max(num_given_up, longest_usable(self._config.kinds, path, last))
         report = explain(
             num_tokens,
             reused=reused,
@@ -129,6 +128,7 @@ class Finder:
             resident=max(resident, reused),
             evicted=num_seen * self._config.page_size,
             page_size=self._config.page_size,
+            answered=self._tree.num_answered(path.chain, num_seen) * self._config.page_size,
         )
         return report if self._config.enabled else report.with_lost(Lost.DISABLED, num_tokens)
 

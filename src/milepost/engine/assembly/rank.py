@@ -190,6 +190,7 @@ def _cache(config: EngineConfig, shape: PoolShape, sizes: Sizes, identity: bytes
         identity=identity,
         mode=config.mamba_cache_mode if config.enable_prefix_caching else "none",
         block_size=config.mamba_block_size,
+        bitwise=config.batch_invariant,
     )
 
 

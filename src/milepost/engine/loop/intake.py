@@ -144,6 +144,7 @@ class Intake:
             priority=priority,
         )
         request.num_prompt_logprobs = params.prompt_logprobs if index == 0 else None
+        request.is_bitwise = self._config.batch_invariant
         request.keeps_history = params.has_penalties
         return request
 

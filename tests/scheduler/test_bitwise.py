@@ -1,0 +1,84 @@
+"""The bitwise mode, on a runner that tells a prompt's tokens from an answer's."""
+
+from __future__ import annotations
+
+import pytest
+
+from milepost.cache import Cache, Lost
+from milepost.cache.tree import Chain
+from milepost.scheduler.scheduler import Scheduler
+from tests.fakes import FakeRunner, Loop, cold_answer, make_request, run_all
+from tests.scheduler import fuzz
+
+GRID = 64
+
+
+class Engine:
+    """A bitwise scheduler over a fake runner."""
+
+    def __init__(self, num_pages=64, num_slots=16, *, max_num_seqs=4, budget=512, page_size=16):
+        self.cache = Cache(
+            num_pages=num_pages, num_slots=num_slots, page_size=page_size, bitwise=True
+        )
+        self.scheduler = Scheduler(
+            self.cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+        )
+        self.runner = FakeRunner(self.scheduler, page_size=page_size, bitwise=GRID)
+
+    def add(self, prompt, max_tokens=4):
+        request = make_request(self.cache, "r", prompt, max_tokens=max_tokens)
+        self.scheduler.add(request)
+        return request
+
+    def answer(self, prompt, max_tokens=4):
+        request = self.add(prompt, max_tokens)
+        run_all(self.scheduler, self.runner)
+        assert request.output_token_ids == cold_answer(prompt, max_tokens, 4, GRID)
+        return request
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 200, 256])
+def test_a_repeated_prompt_loses_less_than_a_grid_step(length):
+    engine, prompt = Engine(), [1, 2, 3] * length
+    prompt = prompt[:length]
+    engine.answer(prompt)
+    report = engine.answer(prompt).report
+    assert report.computed == (length - 1) % GRID + 1
+
+
+def test_an_answer_is_reused_once_a_prompt_has_held_it():
+    engine, prompt = Engine(), [1] * 100
+    first = engine.answer(prompt, max_tokens=100)
+    chat = [*prompt, *first.output_token_ids, *[2] * 20]
+    second = engine.answer(chat)
+    assert second.report.reused == 64
+    assert second.report.lost[Lost.NOT_CANONICAL] >= 100
+    assert engine.answer(chat).report.reused == 192
+
+
+def test_a_request_that_lost_its_place_computes_its_answer_by_decodes_again():
+    engine = Engine(num_pages=16)
+    requests = [engine.add([number] * 70, max_tokens=90) for number in (1, 2)]
+    loop, num_steps = Loop(engine.scheduler, engine.runner), 0
+    while engine.scheduler.has_work:
+        loop.step(is_ahead=num_steps % 3 > 0)
+        num_steps += 1
+    assert engine.scheduler.stats.num_preemptions
+    for request, token in zip(requests, (1, 2), strict=True):
+        assert request.output_token_ids == cold_answer([token] * 70, 90, 4, GRID)
+
+
+@pytest.mark.parametrize("further", [16, 1000])
+def test_sharing_more_of_a_chain_is_found_out(further, monkeypatch):
+    """What a prompt's last chunk or an answer leaves is not what others may read."""
+
+    def chain(cache, tokens, salt=""):
+        found = Chain(tokens, cache.page_size, salt, cache.identity)
+        if cache.config.bitwise:
+            found.shared_end = len(found) - len(found) % GRID + further
+        return found
+
+    monkeypatch.setattr(Cache, "chain", chain)
+    monkeypatch.setattr(fuzz, "BITWISE", 1.0)
+    failures = [fuzz.attempt(seed, 100) for seed in range(20)]
+    assert any(failures)
