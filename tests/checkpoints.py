@@ -296,12 +296,17 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreT
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
         model = CHECKPOINTS[name](**changes).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape), alpha=0.3)
-    model.set_experts_implementation("eager")
+    randomise(model)
     return model.to(dtype)
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel) -> None:
+    """Makes norms, biases and decays random too, so that none is missed."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn(parameter.shape), alpha=0.3)
+    model.set_experts_implementation("eager")
 
 
 def save(

@@ -23,7 +23,7 @@ DONE = (
     *("kv_events_config.py", "kv_transfer_config.py", "kv_transfer_params.py"),
     *("sampling_params.py", "speculative_config.py"),
     *(f"kernels/{name}" for name in ("attention", "comm", "layout", "mtp", "platform", "rows")),
-    "kernels/sampling",
+    *("kernels/sampling", "kernels/vision"),
     *("kernels/norm", "kernels/products/forms", "kernels/products/__init__.py"),
     *(f"kernels/products/{name}.py" for name in ("describe", "library", "table", "tiles")),
     *(f"kernels/products/{name}.py" for name in ("expert_table", "experts_reference", "grouping")),

@@ -27,8 +27,6 @@ _VERSION = 1
 """Part of each identity. Increased if the same picture gets other rows."""
 IDENTITY_BYTES = 16
 
-Picture = bytes | Image.Image
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedImage:
@@ -43,10 +41,12 @@ class PreparedImage:
     """Equal for equal rows and grids. No hash of the file: other files may hold the same
     picture."""
     num_tokens: int
+    num_positions: int
+    """Rotary positions that the picture takes."""
 
 
 def prepare(
-    picture: Picture,
+    picture: bytes | Image.Image,
     settings: ImageSettings,
     *,
     max_pixels: int | None = None,
@@ -90,6 +90,7 @@ def from_frames(frames: Sequence[NDArray[np.uint8]], settings: ImageSettings) ->
         grid=grid,
         identity=_identity(rows, grid, settings),
         num_tokens=num_tokens_of(grid, merge),
+        num_positions=max(down, across) // merge,
     )
 
 

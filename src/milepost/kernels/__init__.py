@@ -9,6 +9,7 @@ Imports go up this list only:
     short convolutions                            conv, short_conv
     token mixers                                  recurrent
     attention, latent attention                   attention
+    vision towers                                 vision
     drafts, samples, single rows                  mtp, sampling, rows
     sums over ranks                               comm
     what bits depend on                           numerics_identity

@@ -5,5 +5,6 @@ the folder `quantised`:
     mixers             attention, mla, gated_delta, kda, mamba2, short_conv
     feed-forwards      mlp, moe
     around them        embedding, norm, rotary, mtp
+    pictures           tower
     weights            weights, linear, weight_slots, kv_scales
 """

@@ -2,7 +2,8 @@
 
 Built once a step by the runner and passed down; layers keep no state of their own.
 
-Legend: T tokens of the step, S sequences, R sampled positions, each with its capacity.
+Legend: T tokens of the step, S sequences, R sampled positions, each with its capacity; C hidden
+size.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class StepArrays:
     token_ids: Any
     """[T] int64"""
     positions: Any
-    """[T] int32"""
+    """[T] int32, rotary positions: a token's index in its sequence, less what the pictures before
+    it save. Tokens of a picture have the position of the picture in time."""
     kv_rows: Any
     """[T] int64, the row that each token's key is written to (see `kernels.attention.pages`); -1
     for none."""
@@ -129,6 +131,19 @@ class StepArrays:
     """[1] int32, number of tokens that are sampled after."""
     decodes: bool
     """Whether every sequence decodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureRows:
+    """The tokens of a step that stand for parts of pictures, N of them."""
+
+    tokens: Tensor
+    """[N] int64, their indices among the step's tokens."""
+    embeddings: Tensor
+    """[N, C] in the model's dtype, from its tower."""
+    positions: Tensor
+    """[2, N] int32, the rotary positions of their rows and of their columns. Models whose tokens
+    have one position each do not read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +168,8 @@ class Context:
     stored with pages may have to take in; empty if nothing is drafted."""
     last_tokens_only: bool = False
     """Whether only sampled positions are computed after the last layer that has a cache."""
+    pictures: PictureRows | None = None
+    """Tokens that stand for pictures; None if there are none."""
     angles: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Rotary embedding -> cosines and sines of the step's positions; the model fills it."""
 

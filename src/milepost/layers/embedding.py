@@ -1,4 +1,4 @@
-"""The embedding: a row of a table for each token.
+"""The embedding: a row of a table for each token, or of a picture.
 
 Legend: T tokens, V rows of the vocabulary on this rank, C hidden size.
 """
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels import rows
+from milepost.layers.context import PictureRows
 from milepost.parallel import Ranks
 
 
@@ -21,3 +22,10 @@ def embed(token_ids: Tensor, table: Tensor, ranks: Ranks) -> Tensor:
     own = token_ids - ranks.rank * len(table)
     is_own = (own >= 0) & (own < len(table))
     return ranks.all_reduce(table[own * is_own] * is_own[:, None])
+
+
+def put(embedded: Tensor, pictures: PictureRows | None) -> Tensor:
+    """Returns `embedded` [T, C], in which tokens of pictures have the tower's embeddings."""
+    if pictures is None:
+        return embedded
+    return embedded.index_copy(0, pictures.tokens, pictures.embeddings)

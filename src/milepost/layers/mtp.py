@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from milepost.kernels import mtp
 from milepost.kernels.mtp import Carried, CarryOperation, CarryRows
 from milepost.layers.attention import Attention
-from milepost.layers.context import Context
-from milepost.layers.embedding import embed
+from milepost.layers.context import Context, PictureRows
+from milepost.layers.embedding import embed, put
 from milepost.layers.linear import Linear
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
@@ -65,7 +65,7 @@ class MTPHead(nn.Module):
         last hidden states for the next step."""
         rows = ctx.step.layouts[self.operation]
         assert ctx.carried is not None, "slots carry hidden states for a head"
-        joined = self._join(token_ids, table, hidden, (ctx.carried, rows))
+        joined = self._join(token_ids, table, hidden, (ctx.carried, rows), ctx.pictures)
         mtp.keep(hidden, ctx.carried, rows)
         block, ((number,), *_) = self.layer.blocks[0], self.layer.numbers
         assert block.pre is not None, "a norm stands before the head's attention"
@@ -86,11 +86,12 @@ class MTPHead(nn.Module):
         table: Tensor,
         hidden: Tensor,
         carried: tuple[Carried, CarryRows] | None = None,
+        pictures: PictureRows | None = None,
     ) -> Tensor:
-        if not self.ranks.is_alone:
-            # The table is split over ranks, so the embedded rows are passed to the kernel as its
-            # table.
-            table = embed(token_ids, table, self.ranks)
+        if not self.ranks.is_alone or pictures is not None:
+            # The table is split over ranks, or lacks pictures, so the embedded rows are passed to
+            # the kernel as its table.
+            table = put(embed(token_ids, table, self.ranks), pictures)
             token_ids = torch.arange(len(token_ids), device=token_ids.device)
         scales = self.norm_embedding.scale, self.norm_hidden.scale
         eps = self.norm_hidden.eps

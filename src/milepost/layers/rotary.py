@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from milepost.errors import UnsupportedModelError
 from milepost.kernels import rows
+from milepost.layers.context import PictureRows
 
 _SCALED_TYPES = ("linear", "llama3", "yarn", "dynamic", "longrope")
 """RoPE types with scaling. As published, `dynamic` and `longrope` change the angles with the
@@ -30,6 +31,7 @@ class Rotary:
         frequencies, self.scale = _frequencies(config)
         self.frequencies = frequencies.to(device=device, dtype=torch.float32)
         self._num_positions = num_positions(config)
+        self._sections = _sections(config)
         self._table: Tensor | None = None
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -46,6 +48,13 @@ class Rotary:
             every = torch.arange(self._num_positions, device=positions.device)
             self._table = torch.cat(self._compute(every, dtype), 2)[:, 0]
         return rows.take(self._table, positions)[:, None].tensor_split(2, 2)
+
+    def turn_pictures(self, angles: tuple[Tensor, Tensor], pictures: PictureRows) -> None:
+        """Replaces those of the step's `angles` that turn by the row or the column of a picture."""
+        for positions, section in zip(pictures.positions, self._sections, strict=False):
+            own = self.angles(positions, angles[0].dtype)
+            for every, values in zip(angles, own, strict=True):
+                every[pictures.tokens, 0, section] = values[:, 0, section]
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions[:, None, None].float() * self.frequencies
@@ -82,6 +91,14 @@ def num_positions(config: PreTrainedConfig) -> int:
             return int(own * parameters["factor"])
         case _:
             return own
+
+
+def _sections(config: PreTrainedConfig) -> tuple[slice, ...]:
+    """Returns the frequencies turned by a picture's row, and those turned by its column; the others
+    are turned by its time. They alternate, time, row, column, until one of them has its number in
+    `mrope_section` (Qwen3-VL, arXiv:2511.21631, section 2.1)."""
+    counts = (config.rope_parameters or {}).get("mrope_section") or ()
+    return tuple(slice(first, 3 * count, 3) for first, count in enumerate(counts) if first)
 
 
 def _frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:

@@ -16,6 +16,7 @@ from milepost.layers.mtp import MTPHead
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Layer
 from milepost.layers.rotary import Rotary
+from milepost.layers.tower import Tower
 from milepost.models.decoder import Decoder, DecoderParts
 
 HEAD = "mtp"
@@ -61,9 +62,13 @@ class Architecture:
     head: Callable[[PreTrainedConfig, ModuleScope, Rotary], MTPHead] | None = None
     """Builds the MTP head, with tensors under `kind.path` and the model's rotary embedding; None if
     the family has none."""
-    skipped: tuple[str, ...] = (r"model\.visual\.",)
-    """Patterns of tensors that are skipped on purpose, matched from the beginning of the name: the
-    vision tower of a multimodal checkpoint. The head is skipped too, unless it is asked for."""
+    tower: Callable[[PreTrainedConfig, ModuleScope], Tower] | None = None
+    """Builds the vision tower of a whole configuration, with tensors under `kind.path`; None if the
+    family has none that is run."""
+    tower_path: str = "model.visual"
+    """Path of the tower's tensors. They are skipped unless it is asked for, as the head's are."""
+    skipped: tuple[str, ...] = ()
+    """Patterns of tensors that are skipped on purpose, matched from the beginning of the name."""
 
     def decoder(
         self,
@@ -72,10 +77,14 @@ class Architecture:
         *,
         is_tied: bool,
         has_head: bool = False,
+        whole: PreTrainedConfig | None = None,
     ) -> Decoder:
-        """Returns an unfilled model; `kind` is that of the whole checkpoint."""
+        """Returns an unfilled model; `kind` is that of the whole checkpoint. It gets a tower if
+        there is a `whole` configuration."""
         own = kind.under(self._prefix(kind.names))
         parts = self.build(config, own)
+        if whole is not None:
+            parts = replace(parts, tower=self.tower_of(whole, kind))
         if has_head:
             parts = replace(parts, head=self.head_of(config, kind, rotary_of(parts.layers)))
         return Decoder(config, parts, own, is_tied=is_tied, embedding=self.embedding)
@@ -87,6 +96,12 @@ class Architecture:
         assert self.head is not None, "only architectures that have heads are asked for one"
         rotary = rotary or Rotary(config, kind.device)
         return self.head(config, kind.root().under(HEAD), rotary)
+
+    def tower_of(self, whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
+        """Returns the unfilled tower alone. Each rank has all of it, as it is published."""
+        assert self.tower is not None, "only architectures that have towers are asked for one"
+        plain = ModuleScope(dtype=kind.dtype, device=kind.device, names=kind.names)
+        return self.tower(whole, plain.under(self.tower_path))
 
     def _prefix(self, names: Container[str]) -> str:
         found = (each for each in self.prefixes if f"{each}.{self.embedding}.weight" in names)

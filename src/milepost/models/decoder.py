@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from milepost.errors import UnsupportedModelError
 from milepost.kernels.layout.batch import Capacity, Operation
 from milepost.layers.context import Context, LayerSpec
-from milepost.layers.embedding import embed
+from milepost.layers.embedding import embed, put
 from milepost.layers.linear import Linear
 from milepost.layers.moe import elsewhere_of
 from milepost.layers.mtp import MTPHead
@@ -25,6 +25,7 @@ from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import LastTokensPart, Layer, ResidualBlock
 from milepost.layers.rotary import num_positions
+from milepost.layers.tower import Tower
 from milepost.layers.weight_slots import (
     FLOATS,
     Holder,
@@ -52,6 +53,8 @@ class DecoderParts:
     """Ends of tensor names -> factors, multiplied into the tensors as they are loaded."""
     head: MTPHead | None = None
     """The MTP head that drafts tokens, if any."""
+    tower: Tower | None = None
+    """The vision tower, if the model takes pictures."""
 
 
 class Decoder(nn.Module):
@@ -89,6 +92,7 @@ class Decoder(nn.Module):
             cuts={"lm_head": self._vocab},
         )
         self.mtp = parts.head
+        self.tower = parts.tower
         self._factors = parts.factors
         self._multipliers = parts.embedding_multiplier, parts.logits_multiplier
         specs: list[LayerSpec] = []
@@ -165,7 +169,7 @@ class Decoder(nn.Module):
         If `ctx.last_tokens_only`, returns hidden states [R, C] of the step's `last_tokens` only.
         """
         self._turn(ctx)
-        hidden, delta = self._embed(token_ids), None
+        hidden, delta = put(self._embed(token_ids), ctx.pictures), None
         for index, layer in enumerate(self.layers if layers is None else layers):
             if before is not None:
                 before(index)
@@ -239,6 +243,8 @@ class Decoder(nn.Module):
     def _turn(self, ctx: Context) -> None:
         for rotary in self._rotaries:
             ctx.angles[rotary] = rotary.angles(ctx.step.positions, self.dtype)
+            if ctx.pictures is not None:
+                rotary.turn_pictures(ctx.angles[rotary], ctx.pictures)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         hidden = embed(token_ids, self.embedding, self.ranks)

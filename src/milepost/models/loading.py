@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,6 +55,8 @@ class LoadOptions:
     head: Head = "none"
     """Whether to load the checkpoint's MTP head: `auto` loads it if it can run, and warns
     otherwise."""
+    has_tower: bool = False
+    """Whether to load the vision tower of a checkpoint that has one."""
     quantization: str | None = None
     """`fp8` rounds the weights of a raw checkpoint as they are loaded."""
     max_model_len: int | None = None
@@ -89,6 +92,12 @@ def load_model(
             _note_head(plan.architecture, text, plan.files.by_name)
     logger.info("loaded %s as %s on %s", folder, plan.kind.dtype, plan.kind.device)
     return loaded, plan.config
+
+
+def has_pictures(config: PreTrainedConfig) -> bool:
+    """Whether a model of this whole configuration takes pictures, if its tower is loaded."""
+    has_part = getattr(config, "vision_config", None) is not None
+    return has_part and find_architecture(config.model_type).tower is not None
 
 
 def check_split(folder: Path, options: LoadOptions) -> None:
@@ -132,6 +141,7 @@ class _Plan:
     seed: int
     is_tied: bool
     has_head: bool
+    has_tower: bool
     is_quantised: bool
     """Whether weights are quantised, in the checkpoint or on the fly."""
     skipped: tuple[str, ...]
@@ -147,7 +157,13 @@ class _Plan:
 
     def _decoder(self, kind: ModuleScope) -> Decoder:
         text = self.config.get_text_config()
-        return self.architecture.decoder(text, kind, is_tied=self.is_tied, has_head=self.has_head)
+        return self.architecture.decoder(
+            text,
+            kind,
+            is_tied=self.is_tied,
+            has_head=self.has_head,
+            whole=self.config if self.has_tower else None,
+        )
 
 
 def _plan(folder: Path, options: LoadOptions) -> _Plan:
@@ -168,7 +184,9 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
         **({} if forms is None else {"precision_of": forms.precision_of}),
     )
     has_head = _has_head(options.head, architecture, text, kind, files)
-    skipped = (*(SKIPPED if forms else ()), *(() if has_head else (rf"{HEAD}\.",)))
+    has_tower = options.has_tower and has_pictures(config)
+    without = () if has_tower else (rf"{re.escape(architecture.tower_path)}\.",)
+    without += () if has_head else (rf"{HEAD}\.",)
     return _Plan(
         config=config,
         architecture=architecture,
@@ -178,8 +196,9 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
         # A checkpoint that says it is tied but has its own head means that head.
         is_tied=config.tie_word_embeddings and not kind.has_projection("lm_head"),
         has_head=has_head,
+        has_tower=has_tower,
         is_quantised=forms is not None,
-        skipped=(*architecture.skipped, *DERIVED, *skipped),
+        skipped=(*architecture.skipped, *DERIVED, *(SKIPPED if forms else ()), *without),
     )
 
 

@@ -3,7 +3,7 @@
 Its modules:
 
     a step                  runner, in_flight, plain, device, graphs, graph_split
-    its arrays              arrays, staging, tables, records, histories, counts
+    its arrays              arrays, positions, staging, tables, records, histories, counts
     what it chooses         sampling, sampler, choice, prompt_scores
     drafts                  acceptance, drafting, device_drafting
     memory                  pool_shape, pools, shared, pool_sizes, zeroed

@@ -1,6 +1,6 @@
-"""Qwen3.5, dense and with experts, alone or as the text part of a multimodal checkpoint. It is like
-Qwen3-Next, but input projections are separate; with experts, every layer has them, and a token's
-weights add up to 1."""
+"""Qwen3.5, dense and with experts, alone or with the vision tower of a multimodal checkpoint. It is
+like Qwen3-Next, but input projections are separate; with experts, every layer has them, and a
+token's weights add up to 1."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from milepost.models.architectures.qwen3_next import (
     settle_qwen,
 )
 from milepost.models.decoder import DecoderParts
+from milepost.models.towers import qwen_tower
 
 
 def _dense(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
@@ -43,6 +44,7 @@ ARCHITECTURES = (
         model_types=("qwen3_5", "qwen3_5_text"),
         build=_dense,
         head=_dense_head,
+        tower=qwen_tower,
         requirements={"num_experts": (is_unset, "none: those of model_type='qwen3_5_moe'")},
         spellings=QWEN_SPELLINGS,
         settle=settle_qwen,
@@ -51,6 +53,7 @@ ARCHITECTURES = (
         model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
         build=_sparse,
         head=_sparse_head,
+        tower=qwen_tower,
         spellings=QWEN_SPELLINGS,
         settle=settle_qwen,
     ),

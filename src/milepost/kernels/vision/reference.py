@@ -1,0 +1,96 @@
+"""Operations of vision towers in plain torch: the definition, on any device.
+
+Legend: P patches of one picture, N patches of one of its frames, B bytes of a patch, F frames of a
+patch, X pixels of a patch in one frame, D hidden size, H heads, E head_dim, O outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from milepost.kernels.platform.tensors import accumulation_dtype, cast
+
+
+def normalise(rows: Tensor, table: Tensor, num_frames: int, num_pixels: int) -> Tensor:
+    """Returns the values [P, 3 * F * X] of `rows` [P, B], uint8: each byte's in its channel's row
+    of `table` [3, 256]. A row with one frame stands for all `num_frames`."""
+    channels, num_values = table.shape
+    frames = rows.view(len(rows), channels, -1, num_pixels)
+    first = torch.arange(0, channels * num_values, num_values, device=rows.device)
+    places = frames.to(torch.int32) + first.to(torch.int32)[:, None, None]
+    values = table.flatten().index_select(0, places.flatten()).view(frames.shape)
+    return values.expand(-1, -1, num_frames, -1).reshape(len(rows), -1)
+
+
+def interpolate(
+    table: Tensor, rows: Tensor, columns: Tensor, size: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    """Returns the embeddings [P, D] of patches at `rows` and `columns` [P] of a picture of `size`
+    (rows, columns): those of `table` [side * side, D], a square whose corners are the picture's,
+    with linear steps in between."""
+    side = round(len(table) ** 0.5)
+    places, shares = [], []
+    for index, count in zip((rows, columns), size, strict=True):
+        exact = index.to(torch.float32) * (side - 1) / max(count - 1, 1)
+        before = exact.floor()
+        share = exact - before
+        own = before.long()
+        places.append((own, (own + 1).clamp(max=side - 1)))
+        shares.append((1 - share, share))
+    total: Tensor | float = 0.0
+    for row, row_share in zip(places[0], shares[0], strict=True):
+        for column, column_share in zip(places[1], shares[1], strict=True):
+            own = table.index_select(0, row * side + column)
+            total = total + own * (row_share * column_share)[:, None]
+    assert isinstance(total, Tensor), "there are four neighbours"
+    return total.to(dtype)
+
+
+def turned_angles(rows: Tensor, columns: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns cosines and sines [P, E / 2] of patches at `rows` and `columns` [P]: the first half
+    turns by the row, the second by the column, both with `frequencies` [E / 4]."""
+    places = torch.stack((rows, columns), 1)[:, :, None].float()
+    angles = (places * frequencies).flatten(1)
+    return angles.cos(), angles.sin()
+
+
+def attend(
+    projected: Tensor, angles: tuple[Tensor, Tensor], num_heads: int, num_frames: int
+) -> Tensor:
+    """Returns the attended values [P, H * E] of `projected` [P, 3 * H * E], queries, keys and
+    values one after the other. Each of the picture's `num_frames` attends to all of itself. Queries
+    and keys are turned by `angles`, cosines and sines [P, E / 2], where dimension i is paired with
+    i + E / 2."""
+    query, key, value = projected.unflatten(1, (3, num_heads, -1)).unbind(1)
+    query, key = _turn(query, angles), _turn(key, angles)
+    per_frame = [
+        each.unflatten(0, (num_frames, -1)).transpose(1, 2) for each in (query, key, value)
+    ]
+    attended = F.scaled_dot_product_attention(*per_frame)
+    return attended.transpose(1, 2).reshape(len(projected), -1)
+
+
+def _turn(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Turns `heads` [P, H, E] in float32 or wider."""
+    cosines, sines = (each[:, None] for each in angles)
+    first, second = cast(heads, accumulation_dtype(heads.dtype)).chunk(2, -1)
+    turned = first * cosines - second * sines, second * cosines + first * sines
+    return cast(torch.cat(turned, -1), heads.dtype)
+
+
+def add_norm(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Adds `delta` to `hidden`, both [P, D], and norms the sum over D, with a mean of zero and a
+    deviation of one, then `weight` and `bias` [D]. Returns the sum and its norm."""
+    if delta is not None:
+        hidden = hidden + delta
+    return hidden, F.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
+
+
+def multiply_gelu(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Returns the GELU, as a tanh approximates it (arXiv:1606.08415, section 2), of `rows` [P, D]
+    times `weight` [O, D] plus `bias` [O]."""
+    return F.gelu(F.linear(rows, weight, bias), approximate="tanh")

@@ -1,0 +1,143 @@
+"""Logits of prompts with pictures against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from milepost.images import normalisation
+from milepost.layers.context import Context, PictureRows
+from milepost.models import Decoder, LoadOptions, load_model
+from milepost.pictures import position_shift
+from milepost.runner.positions import rotary_positions
+from tests.batches import Part, Pools, build_pools
+from tests.numbers import relative_error
+from tests.pictured import IMAGE, SETTINGS, Pictured, grids, image, pixel_values, prompt, save
+
+PAGES = [3, 1, 5, 2]
+PROMPTS = {
+    "one": prompt(20, image(4, 6), 30),
+    "several": prompt(7, image(4, 6, 1), 3, image(6, 4, 2), image(1, 5, 3), 40),
+    "first": prompt(image(8, 8), 12),
+    "last": prompt(30, image(5, 3)),
+}
+
+
+@torch.no_grad()
+def expected_logits(reference: Any, given: Pictured) -> Tensor:
+    own: dict[str, Tensor] = {"input_ids": given.token_ids[None]}
+    if given.images:
+        own |= {
+            "pixel_values": pixel_values(given.images),
+            "image_grid_thw": grids(given.images),
+            "mm_token_type_ids": (given.token_ids == IMAGE).int()[None],
+        }
+    return reference(**own, use_cache=False).logits[0]
+
+
+def embeddings(model: Decoder, given: Pictured) -> dict[bytes, Tensor]:
+    assert model.tower is not None
+    table = torch.from_numpy(normalisation(SETTINGS)).to(model.dtype)
+    return {
+        each.identity: model.tower(torch.from_numpy(each.rows), table, each.grid)
+        for each in given.images
+    }
+
+
+def context(
+    pools: Pools, given: Pictured, begin: int, end: int, embedded: dict[bytes, Tensor]
+) -> Context:
+    """The context of a step with these tokens of one sequence, which lives in slot 1."""
+    part = Part(pages=PAGES, start=begin, length=end - begin, slot_in=1 if begin else 0, slot_out=1)
+    ctx = pools.context([part], num_decodes=int(end - begin == 1 and begin > 0))
+    pictures = given.pictures
+    positions, parts = rotary_positions(
+        begin, end - begin, position_shift(pictures, begin), pictures, SETTINGS.merge_size
+    )
+    step = replace(ctx.step, positions=torch.from_numpy(positions).int())
+    if not parts:
+        return replace(ctx, step=step)
+    own = [embedded[each.identity][each.first :][: len(each.tokens)] for each in parts]
+    places = (
+        [torch.from_numpy(each.rows) for each in parts],
+        [torch.from_numpy(each.columns) for each in parts],
+    )
+    rows = PictureRows(
+        tokens=torch.cat([torch.from_numpy(each.tokens) for each in parts]),
+        embeddings=torch.cat(own),
+        positions=torch.stack([torch.cat(each) for each in places]),
+    )
+    return replace(ctx, step=step, pictures=rows)
+
+
+def logits(model: Decoder, given: Pictured, edges: Sequence[int]) -> Tensor:
+    pools, embedded = build_pools(model), embeddings(model, given)
+    return torch.cat(
+        [
+            model.compute_logits(
+                model(given.token_ids[begin:end], context(pools, given, begin, end, embedded))
+            )
+            for begin, end in pairwise(edges)
+        ]
+    )
+
+
+def load(folder: Path) -> Decoder:
+    return load_model(folder, LoadOptions(has_tower=True))[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_logits_match_transformers(kind: str, name: str, tmp_path: Path) -> None:
+    given = PROMPTS[kind]
+    expected = expected_logits(save(name, tmp_path), given)
+    own = logits(load(tmp_path), given, [0, len(given.token_ids)])
+    assert relative_error(own, expected) < 1e-4
+    assert expected.std() > 0.5, "flat logits would show nothing"
+
+
+def test_logits_in_chunks_that_cut_a_picture_match_transformers(tmp_path: Path) -> None:
+    given = prompt(50, image(5, 7, 1), 20, image(6, 4, 2), 30)
+    expected = expected_logits(save("qwen3_5", tmp_path), given)
+    model, length = load(tmp_path), len(given.token_ids)
+    assert given.offsets == [51, 108]
+    for edges in ([0, 64, 110, length], [0, 51, 86, 128, length - 2, length - 1, length]):
+        assert relative_error(logits(model, given, edges), expected) < 1e-4
+
+
+def test_another_picture_or_another_shape_changes_the_logits(tmp_path: Path) -> None:
+    """Positions count: 24 tokens as 4 x 6 or 6 x 4 shift all that follows differently."""
+    save("qwen3_5", tmp_path)
+    model = load(tmp_path)
+    wide, tall, other = (prompt(9, each, 9) for each in (image(4, 6), image(6, 4), image(4, 6, 5)))
+    assert len(wide.token_ids) == len(tall.token_ids)
+    edges = [0, len(wide.token_ids)]
+    first = logits(model, wide, edges)
+    for another in (tall, other):
+        assert relative_error(logits(model, another, edges)[-5:], first[-5:]) > 0.05
+        assert torch.equal(logits(model, another, edges)[:9], first[:9])
+
+
+def test_text_is_computed_as_without_a_tower_bit_for_bit(tmp_path: Path) -> None:
+    given = prompt(90)
+    expected = expected_logits(save("qwen3_5", tmp_path), given)
+    plain, whole = load_model(tmp_path)[0], load(tmp_path)
+    own = logits(whole, given, [0, 64, 90])
+    assert torch.equal(own, logits_of_text(plain, given.token_ids, [0, 64, 90]))
+    assert relative_error(own, expected) < 1e-4
+
+
+def logits_of_text(model: Decoder, token_ids: Tensor, edges: Sequence[int]) -> Tensor:
+    pools, made = build_pools(model), []
+    for begin, end in pairwise(edges):
+        slot = 1 if begin else 0
+        part = Part(pages=PAGES, start=begin, length=end - begin, slot_in=slot, slot_out=1)
+        made.append(model.compute_logits(model(token_ids[begin:end], pools.context([part]))))
+    return torch.cat(made)
