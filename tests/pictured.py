@@ -151,3 +151,16 @@ def prompt(*parts: int | PreparedImage, seed: int = 0) -> Pictured:
         images.append(part)
         tokens += [START, *[IMAGE] * part.num_tokens, END]
     return Pictured(token_ids=torch.tensor(tokens), images=images, offsets=offsets)
+
+
+@torch.no_grad()
+def expected_logits(reference: Any, given: Pictured) -> Tensor:
+    """The logits of all of a prompt's tokens, as transformers computes them."""
+    own: dict[str, Tensor] = {"input_ids": given.token_ids[None]}
+    if given.images:
+        own |= {
+            "pixel_values": pixel_values(given.images),
+            "image_grid_thw": grids(given.images),
+            "mm_token_type_ids": (given.token_ids == IMAGE).int()[None],
+        }
+    return reference(**own, use_cache=False).logits[0]

@@ -6,20 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from milepost.images import normalisation
-from milepost.layers.context import Context, PictureRows
 from milepost.models import Decoder, LoadOptions, load_model
-from milepost.pictures import position_shift
-from milepost.runner.positions import rotary_positions
-from tests.batches import Part, Pools, build_pools
+from milepost.runner.pictures import EncodedPictures, PicturePixels, rows_of
+from milepost.runner.positions import turned
+from milepost.scheduler.plans import StepPlan
+from tests.batches import Part, build_pools
 from tests.numbers import relative_error
-from tests.pictured import IMAGE, SETTINGS, Pictured, grids, image, pixel_values, prompt, save
+from tests.pictured import SETTINGS, Pictured, expected_logits, image, prompt, save
+from tests.runner.pictured import part
 
 PAGES = [3, 1, 5, 2]
 PROMPTS = {
@@ -30,63 +29,31 @@ PROMPTS = {
 }
 
 
-@torch.no_grad()
-def expected_logits(reference: Any, given: Pictured) -> Tensor:
-    own: dict[str, Tensor] = {"input_ids": given.token_ids[None]}
-    if given.images:
-        own |= {
-            "pixel_values": pixel_values(given.images),
-            "image_grid_thw": grids(given.images),
-            "mm_token_type_ids": (given.token_ids == IMAGE).int()[None],
-        }
-    return reference(**own, use_cache=False).logits[0]
-
-
-def embeddings(model: Decoder, given: Pictured) -> dict[bytes, Tensor]:
-    assert model.tower is not None
-    table = torch.from_numpy(normalisation(SETTINGS)).to(model.dtype)
-    return {
-        each.identity: model.tower(torch.from_numpy(each.rows), table, each.grid)
-        for each in given.images
-    }
-
-
-def context(
-    pools: Pools, given: Pictured, begin: int, end: int, embedded: dict[bytes, Tensor]
-) -> Context:
-    """The context of a step with these tokens of one sequence, which lives in slot 1."""
-    part = Part(pages=PAGES, start=begin, length=end - begin, slot_in=1 if begin else 0, slot_out=1)
-    ctx = pools.context([part], num_decodes=int(end - begin == 1 and begin > 0))
-    pictures = given.pictures
-    positions, parts = rotary_positions(
-        begin, end - begin, position_shift(pictures, begin), pictures, SETTINGS.merge_size
-    )
-    step = replace(ctx.step, positions=torch.from_numpy(positions).int())
-    if not parts:
-        return replace(ctx, step=step)
-    own = [embedded[each.identity][each.first :][: len(each.tokens)] for each in parts]
-    places = (
-        [torch.from_numpy(each.rows) for each in parts],
-        [torch.from_numpy(each.columns) for each in parts],
-    )
-    rows = PictureRows(
-        tokens=torch.cat([torch.from_numpy(each.tokens) for each in parts]),
-        embeddings=torch.cat(own),
-        positions=torch.stack([torch.cat(each) for each in places]),
-    )
-    return replace(ctx, step=step, pictures=rows)
+def encode(model: Decoder, given: Pictured) -> EncodedPictures:
+    pictures = EncodedPictures.of(model, SETTINGS)
+    assert pictures is not None
+    for each in given.images:
+        pictures.take(each.identity, PicturePixels(rows=each.rows, grid=each.grid))
+    pictures.follow(StepPlan(sequences=(), encodes=tuple(given.pictures)))
+    return pictures
 
 
 def logits(model: Decoder, given: Pictured, edges: Sequence[int]) -> Tensor:
-    pools, embedded = build_pools(model), embeddings(model, given)
-    return torch.cat(
-        [
-            model.compute_logits(
-                model(given.token_ids[begin:end], context(pools, given, begin, end, embedded))
-            )
-            for begin, end in pairwise(edges)
-        ]
-    )
+    """The logits of all tokens of a sequence in slot 1, in chunks."""
+    pools, encoded, made = build_pools(model), encode(model, given), []
+    for begin, end in pairwise(edges):
+        own = part(given, begin, end, 1)
+        positions, _ = turned(own, SETTINGS.merge_size)
+        slot = 1 if begin else 0
+        chunk = Part(pages=PAGES, start=begin, length=end - begin, slot_in=slot, slot_out=1)
+        ctx = pools.context([chunk], num_decodes=int(end - begin == 1 and begin > 0))
+        ctx = replace(
+            ctx,
+            step=replace(ctx.step, positions=torch.from_numpy(positions).int()),
+            pictures=rows_of(encoded, StepPlan(sequences=(own,)), SETTINGS.merge_size),
+        )
+        made.append(model.compute_logits(model(given.token_ids[begin:end], ctx)))
+    return torch.cat(made)
 
 
 def load(folder: Path) -> Decoder:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from transformers import Qwen3_5Config
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
-from milepost.pictures import Picture, position_shift
-from milepost.runner.positions import rotary_positions
+from milepost.pictures import Picture, overlapping, position_shift
+from milepost.runner.positions import turned
+from milepost.scheduler.plans import SequencePlan
 
 IMAGE = 7
 
@@ -60,10 +61,24 @@ def expected(pictures: list[Picture], length: int, *, are_frames: bool = False) 
     return positions[:, 0].numpy()
 
 
-def ours(pictures: list[Picture], start: int, end: int) -> np.ndarray:
-    positions, parts = rotary_positions(
-        start, end - start, position_shift(pictures, start), pictures, merge_size=2
+def plan(pictures: list[Picture], start: int, end: int) -> SequencePlan:
+    return SequencePlan(
+        number=1,
+        start=start,
+        num_tokens=end - start,
+        tokens=bytes(4 * (end - start)),
+        new_pages=(),
+        write_from=start,
+        slot_in=1,
+        slot_out=1,
+        samples=True,
+        pictures=tuple(overlapping(pictures, start, end)),
+        shift=position_shift(pictures, start),
     )
+
+
+def ours(pictures: list[Picture], start: int, end: int) -> np.ndarray:
+    positions, parts = turned(plan(pictures, start, end), 2)
     every = np.stack([positions] * 3)
     for part in parts:
         every[1, part.tokens], every[2, part.tokens] = part.rows, part.columns
@@ -108,16 +123,16 @@ def test_chunks_cut_anywhere_have_the_positions_of_the_whole(
 
 def test_parts_say_which_of_a_pictures_tokens_are_computed() -> None:
     pictures, _ = pictures_of([5, (4, 6), 7, (2, 2)])
-    _, (first, second) = rotary_positions(8, 30, 0, pictures, merge_size=2)
+    _, (first, second) = turned(plan(pictures, 8, 38), 2, 100)
     assert (first.first, len(first.tokens)) == (3, 21)
     assert (second.first, len(second.tokens)) == (0, 2)
-    assert first.tokens.tolist() == list(range(21))
-    assert second.tokens.tolist() == [28, 29]
+    assert first.tokens.tolist() == list(range(100, 121))
+    assert second.tokens.tolist() == [128, 129]
 
 
 def test_positions_without_a_grid_are_indices() -> None:
     """Of models whose pictures take as many positions as tokens."""
     own = Picture(identity=bytes(16), offset=2, num_tokens=6, grid=(1, 4, 6), num_positions=6)
-    positions, (part,) = rotary_positions(0, 12, 0, [own], merge_size=None)
+    positions, (part,) = turned(plan([own], 0, 12), None)
     assert positions.tolist() == list(range(12))
     assert part.rows.tolist() == part.columns.tolist() == [2, 3, 4, 5, 6, 7]

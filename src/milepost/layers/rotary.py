@@ -34,6 +34,11 @@ class Rotary:
         self._sections = _sections(config)
         self._table: Tensor | None = None
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether some frequencies are turned by the row, or the column, of a picture's token."""
+        return bool(self._sections)
+
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines [T, 1, O / 2] of `positions` [T]; a model always asks for one
         dtype.

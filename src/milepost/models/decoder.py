@@ -131,6 +131,13 @@ class Decoder(nn.Module):
         return is_free and capacity.ends_early
 
     @property
+    def merge_size(self) -> int | None:
+        """Patches of a token's side, if tokens of pictures have rows and columns for positions;
+        None if they have one position each, or there are none."""
+        has_rows = any(rotary.has_rows for rotary in self._rotaries)
+        return self.tower.shapes.merge_size if self.tower is not None and has_rows else None
+
+    @property
     def carried_size(self) -> int:
         """Number of values in the model's dtype that each slot carries for the head."""
         return self.config.hidden_size if self.mtp is not None else 0

@@ -3,7 +3,8 @@
 Its modules:
 
     a step                  runner, in_flight, plain, device, graphs, graph_split
-    its arrays              arrays, positions, staging, tables, records, histories, counts
+    its arrays              arrays, staging, tables, records, histories, counts
+    its pictures            pictures, positions
     what it chooses         sampling, sampler, choice, prompt_scores
     drafts                  acceptance, drafting, device_drafting
     memory                  pool_shape, pools, shared, pool_sizes, zeroed

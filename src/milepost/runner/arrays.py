@@ -22,6 +22,7 @@ from milepost.cache.tree import TOKEN_BYTES
 from milepost.kernels.layout.batch import Batch, Capacity, Ints, Operation, ordinals_of, padded
 from milepost.kernels.platform.device import Chip
 from milepost.layers.context import StepArrays
+from milepost.runner.positions import shifted
 from milepost.runner.records import NO_ROW, RecordRows
 from milepost.runner.tables import HostTables
 from milepost.scheduler.plans import SequencePlan, StepPlan
@@ -42,6 +43,8 @@ class Geometry:
     chip: Chip | None
     """The GPU's properties, or None if the reference kernels run."""
     has_float8_kv: bool = False
+    merge_size: int | None = None
+    """Patches of a token's side, if a picture's tokens have rows and columns for positions."""
 
 
 def build(
@@ -77,11 +80,12 @@ def begin(
     num_sampled = columns.samples * (1 + columns.num_drafts)
     spread = _spread(columns.lengths.tobytes(), num_sampled.tobytes())
     positions = columns.starts[spread.owners] + spread.ordinals
+    turned = shifted(plan.sequences, positions, columns.shifts, spread.owners, geometry.merge_size)
     batch = _batch(plan, columns, positions, spread.owners, tables, records, geometry, capacity)
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
     step = StepArrays(
         token_ids=padded(token_ids(plan.sequences), num_tokens, 0, np.int64),
-        positions=padded(positions, num_tokens, 0),
+        positions=padded(turned, num_tokens, 0),
         kv_rows=padded(batch.kv_rows, num_tokens, -1, np.int64),
         slot_in=padded(columns.slot_in, num_sequences, 0),
         slot_out=padded(columns.slot_out, num_sequences, -1),
@@ -116,7 +120,8 @@ def _spread(lengths: bytes, num_sampled: bytes) -> _Spread:
 
 
 _read_columns = attrgetter(
-    "start", "num_tokens", "fold", "slot_in", "slot_out", "write_from", "samples", "num_drafts"
+    *("start", "num_tokens", "fold", "slot_in", "slot_out", "write_from", "samples", "num_drafts"),
+    "shift",
 )
 
 
@@ -131,6 +136,7 @@ class Columns(NamedTuple):
     write_from: Ints
     samples: Ints
     num_drafts: Ints
+    shifts: Ints
 
     @staticmethod
     def of(sequences: Sequence[SequencePlan]) -> Columns:

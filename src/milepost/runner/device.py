@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from milepost.images import ImageSettings
 from milepost.kernels.layout.batch import Batch, Operation
-from milepost.kernels.platform.device import allows_hopper_kernels, hopper_kernels, probe
+from milepost.kernels.platform.device import allows_hopper_kernels, as_made, probe
 from milepost.kernels.rows import take
 from milepost.kernels.sampling import argmax
-from milepost.layers.context import Context, StepArrays
+from milepost.layers.context import Context, PictureRows, StepArrays
 from milepost.layers.parts import Layer
 from milepost.models.decoder import Decoder
 from milepost.runner import arrays
@@ -31,6 +32,7 @@ from milepost.runner.device_drafting import DeviceDrafting
 from milepost.runner.graph_split import GraphSplit
 from milepost.runner.graphs import Graphs, SplitHere, StepOutputs, exact_capacity
 from milepost.runner.in_flight import InFlightStep
+from milepost.runner.pictures import EncodedPictures, rows_of
 from milepost.runner.pools import Pools
 from milepost.runner.prompt_scores import PromptScores, score_prompts, wants_scores
 from milepost.runner.records import RecordRows
@@ -40,17 +42,6 @@ from milepost.runner.tables import PageTables
 from milepost.scheduler.plans import StepPlan
 
 _NOTHING = StepPlan(sequences=())
-
-
-def _as_made(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Inside, kernels are allowed as where the executor was made, whichever thread calls it."""
-
-    @wraps(method)
-    def run(executor: DeviceExecutor, *given: Any, **how: Any) -> Any:
-        with hopper_kernels(executor._allows_hopper):
-            return method(executor, *given, **how)
-
-    return run
 
 
 class DeviceExecutor:
@@ -66,9 +57,11 @@ class DeviceExecutor:
         num_requests: int,
         max_model_len: int,
         largest: Capacity,
+        image_settings: ImageSettings | None = None,
     ) -> None:
         self.model = model
-        self._allows_hopper = allows_hopper_kernels()
+        self.pictures = EncodedPictures.of(model, image_settings)
+        self.allows_hopper = allows_hopper_kernels()
         self._pools = pools
         max_pages = -(-max_model_len // pools.page_size)
         self._tables = PageTables(num_requests, max_pages, pools.page_size, pools.device)
@@ -79,6 +72,7 @@ class DeviceExecutor:
             device=pools.device,
             chip=probe(pools.device),
             has_float8_kv=pools.has_float8_kv,
+            merge_size=model.merge_size,
         )
         most = [
             arrays.build(_NOTHING, self._tables.host, self._geometry, capacity)
@@ -107,13 +101,14 @@ class DeviceExecutor:
         self._sampler = Sampler(largest.num_sequences, model.vocab_size, pools.device)
 
     @torch.inference_mode()
-    @_as_made
+    @as_made
     def launch(self, plan: StepPlan, before: InFlightStep | None) -> InFlightStep:
         """Queue one forward pass."""
         new_pages = self._tables.host.update(plan)
         self._records.follow(plan)
         exact = exact_capacity(plan)
-        captured = None if wants_scores(plan) else self._graphs.find(exact)
+        is_plain = not wants_scores(plan) and not plan.has_pictures
+        captured = self._graphs.find(exact) if is_plain else None
         capacity = captured or exact
         if not capacity.num_tokens:
             capacity = replace(capacity, num_tokens=1)  # a kernel needs at least one token
@@ -179,11 +174,12 @@ class DeviceExecutor:
             len(plan.sampled_numbers),
             cut=cut,
             last_tokens_only=last_tokens_only,
+            pictures=rows_of(self.pictures, plan, self._geometry.merge_size),
         )
         return outcome, score_prompts(plan, hidden, self.model.compute_logits)
 
     @torch.inference_mode()
-    @_as_made
+    @as_made
     def sample(self, flight: InFlightStep, rows: Sequence[SamplingRow]) -> None:
         """Queue the sampling of a flight's tokens."""
         assert flight.logits is not None
@@ -193,7 +189,7 @@ class DeviceExecutor:
             token_ids = self._sampler.choose(flight.numbers, flight.logits, flight.best, rows)
         flight.choice = choice_of(token_ids, flight.logits, [row.params for row in rows])
 
-    @_as_made
+    @as_made
     def draft(self, flight: InFlightStep, rows: Sequence[SamplingRow], num_drafts: int) -> None:
         """Queue the head's drafting passes."""
         assert self._drafting is not None, "only a model with a head drafts"
@@ -206,7 +202,7 @@ class DeviceExecutor:
         """Number of bytes of device memory kept for sampling."""
         return self._sampler.num_bytes
 
-    @_as_made
+    @as_made
     def compile(self, capacities: Sequence[Capacity]) -> None:
         """Compile the kernels of these steps, with a progress bar. Raises KernelError."""
         # Imported here because triton need not be installed on machines without a GPU.
@@ -218,7 +214,7 @@ class DeviceExecutor:
                 self._run(capacity, self._padding(capacity), layers=layers)
             self._sampler.rehearse(self.model.dtype)
 
-    @_as_made
+    @as_made
     def capture(self, capacities: Sequence[Capacity]) -> None:
         """Record graphs of these steps, with a progress bar."""
         for capacity in tqdm(capacities, desc="capturing CUDA graphs", dynamic_ncols=True):
@@ -229,7 +225,7 @@ class DeviceExecutor:
             counts = {each.num_sequences for each in capacities if each.decodes}
             self._drafting.capture(sorted(counts, reverse=True))
 
-    @_as_made
+    @as_made
     def measure(self, capacity: Capacity) -> int:
         """Returns the most bytes that a step takes, measured with padding, which takes as many."""
         device = self._pools.device
@@ -277,6 +273,7 @@ class DeviceExecutor:
         cut: SplitHere | None = None,
         *,
         last_tokens_only: bool,
+        pictures: PictureRows | None = None,
     ) -> tuple[StepOutputs, Tensor]:
         """Returns the outcome at the `num_rows` sampled positions, and all hidden states."""
         context = Context(
@@ -288,6 +285,7 @@ class DeviceExecutor:
             carried=self._pools.carried,
             conv_records=self._pools.conv_records,
             last_tokens_only=last_tokens_only,
+            pictures=pictures,
         )
 
         def before(index: int) -> None:

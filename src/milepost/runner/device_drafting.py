@@ -46,6 +46,8 @@ class DraftArrays:
     """[S] int64, each request's first sampled row."""
     positions: Any
     """[S] int64, the position after the certain token, where drafts begin if none was accepted."""
+    shifts: Any
+    """[S] int64, their rotary positions less these."""
     verified: Any
     """[S, K] int64, the step's drafts; -1 after the last."""
     forced: Any
@@ -144,8 +146,6 @@ class DeviceDrafting:
             first, further = graphs
             self._graphs[count] = first, further
 
-    # --- the host's part --------------------------------------------------------------------------
-
     def _send(
         self, plan: StepPlan, rows: Sequence[SamplingRow], forced: np.ndarray, count: int
     ) -> DraftArrays:
@@ -185,6 +185,7 @@ class DeviceDrafting:
         return DraftArrays(
             first_rows=padded(first_rows),
             positions=padded(positions),
+            shifts=padded([sequence.shift_after for sequence in sequences]),
             verified=verified,
             forced=padded(forced, -1),
             table_rows=padded(rows),
@@ -220,8 +221,6 @@ class DeviceDrafting:
             chip=geometry.chip,
             has_float8_kv=geometry.has_float8_kv,
         )
-
-    # --- the device's part ------------------------------------------------------------------------
 
     def _pass(self, arrays: DraftArrays, *, is_first: bool) -> None:
         """Adds one more draft to each request, after the sampled tokens or the previous draft."""
@@ -260,7 +259,7 @@ class DeviceDrafting:
         page = (positions // geometry.page_size).clamp(max=tables.shape[1] - 1)
         pages = tables.view(-1)[arrays.table_rows * tables.shape[1] + page].long()
         kv_rows = pages * geometry.page_rows + positions % geometry.page_size
-        turned = positions.clamp(max=self._model.num_positions - 1)
+        turned = (positions + arrays.shifts).clamp(max=self._model.num_positions - 1)
         nothing = arrays.num_real
         step = StepArrays(
             token_ids=nothing,

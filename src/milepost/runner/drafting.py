@@ -40,6 +40,8 @@ class Beginning:
     """The sampled token."""
     position: int
     """Position of the sampled token."""
+    shift: int
+    """Its rotary position less this one."""
 
 
 def beginnings(plan: StepPlan, runs: Sequence[Sequence[SampledToken]]) -> list[Beginning]:
@@ -55,6 +57,7 @@ def beginnings(plan: StepPlan, runs: Sequence[Sequence[SampledToken]]) -> list[B
                 row=first + num_accepted,
                 token=run[-1].token_id,
                 position=sequence.end - sequence.num_drafts + num_accepted,
+                shift=sequence.shift_after,
             )
         )
         first += 1 + sequence.num_drafts
@@ -107,7 +110,7 @@ class Drafting:
         self, begun: Sequence[Beginning], tokens: Sequence[int], before: Tensor, *, index: int
     ) -> Tensor:
         sequences = tuple(
-            _one_token(each.number, each.position + index, token)
+            _one_token(each, each.position + index, token)
             for each, token in zip(begun, tokens, strict=True)
         )
         plan = StepPlan(sequences=sequences)
@@ -119,10 +122,11 @@ class Drafting:
         return self._model.draft(step.token_ids, before, context)
 
 
-def _one_token(number: int, position: int, token: int) -> SequencePlan:
+def _one_token(begun: Beginning, position: int, token: int) -> SequencePlan:
     """Plans one request's part of a pass, which reads and writes no slot."""
     return SequencePlan(
-        number=number,
+        number=begun.number,
+        shift=begun.shift,
         start=position,
         num_tokens=1,
         tokens=array("I", [token]).tobytes(),

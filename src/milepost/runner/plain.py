@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from milepost.images import ImageSettings
 from milepost.layers.context import Context
 from milepost.models.decoder import Decoder
 from milepost.runner import arrays
@@ -11,6 +12,7 @@ from milepost.runner.arrays import Geometry
 from milepost.runner.drafting import Drafting, beginnings
 from milepost.runner.graphs import exact_capacity
 from milepost.runner.in_flight import InFlightStep
+from milepost.runner.pictures import EncodedPictures, rows_of
 from milepost.runner.pools import Pools
 from milepost.runner.prompt_scores import score_prompts, wants_scores
 from milepost.runner.records import RecordRows
@@ -27,9 +29,16 @@ class PlainExecutor:
     keeps_counts = False
 
     def __init__(
-        self, model: Decoder, pools: Pools, *, num_requests: int, max_model_len: int
+        self,
+        model: Decoder,
+        pools: Pools,
+        *,
+        num_requests: int,
+        max_model_len: int,
+        image_settings: ImageSettings | None = None,
     ) -> None:
         self.model = model
+        self.pictures = EncodedPictures.of(model, image_settings)
         self._pools = pools
         max_pages = -(-max_model_len // pools.page_size)
         self._tables = HostTables(num_requests, max_pages, pools.page_size)
@@ -40,6 +49,7 @@ class PlainExecutor:
             page_rows=pools.page_rows,
             device=pools.device,
             chip=None,
+            merge_size=model.merge_size,
         )
         has_head = model.mtp is not None
         self._drafting = Drafting(model, pools, self._tables, self._geometry) if has_head else None
@@ -67,6 +77,7 @@ class PlainExecutor:
             carried=self._pools.carried,
             conv_records=self._pools.conv_records,
             last_tokens_only=last_tokens_only,
+            pictures=rows_of(self.pictures, plan, self._geometry.merge_size),
         )
         hidden = self.model.forward(step.token_ids, context)
         scores = score_prompts(plan, hidden, self.model.compute_logits)

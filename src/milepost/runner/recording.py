@@ -38,7 +38,16 @@ class PoolRelease(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The contents of the pools were dropped: see `Pools.release`."""
 
 
-Record = Heading | StepPlan | StepSampling | StepResult | Rollback | PoolRelease
+class PictureRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """The pixels of a picture, before the plan that encodes it."""
+
+    identity: bytes
+    rows: bytes
+    """[patches, bytes] uint8"""
+    grid: tuple[int, int, int]
+
+
+Record = Heading | StepPlan | StepSampling | StepResult | Rollback | PoolRelease | PictureRecord
 
 
 class Log(Protocol):

@@ -10,7 +10,7 @@ import torch
 
 from milepost.runner.in_flight import InFlightStep
 from milepost.runner.pools import Pools
-from milepost.runner.recording import PoolRelease, Record, Rollback
+from milepost.runner.recording import PictureRecord, PoolRelease, Record, Rollback
 from milepost.runner.runner import Runner
 from milepost.scheduler.plans import StepPlan, StepResult, StepSampling
 
@@ -37,6 +37,8 @@ def replay(records: Iterable[Record], runner: Runner) -> Iterator[tuple[StepResu
                 under_way.clear()
             case PoolRelease():
                 runner.release()
+            case PictureRecord():
+                runner.take_pixels(record)
 
 
 def digest(pools: Pools) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 from operator import attrgetter
 from time import perf_counter
 from typing import Protocol
@@ -22,9 +23,10 @@ from milepost.runner.acceptance import Accept, accept_equal
 from milepost.runner.choice import SampledToken
 from milepost.runner.histories import Histories
 from milepost.runner.in_flight import InFlightStep
+from milepost.runner.pictures import EncodedPictures, PicturePixels
 from milepost.runner.pools import Pools
 from milepost.runner.prompt_scores import PromptScores
-from milepost.runner.recording import Log, PoolRelease, Record, Rollback
+from milepost.runner.recording import Log, PictureRecord, PoolRelease, Record, Rollback
 from milepost.runner.sampling import SamplingRow
 from milepost.scheduler.plans import Load, SamplingPlan, StepPlan, StepResult, StepSampling, Store
 
@@ -49,6 +51,8 @@ class Executor(Protocol):
     keeps_counts: bool
     """Whether it counts the tokens of answers itself, so that penalties need not wait for tokens to
     be read."""
+    pictures: EncodedPictures | None
+    """Pictures for the model's tower, if it has one."""
 
     def launch(self, plan: StepPlan, before: InFlightStep | None) -> InFlightStep:
         """Queue a forward pass after the work that is queued already.
@@ -115,6 +119,8 @@ class Runner:
         self._note_writes(plan)
         self._histories.follow(plan)
         self._copy(plan)
+        if self.executor.pictures is not None:
+            self.executor.pictures.follow(plan)
         for sequence in plan.sequences:
             copy = sequence.page_copy
             if copy is not None:
@@ -124,10 +130,20 @@ class Runner:
         flight.launched_s = launched_s  # an executor may return only once the step is done
         return flight
 
+    def take_pixels(self, record: PictureRecord) -> None:
+        """Keep the pixels of a picture until a plan encodes it."""
+        self._write_down(record)
+        pictures = self.executor.pictures
+        assert pictures is not None, "only a model with a tower is given pictures"
+        rows = np.frombuffer(record.rows, np.uint8).reshape(prod(record.grid), -1)
+        pictures.take(record.identity, PicturePixels(rows=rows, grid=record.grid))
+
     def copy(self, plan: StepPlan) -> None:
-        """Queue the copies of a plan that computes nothing."""
+        """Queue the copies, and encode the pictures, of a plan that computes no tokens."""
         self._write_down(plan)
         self._copy(plan)
+        if self.executor.pictures is not None:
+            self.executor.pictures.follow(plan)
 
     def _copy(self, plan: StepPlan) -> None:
         """Queue the copies that precede a plan's computation: moves with the stores between them,

@@ -19,6 +19,7 @@ import msgspec
 
 from milepost.cache import ZERO_SLOT
 from milepost.cache.plans import Arrival, Export, PageCopy, PageMove, What
+from milepost.pictures import Picture
 from milepost.sampling_params import SamplingParams
 
 
@@ -79,6 +80,10 @@ class SequencePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     """Number of drafts among the last tokens."""
     is_prompt: bool = False
     """Whether prefill's kernels serve this part, though it may have but one token."""
+    pictures: tuple[Picture, ...] = ()
+    """Pictures that have some of the tokens, in order."""
+    shift: int = 0
+    """Rotary position of the first token less its index (see `pictures.position_shift`)."""
 
     @property
     def end(self) -> int:
@@ -101,6 +106,11 @@ class SequencePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     def verifies(self) -> bool:
         """Whether a decode has more work than one token."""
         return self.fold > 0 or self.num_tokens != 1
+
+    @property
+    def shift_after(self) -> int:
+        """The shift of the token after the last one, which is not in a picture."""
+        return self.shift + sum(each.num_positions - each.num_tokens for each in self.pictures)
 
     @property
     def state_end(self) -> int:
@@ -132,11 +142,23 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
     """Copies out of the device, each after its own number of moves."""
     loads: tuple[Load, ...] = ()
     """Loads to begin after the moves, without waiting for them."""
+    drops: tuple[bytes, ...] = ()
+    """Identities of pictures whose pixels and embeddings are dropped first."""
+    encodes: tuple[Picture, ...] = ()
+    """Pictures to encode before anything is computed. The runner has their pixels."""
 
     @property
     def only_copies(self) -> bool:
-        """Whether the plan only copies and computes nothing. Such a plan has no outcome."""
-        return not self.sequences and bool(self.moves or self.stores or self.loads)
+        """Whether the plan only copies or encodes pictures, and computes no tokens. Such a plan
+        has no outcome.
+        """
+        pictures = self.drops or self.encodes
+        return not self.sequences and bool(self.moves or self.stores or self.loads or pictures)
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether some of the tokens stand for parts of pictures."""
+        return any(sequence.pictures for sequence in self.sequences)
 
     @property
     def num_tokens(self) -> int:

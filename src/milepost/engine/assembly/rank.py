@@ -21,6 +21,7 @@ from milepost.engine.assembly.team import Team
 from milepost.engine.assembly.tiering import RankTierState, hands_of
 from milepost.engine.off_device import PoolAccess
 from milepost.errors import KernelError
+from milepost.images import ImageSettings, read_image_settings
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import describe, hopper_kernels, probe, why_reference
 from milepost.kernels.platform.tensors import FP8
@@ -97,7 +98,8 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     logger.info("cache: %s", sizes.describe(shape))
     # Without slots to bound them: those in their seats, and those whose last step is not read yet.
     num_requests = sizes.num_slots if shape.uses_slots else 2 * config.max_num_seqs
-    executor = _executor(model, pools, fused, num_requests, max_model_len)
+    settings = image_settings_of(config, folder) if model.tower is not None else None
+    executor = _executor(model, pools, fused, num_requests, max_model_len, settings)
     runner = Runner(
         executor,
         pools,
@@ -204,14 +206,24 @@ def _kinds(shape: PoolShape) -> tuple[LayerKind, ...]:
     return tuple(kinds)
 
 
+def image_settings_of(config: EngineConfig, folder: Path) -> ImageSettings:
+    """Returns the checkpoint's settings for pictures, with the limits of the configuration. Raises
+    ConfigError."""
+    return read_image_settings(folder).with_pixels(*config.pixel_limits)
+
+
 def _executor(
-    model: Decoder, pools: Pools, fused: _Fused | None, num_requests: int, max_model_len: int
+    model: Decoder,
+    pools: Pools,
+    fused: _Fused | None,
+    num_requests: int,
+    max_model_len: int,
+    settings: ImageSettings | None,
 ) -> Executor:
+    sizes = {"num_requests": num_requests, "max_model_len": max_model_len}
     if fused is None:
-        return PlainExecutor(model, pools, num_requests=num_requests, max_model_len=max_model_len)
-    executor = DeviceExecutor(
-        model, pools, num_requests=num_requests, max_model_len=max_model_len, largest=fused.largest
-    )
+        return PlainExecutor(model, pools, **sizes, image_settings=settings)
+    executor = DeviceExecutor(model, pools, **sizes, largest=fused.largest, image_settings=settings)
     if fused.captured:
         executor.capture(fused.captured)
     return executor

@@ -5,13 +5,13 @@ This can be imported without triton, which Gluon's kernels and the fused ones ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -113,6 +113,18 @@ def hopper_kernels(allowed: bool) -> Iterator[None]:
 def allows_hopper_kernels() -> bool:
     """Whether the innermost `hopper_kernels` allows them."""
     return _ALLOWS_HOPPER.get()
+
+
+def as_made(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a method with the kernels allowed that its object's `allows_hopper` names, whichever
+    thread calls it."""
+
+    @wraps(method)
+    def run(own: Any, *given: Any, **how: Any) -> Any:
+        with hopper_kernels(own.allows_hopper):
+            return method(own, *given, **how)
+
+    return run
 
 
 def runs_triton(tensor: Tensor) -> bool:
