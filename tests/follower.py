@@ -135,7 +135,7 @@ class Follower:
         assert self.pages.keys() == nodes.keys()
         for key, (parent, tokens) in self.pages.items():
             node = nodes[key]
-            assert (node.parent.digest, node.tokens) == (parent, tokens)
+            assert (node.parent.digest, node.content) == (parent, tokens)
             assert (key in self.salted) == node.is_salted
             assert self.ids[key] == node.page or cache.storage.pages_a_slot
         kept = {c.key: c for c in cache.tree.at_slot.values()}

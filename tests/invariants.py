@@ -10,7 +10,7 @@ from collections import Counter
 from milepost.cache.cache import Cache
 from milepost.cache.memory import Pool, UnifiedPool
 from milepost.cache.plans import HOLE
-from milepost.cache.tree import Checkpoint, Node
+from milepost.cache.tree import Checkpoint, Node, num_tokens
 
 
 def check(cache: Cache) -> None:
@@ -44,11 +44,11 @@ def _check_tree(cache: Cache) -> None:
         home = cache.tree.roots if parent.is_root else cache.tree.nodes
         assert home.get(parent.digest) is parent, "T6: a resident page's parent is resident"
         children[parent] += 1
-        assert parent.child(node.tokens) is node, "T10: a node knows its children by their tokens"
+        assert parent.child(node.content) is node, "T10: a node knows its children by content"
     assert len(cache.tree.at_page) == len(cache.tree.nodes), "T1: a page has one node"
     for node in [*cache.tree.roots.values(), *cache.tree.nodes.values()]:
         assert len(node.children) == children[node], "T7: a node's children are resident"
-        assert node.children == sorted(node.children, key=lambda n: n.tokens), "T10: in order"
+        assert node.children == sorted(node.children, key=lambda n: n.content), "T10: in order"
         if len(node.children) == 1:
             assert node.last_child is node.children[0], "T10: an only child is the newest"
         assert not (node.is_root and not node.children and not node.checkpoints), (
@@ -73,7 +73,7 @@ def _check_checkpoints(cache: Cache, checkpoints: list[Checkpoint]) -> None:
     for checkpoint in checkpoints:
         inside = checkpoint.position - checkpoint.node.depth * cache.page_size
         assert 0 <= inside < cache.page_size, "C1: a checkpoint hangs on its last full page"
-        assert len(checkpoint.tail) == 4 * inside, "C2: the tail holds the tokens past the node"
+        assert num_tokens(checkpoint.tail) == inside, "C2: the tail holds the tokens past the node"
         assert (checkpoint.tail_page is None) == (inside == 0), "C3: a tail has its page"
         assert all(
             reservation.checkpoint is checkpoint for reservation in checkpoint.reservations

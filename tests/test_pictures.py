@@ -26,8 +26,10 @@ def test_the_shift_counts_pictures_that_have_ended():
 
 def test_a_picture_overlaps_a_range_with_one_of_its_tokens():
     one = picture(10)  # tokens 10 to 15
-    found = {r: list(overlapping([one], *r)) for r in ((0, 10), (0, 11), (15, 20), (16, 20))}
-    assert found == {(0, 10): [], (0, 11): [one], (15, 20): [one], (16, 20): []}
+    found = {
+        r: list(overlapping([one], *r)) for r in ((0, 10), (0, 11), (15, 20), (16, 20), (12, 12))
+    }
+    assert found == {(0, 10): [], (0, 11): [one], (15, 20): [one], (16, 20): [], (12, 12): []}
 
 
 @pytest.mark.parametrize(

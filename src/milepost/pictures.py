@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -36,9 +38,10 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
         return self.offset + self.num_tokens
 
 
-def overlapping(pictures: Iterable[Picture], start: int, end: int) -> Iterator[Picture]:
-    """Yields the pictures with tokens in [start, end)."""
-    return (each for each in pictures if each.offset < end and start < each.end)
+def overlapping(pictures: Sequence[Picture], start: int, end: int) -> Iterator[Picture]:
+    """Yields the pictures of a prompt with tokens in [start, end). Costs the logarithm of all."""
+    first = bisect_right(pictures, start, key=lambda each: each.end)
+    return takewhile(lambda each: max(each.offset, start) < end, islice(pictures, first, None))
 
 
 def position_shift(pictures: Iterable[Picture], index: int) -> int:
@@ -64,9 +67,9 @@ def check_pictures(pictures: Sequence[Picture], num_tokens: int) -> None:
                 f"picture {index}: {each.num_tokens} tokens with {each.num_positions} positions: "
                 "use 1 token or more, and no more positions than tokens"
             )
-        if each.offset < done or each.end > num_tokens:
+        if each.offset < done or each.end >= num_tokens:
             raise InvalidPromptError(
                 f"picture {index}: tokens {each.offset} to {each.end} of a prompt of {num_tokens}: "
-                "pictures follow one another inside the prompt"
+                "pictures follow one another, and a token follows the last"
             )
         done = each.end

@@ -1,10 +1,13 @@
-"""A state machine of the cache's verbs against what every page and slot really holds.
+"""A state machine of the cache's verbs against what every page and slot really holds, in prompts of
+tokens and pictures.
 
 Hypothesis draws the verbs and shrinks what fails. The scheduler's own runs are in
 tests/scheduler/fuzz.py.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -21,6 +24,7 @@ from milepost.cache import Cache, Kind
 from milepost.cache.memory import ZERO_SLOT, Split, UnifiedPool
 from milepost.cache.tree import FullAttention, Recurrent
 from tests.invariants import check
+from tests.pictured_texts import LENGTHS, read, split, text_of, whole, words_of
 
 PAGE_SIZE = 8
 GRID = 16
@@ -28,7 +32,10 @@ VOCAB = st.integers(0, 2)
 INDEX = st.integers(0, 50).map(lambda index: -1 - index)
 """Of something in a list; the last most often."""
 CUT = st.one_of(st.none(), st.integers(0, 60))
-PROMPT = st.tuples(INDEX, CUT, st.lists(VOCAB, min_size=1, max_size=30))
+PIECE = st.one_of(VOCAB.map(lambda token: (token,)), st.sampled_from(sorted(LENGTHS)).map(words_of))
+PIECES = st.lists(PIECE, min_size=1, max_size=30).map(lambda all_: tuple(itertools.chain(*all_)))
+OWN = PIECES.filter(lambda words: len(words) <= 40)
+PROMPT = st.tuples(INDEX, CUT, OWN)
 KIND = st.sampled_from([None, Kind.ANSWER_END, Kind.PREEMPTED])
 MARKS_OF = ((), (5, 20), (33,))
 STORAGES = {
@@ -56,7 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
         chain = self.chain(prompt)
         if len(chain) + PAGE_SIZE <= self.cache.capacity:
             self.waiting.append((chain, self.cache.expect(chain, len(self.waiting))))
-            self.known.append(tuple(chain.tokens))
+            self.known.append(text_of(chain))
 
     @rule(prompts=st.lists(PROMPT, min_size=1, max_size=4), kind=KIND)
     def serve(self, prompts, kind):
@@ -132,25 +139,26 @@ class CacheMachine(RuleBasedStateMachine):
         reads, copy = allocation.slot_in, allocation.page_copy
         exports = self.cache.take_exports(allocation, end)
         self.move_pages()
-        assert self.slots[reads] == tuple(chain.tokens[:start]), "it goes on from its own tokens"
+        assert self.slots[reads] == text_of(chain)[:start], "it goes on from its own tokens"
         if copy is not None:
             self.pages[copy.target] = self.pages[copy.source][: copy.num_tokens]
+        text = text_of(chain)
         for position in range(max(start, allocation.write_from), end):
             page = allocation.page_table[position // PAGE_SIZE]
             assert page not in self.cache.tree.at_page, "what is cached is not written again"
             assert sum(page in other.page_table for other in self.running) == 1
             held = self.pages.setdefault(page, [])
             del held[position % PAGE_SIZE :]
-            held.append(tuple(chain.tokens[: position + 1]))
+            held.append(text[: position + 1])
         written = {export.slot: export.position for export in exports} | {allocation.slot_out: end}
-        self.slots |= {slot: tuple(chain.tokens[:length]) for slot, length in written.items()}
+        self.slots |= {slot: text[:length] for slot, length in written.items()}
         self.cache.commit(allocation, end, written)
 
     @precondition(lambda self: self.running)
     @rule(index=INDEX, kind=KIND)
     def release(self, index, kind):
         allocation = self.running.pop(index % len(self.running))
-        self.known.append(tuple(allocation.chain.tokens))
+        self.known.append(text_of(allocation.chain))
         self.cache.release(allocation, kind)
 
     @precondition(lambda self: self.running)
@@ -165,7 +173,7 @@ class CacheMachine(RuleBasedStateMachine):
         chain = self.chain((base, None, (0,)))
         loan = self.cache.lend(chain, most=most)
         if loan is not None:
-            assert self.slots[loan.slot] == tuple(chain.tokens[: loan.position])
+            assert self.slots[loan.slot] == text_of(chain)[: loan.position]
             assert self.cache.loans.share <= most
             self.loans.append(loan)
 
@@ -183,7 +191,9 @@ class CacheMachine(RuleBasedStateMachine):
         """A known prompt, to its end or up to a cut, and tokens of its own."""
         base, cut, own = prompt
         base = self.known[base % len(self.known)]
-        return self.cache.chain((*base[: len(base) if cut is None else cut], *own))
+        base = base[: len(base) if cut is None else cut]
+        tokens, pictures = split((*whole(base), *own))
+        return self.cache.chain(tokens, pictures=pictures)
 
     # --- what holds -------------------------------------------------------------------------------
 
@@ -194,7 +204,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def deepest_state(self, chain):
         """By trying every cached state whose tokens begin the prompt, pages and all."""
-        tokens = tuple(chain.tokens)
+        tokens = text_of(chain)
         return max(
             (
                 checkpoint.position
@@ -219,7 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
             held = [tokens[: n + 1] for n in range(len(tokens) - PAGE_SIZE, len(tokens))]
             assert self.pages[node.page] == held
         for checkpoint in self.cache.tree.at_slot.values():
-            tail = tuple(memoryview(checkpoint.tail).cast("I"))
+            tail = tuple(read(checkpoint.tail))
             tokens = (*self.tokens_of(checkpoint.node), *tail)
             assert self.slots[checkpoint.slot] == tokens
             if tail:
@@ -227,7 +237,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert self.pages[checkpoint.tail_page][: len(tail)] == held
 
     def tokens_of(self, node):
-        pages = [tuple(memoryview(above.tokens).cast("I")) for above in node.ancestors()]
+        pages = [tuple(read(above.content)) for above in node.ancestors()]
         return tuple(token for page in reversed(pages) for token in page)
 
     def teardown(self):

@@ -74,7 +74,7 @@ def test_a_fork_forgets_children_that_go(left):
     cache.reset()
     run(cache, siblings[left])
     node = cache.match(cache.chain(siblings[left])).path.nodes[0]
-    assert [child.tokens for child in node.children] == [array("I", siblings[left][16:]).tobytes()]
+    assert [child.content for child in node.children] == [array("I", siblings[left][16:]).tobytes()]
     assert node.last_child is node.children[0]
 
 

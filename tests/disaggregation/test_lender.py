@@ -24,12 +24,17 @@ from milepost.disaggregation.messages import (
     Released,
     Welcome,
 )
-from milepost.disaggregation.outcomes import Read
+from milepost.disaggregation.outcomes import Asked, Read
 from milepost.kv_transfer_config import PeerNetworks
 from tests.disaggregation.test_faults import hello
+from tests.pictured_texts import LENGTHS, picture
 
 LEASES = [f"{number:032x}" for number in range(3)]
 FIND = Find(tokens=bytes(8), salt="", least=0)
+NO_FINDS = (
+    Find(tokens=bytes(7), salt="", least=0),
+    Find(tokens=bytes(8), salt="", least=0, pictures=(picture(min(LENGTHS), 1),)),
+)
 
 
 class Asking:
@@ -154,3 +159,10 @@ def test_a_reader_is_asked_in_turn_if_it_is_a_peer(asking):
         assert isinstance(asking.ask(elsewhere, asking.sockets[-1]), Welcome)
         assert asking.ask(Release(LEASES[len(asking.sockets) - 1]), asking.sockets[-1]).was_valid
     assert len(asking.outcomes) == 1
+
+
+@pytest.mark.parametrize("find", NO_FINDS, ids=("half a token", "a picture past the end"))
+def test_a_question_about_what_is_no_prompt_is_declined(asking, find):
+    assert isinstance(asking.ask(find), Declined)
+    asking.say(FIND)
+    assert [each for each in asking.outcomes if isinstance(each, Asked)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Sequence
 from random import Random
 
 import msgspec
@@ -17,15 +18,17 @@ from milepost.errors import ConfigError
 from milepost.kv_events import EventPublisher, MessageWriter
 from milepost.kv_events import messages as told
 from milepost.kv_events_config import KVEventsConfig
+from milepost.pictures import Picture
 from tests.follower import Follower
 from tests.kv_events.router import Router
+from tests.pictured_texts import LENGTHS, picture
 
 PAGE = 16
 
 
-def run(cache: Cache, tokens: list[int], salt: str = "") -> None:
+def run(cache: Cache, tokens: list[int], salt: str = "", pictures: Sequence[Picture] = ()) -> None:
     """One request from its prompt to its end."""
-    chain = cache.chain(tokens, salt)
+    chain = cache.chain(tokens, salt, pictures)
     allocation = cache.admit(chain, cache.match(chain))
     position = allocation.committed
     while position < len(tokens):
@@ -57,6 +60,23 @@ def test_a_router_knows_what_can_be_reached_and_nothing_else(form):
         assert router.blocks.keys() == follower.reachable - follower.salted
         lengths.add(len(router.blocks))
     assert len(lengths) > 10, "it came and went"
+
+
+def test_pages_are_announced_up_to_the_first_picture():
+    """In one run of pages, and where a later run continues after a page with a picture."""
+    cache, router, messages = Cache(num_pages=60, num_slots=6, page_size=PAGE), Router(PAGE), []
+    cache.listen()
+    writer, pictures = MessageWriter(PAGE, "map", "bytes"), (picture(min(LENGTHS), 3 * PAGE + 1),)
+    for length in (5 * PAGE, 9 * PAGE):
+        run(cache, [1] * length, "", pictures)
+        messages += list(writer.payloads(cache.take_events(), 0.0))
+    run(cache, [1] * 2 * PAGE + [2] * PAGE)
+    cache.reset()
+    for payload in [*messages, *writer.payloads(cache.take_events(), 0.0)]:
+        router.feed(payload)
+        if payload == messages[-1]:
+            assert router.blocks.keys() == set(cache.chain([1] * 3 * PAGE).full_digests())
+    assert not router.blocks
 
 
 def test_events_of_nothing_that_routers_know_are_no_message():

@@ -488,7 +488,7 @@ class Fuzz:
         known = self.truth.get(node.digest)
         if known is None:
             assert node.parent is not None
-            states = _states(self._last_state(node.parent), _unpacked(node.tokens))
+            states = _states(self._last_state(node.parent), _unpacked(node.content))
             known = self.truth[node.digest] = list(states)
         return known
 

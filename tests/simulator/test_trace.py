@@ -114,7 +114,7 @@ def test_bytes_of_a_chain_agree_with_its_pages():
     whole = chain.token_bytes(0, len(chain))
     assert len(whole) == 4 * len(chain)
     assert chain.token_bytes(100, 333) == whole[400:1332]
-    assert b"".join(chain.page_bytes(1, 4)) == whole[256:1024]
+    assert b"".join(chain.page_contents(1, 4)) == whole[256:1024]
     assert chain.token_bytes(len(chain), len(chain) + 9) == b""
 
 

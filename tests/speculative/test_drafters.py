@@ -8,6 +8,7 @@ import pytest
 
 from milepost.speculative import DraftWish, FirstOf, NgramDrafter, SuffixDrafter
 from milepost.speculative.occurrences import MOST_PLACES, Occurrences
+from tests.pictured_texts import LENGTHS, PAD, picture
 from tests.speculative.requests import request
 
 WORDS = list(range(100, 140))
@@ -94,6 +95,18 @@ def test_suffix_drafts_as_much_as_it_has_found():
     made = request([*WORDS, 0, 1], WORDS[5:12])
     assert drafts(SuffixDrafter(), made) == WORDS[12:19]
     assert drafts(SuffixDrafter(), request([*WORDS, 0], WORDS[5:7])) == [], "two tokens are few"
+
+
+@pytest.mark.parametrize("drafter", [NgramDrafter(3, 6), SuffixDrafter(depth=6)])
+def test_drafts_compare_pictures_and_do_not_run_into_one(drafter):
+    one, other, _ = sorted(LENGTHS, key=lambda identity: (-LENGTHS[identity], identity))
+    shown = [*[PAD] * LENGTHS[one], 50, 51, 52]
+    prompt = [*shown, *WORDS[:4], *shown, *WORDS[4:8], *shown]
+    for last, following in ((one, WORDS[:4]), (other, WORDS[4:8])):
+        pictures = [picture(one, 0), picture(other, 18), picture(last, 36)]
+        made = request(prompt, pictures=pictures)
+        assert drafts(drafter, made, 6) == following, "after the same picture, up to the next"
+        drafter.forget(made)
 
 
 def test_suffix_goes_by_the_majority_and_stops_where_none_is_likely():

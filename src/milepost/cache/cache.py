@@ -7,7 +7,7 @@ invariants listed in README.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from milepost.cache.allocation import Admitter, Allocation, Loan, Loans, Running
 from milepost.cache.events import Event
@@ -27,6 +27,7 @@ from milepost.cache.tree import (
     Reservation,
     Tree,
 )
+from milepost.pictures import Picture
 
 
 class Cache:
@@ -96,9 +97,13 @@ class Cache:
         """Pages and slots to be had if everything that is only cached gives way."""
         return self.storage.room
 
-    def chain(self, tokens: Iterable[int], salt: str = "") -> Chain:
-        """The tokens of a prompt in the form that the other verbs take; its answer extends it."""
-        chain = Chain(tokens, self.page_size, salt, self.identity)
+    def chain(
+        self, tokens: Iterable[int], salt: str = "", pictures: Sequence[Picture] = ()
+    ) -> Chain:
+        """The tokens of a prompt, and the pictures among them, in the form that the other verbs
+        take; its answer extends it.
+        """
+        chain = Chain(tokens, self.page_size, salt, self.identity, pictures)
         if self.config.bitwise:
             chain.shared_end = floor(len(chain), self.grid)
         return chain

@@ -5,7 +5,8 @@ A page is *reachable* while a checkpoint at or after its end is there: a resume 
 a model without states in slots every page is. A listener knows from the events what is cached, and
 what a prompt would hit: the deepest state on its path. Nothing is recorded until somebody listens.
 
-Events can be sent as bytes. Token ids are packed little-endian uint32.
+Events can be sent as bytes. Their `tokens` are contents (`tree/chain.py`): token ids as packed
+little-endian uint32, and a record before the tokens of a picture.
 """
 
 from __future__ import annotations

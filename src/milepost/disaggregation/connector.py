@@ -198,9 +198,7 @@ class Connector:
             return None
         self._num_finds += 1
         self._finds[self._num_finds] = digests[depth - 1]
-        tokens = chain.token_bytes(0, len(chain))
-        find = Find(tokens=tokens, salt=chain.salt, least=least)
-        self._links.find(self._num_finds, place, find)
+        self._links.find(self._num_finds, place, Find.of(chain, least))
         return self._num_finds
 
     def refuse(self, remote: Remote) -> None:
@@ -276,7 +274,8 @@ class Connector:
     def _tell(self, asked: Asked) -> None:
         find = asked.find
         tokens = memoryview(find.tokens).cast("I")
-        granted = self.lending.grant(self._cache.chain(tokens, find.salt), find.least)
+        chain = self._cache.chain(tokens, find.salt, find.pictures)
+        granted = self.lending.grant(chain, find.least)
         self._links.tell(asked, granted or Gone())
 
     @property

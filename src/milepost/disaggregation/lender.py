@@ -144,7 +144,7 @@ class Lender:
                 self._find(who, number, question)
 
     def _find(self, who: bytes, number: bytes, find: Find) -> None:
-        if len(find.tokens) % 4:
+        if not find.is_sound:
             self.reply(who, number, Declined(f"{len(find.tokens)} bytes are no token ids"))
         elif self._num_finds >= MAX_FINDS:
             self.reply(who, number, Gone())

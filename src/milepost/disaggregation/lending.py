@@ -37,7 +37,7 @@ class Lending:
             return None
         depth = loan.position // self._cache.page_size
         page = chain.digests(depth)[depth - 1] if depth else chain.root
-        tail = chain.token_bytes(depth * self._cache.page_size, loan.position)
+        tail = chain.content(depth * self._cache.page_size, loan.position)
         key, id_ = checkpoint_key(page, tail), uuid.uuid4().hex
         self._transport.lend(id_, loan.pages, loan.slot)  # the fence must come later
         self.leases.grant(id_, loan, key, page, self._fence())

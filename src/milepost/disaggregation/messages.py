@@ -18,6 +18,10 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
+from milepost.cache.tree import TOKEN_BYTES, Chain
+from milepost.errors import InvalidPromptError
+from milepost.pictures import Picture, check_pictures
+
 VERSION = 3
 MAX_QUESTION_BYTES = 16 * 2**20
 """Most bytes in a frame of a question; the longest has four bytes for each token of a prompt."""
@@ -144,6 +148,23 @@ class Find(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     salt: str
     least: Position
     """Fewest tokens that are of use."""
+    pictures: tuple[Picture, ...] = ()
+    """Those among the tokens."""
+
+    @staticmethod
+    def of(chain: Chain, least: int) -> Find:
+        """Returns the question for a prompt."""
+        tokens, pictures = chain.token_bytes(0, len(chain)), tuple(chain.pictures)
+        return Find(tokens=tokens, salt=chain.salt, least=least, pictures=pictures)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether there are whole tokens, with the pictures inside."""
+        try:
+            check_pictures(self.pictures, len(self.tokens) // TOKEN_BYTES)
+        except InvalidPromptError:
+            return False
+        return len(self.tokens) % TOKEN_BYTES == 0
 
 
 PeerQuestion = Hello | Claim | Beat | Reading | Release | Find

@@ -3,8 +3,9 @@
 A page is announced for a memory as long as a checkpoint there, at or after the page's end, can be
 resumed from. It is withdrawn when the last such checkpoint goes, wherever the page itself is by
 then. So if a prompt continues from a saved state, its longest run of announced pages is its cache
-hit, to within a page. Salted pages are not announced: routers cannot know whose they are. Pure: no
-socket, no clock.
+hit, to within a page. Salted pages are not announced: routers cannot know whose they are. Neither
+are pages from a prompt's first picture on: routers do not see what it shows. Pure: no socket, no
+clock.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from milepost.cache.events import Cleared, Event, PagesReachable, PagesUnreachable, Where
-from milepost.cache.tree import TOKEN_BYTES
+from milepost.cache.tree import TOKEN_BYTES, num_before_pictures
 
 _ENCODER = msgspec.msgpack.Encoder()
 MEDIA: dict[Where, str] = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
@@ -62,9 +63,10 @@ class MessageWriter:
         """Yields type and fields of each message event for one event of the cache."""
         match event:
             case PagesReachable(is_salted=False):
-                self._announced[event.where].update(dict.fromkeys(event.keys))
-                for first in range(0, len(event.keys), MAX_BLOCKS):
-                    yield "BlockStored", self._stored(event, first)
+                keys = self._announceable(event)
+                self._announced[event.where].update(dict.fromkeys(keys))
+                for first in range(0, len(keys), MAX_BLOCKS):
+                    yield "BlockStored", self._stored(event, first, keys)
             case PagesUnreachable():
                 told = self._announced[event.where]
                 keys = [key for key in event.keys if key in told]
@@ -82,11 +84,19 @@ class MessageWriter:
             own = [self._hash(key) for key in keys[first : first + MAX_BLOCKS]]
             yield "BlockRemoved", {"block_hashes": own, "medium": MEDIA[where]}
 
-    def _stored(self, event: PagesReachable, first: int) -> _Fields:
+    def _announceable(self, event: PagesReachable) -> Sequence[bytes]:
+        """Returns the pages before the first with a picture; none if there is one before the event.
+        Keys of the pages after it depend on more than the tokens that a message has.
+        """
+        if event.position and event.parent not in self._announced[event.where]:
+            return ()
+        return event.keys[: num_before_pictures(event.tokens) // self._page_size]
+
+    def _stored(self, event: PagesReachable, first: int, announced: Sequence[bytes]) -> _Fields:
         """Returns the fields that announce pages from `first` on, at most as many as a message
         takes.
         """
-        keys = event.keys[first : first + MAX_BLOCKS]
+        keys = announced[first : first + MAX_BLOCKS]
         parent = event.keys[first - 1] if first else event.parent
         start = TOKEN_BYTES * self._page_size * first
         tokens = event.tokens[start : start + TOKEN_BYTES * self._page_size * len(keys)]

@@ -48,7 +48,7 @@ class TraceChain(Chain):
         pages = b"".join(self._page_bytes(i) for i in range(first, last + 1))
         return pages[(start - first * size) * TOKEN_BYTES : (end - first * size) * TOKEN_BYTES]
 
-    def page_bytes(self, first: int, end: int) -> Iterator[bytes]:
+    def page_contents(self, first: int, end: int) -> Iterator[bytes]:
         return map(self._page_bytes, range(first, end))
 
     def known_digests(self) -> list[bytes]:

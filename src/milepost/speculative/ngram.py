@@ -3,11 +3,14 @@ like vLLM's prompt lookup."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
+from milepost.cache.tree import Chain
+from milepost.pictures import overlapping
 from milepost.scheduler.request import Request
 from milepost.speculative.drafter import DraftWish
-from milepost.speculative.occurrences import Occurrences, continuation
+from milepost.speculative.occurrences import BREAK, PICTURED, Occurrences, continuation
 
 MAX_TEXT = 1 << 16
 """Number of tokens at the end of a prompt that are searched. Indexing them takes about 20 ms of a
@@ -47,5 +50,16 @@ def follow(texts: dict[int, Occurrences], request: Request, width: int) -> Occur
     if text is None:
         text = Occurrences(width, max(request.num_tokens - MAX_TEXT, 0))
         texts[request.number] = text
-    text.extend(request.chain.tokens[text.num_skipped + len(text) :])
+    text.extend(words(request.chain, text.num_skipped + len(text)))
     return text
+
+
+def words(chain: Chain, start: int) -> array[int]:
+    """Returns the tokens from `start` on to be compared: those of a picture, which have one id
+    whatever it shows, are replaced by a word of its own."""
+    found = chain.tokens[start:]
+    for each in overlapping(chain.pictures, start, len(chain)):
+        first = max(each.offset, start)
+        word = PICTURED + int.from_bytes(each.identity[-4:]) % (BREAK - PICTURED)
+        found[first - start : each.end - start] = array("I", [word]) * (each.end - first)
+    return found

@@ -15,6 +15,8 @@ MOST_PLACES = 16
 """Number of places that one search looks at, the latest first."""
 BREAK = 2**32 - 1
 """Separates texts: no token has this id, and no draft continues past it."""
+PICTURED = 2**31
+"""Words from here on are no token ids: they separate texts or stand for a picture's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def continuation(places: Places, most: int, min_prob: float = 0.0) -> Continuati
     for _ in range(most):
         votes: dict[int, list[int]] = {}
         for end in alive:
-            if end < len(text) and text[end] != BREAK:
+            if end < len(text) and text[end] < PICTURED:
                 votes.setdefault(text[end], []).append(end + 1)
         if not votes:
             break

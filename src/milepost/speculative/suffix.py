@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from milepost.scheduler.request import Request
 from milepost.speculative.drafter import DraftWish
-from milepost.speculative.ngram import follow
+from milepost.speculative.ngram import follow, words
 from milepost.speculative.occurrences import BREAK, Continuation, Occurrences, continuation
 
 WIDTH = 3
@@ -81,7 +81,7 @@ class SuffixDrafter:
     def forget(self, request: Request) -> None:
         """Keep the finished answer, with the prompt tokens just before it."""
         self._own.pop(request.number, None)
-        answer = request.chain.tokens[max(request.num_prompt_tokens - self._depth, 0) :]
+        answer = words(request.chain, max(request.num_prompt_tokens - self._depth, 0))
         if not self._max_answers or request.num_output_tokens < self._width:
             return
         prefix = _prefix(request)

@@ -178,7 +178,7 @@ class Loads:
             for position in sorted(positions, reverse=True):
                 if not above < position <= limit:
                     continue
-                key = checkpoint_key(page, chain.token_bytes(begin, position))
+                key = checkpoint_key(page, chain.content(begin, position))
                 has_tail = position > max(begin, match.kv_length, above)
                 rest = self._rest(key, has_tail=has_tail)
                 if rest is not None:

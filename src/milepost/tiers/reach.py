@@ -125,7 +125,7 @@ class Reach:
         """
         node = self._cache.tree.nodes.get(key)
         if node is not None and node.parent is not None:
-            return node.parent.digest, node.depth * self._cache.page_size, node.tokens
+            return node.parent.digest, node.depth * self._cache.page_size, node.content
         for item in self._items("page", key):
             if item.tokens:
                 return item.parent, item.position, item.tokens

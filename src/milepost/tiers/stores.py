@@ -179,7 +179,7 @@ class Stores:
             what="page",
             key=key,
             parent=node.parent.digest,
-            tokens=node.tokens,
+            tokens=node.content,
             position=node.depth * self._size,
             id=node.page,
             num_moves=num_moves,

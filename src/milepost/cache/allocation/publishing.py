@@ -56,7 +56,7 @@ class Publisher:
         """
         depth = position // self._page_size
         node = allocation.path[depth - 1] if depth else self._tree.root(allocation.chain)
-        tail = allocation.chain.token_bytes(depth * self._page_size, position)
+        tail = allocation.chain.content(depth * self._page_size, position)
         if tail in node.checkpoints:
             self._slots.unpin((slot,))
             return None

@@ -169,7 +169,7 @@ class Running:
             Arrival(key=digests[index], what="page", id=allocation.page_table[index])
             for index in range(first, end)
         ]
-        tail = chain.token_bytes(end * size, position)
+        tail = chain.content(end * size, position)
         key = checkpoint_key(digests[end - 1] if end else chain.root, tail)
         if tail and position > allocation.write_from:
             arrivals.append(Arrival(key=key, what="tail", id=allocation.page_table[end]))

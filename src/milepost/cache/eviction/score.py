@@ -30,7 +30,7 @@ from math import log, log2
 
 from milepost.cache.eviction.return_rates import MAX_RETURNS, Cuts, ReturnRates
 from milepost.cache.placement import SPARSE, Kind, floor
-from milepost.cache.tree import MAX_TAILS_COMPARED, TOKEN_BYTES, Chain, Checkpoint, End, Node
+from milepost.cache.tree import MAX_TAILS_COMPARED, Chain, Checkpoint, End, Node, num_tokens
 
 EVEN_ODDS = log(4 / 3)
 """Returns to expect where one return is a quarter as likely as none: from there on a path counts
@@ -242,12 +242,11 @@ def _has_parted(chain: Chain, node: Node, position: int) -> bool:
     False if that is not known any more.
     """
     start = node.depth * chain.page_size
-    num_bytes = (position - start) * TOKEN_BYTES
-    own = chain.token_bytes(start, position)
-    if not num_bytes or own in node.checkpoints or own == node.evicted_tail:
+    own = chain.content(start, position)
+    if position == start or own in node.checkpoints or own == node.evicted_tail:
         return False
     known = [node.evicted_tail or b"", *islice(reversed(node.checkpoints), MAX_TAILS_COMPARED)]
-    return any(len(tail) == num_bytes for tail in known)
+    return any(num_tokens(tail) == position - start for tail in known)
 
 
 def _half_magnitude(num: float) -> int:

@@ -1,6 +1,12 @@
 """The prefix tree: chains of keys, nodes and checkpoints, kinds of layers, matching."""
 
-from milepost.cache.tree.chain import TOKEN_BYTES, Chain, checkpoint_key
+from milepost.cache.tree.chain import (
+    TOKEN_BYTES,
+    Chain,
+    checkpoint_key,
+    num_before_pictures,
+    num_tokens,
+)
 from milepost.cache.tree.index import Tree
 from milepost.cache.tree.kinds import (
     HYBRID,
@@ -41,6 +47,8 @@ __all__ = [
     "Tree",
     "checkpoint_key",
     "grid_of",
+    "num_before_pictures",
+    "num_tokens",
     "upwards",
     "window_of",
 ]

@@ -12,6 +12,12 @@ Digests are keys, the same in every process, of 16 bytes each:
 Token ids are packed little-endian uint32. So one digest stands for a page and everything before it,
 and two models or two salts never meet. The identity is 16 bytes, or none where keys leave no
 process.
+
+The tokens of a picture all have one id, whatever it shows. So where a page or tail has tokens of a
+picture, a record precedes the first of them: a word that is no token id, the number of the
+picture's tokens before the page, and its identity. Tokens with their records are the *content* of a
+page or tail. All that is hashed, compared or kept with a key is content; without pictures it is the
+tokens alone. The content of a tail is a prefix of that of every longer tail.
 """
 
 from __future__ import annotations
@@ -21,8 +27,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from sys import byteorder, maxsize
 
+from milepost.pictures import Picture, overlapping
+
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
+RECORD = 2**32 - 1
+"""The word that a picture's record begins with."""
+RECORD_BYTES = 24
+"""Length of a record: six words."""
 
 assert array("I").itemsize == TOKEN_BYTES
 assert byteorder == "little", "keys are made of little-endian token ids"
@@ -35,10 +47,15 @@ class Chain:
     reused. Raises OverflowError for a token id outside uint32.
     """
 
-    __slots__ = ("_digests", "page_size", "root", "salt", "shared_end", "tokens")
+    __slots__ = ("_digests", "page_size", "pictures", "root", "salt", "shared_end", "tokens")
 
     def __init__(
-        self, tokens: Iterable[int], page_size: int, salt: str = "", identity: bytes = b""
+        self,
+        tokens: Iterable[int],
+        page_size: int,
+        salt: str = "",
+        identity: bytes = b"",
+        pictures: Sequence[Picture] = (),
     ) -> None:
         if isinstance(tokens, array) and tokens.typecode == "I":
             self.tokens: array[int] = tokens[:]
@@ -47,6 +64,7 @@ class Chain:
         self.page_size = page_size
         self.shared_end = maxsize
         self.salt = salt
+        self.pictures = pictures
         self.root = root_key(identity, salt)
         self._digests: list[bytes] = []
 
@@ -95,18 +113,33 @@ class Chain:
         """Token ids of [start, end) as packed uint32."""
         return self.tokens[start:end].tobytes()
 
-    def page_bytes(self, first: int, end: int) -> Iterator[bytes]:
-        """Token ids of the full pages [first, end), each as packed uint32."""
-        data = self.token_bytes(first * self.page_size, end * self.page_size)
-        step = self.page_size * TOKEN_BYTES
+    def content(self, start: int, end: int) -> bytes:
+        """Content of [start, end), a part of one page from its start on."""
+        data = self.token_bytes(start, end)
+        if not self.pictures:
+            return data
+        pieces, done = [], start
+        for each in overlapping(self.pictures, start, min(end, len(self))):
+            first = max(each.offset, start)
+            pieces += [self.token_bytes(done, first), _record(each, start)]
+            done = first
+        return b"".join((*pieces, self.token_bytes(done, end)))
+
+    def page_contents(self, first: int, end: int) -> Iterator[bytes]:
+        """Contents of the full pages [first, end)."""
+        size = self.page_size
+        if self.pictures and first * size < self.pictures[-1].end:
+            return (self.content(page * size, (page + 1) * size) for page in range(first, end))
+        data = self.token_bytes(first * size, end * size)
+        step = size * TOKEN_BYTES
         return (data[start : start + step] for start in range(0, len(data), step))
 
     def _extend(self, num_pages: int) -> None:
         assert num_pages * self.page_size <= len(self.tokens), "digests exist for full pages only"
         known = self._digests
         digest = known[-1] if known else self.root
-        for held in self.page_bytes(len(known), num_pages):
-            digest = blake2b(digest + held, digest_size=DIGEST_BYTES).digest()
+        for content in self.page_contents(len(known), num_pages):
+            digest = blake2b(digest + content, digest_size=DIGEST_BYTES).digest()
             known.append(digest)
 
 
@@ -117,14 +150,49 @@ def root_key(identity: bytes, salt: str) -> bytes:
 
 
 def checkpoint_key(page: bytes, tail: bytes) -> bytes:
-    """Key of a state after a page, or a root, and the packed `tail` past it."""
+    """Key of a state after a page, or a root, and the content of the `tail` past it."""
     if not tail:
         return page
     return blake2b(page + tail, digest_size=DIGEST_BYTES, person=b"milepost state").digest()
 
 
+def num_tokens(content: bytes) -> int:
+    """Number of tokens in a content, or in the beginning of one."""
+    words = memoryview(content).cast("I")
+    return len(words) - sum(
+        min(RECORD_BYTES // TOKEN_BYTES, len(words) - place) for place in _records(words)
+    )
+
+
+def num_before_pictures(contents: bytes) -> int:
+    """Number of tokens in a run of contents that precede the first picture's."""
+    words = memoryview(contents).cast("I")
+    return next(_records(words), len(words))
+
+
 def common_tokens(a: bytes, b: bytes) -> int:
-    """Length of the common prefix of two runs of packed token ids, in tokens."""
-    num = min(len(a), len(b)) // TOKEN_BYTES
+    """Number of tokens that two contents share from the start."""
     pairs = zip(memoryview(a).cast("I"), memoryview(b).cast("I"), strict=False)
-    return next((index for index, (x, y) in enumerate(pairs) if x != y), num)
+    num = next(
+        (index for index, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)) // TOKEN_BYTES
+    )
+    return num_tokens(a[: num * TOKEN_BYTES])
+
+
+def _record(picture: Picture, start: int) -> bytes:
+    """The record of a picture in what begins at `start`."""
+    head = array("I", (RECORD, max(start - picture.offset, 0)))
+    return head.tobytes() + picture.identity
+
+
+def _records(words: memoryview[int]) -> Iterator[int]:
+    """Yields where the records begin, in words. Most contents have none."""
+    if RECORD.to_bytes(TOKEN_BYTES, "little") not in words.tobytes():
+        return
+    place = 0
+    while place < len(words):
+        if words[place] == RECORD:
+            yield place
+            place += RECORD_BYTES // TOKEN_BYTES
+        else:
+            place += 1

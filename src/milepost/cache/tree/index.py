@@ -55,10 +55,10 @@ class Tree:
         if depth < num_known or node is None:
             return node
         run = []
-        for tokens in chain.page_bytes(depth, num_pages):
+        for content in chain.page_contents(depth, num_pages):
             child = node.last_child  # most often
-            if child is None or child.tokens != tokens:
-                child = node.child(tokens)
+            if child is None or child.content != content:
+                child = node.child(content)
                 if child is None:
                     break
             run.append(child)
@@ -81,10 +81,10 @@ class Tree:
             self.changed.append(parent)
         self.changed.extend(self.at_tail.get(pages[0], ()))
         digests = chain.digests(first + len(pages))
-        tokens = chain.page_bytes(first, first + len(pages))
+        contents = chain.page_contents(first, first + len(pages))
         run = []
-        for page, digest, held in zip(pages, digests[first:], tokens, strict=False):
-            node = Node(digest, page, parent, held)
+        for page, digest, content in zip(pages, digests[first:], contents, strict=False):
+            node = Node(digest, page, parent, content)
             self.nodes[digest] = node
             self.at_page[page] = node
             parent.add_child(node)

@@ -74,7 +74,7 @@ def _nearest_above(checkpoint: Checkpoint) -> Checkpoint | None:
             ]
             if shallower:
                 return max(shallower, key=lambda c: c.position)
-        following = node.tokens
+        following = node.content
     return None
 
 
@@ -82,7 +82,7 @@ def _nearest_below(checkpoint: Checkpoint) -> list[Checkpoint]:
     node, tail = checkpoint.node, checkpoint.tail
     here = [c for c in _newest(node) if c is not checkpoint and c.tail.startswith(tail)]
     child = node.last_child
-    if child is not None and not child.tokens.startswith(tail):
+    if child is not None and not child.content.startswith(tail):
         return here
     while child is not None and child.num_reaching:
         if child.checkpoints:

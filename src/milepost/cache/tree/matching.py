@@ -138,7 +138,7 @@ class Finder:
         if end is None:
             return 0
         start = path.kv_length
-        rest = path.chain.token_bytes(start, start + self._config.page_size)
+        rest = path.chain.content(start, start + self._config.page_size)
         known = list(islice(reversed(end.checkpoints), MAX_TAILS_COMPARED))
-        known += [child.tokens for child in end.alike(rest)]
+        known += [child.content for child in end.alike(rest)]
         return max((common_tokens(rest, tokens) for tokens in known), default=0)

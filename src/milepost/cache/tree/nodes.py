@@ -21,14 +21,14 @@ class Node:
     """A full page of a known prefix, or a root (depth 0, no page). Compared and hashed by identity.
 
     `checkpoints` are keyed by their tails: several continuations may have ended inside the next
-    page. `children` stand in the order of their tokens, so that those most alike are side by side;
+    page. `children` stand in the order of their contents, so those most alike are side by side;
     `last_child` is the newest, or the only one.
     """
 
     digest: bytes
     page: int
     parent: Node | None
-    tokens: bytes
+    content: bytes
     depth: int = 0
     is_salted: bool = False
     num_reaching: int = 0
@@ -45,24 +45,24 @@ class Node:
     def is_root(self) -> bool:
         return self.parent is None
 
-    def child(self, tokens: bytes) -> Node | None:
-        """The one that holds these tokens."""
-        return next((child for child in self.alike(tokens) if child.tokens == tokens), None)
+    def child(self, content: bytes) -> Node | None:
+        """The one that has this content."""
+        return next((child for child in self.alike(content) if child.content == content), None)
 
-    def alike(self, tokens: bytes) -> list[Node]:
-        """Those children that begin most like `tokens`; two at most."""
-        place = bisect_left(self.children, tokens, key=_tokens)
+    def alike(self, content: bytes) -> list[Node]:
+        """Those children that begin most like `content`; two at most."""
+        place = bisect_left(self.children, content, key=_content)
         return self.children[max(place - 1, 0) : place + 1]
 
     def add_child(self, node: Node) -> None:
         if self.children:
-            insort(self.children, node, key=_tokens)
+            insort(self.children, node, key=_content)
         else:
             self.children = [node]
         self.last_child = node
 
     def remove_child(self, node: Node) -> None:
-        del self.children[bisect_left(self.children, node.tokens, key=_tokens)]
+        del self.children[bisect_left(self.children, node.content, key=_content)]
         if len(self.children) == 1:
             self.last_child = self.children[0]
         elif self.last_child is node:
@@ -127,7 +127,7 @@ class Checkpoint:
     node: Node
     kind: str
     tail: bytes
-    """The tokens past the node, if it is inside a page, as packed uint32."""
+    """Content past the node, if it is inside a page."""
     tail_page: int | None
     """Its own page, which holds their KV."""
     end: End
@@ -161,8 +161,8 @@ class Checkpoint:
         return self.position - (self.above.position if self.above is not None else 0)
 
 
-def _tokens(node: Node) -> bytes:
-    return node.tokens
+def _content(node: Node) -> bytes:
+    return node.content
 
 
 NO_PAGE: Final = -1

@@ -102,7 +102,7 @@ class Outbox:
             self._lost(run)
         for node in run:
             assert node.parent is not None, "a page has a parent"
-            facts = {"key": node.digest, "parent": node.parent.digest, "tokens": node.tokens}
+            facts = {"key": node.digest, "parent": node.parent.digest, "tokens": node.content}
             position = node.depth * self._page_size
             self._depart("page", node.page, 0.0, position=position, **facts)
 
@@ -132,7 +132,7 @@ class Outbox:
         return {
             "keys": tuple(node.digest for node in run),
             "parent": parent.digest,
-            "tokens": b"".join(node.tokens for node in run),
+            "tokens": b"".join(node.content for node in run),
             "position": parent.depth * self._page_size,
             "is_salted": run[0].is_salted,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from milepost.cache.tree.chain import TOKEN_BYTES, Chain
+from milepost.cache.tree.chain import TOKEN_BYTES, Chain, num_tokens
 from milepost.cache.tree.nodes import Checkpoint, Node
 
 
@@ -57,12 +57,11 @@ class Path:
 
     def deepest_on(self, node: Node, limit: int) -> Checkpoint | None:
         """The deepest matching checkpoint that hangs on `node`, up to `limit`."""
-        if not node.checkpoints:
-            return None
         start = node.depth * self.chain.page_size
-        longest = min(limit - start, self.chain.page_size - 1)
-        rest = self.chain.token_bytes(start, start + longest)
-        for length in range(longest * TOKEN_BYTES, -1, -TOKEN_BYTES):
+        if not node.checkpoints or limit < start:
+            return None
+        rest = self.chain.content(start, min(limit, start + self.chain.page_size - 1))
+        for length in range(len(rest), -1, -TOKEN_BYTES):
             checkpoint = node.checkpoints.get(rest[:length])
             if checkpoint is not None:
                 return checkpoint
@@ -77,7 +76,7 @@ class Path:
             if start + self.chain.page_size <= above:
                 break
             if tail is not None:
-                position = start + len(tail) // TOKEN_BYTES
-                if self.chain.token_bytes(start, position) == tail:
+                position = start + num_tokens(tail)
+                if self.chain.content(start, position) == tail:
                     return position
         return 0
