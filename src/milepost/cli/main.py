@@ -29,6 +29,7 @@ from milepost.cli.serve import Serve, forget_stdout, run_server, serve_command
 from milepost.cli.vllm_flags import translated, with_environment
 from milepost.config import EngineConfig
 from milepost.errors import MilepostError
+from milepost.models.early import refuse_early
 
 
 def main(
@@ -114,6 +115,7 @@ def annex_command(name: str, screen: Screen) -> Callable[..., Any]:
 
 def open_llm(config: EngineConfig) -> StreamingEngine:
     """Opens the real engine and loads its weights. Raises ConfigError and WeightsError."""
+    refuse_early(config)
     return milepost.LLM(**asdict(config))
 
 

@@ -18,6 +18,7 @@ from milepost.cli.flags import Flags, add_flags
 from milepost.cli.logs import log_to_stderr
 from milepost.cli.serve import ENGINE
 from milepost.errors import ConfigError, missing
+from milepost.models.early import refuse_early
 from milepost.server.config import ServerConfig
 
 _DAY_S = 86400.0
@@ -72,6 +73,7 @@ def run_batch_command(reports: Console) -> Callable[..., int]:
         values = {**REQUESTS.given(settings), "access_log": False, "ui": False}
         server, engine = ServerConfig(**values), ENGINE.build(settings)
         _check_files(input_file, output_file)
+        refuse_early(engine)
         log_to_stderr(verbose)
         start = time.perf_counter()
         with input_file.open("rb") as source, _bar(reports) as progress:

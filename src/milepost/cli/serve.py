@@ -15,6 +15,7 @@ from milepost.cli.flags import Flags, add_flags, one_model
 from milepost.cli.logs import log_to_stderr
 from milepost.config import EngineConfig
 from milepost.errors import missing
+from milepost.models.early import refuse_early
 from milepost.server.config import ServerConfig
 
 SERVER = Flags(
@@ -78,7 +79,9 @@ def _admin_keys_of(environment: Mapping[str, str]) -> list[str] | None:
 
 
 def run_server(server: ServerConfig, engine: EngineConfig) -> int:
-    """Runs the real server. Raises ConfigError if its libraries are not installed."""
+    """Runs the real server. Raises ConfigError if its libraries are not installed, and what the
+    model's `config.json` makes certain."""
+    refuse_early(engine)
     from milepost.engine.text import without_torch  # imports numpy
 
     without_torch()  # the engine runs in its own process

@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from milepost.errors import UnsupportedModelError
 from milepost.kernels import rows
 from milepost.layers.context import PictureRows
+from milepost.layers.positions import stretched
 
 _SCALED_TYPES = ("linear", "llama3", "yarn", "dynamic", "longrope")
 """RoPE types with scaling. As published, `dynamic` and `longrope` change the angles with the
@@ -80,22 +81,8 @@ def run_up_to(config: PreTrainedConfig, max_model_len: int | None) -> None:
 
 
 def num_positions(config: PreTrainedConfig) -> int:
-    """Returns the number of positions that the model supports: as many as it was trained on, or as
-    many as its scaling stretches these to.
-
-    YaRN stretches the original length by its factor (arXiv:2309.00071, section 3.1), whatever
-    `max_position_embeddings` says; linear and dynamic scaling stretch `max_position_embeddings`;
-    for llama3 and longrope (arXiv:2402.13753), that setting is already the stretched length.
-    """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    own: int = config.max_position_embeddings
-    match parameters.get("rope_type", "default"):
-        case "yarn":
-            return int(parameters["original_max_position_embeddings"] * parameters["factor"])
-        case "linear" | "dynamic":
-            return int(own * parameters["factor"])
-        case _:
-            return own
+    """Returns the number of positions that the model supports."""
+    return stretched(getattr(config, "rope_parameters", None) or {}, config.max_position_embeddings)
 
 
 def _sections(config: PreTrainedConfig) -> tuple[slice, ...]:

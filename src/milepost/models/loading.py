@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from milepost.config import DType, LoadFormat
-from milepost.errors import ConfigError, UnsupportedModelError
+from milepost.errors import UnsupportedModelError
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.rotary import run_up_to
 from milepost.models.architecture import HEAD, Architecture
@@ -21,6 +21,7 @@ from milepost.models.configuration import Overrides, load_config, resolve_dtype
 from milepost.models.decoder import Decoder
 from milepost.models.files import reading
 from milepost.models.head import check_head, why_no_head
+from milepost.models.quantised import refuse_asked
 from milepost.models.quantization import (
     SKIPPED,
     Quantization,
@@ -249,11 +250,7 @@ def _find_forms(
 ) -> Quantization | None:
     """Returns the forms of quantised weights; None for a raw checkpoint that stays raw."""
     own = quantization_settings(config)
+    refuse_asked(own, method)
     if not own:
-        return None if method is None else on_the_fly(method)
-    if method not in (None, own.get("quant_method")):
-        raise ConfigError(
-            f"quantization={method!r}: the checkpoint is quantised with "
-            f"{own.get('quant_method')!r}; leave it out"
-        )
+        return None if method is None else on_the_fly()
     return read_quantization(own, names, has_files=has_files)

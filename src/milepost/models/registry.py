@@ -20,6 +20,7 @@ from milepost.models.architecture import (
     refuse_uneven,
 )
 from milepost.models.bounds import refuse_missing, refuse_positions
+from milepost.models.model_types import unknown_type
 
 
 @lru_cache
@@ -43,9 +44,7 @@ def find_architecture(model_type: object) -> Architecture:
     known ones."""
     found = known().get(model_type) if isinstance(model_type, str) else None
     if found is None:
-        raise UnsupportedModelError(
-            f"model_type={model_type!r} is not supported; supported are {', '.join(known())}"
-        )
+        raise unknown_type(model_type, known())
     return found
 
 

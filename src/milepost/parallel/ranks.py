@@ -10,12 +10,13 @@ Legend: T tokens, P partials of this rank, C hidden size, R rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from milepost.errors import ConfigError
 from milepost.parallel.cut import Cut, join
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Link(Protocol):

@@ -19,7 +19,6 @@ from milepost.engine.assembly.auto import device_of, folder_of, load_options_of,
 from milepost.engine.assembly.bitwise import refuse_settings
 from milepost.engine.assembly.drafting import speculation_of
 from milepost.engine.assembly.rank import RankParts, build_rank
-from milepost.engine.assembly.sizing import check_length
 from milepost.engine.assembly.team import Team
 from milepost.engine.assembly.tiering import RankTierState
 from milepost.engine.facts import Facts
@@ -29,6 +28,7 @@ from milepost.errors import ConfigError
 from milepost.layers.rotary import num_positions, run_up_to
 from milepost.models.configuration import load_config
 from milepost.models.decoder import Decoder
+from milepost.models.early import check_length
 from milepost.models.loading import check_quantization, check_split
 from milepost.models.quantization import has_fp8_kv
 from milepost.parallel import ALONE, Ranks

@@ -12,6 +12,7 @@ from milepost.kernels.platform.device import why_reference
 from milepost.kernels.platform.tensors import FP8
 from milepost.models.configuration import resolve_dtype
 from milepost.models.decoder import Decoder
+from milepost.models.early import check_length
 from milepost.models.room import available_bytes
 from milepost.parallel import Ranks
 from milepost.runner.pool_shape import PoolShape
@@ -79,15 +80,6 @@ def _sizes_of(
     sizes = split(budget, shape, max_num_seqs=config.max_num_seqs)
     num_slots = sizes.num_slots if num_slots is None else num_slots
     return TwoPools(num_pages=num_pages or sizes.num_pages, num_slots=num_slots)
-
-
-def check_length(asked: int | None, limit: int) -> None:
-    """Raise ConfigError for a length that the model's positions do not reach."""
-    if asked is not None and asked > limit:
-        raise ConfigError(
-            f"max_model_len={asked}: the model's own limit is {limit} positions; lower it, or "
-            "stretch them with hf_overrides, as the model's card says"
-        )
 
 
 def max_model_len_of(config: EngineConfig, model: Decoder, shape: PoolShape, capacity: int) -> int:

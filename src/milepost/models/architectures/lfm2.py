@@ -148,9 +148,14 @@ _REQUIREMENTS = {
     "use_pos_enc": (is_true_or_unset, "true"),
 }
 
-ARCHITECTURES = tuple(
-    Architecture(
-        model_types=(model_type,),
+
+def _family(
+    model_types: tuple[str, ...],
+    build: Callable[[PreTrainedConfig, ModuleScope], DecoderParts],
+    settle: Callable[[dict[str, Any]], None],
+) -> Architecture:
+    return Architecture(
+        model_types=model_types,
         build=build,
         layer_types=("full_attention", "conv"),
         requirements=_REQUIREMENTS,
@@ -163,8 +168,9 @@ ARCHITECTURES = tuple(
         spellings=(("layer_types", "full_attn_idxs"), ("intermediate_size", "block_ff_dim")),
         settle=settle,
     )
-    for model_type, build, settle in (
-        ("lfm2", _dense, _settle_dense),
-        ("lfm2_moe", _sparse, _settle_sparse),
-    )
+
+
+ARCHITECTURES = (
+    _family(model_types=("lfm2",), build=_dense, settle=_settle_dense),
+    _family(model_types=("lfm2_moe",), build=_sparse, settle=_settle_sparse),
 )

@@ -21,6 +21,7 @@ from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.quantised import Fp8Precision
 from milepost.layers.weights import RAW, Precision
 from milepost.models.files import read_object
+from milepost.models.quantised import METHODS, is_made_for_fp8_kv, refuse_method
 from milepost.models.quantization.compressed import read_compressed
 from milepost.models.quantization.methods import (
     read_autoround,
@@ -29,14 +30,7 @@ from milepost.models.quantization.methods import (
     read_gptq,
     read_modelopt,
 )
-from milepost.models.quantization.rules import (
-    FOUR_BIT_FLOATS,
-    USE_INSTEAD,
-    Group,
-    LowPrecision,
-    Rule,
-    mapping_of,
-)
+from milepost.models.quantization.rules import Group, LowPrecision, Rule
 
 SKIPPED = (r".*\.[qkv]_scale$", r".*\.kv_scale$", r".*\.prob_scale$")
 """Scales of attention's operands that are skipped, unless they are KV scales with a place (see
@@ -51,7 +45,6 @@ _STAY_RAW = re.compile(
 _SEARCH_S = 10.0
 """Time limit for all projections of a model: a hundred times what any real list takes."""
 _MODELOPT_FILE = "hf_quant_config.json"
-_FOUR_BIT_METHODS = ("mxfp4", "petit_nvfp4")
 _READERS = {
     "fp8": read_fp8,
     "compressed-tensors": read_compressed,
@@ -60,6 +53,7 @@ _READERS = {
     "auto-round": read_autoround,
     **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), read_modelopt),
 }
+assert tuple(_READERS) == METHODS, "what is said to be read is read"
 
 
 @dataclass(slots=True)
@@ -123,14 +117,8 @@ class Quantization:
         return any(name in self.names for name in found)
 
 
-def on_the_fly(method: str) -> Quantization:
-    """Returns forms for a raw checkpoint whose weights are rounded as they are loaded. Raises
-    UnsupportedModelError."""
-    if method != "fp8":
-        raise UnsupportedModelError(
-            f"quantization={method!r} cannot be made on the fly; that can be 'fp8', others come "
-            "with their checkpoints"
-        )
+def on_the_fly() -> Quantization:
+    """Returns forms for a raw checkpoint whose weights are rounded to FP8 as they are loaded."""
     is_left = lambda path: _STAY_RAW.fullmatch(path) is not None  # noqa: E731
     return Quantization((Group(Fp8Precision(strategy="none")),), is_left, has_files=True)
 
@@ -160,25 +148,7 @@ def read_modelopt_file(folder: Path) -> Mapping[str, Any]:
 def has_fp8_kv(config: PreTrainedConfig) -> bool:
     """Whether the checkpoint is made for float8 KV. Raises UnsupportedModelError for other KV
     formats."""
-    settings = quantization_settings(config)
-    algorithm = settings.get("kv_cache_quant_algo")
-    if algorithm not in (None, "FP8"):
-        raise UnsupportedModelError(
-            f"kv_cache_quant_algo={algorithm!r} is not supported; supported is 'FP8' "
-            "(kv_cache_dtype='bfloat16' keeps KV in the model's type)"
-        )
-    scheme = mapping_of(settings.get("kv_cache_scheme"), "kv_cache_scheme")
-    if not scheme:
-        return algorithm is not None
-    kind = scheme.get("type"), scheme.get("num_bits"), scheme.get("strategy", "tensor")
-    is_plain = not scheme.get("dynamic") and scheme.get("symmetric", True)
-    if kind != ("float", 8, "tensor") or not is_plain:
-        raise UnsupportedModelError(
-            f"kv_cache_scheme={dict(scheme)} is not supported; supported is float with 8 bits, "
-            "by tensor, symmetric, not dynamic (kv_cache_dtype='bfloat16' keeps KV in the model's "
-            "type)"
-        )
-    return True
+    return is_made_for_fp8_kv(quantization_settings(config))
 
 
 def read_quantization(
@@ -186,12 +156,6 @@ def read_quantization(
 ) -> Quantization:
     """Returns the forms that `quantization_config` describes. Raises UnsupportedModelError for
     settings that are not supported."""
-    method = settings.get("quant_method")
-    if not isinstance(method, str) or method not in _READERS:
-        advice = FOUR_BIT_FLOATS if method in _FOUR_BIT_METHODS else USE_INSTEAD
-        raise UnsupportedModelError(
-            f"quant_method={method!r} is not supported; supported are {', '.join(_READERS)}; "
-            f"{advice}"
-        )
-    groups, is_left = _READERS[method](settings)
+    refuse_method(settings)
+    groups, is_left = _READERS[settings["quant_method"]](settings)
     return Quantization(groups, is_left, names, has_files)

@@ -8,16 +8,14 @@ from typing import Any, Literal
 
 from milepost.errors import UnsupportedModelError
 from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
+from milepost.models.quantised import FOUR_BIT_FLOATS, USE_INSTEAD, mapping_of
 from milepost.models.quantization.rules import (
-    FOUR_BIT_FLOATS,
-    USE_INSTEAD,
     Group,
     LowPrecision,
     Rule,
     RuleSet,
     any_of,
     group_size_of,
-    mapping_of,
     want,
     want_known,
     want_nothing,

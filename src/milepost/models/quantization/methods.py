@@ -8,9 +8,8 @@ from typing import Any
 
 from milepost.errors import UnsupportedModelError
 from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
+from milepost.models.quantised import FOUR_BIT_FLOATS, USE_INSTEAD, mapping_of
 from milepost.models.quantization.rules import (
-    FOUR_BIT_FLOATS,
-    USE_INSTEAD,
     Expression,
     Group,
     LowPrecision,
@@ -19,7 +18,6 @@ from milepost.models.quantization.rules import (
     below,
     expression,
     group_size_of,
-    mapping_of,
     want,
     want_known,
     want_nothing,

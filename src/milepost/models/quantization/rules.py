@@ -19,13 +19,6 @@ from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
 Rule = Callable[[str], bool]
 LowPrecision = Fp4Precision | Fp8Precision | Int4Precision
 
-USE_INSTEAD = (
-    "use the model's FP8 or 4-bit integer checkpoint, or its raw one with quantization='fp8'"
-)
-FOUR_BIT_FLOATS = (
-    "of 4-bit floats NVFP4 is read as ModelOpt and compressed-tensors write it, MXFP4 as "
-    f"compressed-tensors does; {USE_INSTEAD}"
-)
 _MATCH_S = 1.0
 """Time limit for one expression and one path: thousands of times what a real one takes."""
 NOTHING = (None, False, "", 0, [], {})
@@ -64,15 +57,6 @@ def want_nothing(settings: Mapping[str, Any], *names: str, where: str) -> None:
 def want_known(settings: Mapping[str, Any], known: Container[str], *, where: str) -> None:
     """Refuses settings that nothing here reads, if their values mean anything."""
     want_nothing(settings, *(name for name in settings if name not in known), where=where)
-
-
-def mapping_of(value: Any, what: str) -> Mapping[str, Any]:
-    """Returns nested settings; empty if there are none."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise UnsupportedModelError(f"quantization_config: {what}={value!r} is no mapping")
-    return value
 
 
 def group_size_of(settings: Mapping[str, Any], default: int | None, *, where: str) -> int:

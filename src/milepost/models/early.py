@@ -1,0 +1,118 @@
+"""Refuses what `config.json` alone makes certain, before torch and transformers are imported: they
+take seconds.
+
+The rules are those of the full check, which follows (`engine/assembly/setup.py`); this module only
+finds the settings that they are about where a file has them under the usual names. Whatever it does
+not find, aliases and overrides among it, is left to that check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from milepost.config import EngineConfig
+from milepost.errors import ConfigError
+from milepost.layers.positions import stretched
+from milepost.models.bounds import refuse_sizes
+from milepost.models.files import read_object, reading
+from milepost.models.folder import EMBEDDED_MODEL, find_folder
+from milepost.models.model_types import declared_types, unknown_type
+from milepost.models.quantised import is_made_for_fp8_kv, refuse_asked, refuse_method
+from milepost.parallel import Ranks
+
+
+def refuse_early(config: EngineConfig) -> None:
+    """Raises what the engine would refuse this configuration for, if that is certain by now. Reads
+    `config.json`, and loads nothing from the hub."""
+    folder = _local_folder(config)
+    if folder is None:
+        return
+    path = folder / "config.json"
+    raw = read_object(path)
+    with reading(path):
+        if raw.get("model_type") not in declared_types():
+            raise unknown_type(raw.get("model_type"), declared_types())
+    text = raw.get("text_config") or raw
+    if config.overrides or not isinstance(text, Mapping):
+        return
+    with reading(path):
+        refuse_sizes(text)
+    _refuse_length(text, config.max_model_len)
+    quantised = _quantization(folder, raw, text)
+    if quantised is not None and config.kv_cache_dtype == "auto":
+        is_made_for_fp8_kv(quantised)
+    if quantised is not None:
+        with reading("config.json" if config.tensor_parallel_size == 1 else folder):
+            refuse_asked(quantised, config.quantization)
+            if quantised:
+                refuse_method(quantised)
+    _refuse_split(text, Ranks(size=config.tensor_parallel_size))
+
+
+def check_length(asked: int | None, limit: int) -> None:
+    """Raises ConfigError for a length that the model's positions do not reach."""
+    if asked is not None and asked > limit:
+        raise ConfigError(
+            f"max_model_len={asked}: the model's own limit is {limit} positions; lower it, or "
+            "stretch them with hf_overrides, as the model's card says"
+        )
+
+
+def _local_folder(config: EngineConfig) -> Path | None:
+    """Returns the folder with the model's `config.json`; None if it is still to be downloaded.
+    Raises ConfigError for a path that leads nowhere."""
+    source = config.model or str(EMBEDDED_MODEL)
+    if Path(source).exists() or source.startswith((".", "~", "/")):
+        return find_folder(source, revision=None, with_weights=False)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(
+            source, "config.json", cache_dir=config.download_dir, revision=config.revision
+        )
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _refuse_length(text: Mapping[str, Any], asked: int | None) -> None:
+    """Checks the length if the file says how positions are scaled in one place, or not at all."""
+    own = text.get("max_position_embeddings")
+    ropes = [text[name] for name in ("rope_parameters", "rope_scaling") if text.get(name)]
+    parameters = ropes[0] if ropes else {}
+    if not isinstance(own, int) or len(ropes) > 1 or not isinstance(parameters, Mapping):
+        return
+    needed = {"yarn": ("original_max_position_embeddings", "factor")}
+    needed |= dict.fromkeys(("linear", "dynamic"), ("factor",))
+    kind = parameters.get("rope_type", "default")
+    if "type" not in parameters and all(name in parameters for name in needed.get(kind, ())):
+        check_length(asked, stretched(parameters, own))
+
+
+def _quantization(
+    folder: Path, raw: Mapping[str, Any], text: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """Returns the checkpoint's settings, empty for a raw one; None if they lie elsewhere."""
+    own = raw.get("quantization_config") or text.get("quantization_config") or {}
+    lies_elsewhere = "compression_config" in raw or (folder / "hf_quant_config.json").exists()
+    return own if isinstance(own, Mapping) and (own or not lies_elsewhere) else None
+
+
+def _refuse_split(text: Mapping[str, Any], ranks: Ranks) -> None:
+    """Checks whether heads can be shared out, for layers which are certainly there."""
+    layers = text.get("layer_types")
+    for layer, names in _HEADS.items():
+        if isinstance(layers, list) and layer in layers:
+            for name in names:
+                if isinstance(text.get(name), int):
+                    ranks.share(text[name], name)
+
+
+_HEADS = {
+    "full_attention": ("num_attention_heads",),
+    "linear_attention": ("linear_num_key_heads", "linear_num_value_heads"),
+}
+"""Settings whose number every rank has an equal part of, by the layers that have them."""
