@@ -20,6 +20,12 @@ if not torch.cuda.is_available():
 TABLES = pytest.StashKey[dict[str, list[tuple[str, ...]]]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--pictures", metavar="FOLDER", help="keep the pictures of the page there (docs/images)"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[TABLES] = {}
 

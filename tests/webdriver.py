@@ -14,6 +14,7 @@ import httpx
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 """The protocol's name for a reference to an element."""
+PATIENCE_S = 20
 ENTER, DOWN, END, HOME = "\ue007", "\ue015", "\ue010", "\ue011"
 
 
@@ -61,9 +62,12 @@ class Browser:
         """Until the function body `test` returns something true, asked again and again."""
         script = (
             f"const done = arguments[0]; const test = () => {{ {test} }};"
-            "const look = () => (test() ? done(true) : setTimeout(look, 20)); look();"
+            f"const end = performance.now() + {1000 * PATIENCE_S};"
+            "const look = () => (test() ? done(true) : performance.now() > end ? done(false)"
+            " : setTimeout(look, 20)); look();"
         )
-        self._post(f"{self._session}/execute/async", {"script": script, "args": []})
+        is_true = self._post(f"{self._session}/execute/async", {"script": script, "args": []})
+        assert is_true, f"not true within {PATIENCE_S} s: {test}"
 
     def type(self, selector: str, keys: str) -> None:
         """Keys to an element."""

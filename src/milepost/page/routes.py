@@ -33,11 +33,11 @@ _TYPES = {
 _FOLDER = Path(__file__).parent / "static"
 
 FILES: Final = {
-    "/" if path.name == "page.html" else f"/ui/{path.name}": path
-    for path in sorted(_FOLDER.iterdir())
+    "/" if path.name == "page.html" else f"/ui/{path.relative_to(_FOLDER).as_posix()}": path
+    for path in sorted(_FOLDER.rglob("*"))
     if path.suffix in _TYPES
 }
-"""Files by path."""
+"""Files by path. Those in `vendor/` are libraries of others; their names hold their versions."""
 
 PATHS: Final = frozenset((*FILES, STATE_PATH))
 """All of the page's paths. An open page asks for one each second."""
@@ -45,11 +45,12 @@ PATHS: Final = frozenset((*FILES, STATE_PATH))
 HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+_VENDOR_HEADERS: Final = {**HEADERS, "cache-control": "max-age=31536000, immutable"}
 
 
 class States:
@@ -78,7 +79,7 @@ def add(app: FastAPI, client: EngineClient) -> None:
     """Adds the page, its files, and its state."""
     states = States(client)
     for path, file in FILES.items():
-        _add_file(app, path, file.read_bytes(), _TYPES[file.suffix])
+        _add_file(app, path, file)
 
     @app.get(STATE_PATH, include_in_schema=False)
     @for_operators
@@ -91,8 +92,11 @@ def add(app: FastAPI, client: EngineClient) -> None:
         return Response(content, media_type="application/json", headers=headers)
 
 
-def _add_file(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
+def _add_file(app: FastAPI, path: str, file: Path) -> None:
+    content = file.read_bytes()
+    headers = _VENDOR_HEADERS if file.parent.name == "vendor" else HEADERS
+
     @app.get(path, include_in_schema=False)
     @for_anyone
-    async def file() -> Response:
-        return Response(content, media_type=media_type, headers=HEADERS)
+    async def read() -> Response:
+        return Response(content, media_type=_TYPES[file.suffix], headers=headers)

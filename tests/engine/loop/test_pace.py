@@ -121,7 +121,7 @@ def test_what_arrives_while_a_step_runs_is_in_the_next_plan(monkeypatch):
         monkeypatch.setattr(loop, "_abort", engine.told.append)
         monkeypatch.setattr(loop, "_step", step)
         monkeypatch.setattr(loop, "_look", lambda: None)
-        monkeypatch.setattr(loop._watch, "note_time", lambda now: None)
+        monkeypatch.setattr(loop._watch, "note_time", lambda _: None)
         loop.run()
         loop.close()
     assert engine.told == [1, 2, 3, "step"]

@@ -34,7 +34,7 @@ export async function* complete(body, signal) {
   const response = await ask("v1/chat/completions", {
     method: "POST",
     headers: { "content-type": "application/json" },
-    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } }),
     signal,
   });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -1,150 +1,220 @@
 // The chat: a conversation that is sent whole with each turn, and what the cache gave for it.
 
 import { complete } from "./api.mjs";
-import { fillBar, find, make, say } from "./dom.mjs";
-import { REASONS, brief, count, losses, plural, wait } from "./words.mjs";
+import { showChats, startChats } from "./chats.mjs";
+import { giveBack, showFault, startComposer, useComposer } from "./composer.mjs";
+import { find, make } from "./dom.mjs";
+import { Reply } from "./reply.mjs";
+import { maxModelLen, requestFields } from "./settings.mjs";
+import { getChat, putChat } from "./store.mjs";
+import { add, get, messagesOf, nameOf, newChat, path, remove, show } from "./tree.mjs";
+import { Answer, drawTurn, openEditor } from "./turns.mjs";
+
+const OPEN = "milepost-chat";
+const NEAR_PX = 60;
 
 const turns = find("#turns");
-const question = find("#question");
-const stop = find("#stop");
-const send = find("#send");
+const system = find("#system");
 
-let history = [];
+let chat = newChat("");
 let running = null;
+let isFollowing = true;
+let followedTo = 0;
+let onRefused = () => {};
 
-export function startChat(onRefused) {
-  find("#ask").addEventListener("submit", (event) => {
-    event.preventDefault();
-    const text = question.value.trim();
-    if (!text || running) return;
-    question.value = "";
-    answer(text, onRefused);
+export async function startChat(whenRefused) {
+  onRefused = whenRefused;
+  startComposer({ onSend: ask, onStop: () => running?.abort() });
+  find("#new-chat").addEventListener("click", () => begin());
+  system.addEventListener("input", () => {
+    chat.system = system.value;
   });
-  question.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-    event.preventDefault();
-    find("#ask").requestSubmit();
+  turns.addEventListener("scroll", () => {
+    isFollowing = turns.scrollHeight - turns.scrollTop - turns.clientHeight < NEAR_PX;
   });
-  stop.addEventListener("click", () => running?.abort());
-  find("#new-chat").addEventListener("click", () => {
-    running?.abort();
-    begin();
-  });
+  const last = sessionStorage.getItem(OPEN) ?? "";
+  startChats({ current: () => chat, open, renamed, dropped });
+  begin();
+  const kept = await getChat(last).catch(() => null);
+  if (kept && !chat.messages.length) open(kept);
+}
+
+// --- which chat ---------------------------------------------------------------------------------
+
+function begin() {
+  const id = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
+  open({ ...newChat(id), system: system.value });
+  find("#question").focus({ preventScroll: true });
+}
+
+function open(wanted) {
+  running?.abort();
+  chat = wanted;
+  system.value = chat.system;
+  sessionStorage.setItem(OPEN, chat.id);
+  showFault("");
+  draw();
+  for (const opener of document.querySelectorAll("#chat-list [aria-current]")) opener.removeAttribute("aria-current");
+  showChats();
+}
+
+function renamed(id, name) {
+  if (chat.id === id) chat.name = name;
+}
+
+function dropped(ids) {
+  if (!ids.includes(chat.id)) return;
+  chat = newChat("");
   begin();
 }
 
-function begin() {
-  history = [];
+function draw() {
+  const shown = path(chat);
   const hint = make("li", "empty", "Ask something, then ask again in the same chat: from the second turn on, what was said before comes from the cache.");
-  turns.replaceChildren(hint);
-  question.focus({ preventScroll: true });
+  turns.replaceChildren(...(shown.length ? shown.map((message) => drawTurn(chat, message, act)) : [hint]));
+  isFollowing = true;
+  followedTo = 0;
+  follow();
 }
 
-function addTurn(who) {
-  turns.querySelector(".empty")?.remove();
-  const turn = turns.appendChild(make("li"));
-  turn.append(make("div", "who", who));
-  return turn;
+// Scrolls to the end, unless somebody has scrolled away from it since.
+function follow() {
+  const end = turns.scrollHeight - turns.clientHeight;
+  isFollowing &&= turns.scrollTop > Math.min(followedTo, end) - NEAR_PX;
+  if (!isFollowing) return;
+  turns.scrollTop = end;
+  followedTo = end;
 }
 
-function body() {
-  const system = find("#system").value.trim();
-  const messages = system ? [{ role: "system", content: system }, ...history] : history;
-  const request = { messages };
-  for (const [id, field] of [["#temperature", "temperature"], ["#max-tokens", "max_tokens"]]) {
-    if (find(id).value !== "") request[field] = Number(find(id).value);
-  }
-  return request;
+async function keep(kept) {
+  if (!kept.messages.length || !kept.id) return;
+  kept.at = Date.now();
+  await putChat(kept, nameOf(kept)).then(showChats, () => showFault("This browser has no room to keep the chat."));
 }
 
-async function answer(text, onRefused) {
-  addTurn("You").append(make("div", "said", text));
-  history.push({ role: "user", content: text });
-  const turn = addTurn("Model");
-  const reply = new Reply(turn);
-  running = new AbortController();
-  setBusy(true);
-  const mine = history;
+// --- what a person does -------------------------------------------------------------------------
+
+// Sends a new message. If nothing comes of it, it goes back where it was typed.
+function ask(content) {
+  const leaf = chat.leaf;
+  const asked = add(chat, leaf, { role: "user", content });
+  answer(asked, { undo: (mine) => { remove(mine, asked, leaf); giveBack(content); } });
+}
+
+const act = {
+  maxModelLen,
+  isLast: (message) => message.id === chat.leaf,
+
+  show(message) {
+    if (running) return;
+    show(chat, message);
+    draw();
+    keep(chat);
+  },
+
+  edit(message, text) {
+    if (running) return;
+    const leaf = chat.leaf;
+    const content = typeof message.content === "string" ? text : [...message.content.filter(({ type }) => type !== "text"), { type: "text", text }];
+    const asked = add(chat, message.parent, { role: "user", content });
+    answer(asked, { undo: (mine) => { remove(mine, asked, leaf); editAgain(message, text); } });
+  },
+
+  again(message) {
+    if (running) return;
+    const leaf = chat.leaf;
+    answer(get(chat, message.parent), { undo: (mine) => { mine.leaf = leaf; } });
+  },
+
+  // Goes on with an answer that was cut.
+  resume(message) {
+    if (running) return;
+    const { report } = message;
+    answer(message, { resumed: message, undo: () => { message.report = report; } });
+  },
+
+  answerCalls(message, results) {
+    if (running) return;
+    const leaf = chat.leaf;
+    const told = [];
+    message.calls.forEach(({ id, name }, place) => {
+      told.push(add(chat, chat.leaf, { role: "tool", name, callId: id, content: results[place] }));
+    });
+    answer(told.at(-1), { undo: (mine) => { for (const one of told.reverse()) remove(mine, one, leaf); } });
+  },
+};
+
+function editAgain(message, text) {
+  queueMicrotask(() => {
+    const element = turns.querySelector(`[data-id="${message.id}"]`);
+    if (element) openEditor(element, text, act, message);
+  });
+}
+
+// --- an answer ----------------------------------------------------------------------------------
+
+// Asks for what follows a message, or for the rest of `resumed`. `undo` takes back what led to it.
+async function answer(parent, { resumed = null, undo }) {
+  const mine = chat;
+  showFault("");
+  let body;
   try {
-    for await (const event of complete(body(), running.signal)) reply.take(event);
+    body = { ...requestFields(), messages: messagesOf(mine, parent.id) };
+  } catch (error) {
+    undo(mine);
+    showFault(error.message);
+    return draw();
+  }
+  if (resumed) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
+  const message = resumed ?? add(mine, parent.id, { role: "assistant", content: "", reasoning: "", calls: [] });
+  delete message.report;
+  const length = message.content.length;
+  draw();
+  turns.lastElementChild.remove();
+  const shown = new Answer(mine, message, act, follow);
+  turns.append(shown.element);
+  follow();
+  const controller = new AbortController();
+  running = controller;
+  setBusy(true);
+  const reply = new Reply(message, performance.now());
+  let fault = null;
+  try {
+    for await (const event of complete(body, controller.signal)) {
+      shown.take(reply.take(event, performance.now()));
+      follow();
+    }
     reply.end();
   } catch (error) {
-    if (error.name === "AbortError") reply.end("stopped");
-    else {
-      turn.append(make("div", "gave bad", error.message));
-      onRefused(error);
-    }
+    if (!controller.signal.aborted) fault = error;
+    reply.end(fault ? "ended by an error" : "stopped");
   }
-  // A turn that brought nothing leaves no half exchange behind: the next one would be refused.
-  if (reply.text) mine.push({ role: "assistant", content: reply.text });
-  else mine.pop();
+  // A turn that brought nothing leaves no half exchange: the next one would be refused.
+  const isEmpty = resumed ? message.content.length === length : !reply.hasText;
+  if (isEmpty && (fault || !reply.usage)) {
+    if (!resumed) remove(mine, message);
+    undo(mine);
+  }
+  end(mine, controller, fault);
+}
+
+function end(mine, controller, fault) {
+  keep(mine);
+  if (running !== controller) return;
   running = null;
+  if (mine === chat) {
+    const { scrollTop } = turns;
+    const wasFollowing = isFollowing;
+    draw();
+    if (!wasFollowing) turns.scrollTop = scrollTop;
+  }
   setBusy(false);
+  if (!fault) return;
+  showFault(fault instanceof TypeError ? "The server does not answer." : fault.message);
+  onRefused(fault);
 }
 
 function setBusy(isBusy) {
   turns.setAttribute("aria-busy", String(isBusy));
-  stop.hidden = !isBusy;
-  send.hidden = isBusy;
-  (isBusy ? stop : question).focus({ preventScroll: true });
-}
-
-// One answer as it comes.
-class Reply {
-  constructor(turn) {
-    this.turn = turn;
-    this.text = "";
-    this.began = performance.now();
-    this.first = null;
-    this.last = null;
-    this.usage = null;
-    this.said = turn.appendChild(make("div", "said"));
-  }
-
-  take(event) {
-    if (event.usage) this.usage = event.usage;
-    const delta = event.choices?.[0]?.delta ?? {};
-    const thought = delta.reasoning_content ?? "";
-    const said = delta.content ?? "";
-    if (!thought && !said) return;
-    this.last = performance.now();
-    this.first ??= this.last;
-    const follows = turns.scrollHeight - turns.scrollTop - turns.clientHeight < 40;
-    if (thought) this.thoughts().append(thought);
-    if (said) {
-      this.text += said;
-      this.said.append(said);
-    }
-    if (follows) turns.scrollTop = turns.scrollHeight;
-  }
-
-  thoughts() {
-    if (!this.thought) {
-      const box = make("details");
-      box.append(make("summary", "", "Reasoning"));
-      this.thought = box.appendChild(make("div", "thought"));
-      this.turn.insertBefore(box, this.said);
-    }
-    return this.thought;
-  }
-
-  end(note = "") {
-    const parts = [];
-    if (note) parts.push(note);
-    if (this.usage) {
-      const details = this.usage.prompt_tokens_details;
-      const [cached, whole] = [details.cached_tokens, this.usage.prompt_tokens];
-      const bar = this.turn.appendChild(make("div", "bar"));
-      const lost = details.lost_tokens ?? {};
-      fillBar(bar, REASONS.map(([reason]) => [reason, reason === "reused" ? cached : lost[reason] ?? 0]), whole);
-      parts.push(`${count(cached)} of ${plural(whole, "prompt token")} cached`);
-      if (cached < whole) parts.push(`computed: ${losses(lost)}`);
-    }
-    if (this.first !== null) parts.push(`first token ${wait(this.first - this.began)}`);
-    const tokens = this.usage?.completion_tokens ?? 0;
-    if (tokens > 1) parts.push(`${brief((1000 * (tokens - 1)) / Math.max(this.last - this.first, 1))} tokens/s`);
-    const gave = this.turn.appendChild(make("div", "gave"));
-    say(gave, parts.join(" · "));
-    turns.scrollTop = turns.scrollHeight;
-  }
+  useComposer(isBusy);
 }

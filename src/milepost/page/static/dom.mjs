@@ -1,4 +1,4 @@
-// Elements are made here and filled with text alone: what a model or a person wrote is never markup.
+// Elements are made here and filled with text alone. Only markdown.mjs makes elements of a text.
 
 export const find = (selector) => document.querySelector(selector);
 
@@ -28,4 +28,35 @@ export function fillBar(bar, parts, whole) {
     piece.style.width = `${whole ? (100 * size) / whole : 0}%`;
   });
   while (bar.children.length > parts.length) bar.lastChild.remove();
+}
+
+const SAID_MS = 1500;
+
+// A button that copies what `text` returns.
+export function copyButton(text, label = "Copy") {
+  const button = make("button", "quiet", "Copy");
+  button.type = "button";
+  button.setAttribute("aria-label", label);
+  button.addEventListener("click", async () => {
+    say(button, (await copy(text())) ? "Copied" : "Not copied");
+    setTimeout(() => say(button, "Copy"), SAID_MS);
+  });
+  return button;
+}
+
+// Pages that came over plain HTTP from elsewhere have no clipboard, but a field to copy from.
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const field = document.body.appendChild(make("textarea", "hidden"));
+    const focused = document.activeElement;
+    field.value = text;
+    field.select();
+    const isCopied = document.execCommand("copy");
+    field.remove();
+    focused?.focus();
+    return isCopied;
+  }
 }

@@ -5,11 +5,13 @@ import { startChat } from "./chat.mjs";
 import { find, say } from "./dom.mjs";
 import { showFigures, showMemory, showPrompts, startFigures } from "./figures.mjs";
 import { goToPrompt, showMap, startMap, takeColours } from "./map.mjs";
+import { showModels, startSettings } from "./settings.mjs";
 import { bytes } from "./words.mjs";
 
 const EVERY_MS = 1000;
 const AFTER_ERROR_MS = 4000;
 const THEME = "milepost-theme";
+const BESIDE = "milepost-beside";
 
 let isLocked = false;
 let lastState = null;
@@ -45,6 +47,17 @@ function startPanes() {
       takeColours();
     });
   }
+  find("#beside").addEventListener("click", () => {
+    setBeside(document.body.dataset.beside !== "true");
+    localStorage.setItem(BESIDE, document.body.dataset.beside);
+  });
+  setBeside(localStorage.getItem(BESIDE) !== "false");
+}
+
+function setBeside(isShown) {
+  document.body.dataset.beside = String(isShown);
+  say(find("#beside"), isShown ? "Hide cache" : "Show cache");
+  takeColours();
 }
 
 // --- the key ------------------------------------------------------------------------------------
@@ -65,7 +78,7 @@ function startKey() {
     if (dialog.returnValue !== "save") return;
     useKey(find("#key").value.trim());
     isLocked = false;
-    showModel();
+    askModels();
     refresh();
   });
 }
@@ -108,10 +121,10 @@ function show(state) {
   document.documentElement.dataset.drawn = `${state.tree.runs.length} runs in ${ms.toFixed(1)} ms`;
 }
 
-async function showModel() {
+async function askModels() {
   const { data } = await getJson("v1/models").catch(() => ({ data: [] }));
   if (!data.length) return;
-  say(find("#model"), data[0].id);
+  showModels(data);
   document.title = `${data[0].id} · Milepost`;
 }
 
@@ -131,6 +144,7 @@ startMap();
 startTheme();
 startPanes();
 startKey();
+startSettings();
 startChat(onRefused);
-showModel();
+askModels();
 keepLooking();
