@@ -202,11 +202,3 @@ def test_the_documented_policy_of_ones_own_runs_as_printed(monkeypatch, capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:7]]
     assert [row[:2] for row in rows[2::3]] == [["shallow-first", "2.0"], ["shallow-first", "4.0"]]
     assert float(rows[2][2]) not in (0.0, float(rows[1][2]))
-
-
-def test_the_documented_run_prints_what_the_page_says(monkeypatch):
-    (block,) = re.findall(r"^```\n\$ milepost simulate (.*?)^```", PAGE.read_text(), re.S | re.M)
-    line, *said = block.splitlines()
-    monkeypatch.chdir(ROOT)
-    status, table, _ = simulate(*line.split())
-    assert (status, [row.rstrip() for row in table.splitlines()]) == (0, said)
