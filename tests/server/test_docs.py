@@ -1,6 +1,5 @@
 """What the documents say of the server is so."""
 
-import json
 import re
 from pathlib import Path
 
