@@ -116,6 +116,8 @@ def attend(
         num_decodes = own.stop
     if rows.prefills:
         parts.append(prefill(query[num_decodes:], kv, rows.prefills, scale, size))
+    if not parts:  # a step that only folds accepted tokens
+        return query.new_empty(0, query.shape[1] * (size or query.shape[-1]))
     attended = parts[0] if len(parts) == 1 else torch.cat(parts)
     flat = attended.flatten(1)
     return flat if gate is None else flat.mul_(gate.sigmoid())
