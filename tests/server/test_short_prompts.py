@@ -17,7 +17,7 @@ from milepost.server.generation import Generation
 from tests.server.inprocess import INFO, service
 
 
-class Answers:
+class ShortAnswers:
     """One answer of one step, with a cache report."""
 
     def __init__(self, report):
@@ -52,7 +52,7 @@ def said(caplog, monkeypatch):
 
 def test_an_answer_to_a_short_prompt_says_so_in_the_log_once(said, monkeypatch):
     async def ask(num_tokens):
-        monkeypatch.setattr(own, "submit", lambda *_, **__: Answers(report(num_tokens)))
+        monkeypatch.setattr(own, "submit", lambda *_, **__: ShortAnswers(report(num_tokens)))
         scope = {"milepost.record": {}, "milepost.arrival": 0.0}
         prompts = [Prompt(token_ids=[5] * num_tokens)]
         options = {"scope": scope, "priority": 0, "field": "prompt"}
