@@ -95,6 +95,7 @@ SHARED = {
     "kv_transfer_config",
     "kv_transfer_params",
     "pictures",
+    "progress",
     "sampling_params",
     "speculative_config",
     "structured_outputs",

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from milepost.errors import WeightsError
 from milepost.layers.parameters import VALUES
@@ -24,6 +23,7 @@ from milepost.layers.weight_slots import WeightSlot, WeightSlots
 from milepost.models.decoder import Decoder
 from milepost.models.reading import Header, Reader, read_extents, read_header
 from milepost.models.weight_index import INDEX, open_weights, tensor_files
+from milepost.progress import progress
 
 _SHOWN_BYTES = 2**28
 """Size below which no progress is shown, because it is read in a moment."""
@@ -54,6 +54,8 @@ class WeightFiles:
         placements: WeightSlots,
         skipped: Sequence[str] = (),
         device: torch.device | None = None,
+        *,
+        shows_progress: bool = True,
     ) -> None:
         """Stores every tensor as placed, once, from the CPU, or from `device` if one is given.
         Raises WeightsError, naming file and tensor. Shows progress if it takes more than a
@@ -66,7 +68,9 @@ class WeightFiles:
         files = sorted(names)
         total = sum(file.stat().st_size for file in files if file.is_file())
         brings = nullcontext() if device is None else Reader(device)
-        with _progress(total) as note_bytes, brings as reader:
+        is_shown = shows_progress and total >= _SHOWN_BYTES
+        showing = progress("loading weights", total, "bytes", is_shown=is_shown)
+        with showing as note_bytes, brings as reader:
             for file in files:
                 self._read_file(file, names[file], placements, pattern, reader, note_bytes)
 
@@ -156,23 +160,17 @@ def _is_copy(name: str, tensors: safe_open, holder: Path) -> bool:
         return own.flatten().view(torch.uint8).equal(other.flatten().view(torch.uint8))
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], object]]:
-    """Shows how many of `total` bytes have been read; yields the function to report them to."""
-    if total < _SHOWN_BYTES:
-        yield lambda _: None
-        return
-    words = "loading weights"
-    with tqdm(total=total, desc=words, unit="B", unit_scale=True, dynamic_ncols=True) as bar:
-        yield bar.update
-
-
 def fill_from_files(model: Decoder, files: WeightFiles, skipped: Sequence[str]) -> None:
     """Fills `model` from the checkpoint's files, skipping tensors whose names begin with one of the
     patterns `skipped`. Raises WeightsError."""
     with torch.no_grad():
         device, others = model.embedding.device, (*skipped, *model.elsewhere)
-        files.read_into(model.placements(), others, device if device.type == "cuda" else None)
+        files.read_into(
+            model.placements(),
+            others,
+            device if device.type == "cuda" else None,
+            shows_progress=model.ranks.is_first,
+        )
 
 
 def _refuse_unplaced(file: Path, name: str, tensors: safe_open, placements: WeightSlots) -> None:

@@ -60,6 +60,11 @@ class Ranks:
         """Whether there is only one rank, so that nothing is summed."""
         return self.size == 1
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks for all."""
+        return self.rank == 0
+
     def share(self, count: int, what: str) -> Cut:
         """Returns this rank's equal part of `count` heads, units or ids. Raises ConfigError, naming
         `what`, if `count` cannot be divided."""

@@ -12,18 +12,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import triton
-from tqdm import tqdm
 from triton.runtime.jit import JITFunction
 
 from milepost.errors import KernelError
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.launches import ORDINARY
+from milepost.progress import progress
 
 
 @contextmanager
-def compiling_only(chip: Chip) -> Iterator[None]:
+def compiling_only(chip: Chip, *, shows_progress: bool = True) -> Iterator[None]:
     """Inside, launching a Triton kernel compiles it on another thread and runs nothing; its outputs
-    are undefined. All are compiled when the context ends, with a progress bar.
+    are undefined. All are compiled when the context ends, with a progress bar if `shows_progress`.
 
     Raises KernelError at the end if a kernel does not run on the chip.
     """
@@ -40,11 +40,10 @@ def compiling_only(chip: Chip) -> Iterator[None]:
             yield
         finally:
             JITFunction.run = ORDINARY
-        compiled = as_completed(mode.raw_futures)
-        num_kernels = len(mode.raw_futures)
-        futures = list(
-            tqdm(compiled, desc="compiling kernels", total=num_kernels, dynamic_ncols=True)
-        )
+        futures = list(mode.raw_futures)
+        with progress("compiling kernels", len(futures), is_shown=shows_progress) as note:
+            for _ in as_completed(futures):
+                note(1)
     complaints = sorted({complaint for future in futures if (complaint := _complain(future, chip))})
     if complaints:
         raise KernelError("; ".join(complaints))

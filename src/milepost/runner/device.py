@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from milepost.images import ImageSettings
 from milepost.kernels.layout.batch import Batch, Operation
@@ -25,6 +24,7 @@ from milepost.kernels.sampling import argmax
 from milepost.layers.context import Context, PictureRows, StepArrays
 from milepost.layers.parts import Layer
 from milepost.models.decoder import Decoder
+from milepost.progress import over
 from milepost.runner import arrays
 from milepost.runner.arrays import Capacity, Geometry
 from milepost.runner.choice import Drafts, choice_of
@@ -209,7 +209,7 @@ class DeviceExecutor:
         from milepost.runner.compiling import compiling_only
 
         layers = self.model.one_of_each_kind()
-        with compiling_only(probe(self._pools.device)):
+        with compiling_only(probe(self._pools.device), shows_progress=self.model.ranks.is_first):
             for capacity in capacities:
                 self._run(capacity, self._padding(capacity), layers=layers)
             self._sampler.rehearse(self.model.dtype)
@@ -217,7 +217,7 @@ class DeviceExecutor:
     @as_made
     def capture(self, capacities: Sequence[Capacity]) -> None:
         """Record graphs of these steps, with a progress bar."""
-        for capacity in tqdm(capacities, desc="capturing CUDA graphs", dynamic_ncols=True):
+        for capacity in over(capacities, "capturing graphs", is_shown=self.model.ranks.is_first):
             run = partial(self._run, capacity, self._padding(capacity))
             is_cut = self._pieces.cut(capacity)
             self._graphs.capture(capacity, run if is_cut else lambda _, run=run: run())
