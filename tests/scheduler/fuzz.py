@@ -36,6 +36,7 @@ from milepost.cache.tree import (
     grid_of,
 )
 from milepost.errors import InvalidRequestError
+from milepost.scheduler.canonical import Canonical
 from milepost.scheduler.plans import SequencePlan, StepPlan, StepResult
 from milepost.scheduler.request import FinishReason, Request
 from milepost.scheduler.scheduler import Scheduler
@@ -172,6 +173,7 @@ class Fuzz:
             max_num_batched_tokens=budget,
             num_lookahead_tokens=num_ahead,
         )
+        self.canonical = Canonical(self.scheduler)
         self.runner = WatchfulRunner(self.scheduler, self.cache, pages_each)
         apart = random.Random(-1 - seed)
         self.source: OracleSource | None = None
@@ -259,6 +261,7 @@ class Fuzz:
         if rng.random() < 0.2:
             request.stop_token_ids = frozenset({rng.randrange(VOCAB_SIZE)})
             request.min_tokens = rng.choice([0, 3])
+        self.canonical.give_way()
         try:
             self.scheduler.add(request)
         except InvalidRequestError:
@@ -272,7 +275,7 @@ class Fuzz:
 
     def step(self) -> None:
         """One step; most often with the one behind it, if it is known."""
-        if not self.scheduler.has_work:
+        if not self.scheduler.has_work and not self.canonical.begin():
             return
         if self.under_way is None:
             self.propose()

@@ -6,8 +6,9 @@ import pytest
 
 from milepost.cache import Cache, Lost
 from milepost.cache.tree import Chain
+from milepost.scheduler.canonical import Canonical
 from milepost.scheduler.scheduler import Scheduler
-from tests.fakes import FakeRunner, Loop, cold_answer, make_request, run_all
+from tests.fakes import FakeRunner, Loop, cold_answer, make_request, run_all, step
 from tests.scheduler import fuzz
 
 GRID = 64
@@ -23,12 +24,21 @@ class Engine:
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
         )
+        self.canonical = Canonical(self.scheduler)
         self.runner = FakeRunner(self.scheduler, page_size=page_size, bitwise=GRID)
 
     def add(self, prompt, max_tokens=4):
         request = make_request(self.cache, "r", prompt, max_tokens=max_tokens)
         self.scheduler.add(request)
         return request
+
+    def rest(self):
+        """Returns how many answers were canonicalized."""
+        num = 0
+        while self.canonical.begin():
+            run_all(self.scheduler, self.runner)
+            num += 1
+        return num
 
     def answer(self, prompt, max_tokens=4):
         request = self.add(prompt, max_tokens)
@@ -54,6 +64,40 @@ def test_an_answer_is_reused_once_a_prompt_has_held_it():
     assert second.report.reused == 64
     assert second.report.lost[Lost.NOT_CANONICAL] >= 100
     assert engine.answer(chat).report.reused == 192
+
+
+def test_an_idle_engine_canonicalizes_answers():
+    engine, prompt = Engine(), [1] * 100
+    first = engine.answer(prompt, max_tokens=100)
+    assert engine.rest() == 1
+    chat = [*prompt, *first.output_token_ids, *[2] * 20]
+    report = engine.answer(chat).report
+    assert report.reused == 192
+    assert Lost.NOT_CANONICAL not in report.lost
+    assert engine.cache.stats.queries == 100 + 220, "nobody asked for the other one"
+    assert engine.rest() == 0, "its answer ends before the next grid position"
+
+
+def test_canonicalizing_gives_way_and_goes_on_later():
+    engine, prompt = Engine(num_pages=256, budget=64, max_num_seqs=1), [1] * 100
+    first = engine.answer(prompt, max_tokens=300)
+    assert engine.canonical.begin()
+    for _ in range(3):
+        step(engine.scheduler, engine.runner)
+    engine.canonical.give_way()
+    other = engine.answer([3] * 70)
+    assert other.report.reused == 0
+    before = engine.scheduler.stats.prefill_tokens
+    assert engine.rest() == 1
+    assert engine.scheduler.stats.prefill_tokens - before < 384 - 2 * 64
+    report = engine.answer([*prompt, *first.output_token_ids]).report
+    assert report.reused == 384
+
+
+def test_an_answer_that_finds_no_room_is_computed_once():
+    engine = Engine(num_slots=1)
+    engine.answer([1] * 100, max_tokens=100)
+    assert engine.rest() == 1
 
 
 def test_a_request_that_lost_its_place_computes_its_answer_by_decodes_again():

@@ -42,7 +42,7 @@ class Queue:
         """Its prompt is hashed first, which takes longest and may be interrupted."""
         index = self._index(request)
         request.reservation = self._memory.expect(
-            request.chain, index, first_time=request.report is None
+            request.chain, index, first_time=request.report is None and request.max_tokens > 0
         )
         self._requests.insert(index, request)
 

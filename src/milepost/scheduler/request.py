@@ -35,7 +35,7 @@ class Request:
     id: str
     chain: Chain
     max_tokens: int
-    """Most tokens of the answer; at least 1."""
+    """Most tokens of the answer; at least 1, or 0 for a request that only computes its prompt."""
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the answer, the model's end-of-sequence tokens among them unless they are
@@ -156,7 +156,12 @@ class Request:
         """Whether the answer may go on after the tokens being sampled."""
         if self.finish_reason is not None:
             return False
-        return self.num_output_tokens + int(self.is_sampling) < self.max_tokens
+        return not self.is_sampling or self.num_output_tokens + 1 < self.max_tokens
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it only computes its prompt, and has done so."""
+        return not self.max_tokens and self.num_computed_tokens == self.num_tokens
 
     @property
     def holds_seat(self) -> bool:

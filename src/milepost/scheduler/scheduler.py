@@ -241,6 +241,8 @@ class Scheduler:
                 tokens = run[:num_tokens]
                 request.extend(tokens)
             self._commit(request, sequence, result)
+            if request.is_computed and not was_over:
+                reason = FinishReason.LENGTH
             if reason is not None:
                 self._requests.end(request, reason)
             elif was_over and not request.is_in_flight:

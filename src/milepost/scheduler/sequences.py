@@ -28,7 +28,7 @@ def plan_sequence(
     start = allocation.planned
     end = start + num_tokens
     is_ahead = num_tokens > 0 and start == request.num_tokens
-    samples = num_tokens > 0 and end >= request.num_tokens
+    samples = num_tokens > 0 and end >= request.num_tokens and request.max_tokens > 0
     tokens = b"" if is_ahead else chain.token_bytes(start, end)
     if num_drafts:
         tokens += array("I", request.drafts[:num_drafts]).tobytes()

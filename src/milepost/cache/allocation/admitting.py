@@ -56,9 +56,9 @@ class Admitter:
 
     def _begin(self, match: Match, reservation: Reservation | None, *, is_first: bool) -> End:
         """Where the request's path will end; a preempted one's return is no news of its path."""
-        if not is_first:
-            return End(position=len(match.path.chain), time=self._score.clock)
         end = reservation.end if reservation is not None else None
+        if not is_first:
+            return end or End(position=len(match.path.chain), time=self._score.clock)
         if end is None:
             end = self._score.arrive(match.path.chain, match.path.nodes, match.num_seen)
         self._score.begin(end)

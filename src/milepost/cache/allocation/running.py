@@ -253,7 +253,7 @@ class Running:
         if is_ready and allocation.path and kind is not Kind.PREEMPTED:
             self._reclaimer.score.ended(allocation.end, allocation.path[-1], allocation.committed)
         if self._config.bitwise and self._config.enabled and kind is not Kind.PREEMPTED:
-            self._tree.note_answer(allocation.chain, allocation.committed // self._page_size)
+            self._tree.note_answer(allocation.chain, allocation.end)
         is_kept = self._config.enabled and allocation.state_length <= allocation.chain.shared_end
         if kind is not None and is_kept and is_ready and self._slots_each:
             self._publisher.publish_state(

@@ -8,7 +8,7 @@ a loop; a path may be 100,000 nodes deep.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from milepost.cache.plans import PageMove
@@ -16,6 +16,8 @@ from milepost.cache.tree.chain import Chain
 from milepost.cache.tree.links import follow, link, unlink
 from milepost.cache.tree.nodes import NO_CHECKPOINTS, NO_PAGE, Checkpoint, End, Node
 from milepost.cache.tree.outbox import Outbox
+
+MAX_ANSWERS = 256
 
 
 class Tree:
@@ -38,8 +40,10 @@ class Tree:
         self.changed: list[object] = []
         self.roots: dict[bytes, Node] = {}
         self._history: OrderedDict[bytes, None] = OrderedDict()
-        self._answers: OrderedDict[bytes, None] = OrderedDict()
+        self._answered: OrderedDict[bytes, None] = OrderedDict()
         """Pages of requests that are over, which were not shared."""
+        self.answers: deque[tuple[Chain, End]] = deque(maxlen=MAX_ANSWERS)
+        """Those requests, the newest last, for whoever computes their answers again as prompts."""
         self._max_history = max_history
 
     def deepest(self, chain: Chain) -> Node | None:
@@ -92,10 +96,10 @@ class Tree:
             parent = node
         self.leaves[parent.page] = parent
         self.changed.append(parent)
-        if self._history or self._answers:
+        if self._history or self._answered:
             for node in run:
                 self._history.pop(node.digest, None)
-                self._answers.pop(node.digest, None)
+                self._answered.pop(node.digest, None)
         self.outbox.pages_came(run)
         return run
 
@@ -187,28 +191,30 @@ class Tree:
             return depth  # most often: deeper ones need no digests yet
         return bisect_left(chain.digests(num_full), True, lo=depth, key=is_new)
 
-    def note_answer(self, chain: Chain, num_pages: int) -> None:
-        """Remember the first `num_pages` pages of a request that is over, which has not shared them
-        all."""
-        for digest in chain.digests(num_pages)[chain.num_pages : num_pages]:
+    def note_answer(self, chain: Chain, end: End) -> None:
+        """Remember the pages of a request that is over, which has not shared them all."""
+        num_full = len(chain) // chain.page_size
+        for digest in chain.digests(num_full)[chain.num_pages : num_full]:
             if digest not in self.nodes:
-                self._answers[digest] = None
-                self._answers.move_to_end(digest)
-        while len(self._answers) > self._max_history:
-            self._answers.popitem(last=False)
+                self._answered[digest] = None
+                self._answered.move_to_end(digest)
+        while len(self._answered) > self._max_history:
+            self._answered.popitem(last=False)
+        self.answers.append((chain, end))
 
     def num_answered(self, chain: Chain, depth: int) -> int:
         """Number of leading pages that were computed, if only for an answer; the first `depth` are
         known."""
         num_full = len(chain) // chain.page_size
-        if self._answers:
-            while depth < num_full and chain.digests(depth + 1)[depth] in self._answers:
+        if self._answered:
+            while depth < num_full and chain.digests(depth + 1)[depth] in self._answered:
                 depth += 1
         return depth
 
     def forget_history(self) -> None:
         self._history.clear()
-        self._answers.clear()
+        self._answered.clear()
+        self.answers.clear()
 
     def _let_go_of_tail(self, checkpoint: Checkpoint, page: int) -> None:
         sharing = self.at_tail[page]

@@ -29,6 +29,7 @@ from milepost.engine.text import TokenTexts
 from milepost.engine.validation import Limits, validate
 from milepost.errors import QueueWaitError
 from milepost.sampling_params import SamplingParams
+from milepost.scheduler.canonical import Canonical
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import FinishReason
 
@@ -63,6 +64,7 @@ class Engine:
         self._team = parts.team
         self.off_device = open_off_device(config, parts, self._enter)
         self._trace = TraceRecorder(config.record_trace) if config.record_trace else None
+        self._canonical = Canonical(self.scheduler)
         self._latch = FailureLatch(parts.team)
         self.pipeline = StepPipeline(config, parts, self._completions, self.off_device, self._latch)
         self._is_stuck = False
@@ -153,6 +155,7 @@ class Engine:
 
     def _enter(self, group: RequestGroup, completion: Completion) -> None:
         """Has the scheduler serve the request of a completion."""
+        self._canonical.give_way()
         self.scheduler.add(completion.request)
         self._completions.add(group, completion)
 
@@ -246,7 +249,11 @@ class Engine:
     def do_idle_work(self) -> bool:
         """Does what is due while nothing runs. Returns whether there will be more soon."""
         has_more = [not self.has_work and part.do_idle_work() for part in self.off_device]
-        return any(has_more)
+        return (not self.has_work and self._canonical.begin()) or any(has_more)
+
+    def _end_idle_work(self) -> None:
+        self._canonical.give_way()
+        self.pipeline.settle()
 
     def flush(self) -> None:
         """Waits until all stores are done, if nothing runs."""
@@ -256,6 +263,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets everything cached. Returns False while requests are running."""
+        self._end_idle_work()
         self.poll()
         is_done = self.scheduler.cache.reset()
         if is_done:
@@ -267,6 +275,7 @@ class Engine:
     def release_cache(self) -> bool:
         """Forgets everything cached and returns its memory to the system, as far as
         `Pools.release` can. Returns False while requests are running or waiting."""
+        self._end_idle_work()
         is_done = not self.has_work and self.reset_prefix_cache()
         if is_done:
             self.runner.release()

@@ -1,0 +1,62 @@
+"""Canonicalises answers: computes them again as prompts, while nothing else is to be done.
+
+In the bitwise mode what decodes leave is not shared (see cache/README.md). A chat's next turn would
+compute the answer once more; an engine that is idle does so in the meantime. One answer at a time,
+the newest first. Whoever arrives goes first, and what has been computed by then stays cached.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from milepost.cache import Cache, Chain
+from milepost.cache.placement import floor
+from milepost.scheduler.request import FinishReason, Request
+from milepost.scheduler.scheduler import Scheduler
+
+
+class Canonical:
+    """Has `scheduler` compute the answers that the cache remembers; in the default mode none."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._latest: Request | None = None
+        """The request that it queued last."""
+
+    def begin(self) -> bool:
+        """Queue the newest answer that is not shared yet, if nothing else is to be done; False if
+        there is none.
+        """
+        if self._scheduler.has_work:
+            return False
+        cache = self._scheduler.outside.cache
+        while cache.tree.answers:
+            chain, end = cache.tree.answers.pop()
+            if self._latest is not None and chain is self._latest.chain:
+                continue  # complete; there may have been no room to keep it
+            whole = _whole(cache, chain)
+            if whole.shared_end > cache.match(whole).state_length:
+                request = self._latest = Request(
+                    id="canonical",
+                    chain=whole,
+                    max_tokens=0,
+                    priority=sys.maxsize,
+                    is_bitwise=True,
+                )
+                self._scheduler.add(request)
+                assert request.reservation is not None
+                request.reservation.end = end
+                return True
+        return False
+
+    def give_way(self) -> None:
+        """End what is being computed; it waits again if it is not complete."""
+        request = self._latest
+        if request is not None and self._scheduler.finish(request, FinishReason.ABORT):
+            self._latest = None
+
+
+def _whole(cache: Cache, chain: Chain) -> Chain:
+    """A prompt and its answer as a prompt, up to one token past the last position to be shared: so
+    a match may resume there."""
+    return cache.chain(chain.tokens[: floor(len(chain), cache.grid) + 1], chain.salt)
