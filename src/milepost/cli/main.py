@@ -26,6 +26,7 @@ from milepost.cli.generate import StreamingEngine, generate_command
 from milepost.cli.kernels import kernels_command
 from milepost.cli.run_batch import run_batch_command
 from milepost.cli.serve import Serve, forget_stdout, run_server, serve_command
+from milepost.cli.verify import verify_command
 from milepost.cli.vllm_flags import translated, with_environment
 from milepost.config import EngineConfig
 from milepost.errors import MilepostError
@@ -95,6 +96,7 @@ def build_app(
     app.command(annex_command("simulate", screen))
     app.command(annex_command("bench", screen))
     app.command(kernels_command(screen))
+    app.command(verify_command(screen))
     return app
 
 

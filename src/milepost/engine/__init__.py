@@ -4,7 +4,7 @@ Five rooms, each used through its `__init__`; a room uses only those above it: `
 `constraints/`, `assembly/`, `loop/`, `processes/`. Beside them stands what all of them use:
 
     Python API                  llm, async_llm, options, vllm_names
-    prompts and outputs         prompts, validation, outputs
+    prompts and outputs         prompts, validation, outputs, bit_checks
     what can be seen            metrics, facts
     what annexes bring          off_device, watcher
     any process of ours         parent, child, ending, heap

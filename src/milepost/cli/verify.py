@@ -1,0 +1,75 @@
+"""`milepost verify`: whether answers agree bit for bit, however they were computed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
+from rich.table import Table
+
+from milepost.cli.display import Screen
+from milepost.cli.flags import Flags, Whole, add_flags, one_model
+from milepost.cli.logs import log_to_stderr
+from milepost.config import EngineConfig
+
+CHECKS = Group("Checks", sort_key=1)
+ENGINE = Flags(
+    config=EngineConfig,
+    group=Group("Engine", sort_key=2),
+    renamed={},
+    defaults={"batch_invariant": True},
+    with_negative=("batch_invariant",),
+)
+COLUMNS = ("way", "from the cache", "tokens", "different", "")
+
+
+def verify_command(screen: Screen) -> Callable[..., int]:
+    """Makes the command, for a terminal."""
+
+    def verify(
+        checkpoint: Annotated[str | None, Parameter(help="The same as --model.")] = None,
+        /,
+        *,
+        num_prompts: Annotated[Whole, Parameter(group=CHECKS, help="Number of prompts.")] = 8,
+        prompt_tokens: Annotated[
+            Whole, Parameter(group=CHECKS, help="Length of the longest prompt.")
+        ] = 700,
+        max_tokens: Annotated[Whole, Parameter(group=CHECKS, help="Length of each answer.")] = 32,
+        verbose: Annotated[
+            bool, Parameter(group=CHECKS, negative=(), help="Log what the engine does.")
+        ] = False,
+        **settings: Any,
+    ) -> int:
+        """Check the bitwise mode: answer drawn prompts alone, behind cache hits, in batches and
+        chunks, with drafts and after a restart, and compare log-probabilities bit for bit.
+
+        Exit status 1 if any differ. `--no-batch-invariant` shows the default mode's differences.
+        """
+        settings["model"] = one_model(checkpoint, settings.get("model"))
+        config = ENGINE.build(settings)
+        log_to_stderr(verbose)
+        # Imported here because torch and the models take seconds to import.
+        from milepost import LLM
+        from milepost.engine.bit_checks import BitChecks, CheckSize
+
+        size = CheckSize(
+            num_prompts=num_prompts, prompt_tokens=prompt_tokens, max_tokens=max_tokens
+        )
+        table = Table(title=f"{config.model or 'the embedded model'}, bit for bit", box=None)
+        for column in COLUMNS:
+            table.add_column(column)
+        num_different = 0
+        screen.loading(config.model)
+        with tempfile.TemporaryDirectory() as directory:
+            checks = BitChecks(config, size, directory, lambda own: LLM(**asdict(own)))
+            for found in checks.run():
+                num_different += found.num_different
+                counts = (found.num_cached, found.num_tokens, found.num_different)
+                table.add_row(found.way, *(f"{count:,}" for count in counts), found.note)
+        screen.reports.print(table)
+        return int(num_different > 0)
+
+    return add_flags(verify, [ENGINE])

@@ -1,0 +1,210 @@
+"""Answers the same prompts in several ways and compares the bits: what `milepost verify` runs.
+
+The ways are those in which a state can come back and a step can differ: hits, batches, chunks,
+preemptions, drafts, a restart. The answers that others are compared with come from a cache that is
+emptied before each prompt, one prompt at a time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from milepost.config import EngineConfig
+from milepost.engine.llm import LLM
+from milepost.engine.outputs import RequestOutput
+from milepost.errors import ConfigError, UnsupportedModelError
+from milepost.sampling_params import SamplingParams
+
+OpenLLM = Callable[[EngineConfig], LLM]
+DRAFTS = {"method": "suffix", "num_speculative_tokens": 3, "adaptive": False}
+NUM_LIKELIEST = 5
+"""Tokens whose log-probabilities are compared, besides the sampled one, at each position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckSize:
+    """How much is compared."""
+
+    num_prompts: int = 8
+    prompt_tokens: int = 700
+    """Length of the longest prompt."""
+    max_tokens: int = 32
+    """Length of each answer."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_prompts", 2), ("prompt_tokens", 130), ("max_tokens", 2)):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"{name}={value}: use {least} or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayResult:
+    """What became of one way of answering the prompts."""
+
+    way: str
+    num_cached: int = 0
+    """Prompt tokens that came from the cache."""
+    num_tokens: int = 0
+    """Tokens that were compared."""
+    num_different: int = 0
+    """Tokens that are others, or whose log-probabilities differ in any bit."""
+    note: str = ""
+
+
+class BitChecks:
+    """Compares the answers of engines of one configuration. `directory` is for what outlives an
+    engine."""
+
+    def __init__(
+        self, config: EngineConfig, size: CheckSize, directory: str, open_llm: OpenLLM
+    ) -> None:
+        self._size = size
+        self._open = open_llm
+        wanted = replace(config, speculative_config=None, disable_log_stats=True)
+        self._config = wanted if wanted.has_tiers else replace(wanted, cache_dir=directory)
+        self._rng = random.Random(size.seed)
+        self._params = [
+            SamplingParams(
+                max_tokens=size.max_tokens,
+                temperature=float(index % 2),
+                seed=index,
+                logprobs=NUM_LIKELIEST,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for index in range(size.num_prompts)
+        ]
+        self._prompts: list[list[int]] = []
+        self._expected: list[RequestOutput] = []
+        self._grid = 0
+
+    def run(self) -> Iterator[WayResult]:
+        """Yields the outcome of each way. Raises what opening an engine raises."""
+        with self._open(self._config) as llm:
+            yield from self._in_one_engine(llm)
+        with self._open(self._config) as llm:
+            yield self._compare("after a restart", self._ask(llm))
+        yield from self._elsewhere("in small chunks and little memory", self._small())
+        yield from self._elsewhere("with drafts", self._unkept(speculative_config=DRAFTS))
+
+    def _in_one_engine(self, llm: LLM) -> Iterator[WayResult]:
+        self._grid = llm.llm_engine.scheduler.cache.grid
+        self._prompts = self._draw(llm)
+        self._expected = self._alone(llm)
+        yield self._compare("alone, with an empty cache", self._expected)
+        llm.reset_prefix_cache()
+        yield self._compare("one after the other", self._one_by_one(llm))
+        yield self._compare("one after the other, again", self._one_by_one(llm))
+        llm.reset_prefix_cache()
+        yield self._compare("all at once", self._ask(llm))
+        yield self._compare("all at once, again", self._ask(llm))
+        self._prompts = [
+            [*each.prompt_token_ids, *each.outputs[0].token_ids, *self._tokens(llm, 20)]
+            for each in self._expected
+        ]
+        next_turns = self._ask(llm)
+        again = self._ask(llm)
+        self._expected = self._alone(llm)
+        yield self._compare("as a chat's next turn", next_turns)
+        yield self._compare("as a chat's next turn, again", again)
+        self._ask(llm)  # for the next engine to find
+
+    def _elsewhere(self, way: str, config: EngineConfig) -> Iterator[WayResult]:
+        """In an engine of its own, unless the model allows none."""
+        try:
+            with self._open(config) as llm:
+                outputs = [*self._ask(llm), *self._ask(llm)]
+                num = llm.llm_engine.scheduler.stats.num_preemptions
+                drafts = llm.llm_engine.scheduler.stats.num_accepted_tokens
+        except UnsupportedModelError as error:
+            yield WayResult(way=way, note=f"left out: {error}")
+            return
+        found = self._compare(way, outputs, [*self._expected, *self._expected])
+        counts = {"preemptions": num, "accepted drafts": drafts}
+        note = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        yield replace(found, note=note)
+
+    # --- engines ----------------------------------------------------------------------------------
+
+    def _unkept(self, **changes: Any) -> EngineConfig:
+        """The configuration without a directory, with these changes."""
+        return replace(self._config, cache_dir=None, **changes)
+
+    def _small(self) -> EngineConfig:
+        """Steps of a chunk, and a memory that holds the longest request twice."""
+        longest = max(map(len, self._prompts)) + self._size.max_tokens
+        num_pages = 2 * -(-longest // self._config.page_size)
+        return self._unkept(
+            max_num_batched_tokens=self._grid + 6,
+            max_num_seqs=6,
+            max_model_len=longest,
+            num_pages=num_pages,
+            num_slots=8,
+            kv_cache_memory_bytes=None,
+            cache_memory="split",
+        )
+
+    # --- prompts and answers ----------------------------------------------------------------------
+
+    def _draw(self, llm: LLM) -> list[list[int]]:
+        """Prompts that share a beginning and end on both sides of the grid."""
+        size, rng = self._size, self._rng
+        room = llm.llm_engine.max_model_len - 2 * size.max_tokens - 20
+        longest = min(size.prompt_tokens, room)
+        if longest < 2 * self._grid + 2:
+            raise ConfigError(
+                f"prompt_tokens={size.prompt_tokens}, max_tokens={size.max_tokens}: a prompt of "
+                f"{longest} tokens is too short to be cut; raise max_model_len or prompt_tokens"
+            )
+        shared = self._tokens(llm, longest // 3)
+        lengths = [rng.randint(len(shared) + 1, longest) for _ in range(size.num_prompts)]
+        on_grid = longest - longest % self._grid
+        lengths[:2] = [on_grid, on_grid + 1 - self._grid]
+        return [[*shared, *self._tokens(llm, length)][:length] for length in lengths]
+
+    def _tokens(self, llm: LLM, num: int) -> list[int]:
+        return self._rng.choices(range(llm.llm_engine.vocab_size), k=num)
+
+    def _alone(self, llm: LLM) -> list[RequestOutput]:
+        outputs = []
+        for prompt, params in zip(self._prompts, self._params, strict=True):
+            llm.reset_prefix_cache()
+            outputs += llm.generate([prompt], params, use_tqdm=False)
+        return outputs
+
+    def _one_by_one(self, llm: LLM) -> list[RequestOutput]:
+        pairs = zip(self._prompts, self._params, strict=True)
+        return [llm.generate([each], params, use_tqdm=False)[0] for each, params in pairs]
+
+    def _ask(self, llm: LLM) -> list[RequestOutput]:
+        return llm.generate(self._prompts, self._params, use_tqdm=False)
+
+    def _compare(
+        self,
+        way: str,
+        outputs: Sequence[RequestOutput],
+        expected: Sequence[RequestOutput] | None = None,
+    ) -> WayResult:
+        pairs = list(zip(outputs, expected or self._expected, strict=True))
+        return WayResult(
+            way=way,
+            num_cached=sum(output.num_cached_tokens for output in outputs),
+            num_tokens=sum(len(output.outputs[0].token_ids) for output in outputs),
+            num_different=sum(num_different(left, right) for left, right in pairs),
+        )
+
+
+def num_different(output: RequestOutput, expected: RequestOutput) -> int:
+    """Returns how many tokens of an answer are others or have other log-probabilities. After a
+    token that is another one all are."""
+    left, right = output.outputs[0], expected.outputs[0]
+    entries = zip(left.logprobs or (), right.logprobs or (), strict=False)
+    wrong = [index for index, (a, b) in enumerate(entries) if a != b]
+    tokens = zip(left.token_ids, right.token_ids, strict=False)
+    parted = next((index for index, (a, b) in enumerate(tokens) if a != b), len(left.token_ids))
+    return sum(index < parted for index in wrong) + len(left.token_ids) - parted
