@@ -326,7 +326,7 @@ class Fuzz:
         if not self.num_drafts:
             return
         for request in self.scheduler.running:
-            if rng.random() < 0.3:
+            if rng.random() < 0.3 or request not in self.answers:
                 continue
             first = request.num_output_tokens
             drafts = [*self.answers[request][first:], *rng.choices(range(VOCAB_SIZE), k=3)]

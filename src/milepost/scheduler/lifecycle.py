@@ -111,10 +111,12 @@ class Lifecycle:
 
     def retire(self, request: Request) -> None:
         """Keep the state where the answer ended, once it has come so far."""
-        assert request.allocation is not None
-        keeps_end = self._cache.mode == "auto"
+        allocation = request.allocation
+        assert allocation is not None
+        is_shared = allocation.committed <= request.chain.shared_end
+        keeps_end = self._cache.mode == "auto" and is_shared
         folding = self._planner.folding
-        if keeps_end and request.allocation.num_unfolded and request not in folding:
+        if keeps_end and allocation.num_unfolded and request not in folding:
             folding[request] = None
             self._admission.pending.leave(request)
             return
