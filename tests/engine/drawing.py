@@ -16,7 +16,8 @@ from milepost.engine.loop.group import RequestGroup
 from milepost.engine.prompts import read_prompt
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import StructuredOutputs
-from tests.engines import num_held
+from milepost.tiers.rates import MeasuredRates
+from tests.engines import num_held, tiering_of
 from tests.invariants import check
 
 MAX_TOKENS = 120
@@ -186,15 +187,16 @@ class Traffic:
             yield asked
 
 
-def differences(asked: Asked, plain: LLM) -> list[str]:
-    """In what the answer is another than the one that a plain engine gives to this alone."""
+def differences(asked: Asked, plain: LLM, tolerance: float = 1e-6) -> list[str]:
+    """In what the answer is another than the one that a plain engine gives to this alone;
+    log-probabilities may be apart by `tolerance`."""
     ids = {"prompt_token_ids": asked.prompt["prompt_token_ids"]}
     (expected,) = plain.generate([ids], asked.params, use_tqdm=False)
     found = asked.job.output()
     pairs = zip(_said(found), _said(expected), strict=True)
     different = [f"{left} is not {right}" for left, right in pairs if left != right]
     for left, right in zip(_likelihoods(found), _likelihoods(expected), strict=True):
-        if left.keys() != right.keys() or any(abs(left[t] - right[t]) > 1e-6 for t in left):
+        if left.keys() != right.keys() or any(abs(left[t] - right[t]) > tolerance for t in left):
             different.append(f"log-probabilities {left} are not {right}")
     return different
 
@@ -207,3 +209,81 @@ def _likelihoods(output: RequestOutput) -> list[dict[int, float]]:
     entries = [entry for each in output.outputs for entry in each.logprobs or ()]
     entries += [entry for entry in output.prompt_logprobs or () if entry]
     return [{token: each.logprob for token, each in entry.items()} for entry in entries]
+
+
+def opened(folder: Path, options: dict[str, Any]) -> LLM:
+    llm = LLM(folder, **options)
+    tiering = tiering_of(llm.llm_engine)
+    if tiering is not None:
+        # Nothing is worth computing.
+        tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+    return llm
+
+
+def end(llm: LLM) -> None:
+    """Nothing is held by anybody once all is over."""
+    engine = llm.llm_engine
+    engine.close()
+    tiering = tiering_of(engine)
+    if tiering is not None:
+        assert not tiering.copier.is_busy
+        assert not engine.scheduler.num_loading
+        assert not tiering.tiers.loads._loads
+        if not tiering.tiers.holdings.disk_rests:
+            tiers = tiering.tiers.host, tiering.tiers.disk
+            assert not any(item.pins for tier in tiers for item in tier)
+
+
+def rest(llm: LLM) -> None:
+    """Nothing is asked for, for as long as there is something to do."""
+    engine = llm.llm_engine
+    while engine.do_idle_work() and engine.has_work:
+        while engine.has_work:
+            engine.step()
+
+
+def run(
+    seed: int,
+    folder: Path,
+    family: str,
+    kept: Path,
+    monkeypatch: Any,
+    *,
+    num_requests: int,
+    **modes: Any,
+) -> list[Asked]:
+    """Some requests, then others that find what is below the device's memory alone. `modes` are
+    options of the plain engine too; in the bitwise mode bits are compared."""
+    rng = random.Random(seed)
+    options = engine_options(rng, family, kept) | modes
+    llm = opened(folder, options)
+    first = Traffic(rng, llm, num_requests=num_requests // 2)
+    asked = first.run()
+    if rng.random() < 0.5:
+        rest(llm)
+    if "cache_dir" in options and rng.random() < 0.7:
+        end(llm)
+        llm = opened(folder, options)
+        if rng.random() < 0.3:  # what has not come at the first look is computed
+            monkeypatch.setattr("milepost.tiers.disk.STALL_S", -1.0)
+    else:
+        assert llm.llm_engine.scheduler.cache.reset()
+    asked += Traffic(rng, llm, num_requests - num_requests // 2, first.known).run()
+    end(llm)
+    monkeypatch.undo()
+    same: dict[str, Any] = {"kv_cache_dtype": options.get("kv_cache_dtype", "auto"), **modes}
+    tolerance = 0.0 if modes.get("batch_invariant") else 1e-6
+    plain = LLM(
+        folder,
+        enable_prefix_caching=False,
+        max_num_seqs=1,
+        num_pages=64,
+        num_slots=4,
+        max_model_len=options["max_model_len"],
+        **same,
+    )
+    for each in asked:
+        wrong = differences(each, plain, tolerance)
+        assert not wrong, f"{options}, {each.prompt}, {each.params}: {wrong}"
+    assert len(asked) > num_requests // 2
+    return asked

@@ -9,6 +9,7 @@ from tests.engines import sample
 
 from milepost.kernels.sampling import reference
 from milepost.runner import sampling
+from milepost.runner.choice import likeliest
 from milepost.runner.sampling import SamplingRow
 from milepost.sampling_params import SamplingParams
 
@@ -269,3 +270,13 @@ def test_of_equal_logits_the_first_is_the_best(dtype):
     assert [token.token_id for token in sample(logits, [row(temperature=0)] * 3)][:2] == [7, 0]
     best = logits.argmax(dim=-1).tolist()
     assert [token.token_id for token in sample(logits, [row(temperature=0)] * 3)] == best
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_equal_log_probabilities_the_lower_id_comes_first(dtype):
+    """However many other rows ask for: the likeliest are a row's own matter."""
+    values = torch.tensor([[-2.0, -1.0, 0.5, -1.0, -torch.inf, 0.5, -1.0, -0.0]], dtype=dtype)
+    for num in range(9):
+        best, ids = likeliest(values, num)
+        assert ids.tolist() == [[2, 5, 7, 1, 3, 6, 0, 4][:num]]
+        assert best.tolist() == values.gather(1, ids).tolist()

@@ -1,8 +1,8 @@
 """Answers the same prompts in several ways and compares the bits: what `milepost verify` runs.
 
 The ways are those in which a state can come back and a step can differ: hits, batches, chunks,
-preemptions, drafts, a restart. The answers that others are compared with come from a cache that is
-emptied before each prompt, one prompt at a time.
+preemptions, drafts, a restart. The answers that others are compared with are to one prompt at a
+time, under a salt of its own, so that nothing comes from the cache.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class BitChecks:
         ]
         self._prompts: list[list[int]] = []
         self._expected: list[RequestOutput] = []
-        self._grid = 0
+        self._grid = self._num_alone = 0
 
     def run(self) -> Iterator[WayResult]:
         """Yields the outcome of each way. Raises what opening an engine raises."""
         with self._open(self._config) as llm:
             yield from self._in_one_engine(llm)
         with self._open(self._config) as llm:
-            yield self._compare("after a restart", self._ask(llm))
+            yield self._compare("after a restart", self._ask(llm, "turns"))
         yield from self._elsewhere("in small chunks and little memory", self._small())
         yield from self._elsewhere("with drafts", self._unkept(speculative_config=DRAFTS))
 
@@ -96,29 +96,25 @@ class BitChecks:
         self._grid = llm.llm_engine.scheduler.cache.grid
         self._prompts = self._draw(llm)
         self._expected = self._alone(llm)
-        yield self._compare("alone, with an empty cache", self._expected)
-        llm.reset_prefix_cache()
-        yield self._compare("one after the other", self._one_by_one(llm))
-        yield self._compare("one after the other, again", self._one_by_one(llm))
-        llm.reset_prefix_cache()
-        yield self._compare("all at once", self._ask(llm))
-        yield self._compare("all at once, again", self._ask(llm))
+        yield self._compare("alone", self._expected)
+        yield self._compare("one after the other", self._one_by_one(llm, "one"))
+        yield self._compare("one after the other, again", self._one_by_one(llm, "one"))
+        yield self._compare("all at once", self._ask(llm, "turns"))
+        yield self._compare("all at once, again", self._ask(llm, "turns"))
         self._prompts = [
             [*each.prompt_token_ids, *each.outputs[0].token_ids, *self._tokens(llm, 20)]
             for each in self._expected
         ]
-        next_turns = self._ask(llm)
-        again = self._ask(llm)
+        next_turns = self._ask(llm, "turns")
         self._expected = self._alone(llm)
         yield self._compare("as a chat's next turn", next_turns)
-        yield self._compare("as a chat's next turn, again", again)
-        self._ask(llm)  # for the next engine to find
+        yield self._compare("as a chat's next turn, again", self._ask(llm, "turns"))
 
     def _elsewhere(self, way: str, config: EngineConfig) -> Iterator[WayResult]:
         """In an engine of its own, unless the model allows none."""
         try:
             with self._open(config) as llm:
-                outputs = [*self._ask(llm), *self._ask(llm)]
+                outputs = [*self._ask(llm, "a"), *self._ask(llm, "a")]
                 num = llm.llm_engine.scheduler.stats.num_preemptions
                 drafts = llm.llm_engine.scheduler.stats.num_accepted_tokens
         except UnsupportedModelError as error:
@@ -136,9 +132,9 @@ class BitChecks:
         return replace(self._config, cache_dir=None, **changes)
 
     def _small(self) -> EngineConfig:
-        """Steps of a chunk, and a memory that holds the longest request twice."""
+        """Steps of a chunk, and a memory in which few requests have room."""
         longest = max(map(len, self._prompts)) + self._size.max_tokens
-        num_pages = 2 * -(-longest // self._config.page_size)
+        num_pages = -(-3 * longest // (2 * self._config.page_size)) + 1
         return self._unkept(
             max_num_batched_tokens=self._grid + 6,
             max_num_seqs=6,
@@ -171,18 +167,25 @@ class BitChecks:
         return self._rng.choices(range(llm.llm_engine.vocab_size), k=num)
 
     def _alone(self, llm: LLM) -> list[RequestOutput]:
-        outputs = []
-        for prompt, params in zip(self._prompts, self._params, strict=True):
-            llm.reset_prefix_cache()
-            outputs += llm.generate([prompt], params, use_tqdm=False)
-        return outputs
+        self._num_alone += 1
+        salts = [f"alone {self._num_alone} {index}" for index in range(len(self._prompts))]
+        return self._one_by_one(llm, *salts)
 
-    def _one_by_one(self, llm: LLM) -> list[RequestOutput]:
-        pairs = zip(self._prompts, self._params, strict=True)
+    def _one_by_one(self, llm: LLM, *salts: str) -> list[RequestOutput]:
+        prompts = self._salted(*salts)
+        pairs = zip(prompts, self._params, strict=True)
         return [llm.generate([each], params, use_tqdm=False)[0] for each, params in pairs]
 
-    def _ask(self, llm: LLM) -> list[RequestOutput]:
-        return llm.generate(self._prompts, self._params, use_tqdm=False)
+    def _ask(self, llm: LLM, salt: str) -> list[RequestOutput]:
+        return llm.generate(self._salted(salt), self._params, use_tqdm=False)
+
+    def _salted(self, *salts: str) -> list[dict[str, Any]]:
+        """The prompts under these salts, or all under one."""
+        given = salts if len(salts) > 1 else salts * len(self._prompts)
+        return [
+            {"prompt_token_ids": prompt, "cache_salt": salt}
+            for prompt, salt in zip(self._prompts, given, strict=True)
+        ]
 
     def _compare(
         self,

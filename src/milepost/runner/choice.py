@@ -138,6 +138,23 @@ class Likelihoods:
             tokens[r] = SampledToken(tokens[r].token_id, own, top, rank)
 
 
+def likeliest(logprobs: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Returns the `num` largest values of each row and their ids, best first. Of equal values that
+    of the lower id comes first, whatever is asked for in other rows."""
+    if not num:
+        return logprobs[:, :0], logprobs[:, :0].long()
+    if logprobs.dtype != torch.float32:
+        values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
+        return values[:, :num], ids[:, :num]
+    bits = logprobs.view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as numbers are
+    last = logprobs.shape[1] - 1
+    places = last - torch.arange(last + 1, device=logprobs.device)
+    keys = (ordered.long() << 32) | places
+    ids = last - (keys.topk(num, dim=-1).values & 0xFFFFFFFF)
+    return logprobs.gather(1, ids), ids
+
+
 def _measure(
     token_ids: Tensor, logits: Tensor, params: Sequence[SamplingParams]
 ) -> Likelihoods | None:
@@ -148,12 +165,12 @@ def _measure(
     index = tensor_beside(wanted, torch.int64, logits)
     logprobs = full(logits[index]).log_softmax(dim=-1)
     own = logprobs.gather(1, token_ids[index, None])
-    best = logprobs.topk(min(max(counts), logits.shape[1]), dim=-1)
+    best, best_ids = likeliest(logprobs, min(max(counts), logits.shape[1]))
     return Likelihoods(
         rows=wanted,
         counts=counts,
         own=own[:, 0],
         ranks=(logprobs > own).sum(dim=-1) + 1,
-        best=best.values,
-        best_ids=best.indices,
+        best=best,
+        best_ids=best_ids,
     )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from milepost.runner.choice import SampledToken, full
+from milepost.runner.choice import SampledToken, full, likeliest
 from milepost.scheduler.plans import PromptScoring, StepPlan
 
 PIECE_ROWS = 128
@@ -63,8 +63,8 @@ def _score(
         logprobs = full(logits).log_softmax(dim=-1)
         own = logprobs.gather(1, torch.tensor(piece, device=logits.device)[:, None])
         ranks = (logprobs > own).sum(dim=-1) + 1
-        best = logprobs.topk(scoring.num_top, dim=-1)
-        columns = (own[:, 0], ranks, best.indices, best.values)
+        best, best_ids = likeliest(logprobs, scoring.num_top)
+        columns = (own[:, 0], ranks, best_ids, best)
         rows = zip(piece, *(column.tolist() for column in columns), strict=True)
         for token_id, logprob, rank, ids, values in rows:
             yield SampledToken(token_id, logprob, dict(zip(ids, values, strict=True)), rank)
