@@ -27,5 +27,7 @@ class Facts:
     """Captured steps."""
     kv_dtype: str = ""
     """Dtype of keys and values, if it is not `dtype`."""
+    fingerprint: str = ""
+    """Names the bitwise mode and what its bits depend on; empty in the default mode."""
     model_type: str = ""
     """Model type of the configuration."""

@@ -144,6 +144,7 @@ class _ChatWriter:
             "object": kind,
             "created": self._created,
             "model": self._model,
+            **self._service.fingerprint,
         }
 
     def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:

@@ -121,6 +121,7 @@ class _CompletionWriter:
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
+            **service.fingerprint,
         }
         self._offsets = [0] * generation.num_choices
         self._begun: set[int] = set()

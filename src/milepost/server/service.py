@@ -106,6 +106,12 @@ class Service:
         """The token that closes the reasoning, if a single token does."""
         return None if self.reasoning_tokens is None else self.reasoning_tokens.closes
 
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """The field of responses that names the bitwise mode, if it is on."""
+        found = self.client.info.facts.fingerprint
+        return {"system_fingerprint": found} if found else {}
+
     def _check_template_defaults(self) -> None:
         """Raises ConfigError for variables that the chat template does not read."""
         try:
