@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter
 from rich.table import Table
 
+import milepost
 from milepost.cli.display import Screen
 from milepost.cli.flags import Flags, Whole, add_flags, one_model
 from milepost.cli.logs import log_to_stderr
@@ -43,7 +44,7 @@ def verify_command(screen: Screen) -> Callable[..., int]:
         ] = False,
         **settings: Any,
     ) -> int:
-        """Check the bitwise mode: answer drawn prompts alone, behind cache hits, in batches and
+        """Check the bitwise mode: answer drawn prompts alone, after cache hits, in batches and
         chunks, with drafts and after a restart, and compare log-probabilities bit for bit.
 
         Exit status 1 if any differ. `--no-batch-invariant` shows the default mode's differences.
@@ -52,7 +53,6 @@ def verify_command(screen: Screen) -> Callable[..., int]:
         config = ENGINE.build(settings)
         log_to_stderr(verbose)
         # Imported here because torch and the models take seconds to import.
-        from milepost import LLM
         from milepost.engine.bit_checks import BitChecks, CheckSize
 
         size = CheckSize(
@@ -64,7 +64,7 @@ def verify_command(screen: Screen) -> Callable[..., int]:
         num_different = 0
         screen.loading(config.model)
         with tempfile.TemporaryDirectory() as directory:
-            checks = BitChecks(config, size, directory, lambda own: LLM(**asdict(own)))
+            checks = BitChecks(config, size, directory, lambda own: milepost.LLM(**asdict(own)))
             for found in checks.run():
                 num_different += found.num_different
                 counts = (found.num_cached, found.num_tokens, found.num_different)

@@ -44,7 +44,7 @@ class CheckSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayResult:
-    """What became of one way of answering the prompts."""
+    """The outcome of one way of answering the prompts."""
 
     way: str
     num_cached: int = 0
