@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 
@@ -34,7 +36,7 @@ def test_commands(chat_session):
         [("system", "Be brief."), ("user", "two")],
         [("user", "three")],
     ]
-    assert "/nonsense is unknown: use /help, /system, /reset or /quit" in chat_session.err
+    assert "/nonsense is unknown: use /help, /reset, /system, /set, /stats" in chat_session.err
     assert "/system TEXT" in chat_session.err
 
 
@@ -94,3 +96,91 @@ def test_a_turn_that_is_refused_is_taken_back(chat_session):
 
 def test_without_a_tokenizer(chat_session):
     assert chat_session.run("chat", "--skip-tokenizer-init", stdin="a\n") == 2
+
+
+def params(session):
+    return [given for _, given in session.requests]
+
+
+def test_sampling_parameters_are_set_shown_and_taken_back(chat_session):
+    chat_session.sampling_defaults = {"temperature": 0.6}
+    said = (
+        'one\n/set temperature 0.7\n/set stop ["x", "y"]\n/set --top-k 40\ntwo\n/set\n'
+        "/set temperature\n/set temperature default\nthree\n/set top_k default\n"
+        "/set stop default\n"
+    )
+    assert chat_session.run("chat", "--top-p", "0.9", stdin=said) == 0
+    first, second, third = params(chat_session)
+    assert (first.temperature, first.top_p, first.top_k) == (0.6, 0.9, 0)
+    assert (second.temperature, second.stop, second.top_k) == (0.7, ("x", "y"), 40)
+    assert (third.temperature, third.top_k) == (0.6, 40)
+    assert "set: top_p 0.9, temperature 0.7, stop ['x', 'y'], top_k 40" in chat_session.err
+    assert "temperature is 0.7: 0 takes the likeliest token" in chat_session.err
+    assert chat_session.err.endswith("set: top_p 0.9\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/set temperature hot", "temperature='hot'"),
+        ("/set temperature -1", "temperature=-1"),
+        ("/set heat 1", "/set heat: use one of temperature, top_p"),
+        ("/set n 2", "/set n: use one of"),
+        ("/save", "/save: name a file"),
+        ("/save here.md", "/save here.md: nothing was said"),
+        ("/stats", "nothing was answered in this conversation"),
+    ],
+)
+def test_a_command_that_cannot_be_obeyed_says_why_and_changes_nothing(chat_session, line, said):
+    assert chat_session.run("chat", stdin=f"{line}\none\n") == 0
+    assert said in chat_session.err
+    (given,) = params(chat_session)
+    assert given.temperature == 1.0
+
+
+def test_stats_are_of_the_turns_of_this_conversation(chat_session):
+    chat_session.run("chat", stdin="a b c d\n/reset\none two three four five\n/stats\n")
+    table = chat_session.err[chat_session.err.index("from cache  ") :]
+    assert "one two three four five" in table
+    assert "a b c d" not in table
+    assert "0 of 5 prompt tokens" in table
+    assert "5 tokens answered in " in table
+
+
+def test_a_conversation_is_saved(chat_session, tmp_path):
+    path, page = tmp_path / "talk.json", tmp_path / "talk.md"
+    said = f"/system Be brief.\n/set seed 3\none\n/save {path}\ntwo\n/save {path}\n/save {page}\n"
+    assert chat_session.run("chat", stdin=said) == 0
+    saved = json.loads(path.read_text())
+    assert saved == {
+        "model": "the embedded model",
+        "seed": 3,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "ONE"},
+            {"role": "user", "content": "two"},
+            {"role": "assistant", "content": "TWO"},
+        ],
+    }
+    assert page.read_text().startswith("## System\n\nBe brief.\n\n## You\n\none\n\n## the embedded")
+    assert f"saved 4 messages to {path}" in chat_session.err
+
+
+def test_a_file_that_was_there_before_is_not_overwritten(chat_session, tmp_path):
+    path = tmp_path / "talk.md"
+    path.write_text("mine")
+    missing = tmp_path / "nowhere" / "talk.md"
+    chat_session.run("chat", stdin=f"one\n/save {path}\n/save {missing}\n")
+    assert path.read_text() == "mine"
+    assert f"/save {path}: it exists; use another name" in chat_session.err
+    assert "talk.md: No such file or directory" in chat_session.err
+
+
+def test_answers_are_markdown_on_a_terminal_and_raw_elsewhere(chat_session, terminal):
+    chat_session.run("chat", stdin="see **this**\n", answers=terminal)
+    assert "**" not in chat_session.out
+    chat_session.run("chat", stdin="see **this**\n")
+    assert chat_session.out == "SEE **THIS**\n"
+    chat_session.run("chat", "--no-markdown", stdin="see **this**\n", answers=type(terminal)())
+    assert chat_session.out == "SEE **THIS**\n"

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from milepost.cli.answers import CONTROLS, AnswerWriter, MarkdownSink, PlainSink
 from milepost.engine.outputs import CacheReport, CompletionOutput, RequestOutput
 from milepost.sampling_params import SamplingParams
 
@@ -24,8 +25,6 @@ _SNIPPET_LEN = 48
 _OTHER_COLUMNS_WIDTH = 54
 """Width of the summary's columns besides the prompt, with the space between them."""
 _LEAST_PROMPT_WIDTH = 12
-_CONTROLS = {code: "\ufffd" for code in range(32) if chr(code) not in "\n\t"} | {127: "\ufffd"}
-"""Control characters, replaced so that an answer cannot control the terminal."""
 
 
 def text_of(answer: CompletionOutput) -> str:
@@ -55,6 +54,8 @@ class Screen:
     answers: TextIO
     reports: Console
     clock: Callable[[], float]
+    is_markdown: bool = False
+    """Whether answers are markdown that is rendered; else they are written as they are."""
 
     @contextmanager
     def waiting(self, message: str) -> Iterator[Callable[[], None]]:
@@ -91,20 +92,30 @@ class Screen:
         start = self.clock()
         first_token_s: float | None = None
         final: RequestOutput | None = None
-        writer = _AnswerWriter(self, visible)
-        with self.waiting("waiting for the first token") as stop_waiting:
-            for final in updates:
-                if first_token_s is None and any(answer.token_ids for answer in final.outputs):
-                    first_token_s = self.clock() - start
-                    stop_waiting()
-                writer.write(final)
+        writer = self._writer(visible)
+        try:
+            with self.waiting("waiting for the first token") as stop_waiting:
+                for final in updates:
+                    if first_token_s is None and any(answer.token_ids for answer in final.outputs):
+                        first_token_s = self.clock() - start
+                        stop_waiting()
+                    writer.write(final)
+        finally:
+            writer.end()
         assert final is not None, "a request has one terminal output"
-        writer.end()
         total_s = self.clock() - start
         first_s = total_s if first_token_s is None else first_token_s
         shown = Shown(label=label, output=final, first_token_s=first_s, total_s=total_s)
         self._report(shown, params)
         return shown
+
+    def _writer(self, visible: Callable[[CompletionOutput], str]) -> AnswerWriter:
+        sink = MarkdownSink if self.is_markdown else PlainSink
+        return AnswerWriter(
+            lambda: sink(self.answers),
+            visible,
+            lambda number: self.reports.print(Text(f"answer {number}", style="dim")),
+        )
 
     def summary(self, requests: list[Shown]) -> None:
         """Show a table of several requests, and the cache's total share."""
@@ -180,50 +191,12 @@ class Screen:
             )
 
     def _line(self, text: Text) -> None:
-        self.reports.print(text, soft_wrap=True)
-
-
-class _AnswerWriter:
-    """Writes the cumulative answers of one request, one after the other, each as it grows."""
-
-    def __init__(self, screen: Screen, visible: Callable[[CompletionOutput], str]) -> None:
-        self._screen = screen
-        self._visible = visible
-        self._safe = screen.answers.isatty()
-        self._index = 0
-        self._num_written = 0
-        self._last = "\n"
-
-    def write(self, output: RequestOutput) -> None:
-        while self._index < len(output.outputs):
-            answer = output.outputs[self._index]
-            self._put(self._visible(answer)[self._num_written :])
-            if not answer.finished or self._index == len(output.outputs) - 1:
-                return
-            self.end()
-            self._index += 1
-            self._num_written = 0
-            self._screen.reports.print(Text(f"answer {self._index + 1}", style="dim"))
-
-    def end(self) -> None:
-        """Move the cursor to the beginning of a line."""
-        if self._last != "\n":
-            self._out("\n")
-
-    def _put(self, text: str) -> None:
-        self._num_written += len(text)
-        if text:
-            self._out(text.translate(_CONTROLS) if self._safe else text)
-
-    def _out(self, text: str) -> None:
-        self._screen.answers.write(text)
-        self._screen.answers.flush()
-        self._last = text[-1]
+        self.reports.print(text, soft_wrap=not self.reports.is_terminal)
 
 
 def snippet(text: str) -> str:
     """Returns the beginning of a text, on one line."""
-    line = " ".join(text[: 4 * _SNIPPET_LEN].split()).translate(_CONTROLS)
+    line = " ".join(text[: 4 * _SNIPPET_LEN].split()).translate(CONTROLS)
     return line if len(line) <= _SNIPPET_LEN else line[: _SNIPPET_LEN - 1] + "…"
 
 
@@ -249,6 +222,9 @@ def ending(answer: CompletionOutput, params: SamplingParams) -> str:
 
 def _counts(shown: Shown) -> tuple[int, int]:
     """Returns the numbers of cached and of all prompt tokens."""
+    report = shown.output.cache_report
+    if report is not None:
+        return report.reused, report.prompt_tokens
     return shown.output.num_cached_tokens, len(shown.output.prompt_token_ids)
 
 
