@@ -44,8 +44,8 @@ class RequestTally:
         """Whether the last output was the first."""
         self.gap_s: float | None = None
         """Seconds between the last output and the one before for the same prompt, if any."""
-        self._last_at: dict[int, float] = {}
-        """Prompt -> time of its last output."""
+        self._last_at: list[float | None] = [None] * len(prompts)
+        """Time of each prompt's last output."""
         self.admitted_at: float | None = None
         self.first_at: float | None = None
 
@@ -63,7 +63,7 @@ class RequestTally:
         self.is_first = self.first_at is None
         if self.first_at is None:
             self.first_at = now
-        before = self._last_at.get(number)
+        before = self._last_at[number]
         self.gap_s = None if before is None else now - before
         self._last_at[number] = now
 
