@@ -105,3 +105,13 @@ def test_drafts_attend_as_the_tokens_that_they_are_would(dtype: torch.dtype) -> 
         theirs = together[[begins[s] + place for s in now]]
         assert relative_error(one, theirs) < (1e-14 if dtype == torch.float64 else 2e-6)
         starts = [start + (s in now) for s, start in enumerate(starts)]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_sequences_that_only_fold_attend_to_nothing(*, batch_invariant: bool) -> None:
+    pool = build_pages(4, 16, 3, 16, torch.float32)
+    parts = [Part(pages=[p], start=5, length=0, slot_in=1, slot_out=1) for p in (1, 2)]
+    batch = build_batch(parts, 16, rows_per_page(pool), len(parts))
+    rows = lay_out(batch, batch_invariant=batch_invariant)
+    query = torch.empty(0, 6, 16)
+    assert attention.attend(query, None, PagedKV(pool), rows, 1.0).shape == (0, 96)
