@@ -154,6 +154,7 @@ class Mamba2(nn.Module):
             norm_eps=self.shapes.norm_eps,
             norm_before_gate=self.shapes.norm_before_gate,
             dt_limit=self.shapes.time_step_limit,
+            batch_invariant=self.kind.batch_invariant,
         )
         mixed = recurrent.mix(
             self.projection(rows, launch_dependents=ctx.decodes),

@@ -152,7 +152,8 @@ def prepare(
         return reference.prepare(*common, kv, layout, num_heads=num_heads)
     from milepost.kernels.attention.portable import prepare
 
-    return prepare.prepare(*common, kv, kv_rows, num_heads=num_heads)
+    how = {"num_heads": num_heads, "batch_invariant": operation.batch_invariant}
+    return prepare.prepare(*common, kv, kv_rows, **how)
 
 
 def store_latents(

@@ -87,13 +87,9 @@ class DecodeLayout:
     arrivals: Array | None
     """[S, G] zeros: programs of a group that have read all they need. The last one resets it, so
     that all layers of a step share it. None where no program waits for others."""
-    batch_invariant: bool = False
-    """Whether one kernel serves any number of sequences."""
 
 
-def lay_out_decodes(
-    num_sequences: int, num_groups: int, *, batch_invariant: bool = False
-) -> DecodeLayout:
+def lay_out_decodes(num_sequences: int, num_groups: int) -> DecodeLayout:
     """Returns the layout; without groups no program waits for others."""
     arrivals = np.zeros((num_sequences, num_groups), np.int32) if num_groups else None
-    return DecodeLayout(arrivals=arrivals, batch_invariant=batch_invariant)
+    return DecodeLayout(arrivals=arrivals)

@@ -42,7 +42,14 @@ from milepost.kernels.recurrent.reference import (
     lay_out_rows,
 )
 from milepost.kernels.recurrent.structures import LayerStates
-from milepost.kernels.recurrent.table import CHUNK, TABLES, MixerPart, Recurrence, needs_arrivals
+from milepost.kernels.recurrent.table import (
+    CHUNK,
+    DECODES,
+    TABLES,
+    MixerPart,
+    Recurrence,
+    needs_arrivals,
+)
 from milepost.kernels.recurrent.weights import (
     GatedDeltaWeights,
     KDAProjected,
@@ -109,16 +116,24 @@ class RecurrentOperation:
         if batch.chip is None:
             define = lay_out_pieces if self.batch_invariant else lay_out_rows
             return define(batch, conv_width=self.conv_width, chunk=self.chunk)
-        # A prefill's kernels would round decodes beside it in their own way.
-        is_mixed = self.batch_invariant and not batch.capacity.decodes
-        if batch.capacity.num_drafts or is_mixed:
+        if batch.capacity.num_drafts or self._steps_by_verifying(batch):
             return lay_out_verifies(batch, self.chunk)
         if batch.capacity.decodes:
             num = batch.capacity.num_sequences
             has_groups = needs_arrivals(self.recurrence, num, batch.chip)
-            num_groups = self.recurrence.num_units if has_groups else 0
-            return lay_out_decodes(num, num_groups, batch_invariant=self.batch_invariant)
+            return lay_out_decodes(num, self.recurrence.num_units if has_groups else 0)
         return chunks.lay_out_step(batch, self.chunk)
+
+    def _steps_by_verifying(self, batch: Batch) -> bool:
+        """Whether decodes run by the kernels that verify, so that all have one rounding: a decode
+        beside a prefill would run by the prefill's kernels, and of those that decode only Hopper's
+        have the bits of those that verify."""
+        if not self.batch_invariant or not batch.capacity.decodes:
+            return self.batch_invariant
+        assert batch.chip is not None, "the reference has rows"
+        part = MixerPart(recurrence=self.recurrence, num=1, batch_invariant=True)
+        choice = DECODES.choose(part, batch.chip)
+        return choice is None or not choice.kernel.is_hopper
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's; KDA's rows of bfloat16 that are

@@ -45,7 +45,7 @@ def mix(
     """See `recurrent.mix`."""
     mixer = describe(projected, weights, states.recurrent)
     if isinstance(layout, DecodeLayout):
-        return _decode(mixer, states, layout, emit)
+        return _decode(mixer, states, layout.arrivals, emit)
     if isinstance(layout, ChunkLayout):
         return _prefill(mixer, states, layout, emit)
     like, many = mixer.inputs.mixed.base, layout.prefills
@@ -75,15 +75,14 @@ def describe(projected: MixerProjections, weights: Weights, recurrent_pool: Tens
     return _RULES[type(weights)](projected, weights, recurrent_pool)
 
 
-def _decode(mixer: Mixer, states: LayerStates, layout: DecodeLayout, emit: Emit) -> Inputs:
+def _decode(mixer: Mixer, states: LayerStates, arrivals: Tensor | None, emit: Emit) -> Inputs:
     num_sequences = len(states.slot_out)
     output = mixer.inputs.mixed.base.new_empty(num_sequences, mixer.sizes.width)
-    is_invariant = layout.batch_invariant
-    kernel = _choose(DECODES, mixer, num_sequences, states, batch_invariant=is_invariant)
+    kernel = _choose(DECODES, mixer, num_sequences, states)
     fp8 = None
     if emit is not Emit.VALUES and Emit.FP8 in kernel.epilogues:
         fp8 = room_for(*output.shape, output, Emit.BOTH)
-    kernel.run(mixer, states.decodes(), output, layout.arrivals, fp8)
+    kernel.run(mixer, states.decodes(), output, arrivals, fp8)
     return handed_on(output, fp8)
 
 
@@ -105,13 +104,7 @@ def _prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout, emit: Emit)
 
 
 def _choose(
-    table: KernelTable[MixerPart],
-    mixer: Mixer,
-    num: int,
-    states: LayerStates,
-    chunk: int = 64,
-    *,
-    batch_invariant: bool = False,
+    table: KernelTable[MixerPart], mixer: Mixer, num: int, states: LayerStates, chunk: int = 64
 ) -> Kernel[MixerPart]:
     sizes, like = mixer.sizes, mixer.inputs.mixed.base
     recurrence = Recurrence(
@@ -128,7 +121,7 @@ def _choose(
         element_bytes=like.element_size(),
         chunk=chunk,
         is_reached=is_reached(states.recurrent),
-        batch_invariant=batch_invariant,
+        batch_invariant=mixer.batch_invariant,
     )
     choice = table.choose(part, probe(like.device))
     assert choice is not None, "kernels for any chip serve all"

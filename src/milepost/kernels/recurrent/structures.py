@@ -214,7 +214,7 @@ class Mixer:
     sizes: MixerSizes
     rule: MixerRule
     rule_of: type[Weights]
-    """The weights' type, which tables know the rule by."""
+    batch_invariant: bool = False
 
 
 class MixerRule(NamedTuple):

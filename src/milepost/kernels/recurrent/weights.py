@@ -64,6 +64,8 @@ class Mamba2Weights:
     norm_before_gate: bool = False
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     """Least and most that a time step may be."""
+    batch_invariant: bool = False
+    """Whether kernels are cut alike for any number of sequences."""
 
 
 Weights = GatedDeltaWeights | KDAWeights | Mamba2Weights

@@ -38,15 +38,18 @@ def prepare(
     kv_rows: Tensor,
     *,
     num_heads: int,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """As `reference.prepare`, with norms of each head or none; `norm_scale` is float32, and
-    `kv_rows` [T] int64 say where each token's key goes, -1 for nowhere."""
+    `kv_rows` [T] int64 say where each token's key goes, -1 for nowhere. With `batch_invariant` as
+    many threads norm a head whatever the number of tokens."""
     check_rows(projected=projected, norm_scale=norm_scale, kv_rows=kv_rows)
     num_tokens = len(projected)
     _, _, page_size, num_kv_heads, head_dim = kv.pool.shape
     cosines, sines = angles or (None, None)
     query = projected.new_empty(num_tokens, num_heads, head_dim)
-    tokens = 1 if num_tokens <= _FEW_TOKENS else _TOKENS_AT_ONCE
+    are_few = num_tokens <= _FEW_TOKENS and not batch_invariant
+    tokens = 1 if are_few else _TOKENS_AT_ONCE
     grid = (cdiv(num_tokens, tokens), num_heads + 2 * num_kv_heads)
     _prepare_kernel[grid](
         ProjectedHeads(projected, projected.stride(0)),

@@ -57,7 +57,8 @@ def run(
     convolve_kernel[(num_sequences, 2 * sizes.units + sizes.heads)](
         *operands, SIZES=sizes, num_warps=1
     )
-    heads, num_warps = _cut(sizes, num_sequences, output.device)
+    num_cut = 1 if mixer.batch_invariant else num_sequences
+    heads, num_warps = _cut(sizes, num_cut, output.device)
     functions = {"OPEN_HEAD": rule.open_head, "STRENGTHS": rule.strengths, "FINISH": rule.finish}
     functions |= {"ADVANCE": rule.advance, "READ": rule.read}
     options = {"HEADS": heads, "num_warps": num_warps, **OVERLAPPED}
