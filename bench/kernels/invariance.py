@@ -21,9 +21,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     out = provenance.ROOT / "out" / "invariance.jsonl"
     parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--forms", nargs="*", choices=FORMS, default=FORMS)
     arguments = parser.parse_args()
     found = []
-    for form in FORMS:
+    for form in arguments.forms:
         surveys = [*(survey_products(form, shape) for shape in SHAPES), survey_experts(form)]
         for row in (row for survey in surveys for row in survey):
             print(json.dumps({"form": form, **row}), flush=True)

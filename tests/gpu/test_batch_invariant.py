@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from milepost import LLM
 from milepost.engine.outputs import CompletionOutput
 from milepost.kernels import norm
 from milepost.kernels.products import Epilogue, multiply_heads
@@ -53,12 +54,13 @@ WIDE = {
     "initializer_range": 0.05,
 }
 """Shapes that all kernels for Hopper serve."""
+DENSE = {name: size for name, size in WIDE.items() if "expert" not in name and "moe" not in name}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts": ("qwen3_next", WIDE, {}),
     "experts in FP8": ("qwen3_next", WIDE, {"quantization": "fp8"}),
-    "dense": ("qwen3_5", WIDE, {}),
-    "dense in FP8": ("qwen3_5", WIDE, {"quantization": "fp8"}),
-    "FP8 pages": ("qwen3_5", WIDE, {"kv_cache_dtype": "fp8"}),
+    "dense": ("qwen3_5", DENSE, {}),
+    "dense in FP8": ("qwen3_5", DENSE, {"quantization": "fp8"}),
+    "FP8 pages": ("qwen3_5", DENSE, {"kv_cache_dtype": "fp8"}),
     "Mamba2": ("nemotron_h", COMMON | FAMILIES["nemotron_h"], {}),
     "KDA": ("kimi_linear", COMMON | FAMILIES["kimi_linear"], {}),
     "short convolutions": ("lfm2_moe", COMMON | FAMILIES["lfm2_moe"], {}),
@@ -144,33 +146,55 @@ def test_decodes_of_the_delta_rule_beside_any_number(num: int) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_depend_on_their_prompts_alone(name: str, tmp_path: Path) -> None:
-    """Alone, and with so few at a time that prompts stand beside answers in most steps."""
-    family, shapes, options = MODELS[name]
-    save_tiny(tmp_path, family, torch.float32, **shapes)
-    slots = {} if family.startswith("lfm2") else {"num_slots": 64}
-    llm = open_llm(
-        tmp_path,
-        device="cuda",
-        dtype="bfloat16",
-        batch_invariant=True,
-        enable_prefix_caching=False,
-        max_model_len=4096,
-        max_num_batched_tokens=8192,
-        max_num_seqs=5,
-        page_size=64,
-        num_pages=512,
-        **(slots | options),
-    )
-    assert isinstance(llm.llm_engine.runner.executor, DeviceExecutor)
+    """Alone and cold; behind hits and cold, with so few at a time that prompts stand beside
+    answers in most steps."""
+    llm = _open(tmp_path, name)
     prompts = [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
     wishes = [sampled(8 + 3 * number) for number in range(len(LENGTHS))]
     alone = [
         ask_all(llm, [prompt], [wish])[0] for prompt, wish in zip(prompts, wishes, strict=True)
     ]
-    together = ask_all(llm, prompts, wishes)
-    pairs = zip(map(_bits, alone), map(_bits, together), strict=True)
-    different = [length for length, (a, b) in zip(LENGTHS, pairs, strict=True) if a != b]
-    assert different == []
+    hits = ask_all(llm, prompts, wishes)
+    llm.reset_prefix_cache()
+    cold = ask_all(llm, prompts, wishes)
+    assert [_differing(alone, others) for others in (hits, cold)] == [[], []]
+
+
+@pytest.mark.parametrize("name", ["experts", "dense in FP8", "Mamba2", "KDA", "portable"])
+def test_drafts_change_no_bit(name: str, tmp_path: Path) -> None:
+    prompts = [tokens(length, seed) * 6 for seed, length in enumerate((9, 20, 33, 50))]
+    wishes = [sampled(40, temperature=0.3)] * len(prompts)
+    plain = ask_all(_open(tmp_path, name), prompts, wishes)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    drafting = ask_all(_open(tmp_path, name, speculative_config=drafts), prompts, wishes)
+    assert _differing(plain, drafting) == []
+
+
+def _open(folder: Path, name: str, **others: Any) -> LLM:
+    family, shapes, options = MODELS[name]
+    if not (folder / "config.json").exists():
+        save_tiny(folder, family, torch.float32, **shapes)
+    slots = {} if family.startswith("lfm2") else {"num_slots": 64}
+    llm = open_llm(
+        folder,
+        device="cuda",
+        dtype="bfloat16",
+        batch_invariant=True,
+        max_model_len=4096,
+        max_num_batched_tokens=8192,
+        max_num_seqs=5,
+        page_size=64,
+        num_pages=512,
+        **(slots | options | others),
+    )
+    assert isinstance(llm.llm_engine.runner.executor, DeviceExecutor)
+    return llm
+
+
+def _differing(expected: list[CompletionOutput], found: list[CompletionOutput]) -> list[int]:
+    """Numbers of the answers whose tokens or log-probabilities differ."""
+    pairs = zip(map(_bits, expected), map(_bits, found), strict=True)
+    return [number for number, (one, other) in enumerate(pairs) if one != other]
 
 
 def _bits(completion: CompletionOutput) -> list[tuple[int, float]]:

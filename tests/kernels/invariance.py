@@ -37,9 +37,9 @@ class Difference(NamedTuple):
     num_different: int
 
 
-def make_weight(form: str, *shape: int, device: str = "cuda") -> Form:
+def make_weight(form: str, *shape: int, device: str = "cuda", batch_invariant: bool = True) -> Form:
     """A weight [O, I], or a stack of them, with one order for any number of rows."""
-    how = {"batch_invariant": True}
+    how = {"batch_invariant": batch_invariant}
     if form == "raw":
         values = torch.randn(*shape, device=device).bfloat16() * shape[-1] ** -0.5
         return Raw(values=values, **how)
@@ -75,7 +75,8 @@ class Routing(NamedTuple):
         return Routing(*own, self.up, self.down)
 
 
-def make_routing(form: str, device: str = "cuda") -> Routing:
+def make_routing(form: str, device: str = "cuda", *, batch_invariant: bool = True) -> Routing:
+    how: dict[str, Any] = {"device": device, "batch_invariant": batch_invariant}
     random = torch.Generator().manual_seed(1)
     chosen = torch.stack(
         [torch.randperm(NUM_EXPERTS, generator=random)[:NUM_CHOSEN] for _ in range(MOST_ROWS)]
@@ -84,8 +85,8 @@ def make_routing(form: str, device: str = "cuda") -> Routing:
         make_rows(MOST_ROWS, HIDDEN).to(device).bfloat16(),
         torch.rand(MOST_ROWS, NUM_CHOSEN, generator=random).to(device).bfloat16(),
         chosen.to(device, torch.int32),
-        make_weight(form, NUM_EXPERTS, 2 * SIZE, HIDDEN, device=device),
-        make_weight(form, NUM_EXPERTS, HIDDEN, SIZE, device=device),
+        make_weight(form, NUM_EXPERTS, 2 * SIZE, HIDDEN, **how),
+        make_weight(form, NUM_EXPERTS, HIDDEN, SIZE, **how),
     )
 
 
@@ -113,12 +114,13 @@ def survey_products(form: str, shape: tuple[int, int]) -> Iterator[dict[str, Any
 
 
 def survey_experts(form: str) -> Iterator[dict[str, Any]]:
-    """As `survey_products`, for experts."""
-    given = make_routing(form)
+    """As `survey_products`, for all kernels of experts."""
+    given = make_routing(form, batch_invariant=False)
     whole = list(_mix_all(given))[-1][1]
     for num in NUM_ROWS:
         for kernel, found in _mix_all(given.of(torch.arange(num, device="cuda"))):
-            yield {"rows": num, "experts": kernel, "other": _count(found, whole[:num])}
+            if found.shape == whole[:num].shape:  # else a token's experts are one sum
+                yield {"rows": num, "experts": kernel, "other": _count(found, whole[:num])}
 
 
 def _mix_all(given: Routing) -> Iterator[tuple[str, Tensor]]:

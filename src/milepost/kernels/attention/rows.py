@@ -78,8 +78,7 @@ def _lay_out_decodes(batch: Batch, first_row: int, is_apart: bool) -> Iterator[D
     owners = np.arange(batch.num_decodes).repeat(lengths)
     ends = batch.starts[owners] + ordinals_of(lengths) + 1
     size = 1 if is_apart else max(1, len(ends))
-    # Sequences that only fold have no tokens, but a step has a result all the same.
-    for first in range(0, max(1, len(ends)), size) if batch.num_decodes else ():
+    for first in range(0, len(ends), size):
         own = slice(first, first + size)
         yield _lay_out_together(batch, first_row, owners[own], ends[own])
 
