@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts in FP8": ("qwen3_next", WIDE, {"quantization": "fp8"}),
     "dense": ("qwen3_5", DENSE, {}),
     "dense in FP8": ("qwen3_5", DENSE, {"quantization": "fp8"}),
-    "FP8 pages": ("qwen3_5", DENSE, {"kv_cache_dtype": "fp8"}),
+    "FP8 pages": ("qwen3_5", DENSE | {"head_dim": 256}, {"kv_cache_dtype": "fp8"}),
     "Mamba2": ("nemotron_h", COMMON | FAMILIES["nemotron_h"], {}),
     "KDA": ("kimi_linear", COMMON | FAMILIES["kimi_linear"], {}),
     "short convolutions": ("lfm2_moe", COMMON | FAMILIES["lfm2_moe"], {}),
