@@ -31,6 +31,8 @@ _REGIMES = (
     (float("inf"), _LARGE, _LARGE),
 )
 """Tiles of both projections, by the most rows of an expert, on average, that they are for."""
+_NARROWEST = 32
+"""Outputs of a tile, at least, if its order must be that of larger ones."""
 _FLOAT32 = Tiles(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
 """Tensor cores do not multiply float32 exactly."""
 
@@ -46,11 +48,22 @@ def _choose_raw(routed: RoutedRows) -> tuple[Tiles, Tiles]:
         # Only the largest tiles have the order of blocks that are larger still.
         rows_each = float("inf") if routed.up.batch_invariant else routed.rows_each
         _, up, down = next(each for each in _REGIMES if rows_each <= each[0])
+        if routed.up.batch_invariant:
+            up = _spread(up, routed.size, routed)
+            down = _spread(down, routed.down.num_outputs, routed)
     up = up.fitted(routed.chip, num_weights=2)
     if not routed.is_gated:
         # As many rows of weights in a tile as of gates and up projections together.
         up = replace(up, block_n=2 * up.block_n)
     return up, _dividing(down, routed.size).fitted(routed.chip)
+
+
+def _spread(tiles: Tiles, num_outputs: int, routed: RoutedRows) -> Tiles:
+    """Returns narrower tiles of the same order for tokens so few that SMs would be left over."""
+    block_n, num_hit = tiles.block_n, min(routed.num_routed, routed.num_experts)
+    while block_n > _NARROWEST and num_hit * num_outputs < routed.chip.num_sms * block_n:
+        block_n //= 2
+    return replace(tiles, block_n=block_n)
 
 
 def _dividing(tiles: Tiles, num_inputs: int) -> Tiles:
