@@ -1,0 +1,26 @@
+"""Two ranks in the bitwise mode: hits and batches have the bits of cold runs on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from milepost.engine.assembly import setup
+from tests.engines import ask, cached, save_tiny, tokens
+from tests.parallel.team import ThreadTeam
+from tests.parallel.test_equality import SIZES
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_have_the_same_bits(dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "Team", ThreadTeam)
+    tiny = save_tiny(tmp_path, "qwen3_next", torch.float32, **SIZES)
+    options = {"batch_invariant": True, "tensor_parallel_size": 2, "dtype": dtype}
+    prompts = [[*tokens(100), *tokens(length, length)] for length in (29, 60, 93, 200)]
+    with tiny.open(max_num_batched_tokens=70, max_num_seqs=6, **options) as llm:
+        alone = [ask(llm, each, cache_salt=str(index))[0] for index, each in enumerate(prompts)]
+        for _ in range(2):
+            together = ask(llm, *prompts, cache_salt="together")
+            for one, other in zip(alone, together, strict=True):
+                assert one.outputs[0].logprobs == other.outputs[0].logprobs
+        assert min(cached(together)) >= 64
