@@ -47,10 +47,5 @@ def facts_of(
         return {**numerics_identity(device), "fused": is_fused}
 
 
-def fingerprint_of(config: EngineConfig, identity: bytes) -> str:
-    """Returns the `system_fingerprint` of responses; empty in the default mode."""
-    return f"bitwise-{identity.hex()}" if config.batch_invariant else ""
-
-
 def _refused(why: str) -> ConfigError:
     return ConfigError(f"batch_invariant: {why}")

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
 from milepost.engine.assembly.auto import device_of, folder_of, load_options_of, runs_ahead
-from milepost.engine.assembly.bitwise import fingerprint_of, refuse_settings
+from milepost.engine.assembly.bitwise import refuse_settings
 from milepost.engine.assembly.drafting import speculation_of
 from milepost.engine.assembly.rank import RankParts, build_rank
 from milepost.engine.assembly.team import Team
@@ -161,7 +161,7 @@ def _facts(config: EngineConfig, folder: Path, own: RankParts) -> Facts:
         cache_bytes=own.sizes.num_bytes(shape),
         is_shared=isinstance(own.sizes, OneMemory),
         num_graphs=own.num_graphs,
-        fingerprint=fingerprint_of(config, own.cache.identity),
+        fingerprint=f"bitwise-{own.cache.identity.hex()}" if config.batch_invariant else "",
         model_type=load_config(folder, config.overrides).model_type,
     )
 
