@@ -18,7 +18,8 @@ def folder(tmp_path_factory):
 
 
 def test_what_another_engine_computed_has_the_same_bits(folder):
-    cold = folder.open(batch_invariant=True, enable_prefix_caching=False, max_num_seqs=1)
+    same = {"enable_prefix_caching": False, "cache_memory": "split", "max_num_seqs": 1}
+    cold = folder.open(batch_invariant=True, **same)
     engines = [open_engine(folder.folder, "socket", batch_invariant=True) for _ in range(2)]
     with running(*engines) as fleet:
         first, second = engines
