@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from milepost.config import EngineConfig
+from milepost.engine.assembly.bitwise import refuse_ranks, refuse_states
+from milepost.engine.assembly.sizing import pool_shape
 from milepost.errors import ConfigError
+from milepost.models import load_model
 from tests.engines import save_tiny
 
 
@@ -50,3 +54,20 @@ def test_settings_that_break_the_promise_are_refused_by_name(gated_delta, option
     with pytest.raises(ConfigError, match=message):
         gated_delta.open(batch_invariant=True, **options)
     gated_delta.open(**options)
+
+
+def test_several_gpus_are_refused():
+    config = EngineConfig(batch_invariant=True, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 on GPUs"):
+        refuse_ranks(config, torch.device("cuda"))
+    refuse_ranks(config, torch.device("cpu"))
+    refuse_ranks(EngineConfig(tensor_parallel_size=2), torch.device("cuda"))
+
+
+def test_heads_without_a_kernel_are_refused_on_a_gpu(tmp_path):
+    model, _ = load_model(save_tiny(tmp_path, "olmo_hybrid", torch.float32).folder)
+    config = EngineConfig(batch_invariant=True)
+    shape = pool_shape(config, model, torch.device("cpu"), None)
+    refuse_states(config, shape, is_fused=False)
+    with pytest.raises(ConfigError, match="heads of 32 by 12 are not supported on a GPU"):
+        refuse_states(config, shape, is_fused=True)

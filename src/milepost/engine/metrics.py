@@ -90,7 +90,8 @@ def _gauges(scheduler: Scheduler) -> Iterator[Metric]:
         request.awaits is not None or request.held_until_s is not None for request in waiting
     )
     gauges: dict[str, float] = {
-        "num_requests_running": len(scheduler.running),
+        # Without the one that canonicalises an answer: nobody asked for it.
+        "num_requests_running": sum(request.max_tokens > 0 for request in scheduler.running),
         "num_requests_waiting": len(waiting),
     }
     for name, pool in (("kv_cache", cache.pages), ("state_cache", cache.slots)):

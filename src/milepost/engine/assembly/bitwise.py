@@ -27,10 +27,29 @@ def refuse_settings(config: EngineConfig) -> None:
         raise _refused("rejection_sample_method='synthetic' accepts drafts at random; leave it out")
 
 
-def refuse_states(config: EngineConfig, shape: PoolShape) -> None:
-    """Raise ConfigError if states are rounded where a prompt happens to be cut."""
+def refuse_ranks(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError for several GPUs: the order of NCCL's sums depends on how much is summed,
+    and those of many rows go through it."""
+    if config.batch_invariant and device.type == "cuda" and config.tensor_parallel_size > 1:
+        raise _refused(
+            f"tensor_parallel_size={config.tensor_parallel_size} on GPUs: their sums have no order "
+            "that is the same for any number of rows; use 1"
+        )
+
+
+def refuse_states(config: EngineConfig, shape: PoolShape, *, is_fused: bool) -> None:
+    """Raise ConfigError if states are rounded where a prompt happens to be cut, or if no kernel
+    decodes beside a prefill as it does without."""
+    if not config.batch_invariant:
+        return
+    odd = {spec.recurrent_shape[1:] for spec in shape.recurrent if not spec.takes_drafts_fused}
+    if odd and is_fused:
+        raise _refused(
+            f"heads of {' by '.join(map(str, min(odd)))} are not supported on a GPU; powers of two "
+            "are"
+        )
     exact = accumulation_dtype(shape.dtype)
-    if config.batch_invariant and shape.recurrent and shape.state_dtype.itemsize < exact.itemsize:
+    if shape.recurrent and shape.state_dtype.itemsize < exact.itemsize:
         name = str(shape.state_dtype).removeprefix("torch.")
         raise _refused(
             f"mamba_ssm_cache_dtype={name!r} rounds states wherever a prompt is cut; use 'auto'"
