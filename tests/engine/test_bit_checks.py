@@ -29,7 +29,8 @@ def folder_of(tmp_path_factory):
     return find
 
 
-def results(folder, directory, size=SIZE, **options):
+def results(folder, directory, last="with drafts", **options):
+    """What becomes of each way up to the `last`."""
     config = EngineConfig(
         model=str(folder), skip_tokenizer_init=True, batch_invariant=True, **options
     )
@@ -39,15 +40,17 @@ def results(folder, directory, size=SIZE, **options):
     def opened(own):
         return LLM(**{name: getattr(own, name) for name in (*names, "dtype")})
 
-    return {found.way: found for found in BitChecks(config, size, str(directory), opened).run()}
+    checks, found = BitChecks(config, SIZE, str(directory), opened).run(), {}
+    for each in checks:
+        found[each.way] = each
+        if each.way == last:
+            break
+    checks.close()
+    return found
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("nemotron_h", "float32"), ("kimi_linear", "bfloat16")],
-)
-def test_every_way_has_the_same_bits(family, dtype, folder_of, tmp_path):
-    found = results(folder_of(family), tmp_path, dtype=dtype)
+def test_every_way_has_the_same_bits(folder_of, tmp_path):
+    found = results(folder_of("nemotron_h"), tmp_path, dtype="bfloat16")
     assert {way: each.num_different for way, each in found.items()} == dict.fromkeys(found, 0)
     assert len(found) == 10
     for way in ("again", "as a chat's next turn", "after a restart", "with drafts"):
@@ -62,7 +65,7 @@ def test_reused_answers_are_found_out(folder_of, tmp_path, monkeypatch):
         return Chain(tokens, cache.page_size, salt, cache.identity)
 
     monkeypatch.setattr(Cache, "chain", chain)
-    found = results(folder_of("qwen3_5"), tmp_path)
+    found = results(folder_of("qwen3_5"), tmp_path, "as a chat's next turn")
     assert found["as a chat's next turn"].num_different
 
 
@@ -70,7 +73,7 @@ def test_another_order_after_a_preemption_is_found_out(folder_of, tmp_path, monk
     """Its answer goes through prefill's kernels, all at once."""
     left = property(lambda request: request.num_tokens - request.allocation.planned or 1)
     monkeypatch.setattr(Request, "num_left", left)
-    found = results(folder_of("qwen3_5"), tmp_path)
+    found = results(folder_of("qwen3_5"), tmp_path, "in small chunks and little memory")
     assert found["in small chunks and little memory"].num_different
 
 
