@@ -34,6 +34,8 @@ class Canonical:
             chain, end = cache.tree.answers.pop()
             if self._latest is not None and chain is self._latest.chain:
                 continue  # complete; there may have been no room to keep it
+            if chain.pictures:
+                continue  # nobody keeps their pixels
             whole = _whole(cache, chain)
             if whole.shared_end > cache.match(whole).state_length:
                 request = self._latest = Request(
