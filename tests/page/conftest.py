@@ -56,9 +56,8 @@ class _Files(BaseHTTPRequestHandler):
         file = routes.FILES.get(self.path)
         content = file.read_bytes() if file else b""
         self.send_response(200 if file else 404)
-        for name, value in routes.HEADERS.items():
+        for name, value in (routes.headers_of(file) if file else {}).items():
             self.send_header(name, value)
-        self.send_header("content-type", routes._TYPES[file.suffix] if file else "text/plain")
         self.send_header("content-length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)

@@ -94,6 +94,23 @@ def test_a_chat_is_deleted_once_a_person_is_sure(chat):
     assert names(page) == []
 
 
+def test_a_chat_that_is_deleted_while_an_answer_comes_stays_deleted(chat):
+    page = chat(stream("one", finish=None))
+    page.type("#question", "a" + ENTER)
+    page.wait("return document.querySelector('.model .said')?.textContent.trim() === 'one'")
+    page.run("import('/ui/chats.mjs').then(({ showChats }) => showChats())")
+    press(page, "#stop")
+    named(page, "a")
+    page.wait("return !document.querySelector('#send').hidden")
+    page.type("#question", "b" + ENTER)
+    page.wait("return document.querySelectorAll('.model').length === 2")
+    press(page, "[aria-label='Delete a']")
+    press(page, "#sure-dialog [value=yes]")
+    page.wait("return !document.querySelector('#send').hidden")
+    named(page)
+    assert said(page) == []
+
+
 def test_no_more_than_two_hundred_chats_are_kept_and_the_oldest_go(chat):
     page = chat(stream("one"))
     page.run(

@@ -89,7 +89,7 @@ def test_code_has_its_language_colours_and_a_copy_button(shown, files):
 
 def test_a_text_that_grows_ends_as_one_that_came_at_once(shown):
     _, whole = shown(SAMPLE)
-    _, grown = shown(*SAMPLE, pauses=True)
+    _, grown = shown(*(SAMPLE[at : at + 4] for at in range(0, len(SAMPLE), 4)), pauses=True)
     assert grown == whole
 
 
@@ -145,13 +145,18 @@ ATTACKS = [
     "<form action='https://example.org'><input name=a></form>",
     "<math><mtext><table><mglyph><style><img src=x onerror='window.hit = 1'>",
     "`<img src=x onerror='window.hit = 1'>`",
+    r"$\href{javascript:window.hit=1}{click}$",
+    r"$\htmlData{a=b}{x} \includegraphics{https://example.org/secret.png}$",
+    "$$ <img src=x onerror='window.hit = 1'> $$",
+    r"$\def\a{\a\a}\a$",
     "|<img src=x onerror='window.hit=1'>|\n|-|\n|<script>window.hit=1</script>|",
 ]
 
 HARMLESS = """
 const answers = [...document.querySelectorAll('#turns .said, #turns .thought')];
 const all = answers.flatMap((said) => [...said.querySelectorAll('*')]);
-return all.filter((e) => e.matches('img, script, style, svg, iframe, form, input, math, object')
+const bad = "img, script, style, svg, iframe, form, input, math *:is(a, img), object";
+return all.filter((e) => e.matches(bad)
   || [...e.attributes].some(({name}) => name.startsWith('on') || name === 'style')
   || (e.matches('a[href]') && !/^(https?|mailto):/.test(e.href))).map((e) => e.outerHTML);
 """
@@ -184,3 +189,31 @@ def test_a_large_block_of_code_is_left_without_colours(shown):
     assert "hljs" not in html
     _, html = shown("```json\n" + json.dumps(list(range(300))) + "\n```")
     assert "hljs" in html
+
+
+MATH = r"""Prices of $5 and $10, and `$x$` in code. In a line $a_1 + b^2$ and \(\frac{1}{2}\).
+
+$$
+\int_0^1 x^2 \, dx = \begin{cases} \frac13 \\ y \end{cases}
+$$
+
+\[ e^{i\pi} = -1 \]
+
+Broken: $\frac{$ and \(\href{javascript:window.hit=1}{x}\) and
+$\text{<img src=x onerror=window.hit=1>}$.
+"""
+
+
+def test_formulas_become_mathml(shown):
+    page, html = shown(MATH)
+    sources = "return [...document.querySelectorAll('.said math')].map((e) => e.textContent)"
+    drawn = page.run(sources)
+    assert drawn[0].replace(" ", "") == "a1+b2"
+    assert len(drawn) == 6, drawn
+    apart = "return document.querySelectorAll('.said math[display=block]').length"
+    assert page.run(apart) == 2
+    assert "Prices of $5 and $10" in html
+    assert "<code>$x$</code>" in html
+    assert "annotation" not in html
+    assert page.run(HARMLESS) == []
+    assert page.run("return window.hit ?? null") is None

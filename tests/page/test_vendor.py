@@ -24,7 +24,7 @@ def test_a_library_is_the_one_that_is_named(name):
     assert sha256(library["file"]) == library["sha256"]
     assert sha256(library["licence_file"]) == library["licence_sha256"]
     assert library["file"] == f"{name}-{library['version']}.mjs"
-    assert library["version"] in (FOLDER / library["file"]).read_text()[:2000]
+    assert library["version"] in (FOLDER / library["file"]).read_text()
     assert library["licence"] in PERMISSIVE
     assert f"{library['package']} {library['version']}" in (ROOT / "NOTICE").read_text()
 

@@ -50,7 +50,6 @@ HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-_VENDOR_HEADERS: Final = {**HEADERS, "cache-control": "max-age=31536000, immutable"}
 
 
 class States:
@@ -92,11 +91,17 @@ def add(app: FastAPI, client: EngineClient) -> None:
         return Response(content, media_type="application/json", headers=headers)
 
 
+def headers_of(file: Path) -> dict[str, str]:
+    """Returns the headers of a file: browsers keep libraries, and ask for our own files again."""
+    is_library = file.parent.name == "vendor"
+    kept = {"cache-control": "max-age=31536000, immutable"} if is_library else {}
+    return {**HEADERS, **kept, "content-type": _TYPES[file.suffix]}
+
+
 def _add_file(app: FastAPI, path: str, file: Path) -> None:
-    content = file.read_bytes()
-    headers = _VENDOR_HEADERS if file.parent.name == "vendor" else HEADERS
+    content, headers = file.read_bytes(), headers_of(file)
 
     @app.get(path, include_in_schema=False)
     @for_anyone
     async def read() -> Response:
-        return Response(content, media_type=_TYPES[file.suffix], headers=headers)
+        return Response(content, headers=headers)

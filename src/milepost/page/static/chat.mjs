@@ -64,7 +64,7 @@ function renamed(id, name) {
 
 function dropped(ids) {
   if (!ids.includes(chat.id)) return;
-  chat = newChat("");
+  chat.id = ""; // what still comes for it is not kept
   begin();
 }
 

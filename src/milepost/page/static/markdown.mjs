@@ -6,14 +6,16 @@ import highlighter from "./vendor/highlight-11.12.0.mjs";
 import { Marked } from "./vendor/marked-18.2.1.mjs";
 
 import { copyButton, make } from "./dom.mjs";
+import { MATH_ATTRIBUTES, MATH_TAGS, mathExtension } from "./math.mjs";
 
 const MOST_HIGHLIGHTED = 60_000;
 const ALLOWED = {
   RETURN_DOM_FRAGMENT: true,
-  ALLOWED_TAGS: ["a", "blockquote", "br", "code", "del", "em", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul"],
-  ALLOWED_ATTR: ["align", "class", "href", "start", "title"],
+  ALLOWED_TAGS: ["a", "blockquote", "br", "code", "del", "em", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul", ...MATH_TAGS],
+  ALLOWED_ATTR: ["align", "class", "href", "start", "title", ...MATH_ATTRIBUTES],
   ALLOWED_URI_REGEXP: /^(?:https?:\/\/|mailto:)/i,
-  ADD_URI_SAFE_ATTR: ["align", "start"],
+  ADD_URI_SAFE_ATTR: ["align", "start", ...MATH_ATTRIBUTES],
+  FORBID_CONTENTS: ["annotation"], // a formula's source, which would be shown as text
   ALLOW_ARIA_ATTR: false,
   ALLOW_DATA_ATTR: false,
 };
@@ -25,6 +27,7 @@ const escape = (text) => text.replace(/[&<>"']/g, (character) => ESCAPES[charact
 const parser = new Marked({
   gfm: true,
   breaks: true,
+  extensions: [mathExtension(escape)],
   renderer: {
     html: ({ raw }) => escape(raw),
     image: ({ href, text }) => `<a href="${escape(href)}">${escape(text || href)}</a>`,
