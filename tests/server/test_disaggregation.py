@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from milepost.server.config import ServerConfig
+from tests.server.collector import collecting
 from tests.server.conftest import post, serving
 from tests.server.inprocess import answered
 
@@ -40,9 +41,17 @@ TEXT = "the quick brown fox jumps over the lazy dog " * 12
 
 
 @pytest.fixture(scope="module")
-def pair(folder):
+def collector():
+    with collecting() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pair(folder, collector):
+    """The second one has traces."""
     flags = ["--kv-transfer-config", json.dumps(CONFIG)]
-    with serving(folder, *flags) as first, serving(folder, *flags) as second:
+    traces = ("--otlp-traces-endpoint", collector.url)
+    with serving(folder, *flags) as first, serving(folder, *flags, *traces) as second:
         yield first, second
 
 
@@ -94,6 +103,23 @@ def test_a_completion_is_prefilled_there_and_decoded_here(pair, server, passing)
     length, cached = reused(got)
     assert cached == length - 1
     assert "kv_transfer_params" not in got.json()
+
+
+def test_a_trace_goes_on_to_the_engine_that_decodes(pair, collector):
+    """With what the router carries, even if it passes on no headers of the client's."""
+    first, second = pair
+    body = {"model": "tiny", "prompt": f"traced {TEXT}", "max_tokens": 4}
+    asked = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
+    short = {**body, "max_tokens": 1, "kv_transfer_params": ASKED}
+    prefilled = post(f"{first.url}/v1/completions", json=short, headers=asked, timeout=60)
+    params = prefilled.json()["kv_transfer_params"]
+    assert params["traceparent"] == asked["traceparent"]
+    long = {**body, "kv_transfer_params": params}
+    headers = {"traceparent": f"00-{'3' * 32}-{'4' * 16}-01"}
+    assert post(f"{second.url}/v1/completions", json=long, headers=headers).status_code == 200
+    found = collector.trace("3" * 32)
+    assert found["llm_request"].links == ["2" * 16]
+    assert found["load"].attributes["milepost.cache.loaded.remote"] > 0
 
 
 def test_each_of_several_prompts_is_prefilled_there(pair, server):

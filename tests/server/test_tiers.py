@@ -6,6 +6,7 @@ import os
 import re
 import signal
 
+from tests.server.collector import collecting
 from tests.server.conftest import get, serving
 from tests.waiting import until
 
@@ -37,6 +38,15 @@ def num_on_disk(server):
     return float(line.rsplit(" ", 1)[1])
 
 
+def spans_of(collector):
+    """The spans of the one request so far: queue, load and prefill follow each other."""
+    until(lambda: any(span.name == "llm_request" for span in collector.spans))
+    found = {span.name: span for span in collector.spans}
+    assert found["queue"].end_ns == found["load"].start_ns
+    assert found["load"].end_ns == found["prefill"].start_ns
+    return collector.spans
+
+
 def vllms_hits(server):
     text = get(f"{server.url}/metrics").text
     (line,) = re.findall(r"(?m)^vllm:prefix_cache_hits_total\S* (\S+)$", text)
@@ -51,10 +61,15 @@ def test_what_was_written_outlives_the_server(folder, tmp_path):
         assert "loaded_tokens" not in details(before)
     num_kept = num_files(tmp_path)
     assert num_kept > 3, "who is told to end writes first what is ready"
-    with serving(folder, *flags) as server:
+    with (
+        collecting() as collector,
+        serving(folder, *flags, "--otlp-traces-endpoint", collector.url) as server,
+    ):
         assert num_on_disk(server) == num_kept
         after = ask(server, fox)
+        loads = [span for span in spans_of(collector) if span.name == "load"]
         num_loaded = details(after)["cached_tokens"]
+        assert [span.attributes["milepost.cache.loaded.disk"] for span in loads] == [num_loaded]
         assert details(after)["loaded_tokens"] == {"disk": num_loaded}
         assert after.choices[0].message.content == before.choices[0].message.content
         assert server.metric("external_prefix_cache_hits_total") == num_loaded

@@ -13,10 +13,10 @@ from milepost.cli.conversation import Conversation
 from milepost.cli.display import Screen
 from milepost.cli.flags import add_flags, one_model
 from milepost.cli.generate import ENGINE, SAMPLING, StreamingEngine
-from milepost.cli.logs import log_to_stderr
 from milepost.cli.talkers import EngineTalker, Talker, reach
 from milepost.config import EngineConfig
 from milepost.errors import ConfigError, InvalidRequestError
+from milepost.logs import LogSetup, set_up
 
 CHAT = Group("Chat", sort_key=1)
 
@@ -65,7 +65,7 @@ def chat_command(
         """
         settings["model"] = one_model(checkpoint, settings.get("model"))
         SAMPLING.build(settings)
-        log_to_stderr(verbose)
+        set_up(LogSetup(is_detailed=verbose))
         if url is not None:
             talker: Talker = _server(url, api_key, settings)
         else:

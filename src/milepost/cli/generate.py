@@ -11,10 +11,10 @@ from cyclopts import Group, Parameter
 
 from milepost.cli.display import Screen, ids_of, text_of
 from milepost.cli.flags import Flags, Whole, add_flags
-from milepost.cli.logs import log_to_stderr
 from milepost.config import EngineConfig
 from milepost.engine.outputs import RequestOutput
 from milepost.errors import InvalidRequestError
+from milepost.logs import LogSetup, set_up
 from milepost.sampling_params import SamplingParams
 
 PROMPTS = Group("Prompts", sort_key=1)
@@ -95,7 +95,7 @@ def generate_command(
         config = ENGINE.build(settings)
         _check(system, chat, repeat, config)
         texts = _read_prompts(prompts, prompt_file or [], stdin)
-        log_to_stderr(verbose)
+        set_up(LogSetup(is_detailed=verbose))
         screen.loading(config.model)
         engine = open_engine(config)
         params = replace(engine.get_default_sampling_params(), **SAMPLING.given(settings))

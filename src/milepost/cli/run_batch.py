@@ -15,9 +15,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from milepost.cli.config_file import ConfigFile
 from milepost.cli.flags import Flags, add_flags
-from milepost.cli.logs import log_to_stderr
 from milepost.cli.serve import ENGINE
 from milepost.errors import ConfigError, missing
+from milepost.logs import LogSetup, set_up
 from milepost.models.early import refuse_early
 from milepost.server.config import ServerConfig
 
@@ -35,6 +35,8 @@ _OF_REQUESTS = (
     "tool_call_parser",
     "reasoning_parser",
     "special_tokens_in_content",
+    "log_format",
+    "otlp_traces_endpoint",
 )
 """Fields of ServerConfig that have a meaning without a socket."""
 REQUESTS = Flags(
@@ -74,7 +76,7 @@ def run_batch_command(reports: Console) -> Callable[..., int]:
         server, engine = ServerConfig(**values), ENGINE.build(settings)
         _check_files(input_file, output_file)
         refuse_early(engine)
-        log_to_stderr(verbose)
+        set_up(LogSetup(format=server.log_format, is_detailed=verbose))
         start = time.perf_counter()
         with input_file.open("rb") as source, _bar(reports) as progress:
             counts = _runner()(server, engine, source, lambda: _opened(output_file), progress)

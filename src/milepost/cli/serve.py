@@ -6,15 +6,16 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from milepost.cli.config_file import ConfigFile
 from milepost.cli.flags import Flags, add_flags, one_model
-from milepost.cli.logs import log_to_stderr
 from milepost.config import EngineConfig
-from milepost.errors import missing
+from milepost.errors import MilepostError, missing
+from milepost.logs import START, LogSetup, set_up
 from milepost.models.early import refuse_early
 from milepost.server.config import ServerConfig
 
@@ -27,6 +28,7 @@ SERVER = Flags(
 ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=2), renamed={})
 
 logger = logging.getLogger(__name__)
+start_logger = logging.getLogger(START)
 
 Serve = Callable[[ServerConfig, EngineConfig], int]
 
@@ -51,14 +53,26 @@ def serve_command(serve: Serve) -> Callable[..., int]:
         The address goes to standard output once requests are accepted; logs go to standard error.
         Command lines of `vllm serve` are accepted; flags that cannot be served are named.
         """
+        is_json = settings.get("log_format") == "json"
+        set_up(LogSetup(format="json" if is_json else "text", is_detailed=verbose))
+        try:
+            return serve_as(checkpoint, settings)
+        except MilepostError as error:
+            if not is_json:
+                raise
+            logger.error("%s", error)
+            return 2
+
+    def serve_as(checkpoint: str | None, settings: dict[str, Any]) -> int:
         settings["model"] = one_model(checkpoint, settings.get("model"))
         if settings.get("api_key") is None and settings.get("key_file") is None:
             settings["api_key"] = _keys_of(os.environ)
         if settings.get("admin_key") is None and settings.get("admin_key_file") is None:
             settings["admin_key"] = _admin_keys_of(os.environ)
         server, engine = SERVER.build(settings), ENGINE.build(settings)
-        log_to_stderr(verbose)
-        if sys.stderr.isatty():
+        if server.log_format == "json":
+            start_logger.info("loading %s", engine.model or "the embedded model")
+        elif sys.stderr.isatty():
             print(f"loading {engine.model or 'the embedded model'}", file=sys.stderr)
         return serve(server, engine)
 
@@ -89,15 +103,28 @@ def run_server(server: ServerConfig, engine: EngineConfig) -> int:
         from milepost.server.run import run
     except ModuleNotFoundError as error:
         raise missing("the server", error.name, "server") from error
-    return run(server, engine, announce=_announce)
+    announce = _log_address if server.log_format == "json" else _announce
+    return run(server, engine, announce=announce)
 
 
 def _announce(address: str, subjects: Sequence[tuple[str, str]]) -> None:
     """Print the address to standard output, for programs; facts for a person come first, on
     standard error."""
-    try:
-        lines = (f"{name:>13}  {words}" for name, words in subjects)
+    lines = (f"{name:>13}  {words}" for name, words in subjects)
+    with suppress(OSError):
         print("", *lines, "", sep="\n", file=sys.stderr)
+    _print_address(address)
+
+
+def _log_address(address: str, subjects: Sequence[tuple[str, str]]) -> None:
+    """Print the address to standard output, and log it with the facts."""
+    fields = {name.replace(" ", "_"): words for name, words in subjects}
+    start_logger.info("listens on %s", address, extra={"fields": {"address": address, **fields}})
+    _print_address(address)
+
+
+def _print_address(address: str) -> None:
+    try:
         print(f"Milepost listens on {address}", flush=True)
     except OSError as error:  # closed or full: nobody reads the address, but the server runs
         logger.warning("the address, %s, cannot be written: %s", address, error.strerror)

@@ -13,8 +13,10 @@ import resource
 import struct
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 from milepost.engine.parent import end_with_parent
+from milepost.logs import LogSetup, current, set_up
 
 _LENGTH = struct.Struct(">I")
 
@@ -36,10 +38,15 @@ class Child:
             sys.executable,
             "-m",
             self._module,
+            *self._log_words(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the server's to handle
         )
+
+    def _log_words(self) -> list[str]:
+        setup, name = current(), self._module.rpartition(".")[2]
+        return [] if setup is None else replace(setup, process=name).words()
 
     async def ask(self, message: bytes, timeout_s: float | None = None) -> bytes | None:
         """The answer; None if the process ends over it. Raises TimeoutError.
@@ -86,6 +93,9 @@ class Child:
 
 def messages() -> Iterator[bytes]:
     """Yields the messages on standard input, until its end."""
+    setup = LogSetup.of_words(sys.argv[1:])
+    if setup is not None:
+        set_up(setup)
     source = sys.stdin.buffer
     end_with_parent(source.fileno())
     while len(head := source.read(_LENGTH.size)) == _LENGTH.size:

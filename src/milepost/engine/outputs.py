@@ -96,7 +96,8 @@ def token_logprobs(
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A request's cache report, and the time of its admission in seconds of the monotonic clock."""
+    """A request's cache report, and the time of its admission in seconds of the monotonic clock. If
+    it was loaded from outside the device, that is when all has arrived."""
 
     prompt_tokens: int
     kv_length: int
@@ -105,9 +106,13 @@ class Report(msgspec.Struct, frozen=True):
     lost: dict[str, int]
     admitted_at: float
     loaded: dict[str, int] = {}
+    loading_since: float | None = None
+    """When its load began, if it was loaded."""
 
     @classmethod
-    def of(cls, report: CacheReport, admitted_at: float) -> Self:
+    def of(
+        cls, report: CacheReport, admitted_at: float, loading_since: float | None = None
+    ) -> Self:
         return cls(
             prompt_tokens=report.prompt_tokens,
             kv_length=report.kv_length,
@@ -116,6 +121,7 @@ class Report(msgspec.Struct, frozen=True):
             lost={reason.value: count for reason, count in report.lost.items()},
             admitted_at=admitted_at,
             loaded=report.loaded,
+            loading_since=loading_since,
         )
 
     def cache_report(self) -> CacheReport:

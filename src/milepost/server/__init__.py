@@ -4,12 +4,13 @@
     begin and end            run, embedding, config, loading, stats
     paths                    app, api_docs, operation, rendering, tokens
     OpenAI endpoints         completions, chat, conversation
-    before the application   connections, gate, callers
+    before the application   connections, gate, callers, trace_context
     a body, read             bodies, fields, protocol, parts, tools, unknown
     its meaning              messages, custom, templates, forms, parameters
     the way to the engine    service, generation, observers
     its answer               answers, stream, blocks, logprobs, errors, transfer
     figures                  metrics, vllm_metrics, http_metrics
+    traces                   tracing, spans, span_attributes
     files of requests        batch
 """
 

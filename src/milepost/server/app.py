@@ -40,7 +40,8 @@ def build(service: Service) -> Any:
     )
     page = _page(config)
     quiet = frozenset() if page is None else page.PATHS
-    return with_cors(Gate(routed(service), config, keys, service.metrics.http, quiet), config)
+    gate = Gate(routed(service), config, keys, service.metrics.http, service.tracing, quiet)
+    return with_cors(gate, config)
 
 
 def _page(config: ServerConfig) -> Any:

@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from milepost.errors import ConfigError
 from milepost.json_settings import listed
+from milepost.logs import LogFormat
 from milepost.server.parsing.formats import REASONING, TOOL_CALLS
+from milepost.server.tracing import read_endpoint
 
 ToolParser = Literal["auto", *TOOL_CALLS, "none"]  # type: ignore[valid-type]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -120,6 +122,11 @@ class ServerConfig:
     """Serve a page at `/` with a chat and a live view of the cache."""
     access_log: bool = True
     """Write one JSON line per request to standard error, with the request's cache report."""
+    otlp_traces_endpoint: str | None = None
+    """Send a trace of each request to this OpenTelemetry collector, as OTLP over HTTP, such as
+    http://localhost:4318/v1/traces."""
+    log_format: LogFormat = "text"
+    """`json`: log one JSON object a line, with the ids of requests and of their traces."""
 
     def __post_init__(self) -> None:
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
@@ -127,6 +134,8 @@ class ServerConfig:
             object.__setattr__(self, name, listed(getattr(self, name)) or default)
         read_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
         read_object("override_generation_config", self.override_generation_config)
+        if self.otlp_traces_endpoint is not None:
+            read_endpoint(self.otlp_traces_endpoint)
         root = self.root_path
         is_path = not root or (root.startswith("/") and not root.endswith("/"))
         _require(is_path, f"root_path={root!r}: begin it with / and do not end it with one")

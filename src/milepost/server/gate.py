@@ -9,21 +9,27 @@ gate identifies the caller; the route (`callers`) decides whether that caller is
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import os
 import re
 import time
-import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.middleware.cors import CORSMiddleware
 
+from milepost import logs
+from milepost.logs import RequestIds
+from milepost.server import trace_context
 from milepost.server.callers import Keys, header
 from milepost.server.config import ServerConfig
 from milepost.server.connections import Incoming
 from milepost.server.errors import ClientGoneError, HttpError, body_for, message_of, response_of
 from milepost.server.http_metrics import HttpMetrics
+from milepost.server.trace_context import TraceContext
+
+if TYPE_CHECKING:
+    from milepost.server.spans import Tracing
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("milepost.access")
@@ -31,11 +37,12 @@ access = logging.getLogger("milepost.access")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 """Control characters, which no path of ours and no model's name contains. Logs take some for ends
 of lines."""
+_REQUEST_ID = re.compile(rb"[!-~]{1,256}")
 
 
 class Gate:
     """Wraps the application. Successful requests for `quiet_paths` are not logged; `metrics` counts
-    all requests."""
+    all requests, and `tracing` makes the spans of those that generate."""
 
     def __init__(
         self,
@@ -43,12 +50,14 @@ class Gate:
         config: ServerConfig,
         keys: Keys,
         metrics: HttpMetrics,
+        tracing: Tracing | None = None,
         quiet_paths: frozenset[str] = frozenset(),
     ) -> None:
         self._app = app
         self._config = config
         self._keys = keys
         self._metrics = metrics
+        self._tracing = tracing
         self._quiet_paths = quiet_paths
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -69,9 +78,15 @@ class Gate:
         scope["milepost.caller"] = self._keys.caller(scope["headers"])
         asked = scope["path"]
         scope = {**scope, **_routed(asked, self._config.root_path or scope.get("root_path", ""))}
+        context = self._trace(scope)
+        ids = _ids(scope["headers"], context)
         if self._config.enable_request_id_headers:
-            own = header(scope["headers"], b"x-request-id") or uuid.uuid4().hex.encode()
-            exchange.headers.append((b"x-request-id", own))
+            exchange.headers.append((b"x-request-id", ids.request_id.encode()))
+        with logs.of_request(ids):
+            await self._pass_on(asked, scope, receive, exchange)
+
+    async def _pass_on(self, asked: str, scope: Any, receive: Any, exchange: _Exchange) -> None:
+        """Has the application answer a request; counts and logs it."""
         try:
             _check_path(asked)
             await self._app(scope, self._limited(receive, scope), exchange.send)
@@ -87,10 +102,24 @@ class Gate:
                 request_bytes=_length(scope["headers"]),
                 response_bytes=exchange.num_bytes,
             )
+            if scope["milepost.span"] is not None:
+                scope["milepost.span"].end(scope, exchange.status)
             is_quiet = exchange.status == 200 and scope["milepost.path"] in self._quiet_paths
             if self._config.access_log and not is_quiet:
                 line = exchange.line({**scope, "path": asked})
-                access.info("%s", json.dumps(line, ensure_ascii=True))
+                words = scope["method"], asked, exchange.status
+                access.info("%s %s %s", *words, extra={"fields": line})
+
+    def _trace(self, scope: Any) -> TraceContext | None:
+        """Begins a request's span, if it has one. Returns the span that it is part of: its own, or
+        else its client's."""
+        context, span = trace_context.read(scope["headers"]), None
+        if self._tracing is not None:
+            path, arrival = scope["milepost.path"], scope["milepost.arrival"]
+            span = self._tracing.begin(scope["method"], path, arrival, context)
+        scope["milepost.span"] = span
+        scope["milepost.trace"] = found = context if span is None else span.context
+        return found
 
     def _limited(self, receive: Any, scope: Any) -> Any:
         """Returns `receive` within the limits on bodies. The declared length is checked before
@@ -184,6 +213,15 @@ def _length(headers: Sequence[tuple[bytes, bytes]]) -> int:
     """Returns the content length that headers declare; 0 for none, and for one of no length."""
     length = header(headers, b"content-length")
     return int(length) if length.isdigit() and len(length) <= 18 else 0
+
+
+def _ids(headers: Sequence[tuple[bytes, bytes]], context: TraceContext | None) -> RequestIds:
+    """Returns the ids of a request. One that names itself in a reasonable way keeps its name."""
+    given = header(headers, b"x-request-id")
+    own = given.decode("ascii") if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()
+    if context is None:
+        return RequestIds(request_id=own)
+    return RequestIds(request_id=own, trace_id=context.trace_id, span_id=context.span_id)
 
 
 def _check_path(path: str) -> None:

@@ -13,6 +13,7 @@ from milepost.sampling_params import SamplingParams
 from milepost.server import transfer
 from milepost.server.observers import MetricsObserver, RequestTally
 from milepost.server.service import Service
+from milepost.server.trace_context import TraceContext
 
 PromptLogprobs = list[dict[int, Logprob] | None]
 
@@ -59,6 +60,11 @@ class Generation:
         self._tally = RequestTally(prompts, params, arrival, scope["milepost.record"])
         self._metrics = MetricsObserver(service.metrics, params, self._tally)
         self._short_prompts = service.short_prompts
+        self._params, self._span = params, scope["milepost.span"]
+        self._trace: TraceContext | None = scope["milepost.trace"]
+        if self._span is not None:
+            for prompt in prompts:
+                self._span.link(prompt.kv_transfer_params)
         self._is_closed = False
 
     async def begun(self) -> None:
@@ -91,6 +97,8 @@ class Generation:
             self._stream.close()
             self._tally.closed()
             self._metrics.closed()
+            if self._span is not None:
+                self._span.generated(self._params, self._tally)
 
     def _end_enough(self, is_enough: Callable[[int], bool]) -> list[tuple[int, Delta]]:
         """Ends the answers that are complete enough; the engine is told when the streams are
@@ -127,7 +135,10 @@ class Generation:
     def transfer(self) -> dict[str, Any]:
         """Returns the response's parameters for the other engine, if they were requested."""
         found = transfer.joined(self._transfers, self.num_choices // self._num_each)
-        return {} if found is None else {"kv_transfer_params": found}
+        if found is None:
+            return {}
+        trace = {} if self._trace is None else {"traceparent": self._trace.traceparent}
+        return {"kv_transfer_params": {**found, **trace}}
 
     def usage(self) -> dict[str, Any]:
         """Returns the `usage` of the response so far."""

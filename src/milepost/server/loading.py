@@ -13,6 +13,7 @@ from milepost.engine.processes import EngineClient, start_with_tokenizer
 from milepost.errors import ConfigError
 from milepost.server.config import ServerConfig, read_template
 from milepost.server.service import Service
+from milepost.server.tracing import require_tracing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +24,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 async def load(config: ServerConfig, engine_config: EngineConfig, client: EngineClient) -> Service:
     """Returns the service with engine, tokenizer and grammar process running. Raises what `run`
     raises, without waiting for the engine if the model's folder or tokenizer is missing."""
+    require_tracing(config.otlp_traces_endpoint)
     tokenizer = await start_with_tokenizer(client)
     template = read_template(config.chat_template)
     if tokenizer is not None and template is not None:

@@ -3,6 +3,7 @@ cannot be served."""
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from milepost.server.parsing.answer import find_format, reasoning_tokens, specia
 from milepost.server.protocol import ChatRequest, TokenizeRequest
 from milepost.server.stats import ShortPrompts
 from milepost.server.templates import check_template_kwargs, variables_of
+from milepost.server.tracing import open_tracing
 from milepost.server.unknown import UnknownFields
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class Service:
             build=_build(client),
         )
         self.short_prompts = ShortPrompts(client)
+        self.tracing = open_tracing(config.otlp_traces_endpoint, self.names[0])
         self.unknown = UnknownFields(strict=config.strict)
         template = getattr(tokenizer, "chat_template", None)
         self.template_variables = variables_of(template)
@@ -258,6 +261,8 @@ class Service:
     async def close(self) -> None:
         await self.encoder.close()
         await self.form_checks.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
 
 def _build(client: EngineClient) -> dict[str, str]:

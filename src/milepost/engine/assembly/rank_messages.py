@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from milepost.config import EngineConfig
+from milepost.logs import LogSetup
 from milepost.runner.recording import Record
 from milepost.tiers import orders as keeping
 
@@ -23,6 +24,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     rank: int
     port: int
     """Where ranks find each other."""
+    logs: LogSetup | None = None
+    """How the first rank logs; None if a program that embeds it decides that."""
 
 
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):

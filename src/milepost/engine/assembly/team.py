@@ -44,6 +44,7 @@ from milepost.engine.assembly.rank_messages import (
 )
 from milepost.engine.parent import without_interrupts, without_main
 from milepost.errors import EngineDeadError, MilepostError
+from milepost.logs import current
 from milepost.parallel import Ranks
 from milepost.parallel.gloo import GlooLink, open_store
 from milepost.parallel.records import receive, send
@@ -64,8 +65,9 @@ class Team:
         self._encoder = msgspec.msgpack.Encoder()
         self._telling = threading.Lock()
         """Frames come whole, whichever thread they are of."""
+        port, setup = self.store.port, current()
         self._members = [
-            _Member(rank, RankConfig(config=config, rank=rank, port=self.store.port))
+            _Member(rank, RankConfig(config=config, rank=rank, port=port, logs=setup))
             for rank in range(1, size)
         ]
         self._lost = threading.Event()

@@ -33,6 +33,8 @@ class RequestGroup:
     """The fields for the engine that continues, once the request is over."""
     admitted_at: float | None = None
     """Time of the step that admitted it, in seconds of the monotonic clock."""
+    loading_since: float | None = None
+    """Time of the step that began to load the first completion's prompt, if one did."""
     _has_report: bool = False
     _has_scores: bool = False
     """Whether an earlier output has the cache report, and the prompt's log-probabilities."""
@@ -91,4 +93,6 @@ class RequestGroup:
 
     def _report(self) -> Report | None:
         report = self.completions[0].request.report
-        return None if report is None else Report.of(report, self.admitted_at or time.monotonic())
+        if report is None:
+            return None
+        return Report.of(report, self.admitted_at or time.monotonic(), self.loading_since)

@@ -215,6 +215,9 @@ class Loop:
 
     def _note_admissions(self, now: float) -> None:
         queued = self._queued.values()
+        for group in queued:
+            if group.loading_since is None and group.completions[0].request.is_loading:
+                group.loading_since = now
         for group in [one for one in queued if one.completions[0].request.report is not None]:
             group.admitted_at = now
             self._watch.note_admission(group.completions[0].request, now)

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -37,6 +38,7 @@ from milepost.engine.assembly import (
 from milepost.engine.off_device import RankWorker
 from milepost.engine.parent import end_with_parent
 from milepost.errors import EngineDeadError, MilepostError
+from milepost.logs import set_up
 from milepost.parallel import Ranks
 from milepost.parallel.gloo import GlooLink, open_store
 from milepost.parallel.records import received, send
@@ -91,6 +93,8 @@ def _run(sock: socket.socket, say: _Voice) -> None:
     frames = received(sock)
     orders = msgspec.msgpack.decode(next(frames), type=RankConfig)
     config, rank = orders.config, orders.rank
+    if orders.logs is not None:
+        set_up(replace(orders.logs, process=f"rank {rank}"))
     size = config.tensor_parallel_size
     store = open_store(orders.port, size, START_S, is_first=False)
     lost = "another rank does not answer"

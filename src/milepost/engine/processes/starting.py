@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import select
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
@@ -17,9 +19,12 @@ from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any
 
+from milepost import logs
 from milepost.config import EngineConfig
 from milepost.engine.ending import end_with_program, heed_sigterm
 from milepost.engine.parent import without_interrupts, without_main
+
+logger = logging.getLogger(__name__)
 
 CONTEXT: BaseContext = multiprocessing.get_context("spawn")
 """How engines are started: a fork would inherit threads, and what CUDA has set up."""
@@ -59,7 +64,7 @@ class EngineProcess:
     async def start(self) -> socket.socket:
         """Starts the process. Returns the socket to it."""
         ours, theirs = socket.socketpair()
-        given = (self._config, theirs, self._make_engine)
+        given = (self._config, theirs, self._make_engine, logs.current())
         self._process = CONTEXT.Process(target=_run, args=given, name="engine")
         self._is_started = Future()
         # The process is killed when this thread ends, so the thread outlasts the event loop.
@@ -136,8 +141,19 @@ def _finish(
         process.join()
 
 
-def _run(config: EngineConfig, sock: socket.socket, make_engine: Callable[..., Any] | None) -> None:
+def _run(
+    config: EngineConfig,
+    sock: socket.socket,
+    make_engine: Callable[..., Any] | None,
+    setup: logs.LogSetup | None,
+) -> None:
     """Runs in the new process. Only there torch is imported, and all that an engine needs."""
-    from milepost.engine.processes import engine
+    if setup is not None:
+        logs.set_up(replace(setup, process="engine"))
+    try:
+        from milepost.engine.processes import engine
 
-    engine.main(config, sock, make_engine or engine.Engine)
+        engine.main(config, sock, make_engine or engine.Engine)
+    except Exception:
+        logger.critical("the engine's process failed", exc_info=True)
+        raise SystemExit(1) from None
