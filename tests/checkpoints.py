@@ -96,7 +96,7 @@ def _bamba(**changes: Any) -> PreTrainedModel:
         "mamba_chunk_size": 64,
         "num_hidden_layers": 3,
     }
-    return _remembering(BambaForCausalLM(BambaConfig(**(sizes | own | changes))))
+    return remembering(BambaForCausalLM(BambaConfig(**(sizes | own | changes))))
 
 
 def _nemotron_h(**changes: Any) -> PreTrainedModel:
@@ -119,7 +119,7 @@ def _nemotron_h(**changes: Any) -> PreTrainedModel:
     }
     sizes = {name: _COMMON[name] for name in ("head_dim", "intermediate_size")}
     config = NemotronHConfig(**(sizes | own | changes))
-    model = _remembering(NemotronHForCausalLM(config))
+    model = remembering(NemotronHForCausalLM(config))
     for layer in model.model.layers:
         if layer.block_type == "linear_attention":
             # It takes the bounds of how time steps began for those of what they may be.
@@ -145,7 +145,7 @@ def _granitemoehybrid(**changes: Any) -> PreTrainedModel:
         "shared_intermediate_size": 80,
     }
     config = GraniteMoeHybridConfig(**(sizes | own | changes))
-    return _remembering(GraniteMoeHybridForCausalLM(config))
+    return remembering(GraniteMoeHybridForCausalLM(config))
 
 
 def _falcon_h1(**changes: Any) -> PreTrainedModel:
@@ -167,10 +167,10 @@ def _falcon_h1(**changes: Any) -> PreTrainedModel:
         "ssm_multipliers": [0.9, 1.2, 0.7, 1.3, 0.8],
         "ssm_out_multiplier": 0.9,
     }
-    return _remembering(FalconH1ForCausalLM(FalconH1Config(**(sizes | own | changes))))
+    return remembering(FalconH1ForCausalLM(FalconH1Config(**(sizes | own | changes))))
 
 
-def _remembering(model: PreTrainedModel) -> PreTrainedModel:
+def remembering(model: PreTrainedModel) -> PreTrainedModel:
     """What transformers begins with forgets all within a few tokens."""
     for name, parameter in model.named_parameters():
         if name.endswith(("A_log", "dt_bias")):

@@ -84,7 +84,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         )
         model = Qwen3_5MoeForConditionalGeneration(moe)
     checkpoints.randomise(model)
-    return model.eval().to(dtype)
+    return checkpoints.remembering(model).eval().to(dtype)
 
 
 def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

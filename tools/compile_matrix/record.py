@@ -206,6 +206,8 @@ def record(cases: Sequence[Case]) -> list[Launch]:
     with noting(found):
         for case in cases:
             _run_steps(case, _EAGER)
+        for head_dim in (64, 72):
+            _run_tower(head_dim)
     _forget_lines()
     return sorted(found.values(), key=lambda launch: (launch.name, repr(launch.describe())))
 
@@ -314,6 +316,32 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
         measure_activations(
             model, shape, largest_step(**limits), [*steps, *ladder(**limits)], case.page_size
         )
+
+
+def _run_tower(head_dim: int) -> None:
+    """Encode a picture with a tower of one block, with the heads of one that is published."""
+    from milepost.layers.parameters import ModuleScope
+    from milepost.layers.tower import Tower, TowerShapes
+
+    shapes = TowerShapes(
+        depth=1,
+        hidden_size=16 * head_dim,
+        num_heads=16,
+        feed_forward_size=4304,
+        output_size=2048,
+        patch_size=16,
+        merge_size=2,
+        num_frames=2,
+        num_channels=3,
+        num_positions=2304,
+        theta=10_000.0,
+    )
+    device = torch.device("meta")
+    tower = Tower(shapes, ModuleScope(dtype=torch.bfloat16, device=device))
+    table = torch.empty(3, 256, dtype=torch.bfloat16, device=device)
+    for num_frames in (1, 2):  # a still picture, and a pair of a video's frames
+        rows = torch.empty(64, 768 * num_frames, dtype=torch.uint8, device=device)
+        tower(rows, table, (1, 8, 8))
 
 
 def _first_of(size: int) -> Any:

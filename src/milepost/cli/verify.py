@@ -13,7 +13,7 @@ from rich.table import Table
 import milepost
 from milepost.cli.display import Screen
 from milepost.cli.flags import Flags, Whole, add_flags, one_model
-from milepost.cli.logs import log_to_stderr
+from milepost.logs import LogSetup, set_up
 from milepost.config import EngineConfig
 
 CHECKS = Group("Checks", sort_key=1)
@@ -51,7 +51,7 @@ def verify_command(screen: Screen) -> Callable[..., int]:
         """
         settings["model"] = one_model(checkpoint, settings.get("model"))
         config = ENGINE.build(settings)
-        log_to_stderr(verbose)
+        set_up(LogSetup(is_detailed=verbose))
         # Imported here because torch and the models take seconds to import.
         from milepost.engine.bit_checks import BitChecks, CheckSize
 

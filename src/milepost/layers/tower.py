@@ -11,6 +11,7 @@ of the model.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -159,22 +160,27 @@ class Tower(nn.Module):
         self._frequencies = (1.0 / shapes.theta**exponents).to(kind.device)
 
     @torch.inference_mode()
-    def forward(self, rows: Tensor, table: Tensor, grid: tuple[int, int, int]) -> Tensor:
+    def forward(
+        self,
+        rows: Tensor,
+        table: Tensor,
+        grid: tuple[int, int, int],
+        blocks: Iterable[TowerBlock] | None = None,
+    ) -> Tensor:
         """Returns the embeddings [P / M, C] of a picture's tokens.
 
         `rows` [P, bytes] are its patches, the M patches of a token one after the other, and `table`
         [3, 256] has the value of each byte in each channel, in the tower's dtype. `grid` counts the
-        frames, and the patches of a frame from top to bottom and from left to right.
+        frames, and the patches of a frame from top to bottom and from left to right. `blocks`
+        replace the tower's blocks, as if it had no others.
         """
         shapes, (num_frames, *size) = self.shapes, grid
         values = vision.normalise(rows, table, shapes.num_frames, shapes.patch_size**2)
         places = self._places(grid)
         hidden = self.embedding(values)
-        hidden = hidden + vision.interpolate(
-            self.positions, *places, (size[0], size[1]), hidden.dtype
-        )
+        hidden = vision.add_positions(hidden, self.positions, places, (size[0], size[1]))
         angles, delta = vision.turned_angles(*places, self._frequencies), None
-        for block in self.blocks:
+        for block in self.blocks if blocks is None else blocks:
             hidden, delta = block.run(hidden, delta, angles, num_frames)
         return self.merger.run(hidden, delta)
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import isqrt, prod
 from operator import attrgetter
 
+import torch
+
+from milepost.images import ImageSettings
+from milepost.layers.tower import Tower
 from milepost.models.decoder import Decoder
 from milepost.runner.arrays import Capacity
 from milepost.runner.device import DeviceExecutor
@@ -34,6 +39,22 @@ def measure_activations(
     largest_captured = max(captured, key=attrgetter("num_tokens"), default=None)
     steps = [each for each in (largest, largest_captured) if each is not None]
     return sum(map(executor.measure, steps)) + outcomes + executor.num_sampling_bytes
+
+
+def measure_tower(tower: Tower, settings: ImageSettings) -> int:
+    """Measures the bytes that encoding the largest picture takes: those of one block and of what
+    stands around the blocks, since each uses the memory of the one before. Compiles the kernels."""
+    shapes, device = tower.shapes, tower.positions.device
+    down = isqrt(settings.max_tokens)
+    grid = 1, down * shapes.merge_size, settings.max_tokens // down * shapes.merge_size
+    num_bytes = shapes.num_channels * shapes.patch_size**2
+    rows = torch.zeros(prod(grid), num_bytes, dtype=torch.uint8, device=device)
+    table = torch.zeros(shapes.num_channels, 256, dtype=tower.positions.dtype, device=device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    tower(rows, table, grid, tower.blocks[:1])
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(device) - before + rows.nbytes
 
 
 def _uncaptured(largest: Capacity, captured: Sequence[Capacity]) -> Iterator[Capacity]:

@@ -33,7 +33,7 @@ from milepost.parallel.gloo import GlooLink
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import ladder, largest_step
 from milepost.runner.launching import most_launched_tokens
-from milepost.runner.measuring import measure_activations
+from milepost.runner.measuring import measure_activations, measure_tower
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pool_sizes import Sizes
@@ -89,7 +89,8 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     shape = pool_shape(config, model, device, kv_dtype)
     reason = why_reference(device, model.dtype, model.operations)
     refuse_states(config, shape, is_fused=not reason)
-    fused = _fused(config, device, model, shape, ranks)
+    settings = image_settings_of(config, folder) if model.tower is not None else None
+    fused = _fused(config, device, model, shape, ranks, settings)
     sizes = sizes_of(config, shape, device, fused.activations if fused else 0, ranks)
     facts = facts_of(config, device, is_fused=fused is not None)
     identity = _identity(config, folder, shape, model.num_positions, facts)
@@ -99,7 +100,6 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     logger.info("cache: %s", sizes.describe(shape))
     # Without slots to bound them: those in their seats, and those whose last step is not read yet.
     num_requests = sizes.num_slots if shape.uses_slots else 2 * config.max_num_seqs
-    settings = image_settings_of(config, folder) if model.tower is not None else None
     executor = _executor(model, pools, fused, num_requests, max_model_len, settings)
     runner = Runner(
         executor,
@@ -159,7 +159,12 @@ class _Fused:
 
 
 def _fused(
-    config: EngineConfig, device: torch.device, model: Decoder, shape: PoolShape, ranks: Ranks
+    config: EngineConfig,
+    device: torch.device,
+    model: Decoder,
+    shape: PoolShape,
+    ranks: Ranks,
+    settings: ImageSettings | None,
 ) -> _Fused | None:
     """Compile the fused kernels and run the largest step once; None where the reference kernels
     are to run.
@@ -179,6 +184,10 @@ def _fused(
     try:
         longest = min(config.max_model_len or model.num_positions, model.num_positions)
         activations = measure_activations(model, shape, largest, captured, longest)
+        if model.tower is not None and settings is not None:
+            activations = max(activations, measure_tower(model.tower, settings))
+            embedding = model.config.hidden_size * model.dtype.itemsize
+            activations += config.encoder_cache_size * embedding
     except KernelError as error:
         logger.warning("kernels: reference, many times slower; of the fused ones %s", error)
         return None

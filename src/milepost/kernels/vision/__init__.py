@@ -2,18 +2,19 @@
 stands around it.
 
 This is the door to the ops: callers import them from here, whatever computes them. `reference` is
-the definition, on any device.
+the definition, on any device; on a GPU `attention`, `triton` and torch's GEMM compute them.
 """
 
 from __future__ import annotations
 
-from milepost.kernels.vision.reference import (
-    add_norm,
-    attend,
-    interpolate,
-    multiply_gelu,
-    normalise,
-    turned_angles,
-)
+from milepost.kernels.platform.doors import fused
+from milepost.kernels.vision import reference
+from milepost.kernels.vision.reference import turned_angles
 
-__all__ = ["add_norm", "attend", "interpolate", "multiply_gelu", "normalise", "turned_angles"]
+__all__ = ["add_norm", "add_positions", "attend", "multiply_gelu", "normalise", "turned_angles"]
+
+normalise = fused("vision.triton")(reference.normalise)
+add_positions = fused("vision.triton")(reference.add_positions)
+add_norm = fused("vision.triton")(reference.add_norm)
+attend = fused("vision.attention")(reference.attend)
+multiply_gelu = fused("vision.triton")(reference.multiply_gelu)

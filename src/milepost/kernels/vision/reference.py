@@ -24,28 +24,28 @@ def normalise(rows: Tensor, table: Tensor, num_frames: int, num_pixels: int) -> 
     return values.expand(-1, -1, num_frames, -1).reshape(len(rows), -1)
 
 
-def interpolate(
-    table: Tensor, rows: Tensor, columns: Tensor, size: tuple[int, int], dtype: torch.dtype
+def add_positions(
+    hidden: Tensor, table: Tensor, places: tuple[Tensor, Tensor], size: tuple[int, int]
 ) -> Tensor:
-    """Returns the embeddings [P, D] of patches at `rows` and `columns` [P] of a picture of `size`
-    (rows, columns): those of `table` [side * side, D], a square whose corners are the picture's,
-    with linear steps in between."""
+    """Returns `hidden` [P, D] with the embeddings of the patches' places added, which are rows [P]
+    and columns [P] of a picture of `size` (rows, columns). The embeddings are those of `table`
+    [side * side, D], a square whose corners are the picture's, with linear steps in between."""
     side = round(len(table) ** 0.5)
-    places, shares = [], []
-    for index, count in zip((rows, columns), size, strict=True):
+    near, shares = [], []
+    for index, count in zip(places, size, strict=True):
         exact = index.to(torch.float32) * (side - 1) / max(count - 1, 1)
         before = exact.floor()
         share = exact - before
         own = before.long()
-        places.append((own, (own + 1).clamp(max=side - 1)))
+        near.append((own, (own + 1).clamp(max=side - 1)))
         shares.append((1 - share, share))
     total: Tensor | float = 0.0
-    for row, row_share in zip(places[0], shares[0], strict=True):
-        for column, column_share in zip(places[1], shares[1], strict=True):
+    for row, row_share in zip(near[0], shares[0], strict=True):
+        for column, column_share in zip(near[1], shares[1], strict=True):
             own = table.index_select(0, row * side + column)
             total = total + own * (row_share * column_share)[:, None]
     assert isinstance(total, Tensor), "there are four neighbours"
-    return total.to(dtype)
+    return hidden + total.to(hidden.dtype)
 
 
 def turned_angles(rows: Tensor, columns: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ def attend(
     """Returns the attended values [P, H * E] of `projected` [P, 3 * H * E], queries, keys and
     values one after the other. Each of the picture's `num_frames` attends to all of itself. Queries
     and keys are turned by `angles`, cosines and sines [P, E / 2], where dimension i is paired with
-    i + E / 2."""
+    i + E / 2. `projected` may be overwritten."""
     query, key, value = projected.unflatten(1, (3, num_heads, -1)).unbind(1)
     query, key = _turn(query, angles), _turn(key, angles)
     per_frame = [

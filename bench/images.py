@@ -1,0 +1,177 @@
+"""Images a second through a vision tower on a GPU, beside its floor and beside transformers'.
+
+    python bench/images.py --out images.jsonl
+
+Towers of the three published sizes with random weights in bfloat16, and pictures of 640x480, 1080p
+and 4K. The floor is the operations at the measured rate of GEMMs, attention included. Preparing a
+picture on one core of the host is timed too, beside transformers' Pillow processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+from triton.testing import do_bench
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.rows import provenance, write
+
+from milepost.images import ImageSettings, PreparedImage, normalisation, prepare
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.tower import Tower, TowerShapes
+
+SIZES = {"640x480": (480, 640), "1080p": (1080, 1920), "4K": (2160, 3840)}
+TOWERS = {
+    "small": (12, 768, 12, 3072, 1024),
+    "medium": (24, 1024, 16, 4096, 2560),
+    "large": (27, 1152, 16, 4304, 2048),
+}
+"""Name -> depth, hidden size, heads, feed-forward size, size of the model."""
+FLOPS_PER_S = 787e12
+"""Rate of GEMMs measured on an H200."""
+
+
+def shapes_of(name: str) -> TowerShapes:
+    depth, hidden_size, num_heads, feed_forward_size, output_size = TOWERS[name]
+    return TowerShapes(
+        depth=depth,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        feed_forward_size=feed_forward_size,
+        output_size=output_size,
+        patch_size=16,
+        merge_size=2,
+        num_frames=2,
+        num_channels=3,
+        num_positions=2304,
+        theta=10_000.0,
+    )
+
+
+def num_flops(shapes: TowerShapes, num_patches: int) -> tuple[int, int]:
+    """Operations of the linear layers, and of attention."""
+    size, merged = shapes.hidden_size, shapes.hidden_size * shapes.merge_size**2
+    block = 4 * size**2 + 2 * size * shapes.feed_forward_size
+    merger = (merged**2 + merged * shapes.output_size) // shapes.merge_size**2
+    linear = 2 * num_patches * (shapes.depth * block + shapes.num_inputs * size + merger)
+    return linear, 4 * shapes.depth * num_patches**2 * size
+
+
+def made(shapes: TowerShapes) -> Tower:
+    tower = Tower(shapes, ModuleScope(dtype=torch.bfloat16, device=torch.device("cuda")))
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter.uniform_(-0.03, 0.03)
+    return tower
+
+
+def theirs(shapes: TowerShapes) -> Qwen3_5VisionModel:
+    config = Qwen3_5VisionConfig(
+        depth=shapes.depth,
+        hidden_size=shapes.hidden_size,
+        num_heads=shapes.num_heads,
+        intermediate_size=shapes.feed_forward_size,
+        out_hidden_size=shapes.output_size,
+    )
+    return Qwen3_5VisionModel(config).cuda().bfloat16().eval()
+
+
+def median_ms(call: Callable[[], object]) -> float:
+    return float(do_bench(call, warmup=100, rep=1000, return_mode="median"))
+
+
+@torch.inference_mode()
+def on_the_device(images: dict[str, PreparedImage]) -> Iterator[dict[str, Any]]:
+    table = torch.from_numpy(normalisation(ImageSettings())).cuda().bfloat16()
+    for name in TOWERS:
+        shapes = shapes_of(name)
+        tower, reference = made(shapes), theirs(shapes)
+        for picture, prepared in images.items():
+            rows = torch.from_numpy(prepared.rows).cuda()
+            linear, attention = num_flops(shapes, len(rows))
+            values = torch.randn(len(rows), shapes.num_inputs, device="cuda").bfloat16()
+            grid = torch.tensor([prepared.grid], device="cuda")
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            tower(rows, table, prepared.grid)
+            peak = torch.cuda.max_memory_allocated() - before
+            own = median_ms(partial(tower, rows, table, prepared.grid))
+            other = median_ms(partial(reference, values, grid_thw=grid))
+            floor = 1e3 * (linear + attention) / FLOPS_PER_S
+            yield {
+                "tower": name,
+                "picture": picture,
+                "tokens": prepared.num_tokens,
+                "ms": own,
+                "images_per_s": 1e3 / own,
+                "floor_ms": floor,
+                "times_floor": own / floor,
+                "attention_share_of_flops": attention / (linear + attention),
+                "transformers_ms": other,
+                "times_faster": other / own,
+                "peak_mib": peak / 2**20,
+            }
+
+
+def on_the_host(pictures: dict[str, Image.Image]) -> Iterator[dict[str, Any]]:
+    settings = ImageSettings()
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=16,
+        size={"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels},
+        image_mean=list(settings.mean),
+        image_std=list(settings.std),
+    )
+    for name, picture in pictures.items():
+        own = _seconds(partial(prepare, picture, settings))
+        other = _seconds(partial(processor, images=[picture], return_tensors="np"))
+        yield {"picture": name, "prepare_ms": 1e3 * own, "transformers_ms": 1e3 * other}
+
+
+def _seconds(call: Callable[[], object], count: int = 5) -> float:
+    call()
+    times = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begun)
+    return sorted(times)[count // 2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    random = np.random.default_rng(0)
+    pictures = {
+        name: Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8))
+        for name, size in SIZES.items()
+    }
+    images = {name: prepare(each, ImageSettings()) for name, each in pictures.items()}
+    rows = []
+    for row in (*on_the_host(pictures), *(on_the_device(images) if has_gpu() else ())):
+        rows.append(row | provenance())
+        print(row, flush=True)
+    if options.out:
+        write(options.out, rows)
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Vision towers on a GPU at real shapes, against the reference in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from milepost.images import ImageSettings, normalisation, prepare
+from milepost.kernels import vision
+from milepost.kernels.vision import reference
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.tower import Tower, TowerShapes
+from milepost.models import Decoder, LoadOptions, load_model
+from milepost.runner.device import DeviceExecutor
+from milepost.runner.graphs import largest_step
+from milepost.runner.pools import Pools
+from milepost.runner.runner import Executor
+from tests.images.pictures import picture
+from tests.numbers import relative_error
+from tests.pictured import SETTINGS, image, prompt, save
+from tests.runner.pictured import give, open_runner, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+HEADS = {"small": (12, 64), "large": (16, 72)}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    random = torch.Generator("cuda").manual_seed(sum(shape))
+    return torch.randn(shape, generator=random, device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("size", HEADS)
+@pytest.mark.parametrize(("num_each", "num_frames"), [(256, 1), (1200, 1), (3001, 1), (300, 3)])
+def test_attend(num_each: int, num_frames: int, size: str, dtype: torch.dtype) -> None:
+    num_heads, head_dim = HEADS[size]
+    num_patches = num_each * num_frames
+    projected = randn(num_patches, 3 * num_heads * head_dim, dtype=dtype)
+    turns = randn(num_patches, head_dim // 2)
+    angles = turns.cos(), turns.sin()
+    wide = angles[0].double(), angles[1].double()
+    expected = reference.attend(projected.double(), wide, num_heads, num_frames)
+    attended = vision.attend(projected, angles, num_heads, num_frames)
+    assert relative_error(attended, expected) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("width", [768, 1152])
+def test_what_stands_around_attention(width: int, dtype: torch.dtype) -> None:
+    hidden, delta = randn(700, width, dtype=dtype), randn(701, width, dtype=dtype)[:700]
+    weight, bias = randn(width, dtype=dtype), randn(1, width, dtype=dtype)[0]
+    given = hidden, delta, weight, bias
+    expected = reference.add_norm(*(each.double() for each in given), 1e-6)
+    for output, wanted in zip(vision.add_norm(*given, 1e-6), expected, strict=True):
+        assert relative_error(output, wanted) < TOLERANCES[dtype]
+    index = torch.arange(700, device="cuda")
+    table, places = randn(2304, width, dtype=dtype), (index // 35, index % 35)
+    added = vision.add_positions(hidden, table, places, (20, 35))
+    wanted = reference.add_positions(hidden.double(), table.double(), places, (20, 35))
+    assert relative_error(added, wanted) < TOLERANCES[dtype]
+    up = randn(1000, width, dtype=dtype) * width**-0.5
+    units = vision.multiply_gelu(hidden, up, randn(1000, dtype=dtype))
+    wanted = reference.multiply_gelu(
+        hidden.double(), up.double(), randn(1000, dtype=dtype).double()
+    )
+    assert relative_error(units, wanted) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("num_frames", [1, 2])
+def test_normalise_is_a_table(num_frames: int) -> None:
+    random = torch.Generator("cuda").manual_seed(0)
+    size = 500, 768 * num_frames
+    rows = torch.randint(0, 256, size, generator=random, device="cuda", dtype=torch.uint8)
+    given = rows, randn(3, 256), 2, 256
+    assert torch.equal(vision.normalise(*given), reference.normalise(*given))
+
+
+def shapes_of(size: str) -> TowerShapes:
+    num_heads, head_dim = HEADS[size]
+    return TowerShapes(
+        depth=3,
+        hidden_size=num_heads * head_dim,
+        num_heads=num_heads,
+        feed_forward_size=4304,
+        output_size=2048,
+        patch_size=16,
+        merge_size=2,
+        num_frames=2,
+        num_channels=3,
+        num_positions=2304,
+        theta=10_000.0,
+    )
+
+
+def tower(size: str, dtype: torch.dtype, device: str) -> Tower:
+    made = Tower(shapes_of(size), ModuleScope(dtype=dtype, device=torch.device(device)))
+    random = torch.Generator("cpu").manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            values = torch.empty(parameter.shape).uniform_(-0.06, 0.06, generator=random)
+            parameter.copy_(values + (parameter.dim() == 1))
+    return made
+
+
+@pytest.mark.parametrize("size", HEADS)
+def test_embeddings_are_close_to_the_reference(size: str) -> None:
+    table = torch.from_numpy(normalisation(ImageSettings()))
+    own, exact = tower(size, torch.bfloat16, "cuda"), tower(size, torch.float64, "cpu")
+    prepared = prepare(picture(300, 420), ImageSettings())
+    rows = torch.from_numpy(prepared.rows)
+    expected = exact(rows, table.double(), prepared.grid)
+    found = own(rows.cuda(), table.cuda().bfloat16(), prepared.grid)
+    assert relative_error(found.cpu(), expected) < 2e-2
+
+
+def test_an_embedding_is_the_same_bits_whatever_is_encoded_before_it() -> None:
+    own = tower("large", torch.bfloat16, "cuda")
+    table = torch.from_numpy(normalisation(ImageSettings())).cuda().bfloat16()
+    sizes = [(300, 420), (64, 2000), (900, 900), (256, 256)]
+    images = [prepare(picture(*each), ImageSettings()) for each in sizes]
+
+    def encode(order: list[int]) -> dict[int, Tensor]:
+        return {
+            index: own(torch.from_numpy(images[index].rows).cuda(), table, images[index].grid)
+            for index in order
+        }
+
+    first, second = encode([0, 1, 2, 3]), encode([3, 1, 0, 2])
+    assert all(torch.equal(first[index], second[index]) for index in first)
+
+
+def test_steps_with_pictures_are_close_to_those_of_the_reference(tmp_path: Path) -> None:
+    """Chunks that cut a picture, on the fused kernels."""
+    save("qwen3_5", tmp_path)
+    given = prompt(50, image(5, 7, 1), 20, image(6, 4, 2), 30)
+    edges = [0, 64, 110, 128, len(given.token_ids)]
+
+    def fused(model: Decoder, pools: Pools) -> Executor:
+        largest = largest_step(max_num_seqs=4, max_num_batched_tokens=256)
+        sizes = {"num_requests": 4, "max_model_len": 256, "largest": largest}
+        return DeviceExecutor(model, pools, **sizes, image_settings=SETTINGS)
+
+    def load(device: str, dtype: torch.dtype) -> Decoder:
+        return load_model(tmp_path, LoadOptions(has_tower=True, device=device, dtype=dtype))[0]
+
+    own = open_runner(load("cuda", torch.float32), fused)
+    exact = open_runner(load("cpu", torch.float32))
+    for runner in (own, exact):
+        give(runner, given)
+    assert relative_error(run(own, given, edges).cpu(), run(exact, given, edges)) < 1e-3
