@@ -67,10 +67,11 @@ FLOORS = {
     },
     "engine": {
         "text": set(),
+        "media": set(),
         "constraints": set(),
-        "assembly": {"text", "constraints"},
-        "loop": {"text", "constraints", "assembly"},
-        "processes": {"text", "constraints", "assembly", "loop"},
+        "assembly": {"text", "media", "constraints"},
+        "loop": {"text", "media", "constraints", "assembly"},
+        "processes": {"text", "media", "constraints", "assembly", "loop"},
     },
 }
 """Folders inside a part, each used through its `__init__`, and what it may use."""

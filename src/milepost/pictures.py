@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, takewhile
+from itertools import islice, takewhile, zip_longest
 
 import msgspec
 
@@ -52,6 +52,25 @@ def position_shift(pictures: Iterable[Picture], index: int) -> int:
     prompt finds the positions of a cold run.
     """
     return sum(each.num_positions - each.num_tokens for each in pictures if each.end <= index)
+
+
+def past_picture(pictures: Sequence[Picture], position: int) -> int:
+    """Returns the end of the picture that a position is inside of, or the position itself."""
+    inside = overlapping(pictures, position - 1, position + 1)
+    return next((each.end for each in inside if each.offset < position < each.end), position)
+
+
+def group_ends(pictures: Sequence[Picture], least_apart: int, most: int) -> list[int]:
+    """Returns the ends of the last `most` groups of pictures, which have texts of `least_apart`
+    tokens or more between them: the turns of a conversation.
+    """
+    following = [each.offset for each in pictures[1:]]
+    ends = [
+        each.end
+        for each, after in zip_longest(pictures, following)
+        if after is None or after - each.end >= least_apart
+    ]
+    return ends[-most:]
 
 
 def check_pictures(pictures: Sequence[Picture], num_tokens: int) -> None:

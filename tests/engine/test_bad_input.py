@@ -107,7 +107,14 @@ BAD_PROMPTS = {
     "empty salt": (prompt(tokens(9), cache_salt=""), "cache_salt='': use a string"),
     "number for salt": (prompt(tokens(9), cache_salt=5), "cache_salt=5: use a string"),
     "unknown key": (prompt(tokens(9), cache_mark=[1]), "prompt key 'cache_mark': use prompt, "),
-    "image": (prompt(tokens(9), multi_modal_data={}), "prompt key 'multi_modal_data': use"),
+    "image": (
+        prompt(tokens(9), multi_modal_data={"image": b"GIF"}),
+        "1 image: this model is served for text only",
+    ),
+    "video": (
+        prompt(tokens(9), multi_modal_data={"video": 1}),
+        "multi_modal_data with",
+    ),
     "both": (prompt(tokens(9), prompt="text"), "either 'prompt' or 'prompt_token_ids', not both"),
     "neither": ({}, "either 'prompt' or 'prompt_token_ids'"),
     "text without tokenizer": ("text", "a text prompt needs a tokenizer, .*: pass"),

@@ -21,6 +21,7 @@ INFO = SimpleNamespace(
     vocab_size=448,
     page_size=64,
     sampling_defaults={},
+    images=None,
     facts=SimpleNamespace(model_type="", device="cpu"),
 )
 

@@ -338,15 +338,23 @@ def test_reasoning_is_streamed_under_both_names(http):
     assert all(delta["reasoning"] == delta["reasoning_content"] for delta in told)
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url"])
-def test_only_text_is_served(http, kind):
+def test_images_are_refused_by_a_model_without_them(http):
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    response = chat(http, messages=[{"role": "user", "content": [part]}])
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "messages")
+    assert "1 image: this model is served for text only" in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "video_url"])
+def test_only_text_and_images_are_served(http, kind):
     """And the message says so, rather than which types there are."""
     part = {"type": kind, kind: {"url": "http://127.0.0.1/x.png"}}
     content = [{"type": "text", "text": "what is this?"}, part]
     response = chat(http, messages=[{"role": "user", "content": content}])
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "messages[0].content[1].type")
-    assert f"'{kind}' is not supported: only text is served" in error["message"]
+    assert f"'{kind}' is not supported: only text and images are served" in error["message"]
 
 
 def test_arguments_of_calls_may_be_objects(http):

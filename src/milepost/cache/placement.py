@@ -7,10 +7,12 @@ the positions of `auto` and `all` do not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
+
+from milepost.pictures import Picture, past_picture
 
 SPARSE = 4096
 """Distance of the states that are kept inside a long prompt, where there is nothing better to keep.
@@ -53,6 +55,7 @@ class PromptFacts:
     """Tokens before this are in the cache, so what is worth keeping there is known."""
     max_rounded_off: float = MAX_ROUNDED_OFF
     """1: states are kept on the grid alone."""
+    pictures: Sequence[Picture] = ()
 
 
 Placement = Callable[[PromptFacts, int, int], dict[int, Kind]]
@@ -96,7 +99,8 @@ def place_all(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
 def place_auto(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     """Place states at branch points, marks and the prompt's end, and sparse ones in a long prompt,
     which the cache declines if they are worth less than what they would displace. The answer's end
-    needs no export.
+    needs no export. None is inside a picture: who resumes there has all of it encoded again, so the
+    state is kept at the picture's end.
     """
     grid, last_token = facts.grid, facts.prompt_length - 1
     last = floor(last_token, grid)
@@ -107,6 +111,8 @@ def place_auto(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     marks = [mark for mark in facts.marks if mark <= last_token]
     wanted |= {rounded(mark, grid, facts.max_rounded_off): Kind.MARK for mark in marks}
     wanted |= dict.fromkeys(facts.branch_points, Kind.BRANCH_POINT)
+    if facts.pictures and facts.max_rounded_off < 1:
+        wanted = {past_picture(facts.pictures, p): kind for p, kind in wanted.items()}
     return {p: wanted[p] for p in sorted(wanted) if start < p <= end}
 
 

@@ -78,6 +78,8 @@ class CacheReport:
     """Prompt tokens that were computed, by reason."""
     loaded: dict[str, int] = field(default_factory=dict)
     """Those of the reused tokens that came from outside the device, by where they came from."""
+    images: tuple[tuple[int, int], ...] = ()
+    """First token and end of each image in the prompt."""
 
     def __post_init__(self) -> None:
         assert self.reused + sum(self.lost.values()) == self.prompt_tokens, (
@@ -98,6 +100,21 @@ class CacheReport:
             f"{self.prompt_tokens} prompt {tokens} less than one page ({page_size}): "
             "a prompt this short is reused late or not at all"
         )
+
+    @property
+    def image_tokens(self) -> int:
+        """Prompt tokens of images."""
+        return sum(end - first for first, end in self.images)
+
+    @property
+    def image_tokens_reused(self) -> int:
+        """Number of those that were not computed again."""
+        return sum(max(min(end, self.reused) - first, 0) for first, end in self.images)
+
+    @property
+    def images_reused(self) -> int:
+        """Images that the encoder did not have to see, since all of their tokens were reused."""
+        return sum(end <= self.reused for _, end in self.images)
 
     def with_loaded(self, position: int, loaded: Mapping[str, int]) -> CacheReport:
         """The report once tokens up to `position` have come from outside, counted by source."""
@@ -120,7 +137,11 @@ class CacheReport:
     def head(self) -> str:
         """Says what was reused, and what of it was loaded from where."""
         head = f"{self.reused} of {self.prompt_tokens} prompt tokens from the cache"
-        return f"{head} ({self.origins(self.loaded)})" if self.loaded else head
+        if self.loaded:
+            head += f" ({self.origins(self.loaded)})"
+        if self.images:
+            head += f", with {self.images_reused} of {len(self.images)} images"
+        return head
 
     @staticmethod
     def origins(loaded: Mapping[str, int]) -> str:
@@ -200,6 +221,11 @@ def explain(
 class Stats:
     """Counters of one cache since its start or the last reset."""
 
+    image_tokens: int = 0
+    """Image tokens among the queries."""
+    image_tokens_reused: int = 0
+    images_reused: int = 0
+    """Images that needed no encoder, since all of their tokens were reused."""
     queries: int = 0
     """Prompt tokens of admitted requests, each request once."""
     hits: int = 0
@@ -235,6 +261,9 @@ class Stats:
             return
         self.queries += report.prompt_tokens
         self.hits += report.reused
+        self.image_tokens += report.image_tokens
+        self.image_tokens_reused += report.image_tokens_reused
+        self.images_reused += report.images_reused
         for reason, num_tokens in report.lost.items():
             self.lost[reason] += num_tokens
         for source, num_tokens in report.loaded.items():

@@ -89,7 +89,7 @@ class Exchange(OffDevice):
         """Keeps a prompt that was prefilled for another engine, and notes how to fetch it."""
         if group.prefills:
             salt = group.completions[0].request.chain.salt
-            chain = self._cache.chain(group.prompt.packed, salt)
+            chain = self._cache.chain(group.prompt.packed, salt, group.prompt.pictures)
             group.kv_transfer_params = self.connector.lend(chain)
 
     def metrics(self) -> list[Metric]:

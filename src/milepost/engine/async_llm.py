@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Self, Unpack
 
 from milepost.config import EngineConfig
+from milepost.engine.media import Given, MediaRules, Preparer, images_in, images_of
 from milepost.engine.metrics import Metric
 from milepost.engine.options import (
     CHAT_OPTIONS,
@@ -27,6 +28,7 @@ from milepost.engine.processes import (
 )
 from milepost.engine.prompts import ChatMessages, Prompt, PromptLike, read_prompt, rendered_prompt
 from milepost.engine.text import Encoder, text_length
+from milepost.engine.validation import check_num_images
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
 from milepost.vllm_keywords import GENERATE, with_vllm_keywords
@@ -56,6 +58,7 @@ class AsyncLLM:
         self._encoder = LoadedOnce(partial(_load, self._client))
         self._running: dict[str, _Running] = {}
         self._num_requests = 0
+        self._preparer: Preparer | None = None
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
@@ -74,6 +77,8 @@ class AsyncLLM:
         await self._client.close()
         if encoder is not None:
             await encoder.close()
+        if self._preparer is not None:
+            await self._preparer.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -151,21 +156,38 @@ class AsyncLLM:
 
     async def _read(self, prompt: PromptLike) -> Prompt:
         encoder = await self._encoder.get()
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        plain, images = images_in(prompt)
+        text = plain.get("prompt") if isinstance(plain, Mapping) else plain
         if encoder.tokenizer is None or not isinstance(text, str):
-            return read_prompt(prompt, None)
+            return await self._with_images(read_prompt(plain, None), images)
 
         def read(tokenizer: PreTrainedTokenizerBase) -> Prompt:
             encoder.check(text)
-            return read_prompt(prompt, tokenizer)
+            return read_prompt(plain, tokenizer)
 
-        return await encoder.with_tokenizer(read, len(text))
+        return await self._with_images(await encoder.with_tokenizer(read, len(text)), images)
+
+    async def _with_images(self, prompt: Prompt, images: Sequence[Given]) -> Prompt:
+        """Returns a prompt with its images. Raises InvalidPromptError."""
+        check_num_images(len(images), self._client.limits.max_images)
+        if not images:
+            return prompt
+        if self._preparer is None:
+            facts = self._client.info.images
+            assert facts is not None, "images are refused without a tower"
+            self._preparer = Preparer(facts, MediaRules.of(self.config))
+        return await self._preparer.put_in(prompt, images)
 
     async def _render(self, messages: ChatMessages, options: ChatOptions) -> Prompt:
         encoder, given = await self._encoder.get(), compose_options(options)
+        messages, images = images_of(messages)
+        check_num_images(len(images), self._client.limits.max_images)
+        facts = self._client.info.images
+        given["image_text"] = "" if facts is None else facts.text
         size = text_length([messages, given.get("tools")])
         rendered = await encoder.encode_chat(messages, size, given, is_cut=False)
-        return rendered_prompt(rendered, self.config.max_cache_marks, options.get("cache_salt"))
+        prompt = rendered_prompt(rendered, self.config.max_cache_marks, options.get("cache_salt"))
+        return await self._with_images(prompt, images)
 
     async def _answers(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,6 @@ from milepost.engine.options import (
     CHAT_OPTIONS,
     ChatOptions,
     EngineOptions,
-    compose_options,
     read_options,
 )
 from milepost.engine.outputs import RequestOutput
@@ -30,12 +28,10 @@ from milepost.engine.prompts import (
     is_conversation,
     is_prompt,
     one_each,
-    read_prompt,
-    rendered_prompt,
 )
-from milepost.engine.text import chat
+from milepost.engine.reader import PromptReader
 from milepost.errors import ConfigError, InvalidRequestError
-from milepost.sampling_params import SamplingParams, check_unicode
+from milepost.sampling_params import SamplingParams
 from milepost.vllm_keywords import GENERATE, with_vllm_keywords
 
 logger = logging.getLogger(__name__)
@@ -64,7 +60,7 @@ class LLM:
             )
         self.llm_engine = Engine(config)
         self._thread = EngineThread(self.llm_engine)
-        self._tokenizing = threading.Lock()
+        self._reader = PromptReader(self.llm_engine)
 
     @with_vllm_keywords(GENERATE)
     def generate(
@@ -78,13 +74,15 @@ class LLM:
 
         A prompt is a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`,
         and with `cache_marks` (positions where a state is worth keeping) and `cache_salt` (shares
-        nothing with prompts under another) if wanted. Parameters are for all prompts, or one for
+        nothing with prompts under another) if wanted. `multi_modal_data` with `{"image": IMAGE}`,
+        or a list of images, has images of Pillow's, URLs or files' bytes, one for each image token
+        of the prompt. Parameters are for all prompts, or one for
         each; without them `get_default_sampling_params` has them. `use_tqdm` shows progress.
 
         Raises InvalidRequestError, naming the prompt, before anything is computed.
         """
         listed = [prompts] if is_prompt(prompts) else list(prompts)
-        read = [self._read(index, prompt) for index, prompt in enumerate(listed)]
+        read = [self._reader.numbered(index, prompt) for index, prompt in enumerate(listed)]
         return self._run(read, sampling_params, use_tqdm)
 
     @with_vllm_keywords(GENERATE, CHAT_OPTIONS)
@@ -103,7 +101,7 @@ class LLM:
         Raises InvalidRequestError before anything is computed.
         """
         conversations = [messages] if is_conversation(messages) else list(messages)
-        prompts = [self._render(conversation, options) for conversation in conversations]
+        prompts = [self._reader.conversation(each, options) for each in conversations]
         return self._run(prompts, sampling_params, use_tqdm)
 
     @with_vllm_keywords(GENERATE)
@@ -114,7 +112,7 @@ class LLM:
 
         Closing the iterator early ends the request.
         """
-        return self._stream(self._prompt(prompt), sampling_params)
+        return self._stream(self._reader.plain(prompt), sampling_params)
 
     @with_vllm_keywords(GENERATE, CHAT_OPTIONS)
     def stream_chat(
@@ -124,7 +122,7 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> Iterator[RequestOutput]:
         """Like `stream`, for one conversation; options are those of `chat`."""
-        return self._stream(self._render(messages, options), sampling_params)
+        return self._stream(self._reader.conversation(messages, options), sampling_params)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer; None with skip_tokenizer_init."""
@@ -154,30 +152,6 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """All counters and gauges of this moment."""
         return self._thread.run(self.llm_engine.get_metrics)
-
-    def _prompt(self, prompt: PromptLike) -> Prompt:
-        """Reads a prompt. Not every tokenizer serves two threads at once."""
-        with self._tokenizing:
-            return read_prompt(prompt, self.get_tokenizer())
-
-    def _read(self, index: int, prompt: PromptLike) -> Prompt:
-        try:
-            return self._prompt(prompt)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(f"prompt {index}: {error}") from error
-
-    def _render(self, messages: ChatMessages, options: ChatOptions) -> Prompt:
-        tokenizer = self.get_tokenizer()
-        if tokenizer is None:
-            raise InvalidRequestError(
-                "chat needs a tokenizer, and skip_tokenizer_init=True loaded none"
-            )
-        given = compose_options(options)
-        composed = chat.compose(tokenizer, messages, check=check_unicode, **given)
-        with self._tokenizing:
-            rendered = chat.tokenized(tokenizer, composed)
-        most = self.llm_engine.config.max_cache_marks
-        return rendered_prompt(rendered, most, options.get("cache_salt"))
 
     def _params_for(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int

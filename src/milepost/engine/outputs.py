@@ -108,6 +108,7 @@ class Report(msgspec.Struct, frozen=True):
     loaded: dict[str, int] = {}
     loading_since: float | None = None
     """When its load began, if it was loaded."""
+    images: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(
@@ -122,6 +123,7 @@ class Report(msgspec.Struct, frozen=True):
             admitted_at=admitted_at,
             loaded=report.loaded,
             loading_since=loading_since,
+            images=report.images,
         )
 
     def cache_report(self) -> CacheReport:
@@ -133,6 +135,7 @@ class Report(msgspec.Struct, frozen=True):
             reused=self.reused,
             lost={Lost(reason): count for reason, count in self.lost.items()},
             loaded=self.loaded,
+            images=self.images,
         )
 
 

@@ -9,6 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from milepost.errors import InvalidRequestError
+from milepost.pictures import Picture
+from milepost.runner.recording import PictureRecord
 from milepost.sampling_params import SamplingParams, check_unicode
 
 if TYPE_CHECKING:
@@ -36,6 +38,10 @@ class Prompt:
     """None if it came as token ids."""
     cache_salt: str = ""
     cache_marks: tuple[int, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    """Images among the tokens, in order."""
+    pixels: tuple[PictureRecord, ...] = ()
+    """Their pixels, each once."""
     kv_transfer_params: dict[str, Any] | None = None
     """Fields that say what other engines have of it, or are to have."""
 

@@ -18,6 +18,7 @@ from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidPromptError, InvalidRequestError
 from milepost.kv_transfer_config import KVTransferConfig
 from milepost.kv_transfer_params import check_exchange, read
+from milepost.pictures import check_pictures
 from milepost.sampling_params import SamplingParams
 
 MAX_SCORES = 2**20
@@ -34,11 +35,18 @@ class Limits:
     has_tokenizer: bool
     closes_reasoning: bool
     """Whether one token of the model closes the reasoning."""
+    max_images: int = 0
+    """Largest number of images in a prompt; 0 for a model that takes none."""
     kv_transfer_config: KVTransferConfig | None = None
 
     @staticmethod
     def of(
-        config: EngineConfig, *, vocab_size: int, max_model_len: int, closes_reasoning: bool
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        closes_reasoning: bool,
+        has_tower: bool = False,
     ) -> Limits:
         """Returns the limits of an engine with this configuration and model."""
         return Limits(
@@ -47,6 +55,7 @@ class Limits:
             max_cache_marks=config.max_cache_marks,
             has_tokenizer=not config.skip_tokenizer_init,
             closes_reasoning=closes_reasoning,
+            max_images=config.max_images if has_tower else 0,
             kv_transfer_config=config.kv_transfer_config,
         )
 
@@ -83,6 +92,18 @@ def _check_prompt(prompt: Prompt, limits: Limits) -> None:
             is_too_long=True,
         )
     _check_marks(prompt.cache_marks, length, limits.max_cache_marks)
+    check_num_images(len(prompt.pictures), limits.max_images)
+    check_pictures(prompt.pictures, length)
+
+
+def check_num_images(num: int, most: int) -> None:
+    """Raises InvalidPromptError for more images than a prompt may have."""
+    if num <= most:
+        return
+    shown = "1 image" if num == 1 else f"{num} images"
+    if not most:
+        raise InvalidPromptError(f"{shown}: this model is served for text only")
+    raise InvalidPromptError(f"{shown}: use {most} or fewer (limit_mm_per_prompt)")
 
 
 def _check_combination(params: SamplingParams) -> None:

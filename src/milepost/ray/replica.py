@@ -72,7 +72,9 @@ class Replica:
         if prompt is None:
             return Wanted(uuid.uuid4().hex)
         info = self._client.info
-        chain = Chain(prompt.token_ids, info.page_size, prompt.cache_salt, info.identity)
+        chain = Chain(
+            prompt.token_ids, info.page_size, prompt.cache_salt, info.identity, prompt.pictures
+        )
         keys = tuple(digest[:KEY_BYTES] for digest in chain.full_digests())
         return Wanted(uuid.uuid4().hex, keys, len(prompt.token_ids), info.page_size)
 

@@ -5,6 +5,6 @@ Its modules:
     the loop                scheduler, stats
     requests                request, queue, lifecycle, canonical
     which of them begin     admission, admission_round, sharing, memory, outside, backlog
-    what a step computes    planner, budget, sequences
+    what a step computes    planner, budget, encoders, sequences
     what others see of it   plans, routing
 """

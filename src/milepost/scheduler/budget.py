@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from milepost.cache.placement import floor
+from milepost.scheduler.encoders import Encoders
 from milepost.scheduler.request import Request
 
 MAX_IDLE_STEPS = 16
@@ -33,11 +34,12 @@ def max_num_exports(max_num_seqs: int, max_num_batched_tokens: int, grid: int) -
 class Budget:
     """Tokens that the step being planned has given out, and has left."""
 
-    __slots__ = ("given", "grid", "left", "num_drafts")
+    __slots__ = ("_encoders", "given", "grid", "left", "num_drafts")
 
-    def __init__(self, num_tokens: int, grid: int) -> None:
+    def __init__(self, num_tokens: int, grid: int, encoders: Encoders) -> None:
         self.left = num_tokens
         self.grid = grid
+        self._encoders = encoders
         self.given: dict[Request, int] = {}
         """Tokens that each request has been given."""
         self.num_drafts: dict[Request, int] = {}
@@ -75,13 +77,16 @@ class Budget:
 
     def give_chunk(self, request: Request, most: int | None = None) -> None:
         """Give a request all that it has left to compute, or what ends on the grid; `most` bounds
-        it. That may be nothing.
+        it, and so do pictures that the step cannot encode. That may be nothing.
         """
         most = self.left if most is None else min(most, self.left)
         num_left = request.num_left - self.given.get(request, 0)
+        assert request.allocation is not None
+        start = request.allocation.planned + self.given.get(request, 0)
+        if request.chain.pictures and num_left:
+            end = start + min(num_left, most)
+            most = self._encoders.reach(request.chain.pictures, start, end) - start
         if num_left > most:
-            assert request.allocation is not None
-            start = request.allocation.planned + self.given.get(request, 0)
             num_left = max(floor(start + most, self.grid) - start, 0)
         self.give(request, num_left)
 

@@ -14,6 +14,7 @@ from milepost.cache.allocation import State
 from milepost.scheduler.admission import Admission
 from milepost.scheduler.admission_round import AdmissionRound
 from milepost.scheduler.budget import Budget, max_num_exports
+from milepost.scheduler.encoders import Encoders
 from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.outside import Outside
 from milepost.scheduler.plans import StepPlan
@@ -33,6 +34,7 @@ class Planner:
         running: list[Request],
         admission: Admission,
         outside: Outside,
+        encoders: Encoders,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -46,6 +48,7 @@ class Planner:
         self._running = running
         self._admission = admission
         self._outside = outside
+        self.encoders = encoders
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
         self._max_num_exports = max_num_exports(max_num_seqs, max_num_batched_tokens, cache.grid)
@@ -71,11 +74,12 @@ class Planner:
         """Share the tokens of a step among decodes, running prefills, and waiting requests, which
         are admitted while fewer than `max_num_seqs` run.
         """
-        budget = Budget(self._max_num_batched_tokens, self._cache.grid)
+        budget = Budget(self._max_num_batched_tokens, self._cache.grid, self.encoders)
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in continuing:
             (decodes if request.num_left == 1 else prefills).append(request)
+        self.encoders.begin(has_decodes=bool(decodes))
         turn = self._admission.open(max_num_seqs)
         budget.give_decodes(decodes)
         budget.give_starved(prefills)
@@ -157,7 +161,8 @@ class Planner:
             sequences.append(sequence)
             num_exports -= len(sequence.exports)
         loads = self._outside.take_loads()
-        if not sequences and not loads:
+        drops, encodes = self.encoders.take()
+        if not (sequences or loads or drops or encodes):
             return StepPlan(sequences=())
         sequences.sort(key=place_in_batch)
         ended: tuple[int, ...] = ()
@@ -170,6 +175,8 @@ class Planner:
             ended=ended,
             stores=self._outside.take_stores(len(moves)),
             loads=loads,
+            drops=drops,
+            encodes=encodes,
         )
 
 

@@ -18,6 +18,7 @@ from milepost.config import check_budget
 from milepost.errors import QueueWaitError
 from milepost.scheduler.admission import Admission
 from milepost.scheduler.backlog import Backlog
+from milepost.scheduler.encoders import Encoders
 from milepost.scheduler.lifecycle import Lifecycle
 from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.outside import Outside
@@ -32,8 +33,8 @@ class Scheduler:
     """Raises ConfigError for a budget with which a step could not make progress.
 
     Page tables of requests that sample reach `num_lookahead_tokens` further than they have to, for
-    drafts that are made after the tokens; nobody gives way to that.
-    With `max_queue_wait_s`, `check_wait` and `take_late` say which requests wait too long.
+    drafts that are made after the tokens; nobody gives way to that. With `max_queue_wait_s`,
+    `check_wait` and `take_late` say which requests wait too long.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         num_lookahead_tokens: int = 0,
+        encoder_cache_size: int = 0,
         max_queue_wait_s: float | None = None,
     ) -> None:
         check_budget(
@@ -68,6 +70,7 @@ class Scheduler:
             self.running,
             self._admission,
             self.outside,
+            Encoders(encoder_cache_size, max_num_batched_tokens, cache.grid, self.stats),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             num_lookahead_tokens=num_lookahead_tokens,
@@ -114,7 +117,8 @@ class Scheduler:
     # --- requests ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequestError if the pool could never hold it all."""
+        """Queue a request. Raises InvalidRequestError for one that could never have room."""
+        self._planner.encoders.check(request.chain.pictures)
         self._requests.add(request)
         if self._backlog is not None:
             self._backlog.add(request)
@@ -127,8 +131,7 @@ class Scheduler:
 
     def take_late(self) -> list[tuple[Request, QueueWaitError]]:
         """Requests that have waited for longer than `max_queue_wait_s`, each once, and what to tell
-        their clients; whoever calls this ends them.
-        """
+        their clients; the caller ends them."""
         return self._backlog.take_late() if self._backlog is not None else []
 
     def request(self, number: int) -> Request:
@@ -284,6 +287,7 @@ class Scheduler:
         for step in steps:
             # Nobody knows whether the runner has come so far.
             self._planner.ended.extend(step.ended)
+            self._planner.encoders.roll_back(step.encodes)
         self._steps.clear()
         for request in self.running.copy():
             if moves or request.is_in_flight:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 
+from milepost.pictures import overlapping, position_shift
 from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.plans import PromptScoring, SequencePlan
 from milepost.scheduler.request import Request
@@ -55,6 +56,8 @@ def plan_sequence(
         is_ahead=is_ahead,
         is_prompt=is_prompt,
         scoring=_scoring(request, start, end),
+        pictures=tuple(overlapping(chain.pictures, start, end)),
+        shift=position_shift(chain.pictures, start),
         history=chain.token_bytes(0, start) if is_new and request.keeps_history else None,
     )
 

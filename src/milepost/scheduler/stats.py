@@ -23,6 +23,12 @@ class SchedulerStats:
     """Requests ended because they had waited too long."""
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    num_encoded: int = 0
+    """Pictures that the vision tower encoded."""
+    encoded_tokens: int = 0
+    """Tokens of those pictures."""
+    num_encoder_hits: int = 0
+    """Pictures whose encoder outputs were still on the device when a prompt reached them."""
     num_drafts: int = 0
     """Times that drafts of a request were verified."""
     num_draft_tokens: int = 0

@@ -6,7 +6,7 @@
     OpenAI endpoints         completions, chat, conversation
     before the application   connections, gate, callers, trace_context
     a body, read             bodies, fields, protocol, parts, tools, unknown
-    its meaning              messages, custom, templates, forms, parameters
+    its meaning              messages, images, custom, templates, forms, parameters
     the way to the engine    service, generation, observers
     its answer               answers, stream, blocks, logprobs, errors, transfer
     figures                  metrics, vllm_metrics, http_metrics

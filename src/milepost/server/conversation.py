@@ -10,11 +10,13 @@ from starlette.requests import Request
 
 from milepost.engine.prompts import Prompt
 from milepost.engine.text import ChatPrompt
+from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
 from milepost.server import forms, parameters, transfer
 from milepost.server.answers import AnswerParser
 from milepost.server.generation import Generation
 from milepost.server.messages import tools_for_template, toolset_of
+from milepost.server.parts import TextPart
 from milepost.server.protocol import ChatRequest, Sampling
 from milepost.server.service import Service
 from milepost.server.stream import unless_disconnected
@@ -117,7 +119,9 @@ def _begun(request: ChatRequest) -> str:
     if not request.continue_final_message:
         return ""
     content = request.messages[-1].content or ""
-    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
+    if isinstance(content, str):
+        return content
+    return "".join(part.text or "" for part in content if isinstance(part, TextPart))
 
 
 def fitting(service: Service, prompt: Prompt, params: SamplingParams) -> SamplingParams:
@@ -137,6 +141,8 @@ async def prompt_of(
         token_ids=rendered.token_ids,
         cache_salt=request.cache_salt or "",
         cache_marks=rendered.marks[: service.client.config.max_cache_marks],
+        pictures=rendered.pictures,
+        pixels=rendered.pixels,
         kv_transfer_params=request.kv_transfer_params,
     )
     limit = service.client.info.max_model_len
@@ -194,6 +200,10 @@ def shortened(
     limit = request.truncate_prompt_tokens
     if limit is None:
         return prompt
+    if prompt.pictures:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens={limit}: a prompt with images is not cut: leave it out"
+        )
     if limit == -1:
         limit = max(max_model_len - (params.max_tokens or 1), 1)
     num_cut = max(len(prompt.token_ids) - limit, 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from milepost.server import custom
 from milepost.server.parsing import lark
-from milepost.server.parts import Message, TextPart
+from milepost.server.parts import ImagePart, Message, TextPart
 from milepost.server.protocol import ChatRequest
 from milepost.server.tools import NamedToolChoice, Tool, ToolCall
 
@@ -54,11 +54,11 @@ def _content(message: Message) -> str | list[dict[str, Any]]:
     return [_part(part) for part in message.content]
 
 
-def _part(part: TextPart) -> dict[str, Any]:
-    plain: dict[str, Any] = {
-        "type": "text",
-        "text": part.text if part.type == "text" else part.refusal,
-    }
+def _part(part: TextPart | ImagePart) -> dict[str, Any]:
+    if isinstance(part, ImagePart):
+        plain = part.plain
+    else:
+        plain = {"type": "text", "text": part.text if part.type == "text" else part.refusal}
     if part.cache_control is not None:
         plain["cache_control"] = {"type": part.cache_control.type}
     return plain

@@ -97,6 +97,7 @@ class RequestTally:
             "cached_tokens": sum(report.reused for report in self.reports),
             "lost_tokens": _sums(report.lost for report in self.reports),
             **({"loaded_tokens": loaded} if loaded else {}),
+            **_images(self.reports),
         }
 
     def usage(self, *, is_counted: bool) -> dict[str, Any]:
@@ -191,3 +192,16 @@ class MetricsObserver:
 def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Returns the sums of several counts by name, without those that are 0."""
     return dict(sum(map(Counter, counts), Counter[str]()))
+
+
+def _images(reports: Sequence[Report]) -> dict[str, int]:
+    """Returns how many prompt tokens are of images and were reused, and how many images needed no
+    encoder; nothing for prompts without images."""
+    found = [report.cache_report() for report in reports if report.images]
+    if not found:
+        return {}
+    return {
+        "image_tokens": sum(report.image_tokens for report in found),
+        "image_tokens_reused": sum(report.image_tokens_reused for report in found),
+        "images_reused": sum(report.images_reused for report in found),
+    }

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from milepost.server.fields import MAX_INT, MAX_PARTS, Body, Int64, Many, only, unread, with_type
+from milepost.server.fields import (
+    MAX_INT,
+    MAX_PARTS,
+    Body,
+    Int64,
+    Many,
+    only,
+    tagged,
+    unread,
+    with_type,
+)
 from milepost.server.tools import ToolCall
 
 
@@ -25,16 +35,47 @@ class CacheControl(Body):
     ttl: unread(str) = None
 
 
-def _only_text(value: Any) -> Any:
-    if isinstance(value, str) and value not in ("text", "refusal"):
-        raise ValueError(f"{value[:32]!r} is not supported: only text is served")
-    return value
+class ImageUrl(Body):
+    """An image by its URL, most often a data: URL."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+    """`low` limits the image to 256 tokens."""
+
+
+class ImagePart(Body):
+    """An image, as Chat Completions or the Responses API have it."""
+
+    type: Literal["image_url", "input_image"]
+    image_url: ImageUrl | str
+    detail: Literal["auto", "low", "high"] | None = None
+    uuid: unread(str) = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The part as `engine.media` reads it."""
+        url, detail = self.image_url, self.detail
+        if isinstance(url, ImageUrl):
+            url, detail = url.url, url.detail or detail
+        return {"type": "image_url", "image_url": url, "detail": detail}
+
+
+class OtherPart(Body):
+    """A part of any other type."""
+
+    type: str
+
+    @field_validator("type")
+    @classmethod
+    def _is_not_served(cls, value: str) -> str:
+        raise ValueError(f"{value[:32]!r} is not supported: only text and images are served")
 
 
 class TextPart(Body):
     """Text, or a refusal of the assistant's, which counts as text."""
 
-    type: Annotated[Literal["text", "refusal"], BeforeValidator(_only_text)]
+    type: Literal["text", "refusal"]
     text: str | None = None
     refusal: str | None = None
     cache_control: CacheControl | None = None
@@ -46,11 +87,14 @@ class TextPart(Body):
         return self
 
 
+AnyPart: Any = tagged(TextPart, ImagePart, OtherPart, other=lambda _: OtherPart)
+
+
 class Message(Body):
     """A message of any role."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[Many[TextPart], Field(max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[Many[AnyPart], Field(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None

@@ -30,6 +30,7 @@ from milepost.errors import (
 from milepost.sampling_params import SamplingParams
 from milepost.server.config import ServerConfig, read_object
 from milepost.server.errors import TOO_LONG, HttpError
+from milepost.server.images import ChatImages
 from milepost.server.logprobs import TokenBytes
 from milepost.server.messages import for_template
 from milepost.server.metrics import RequestMetrics
@@ -92,6 +93,7 @@ class Service:
         self.counts_thinking = None not in think_ids(tokenizer)
         """Whether the engine can count the tokens of this model's reasoning."""
         self._token_bytes: TokenBytes | None = None
+        self._images = ChatImages(client)
         self.is_closing = False
         self.is_asleep = False
         special = None
@@ -185,9 +187,13 @@ class Service:
             "chat_template_kwargs": template_kwargs,
             "add_generation_prompt": body.add_generation_prompt is not False,
             "continue_final_message": bool(body.continue_final_message),
+            "image_text": self._images.text,
         }
-        size = text_length([messages, tools, documents])
-        return await self.encoder.encode_chat(messages, size, options, is_cut=is_cut)
+        with naming("messages"):
+            told, images = self._images.of(messages)
+            size = text_length([told, tools, documents])
+            rendered = await self.encoder.encode_chat(told, size, options, is_cut=is_cut)
+            return await self._images.put_in(rendered, images)
 
     async def token_bytes(self) -> TokenBytes:
         """Returns the bytes of the vocabulary, read at the first call. Raises as
@@ -260,6 +266,7 @@ class Service:
 
     async def close(self) -> None:
         await self.encoder.close()
+        await self._images.close()
         await self.form_checks.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)

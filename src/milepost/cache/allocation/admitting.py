@@ -225,6 +225,7 @@ class Admitter:
                 branch_points=match.branch_points,
                 block_size=self._config.block_size,
                 new_from=match.kv_length,
+                pictures=chain.pictures,
                 grid=self._config.grid,
                 max_rounded_off=self._config.max_rounded_off,
             ),

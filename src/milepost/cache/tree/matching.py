@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from milepost.cache.placement import floor, gives_up_too_much
@@ -130,6 +130,9 @@ class Finder:
             page_size=self._config.page_size,
             answered=self._tree.num_answered(path.chain, num_seen) * self._config.page_size,
         )
+        if path.chain.pictures:
+            spans = tuple((each.offset, each.end) for each in path.chain.pictures)
+            report = replace(report, images=spans)
         return report if self._config.enabled else report.with_lost(Lost.DISABLED, num_tokens)
 
     def _tokens_past_nodes(self, path: Path) -> int:

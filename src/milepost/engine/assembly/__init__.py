@@ -1,7 +1,7 @@
 """Builds an engine from its configuration: settings, sizes, ranks, tiers.
 Its modules:
 
-    the whole                   setup, auto, sizing, drafting, bitwise
+    the whole                   setup, auto, images, sizing, drafting, bitwise
     one rank of several         rank, team, rank_messages
     tiers                       tiering
 """

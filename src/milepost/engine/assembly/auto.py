@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from milepost.config import DType, EngineConfig
+from milepost.engine.assembly.images import takes_images
 from milepost.errors import ConfigError
 from milepost.kernels.platform.tensors import FP8
 from milepost.models.configuration import load_config, resolve_dtype
@@ -67,6 +68,7 @@ def load_options_of(
         quantization=config.quantization,
         max_model_len=config.max_model_len,
         overrides=config.overrides,
+        has_tower=takes_images(config, folder),
         batch_invariant=config.batch_invariant,
         ranks=ranks,
     )

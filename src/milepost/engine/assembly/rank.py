@@ -16,12 +16,13 @@ from milepost.config import EngineConfig
 from milepost.engine.assembly.auto import device_of, folder_of, kv_dtype_of, load_options_of
 from milepost.engine.assembly.bitwise import facts_of, refuse_states
 from milepost.engine.assembly.drafting import accept_of
+from milepost.engine.assembly.images import image_settings_of
 from milepost.engine.assembly.sizing import max_model_len_of, pool_shape, sizes_of
 from milepost.engine.assembly.team import Team
 from milepost.engine.assembly.tiering import RankTierState, hands_of
 from milepost.engine.off_device import PoolAccess
 from milepost.errors import KernelError
-from milepost.images import ImageSettings, read_image_settings
+from milepost.images import ImageSettings
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import describe, hopper_kernels, probe, why_reference
 from milepost.kernels.platform.tensors import FP8
@@ -214,12 +215,6 @@ def _kinds(shape: PoolShape) -> tuple[LayerKind, ...]:
     if shape.uses_slots:
         kinds.append(Recurrent(grid=shape.grid, state_bytes=shape.slot_bytes))
     return tuple(kinds)
-
-
-def image_settings_of(config: EngineConfig, folder: Path) -> ImageSettings:
-    """Returns the checkpoint's settings for pictures, with the limits of the configuration. Raises
-    ConfigError."""
-    return read_image_settings(folder).with_pixels(*config.pixel_limits)
 
 
 def _executor(

@@ -18,10 +18,12 @@ from milepost.config import EngineConfig
 from milepost.engine.assembly.auto import device_of, folder_of, load_options_of, runs_ahead
 from milepost.engine.assembly.bitwise import refuse_ranks, refuse_settings
 from milepost.engine.assembly.drafting import speculation_of
+from milepost.engine.assembly.images import image_facts
 from milepost.engine.assembly.rank import RankParts, build_rank
 from milepost.engine.assembly.team import Team
 from milepost.engine.assembly.tiering import RankTierState
 from milepost.engine.facts import Facts
+from milepost.engine.media import ImageFacts
 from milepost.engine.off_device import PoolAccess
 from milepost.engine.text import end_token_ids, load_tokenizer, sampling_defaults, within
 from milepost.errors import ConfigError
@@ -58,6 +60,8 @@ class EngineParts:
     """None where nothing is drafted."""
     tier_state: RankTierState | None = None
     """This rank's part of the tiers; None without tiers."""
+    images: ImageFacts | None = None
+    """How images enter prompts; None for a model that takes none."""
     runs_ahead: bool = False
     """Whether a step is launched before the tokens of the one before are read."""
     team: Team | None = None
@@ -91,6 +95,7 @@ def build(config: EngineConfig) -> EngineParts:
         own.cache,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        encoder_cache_size=config.encoder_cache_size,
         num_lookahead_tokens=_num_lookahead_tokens(config, model),
         max_queue_wait_s=config.max_queue_wait_s,
     )
@@ -110,6 +115,7 @@ def build(config: EngineConfig) -> EngineParts:
         vocab_size=model.vocab_size,
         max_model_len=own.max_model_len,
         facts=_facts(config, folder, own),
+        images=image_facts(config, folder, tokenizer),
         runs_ahead=runs_ahead(config, own.device),
         team=team,
         access=own.access,

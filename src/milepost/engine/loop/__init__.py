@@ -2,7 +2,7 @@
 Its modules:
 
     a step                      core, intake, completions, pipeline, pace, failure
-    a request                   group, completion
+    a request                   group, completion, pixels
     outside the device          opening, tiering
     one thread for an engine    thread
     an observer                 trace_recording

@@ -22,6 +22,7 @@ from milepost.engine.loop.group import RequestGroup
 from milepost.engine.loop.intake import Intake
 from milepost.engine.loop.opening import open_off_device
 from milepost.engine.loop.pipeline import StepPipeline
+from milepost.engine.loop.pixels import PixelStore
 from milepost.engine.loop.trace_recording import TraceRecorder
 from milepost.engine.metrics import Metric, collect
 from milepost.engine.prompts import Prompt
@@ -48,12 +49,13 @@ class Engine:
         self.tokenizer: PreTrainedTokenizerBase | None = parts.tokenizer
         self.vocab_size, self.max_model_len = parts.vocab_size, parts.max_model_len
         self.sampling_defaults = parts.sampling_defaults
-        self.facts = parts.facts
+        self.facts, self.images = parts.facts, parts.images
         self.limits = Limits.of(
             config,
             vocab_size=parts.vocab_size,
             max_model_len=parts.max_model_len,
             closes_reasoning=think_ids(parts.tokenizer)[1] is not None,
+            has_tower=parts.images is not None,
         )
         texts = TokenTexts(self.tokenizer) if self.tokenizer is not None else None
         self._intake = Intake(config, parts, texts)
@@ -66,7 +68,10 @@ class Engine:
         self._trace = TraceRecorder(config.record_trace) if config.record_trace else None
         self._canonical = Canonical(self.scheduler)
         self._latch = FailureLatch(parts.team)
-        self.pipeline = StepPipeline(config, parts, self._completions, self.off_device, self._latch)
+        self._pixels = PixelStore()
+        self.pipeline = StepPipeline(
+            config, parts, self._completions, self.off_device, self._latch, self._pixels
+        )
         self._is_stuck = False
         self._is_closed = False
 
@@ -140,6 +145,7 @@ class Engine:
         group = self._intake.group(prompt, params, number=number, priority=priority, form=form)
         self.scheduler.check_wait(group.completions[0].request)
         self._is_stuck = False
+        self._pixels.hold(group)
         try:
             for completion in group.completions:
                 if not any(part.hold(group, completion) for part in self.off_device):
@@ -185,6 +191,7 @@ class Engine:
         self.scheduler.outside.tell()
 
     def _forget(self, group: RequestGroup) -> None:
+        self._pixels.let_go(group)
         if self._trace is not None:
             self._trace.end(group)
         for request in self._completions.forget(group):

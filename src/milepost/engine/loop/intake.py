@@ -30,8 +30,12 @@ from milepost.engine.prompts import Prompt
 from milepost.engine.text import TokenTexts, detokenizer_for
 from milepost.errors import InvalidRequestError
 from milepost.kv_transfer_params import read
+from milepost.pictures import group_ends
 from milepost.sampling_params import SamplingParams, StructuredOutputs
 from milepost.scheduler.request import Request
+
+TURN_TOKENS = 32
+"""Images with fewer tokens of text between them are of one turn."""
 
 
 class Intake:
@@ -136,11 +140,11 @@ class Intake:
         ends = () if params.ignore_eos else self._end_token_ids
         request = Request(
             id=f"{group.number}-{index}",
-            chain=self._chain(tokens, salt),
+            chain=self._chain(tokens, salt, prompt.pictures),
             max_tokens=max_tokens,
             min_tokens=params.min_tokens,
             stop_token_ids=frozenset((*own, *ends)),
-            marks=tuple(sorted({mark for mark in prompt.cache_marks if mark <= len(tokens)})),
+            marks=tuple(sorted({mark for mark in _marks_of(prompt) if mark <= len(tokens)})),
             priority=priority,
         )
         request.num_prompt_logprobs = params.prompt_logprobs if index == 0 else None
@@ -161,3 +165,10 @@ class Intake:
         if rules is None:
             return Guide(own, None)
         return Guide(own, Restriction(rules, np.frombuffer(prompt.packed, np.uint32)))
+
+
+def _marks_of(prompt: Prompt) -> list[int]:
+    """Returns the positions that are worth a state: those that were named, and the ends of the
+    images of the last two turns."""
+    ends = group_ends(prompt.pictures, least_apart=TURN_TOKENS, most=2)
+    return [*prompt.cache_marks, *ends]

@@ -16,6 +16,7 @@ from milepost.engine.assembly import EngineParts
 from milepost.engine.loop.completions import RunningCompletions
 from milepost.engine.loop.failure import FailureLatch
 from milepost.engine.loop.pace import Pace
+from milepost.engine.loop.pixels import PixelStore
 from milepost.engine.off_device import OffDevice
 from milepost.errors import EngineDeadError
 from milepost.runner.runner import InFlightStep, RunnerOutput
@@ -32,6 +33,7 @@ class StepPipeline:
         completions: RunningCompletions,
         off_device: Sequence[OffDevice],
         latch: FailureLatch,
+        pixels: PixelStore,
     ) -> None:
         self.speculation = parts.speculation
         self.in_flight: InFlightStep | None = None
@@ -43,6 +45,7 @@ class StepPipeline:
         self._completions = completions
         self._off_device = off_device
         self._latch = latch
+        self._pixels = pixels
         self._pace = Pace()
         self._last_end_s: float | None = None
         """When the last step was taken, if work was left then."""
@@ -77,7 +80,7 @@ class StepPipeline:
             self._only_copy(plan)
             return None
         with self.rolling_back(plan):
-            step = self.runner.launch(plan)
+            step = self._launch(plan)
             self._begin_loads(plan)
             self._sample(step, num_ahead=0)
         return step
@@ -107,7 +110,7 @@ class StepPipeline:
         if plan is None or not plan.sequences:
             self._only_copy(plan or StepPlan(sequences=()))
             return None
-        ahead = self.runner.launch(plan, before=step)
+        ahead = self._launch(plan, before=step)
         self._begin_loads(plan)
         if not self._completions.wait_for(1, plan.sequences):
             self._sample(ahead, num_ahead=1)
@@ -189,6 +192,10 @@ class StepPipeline:
         self._scheduler.roll_back(plan)
         self.runner.roll_back()
 
+    def _launch(self, plan: StepPlan, before: InFlightStep | None = None) -> InFlightStep:
+        self._pixels.hand_over(plan, self.runner)
+        return self.runner.launch(plan, before=before)
+
     def _begin_loads(self, plan: StepPlan) -> None:
         for part in self._off_device:
             part.begin_loads(plan.loads, self.runner.fence)
@@ -197,6 +204,7 @@ class StepPipeline:
         """Run a plan that computes nothing, and so has no result."""
         if plan.only_copies:
             with self._latch.fatal(BaseException):
+                self._pixels.hand_over(plan, self.runner)
                 self.runner.copy(plan)
                 self._begin_loads(plan)
 

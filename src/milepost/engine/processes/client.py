@@ -90,6 +90,7 @@ class EngineClient:
             vocab_size=first.vocab_size,
             max_model_len=first.max_model_len,
             closes_reasoning=first.closes_reasoning,
+            has_tower=first.images is not None,
         )
         for message in rest:
             self._handle(message)

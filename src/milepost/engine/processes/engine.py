@@ -273,5 +273,6 @@ def _ready(engine: Engine) -> Ready:
         num_slots=cache.slots.capacity,
         sampling_defaults=dict(engine.sampling_defaults),
         facts=engine.facts,
+        images=engine.images,
         identity=cache.identity,
     )

@@ -19,11 +19,14 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from milepost.engine.facts import Facts
+from milepost.engine.media import ImageFacts
 from milepost.engine.metrics import Metric
 from milepost.engine.outputs import Output
 from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidRequestError, MilepostError, QueueWaitError
 from milepost.kv_transfer_params import as_read
+from milepost.pictures import Picture
+from milepost.runner.recording import PictureRecord
 from milepost.sampling_params import SamplingParams
 
 M = TypeVar("M")
@@ -48,6 +51,8 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     cache_salt: str = ""
     cache_marks: tuple[int, ...] = ()
     kv_transfer_params: dict[str, Any] | None = None
+    pictures: tuple[Picture, ...] = ()
+    pixels: tuple[PictureRecord, ...] = ()
 
     @staticmethod
     def of(number: int, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Add:
@@ -60,6 +65,8 @@ class Add(msgspec.Struct, tag=True, frozen=True):
             cache_salt=prompt.cache_salt,
             cache_marks=prompt.cache_marks,
             kv_transfer_params=as_read(prompt.kv_transfer_params),
+            pictures=prompt.pictures,
+            pixels=prompt.pixels,
         )
 
     @property
@@ -70,6 +77,8 @@ class Add(msgspec.Struct, tag=True, frozen=True):
             cache_salt=self.cache_salt,
             cache_marks=self.cache_marks,
             kv_transfer_params=self.kv_transfer_params,
+            pictures=self.pictures,
+            pixels=self.pixels,
         )
 
 
@@ -113,6 +122,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     facts: Facts
     closes_reasoning: bool = False
     """Whether one token of the model closes the reasoning."""
+    images: ImageFacts | None = None
+    """How images enter prompts; None for a model that takes none."""
     identity: bytes = b""
     """The identity of the model, on which the keys of what it caches depend."""
 

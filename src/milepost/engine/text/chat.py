@@ -18,8 +18,16 @@ from milepost.engine.text import roles
 from milepost.engine.text.marks import body_end, breakpoints, common_length, head_end
 from milepost.engine.text.roles import ChatMessage
 from milepost.engine.text.special import CUT, cut
-from milepost.engine.text.template import REFUSALS, BoundTemplate, as_text, joint_of
+from milepost.engine.text.template import (
+    REFUSALS,
+    BoundTemplate,
+    as_text,
+    joint_of,
+    with_image_texts,
+)
 from milepost.errors import InvalidRequestError
+from milepost.pictures import Picture
+from milepost.runner.recording import PictureRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +46,9 @@ class ChatPrompt:
     """Token positions inside the prompt, ascending."""
     breakpoints: tuple[int, ...] = ()
     """Those of the marks that a `cache_control` made."""
+    pictures: tuple[Picture, ...] = ()
+    """Images among the tokens, once they are put in."""
+    pixels: tuple[PictureRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +115,15 @@ def compose(
     continue_final_message: bool = False,
     special: re.Pattern[str] | None = None,
     check: Callable[[str], None] | None = None,
+    image_text: str = "",
 ) -> Composed:
     """The text of a conversation. With `continue_final_message` it ends inside the last message, so
     that the answer goes on with it, and `add_generation_prompt` does nothing.
 
     A message, or a text part of one, with a `cache_control` gets a mark at its end; so does what
     the template itself marks: the end of the system prompt and tools, and of the last message.
-    What matches `special` in messages, tools or arguments is read as text. `check` may refuse the
+    A part that is an image is written as `image_text`, if the model takes images. What matches
+    `special` in messages, tools or arguments is read as text. `check` may refuse the
     text before the marks in it are looked for.
 
     Raises InvalidRequestError if there is no template, if it refuses the conversation, or if a
@@ -124,6 +137,8 @@ def compose(
     if special is not None:
         messages, tools = cut(messages, special), cut(tools, special)
         template_kwargs = cut(template_kwargs, special)
+    if image_text:
+        messages = with_image_texts(messages, image_text)
     conversation = BoundTemplate(tokenizer, tools, template_kwargs)
     joint = joint_of(conversation, messages)
     messages, checked, text = _taken(conversation, messages, ending, joint)

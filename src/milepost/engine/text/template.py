@@ -85,11 +85,28 @@ def as_text(message: ChatMessage, joint: str) -> dict[str, Any]:
     return {**own, "content": content} if "content" in message else own
 
 
+def with_image_texts(messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
+    """Returns messages with `text` for each image part. Templates write the same for an image, and
+    add nothing between it and the texts beside it.
+    """
+    return [
+        {**message, "content": [_with_text(part, text) for part in parts_of(message)]}
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
+        else message
+        for message in messages
+    ]
+
+
+def _with_text(part: Any, text: str) -> Any:
+    is_image = isinstance(part, Mapping) and part.get("type") == "image"
+    return {**part, "type": "text", "text": text} if is_image else part
+
+
 def _part_text(part: object) -> str:
     if isinstance(part, Mapping) and part.get("type") in ("text", "input_text"):
         return str(part.get("text", ""))
     kind = part.get("type") if isinstance(part, Mapping) else part
-    raise InvalidRequestError(f"content part {kind!r}: only text parts are supported")
+    raise InvalidRequestError(f"content part {kind!r}: only text parts are supported here")
 
 
 def parts_of(message: ChatMessage) -> Sequence[Any]:

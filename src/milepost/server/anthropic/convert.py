@@ -13,6 +13,7 @@ from milepost.server.anthropic.protocol import (
     Block,
     CallBlock,
     CountTokensRequest,
+    ImageBlock,
     MessagesRequest,
     ResultBlock,
     ServerResultBlock,
@@ -74,7 +75,7 @@ def _system(request: CountTokensRequest) -> list[openai.Message]:
     given = request.system or []
     if isinstance(given, str):
         given = [TextBlock(type="text", text=given)]
-    parts = _texts([block for block in given if not block.text.startswith(_BILLING)])
+    parts = _parts([block for block in given if not block.text.startswith(_BILLING)])
     return [openai.Message(role="system", content=parts)] if parts else []
 
 
@@ -86,7 +87,7 @@ def _messages(message: AnthropicMessage) -> list[openai.Message]:
     if message.role == "assistant":
         return _assistant(message.content)
     results = [_result(block) for block in message.content if isinstance(block, Result)]
-    parts = _texts(message.content)
+    parts = _parts(message.content)
     rest = [openai.Message(role=message.role, content=parts)] if parts else []
     return [*results, *rest] or [openai.Message(role=message.role, content="")]
 
@@ -116,19 +117,21 @@ def _said(content: Sequence[Block]) -> openai.Message:
     marks = [block.cache_control for block in content if block.cache_control]
     return openai.Message(
         role="assistant",
-        content=_texts(content) or None,
+        content=_parts(content) or None,
         reasoning_content="\n".join(thoughts) or None,
         tool_calls=calls or None,
         cache_control=marks[-1] if marks and calls else None,
     )
 
 
-def _texts(content: Sequence[Any]) -> list[openai.TextPart]:
-    """Returns the parts as text; the chat template decides how they are joined."""
+def _parts(content: Sequence[Any]) -> list[openai.TextPart | openai.ImagePart]:
+    """Returns the parts that the model sees; the chat template decides how they are joined."""
     return [
-        openai.TextPart(type="text", text=block.plain, cache_control=block.cache_control)
+        openai.ImagePart(type="image_url", image_url=block.url, cache_control=block.cache_control)
+        if isinstance(block, ImageBlock)
+        else openai.TextPart(type="text", text=block.plain, cache_control=block.cache_control)
         for block in content
-        if hasattr(block, "plain")
+        if isinstance(block, ImageBlock) or hasattr(block, "plain")
     ]
 
 
@@ -137,7 +140,7 @@ def _result(block: Result) -> openai.Message:
     if isinstance(block, ServerResultBlock):
         content = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     elif not isinstance(content, str):
-        content = _texts(content)
+        content = _parts(content)
     return openai.Message(
         role="tool",
         tool_call_id=block.tool_use_id,

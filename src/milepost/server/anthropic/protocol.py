@@ -73,6 +73,35 @@ class DocumentBlock(_MarkedBlock):
         return "\n".join(text for text in texts if text)
 
 
+class ImageSource(Body):
+    """Where an image is: in the request, or at a URL."""
+
+    type: Literal["base64", "url"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = None
+    data: str | None = None
+    url: str | None = None
+
+    @model_validator(mode="after")
+    def _has_its_field(self) -> ImageSource:
+        name = "data" if self.type == "base64" else "url"
+        if getattr(self, name) is None:
+            raise ValueError(f"a source of type {self.type!r} needs {name}")
+        return self
+
+
+class ImageBlock(_MarkedBlock):
+    type: Literal["image"]
+    source: ImageSource
+
+    @property
+    def url(self) -> str:
+        """The image as a URL."""
+        source = self.source
+        if source.url is not None and source.type == "url":
+            return source.url
+        return f"data:{source.media_type or 'image/png'};base64,{source.data}"
+
+
 class ToolReferenceBlock(_MarkedBlock):
     """Says that a tool in the request's list can be called from now on."""
 
@@ -121,7 +150,8 @@ class CallBlock(_MarkedBlock):
 
 
 TextLike = Annotated[
-    TextBlock | SearchResultBlock | DocumentBlock | ToolReferenceBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | SearchResultBlock | DocumentBlock | ToolReferenceBlock,
+    Field(discriminator="type"),
 ]
 
 
@@ -151,7 +181,7 @@ class OtherBlock(_MarkedBlock):
     @field_validator("type")
     @classmethod
     def _is_not_served(cls, value: str) -> str:
-        raise ValueError(f"{value[:64]!r} is not supported: only text is served")
+        raise ValueError(f"{value[:64]!r} is not supported: only text and images are served")
 
 
 def _other(kind: Any) -> type[Body]:
@@ -161,6 +191,7 @@ def _other(kind: Any) -> type[Body]:
 
 Block: Any = tagged(
     TextBlock,
+    ImageBlock,
     SearchResultBlock,
     DocumentBlock,
     ThinkingBlock,

@@ -11,7 +11,13 @@ from milepost.server import parts as openai
 from milepost.server import tools as chat_tools
 from milepost.server.protocol import ChatRequest
 from milepost.server.responses import protocol as kinds
-from milepost.server.responses.protocol import LOGPROBS, ContentPart, ResponseItem, ResponsesRequest
+from milepost.server.responses.protocol import (
+    LOGPROBS,
+    ContentPart,
+    InputImage,
+    ResponseItem,
+    ResponsesRequest,
+)
 from milepost.server.responses.tools import Names, ResponseTool, choice_for_chat, for_chat
 
 _SAME = (
@@ -97,7 +103,7 @@ class _Turn:
     def _clear(self) -> None:
         self._is_open = False
         self._thoughts: list[str] = []
-        self._parts: list[openai.TextPart] = []
+        self._parts: list[openai.TextPart | openai.ImagePart] = []
         self._calls: list[chat_tools.ToolCall] = []
 
     def takes(self, item: ResponseItem) -> bool:
@@ -161,7 +167,7 @@ def _plain(item: ResponseItem) -> openai.Message:
     return openai.Message(role="tool", tool_call_id=id_, content=_output(item))
 
 
-def _output(item: ResponseItem) -> str | list[openai.TextPart]:
+def _output(item: ResponseItem) -> str | list[Any]:
     match item:
         case kinds.OutputItem():
             return _content(_parts(item.output))
@@ -174,15 +180,25 @@ def _output(item: ResponseItem) -> str | list[openai.TextPart]:
     raise AssertionError(f"an item of type {item.type} has no output")
 
 
-def _parts(content: str | Sequence[ContentPart] | None) -> list[openai.TextPart]:
-    texts = [content or ""] if content is None or isinstance(content, str) else map(_text, content)
-    return [openai.TextPart(type="text", text=text) for text in texts]
+def _parts(content: str | Sequence[Any] | None) -> list[openai.TextPart | openai.ImagePart]:
+    if content is None or isinstance(content, str):
+        return [openai.TextPart(type="text", text=content or "")]
+    return [_part(part) for part in content]
 
 
-def _content(parts: list[openai.TextPart]) -> str | list[openai.TextPart]:
+def _part(part: ContentPart | InputImage) -> openai.TextPart | openai.ImagePart:
+    if isinstance(part, InputImage):
+        return openai.ImagePart(
+            type="input_image", image_url=part.image_url or "", detail=part.detail
+        )
+    return openai.TextPart(type="text", text=_text(part))
+
+
+def _content(parts: list[openai.TextPart | openai.ImagePart]) -> str | list[Any]:
     """Returns the content. Several parts stay separate: the chat template decides how they are
-    joined."""
-    return parts if len(parts) > 1 else "".join(part.text or "" for part in parts)
+    joined. So does an image."""
+    texts = [part.text or "" for part in parts if isinstance(part, openai.TextPart)]
+    return parts if len(parts) > 1 or len(texts) < len(parts) else "".join(texts)
 
 
 def _text(part: ContentPart) -> str:

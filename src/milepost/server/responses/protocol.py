@@ -46,7 +46,21 @@ class ContentPart(Body):
         return self
 
 
-Parts = Annotated[Many[ContentPart], Field(max_length=MAX_PARTS)]
+class InputImage(Body):
+    type: Literal["input_image"]
+    image_url: str | None = None
+    file_id: only(hint="use image_url with a data: URL") = None
+    detail: Literal["auto", "low", "high"] | None = None
+
+    @model_validator(mode="after")
+    def _has_url(self) -> InputImage:
+        if self.image_url is None:
+            raise ValueError("an input_image needs its image_url")
+        return self
+
+
+AnyContent: Any = tagged(ContentPart, InputImage, other=lambda _: ContentPart)
+Parts = Annotated[Many[AnyContent], Field(max_length=MAX_PARTS)]
 
 
 class _AnyItem(Body):

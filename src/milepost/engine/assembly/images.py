@@ -1,0 +1,54 @@
+"""Decides whether an engine takes images, and finds what its prompts need to know of them."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from milepost.config import EngineConfig
+from milepost.engine.media import ImageFacts
+from milepost.errors import UnsupportedModelError, how_to_install
+from milepost.images import ImageSettings, read_image_settings
+from milepost.models.configuration import load_config
+from milepost.models.loading import has_pictures
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+def takes_images(config: EngineConfig, folder: Path) -> bool:
+    """Whether the checkpoint's vision tower is loaded: if it has one, images are allowed, and
+    Pillow is installed."""
+    if not config.max_images or not has_pictures(load_config(folder, config.overrides)):
+        return False
+    if find_spec("PIL") is None:
+        logger.warning("images are refused, since Pillow is missing: %s", how_to_install("images"))
+        return False
+    return True
+
+
+def image_settings_of(config: EngineConfig, folder: Path) -> ImageSettings:
+    """Returns the checkpoint's settings for pictures, with the limits of the configuration. Raises
+    ConfigError."""
+    return read_image_settings(folder).with_pixels(*config.pixel_limits)
+
+
+def image_facts(
+    config: EngineConfig, folder: Path, tokenizer: PreTrainedTokenizerBase | None
+) -> ImageFacts | None:
+    """Returns how images enter prompts; None if the engine takes none. Raises
+    UnsupportedModelError for a checkpoint that does not name its tokens."""
+    if not takes_images(config, folder):
+        return None
+    whole = load_config(folder, config.overrides)
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+    ids = [getattr(whole, name, None) for name in names]
+    if ids[1] is None:
+        raise UnsupportedModelError("config.json has a vision tower and no image_token_id")
+    known = [id_ for id_ in ids if id_ is not None]
+    text = "".join(tokenizer.convert_ids_to_tokens(known)) if tokenizer is not None else ""
+    return ImageFacts(settings=image_settings_of(config, folder), token_id=ids[1], text=text)

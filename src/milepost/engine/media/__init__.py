@@ -1,0 +1,29 @@
+"""Images of a request on their way to a prompt. Imports no torch.
+
+what a model takes               facts
+from URLs to bytes               urls, addresses, fetching
+from bytes to pixels, apart      process, preparing
+into the prompt's tokens         expanding, given
+all of it in one process         here
+"""
+
+from __future__ import annotations
+
+from milepost.engine.media.expanding import expand, expanded
+from milepost.engine.media.facts import ImageFacts
+from milepost.engine.media.given import Given, images_in, images_of
+from milepost.engine.media.here import Embedded
+from milepost.engine.media.preparing import Preparer
+from milepost.engine.media.urls import MediaRules
+
+__all__ = [
+    "Embedded",
+    "Given",
+    "ImageFacts",
+    "MediaRules",
+    "Preparer",
+    "expand",
+    "expanded",
+    "images_in",
+    "images_of",
+]

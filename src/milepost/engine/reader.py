@@ -1,0 +1,55 @@
+"""Reads prompts and conversations, with their images, for an engine in this process."""
+
+from __future__ import annotations
+
+import threading
+
+from milepost.engine.loop import Engine
+from milepost.engine.media import Embedded, MediaRules, images_in, images_of
+from milepost.engine.options import ChatOptions, compose_options
+from milepost.engine.prompts import ChatMessages, Prompt, PromptLike, read_prompt, rendered_prompt
+from milepost.engine.text import chat
+from milepost.errors import InvalidRequestError
+from milepost.sampling_params import check_unicode
+
+
+class PromptReader:
+    """Several threads may use one; their texts are tokenized one after the other, since not every
+    tokenizer serves two threads at once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._tokenizer, self._config = engine.tokenizer, engine.config
+        rules = MediaRules.of(engine.config)
+        self._images = Embedded(engine.images, rules, engine.limits.max_images)
+        self._tokenizing = threading.Lock()
+
+    def plain(self, prompt: PromptLike) -> Prompt:
+        """Reads a prompt. Raises InvalidRequestError."""
+        rest, images = images_in(prompt)
+        with self._tokenizing:
+            found = read_prompt(rest, self._tokenizer)
+        return self._images.put_in(found, images)
+
+    def numbered(self, index: int, prompt: PromptLike) -> Prompt:
+        """Reads a prompt of several. Raises InvalidRequestError, naming its index."""
+        try:
+            return self.plain(prompt)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"prompt {index}: {error}") from error
+
+    def conversation(self, messages: ChatMessages, options: ChatOptions) -> Prompt:
+        """Renders a conversation. Raises InvalidRequestError."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "chat needs a tokenizer, and skip_tokenizer_init=True loaded none"
+            )
+        told, images = images_of(messages)
+        self._images.check(images)
+        given = {**compose_options(options), "image_text": self._images.text}
+        composed = chat.compose(tokenizer, told, check=check_unicode, **given)
+        with self._tokenizing:
+            rendered = chat.tokenized(tokenizer, composed)
+        most = self._config.max_cache_marks
+        prompt = rendered_prompt(rendered, most, options.get("cache_salt"))
+        return self._images.put_in(prompt, images)

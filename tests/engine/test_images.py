@@ -1,0 +1,170 @@
+"""Prompts with images through the engine: a hit never changes an answer, whatever it resumes in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from milepost import LLM, SamplingParams
+from milepost.errors import InvalidRequestError
+from tests import pictured
+from tests.images.pictures import picture
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+TEXT = np.random.default_rng(0).integers(0, pictured.IMAGE, 4096).tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("pictured")
+    pictured.save("qwen3_5", found)
+    own = pictured.SETTINGS
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "patch_size": own.patch_size,
+        "size": {"shortest_edge": own.min_pixels, "longest_edge": own.max_pixels},
+    }
+    (found / "preprocessor_config.json").write_text(json.dumps(settings))
+    return found
+
+
+def open_llm(folder: Path, **options) -> LLM:
+    given = {"num_pages": 200, "num_slots": 24, "max_num_batched_tokens": 128, "dtype": "float64"}
+    return LLM(folder, skip_tokenizer_init=True, **{**given, **options})
+
+
+@pytest.fixture(scope="module")
+def cold(folder):
+    with open_llm(folder, enable_prefix_caching=False) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(folder):
+    with open_llm(folder) as llm:
+        yield llm
+
+
+def image(rows: int, columns: int, seed: int = 0) -> Image.Image:
+    unit = pictured.SETTINGS.unit
+    return picture(rows * unit, columns * unit, seed)
+
+
+def asked(*parts, **own):
+    """A prompt of texts, each of that many tokens, and images."""
+    tokens, images = [], []
+    for part in parts:
+        if isinstance(part, int):
+            tokens += TEXT[:part]
+        elif isinstance(part, list):
+            tokens += part
+        else:
+            tokens += [pictured.START, pictured.IMAGE, pictured.END]
+            images.append(part)
+    return {"prompt_token_ids": tokens, "multi_modal_data": {"image": images}, **own}
+
+
+def answer(llm, prompt, params=GREEDY):
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    return output.outputs[0].token_ids, output.cache_report
+
+
+def test_another_image_changes_the_answer(cold):
+    """Else nothing below would show anything."""
+    answers = {tuple(answer(cold, asked(20, image(8, 8, seed), 30))[0]) for seed in range(3)}
+    answers |= {tuple(answer(cold, asked(20, image(4, 16), 30))[0])}
+    assert len(answers) == 4
+
+
+@pytest.mark.parametrize("before", [0, 1, 38, 61, 62, 63, 64, 100])
+def test_the_same_image_hits_and_another_does_not(llm, cold, before):
+    one, other = image(8, 8, 1), image(8, 8, 2)
+    answer(llm, asked(before, one, 40))
+    for last in ([5] * 30, [6] * 30):
+        ids, report = answer(llm, asked(before, one, last))
+        assert ids == answer(cold, asked(before, one, last))[0]
+        assert report.images_reused == 1
+        assert report.image_tokens_reused == 64
+    ids, report = answer(llm, asked(before, other, [5] * 30))
+    assert ids == answer(cold, asked(before, other, [5] * 30))[0]
+    assert report.image_tokens_reused == 0
+    assert report.reused <= before + 1
+
+
+def test_a_resume_anywhere_around_and_inside_an_image_equals_a_cold_run(llm, cold):
+    """Marks would move out of the image: states there come from preemptions and chunks' ends, here
+    from prompts that are shared by a loan of their beginning."""
+    before, one, other = 30, image(8, 12, 1), image(6, 4, 2)
+    whole = asked(before, one, 10, other, 50)
+    expected = answer(cold, whole)[0]
+    cache = llm.llm_engine.scheduler.cache
+    found = set()
+    for position in range(before - 2, before + 96 + 10 + 24 + 8, 3):
+        place = cache._running._place
+        cache._running._place = lambda _facts, start, end, p=position: (
+            {p: "mark"} if start < p <= end else {}
+        )
+        try:
+            answer(llm, {**whole, "cache_salt": f"at {position}"})
+        finally:
+            cache._running._place = place
+        ids, report = answer(llm, {**whole, "cache_salt": f"at {position}"})
+        assert ids == expected
+        found.add(report.state_length)
+    assert len(found) > 30, "it resumed at many places"
+
+
+def test_each_turn_of_an_agent_encodes_one_image(llm, cold):
+    parts, num_turns = [90], 6
+    for turn in range(num_turns):
+        parts += [image(8, 8, turn), [turn + 1] * 20]
+        ids, report = answer(llm, asked(*parts))
+        assert ids == answer(cold, asked(*parts))[0]
+        assert report.images_reused == turn
+        parts += [ids, [7] * 15]
+    stats = llm.llm_engine.scheduler.stats
+    assert stats.num_encoded == num_turns
+
+
+def test_encoder_outputs_are_bounded_and_encoded_again_where_they_are_needed(folder, cold):
+    images = [image(8, 8, seed) for seed in range(3)]
+    with open_llm(folder, encoder_cache_size=128, enable_prefix_caching=False) as llm:
+        for each in (*images, *images):
+            assert answer(llm, asked(10, each, 9))[0] == answer(cold, asked(10, each, 9))[0]
+            executor = llm.llm_engine.runner.executor
+            assert len(executor.pictures._embeddings) <= 2
+        assert llm.llm_engine.scheduler.stats.num_encoded == 6
+        answer(llm, asked(12, images[2], 9))
+        assert llm.llm_engine.scheduler.stats.num_encoder_hits == 1
+        assert not llm.llm_engine._pixels._holders, "no pixels of requests that are over"
+    with (
+        open_llm(folder, encoder_cache_size=100) as small,
+        pytest.raises(InvalidRequestError, match="images of 128 tokens side by side"),
+    ):
+        answer(small, asked(10, *images[:2], 9))
+
+
+def test_what_is_no_prompt_with_images_is_refused(llm, folder):
+    one = image(8, 8)
+    for prompt, message in (
+        ({"prompt_token_ids": [1, 2], "multi_modal_data": {"image": one}}, "a place for 0 images"),
+        ({**asked(3, one, 4), "multi_modal_data": {"video": one}}, "multi_modal_data with"),
+        ({**asked(3, one, 4), "multi_modal_data": {"image": "ftp://a/b"}}, "use a data: URL"),
+        ({**asked(3, one, 4), "multi_modal_data": {"image": b"GIF"}}, "supported are PNG"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            llm.generate(prompt, GREEDY)
+    with (
+        open_llm(folder, limit_mm_per_prompt={"image": 1}) as few,
+        pytest.raises(InvalidRequestError, match="2 images: use 1 or fewer"),
+    ):
+        few.generate(asked(3, one, one, 4), GREEDY)
+    with (
+        open_llm(folder, language_model_only=True) as text,
+        pytest.raises(InvalidRequestError, match="1 image: this model is served for text only"),
+    ):
+        text.generate(asked(3, one, 4), GREEDY)

@@ -1,0 +1,112 @@
+"""Which pictures a step encodes, what it drops, and how far its chunks go."""
+
+from __future__ import annotations
+
+import pytest
+
+from milepost.errors import InvalidPromptError
+from milepost.pictures import Picture
+from milepost.scheduler.encoders import SHARE_BESIDE_DECODES, Encoders
+from milepost.scheduler.stats import SchedulerStats
+
+GRID = 64
+
+
+def picture(name: str, offset: int, num_tokens: int = 100) -> Picture:
+    return Picture(
+        identity=name.encode() * 16,
+        offset=offset,
+        num_tokens=num_tokens,
+        grid=(1, 2, 2 * num_tokens),
+        num_positions=num_tokens,
+    )
+
+
+def encoders(capacity: int = 1000, max_step_tokens: int = 400) -> Encoders:
+    return Encoders(capacity, max_step_tokens, GRID, SchedulerStats())
+
+
+def names(pictures) -> str:
+    return "".join(chr(each.identity[0]) for each in pictures)
+
+
+def step(made: Encoders, *chunks, has_decodes: bool = False):
+    """The ends of the chunks, the pictures that are dropped, and those that are encoded."""
+    made.begin(has_decodes=has_decodes)
+    ends = [made.reach(*chunk) for chunk in chunks]
+    drops, encodes = made.take()
+    return ends, "".join(chr(each[0]) for each in drops), names(encodes)
+
+
+def test_a_chunk_encodes_what_it_reaches_and_nothing_else():
+    made, prompt = encoders(), (picture("a", 100), picture("b", 300), picture("c", 500))
+    assert step(made, (prompt, 0, 100)) == ([100], "", "")
+    assert step(made, (prompt, 100, 301)) == ([301], "", "ab")
+    assert step(made, (prompt, 301, 350)) == ([350], "", "")
+    assert step(made, (prompt, 400, 500)) == ([500], "", "")
+
+
+def test_a_step_ends_chunks_at_what_it_has_no_share_for():
+    made, prompt = encoders(), tuple(picture(name, 200 * k) for k, name in enumerate("abcdef"))
+    assert step(made, (prompt, 0, 1000)) == ([800], "", "abcd")
+    made = encoders()
+    most = 400 // SHARE_BESIDE_DECODES
+    assert step(made, (prompt, 0, 1000), has_decodes=True) == ([200], "", "a"[: most // 100])
+    assert step(made, (prompt, 192, 1000), has_decodes=True) == ([400], "", "b")
+
+
+def test_a_picture_larger_than_the_share_is_encoded_alone():
+    made, large, small = encoders(), (picture("a", 10, 900),), (picture("b", 10),)
+    assert step(made, (large, 0, 500), (small, 0, 500), has_decodes=True) == ([500, 10], "", "a")
+    assert step(made, (small, 0, 500), has_decodes=True) == ([500], "", "b")
+
+
+def test_the_first_chunk_always_gets_a_grid_step():
+    """However many pictures are in it: a chunk that is not the last ends on the grid."""
+    made = encoders(max_step_tokens=8)
+    many = tuple(picture(name, 10 * k, 8) for k, name in enumerate("abcdefghij"))
+    (end,), _, encoded = step(made, (many, 0, 100), has_decodes=True)
+    assert (end, encoded) == (70, "abcdefg")
+    made.begin(has_decodes=True)
+    assert made.reach(many, 64, 100) == 100
+
+
+def test_outputs_that_were_not_used_for_longest_are_dropped():
+    made = encoders(capacity=250)
+    for name in "ab":
+        step(made, ((picture(name, 0),), 0, 64))
+    assert step(made, ((picture("a", 40),), 0, 64)) == ([64], "", "")
+    assert step(made, ((picture("c", 0),), 0, 64)) == ([64], "b", "c")
+    assert step(made, ((picture("a", 0),), 0, 64), ((picture("b", 0),), 0, 64)) == (
+        [64, 64],
+        "c",
+        "b",
+    )
+
+
+def test_what_a_step_reads_is_not_dropped_and_nothing_is_dropped_and_encoded_at_once():
+    made = encoders(capacity=250)
+    chunks = [((picture(name, 0),), 0, 64) for name in "abc"]
+    assert step(made, *chunks) == ([64, 64, 0], "", "ab")
+    step(made, chunks[1])
+    made.begin(has_decodes=False)
+    assert made.reach(*chunks[2]) == 64
+    assert made.reach(*chunks[0]) == 0, "it was dropped for c"
+
+
+def test_what_a_step_that_was_cut_short_encoded_is_encoded_again():
+    made, chunk = encoders(capacity=250), ((picture("a", 0),), 0, 64)
+    made.begin(has_decodes=False)
+    made.reach(*chunk)
+    made.roll_back(made.take()[1])
+    assert step(made, chunk) == ([64], "", "a")
+    assert step(made, chunk) == ([64], "", "")
+
+
+def test_pictures_that_could_never_be_read_together_are_refused():
+    made = encoders(capacity=150)
+    made.check((picture("a", 0), picture("b", 200)))
+    with pytest.raises(InvalidPromptError, match="200 tokens side by side"):
+        made.check((picture("a", 0), picture("b", 101)))
+    with pytest.raises(InvalidPromptError, match="151 tokens side by side"):
+        made.check((picture("a", 0, 151),))
