@@ -34,8 +34,8 @@ OUTSIDE = {
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Use": (*("python.md", "server.md", "flags.md", "clients.md", "deployment.md", "security.md"),),
     "Features": (
-        *("tiers.md", "quantization.md", "speculation.md", "parallel.md", "disaggregation.md"),
-        *("determinism.md", "simulator.md"),
+        *("images.md", "tiers.md", "quantization.md", "speculation.md", "parallel.md"),
+        *("disaggregation.md", "determinism.md", "simulator.md"),
     ),
     "Facts": ("benchmarks.md", "policies.md", "gpus.md", "tiny.md", "tiny-card.md"),
     "Change it": (

@@ -168,3 +168,39 @@ def test_what_is_no_prompt_with_images_is_refused(llm, folder):
         pytest.raises(InvalidRequestError, match="1 image: this model is served for text only"),
     ):
         text.generate(asked(3, one, 4), GREEDY)
+
+
+def test_a_restart_with_a_cache_on_disk_hits_the_same_image_alone(folder, cold, tmp_path):
+    one, other = image(8, 8, 1), image(8, 8, 2)
+    options = {"cache_dir": str(tmp_path), "cache_host_gib": 0.05}
+    with open_llm(folder, **options) as first:
+        answer(first, asked(30, one, 150))
+    with open_llm(folder, **options) as second:
+        ids, report = answer(second, asked(30, other, 150))
+        assert ids == answer(cold, asked(30, other, 150))[0]
+        assert report.image_tokens_reused == 0
+        ids, report = answer(second, asked(30, one, 150, [5] * 9))
+        assert ids == answer(cold, asked(30, one, 150, [5] * 9))[0]
+        assert (report.images_reused, sum(report.loaded.values())) == (1, report.reused)
+        assert second.llm_engine.scheduler.stats.num_encoded == 1, "the other's"
+
+
+def test_requests_that_are_preempted_go_on_with_the_same_positions(folder, cold):
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    prompts = [asked(20 + k, image(8, 8, k), 40, image(2, 32, k), 9) for k in range(3)]
+    with open_llm(folder, num_pages=12, num_slots=6) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.llm_engine.scheduler.stats.num_preemptions
+    for prompt, output in zip(prompts, found, strict=True):
+        assert output.outputs[0].token_ids == answer(cold, prompt, params)[0]
+
+
+def test_drafts_behind_images_change_no_answer(folder, cold):
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    parts = (30, image(8, 8, 1), [5, 6, 7] * 20, image(4, 16, 2), [5, 6, 7] * 3)
+    drafting = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    with open_llm(folder, speculative_config=drafting) as llm:
+        for _ in range(2):
+            ids, _ = answer(llm, asked(*parts), params)
+            assert ids == answer(cold, asked(*parts), params)[0]
+        assert llm.llm_engine.scheduler.stats.num_drafts

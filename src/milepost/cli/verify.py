@@ -13,8 +13,8 @@ from rich.table import Table
 import milepost
 from milepost.cli.display import Screen
 from milepost.cli.flags import Flags, Whole, add_flags, one_model
-from milepost.logs import LogSetup, set_up
 from milepost.config import EngineConfig
+from milepost.logs import LogSetup, set_up
 
 CHECKS = Group("Checks", sort_key=1)
 ENGINE = Flags(
