@@ -189,6 +189,9 @@ _FP8_ROWS, _INT4_ROWS = (16, 32, 64), (8, 16, 32)
 warp would read too much of them from shared memory."""
 _WIDE_N, _SOME_N, _FEW_N = 128, 64, 32
 """Outputs of a program, by how many the product has: fewer programs would leave SMs idle."""
+_LEAST_FP8_N = 96
+"""Outputs of an FP8 tile of weights that are not split, at least: half of those that are multiplied
+at a time are rows of an MMA, which has 64."""
 _LEAST_SHARE = 4 * BLOCK
 """Inputs of a program, at least: Triton 3.6 fails at a loop of a single step."""
 
@@ -225,6 +228,8 @@ def cut_fp8_hopper(product: Product, chip: Chip) -> Fp8Tiles | None:
         return None
     if num_outputs > chip.num_sms * 64 or weight.batch_invariant:
         block_n = _spread(num_outputs, chip.num_sms, _WIDE_N)
+        if weight.batch_invariant:
+            block_n = max(block_n, _LEAST_FP8_N)
         return Fp8Tiles(block_m=block_m, block_n=block_n, split_k=1)
     split_k, units = 1, cdiv(num_outputs, _WIDE_N)
     while 2 * units * split_k <= chip.num_sms and num_inputs % (4 * split_k * BLOCK) == 0:
