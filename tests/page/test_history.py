@@ -33,6 +33,12 @@ def named(page, *wanted):
     )
 
 
+def decide(page, answer):
+    """Answers the question whether a person is sure, once it is asked."""
+    page.wait("return document.querySelector('#sure-dialog').open")
+    press(page, f"#sure-dialog [value={answer}]")
+
+
 def talk(page, question):
     """A chat of its own, with an answer."""
     press(page, "#new-chat")
@@ -74,20 +80,40 @@ def test_a_chat_is_renamed(chat):
     named(page, "Work")
 
 
+def test_an_answer_that_comes_leaves_a_list_alone_that_somebody_is_in(chat):
+    page = chat(stream("one"), stream("two", finish=None))
+    talk(page, "a")
+    named(page, "a")
+    page.type("#question", "more" + ENTER)
+    page.wait("return document.querySelectorAll('.model').length === 2")
+    press(page, "[aria-label^=Rename]")
+    page.run("document.querySelector('#chat-list input').value = 'half a na'")
+    press(page, "#stop")
+    page.wait("return !document.querySelector('#send').hidden")
+    page.type("#chat-list input", "me" + ENTER)
+    named(page, "half a name")
+    page.run("document.querySelector('.opener').focus()")
+    page.run(
+        "import('/ui/chats.mjs').then(({ showChats }) => showChats())"
+        ".then(() => { window.isShown = true })"
+    )
+    page.wait("return window.isShown")
+    assert page.run("return document.activeElement.className") == "opener"
+
+
 def test_a_chat_is_deleted_once_a_person_is_sure(chat):
     page = chat(stream("one"))
     for question in ("a", "b", "c"):
         talk(page, question)
     named(page, "c", "b", "a")
     press(page, "[aria-label='Delete c']")
-    page.wait("return document.querySelector('#sure-dialog').open")
-    press(page, "#sure-dialog [value=no]")
+    decide(page, "no")
     press(page, "[aria-label='Delete c']")
-    press(page, "#sure-dialog [value=yes]")
+    decide(page, "yes")
     named(page, "b", "a")
     assert said(page) == []
     press(page, "#drop-chats")
-    press(page, "#sure-dialog [value=yes]")
+    decide(page, "yes")
     named(page)
     chat(stream("one"), keeps=True)
     page.wait("return document.querySelector('#chats-note').textContent")
@@ -98,17 +124,31 @@ def test_a_chat_that_is_deleted_while_an_answer_comes_stays_deleted(chat):
     page = chat(stream("one", finish=None))
     page.type("#question", "a" + ENTER)
     page.wait("return document.querySelector('.model .said')?.textContent.trim() === 'one'")
-    page.run("import('/ui/chats.mjs').then(({ showChats }) => showChats())")
     press(page, "#stop")
     named(page, "a")
     page.wait("return !document.querySelector('#send').hidden")
     page.type("#question", "b" + ENTER)
     page.wait("return document.querySelectorAll('.model').length === 2")
     press(page, "[aria-label='Delete a']")
-    press(page, "#sure-dialog [value=yes]")
+    decide(page, "yes")
     page.wait("return !document.querySelector('#send').hidden")
     named(page)
     assert said(page) == []
+
+
+def test_a_page_that_is_closed_in_the_middle_keeps_what_had_come(chat):
+    page = chat(stream("half", finish=None))
+    page.type("#question", "go" + ENTER)
+    page.wait("return document.querySelector('.model .said')?.textContent.trim() === 'half'")
+    named(page, "go")
+    chat(stream(" and half"), keeps=True)
+    page.wait("return document.querySelector('#turns .gave')")
+    assert said(page) == ["go", "half"]
+    assert page.run("return document.querySelector('#turns .gave').textContent") == "not finished"
+    press(page, "[aria-label='Continue this answer']")
+    page.wait(
+        "return document.querySelector('.model .said').textContent.trim() === 'half and half'"
+    )
 
 
 def test_no_more_than_two_hundred_chats_are_kept_and_the_oldest_go(chat):
@@ -134,7 +174,7 @@ def test_without_room_in_the_browser_chats_last_until_the_page_is_closed(chat):
     talk(page, "b")
     named(page, "b", "a")
     press(page, "[aria-label='Delete a']")
-    press(page, "#sure-dialog [value=yes]")
+    decide(page, "yes")
     named(page, "b")
 
 

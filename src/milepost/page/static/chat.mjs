@@ -4,14 +4,15 @@ import { complete } from "./api.mjs";
 import { showChats, startChats } from "./chats.mjs";
 import { giveBack, showFault, startComposer, useComposer } from "./composer.mjs";
 import { find, make } from "./dom.mjs";
-import { Reply } from "./reply.mjs";
+import { Reply, unfinished } from "./reply.mjs";
 import { maxModelLen, requestFields } from "./settings.mjs";
-import { getChat, putChat } from "./store.mjs";
+import { dropChats, getChat, putChat } from "./store.mjs";
 import { add, get, messagesOf, nameOf, newChat, path, remove, show } from "./tree.mjs";
 import { Answer, drawTurn, openEditor } from "./turns.mjs";
 
 const OPEN = "milepost-chat";
 const NEAR_PX = 60;
+const KEEP_MS = 2000;
 
 const turns = find("#turns");
 const system = find("#system");
@@ -50,6 +51,7 @@ function begin() {
 function open(wanted) {
   running?.abort();
   chat = wanted;
+  for (const message of chat.messages) if (message.role === "assistant") message.report ??= unfinished();
   system.value = chat.system;
   sessionStorage.setItem(OPEN, chat.id);
   showFault("");
@@ -87,9 +89,10 @@ function follow() {
 }
 
 async function keep(kept) {
-  if (!kept.messages.length || !kept.id) return;
+  if (!kept.id) return;
+  if (!kept.messages.length) return dropChats([kept]).then(showChats);
   kept.at = Date.now();
-  await putChat(kept, nameOf(kept)).then(showChats, () => showFault("This browser has no room to keep the chat."));
+  return putChat(kept, nameOf(kept)).then(showChats, () => showFault("This browser has no room to keep the chat."));
 }
 
 // --- what a person does -------------------------------------------------------------------------
@@ -180,9 +183,16 @@ async function answer(parent, { resumed = null, undo }) {
   const reply = new Reply(message, performance.now());
   let fault = null;
   try {
+    let keptAt = -Infinity;
     for await (const event of complete(body, controller.signal)) {
-      shown.take(reply.take(event, performance.now()));
+      const now = performance.now();
+      shown.take(reply.take(event, now));
       follow();
+      // Whoever closes the page meanwhile finds what had come.
+      if (now - keptAt > KEEP_MS) {
+        keptAt = now;
+        keep(mine);
+      }
     }
     reply.end();
   } catch (error) {

@@ -19,7 +19,7 @@ export function startChats(given) {
   find("#chats").addEventListener("keydown", (event) => {
     if (event.key === "Escape" && isNarrow.matches) setOpen(false);
   });
-  isNarrow.addEventListener("change", () => setOpen(!isNarrow.matches));
+  isNarrow.addEventListener("change", () => setOpen(!isNarrow.matches, false));
   setOpen(!isNarrow.matches, false);
 }
 
@@ -42,6 +42,10 @@ function showChat() {
 export async function showChats() {
   const list = find("#chat-list");
   const chats = await listChats();
+  // A list that is as it was is left alone: somebody may be in it with the keyboard, or rename.
+  const shown = JSON.stringify([controls.current().id, chats.map(({ id, name }) => [id, name])]);
+  if (shown === list.dataset.shown || list.querySelector("input")) return;
+  list.dataset.shown = shown;
   list.replaceChildren(...chats.map(row));
   find("#drop-chats").hidden = chats.length === 0;
   say(find("#chats-note"), chats.length ? "Kept in this browser alone." : "Chats are kept here, in this browser alone.");
@@ -84,6 +88,8 @@ function rename(item, id, name) {
     if (isOver) return;
     isOver = true;
     const wanted = field.value.trim();
+    field.remove();
+    delete find("#chat-list").dataset.shown;
     const chat = isKept && wanted && wanted !== name ? await getChat(id) : null;
     if (chat) {
       await putChat({ ...chat, name: wanted }, wanted);
@@ -108,9 +114,13 @@ async function drop(chats) {
 
 function isSure(question) {
   say(find("#sure-question"), question);
-  sure.returnValue = "";
   sure.showModal();
   return new Promise((done) => {
-    sure.addEventListener("close", () => done(sure.returnValue === "yes"), { once: true });
+    const over = new AbortController();
+    const answer = (event) => {
+      over.abort();
+      done(event.submitter?.value === "yes");
+    };
+    for (const kind of ["submit", "cancel"]) sure.addEventListener(kind, answer, { signal: over.signal });
   });
 }

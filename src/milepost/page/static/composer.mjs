@@ -65,7 +65,8 @@ export function showFault(text) {
 }
 
 export function useComposer(isBusy) {
+  const isElsewhere = ![document.body, question, send, stop].includes(document.activeElement);
   stop.hidden = !isBusy;
   send.hidden = isBusy;
-  (isBusy ? stop : question).focus({ preventScroll: true });
+  if (!isElsewhere) (isBusy ? stop : question).focus({ preventScroll: true });
 }

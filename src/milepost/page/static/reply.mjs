@@ -61,6 +61,9 @@ export class Reply {
   }
 }
 
+// The report of an answer whose page was closed before its end.
+export const unfinished = () => ({ note: "not finished", finish: null, prompt: null, cached: 0, lost: {}, tokens: 0, total: 0, firstMs: null, rate: null });
+
 // The line below an answer.
 export function reportLine({ note, prompt, cached, lost, tokens, firstMs, rate }) {
   const parts = [];
