@@ -5,6 +5,7 @@ numpy, and no torch. Its modules:
     sizes of resized pictures     sizes
     from bytes to pixels          headers, decoding
     from pixels to patches        patches
+    frames of videos              videos
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from milepost.errors import missing
-from milepost.images.settings import ImageSettings, read_image_settings
+from milepost.images.settings import ImageSettings, read_image_settings, read_video_settings
 from milepost.images.sizes import num_tokens_of
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "num_tokens_of",
     "prepare",
     "read_image_settings",
+    "read_video_settings",
 ]
 
 

@@ -58,6 +58,14 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise _unreadable(kind, len(data), error) from None
 
 
+def open_picture(given: bytes | Image.Image, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Returns a file's picture, or one of Pillow's, as `decode` does."""
+    if not isinstance(given, Image.Image):
+        return decode(given, max_pixels)
+    refuse_size(given.size, max_pixels)
+    return upright(given)
+
+
 def upright(picture: Image.Image) -> Image.Image:
     """Returns the picture turned as its Exif data says, in RGB, with transparency on white."""
     turn = _TURNS.get(_orientation(picture))

@@ -57,11 +57,7 @@ def prepare(
     `max_pixels` lowers the checkpoint's limit of the resized picture; `max_decoded` limits the
     pixels of the file.
     """
-    if isinstance(picture, Image.Image):
-        decoding.refuse_size(picture.size, max_decoded)
-        upright = decoding.upright(picture)
-    else:
-        upright = decoding.decode(picture, max_decoded)
+    upright = decoding.open_picture(picture, max_decoded)
     settings = _lowered(settings, max_pixels)
     size = resized(upright.height, upright.width, *settings.limits)
     return from_frames([resize(upright, size)], settings)

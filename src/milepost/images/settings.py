@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.models.files import read_object, reading
 
-FILES = ("preprocessor_config.json", "processor_config.json")
+NESTED = "processor_config.json"
+"""A file that may hold the settings of an image processor and of a video processor."""
 _MOST_PIXELS = 2**26
 _PROCESSORS = (
     "Qwen2VLImageProcessor",
@@ -18,6 +19,7 @@ _PROCESSORS = (
     "Qwen2VLImageProcessorPil",
     "Qwen3VLImageProcessor",
 )
+_VIDEO_PROCESSORS = ("Qwen3VLVideoProcessor",)
 _ONLY: dict[str, tuple[Any, ...]] = {
     "do_resize": (None, True),
     "do_rescale": (None, True),
@@ -85,24 +87,37 @@ def read_image_settings(folder: Path) -> ImageSettings:
     """Reads the settings of the folder's image processor: `preprocessor_config.json`, or the part
     `image_processor` of `processor_config.json`. Without either, they are Qwen3.5's. Raises
     UnsupportedModelError or ConfigError, naming file and setting."""
-    for name in FILES:
+    found = _find(folder, "preprocessor_config.json", "image_processor", _PROCESSORS)
+    return ImageSettings(**found)
+
+
+def read_video_settings(folder: Path) -> ImageSettings:
+    """Reads the settings of the folder's video processor, whose limits are those of all frames
+    together: `video_preprocessor_config.json`, or the part `video_processor` of
+    `processor_config.json`. See `read_image_settings`."""
+    own = _find(folder, "video_preprocessor_config.json", "video_processor", _VIDEO_PROCESSORS)
+    return ImageSettings(**{"min_pixels": 4096, "max_pixels": 25_165_824} | own)
+
+
+def _find(folder: Path, file: str, part: str, kinds: Sequence[str]) -> dict[str, Any]:
+    """Returns the settings that differ from the defaults, by the names of `ImageSettings`."""
+    for name in (file, NESTED):
         path = folder / name
         if not path.exists():
             continue
         raw = read_object(path)
         with reading(path):
-            if name == FILES[1] and not isinstance(raw.get("image_processor"), Mapping):
+            if name == NESTED and not isinstance(raw.get(part), Mapping):
                 continue
-            return _read(raw["image_processor"] if name == FILES[1] else raw)
-    return ImageSettings()
+            return _read(raw[part] if name == NESTED else raw, f"{part}_type", kinds)
+    return {}
 
 
-def _read(raw: Mapping[str, Any]) -> ImageSettings:
-    kind = raw.get("image_processor_type")
-    if kind not in (None, *_PROCESSORS):
+def _read(raw: Mapping[str, Any], key: str, kinds: Sequence[str]) -> dict[str, Any]:
+    kind = raw.get(key)
+    if kind not in (None, *kinds):
         raise UnsupportedModelError(
-            f"image_processor_type={kind!r} is not supported; supported are {_PROCESSORS[0]} and "
-            "its other names"
+            f"{key}={kind!r} is not supported; supported are {', '.join(kinds)}"
         )
     for name, values in _ONLY.items():
         if raw.get(name) not in values:
@@ -125,7 +140,7 @@ def _read(raw: Mapping[str, Any]) -> ImageSettings:
         raise UnsupportedModelError(f"rescale_factor={factor!r} is no number above 0, up to 1")
     if 0 in own.get("std", ()):
         raise UnsupportedModelError(f"image_std={raw['image_std']!r} holds a zero")
-    return ImageSettings(**own)
+    return own
 
 
 def _colours(name: str, value: object) -> tuple[float, float, float]:

@@ -11,11 +11,19 @@ MAX_RATIO = 200
 
 
 def resized(
-    height: int, width: int, unit: int, min_pixels: int, max_pixels: int
+    height: int,
+    width: int,
+    unit: int,
+    min_pixels: int,
+    max_pixels: int,
+    *,
+    num_frames: int = 1,
+    frames_each: int = 1,
 ) -> tuple[int, int]:
     """Returns the height and width that a picture is resized to, both multiples of `unit`: the
     nearest ones, if their area is from `min_pixels` to `max_pixels`, or else the picture's size
-    scaled to that area. Halves are rounded to even multiples.
+    scaled to that area. Halves are rounded to even multiples. The area is that of all `num_frames`
+    of a video, rounded to a multiple of the `frames_each` of a patch.
 
     Raises InvalidPromptError for a picture that is more than `MAX_RATIO` times as long as wide.
     """
@@ -25,12 +33,13 @@ def resized(
             "as long as the other; crop it or cut it into pieces"
         )
     rows, columns = round(height / unit), round(width / unit)
-    if rows * columns * unit**2 > max_pixels:
-        factor = math.sqrt((height * width) / max_pixels)
+    area = round(num_frames / frames_each) * frames_each * rows * columns * unit**2
+    if area > max_pixels:
+        factor = math.sqrt((num_frames * height * width) / max_pixels)
         rows = max(1, math.floor(height / factor / unit))
         columns = max(1, math.floor(width / factor / unit))
-    elif rows * columns * unit**2 < min_pixels:
-        factor = math.sqrt(min_pixels / (height * width))
+    elif area < min_pixels:
+        factor = math.sqrt(min_pixels / (num_frames * height * width))
         rows = math.ceil(height * factor / unit)
         columns = math.ceil(width * factor / unit)
     return rows * unit, columns * unit
