@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 
@@ -22,7 +23,7 @@ INFO = SimpleNamespace(
     page_size=64,
     sampling_defaults={},
     images=None,
-    facts=SimpleNamespace(model_type="", device="cpu"),
+    facts=SimpleNamespace(model_type="", device="cpu", fingerprint=""),
 )
 
 MAX_IN_FLIGHT = 100
@@ -41,6 +42,12 @@ def _refuse(prompts, params, **_options):
     for prompt in prompts:
         validate(prompt, params, LIMITS)
     raise AssertionError("a request ends before an engine is asked")
+
+
+def request_scope() -> dict[str, Any]:
+    """Returns what the gate puts into a request's scope, without tracing."""
+    own = {"record": {}, "arrival": 0.0, "span": None, "trace": None}
+    return {f"milepost.{key}": value for key, value in own.items()}
 
 
 def service(config: ServerConfig) -> Service:

@@ -10,7 +10,7 @@ from milepost.server.chat import _ChatWriter
 from milepost.server.config import ServerConfig
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
-from tests.server.inprocess import service
+from tests.server.inprocess import request_scope, service
 
 CALL = ["<tool_call>\n", '{"name": "now", "arguments": {}}', "\n</tool_call>"]
 STEPS = [
@@ -52,7 +52,7 @@ def answered(monkeypatch, *, all_at_once: bool):
 
     async def run():
         own = service(ServerConfig())
-        scope = {"milepost.record": {}, "milepost.arrival": 0.0}
+        scope = request_scope()
         http = SimpleNamespace(scope=scope, receive=asyncio.Event().wait, headers={})
         try:
             turn = await conversation.begin(own, request, http, field="messages")

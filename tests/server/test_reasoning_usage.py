@@ -15,7 +15,7 @@ from milepost.server.responses.tools import Names
 from milepost.server.responses.writer import Writer
 from milepost.server.service import Service
 from tests import chatmodel
-from tests.server.inprocess import service
+from tests.server.inprocess import request_scope, service
 
 CLOSE = chatmodel.make_tokenizer().convert_tokens_to_ids("</think>")
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -45,7 +45,7 @@ def counted(monkeypatch, pieces, joins):
 
     async def run():
         own = service(ServerConfig())
-        scope = {"milepost.record": {}, "milepost.arrival": 0.0}
+        scope = request_scope()
         http = SimpleNamespace(scope=scope, receive=asyncio.Event().wait, headers={})
         chat = ChatRequest(
             messages=[{"role": "user", "content": "a"}],

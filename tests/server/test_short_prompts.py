@@ -14,7 +14,7 @@ from milepost.sampling_params import SamplingParams
 from milepost.server import stats
 from milepost.server.config import ServerConfig
 from milepost.server.generation import Generation
-from tests.server.inprocess import INFO, service
+from tests.server.inprocess import INFO, request_scope, service
 
 
 class ShortAnswers:
@@ -53,7 +53,7 @@ def said(caplog, monkeypatch):
 def test_an_answer_to_a_short_prompt_says_so_in_the_log_once(said, monkeypatch):
     async def ask(num_tokens):
         monkeypatch.setattr(own, "submit", lambda *_, **__: ShortAnswers(report(num_tokens)))
-        scope = {"milepost.record": {}, "milepost.arrival": 0.0}
+        scope = request_scope()
         prompts = [Prompt(token_ids=[5] * num_tokens)]
         options = {"scope": scope, "priority": 0, "field": "prompt"}
         async for _ in Generation(own, prompts, SamplingParams(), **options).deltas():

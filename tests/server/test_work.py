@@ -15,7 +15,7 @@ from milepost.server.config import ServerConfig
 from milepost.server.generation import Generation
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
-from tests.server.inprocess import answered, service
+from tests.server.inprocess import answered, request_scope, service
 
 NUM_TOKENS = 200
 MAX_CALLS = 40
@@ -54,7 +54,7 @@ def test_a_streamed_token_takes_few_calls(monkeypatch):
 
     async def stream():
         own = service(ServerConfig())
-        scope = {"milepost.record": {}, "milepost.arrival": 0.0}
+        scope = request_scope()
         http = SimpleNamespace(scope=scope, receive=asyncio.Event().wait, headers={})
         try:
             turn = await conversation.begin(own, request, http, field="messages")
