@@ -32,12 +32,18 @@ OUTSIDE = {
 """Pages outside docs/, by their path in the repository, with their names in the site."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Use": (*("python.md", "server.md", "flags.md", "clients.md", "deployment.md", "security.md"),),
+    "Use": (
+        *("python.md", "server.md", "flags.md", "metrics.md", "clients.md"),
+        *("deployment.md", "security.md"),
+    ),
     "Features": (
         *("images.md", "tiers.md", "quantization.md", "speculation.md", "parallel.md"),
         *("disaggregation.md", "determinism.md", "simulator.md"),
     ),
-    "Facts": ("benchmarks.md", "policies.md", "gpus.md", "tiny.md", "tiny-card.md"),
+    "Facts": (
+        *("benchmarks.md", "policies.md", "determinism.md", "gpus.md", "tiny.md"),
+        "tiny-card.md",
+    ),
     "Change it": (
         *("contributing.md", "design.md", "cache.md", "adding-a-model.md", "kernels.md"),
         "changelog.md",

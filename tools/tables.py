@@ -18,13 +18,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families
+
 from milepost.cli.flags import SHORT, field_docs
 from milepost.config import EngineConfig
+from milepost.engine.metric_texts import TEXTS
+from milepost.engine.metrics import Metric
 from milepost.kernels.attention import describe as attention
 from milepost.kernels.products import describe
 from milepost.kernels.products.expert_table import EXPERTS
 from milepost.kernels.products.table import PRODUCTS
 from milepost.server.config import ServerConfig
+from milepost.server.metrics import RequestMetrics
+from milepost.server.vllm_metrics import NAMES, OURS
 
 ROOT = Path(__file__).parent.parent
 PLACE = r"(<!-- made by tools/tables\.py: {} -->\n).*?\n?(<!-- end -->)"
@@ -81,6 +88,40 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
+def metrics() -> str:
+    """Returns the metrics of a server whose engine has tiers, drafts and other engines."""
+    metric = [Metric(name=f"milepost:{name}", value=0, **LABELLED.get(name, {})) for name in TEXTS]
+    registry = RequestMetrics(
+        "m",
+        cache_config=dict,
+        is_asleep=lambda: False,
+        engine_pid=lambda: None,
+        build={"version": "0"},
+    )
+    families = text_string_to_metric_families(registry.expose(metric).decode())
+    ours = {family.name.partition(":")[2]: family for family in families if OURS in family.name}
+    return rows(
+        ("metric", "", "", "vLLM's name"),
+        (_metric(name, family) for name, family in sorted(ours.items())),
+    )
+
+
+def _metric(name: str, family: Family) -> tuple[str, ...]:
+    ending = "_total" if family.type == "counter" else ""
+    theirs = f"`vllm:{NAMES[name]}{ending}`" if name in NAMES else ""
+    return (f"`milepost:{name}{ending}`", family.type, _cell(family.documentation), theirs)
+
+
+LABELLED: dict[str, dict[str, Any]] = {
+    "iteration_tokens_total": {"kind": "histogram", "buckets": {"+Inf": 0}},
+    **{
+        name: {"kind": "gauge"}
+        for name in TEXTS
+        if name.endswith("_perc") or name.startswith("num_requests_") or name == "tier_items"
+    },
+}
+"""What sets a metric of the engine apart from a plain counter."""
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"memory": lambda: str(memory().summary())},
     "docs/deployment.md": {"memory": lambda: str(memory().table())},
@@ -93,6 +134,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "experts": lambda: describe.to_markdown(EXPERTS),
         "attention": attention.to_markdown,
     },
+    "docs/metrics.md": {"metrics": metrics},
     "docs/quantization.md": {
         "quantised products": lambda: describe.to_markdown(PRODUCTS, describe.QUANTISED),
         "quantised experts": lambda: describe.to_markdown(EXPERTS, describe.QUANTISED),

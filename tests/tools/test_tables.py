@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from milepost import LLM
 from milepost.config import EngineConfig
+from milepost.engine.metric_texts import TEXTS
 from milepost.simulator.policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
@@ -45,3 +47,11 @@ def test_the_simulators_page_describes_each_policy():
     text = (ROOT / "docs" / "simulator.md").read_text(encoding="utf-8")
     (section,) = re.findall(r"^## Policies\n(.*?)^##", text, re.S | re.M)
     assert set(re.findall(r"^\| `([\w-]+)` \|", section, re.M)) == set(POLICIES)
+
+
+def test_every_metric_of_an_engine_has_its_text_and_kind():
+    with LLM(num_pages=64, num_slots=8, cache_host_gib=0.05, max_model_len=512) as llm:
+        kinds = {metric.name.removeprefix("milepost:"): metric.kind for metric in llm.get_metrics()}
+    assert set(kinds) <= set(TEXTS)
+    said = {name: tables.LABELLED.get(name, {}).get("kind", "counter") for name in kinds}
+    assert said == kinds

@@ -53,7 +53,7 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether this answer grows no more."""
+        """Whether this answer is complete."""
         return self.finish_reason is not None
 
 

@@ -61,7 +61,7 @@ class PageRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A whole tree. A run may stand before the one that it continues."""
+    """A survey of the whole tree. A run may be listed before the run that it continues."""
 
     runs: list[PageRun]
     places: dict[Node, int]
@@ -77,7 +77,7 @@ Slices = Generator[None, None, None]
 def survey(
     tree: Tree, wanted: Collection[Node] = (), *, max_runs: int = MAX_RUNS, visits: int = VISITS
 ) -> Generator[None, None, View]:
-    """Fold the tree; yields after every `visits` nodes or runs, and returns the view.
+    """Surveys the tree. Yields after every `visits` nodes or runs, and returns the view.
 
     The nodes in `wanted` are located, and their runs listed before others.
     """
@@ -90,8 +90,8 @@ def survey(
 
 
 class _Surveyor:
-    """One survey under way. Runs are numbers, and what is known of them stands in lists of numbers:
-    100,000 objects would set off the collector, which holds everything up.
+    """A survey in progress. Runs are numbers, and their properties are lists of numbers: 100,000
+    objects would start the garbage collector, which pauses the engine.
     """
 
     def __init__(self, tree: Tree, wanted: dict[Node, None], visits: int) -> None:
@@ -254,7 +254,7 @@ class _Surveyor:
         return View(runs=runs, places=self._places(index), num_runs=len(self._bottom_up))
 
     def _run(self, number: int, index: dict[int, int]) -> PageRun:
-        """Counts all that is below it; `view` subtracts what is listed."""
+        """Returns a run with the totals of its subtree; `view` subtracts the listed ones."""
         checkpoints = self._checkpoints.get(number, [])
         return PageRun(
             id=self._id[number],

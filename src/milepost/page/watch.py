@@ -146,7 +146,7 @@ class Watch(Watcher):
             self._survey = survey(self._scheduler.cache.tree, [n for n in wanted if n is not None])
 
     def go_on(self, clock: Callable[[], float]) -> bytes | None:
-        """Some slices of the look under way; returns it, as JSON, once it is whole."""
+        """Continues the survey for some slices; returns it as JSON once it is complete."""
         if self._survey is None:
             return None
         start = clock()
@@ -174,7 +174,7 @@ class Watch(Watcher):
         return len(self._scheduler.running), len(self._scheduler.waiting)
 
     def _pass_to(self, now: float) -> None:
-        """Count the time since the last call for the requests that ran and waited in it."""
+        """Adds the time since the last call to the totals of running and waiting requests."""
         passed_s = now - self._noted_at if self._noted_at is not None else 0.0
         self._running_s += passed_s * self._counts[0]
         self._waiting_s += passed_s * self._counts[1]

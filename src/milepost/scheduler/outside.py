@@ -73,7 +73,7 @@ class Keeper(Protocol):
         ...
 
     def listen(self) -> None:
-        """Somebody wants to be told what it keeps, from now on."""
+        """Report from now on what this keeper stores, since there is a listener."""
         ...
 
     def note(self, events: tuple[Event, ...]) -> None:
@@ -195,7 +195,7 @@ class Outside:
         self._loads.append(load)
 
     def arrived(self, number: int) -> Request:
-        """All that this request loads is there."""
+        """Ends a load whose data has arrived, and returns its request."""
         request, offer = self._end(number)
         assert request.allocation is not None
         self.cache.loaded(request.allocation, offer.tokens)

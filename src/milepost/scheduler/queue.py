@@ -35,7 +35,7 @@ class Queue:
         return iter(self._requests)
 
     def first(self, num: int) -> list[Request]:
-        """The most urgent ones, whatever happens to the queue from now on."""
+        """Returns the `num` most urgent requests, as a list that the queue does not change."""
         return self._requests[:num]
 
     def add(self, request: Request) -> None:
@@ -62,8 +62,8 @@ class Queue:
         return request.num_tokens - max(cached, request.offered)
 
     def looks(self, request: Request) -> bool:
-        """Whether anything was admitted since the request last looked at what others compute. It
-        looks now.
+        """Whether anything was admitted since the last call for this request; what others compute
+        cannot have changed otherwise.
         """
         looked_at, request.looked_at = request.looked_at, self._num_admitted
         return looked_at != self._num_admitted

@@ -27,6 +27,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from milepost.engine.metric_texts import TEXTS
 from milepost.engine.metrics import Metric
 from milepost.server.http_metrics import HttpMetrics
 from milepost.server.vllm_metrics import ExposedMetrics
@@ -207,8 +208,8 @@ _FAMILIES = {
 
 def _family(name: str, metrics: list[Metric]) -> Family:
     labels = sorted(metrics[0].labels)
-    text = name.removeprefix("milepost:").replace("_", " ")
-    family = _FAMILIES[metrics[0].kind](name, f"Engine: {text}.", labels=labels)
+    text = TEXTS.get(name.removeprefix("milepost:"), "")
+    family = _FAMILIES[metrics[0].kind](name, text, labels=labels)
     for metric in metrics:
         values = [metric.labels[label] for label in labels]
         if metric.kind == "histogram":

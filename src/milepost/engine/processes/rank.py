@@ -54,7 +54,7 @@ ReportDone = Callable[[int, bool], None]
 
 
 def main() -> int:
-    """The process; its one argument is the socket's descriptor."""
+    """Runs a rank's process. The command line has one argument, the socket's descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
     end_with_parent(sock.fileno())

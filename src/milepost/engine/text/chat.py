@@ -95,7 +95,7 @@ class Composed:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage], **options: Any
 ) -> ChatPrompt:
-    """Token ids and marks of a conversation: `compose`, which has the options, and `tokenized`."""
+    """Returns the token ids and marks of a conversation. The options are those of `compose`."""
     return tokenized(tokenizer, compose(tokenizer, messages, **options))
 
 

@@ -83,7 +83,7 @@ def content_of(messages: Sequence[Mapping[str, Any]], **options: Any) -> bytes:
 
 
 class _TooSlow(BaseException):
-    """The time is over: nothing between here and there may catch it."""
+    """Rendering has taken too long. No handler of `Exception` on the way catches it."""
 
 
 class Renderer:
