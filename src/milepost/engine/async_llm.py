@@ -175,7 +175,8 @@ class AsyncLLM:
         if self._preparer is None:
             facts = self._client.info.images
             assert facts is not None, "images are refused without a tower"
-            self._preparer = Preparer(facts, MediaRules.of(self.config))
+            most = self._client.info.max_model_len
+            self._preparer = Preparer(facts, MediaRules.of(self.config), most)
         return await self._preparer.put_in(prompt, images)
 
     async def _render(self, messages: ChatMessages, options: ChatOptions) -> Prompt:

@@ -21,6 +21,8 @@ from milepost.kv_transfer_params import check_exchange, read
 from milepost.pictures import check_pictures
 from milepost.sampling_params import SamplingParams
 
+MAX_PIXEL_BYTES = 3 * 2**28
+"""Largest size of the pixels of one request, which travel in one message: 262,144 tokens."""
 MAX_SCORES = 2**20
 """Largest number of log-probabilities of a prompt in one request."""
 
@@ -94,6 +96,12 @@ def _check_prompt(prompt: Prompt, limits: Limits) -> None:
     _check_marks(prompt.cache_marks, length, limits.max_cache_marks)
     check_num_images(len(prompt.pictures), limits.max_images)
     check_pictures(prompt.pictures, length)
+    num_bytes = sum(len(record.rows) for record in prompt.pixels)
+    if num_bytes > MAX_PIXEL_BYTES:
+        raise InvalidPromptError(
+            f"images of {num_bytes} bytes of pixels: use {MAX_PIXEL_BYTES} bytes or fewer",
+            is_too_long=True,
+        )
 
 
 def check_num_images(num: int, most: int) -> None:

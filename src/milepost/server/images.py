@@ -20,7 +20,9 @@ class ChatImages:
         self._facts: ImageFacts | None = client.info.images
         self._preparer: Preparer | None = None
         if self._facts is not None:
-            self._preparer = Preparer(self._facts, MediaRules.of(client.config))
+            self._preparer = Preparer(
+                self._facts, MediaRules.of(client.config), client.info.max_model_len
+            )
 
     @property
     def text(self) -> str:

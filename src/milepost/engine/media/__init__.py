@@ -2,7 +2,7 @@
 
 what a model takes               facts
 from URLs to bytes               urls, addresses, fetching
-from bytes to pixels, apart      process, preparing
+from bytes to pixels, apart      process, preparing, kept
 into the prompt's tokens         expanding, given
 all of it in one process         here
 """

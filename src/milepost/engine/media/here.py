@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from milepost.engine.media.expanding import expanded
 from milepost.engine.media.facts import ImageFacts
 from milepost.engine.media.given import Given
+from milepost.engine.media.kept import KeptImages, key_of
 from milepost.engine.media.process import PreparedPicture
 from milepost.engine.media.urls import MediaRules, is_remote, load, load_here
 from milepost.engine.prompts import Prompt
@@ -22,6 +23,7 @@ class Embedded:
         self.text = facts.text if facts is not None else ""
         self._facts = facts
         self._rules = rules
+        self._kept = KeptImages()
         self._max_images = max_images if facts is not None else 0
 
     def check(self, images: Sequence[Given]) -> None:
@@ -44,4 +46,10 @@ class Embedded:
         else:
             data = load_here(given, self._rules)
         max_pixels = self._facts.low_pixels if given.is_low else None
-        return PreparedPicture.of(data, self._facts.settings, max_pixels)
+        if not isinstance(data, bytes):
+            return PreparedPicture.of(data, self._facts.settings, max_pixels)
+        found = self._kept.get(key := key_of(data, max_pixels))
+        if found is None:
+            found = PreparedPicture.of(data, self._facts.settings, max_pixels)
+            self._kept.put(key, found)
+        return found

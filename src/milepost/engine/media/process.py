@@ -4,6 +4,7 @@ long, take memory, or crash. `PreparingProcess` is the other side, in an event l
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -54,6 +55,7 @@ class PreparingProcess:
 
     def __init__(self) -> None:
         self._child = Child("milepost.engine.media")
+        self._killed: asyncio.subprocess.Process | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(PreparedPicture | _Refusal)
 
@@ -61,15 +63,16 @@ class PreparingProcess:
         """Raises InvalidPromptError. When its caller is cancelled the work ends at once."""
         try:
             if self._child.pid is None:
+                await self._kill()  # the one before, which may still be ending
                 await self._child.start()
             found = await self._child.ask(self._encoder.encode(asked), TIMEOUT_S)
         except TimeoutError:
-            self._child.kill()
+            await self._kill()
             raise InvalidPromptError(
                 f"an image took more than {TIMEOUT_S:g} seconds to decode: send a smaller one"
             ) from None
         except BaseException:
-            self._child.kill()
+            self._killed = self._child.kill()
             raise
         if found is None:
             await self._child.ended()
@@ -79,8 +82,15 @@ class PreparingProcess:
             raise InvalidPromptError(reply.message)
         return reply
 
+    async def _kill(self) -> None:
+        """Ends the process, and waits for that."""
+        killed, self._killed = self._child.kill() or self._killed, None
+        if killed is not None:
+            await killed.wait()
+
     async def close(self) -> None:
-        await self._child.close()
+        """Ends the process."""
+        await self._kill()
 
 
 # --- the process ----------------------------------------------------------------------------------

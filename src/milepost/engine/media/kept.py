@@ -1,0 +1,48 @@
+"""Remembers prepared images. An agent sends all screenshots of its conversation again with every
+turn: each is decoded once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from hashlib import blake2b
+
+from milepost.engine.media.process import PreparedPicture
+
+MAX_BYTES = 2**30
+"""Bytes of prepared images that are kept."""
+
+
+def key_of(data: bytes, max_pixels: int | None) -> bytes:
+    """Returns the key of what a file is prepared to."""
+    return blake2b(b"%d " % (max_pixels or 0) + data, digest_size=32).digest()
+
+
+class KeptImages:
+    """Prepared images by key, the ones used last, up to a number of bytes. Several threads may use
+    one."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+        self._images: OrderedDict[bytes, PreparedPicture] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> PreparedPicture | None:
+        """Returns an image, if it is kept."""
+        with self._lock:
+            if key in self._images:
+                self._images.move_to_end(key)
+            return self._images.get(key)
+
+    def put(self, key: bytes, image: PreparedPicture) -> None:
+        """Keeps an image, and forgets those that were not used for longest."""
+        with self._lock:
+            if key in self._images:
+                return
+            self._images[key] = image
+            self.num_bytes += len(image.record.rows)
+            while self.num_bytes > self._max_bytes:
+                _, old = self._images.popitem(last=False)
+                self.num_bytes -= len(old.record.rows)

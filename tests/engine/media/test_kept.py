@@ -1,0 +1,28 @@
+"""Prepared images are kept by what they were made of, within a number of bytes."""
+
+from milepost.engine.media.kept import KeptImages, key_of
+from milepost.engine.media.process import PreparedPicture
+from milepost.runner.recording import PictureRecord
+
+
+def prepared(num_bytes):
+    record = PictureRecord(identity=bytes(16), rows=bytes(num_bytes), grid=(1, 2, 2))
+    return PreparedPicture(record, 1, 1)
+
+
+def test_the_images_used_last_are_kept():
+    kept = KeptImages(max_bytes=100)
+    keys = [key_of(b"%d" % number, None) for number in range(3)]
+    for key in keys[:2]:
+        kept.put(key, prepared(40))
+        kept.put(key, prepared(40))
+    assert kept.get(keys[0])
+    kept.put(keys[2], prepared(40))
+    assert [kept.get(key) is None for key in keys] == [False, True, False]
+    assert kept.num_bytes == 80
+    kept.put(keys[1], prepared(101))
+    assert kept.num_bytes == 0, "one that is larger than all that is kept is not"
+
+
+def test_a_file_with_another_limit_is_another_image():
+    assert len({key_of(b"a", None), key_of(b"a", 100), key_of(b"b", None)}) == 3
