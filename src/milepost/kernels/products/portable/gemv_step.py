@@ -40,12 +40,16 @@ def multiply_raw(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.con
     gates = ups
     for i_k in tl.static_range(0, INPUTS, BLOCK_K):
         is_input = i_k + o_k < INPUTS
-        b_up = tl.load(p_up + i_k, mask=is_input[None, :], other=0.0)
-        if SHAPE.is_gated:
-            b_gate = tl.load(p_gate + i_k, mask=is_input[None, :], other=0.0)
-        if EARLY and i_k == 0:
-            wait_for_inputs()
+        if EARLY:
+            b_up = tl.load(p_up + i_k, mask=is_input[None, :], other=0.0)
+            if i_k == 0:
+                wait_for_inputs()
+        # If nothing waits, the row comes first: experts of several steps are read faster so.
         b_x = tl.load(p_x + i_k + o_k, mask=is_input, other=0.0).to(tl.float32)[None, :]
+        if not EARLY:
+            if SHAPE.is_gated:
+                b_gate = tl.load(p_gate + i_k, mask=is_input[None, :], other=0.0)
+            b_up = tl.load(p_up + i_k, mask=is_input[None, :], other=0.0)
         if SHAPE.is_gated:
             gates += b_gate.to(tl.float32) * b_x
         ups += b_up.to(tl.float32) * b_x
