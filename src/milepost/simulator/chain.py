@@ -45,6 +45,8 @@ class TraceChain(Chain):
         if start >= end:
             return b""
         first, last = start // size, (end - 1) // size
+        if first == last:
+            return self.page_id(first).to_bytes(TOKEN_BYTES, "little") * (end - start)
         pages = b"".join(self._page_bytes(i) for i in range(first, last + 1))
         return pages[(start - first * size) * TOKEN_BYTES : (end - first * size) * TOKEN_BYTES]
 
