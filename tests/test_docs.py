@@ -124,10 +124,15 @@ def members():
     for path in ROOT.glob("src/**/*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                names = {n.name for n in ast.walk(node) if isinstance(n, ast.FunctionDef)}
-                names |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-                names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-                found.setdefault(node.name, set()).update(names)
+                names = found.setdefault(node.name, set())
+                for own in ast.walk(node):
+                    match own:
+                        case (
+                            ast.FunctionDef(name=name)
+                            | ast.Name(id=name)
+                            | ast.Attribute(attr=name)
+                        ):
+                            names.add(name)
     return found
 
 
