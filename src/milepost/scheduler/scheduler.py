@@ -277,8 +277,7 @@ class Scheduler:
         back with it.
 
         If pages were to be moved, nobody knows which have been: then no request goes on, and
-        nothing stays cached.
-        """
+        nothing stays cached."""
         assert not self._steps or self._steps[0] is plan, "F3: the first step in flight goes first"
         steps = self._steps if self._steps else (plan,)
         moves = self._moves_beside or any(step.moves for step in steps)
@@ -289,9 +288,8 @@ class Scheduler:
             self._planner.ended.extend(step.ended)
             self._planner.encoders.roll_back(step.encodes)
         self._steps.clear()
-        for request in self.running.copy():
-            if moves or request.is_in_flight:
-                self._requests.take_back(request)
+        for request in [one for one in self.running if moves or one.is_in_flight]:
+            self._requests.take_back(request)
         if moves:
             is_reset = self.cache.reset()
             assert is_reset, "no request runs"

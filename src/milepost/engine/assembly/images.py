@@ -22,8 +22,11 @@ logger = logging.getLogger(__name__)
 
 def takes_images(config: EngineConfig, folder: Path) -> bool:
     """Whether the checkpoint's vision tower is loaded: if it has one, images are allowed, and
-    Pillow is installed."""
+    Pillow is installed. The bitwise mode takes none: nobody has compared the tower's bits."""
     if not config.max_images or not has_pictures(load_config(folder, config.overrides)):
+        return False
+    if config.batch_invariant:
+        logger.warning("images are refused: batch_invariant makes no promise about them yet")
         return False
     if find_spec("PIL") is None:
         logger.warning("images are refused, since Pillow is missing: %s", how_to_install("images"))

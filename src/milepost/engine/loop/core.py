@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
 from milepost.engine.assembly import EngineParts, build
-from milepost.engine.constraints import CompiledForm, think_ids
+from milepost.engine.constraints import CompiledForm
 from milepost.engine.loop.completion import Completion
 from milepost.engine.loop.completions import RunningCompletions
 from milepost.engine.loop.failure import FailureLatch
 from milepost.engine.loop.group import RequestGroup
-from milepost.engine.loop.intake import Intake
+from milepost.engine.loop.intake import Intake, limits_of
 from milepost.engine.loop.opening import open_off_device
 from milepost.engine.loop.pipeline import StepPipeline
 from milepost.engine.loop.pixels import PixelStore
@@ -27,7 +27,7 @@ from milepost.engine.loop.trace_recording import TraceRecorder
 from milepost.engine.metrics import Metric, collect
 from milepost.engine.prompts import Prompt
 from milepost.engine.text import TokenTexts
-from milepost.engine.validation import Limits, validate
+from milepost.engine.validation import validate
 from milepost.errors import QueueWaitError
 from milepost.sampling_params import SamplingParams
 from milepost.scheduler.canonical import Canonical
@@ -50,13 +50,7 @@ class Engine:
         self.vocab_size, self.max_model_len = parts.vocab_size, parts.max_model_len
         self.sampling_defaults = parts.sampling_defaults
         self.facts, self.images = parts.facts, parts.images
-        self.limits = Limits.of(
-            config,
-            vocab_size=parts.vocab_size,
-            max_model_len=parts.max_model_len,
-            closes_reasoning=think_ids(parts.tokenizer)[1] is not None,
-            has_tower=parts.images is not None,
-        )
+        self.limits = limits_of(config, parts)
         texts = TokenTexts(self.tokenizer) if self.tokenizer is not None else None
         self._intake = Intake(config, parts, texts)
         counts_are_kept = self.runner.executor.keeps_counts
@@ -294,8 +288,7 @@ class Engine:
         return [*collect(self.scheduler), *others]
 
     def close(self) -> None:
-        """Ends what is running, releases addresses, which outlast the process, and writes what
-        should outlive it. A second call does nothing."""
+        """Ends what runs, releases addresses and writes what should outlive the process."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -22,12 +22,14 @@ from milepost.engine.constraints import (
     Rules,
     form_masks,
     has,
+    think_ids,
     vocabulary_of,
 )
 from milepost.engine.loop.completion import Completion
 from milepost.engine.loop.group import RequestGroup
 from milepost.engine.prompts import Prompt
 from milepost.engine.text import TokenTexts, detokenizer_for
+from milepost.engine.validation import Limits
 from milepost.errors import InvalidRequestError
 from milepost.kv_transfer_params import read
 from milepost.pictures import group_ends
@@ -36,6 +38,17 @@ from milepost.scheduler.request import Request
 
 TURN_TOKENS = 32
 """Images with fewer tokens of text between them are of one turn."""
+
+
+def limits_of(config: EngineConfig, parts: EngineParts) -> Limits:
+    """Returns the limits that requests are validated against."""
+    return Limits.of(
+        config,
+        vocab_size=parts.vocab_size,
+        max_model_len=parts.max_model_len,
+        closes_reasoning=think_ids(parts.tokenizer)[1] is not None,
+        has_tower=parts.images is not None,
+    )
 
 
 class Intake:
