@@ -5,7 +5,7 @@ Six rooms, each used through its `__init__`; a room uses only those above it: `t
 
     Python API                  llm, async_llm, reader, options, vllm_names
     prompts and outputs         prompts, validation, outputs, bit_checks
-    what can be seen            metrics, metric_texts, facts
+    what can be seen            metrics, facts
     what annexes bring          off_device, watcher
     help texts of metrics       metric_texts
     any process of ours         parent, child, ending, heap
