@@ -38,6 +38,8 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from tests.wrapped import INTERN, minicpm_v4_6, minicpm_v4_7, write_intern
+
 _COMMON: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -248,8 +250,10 @@ def _multimodal() -> PreTrainedModel:
     return Qwen3_5ForConditionalGeneration(config)
 
 
-def _multimodal_moe() -> PreTrainedModel:
-    config = Qwen3_5MoeConfig(text_config=_COMMON | _EXPERTS, vision_config=_VISION)
+def _multimodal_moe(**changes: Any) -> PreTrainedModel:
+    text = _COMMON | _EXPERTS | changes
+    vision = _VISION | {"out_hidden_size": text["hidden_size"]}
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision)
     return Qwen3_5MoeForConditionalGeneration(config)
 
 
@@ -283,6 +287,9 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "qwen3_5_moe": _qwen3_5_moe,
     "qwen3_5_multimodal": _multimodal,
     "qwen3_5_moe_multimodal": _multimodal_moe,
+    INTERN: _multimodal_moe,
+    "minicpmv4_6": lambda **changes: minicpm_v4_6(**_COMMON | changes),
+    "minicpmv4_7": lambda **changes: minicpm_v4_7(**_COMMON | changes),
 }
 """Name -> a model with random weights, from a fixed seed once `build` has called it."""
 
@@ -324,3 +331,5 @@ def write(model: PreTrainedModel, name: str, folder: Path) -> None:
     is_own = name not in ("olmo_hybrid", "granitemoehybrid_as_built")
     own = {} if is_own else {"save_original_format": False}
     model.save_pretrained(folder, **own)
+    if name == INTERN:
+        write_intern(folder)

@@ -44,6 +44,8 @@ _NEVER = (
     *("in_proj_a", "in_proj_b", "in_proj_ba", "embeddings", "b_proj", "f_b_proj", "g_b_proj"),
 )
 """Projections that nobody quantises."""
+_OTHER_PARTS = ("model.visual.", "model.vision_tower.", "model.merger.", "model.time", "time_")
+"""Beginnings of paths beside the text part, which is quantised alone."""
 
 
 def fp8_blocks(weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -456,7 +458,8 @@ def write(
             meant[key] = torch.stack([value for _, value in each])
             continue
         last = path.rpartition(".")[2]
-        quantise = None if last in _NEVER or left(path) else choose(path)
+        is_raw = last in _NEVER or path.startswith(_OTHER_PARTS) or left(path)
+        quantise = None if is_raw else choose(path)
         if kind != "weight" or tensor.dim() != 2 or quantise is None:
             stored[key] = meant[key] = tensor
             continue

@@ -16,6 +16,8 @@ ARCHITECTURES = (
     "granitemoehybrid",
     "falcon_h1",
     "kimi_linear",
+    "intern_s2_preview",
+    "minicpmv4_6",
 )
 
 

@@ -61,6 +61,7 @@ def _one_token(model: Decoder, pools: Pools, position: int):
         ("qwen3_5_tied", False),
         ("qwen3_5_moe", True),
         ("qwen3_5_multimodal", False),
+        ("intern_s2_preview", False),
     ],
 )
 def test_drafts_are_those_of_the_formula(name: str, fused: bool, tmp_path: Path) -> None:

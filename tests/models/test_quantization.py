@@ -4,6 +4,7 @@ raw stays raw, and what is broken or not supported is refused by name."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -139,8 +140,9 @@ def load_meant(
     )
     architecture = find_architecture(config.model_type)
     text = config.get_text_config()
-    model = architecture.decoder(text, kind, is_tied=False, has_head=has_head)
-    fill_from_files(model, files, architecture.skipped)
+    is_tied = "lm_head.weight" not in files.by_name
+    model = architecture.decoder(text, kind, is_tied=is_tied, has_head=has_head)
+    fill_from_files(model, files, (*architecture.skipped, re.escape(architecture.tower_path)))
     return model
 
 
@@ -179,6 +181,8 @@ GRANITE: dict[str, Any] = {
 CASES = [
     ("qwen3_next", "fp8-blocks", EXPERTS),
     ("qwen3_5_moe", "fp8-blocks", EXPERTS | {"linear_key_head_dim": 64, "hidden_size": 256}),
+    ("intern_s2_preview", "fp8-blocks", EXPERTS | {"linear_key_head_dim": 64, "hidden_size": 256}),
+    ("minicpmv4_6", "packed", {}),
     ("qwen3_5", "fp8-channels", {}),
     ("qwen3_5_moe", "fp8-tensors", EXPERTS),
     ("qwen3_next", "awq", EXPERTS),

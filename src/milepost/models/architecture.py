@@ -42,6 +42,8 @@ class Architecture:
 
     model_types: tuple[str, ...]
     """`model_type` of the configurations, or of the text part of multimodal ones."""
+    text_types: tuple[str, ...] = ()
+    """`model_type` of a text part that is another family's; the first one if it does not say."""
     build: Callable[[PreTrainedConfig, ModuleScope], DecoderParts]
     """Builds the layers of a text configuration; their tensors are under `kind.path`."""
     layer_types: tuple[str, ...] = ("full_attention", "linear_attention")

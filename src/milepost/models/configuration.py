@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig, __version__
 
 from milepost.config import DType
 from milepost.errors import UnsupportedModelError
@@ -34,6 +34,11 @@ def load_config(folder: Path, overrides: Overrides | None = None) -> PreTrainedC
     raw = read_object(path)
     with reading(path):
         architecture = find_architecture(raw.get("model_type"))
+        if raw["model_type"] not in CONFIG_MAPPING:
+            raise UnsupportedModelError(
+                f"model_type={raw['model_type']!r} is not known to transformers {__version__}; "
+                "install a newer one"
+            )
         kind = CONFIG_MAPPING[raw["model_type"]]
         settings = read_settings(raw, overrides or {}, architecture, kind)
         text = settings[TEXT] if TEXT in kind.sub_configs else settings

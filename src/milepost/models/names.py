@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.models.architecture import Architecture
@@ -53,7 +53,7 @@ def read_settings(
     `overrides` applied. Raises ConfigError for a setting that is given twice with different values,
     for an override of a setting that the configuration does not have, and for numbers that no model
     has."""
-    inner = _inner(kind)
+    inner = _inner(kind, architecture)
     own = _renamed(_nested(_copied(raw), kind, inner), architecture, kind, "")
     given = _renamed(_copied(overrides), architecture, kind, _OVERRIDES)
     _check_known(given, own, architecture, kind)
@@ -91,9 +91,13 @@ def _error(where: str, message: str) -> ConfigError:
     return ConfigError(f"{where}: {message}") if where else UnsupportedModelError(message)
 
 
-def _inner(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig] | None:
+def _inner(
+    kind: type[PreTrainedConfig], architecture: Architecture
+) -> type[PreTrainedConfig] | None:
     """Returns the class of the text part, if a configuration has one."""
     found = kind.sub_configs.get(TEXT)
+    if found is AutoConfig:
+        return CONFIG_MAPPING[architecture.text_types[0]]
     return found if found is None or isinstance(found, type) else None
 
 
@@ -142,7 +146,7 @@ def _renamed(
     settings: ConfigValues, architecture: Architecture, kind: type[PreTrainedConfig], where: str
 ) -> ConfigValues:
     """Renames settings to those of the class, and of the text part's class, in place."""
-    inner = _inner(kind)
+    inner = _inner(kind, architecture)
     if inner is None:
         _rename(settings, _ALIASES | dict(architecture.aliases), where)
         if _ROPE in _fields(kind):
@@ -158,8 +162,9 @@ def _renamed(
 
 def _refuse_other_type(text: ConfigValues, architecture: Architecture, where: str) -> None:
     own = text.get("model_type")
-    if own is not None and own not in architecture.model_types:
-        known = " or ".join(architecture.model_types)
+    types = architecture.text_types or architecture.model_types
+    if own is not None and own not in types:
+        known = " or ".join(types)
         raise _error(where, f"{TEXT}.model_type={own!r} does not belong to {known}")
 
 
@@ -204,7 +209,7 @@ def _check_known(
     given: ConfigValues, own: ConfigValues, architecture: Architecture, kind: type[PreTrainedConfig]
 ) -> None:
     """Raises ConfigError for an override of a setting that nothing reads."""
-    inner = _inner(kind)
+    inner = _inner(kind, architecture)
     spelled = {name for names in architecture.spellings for name in names}
     spelled.add("num_hidden_layers")  # some models derive it from the length of a list
     for name in given:

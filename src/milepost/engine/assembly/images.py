@@ -45,9 +45,13 @@ def image_facts(
 ) -> ImageFacts | None:
     """Returns how images enter prompts; None if the engine takes none. Raises
     UnsupportedModelError for a checkpoint that does not name its tokens."""
-    if not takes_images(config, folder):
-        return None
     whole = load_config(folder, config.overrides)
+    if not takes_images(config, folder):
+        if config.max_images and getattr(whole, "vision_config", None) and not has_pictures(whole):
+            logger.warning(
+                "images are refused: the vision tower of model_type=%r is not run", whole.model_type
+            )
+        return None
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
     ids = [getattr(whole, name, None) for name in names]
     if ids[1] is None:

@@ -39,22 +39,21 @@ def _sparse_head(config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary) ->
     return qwen_head(config, kind, rotary, expert_shapes(config, normalise=True))
 
 
-ARCHITECTURES = (
-    Architecture(
-        model_types=("qwen3_5", "qwen3_5_text"),
-        build=_dense,
-        head=_dense_head,
-        tower=qwen_tower,
-        requirements={"num_experts": (is_unset, "none: those of model_type='qwen3_5_moe'")},
-        spellings=QWEN_SPELLINGS,
-        settle=settle_qwen,
-    ),
-    Architecture(
-        model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
-        build=_sparse,
-        head=_sparse_head,
-        tower=qwen_tower,
-        spellings=QWEN_SPELLINGS,
-        settle=settle_qwen,
-    ),
+DENSE = Architecture(
+    model_types=("qwen3_5", "qwen3_5_text"),
+    build=_dense,
+    head=_dense_head,
+    tower=qwen_tower,
+    requirements={"num_experts": (is_unset, "none: those of model_type='qwen3_5_moe'")},
+    spellings=QWEN_SPELLINGS,
+    settle=settle_qwen,
 )
+SPARSE = Architecture(
+    model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
+    build=_sparse,
+    head=_sparse_head,
+    tower=qwen_tower,
+    spellings=QWEN_SPELLINGS,
+    settle=settle_qwen,
+)
+ARCHITECTURES = (DENSE, SPARSE)

@@ -1,0 +1,58 @@
+"""Tiny checkpoints whose text part is Qwen3.5's, beside parts that are not run, named as they are
+published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    MiniCPMV4_6Config,
+    MiniCPMV4_6ForConditionalGeneration,
+    MiniCPMV4_7Config,
+    MiniCPMV4_7ForConditionalGeneration,
+    PreTrainedModel,
+)
+
+INTERN = "intern_s2_preview"
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_OUTER: dict[str, Any] = {
+    "vision_config": _VISION,
+    "insert_layer_id": 1,
+    "tie_word_embeddings": True,
+}
+
+
+def minicpm_v4_6(**text: Any) -> PreTrainedModel:
+    """Returns MiniCPM-V 4.6 with this text part."""
+    return MiniCPMV4_6ForConditionalGeneration(MiniCPMV4_6Config(text_config=text, **_OUTER))
+
+
+def minicpm_v4_7(**text: Any) -> PreTrainedModel:
+    """Returns MiniCPM-V 4.7 with this text part."""
+    return MiniCPMV4_7ForConditionalGeneration(MiniCPMV4_7Config(text_config=text, **_OUTER))
+
+
+def write_intern(folder: Path) -> None:
+    """Turns a saved multimodal checkpoint of Qwen3.5 with experts into one of Intern-S2-Preview,
+    which transformers has no class for: its names, and tensors for time series."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["model_type"] = config["vision_config"]["model_type"] = INTERN
+    config["architectures"] = ["InternS2PreviewForConditionalGeneration"]
+    config["auto_map"] = {"AutoConfig": "configuration_interns2_preview.InternS2PreviewConfig"}
+    config["ts_config"] = {"model_type": "interns2_preview_time_series", "out_hidden_size": 48}
+    path.write_text(json.dumps(config))
+    file = folder / "model.safetensors"
+    others = ("model.time_series.encoder", "time_series.projector", "time_series_forecaster.head")
+    save_file(load_file(file) | {f"{name}.weight": torch.ones(2, 2) for name in others}, file)
