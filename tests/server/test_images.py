@@ -50,6 +50,12 @@ def answered(server, *parts, **own):
     return body["choices"][0]["message"]["content"], body["usage"]["prompt_tokens"], details
 
 
+def test_the_model_says_that_it_takes_images(server):
+    with server.http() as http:
+        (model,) = http.get("/v1/models").json()["data"]
+    assert model["input_modalities"] == ["text", "image"]
+
+
 def test_the_same_image_in_any_file_hits_and_another_does_not(server):
     question = "what is the weather like in this picture, and why?"
     text, count, details = answered(server, "look ", part(data_url(ONE)), question)

@@ -167,6 +167,11 @@ def test_models_in_the_shape_that_their_client_reads():
     assert "object" in answered(ServerConfig(), "/v1/models/tiny").json()
 
 
+def test_models_say_what_they_take():
+    model = answered(ServerConfig(max_request_bytes=4096), "/v1/models/tiny").json()
+    assert (model["input_modalities"], model["max_request_bytes"]) == (["text"], 4096)
+
+
 def test_flags_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="root_path"):
         ServerConfig(root_path="api")

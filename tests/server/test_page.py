@@ -12,7 +12,7 @@ from milepost.page import routes as page
 from milepost.server import app
 from milepost.server.config import ServerConfig
 from milepost.server.service import Service
-from tests.server.inprocess import INFO
+from tests.server.inprocess import INFO, LIMITS
 
 PROMPT = list(range(10, 10 + 3 * 64))
 
@@ -32,7 +32,9 @@ def test_files_are_open_and_bound_to_the_server_itself(http, path):
     assert "default-src 'none'" in policy
     assert "require-trusted-types-for 'script'" in policy
     for part in policy:
-        assert set(part.split()[1:]) <= {"'self'", "'none'", "'script'", "dompurify"}
+        name, *sources = part.split()
+        pictures = {"data:"} if name == "img-src" else set()
+        assert set(sources) <= {"'self'", "'none'", "'script'", "dompurify"} | pictures
     assert response.headers["x-content-type-options"] == "nosniff"
 
 
@@ -103,8 +105,14 @@ class Engine:
 
     death = None
     info = SimpleNamespace(
-        page_size=64, max_model_len=64, vocab_size=8, facts=INFO.facts, sampling_defaults={}
+        page_size=64,
+        max_model_len=64,
+        vocab_size=8,
+        facts=INFO.facts,
+        images=None,
+        sampling_defaults={},
     )
+    limits = LIMITS
 
     async def state(self):
         return b"{}"

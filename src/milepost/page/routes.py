@@ -1,7 +1,8 @@
 """Serves the page's files, which stand next to this one, and the state that it draws.
 
 Everything comes from this server: the policy lets a browser load nothing from elsewhere, and run no
-other script. The files reveal nothing, so they need no key; the state needs an operator's.
+other script. Pictures may also be data: URLs, which load nothing: the page shows those that a
+person sends. The files reveal nothing, so they need no key; the state needs an operator's.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ PATHS: Final = frozenset((*FILES, STATE_PATH))
 
 HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",

@@ -174,12 +174,15 @@ def _add_responses(app: FastAPI, service: Service, store: ResponseStore) -> None
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    info = service.client.info
     return {
         "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "milepost",
-        "max_model_len": service.client.info.max_model_len,
+        "max_model_len": info.max_model_len,
+        "input_modalities": ["text"] if info.images is None else ["text", "image"],
+        "max_request_bytes": service.config.max_request_bytes,
     }
 
 

@@ -5,14 +5,16 @@ import { showChats, startChats } from "./chats.mjs";
 import { giveBack, showFault, startComposer, useComposer } from "./composer.mjs";
 import { find, make } from "./dom.mjs";
 import { Reply, unfinished } from "./reply.mjs";
-import { maxModelLen, requestFields } from "./settings.mjs";
+import { maxModelLen, maxRequestBytes, requestFields } from "./settings.mjs";
 import { dropChats, getChat, putChat } from "./store.mjs";
 import { add, get, messagesOf, nameOf, newChat, path, remove, show } from "./tree.mjs";
 import { Answer, drawTurn, openEditor } from "./turns.mjs";
+import { bytes } from "./words.mjs";
 
 const OPEN = "milepost-chat";
 const NEAR_PX = 60;
 const KEEP_MS = 2000;
+const FIELDS_BYTES = 1024; // of a request, for what is added to its messages
 
 const turns = find("#turns");
 const system = find("#system");
@@ -33,6 +35,7 @@ export async function startChat(whenRefused) {
   turns.addEventListener("scroll", () => {
     isFollowing = turns.scrollHeight - turns.scrollTop - turns.clientHeight < NEAR_PX;
   });
+  turns.addEventListener("load", follow, true); // pictures have no height before
   const last = sessionStorage.getItem(OPEN) ?? "";
   startChats({ current: () => chat, open, renamed, dropped });
   begin();
@@ -163,6 +166,7 @@ async function answer(parent, { resumed = null, undo }) {
   let body;
   try {
     body = { ...requestFields(), messages: messagesOf(mine, parent.id) };
+    checkSize(body);
   } catch (error) {
     undo(mine);
     showFault(error.message);
@@ -206,6 +210,13 @@ async function answer(parent, { resumed = null, undo }) {
     undo(mine);
   }
   end(mine, controller, fault);
+}
+
+// Throws an Error with a text for people if the server would not read all of a request.
+function checkSize(body) {
+  const most = maxRequestBytes();
+  if (new Blob([JSON.stringify(body)]).size + FIELDS_BYTES <= most) return;
+  throw new Error(`With its pictures and texts this chat is larger than the ${bytes(most)} that the server takes: remove some, or begin a new chat.`);
 }
 
 function end(mine, controller, fault) {

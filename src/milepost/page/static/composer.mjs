@@ -10,7 +10,8 @@ const stop = find("#stop");
 const fault = find("#fault");
 const MOST_LINES_PX = 240;
 
-// Each {take() -> content parts that it gives away, putBack(parts)}.
+// Each {take() -> content parts that it gives away, putBack(parts), settled() -> false, at
+// last, if something that was given to it cannot be sent}.
 const sources = [];
 
 export function addSource(source) {
@@ -18,9 +19,10 @@ export function addSource(source) {
 }
 
 export function startComposer({ onSend, onStop }) {
-  find("#ask").addEventListener("submit", (event) => {
+  find("#ask").addEventListener("submit", async (event) => {
     event.preventDefault();
-    if (send.hidden) return;
+    const areWell = await Promise.all(sources.map((source) => source.settled()));
+    if (send.hidden || areWell.includes(false)) return;
     const content = take();
     if (content) onSend(content);
   });

@@ -15,6 +15,15 @@ export function drawn(name, attributes = {}) {
   return element;
 }
 
+// A picture of a message, which its name stands for where it is not seen. It is never loaded from elsewhere.
+export function picture({ image_url: { url }, name = "Picture" }) {
+  const image = make("img");
+  image.alt = name;
+  image.title = name;
+  if (url.startsWith("data:image/")) image.src = url;
+  return image;
+}
+
 // Set a text only where it has changed, so that screen readers hear news alone.
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;

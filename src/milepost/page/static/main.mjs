@@ -5,6 +5,7 @@ import { startChat } from "./chat.mjs";
 import { find, say } from "./dom.mjs";
 import { showFigures, showMemory, showPrompts, startFigures } from "./figures.mjs";
 import { goToPrompt, showMap, startMap, takeColours } from "./map.mjs";
+import { startPictures } from "./pictures.mjs";
 import { showModels, startSettings } from "./settings.mjs";
 import { bytes } from "./words.mjs";
 
@@ -146,5 +147,6 @@ startPanes();
 startKey();
 startSettings();
 startChat(onRefused);
+startPictures();
 askModels();
 keepLooking();

@@ -21,6 +21,7 @@ let models = [];
 export function startSettings() {
   recall();
   for (const id of FIELDS) find(`#${id}`).addEventListener("change", keep);
+  find("#model").addEventListener("change", showAttach);
   find("#tools").addEventListener("input", checkTools);
   find("#reset-settings").addEventListener("click", () => {
     for (const id of FIELDS) if (id !== "model") find(`#${id}`).value = "";
@@ -63,9 +64,23 @@ export function showModels(served) {
   const wanted = choice.value || choice.dataset.kept;
   choice.replaceChildren(...served.map(({ id }) => make("option", "", id)));
   if (served.some(({ id }) => id === wanted)) choice.value = wanted;
+  showAttach();
 }
 
-export const maxModelLen = () => models.find(({ id }) => id === find("#model").value)?.max_model_len ?? null;
+function showAttach() {
+  find("#attach").hidden = whyNoPictures() !== "";
+}
+
+const model = () => models.find(({ id }) => id === find("#model").value);
+
+export const maxModelLen = () => model()?.max_model_len ?? null;
+export const maxRequestBytes = () => model()?.max_request_bytes ?? Infinity;
+
+// Why the model gets no pictures, or nothing.
+export function whyNoPictures() {
+  if (!model()) return "The server has not said yet what its model takes.";
+  return model().input_modalities?.includes("image") ? "" : `${model().id} takes no images.`;
+}
 
 // The tools as the API takes them; throws an Error with a text for people.
 function tools() {

@@ -1,7 +1,11 @@
-// Chats that this browser keeps. The oldest go first when there are too many, or no room is left.
+// Chats that this browser keeps. The oldest go first when there are too many, their pictures are too
+// large together, or no room is left.
 // Where a browser keeps nothing, they last until the page is closed.
 
+import { pictureBytes } from "./tree.mjs";
+
 const MAX_CHATS = 200;
+const MAX_PICTURE_BYTES = 256 * 2 ** 20;
 const CHATS = "chats";
 const NAMES = "names";
 
@@ -35,9 +39,9 @@ async function transact(mode, work) {
   });
 }
 
-// [{id, name, at}, ...], newest first.
+// [{id, name, at, bytes of pictures}, ...], newest first.
 export async function listChats() {
-  const names = (await database()) ? await transact("readonly", (_, all) => all.getAll()) : [...memory.values()].map(({ chat, name }) => ({ id: chat.id, name, at: chat.at }));
+  const names = (await database()) ? await transact("readonly", (_, all) => all.getAll()) : [...memory.values()].map(({ chat, name }) => entryOf(chat, name));
   return names.sort((a, b) => b.at - a.at);
 }
 
@@ -55,13 +59,24 @@ export async function putChat(chat, name) {
       await write(chat, name);
     });
   }
-  await dropChats((await listChats()).slice(MAX_CHATS));
+  await dropChats(surplus(await listChats()));
+}
+
+const entryOf = (chat, name) => ({ id: chat.id, name, at: chat.at, bytes: pictureBytes(chat) });
+
+// The chats that go, of a list with the newest first. The newest one stays.
+function surplus(list) {
+  let sum = 0;
+  return list.filter(({ bytes = 0 }, place) => {
+    sum += bytes;
+    return place > 0 && (place >= MAX_CHATS || sum > MAX_PICTURE_BYTES);
+  });
 }
 
 function write(chat, name) {
   return transact("readwrite", (chats, names) => {
     chats.put(chat);
-    return names.put({ id: chat.id, name, at: chat.at });
+    return names.put(entryOf(chat, name));
   });
 }
 

@@ -4,6 +4,10 @@
 export const textOf = (content) =>
   typeof content === "string" ? content : (content ?? []).map((part) => part.text ?? "").join("");
 
+// Parts of a content that are pictures: {type, image_url: {url}, name}.
+export const picturesOf = (content) =>
+  typeof content === "string" ? [] : (content ?? []).filter(({ type }) => type === "image_url");
+
 export function newChat(id) {
   return { id, name: "", at: 0, system: "", messages: [], leaf: null };
 }
@@ -46,12 +50,22 @@ export function remove(chat, message, leaf = message.parent) {
   chat.leaf = leaf;
 }
 
+// Bytes of the pictures in a chat. Versions of a question share theirs.
+export function pictureBytes(chat) {
+  const parts = new Set(chat.messages.flatMap(({ content }) => picturesOf(content)));
+  return [...parts].reduce((sum, { image_url: image }) => sum + image.url.length, 0);
+}
+
+// A content without what is for this page alone.
+const plain = (content) =>
+  typeof content === "string" ? content : content.map(({ name, ...part }) => part);
+
 // What the API reads of a path.
 export function messagesOf(chat, leaf = chat.leaf) {
   const system = chat.system.trim();
   const said = path(chat, leaf).map(({ role, content, reasoning, calls, callId }) => {
     if (role === "tool") return { role, content, tool_call_id: callId };
-    const message = { role, content };
+    const message = { role, content: plain(content) };
     if (reasoning) message.reasoning_content = reasoning;
     if (calls?.length) message.tool_calls = calls.map(({ id, name, input }) => ({ id, type: "function", function: { name, arguments: input } }));
     return message;
@@ -65,6 +79,6 @@ export function nameOf(chat) {
   if (chat.name) return chat.name;
   const first = chat.messages.find(({ role }) => role === "user");
   const text = first ? textOf(first.content).replace(/\s+/g, " ").trim() : "";
-  if (!text) return "New chat";
+  if (!text) return picturesOf(first?.content)[0]?.name ?? "New chat";
   return text.length > NAME_LENGTH ? `${text.slice(0, NAME_LENGTH - 1)}…` : text;
 }

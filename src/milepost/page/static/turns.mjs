@@ -1,9 +1,9 @@
 // Draws the turns of a chat, with what can be done with each.
 
-import { copyButton, fillBar, make, say } from "./dom.mjs";
+import { copyButton, fillBar, make, picture, say } from "./dom.mjs";
 import { MarkdownView, codeBlock, rendered } from "./markdown.mjs";
 import { cutBy, reportLine } from "./reply.mjs";
-import { textOf, versions } from "./tree.mjs";
+import { picturesOf, textOf, versions } from "./tree.mjs";
 import { REASONS, plural } from "./words.mjs";
 
 // A turn of a chat. `act` has what buttons do: edit, again, resume, show, answerCalls, maxModelLen.
@@ -58,6 +58,12 @@ function drawQuestion(chat, message, act) {
   const element = start("user", "You", chat, message, act);
   const said = make("div", "said plain", textOf(message.content));
   const edit = () => openEditor(element, textOf(message.content), act, message);
+  const shown = picturesOf(message.content).map((part) => picture(part));
+  if (shown.length) {
+    const box = element.appendChild(make("div", "pictures"));
+    box.append(...shown);
+    said.hidden = !said.textContent;
+  }
   element.append(said, actions(copyButton(() => textOf(message.content)), button("Edit", edit)));
   return element;
 }
