@@ -15,6 +15,12 @@ TEXTS = {
     "external_prefix_cache_hits": "Prompt tokens reused from host memory, disk or another engine.",
     "external_prefix_cache_queries": "Prompt tokens that the device did not have, if there is "
     "anywhere else to look.",
+    "image_encoder_hits": "Images of a step whose encoder outputs were still on the device.",
+    "image_encoder_tokens": "Tokens of images that the vision encoder computed.",
+    "image_tokens": "Prompt tokens of images.",
+    "image_tokens_reused": "Prompt tokens of images that were reused.",
+    "images_encoded": "Images that the vision encoder computed.",
+    "images_reused": "Images all of whose tokens were reused.",
     "iteration_tokens_total": "Tokens computed in a step.",
     "kv_cache_cached_perc": "Share of the pages that only the cache holds.",
     "kv_cache_usage_perc": "Share of the pages that running requests hold.",
