@@ -19,10 +19,11 @@ OPERATIONS: tuple[str, ...] = (
     "attention",
     "mtp",
     "sampling",
+    "vision",
     "rows",
     "comm",
 )
-BEFORE = (*LOWER, *OPERATIONS)
+BEFORE = (*LOWER, *OPERATIONS, "numerics_identity.py")
 MIXERS = {"recurrent", "conv"}
 """One operation in several folders."""
 

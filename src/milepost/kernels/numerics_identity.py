@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 
-from milepost.kernels.attention.table import ATTENTION
+from milepost.kernels import attention, products, recurrent
 from milepost.kernels.platform.device import allows_hopper_kernels, probe
 from milepost.kernels.platform.tables import KernelTable
-from milepost.kernels.products.expert_table import EXPERTS
-from milepost.kernels.products.table import PRODUCTS
-from milepost.kernels.recurrent import TABLES
 
 ORDERS = 1
 """Version of what the tables do not state: tiles, steps of attention, the references' blocks of
@@ -43,7 +40,11 @@ def numerics_identity(device: torch.device) -> Mapping[str, str | int]:
 
 def _digest() -> str:
     """Returns a digest of the orders that the tables state."""
-    tables: list[KernelTable[Any]] = [PRODUCTS, EXPERTS, ATTENTION, *TABLES.values()]
+    tables: list[KernelTable[Any]] = [
+        *products.TABLES,
+        attention.ATTENTION,
+        *recurrent.TABLES.values(),
+    ]
     orders = [
         f"{kernel.name}: {kernel.order}, {kernel.batch_invariant}"
         for table in tables

@@ -22,12 +22,13 @@ from milepost.kernels.attention import items, reference, rows, table
 from milepost.kernels.attention.items import AttentionItems, Tiling
 from milepost.kernels.attention.pages import PagedKV, rows_per_page
 from milepost.kernels.attention.rows import AttentionRows
-from milepost.kernels.attention.table import CAPTURED_TOKENS
+from milepost.kernels.attention.table import ATTENTION, CAPTURED_TOKENS
 from milepost.kernels.layout.batch import Batch
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.platform.device import Chip
 
 __all__ = [
+    "ATTENTION",
     "AttentionItems",
     "AttentionLayout",
     "AttentionOperation",

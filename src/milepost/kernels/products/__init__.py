@@ -19,6 +19,7 @@ from milepost.kernels.layout.emit import FEW, Activations, Emit, Inputs, as_acti
 from milepost.kernels.platform.device import probe, runs_gluon, runs_triton
 from milepost.kernels.platform.tensors import accumulation_dtype, cast, in_blocks
 from milepost.kernels.products import experts_reference
+from milepost.kernels.products.expert_table import EXPERTS
 from milepost.kernels.products.forms import quantised
 from milepost.kernels.products.forms.matrix import (
     Epilogue,
@@ -36,6 +37,7 @@ _HEAD_ROWS = 64
 """Rows that heads are multiplied with at a time where bits must not depend on their number."""
 
 __all__ = [
+    "TABLES",
     "Epilogue",
     "Form",
     "Packed",
@@ -48,6 +50,8 @@ __all__ = [
     "norms_too",
     "reads",
 ]
+
+TABLES = PRODUCTS, EXPERTS
 
 
 def reads(weight: Form) -> Emit:
