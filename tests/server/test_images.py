@@ -89,27 +89,25 @@ def test_other_apis_see_the_same_image(server):
         {"type": "image", "source": source},
         {"type": "text", "text": "!"},
     ]
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-    message = client.messages.create(
-        model="tiny", max_tokens=6, messages=[{"role": "user", "content": shown}]
-    )
+    messages = [{"role": "user", "content": shown}]
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        message = client.messages.create(model="tiny", max_tokens=6, messages=messages)
+        counted = client.messages.count_tokens(model="tiny", messages=messages)
     assert message.usage.input_tokens + message.usage.cache_read_input_tokens == count
     assert message.usage.cache_read_input_tokens > 64
-    counted = client.messages.count_tokens(
-        model="tiny", messages=[{"role": "user", "content": shown}]
-    )
     assert counted.input_tokens == count
     parts = [
         {"type": "input_text", "text": "look "},
         {"type": "input_image", "image_url": data_url(ONE), "detail": "auto"},
         {"type": "input_text", "text": "!"},
     ]
-    response = server.client().responses.create(
-        model="tiny",
-        max_output_tokens=6,
-        temperature=0,
-        input=[{"role": "user", "content": parts}],
-    )
+    with server.client() as client:
+        response = client.responses.create(
+            model="tiny",
+            max_output_tokens=6,
+            temperature=0,
+            input=[{"role": "user", "content": parts}],
+        )
     assert response.usage.input_tokens == count
     assert response.usage.input_tokens_details.cached_tokens > 64
     body = {"messages": user("look ", part(data_url(ONE)), "!"), "add_generation_prompt": True}
