@@ -61,8 +61,8 @@ def test_every_way_has_the_same_bits(folder_of, tmp_path):
 
 
 def test_reused_answers_are_found_out(folder_of, tmp_path, monkeypatch):
-    def chain(cache, tokens, salt=""):
-        return Chain(tokens, cache.page_size, salt, cache.identity)
+    def chain(cache, tokens, salt="", pictures=()):
+        return Chain(tokens, cache.page_size, salt, cache.identity, pictures)
 
     monkeypatch.setattr(Cache, "chain", chain)
     found = results(folder_of("qwen3_5"), tmp_path, "as a chat's next turn")

@@ -47,7 +47,9 @@ def test_a_long_prompt_again_with_the_cache_on_and_off(folder, tables):
             (output,) = llm.generate(text, params, use_tqdm=False)
             texts[is_on].append(output.outputs[0].text)
             assert len(output.outputs[0].token_ids) == 16
-            (metric,) = [m for m in llm.llm_engine.get_metrics() if "prefix_cache_hits" in m.name]
+            (metric,) = [
+                m for m in llm.llm_engine.get_metrics() if m.name.endswith(":prefix_cache_hits")
+            ]
             assert metric in llm.get_metrics()
             hits[is_on].append(metric.value)
         length = len(output.prompt_token_ids)

@@ -36,6 +36,7 @@ def test_what_cards_and_scripts_pass_is_taken_as_it_is():
         "dtype",
         "max_model_len",
         "page_size",
+        "limit_mm_per_prompt",
         "enforce_eager",
     }
     assert (config.dtype, config.max_model_len, config.page_size) == ("bfloat16", 32000, 32)

@@ -202,7 +202,7 @@ def test_a_form_is_kept_to(official):
     [
         ({"model": "other"}, anthropic.NotFoundError, "not served"),
         ({"messages": []}, anthropic.BadRequestError, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, None, "type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, None, "source"),
         ({"extra_body": {"temperature": -1}}, None, "temperature"),
         ({"tools": [{"name": "f"}]}, None, "tools[0]"),
         ({"tool_choice": {"type": "tool", "name": "f"}, "tools": [TOOL]}, None, "'f'"),

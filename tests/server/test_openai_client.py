@@ -194,7 +194,7 @@ def test_refusals_name_the_field(client, changes, status, param):
         ({"messages": [{"role": "user"}]}, "messages[0]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0].image_url.url",
         ),
         ({"top_logprobs": 2}, None),
         ({"tool_choice": "required"}, None),

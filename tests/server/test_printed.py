@@ -155,7 +155,7 @@ ELSEWHERE = {
     r"curl .*keys\.txt": "tests/server/test_callers.py",
     r"milepost simulate (agent-dev|TRACE|trace\.jsonl)": "traces that are not in the repository",
     r"milepost simulate agents --sessions 96": "minutes",
-    r"milepost kernels MODEL|milepost run-batch": "tests/cli, tests/server",
+    r"milepost (kernels|verify) MODEL|milepost run-batch": "tests/cli, tests/server",
     r"milepost bench": "tests/load",
     r"python shallow_first": "tests/cli/test_simulate.py",
 }
