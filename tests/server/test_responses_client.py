@@ -170,6 +170,14 @@ def test_logprobs_are_included(client):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None),
+        (
+            {
+                "input": [
+                    {"type": "reasoning", "content": [{"type": "input_image", "image_url": ""}]}
+                ]
+            },
+            "input[0].content[0].type",
+        ),
         ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [TOOL, TOOL]}, "tools"),

@@ -61,6 +61,7 @@ class InputImage(Body):
 
 AnyContent: Any = tagged(ContentPart, InputImage, other=lambda _: ContentPart)
 Parts = Annotated[Many[AnyContent], Field(max_length=MAX_PARTS)]
+Texts = Annotated[Many[ContentPart], Field(max_length=MAX_PARTS)]
 
 
 class _AnyItem(Body):
@@ -77,8 +78,8 @@ class MessageItem(_AnyItem):
 
 class ReasoningItem(_AnyItem):
     type: Literal["reasoning"]
-    content: Parts | None = None
-    summary: Parts | None = None
+    content: Texts | None = None
+    summary: Texts | None = None
     """Used if there is no content."""
     encrypted_content: unread(str) = None
 
