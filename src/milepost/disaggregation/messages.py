@@ -149,7 +149,7 @@ class Find(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     least: Position
     """Fewest tokens that are of use."""
     pictures: tuple[Picture, ...] = ()
-    """Those among the tokens."""
+    """Pictures among the tokens."""
 
     @staticmethod
     def of(chain: Chain, least: int) -> Find:

@@ -1,5 +1,5 @@
-"""What results in the bitwise mode depend on, bit for bit, besides a model, its settings and the
-tokens: part of the keys of all that is cached in it.
+"""Names what the bits of a result depend on besides the model, its settings and the tokens. It is
+part of all cache keys in the bitwise mode.
 
 No kernel is tuned while an engine runs. The tables choose kernels and tiles by shapes and by the
 chip, so their orders of summation and the chip say everything.

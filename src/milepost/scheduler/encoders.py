@@ -37,9 +37,9 @@ class Encoders:
         self._kept: OrderedDict[bytes, int] = OrderedDict()
         """Tokens by identity, the one used last at the end."""
         self._unsure: set[bytes] = set()
-        """Those of `_kept` that a step which was cut short may not have encoded."""
+        """Pictures of `_kept` that may not have been encoded, since their step was cut short."""
         self._needed: dict[bytes, int] = {}
-        """Those of `_kept` that the step being planned reads."""
+        """Pictures of `_kept` that the step being planned reads."""
         self._encodes: list[Picture] = []
         self._drops: dict[bytes, None] = {}
         self._left = 0

@@ -50,7 +50,7 @@ class Node:
         return next((child for child in self.alike(content) if child.content == content), None)
 
     def alike(self, content: bytes) -> list[Node]:
-        """Those children that begin most like `content`; two at most."""
+        """Returns the children, two at most, that begin most like `content`."""
         place = bisect_left(self.children, content, key=_content)
         return self.children[max(place - 1, 0) : place + 1]
 

@@ -37,7 +37,7 @@ class Expansion:
     token_ids: list[int]
     pictures: tuple[Picture, ...]
     pixels: tuple[PictureRecord, ...]
-    """Those of each image, once."""
+    """Pixels of each image, once."""
     places: list[int]
     """Positions of the tokens that stood for images."""
     grown: list[int]

@@ -55,7 +55,7 @@ class AttentionRows:
     kv_rows: Tensor
     """[W] int64, row to which each of their keys is written."""
     decodes: tuple[Decodes, ...]
-    """Those that are computed together, in order."""
+    """Groups of decodes that are computed together, in order."""
     prefills: tuple[Prefill, ...]
 
 
