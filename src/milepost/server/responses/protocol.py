@@ -61,7 +61,7 @@ class InputImage(Body):
 
 AnyContent: Any = tagged(ContentPart, InputImage, other=lambda _: ContentPart)
 Parts = Annotated[Many[AnyContent], Field(max_length=MAX_PARTS)]
-Texts = Annotated[Many[ContentPart], Field(max_length=MAX_PARTS)]
+TextParts = Annotated[Many[ContentPart], Field(max_length=MAX_PARTS)]
 
 
 class _AnyItem(Body):
@@ -78,8 +78,8 @@ class MessageItem(_AnyItem):
 
 class ReasoningItem(_AnyItem):
     type: Literal["reasoning"]
-    content: Texts | None = None
-    summary: Texts | None = None
+    content: TextParts | None = None
+    summary: TextParts | None = None
     """Used if there is no content."""
     encrypted_content: unread(str) = None
 
