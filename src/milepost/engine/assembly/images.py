@@ -23,7 +23,14 @@ logger = logging.getLogger(__name__)
 def takes_images(config: EngineConfig, folder: Path) -> bool:
     """Whether the checkpoint's vision tower is loaded: if it has one, images are allowed, and
     Pillow is installed. The bitwise mode takes none: nobody has compared the tower's bits."""
-    if not config.max_images or not has_pictures(load_config(folder, config.overrides)):
+    if not config.max_images:
+        return False
+    whole = load_config(folder, config.overrides)
+    if not has_pictures(whole):
+        if getattr(whole, "vision_config", None):
+            logger.warning(
+                "images are refused: the vision tower of model_type=%r is not run", whole.model_type
+            )
         return False
     if config.batch_invariant:
         logger.warning("images are refused: batch_invariant makes no promise about them yet")
@@ -42,16 +49,10 @@ def image_settings_of(config: EngineConfig, folder: Path) -> ImageSettings:
 
 def image_facts(
     config: EngineConfig, folder: Path, tokenizer: PreTrainedTokenizerBase | None
-) -> ImageFacts | None:
-    """Returns how images enter prompts; None if the engine takes none. Raises
+) -> ImageFacts:
+    """Returns how images enter prompts of a model whose vision tower is loaded. Raises
     UnsupportedModelError for a checkpoint that does not name its tokens."""
     whole = load_config(folder, config.overrides)
-    if not takes_images(config, folder):
-        if config.max_images and getattr(whole, "vision_config", None) and not has_pictures(whole):
-            logger.warning(
-                "images are refused: the vision tower of model_type=%r is not run", whole.model_type
-            )
-        return None
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
     ids = [getattr(whole, name, None) for name in names]
     if ids[1] is None:

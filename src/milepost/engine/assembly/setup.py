@@ -115,7 +115,7 @@ def build(config: EngineConfig) -> EngineParts:
         vocab_size=model.vocab_size,
         max_model_len=own.max_model_len,
         facts=_facts(config, folder, own),
-        images=image_facts(config, folder, tokenizer),
+        images=image_facts(config, folder, tokenizer) if model.tower is not None else None,
         runs_ahead=runs_ahead(config, own.device),
         team=team,
         access=own.access,
