@@ -43,7 +43,7 @@ class Tree:
         self._answered: OrderedDict[bytes, None] = OrderedDict()
         """Pages of requests that are over, which were not shared."""
         self.answers: deque[tuple[Chain, End]] = deque(maxlen=MAX_ANSWERS)
-        """Requests that are over, the newest last: answers that may be computed again as prompts."""
+        """Requests that are over, the newest last, whose answers may be computed as prompts."""
         self._max_history = max_history
 
     def deepest(self, chain: Chain) -> Node | None:
