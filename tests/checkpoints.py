@@ -38,7 +38,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from tests.wrapped import INTERN, minicpm_v4_6, minicpm_v4_7, write_intern
+from tests.wrapped import INTERN, minicpm, write_intern
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 101,
@@ -288,8 +288,8 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "qwen3_5_multimodal": _multimodal,
     "qwen3_5_moe_multimodal": _multimodal_moe,
     INTERN: _multimodal_moe,
-    "minicpmv4_6": lambda **changes: minicpm_v4_6(**_COMMON | changes),
-    "minicpmv4_7": lambda **changes: minicpm_v4_7(**_COMMON | changes),
+    "minicpmv4_6": lambda **changes: minicpm("4_6", **_COMMON | changes),
+    "minicpmv4_7": lambda **changes: minicpm("4_7", **_COMMON | changes),
 }
 """Name -> a model with random weights, from a fixed seed once `build` has called it."""
 

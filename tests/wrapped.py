@@ -7,15 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    MiniCPMV4_6Config,
-    MiniCPMV4_6ForConditionalGeneration,
-    MiniCPMV4_7Config,
-    MiniCPMV4_7ForConditionalGeneration,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 INTERN = "intern_s2_preview"
 _VISION: dict[str, Any] = {
@@ -33,14 +29,14 @@ _OUTER: dict[str, Any] = {
 }
 
 
-def minicpm_v4_6(**text: Any) -> PreTrainedModel:
-    """Returns MiniCPM-V 4.6 with this text part."""
-    return MiniCPMV4_6ForConditionalGeneration(MiniCPMV4_6Config(text_config=text, **_OUTER))
-
-
-def minicpm_v4_7(**text: Any) -> PreTrainedModel:
-    """Returns MiniCPM-V 4.7 with this text part."""
-    return MiniCPMV4_7ForConditionalGeneration(MiniCPMV4_7Config(text_config=text, **_OUTER))
+def minicpm(version: str, **text: Any) -> PreTrainedModel:
+    """Returns a MiniCPM-V of this version, such as `4_6`, with this text part; skips the test if
+    transformers is too old to have it."""
+    name = f"MiniCPMV{version}"
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}Config")
+    config = getattr(transformers, f"{name}Config")(text_config=text, **_OUTER)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
 
 def write_intern(folder: Path) -> None:

@@ -36,6 +36,8 @@ class VisionTiles(NamedTuple):
 
 HALVES = VisionTiles(queries=128, keys=64, num_warps=8, num_stages=3)
 """Tiles for 16-bit types."""
+HALVES_IN_TWO = HALVES._replace(num_warps=4)
+"""Tiles for 16-bit types and heads that are multiplied in two parts."""
 FLOATS = VisionTiles(queries=32, keys=32, num_warps=4, num_stages=2)
 """Tiles for float32."""
 
@@ -64,7 +66,9 @@ def attend(
     output = projected.new_empty(num_patches, width // 3)
     main = min(_MAIN, max(_LEAST, next_power_of_2(head_dim)))
     rest = max(_LEAST, next_power_of_2(head_dim - main)) if head_dim > main else 0
-    tiles = tiles or (HALVES if projected.element_size() == 2 else FLOATS)
+    if tiles is None and projected.element_size() == 2:
+        tiles = HALVES_IN_TWO if rest else HALVES
+    tiles = tiles or FLOATS
     num_each = num_patches // num_frames
     _attend_kernel[(cdiv(num_each, tiles.queries), num_heads, num_frames)](
         projected,
