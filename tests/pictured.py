@@ -40,6 +40,7 @@ _TEXT: dict[str, Any] = {
     "linear_value_head_dim": 12,
     "max_position_embeddings": 1024,
     "initializer_range": 0.2,
+    "partial_rotary_factor": 0.5,  # transformers before 5.23 saves its default beside the other
     "rope_parameters": {
         "mrope_interleaved": True,
         "mrope_section": [3, 3, 2],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -93,6 +95,23 @@ def test_a_closed_engine_takes_nothing(tiny):
         with pytest.raises(EngineDeadError, match="the engine was closed"):
             call()
     llm.close()
+
+
+def test_a_closed_engine_keeps_no_memory(tiny):
+    """Its caller may keep it, and open the next one."""
+    llm = open_llm(tiny.folder, num_pages=256)
+    llm.generate([prompt(tokens(40))], greedy(), use_tqdm=False)
+    runner = llm.llm_engine.runner
+    tensors = [
+        *runner.executor.model.parameters(),
+        *(state.conv for state in runner.pools.states.values()),
+    ]
+    kept = [weakref.ref(each) for each in tensors]
+    del runner, tensors
+    llm.close()
+    gc.collect()
+    assert kept
+    assert not [each for each in kept if each() is not None]
 
 
 def test_what_waits_for_a_closing_engine_ends(tiny, monkeypatch):

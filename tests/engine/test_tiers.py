@@ -247,7 +247,10 @@ def kept(tiny, folder, **options):
 
 
 def end(llm):
+    """Closes the engine; returns what its tiers have done."""
+    stats = tiering_of(llm.llm_engine).tiers.stats
     llm.llm_engine.close()
+    return stats
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -255,8 +258,7 @@ def test_a_restart_goes_on_from_what_was_written(tiny, tmp_path, device):
     llm = kept(tiny, tmp_path, **DEVICES[device])
     (first,) = ask(llm, tokens(300))
     ask(llm, tokens(150, seed=5))
-    end(llm)
-    num_written = tiering_of(llm.llm_engine).tiers.stats.written
+    num_written = end(llm).written
     again = kept(tiny, tmp_path, **DEVICES[device])
     assert len(tiering_of(again.llm_engine).tiers.disk) == num_written > 10
     outputs = ask(again, follow_up(first))
@@ -323,10 +325,10 @@ def test_what_another_engine_writes_meanwhile_is_found(tiny, tmp_path, monkeypat
     llm, other = kept(tiny, tmp_path), kept(tiny, tmp_path)
     assert not len(tiering_of(llm.llm_engine).tiers.disk)
     (first,) = ask(other, tokens(300))
-    end(other)
+    num_written = end(other).written
     engine = llm.llm_engine
     assert engine.rest_s is not None, "an engine that does nothing looks from time to time"
-    while len(tiering_of(engine).tiers.disk) < tiering_of(other.llm_engine).tiers.stats.written:
+    while len(tiering_of(engine).tiers.disk) < num_written:
         engine.do_idle_work()
     outputs = ask(llm, follow_up(first))
     assert loaded(outputs[0]) == {"disk": END}
@@ -340,11 +342,11 @@ def test_a_disk_that_is_full_costs_what_it_lacks_alone(tiny, tmp_path, monkeypat
     monkeypatch.setattr("milepost.tiers.files.Files._write_aside", refuse)
     llm = kept(tiny, tmp_path)
     (first,) = ask(llm, tokens(300))
-    end(llm)
+    num_written = end(llm).written
     tiny.check([first])
     own = [line for line in caplog.messages if str(tmp_path) in line]  # others' engines write, too
     assert "".join(own).count("No space left") == 1
-    assert tiering_of(llm.llm_engine).tiers.stats.written == 0
+    assert num_written == 0
     monkeypatch.undo()
     again = ask(kept(tiny, tmp_path), follow_up(first))
     assert loaded(again[0]) == {}

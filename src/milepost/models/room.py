@@ -65,10 +65,16 @@ def _advise(kind: ModuleScope, needed: int, free: int, *, is_quantised: bool) ->
 def available_bytes(device: torch.device) -> int | None:
     """Returns the memory that can be taken on a device; None if that is unknown."""
     if device.type == "cuda":
-        gc.collect()  # also frees memory for the pools, which take all that is free
-        torch.cuda.empty_cache()
+        collect_memory(device)  # also frees memory for the pools, which take all that is free
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu" or not _MEMINFO.exists():
         return None
     found = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(encoding="ascii"))
     return int(found[1]) * 1024 if found else None
+
+
+def collect_memory(device: torch.device) -> None:
+    """Returns a GPU's memory that nothing refers to any more to the system."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -29,6 +29,7 @@ from milepost.engine.prompts import Prompt
 from milepost.engine.text import TokenTexts
 from milepost.engine.validation import validate
 from milepost.errors import QueueWaitError
+from milepost.models.room import collect_memory
 from milepost.sampling_params import SamplingParams
 from milepost.scheduler.canonical import Canonical
 from milepost.scheduler.plans import StepPlan
@@ -288,7 +289,8 @@ class Engine:
         return [*collect(self.scheduler), *others]
 
     def close(self) -> None:
-        """Ends what runs, releases addresses and writes what should outlive the process."""
+        """Ends what runs, writes what should outlive the process, and releases addresses and
+        memory."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -298,3 +300,8 @@ class Engine:
             part.close(is_whole=self._latch.is_alive)
         if self._trace is not None:
             self._trace.close()
+        # A closed engine may be referred to for long; weights, pools and graphs go now.
+        device = self.runner.pools.device
+        self.off_device = []
+        del self.runner, self.pipeline
+        collect_memory(device)
