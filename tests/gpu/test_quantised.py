@@ -365,7 +365,7 @@ def test_experts_of_hopper(monkeypatch, wide_experts, num_tokens: int, num_chose
     """The bits of the kernels for any chip; a token's do not depend on its neighbours. Of the most
     tokens an expert has more rows than a block."""
     given = *choose(num_tokens, num_chosen), *wide_experts
-    if 5 * num_chosen > expert_table.UNGROUPED:
+    if 5 * num_chosen > expert_table.ROW_BY_ROW:
         routed = as_routed(*given)
         kernel = expert_table.EXPERTS.choose(routed.mixture, routed.chip).kernel
         assert kernel.module == "products.hopper.fp8_experts"
@@ -374,7 +374,7 @@ def test_experts_of_hopper(monkeypatch, wide_experts, num_tokens: int, num_chose
     with without("products.hopper.fp8_experts"):
         assert torch.equal(mixed, mix(*given))
     alone = mix(*(each[-5:].contiguous() for each in given[:3]), *wide_experts)
-    if 5 * num_chosen > expert_table.UNGROUPED:
+    if 5 * num_chosen > expert_table.ROW_BY_ROW:
         assert torch.equal(alone, mixed[-5:])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -9,13 +9,14 @@ from torch import Tensor
 from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products import experts_reference as reference
 from milepost.kernels.products import routing as triton
+from milepost.kernels.products.expert_table import SEARCHED
 from milepost.kernels.products.experts_reference import Scores
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.gemv_tiles import GemvTiles
-from milepost.kernels.products.grouping import group_few, group_many
+from milepost.kernels.products.grouping import Groups, group_few, group_many
 from milepost.kernels.products.portable import gemv, grouped, grouped_large
 from milepost.kernels.products.run_experts import mix
-from tests.kernels.routed import as_routed
+from tests.kernels.routed import as_routed, poisoned_outputs
 from tests.numbers import relative_error
 
 HIDDEN, SIZE = 40, 24
@@ -222,6 +223,48 @@ def test_every_output_is_written(hidden_size: int, is_swapped: bool) -> None:
     grouped.project((active, None), given, output, groups, tiles, is_up=False)
     expected = reference.apply(hidden, weights, experts, gate_up, down)
     assert relative_error(output.sum(1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize(("hidden_size", "size"), [(HIDDEN, SIZE), (128, 192)])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 15, 16])
+def test_few_tokens_are_not_grouped(
+    monkeypatch, num_tokens: int, hidden_size: int, size: int, is_gated: bool
+) -> None:
+    """Every token has the shared expert, one expert has a token or two, and one has none and must
+    not be read."""
+    hidden, logits, gate_up, down = make(num_tokens, 7, hidden_size, size)
+    up = (gate_up if is_gated else gate_up[:, :size]).contiguous() / 8
+    logits[:, 2] = -torch.inf
+    weights, experts = reference.route(logits, 3, normalise=True, num_shared=1)
+    expected = reference.apply(hidden, weights, experts, up, down)
+    up[2] = down[2] = torch.nan
+    monkeypatch.setattr(grouped, "group", None)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.half, 5e-3)):
+        cast = (tensor.to(dtype) for tensor in (hidden, weights))
+        scaled = (tensor.to(dtype) for tensor in (up, down))
+        routed = as_routed(*cast, experts, *scaled)
+        with poisoned_outputs():
+            parts = grouped.run(routed)
+        assert parts.shape == (num_tokens, 4, hidden_size)
+        assert relative_error(parts.float().sum(1), expected) < tolerance
+
+
+def test_more_tokens_than_the_smallest_tile_has_rows_are_grouped(monkeypatch) -> None:
+    grouped_rows = []
+
+    def note(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
+        grouped_rows.append(len(experts))
+        return group_few(experts, num_experts, block_rows)
+
+    monkeypatch.setattr(grouped, "group", note)
+    for num_tokens in (SEARCHED, SEARCHED + 1):
+        hidden, logits, gate_up, down = make(num_tokens, 4)
+        weights, experts = reference.route(logits, 3, normalise=True)
+        parts = grouped.run(as_routed(hidden, weights, experts, gate_up, down))
+        expected = reference.apply(hidden, weights, experts, gate_up, down)
+        assert relative_error(parts.sum(1), expected) < 1e-5
+    assert grouped_rows == [SEARCHED + 1]
 
 
 def test_vectors_write_every_output() -> None:

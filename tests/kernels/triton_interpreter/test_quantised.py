@@ -170,7 +170,7 @@ def test_every_float8_number_is_read_and_written_without_its_unit() -> None:
         assert torch.equal(values.float(), each.to(torch.float8_e4m3fn).float())
 
 
-@pytest.mark.parametrize("num_tokens", [2, 24])
+@pytest.mark.parametrize("num_tokens", [2, 16, 24])
 @pytest.mark.parametrize(
     ("up_rows", "rows", "depth", "input_scale"),
     [

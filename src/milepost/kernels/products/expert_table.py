@@ -15,8 +15,12 @@ from milepost.kernels.platform.tables import HOPPER, Condition, Kernel, KernelTa
 from milepost.kernels.products.forms.matrix import Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4
 
-UNGROUPED = 40
-"""Most rows (four tokens, nine experts each) that are multiplied without grouping them."""
+ROW_BY_ROW = 40
+"""Most rows (four tokens, nine experts each) that are multiplied one by one, and rounded on the
+way."""
+SEARCHED = 16
+"""Most tokens that no launch groups by expert: programs search the routing for their rows. These
+are the rows of the smallest tile."""
 _TOKENS_AT_ONCE = 64
 """Most tokens whose FP8 experts Hopper multiplies in one launch."""
 _FEW_INT4 = 10
@@ -107,7 +111,7 @@ _RAW_WHOLE: Condition[Mixture] = ("sizes are no whole steps", lambda it, _:
     it.has_16_bits and it.down.num_inputs % 64 == it.up.num_inputs % 128 == 0)
 
 _RAW, _QUANTISED = (Raw,), (Fp8, Int4, Fp4)
-_FEW = RowRange(most=UNGROUPED, unit=_IN_ALL)
+_FEW = RowRange(most=ROW_BY_ROW, unit=_IN_ALL)
 _MANY = RowRange(above=_TALL, unit=_EACH)
 _FIXED: dict[str, Any] = {"batch_invariant": True}
 

@@ -16,8 +16,8 @@ import triton.language as tl
 
 
 class RowGroups(NamedTuple):
-    """`grouping.Groups` as kernels take them; `order` is None if routed tokens are not grouped, and
-    `blocks` are their experts then."""
+    """`grouping.Groups` as kernels take them. If routed tokens are not grouped, `order` is None and
+    `blocks` are their experts: each is a block, whose rows `find_rows` searches for."""
 
     order: Any
     blocks: Any
@@ -34,20 +34,45 @@ class RowBase(NamedTuple):
 @triton.jit
 def find_block(groups, capacity, block):
     """Returns a block's expert (negative for padding), its first row and the end of the expert's
-    rows; a routed token that is not grouped is a block."""
+    rows."""
     expert = tl.load(groups.blocks + block).to(tl.int64)
-    if groups.order is None:
-        return expert, block, block + 1
-    else:
-        first_row = tl.load(groups.blocks + capacity + block)
-        end = tl.load(groups.blocks + 2 * capacity + block)
-        return expert, first_row, end
+    first_row = tl.load(groups.blocks + capacity + block)
+    end = tl.load(groups.blocks + 2 * capacity + block)
+    return expert, first_row, end
 
 
 @triton.jit
-def load_routed(order, o_m, is_row):
-    """Loads the rows' routed tokens, 0 beyond the last."""
-    if order is None:
-        return tl.where(is_row, o_m, 0)
+def find_rows(groups, capacity, block, SHAPE: tl.constexpr):
+    """Returns a block's expert (negative for padding), its rows [M], and which of them are to be
+    stored; the others repeat one of those."""
+    if groups.order is None:
+        return _search(groups.blocks, capacity, block, SHAPE)
     else:
-        return tl.load(order + o_m, mask=is_row, other=0)
+        expert, first_row, end = find_block(groups, capacity, block)
+        o_m = first_row + tl.arange(0, SHAPE.block_m)
+        is_row = o_m < end
+        return expert, tl.where(is_row, o_m, first_row), is_row
+
+
+@triton.jit
+def _search(experts, num_routed, routed, SHAPE: tl.constexpr):
+    """Finds the routed tokens of a routed token's expert, for no more than M tokens. The first of
+    an expert has them all, the others' blocks are padding."""
+    o_m, o_n = tl.arange(0, SHAPE.block_m), tl.arange(0, triton.next_power_of_2(SHAPE.top_k))
+    o_p = o_m[:, None] * SHAPE.top_k + o_n[None, :]
+    is_routed = (o_p < num_routed) & (o_n < SHAPE.top_k)[None, :]
+    expert = tl.load(experts + routed)
+    has_expert = tl.load(experts + o_p, mask=is_routed, other=-1) == expert
+    row = tl.max(tl.where(has_expert, o_p, -1), 1)
+    is_row = row >= 0
+    row = tl.where(is_row, row, routed)
+    return tl.where(tl.min(row, 0) < routed, -1, expert).to(tl.int64), row, is_row
+
+
+@triton.jit
+def load_routed(order, row):
+    """Loads the rows' routed tokens."""
+    if order is None:
+        return row
+    else:
+        return tl.load(order + row)

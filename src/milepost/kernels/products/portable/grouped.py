@@ -1,5 +1,8 @@
 """Triton: the experts' grouped GEMMs over blocks of rows that share an expert, for every form.
 
+No launch groups the rows of a few tokens: a tile has room for all of them, so each program searches
+the routing for its expert's.
+
 Legend: T tokens, N experts of a token, P = T * N routed tokens, H hidden size, I an expert's size,
 M rows of a block, O outputs of a tile, D scales of a row.
 """
@@ -12,12 +15,12 @@ from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import Tiles, cdiv
-from milepost.kernels.products.expert_table import UNGROUPED
+from milepost.kernels.products.expert_table import ROW_BY_ROW, SEARCHED
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.grouping import Groups, group
 from milepost.kernels.products.portable import grouped_tiles
 from milepost.kernels.products.portable.activation import activate
-from milepost.kernels.products.portable.expert_parts import RowGroups, find_block, load_routed
+from milepost.kernels.products.portable.expert_parts import RowGroups, find_rows, load_routed
 from milepost.kernels.products.portable.gemm_step import multiply_quantised, multiply_raw
 from milepost.kernels.products.portable.rounding import RoundedRows, readable, round_rows
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
@@ -29,8 +32,8 @@ def run(routed: RoutedRows) -> Tensor:
     output, (up, down) = routed.new_output(routed.experts.shape[1]), (routed.up, routed.down)
     active = routed.rows.new_empty(routed.num_routed, routed.size)
     up_tiles, down_tiles = grouped_tiles.choose(routed)
-    groups, are_few = None, routed.num_routed <= UNGROUPED and not isinstance(up, Raw)
-    if not are_few:
+    groups, are_few = None, routed.num_routed <= ROW_BY_ROW
+    if len(routed.experts) > SEARCHED:
         groups = group(routed.experts, routed.num_experts, up_tiles.block_m)
     rows = round_rows(routed.rows, up, routed.chip, are_few=are_few)
     project(rows, routed, active, groups, up_tiles, is_up=True)
@@ -65,7 +68,7 @@ def project(
         block_k=tiles.block_k,
         is_swapped=tiles.is_swapped,
         is_rounded=scales is not None,
-        top_k=routed.experts.shape[1] if is_up else 1,
+        top_k=routed.experts.shape[1],
     )
     _project_kernel[(capacity * cdiv(shape.outputs, tiles.block_n),)](
         readable(values, chip),
@@ -108,30 +111,27 @@ def _project_kernel(
     BLOCK_N: tl.constexpr = SHAPE.block_n
     TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    expert, first_row, end = find_block(groups, capacity, block)
+    expert, row, is_row = find_rows(groups, capacity, block, SHAPE)
     if expert < 0:
         return
-    o_m = first_row + tl.arange(0, SHAPE.block_m)
-    is_row = o_m < end
-    # Rows beyond the expert's read another one, and outputs beyond the last wrap: neither is
-    # stored.
+    # Rows that are not the block's and outputs that wrap are not stored.
     if stride is None:
-        row = tl.where(is_row, o_m, first_row).to(tl.int64)
-        p_x = rows + row[:, None] * SHAPE.inputs
+        o_x = row.to(tl.int64)
+        p_x = rows + o_x[:, None] * SHAPE.inputs
     else:
-        row = (load_routed(groups.order, o_m, is_row) // SHAPE.top_k).to(tl.int64)
-        p_x = rows + row[:, None] * stride
+        o_x = (load_routed(groups.order, row) // SHAPE.top_k).to(tl.int64)
+        p_x = rows + o_x[:, None] * stride
     # Raw weights leave registers for what is needed after the products.
     if stride is None and weight.scales is None:
-        o_target, b_weight = _load_target(groups.order, routing_weights, o_m, is_row)
-    p_row_scale = None if row_scales is None else row_scales + row
+        o_target, b_weight = _load_target(groups.order, routing_weights, row)
+    p_row_scale = None if row_scales is None else row_scales + o_x
     o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     column = o_n % OUTPUTS
     b_up, b_gate = MULTIPLY(p_x, p_row_scale, scales_stride, weight, expert, column, 0, SHAPE)
     if stride is None and weight.scales is not None:
-        o_target, b_weight = _load_target(groups.order, routing_weights, o_m, is_row)
+        o_target, b_weight = _load_target(groups.order, routing_weights, row)
     if stride is not None:
-        o_target = o_m.to(tl.int64)
+        o_target = row.to(tl.int64)
         b_o = activate(b_up, b_gate, SHAPE.is_gated)
     else:
         b_o = b_up * (b_weight[None, :] if SHAPE.is_swapped else b_weight[:, None])
@@ -146,7 +146,7 @@ def _project_kernel(
 
 
 @triton.jit
-def _load_target(order, routing_weights, o_m, is_row):
+def _load_target(order, routing_weights, row):
     """Loads the rows' routed tokens, and their weights in float32."""
-    routed = load_routed(order, o_m, is_row).to(tl.int64)
-    return routed, tl.load(routing_weights + routed, mask=is_row, other=0.0).to(tl.float32)
+    routed = load_routed(order, row).to(tl.int64)
+    return routed, tl.load(routing_weights + routed).to(tl.float32)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from milepost.kernels.platform.tiles import Tiles
+from milepost.kernels.products.expert_table import SEARCHED
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.forms.quantised import FourBits, Fp8
 from milepost.kernels.products.run_experts import RoutedRows
@@ -31,6 +32,8 @@ _REGIMES = (
     (float("inf"), _LARGE, _LARGE),
 )
 """Tiles of both projections, by the most rows of an expert, on average, that they are for."""
+_SEARCHED = replace(_REGIMES[0][1], block_k=64, num_stages=5), _REGIMES[0][2]
+"""Tiles of both projections of tokens that are not grouped."""
 _NARROWEST = 32
 """Outputs of a tile, at least, if its order must be that of larger ones."""
 _FLOAT32 = Tiles(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
@@ -45,12 +48,14 @@ def choose(routed: RoutedRows) -> tuple[Tiles, Tiles]:
 def _choose_raw(routed: RoutedRows) -> tuple[Tiles, Tiles]:
     up = down = _FLOAT32
     if routed.rows.dtype != torch.float32:
-        # Only the largest tiles have the order of blocks that are larger still.
-        rows_each = float("inf") if routed.up.batch_invariant else routed.rows_each
-        _, up, down = next(each for each in _REGIMES if rows_each <= each[0])
         if routed.up.batch_invariant:
-            up = _spread(up, routed.size, routed)
-            down = _spread(down, routed.down.num_outputs, routed)
+            # Only the largest tiles have the order of blocks that are larger still.
+            up = _spread(_LARGE, routed.size, routed)
+            down = _spread(_LARGE, routed.down.num_outputs, routed)
+        elif len(routed.experts) <= SEARCHED:
+            up, down = _SEARCHED
+        else:
+            _, up, down = next(each for each in _REGIMES if routed.rows_each <= each[0])
     up = up.fitted(routed.chip, num_weights=2)
     if not routed.is_gated:
         # As many rows of weights in a tile as of gates and up projections together.
