@@ -31,10 +31,12 @@ from triton.runtime.jit import JITFunction
 
 from milepost import LLM, SamplingParams
 from milepost.engine.assembly import rank
-from milepost.kernels import products
+from milepost.kernels import products, recurrent
+from milepost.kernels.attention import ATTENTION
 from milepost.kernels.layout import emit
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform import device
+from milepost.kernels.platform.tables import KernelTable
 from milepost.kernels.products.expert_table import EXPERTS
 from milepost.kernels.products.forms.quantised import Fp8, Int4
 from milepost.kernels.products.table import PRODUCTS
@@ -49,6 +51,7 @@ PROMPTS = {512: 6, 2048: 6, 8192: 4, 32_000: 2}
 ROUNDS = 5
 ONE, FEW, MANY = (1,), (16, 64), tuple(PROMPTS)
 FORMS = "raw", "fp8", "int4"
+TABLES: tuple[KernelTable[Any], ...] = (PRODUCTS, EXPERTS, ATTENTION, *recurrent.TABLES.values())
 _LAUNCH = JITFunction.run
 
 
@@ -101,9 +104,11 @@ def _without(*modules: str) -> Callable[[], AbstractContextManager[Any]]:
 
     @contextmanager
     def without() -> Iterator[None]:
-        before = len(PRODUCTS.kernels) + len(EXPERTS.kernels)
-        with PRODUCTS.without(*modules), EXPERTS.without(*modules):
-            assert len(PRODUCTS.kernels) + len(EXPERTS.kernels) < before, modules
+        before = sum(len(table.kernels) for table in TABLES)
+        with ExitStack() as stack:
+            for table in TABLES:
+                stack.enter_context(table.without(*modules))
+            assert sum(len(table.kernels) for table in TABLES) < before, modules
             yield
 
     return without
@@ -163,6 +168,15 @@ KERNELS: dict[str, Kernel] = {
     "raw_tall": Kernel(
         forms=("raw",), steps=MANY, without=_without("products.portable.grouped_large")
     ),
+    "delta_decode": Kernel(
+        forms=FORMS, steps=ONE + FEW, without=_without("recurrent.hopper.delta_decode")
+    ),
+    "mamba2_decode": Kernel(
+        forms=FORMS, steps=ONE + FEW, without=_without("recurrent.hopper.mamba2_decode")
+    ),
+    "delta_states": Kernel(forms=FORMS, steps=MANY, without=_without("recurrent.hopper.chunk_h")),
+    "delta_outputs": Kernel(forms=FORMS, steps=MANY, without=_without("recurrent.hopper.chunk_o")),
+    "attention_wide": Kernel(forms=FORMS, steps=MANY, without=_without("attention.hopper.wide")),
     "quick": Kernel(forms=FORMS, steps=MANY, without=_ordinary_launches),
     "hopper": Kernel(forms=FORMS, steps=(*ONE, *FEW, *MANY), without=_no_hopper),
 }
