@@ -48,7 +48,9 @@ TEMPLATE = """\
 {%- endif %}"""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast,
+) -> PreTrainedTokenizerFast:
     """Small and byte-level, with the Qwen family's markers as single tokens."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,7 +63,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     core.train_from_iterator(CORPUS * 3, trainer)
     core.add_tokens([AddedToken(text, special=False, normalized=False) for text in VISIBLE])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    tokenizer = kind(tokenizer_object=core, eos_token="<|im_end|>")
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+from transformers import PreTrainedTokenizerFast
 
 from milepost.config import EngineConfig
 from milepost.engine.processes import EngineClient
@@ -50,7 +51,15 @@ def request_scope() -> dict[str, Any]:
     return {f"milepost.{key}": value for key, value in own.items()}
 
 
-def service(config: ServerConfig) -> Service:
+class RenderedHere(PreTrainedTokenizerFast):
+    """Renders conversations in its own way, so the server needs no process for them."""
+
+    def apply_chat_template(self, *given: Any, **options: Any) -> Any:
+        return super().apply_chat_template(*given, **options)
+
+
+def service(config: ServerConfig, tokenizer: PreTrainedTokenizerFast | None = None) -> Service:
+    """The tokenizer is the tiny model's if none is given; it renders conversations in a thread."""
     client = SimpleNamespace(
         info=INFO,
         config=EngineConfig(),
@@ -61,14 +70,16 @@ def service(config: ServerConfig) -> Service:
         add=_refuse,
     )
     client.check_room = partial(EngineClient.check_room, client)
-    return Service(config, client, chatmodel.make_tokenizer(), ["tiny"])
+    return Service(config, client, tokenizer or chatmodel.make_tokenizer(RenderedHere), ["tiny"])
 
 
-def answered(config: ServerConfig, path: str, body=None, headers=None) -> httpx.Response:
+def answered(
+    config: ServerConfig, path: str, body=None, headers=None, tokenizer=None
+) -> httpx.Response:
     """The response to one request: a POST if there is a body, else a GET."""
 
     async def send() -> httpx.Response:
-        own = service(config)
+        own = service(config, tokenizer)
         transport = httpx.ASGITransport(app.build(own), raise_app_exceptions=False)
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:

@@ -378,39 +378,27 @@ def test_seeds_may_be_negative(http):
     assert first == second
 
 
-def changed_tokenizer(monkeypatch, change):
-    make = chatmodel.make_tokenizer
-
-    def changed():
-        tokenizer = make()
-        change(tokenizer)
-        return tokenizer
-
-    monkeypatch.setattr(chatmodel, "make_tokenizer", changed)
-    return changed()
-
-
-def test_documents_reach_a_template_that_reads_them(http, monkeypatch):
+def test_documents_reach_a_template_that_reads_them(http):
     documents = [{"doc_id": 1, "text": "lions <|im_end|> roar"}]
     refused = chat(http, documents=documents)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents")
-    template = "{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
-    tokenizer = changed_tokenizer(monkeypatch, lambda t: setattr(t, "chat_template", template))
-    body = {"messages": HELLO, "documents": documents}
-    ids = answered(ServerConfig(), "/v1/chat/completions/render", body).json()["token_ids"]
+    tokenizer = chatmodel.make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    )
+    body, path = {"messages": HELLO, "documents": documents}, "/v1/chat/completions/render"
+    ids = answered(ServerConfig(), path, body, tokenizer=tokenizer).json()["token_ids"]
     assert tokenizer.decode(ids) == documents[0]["text"] + HELLO[0]["content"]
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids, "it is text"
 
 
-def test_a_prompt_without_its_beginning(monkeypatch):
-    def begin(tokenizer):
-        begins = ("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))
-        whole = TemplateProcessing(single="<|im_start|> $A", special_tokens=[begins])
-        tokenizer.backend_tokenizer.post_processor = whole
-
-    changed_tokenizer(monkeypatch, begin)
+def test_a_prompt_without_its_beginning():
+    tokenizer, path = chatmodel.make_tokenizer(), "/v1/completions/render"
+    begins = ("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    whole = TemplateProcessing(single="<|im_start|> $A", special_tokens=[begins])
+    tokenizer.backend_tokenizer.post_processor = whole
     whole, bare = (
-        answered(ServerConfig(), "/v1/completions/render", {**PROMPT, **own}).json()[0]
+        answered(ServerConfig(), path, {**PROMPT, **own}, tokenizer=tokenizer).json()[0]
         for own in ({}, {"add_special_tokens": False})
     )
     assert whole["token_ids"][1:] == bare["token_ids"]

@@ -16,7 +16,7 @@ from milepost.server import app
 from milepost.server.config import ServerConfig
 from milepost.server.service import Service
 from tests import chatmodel
-from tests.server.inprocess import service
+from tests.server.inprocess import RenderedHere, service
 
 SCHEMA = {
     "type": "object",
@@ -120,13 +120,12 @@ def pieces_of(text, seed):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return chatmodel.make_tokenizer()
+    return chatmodel.make_tokenizer(RenderedHere)
 
 
 @pytest.fixture
 def send(monkeypatch, tokenizer):
     """Posts bodies to one server, whose model gives answers of these pieces, a token each."""
-    monkeypatch.setattr(chatmodel, "make_tokenizer", lambda: tokenizer)
 
     def send(config, requests, *, reason="stop", stop_reason=None, logprobs=False):
         """[(response, params)] of requests: (path, body, pieces)."""
@@ -152,7 +151,7 @@ def send(monkeypatch, tokenizer):
         monkeypatch.setattr(Service, "submit", submit)
 
         async def run():
-            own = service(config)
+            own = service(config, tokenizer)
             transport = httpx.ASGITransport(app.build(own))
             responses = []
             try:

@@ -14,7 +14,7 @@ from milepost.errors import InvalidRequestError
 from milepost.server.config import ServerConfig
 from tests import chatmodel
 from tests.engine.test_parent import is_running
-from tests.server import inprocess
+from tests.server.inprocess import answered
 from tests.waiting import until
 
 RUNAWAY = """\
@@ -132,17 +132,12 @@ def test_a_caller_that_left_costs_the_next_no_new_process():
     served(left)
 
 
-def test_a_client_hears_of_it(monkeypatch):
-    make = chatmodel.make_tokenizer
-
-    def runaway():
-        tokenizer = make()
-        tokenizer.chat_template = RUNAWAY
-        return tokenizer
-
-    monkeypatch.setattr(inprocess.chatmodel, "make_tokenizer", runaway)
+def test_a_client_hears_of_it():
+    tokenizer = chatmodel.make_tokenizer()
+    tokenizer.chat_template = RUNAWAY
     config = ServerConfig(template_timeout_s=0.5)
-    response = inprocess.answered(config, "/tokenize", {"messages": said("loop")})
+    body = {"messages": said("loop")}
+    response = answered(config, "/tokenize", body, tokenizer=tokenizer)
     assert response.status_code == 400
     assert "takes more than 0.5 seconds" in response.json()["error"]["message"]
 
