@@ -111,7 +111,8 @@ class BitChecks:
         yield self._compare("as a chat's next turn, again", self._ask(llm, "turns"))
 
     def _elsewhere(self, way: str, config: EngineConfig) -> Iterator[WayResult]:
-        """In an engine of its own, unless the model allows none."""
+        """Compares answers of another engine, opened with `config`, unless the model does not allow
+        it."""
         try:
             with self._open(config) as llm:
                 outputs = [*self._ask(llm, "a"), *self._ask(llm, "a")]

@@ -74,7 +74,7 @@ class Child:
         return await process.wait() if process is not None else None
 
     def kill(self) -> asyncio.subprocess.Process | None:
-        """At once; a new one can be started."""
+        """Kills the process at once and returns it. A new one can be started."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -104,7 +104,7 @@ def messages() -> Iterator[bytes]:
 
 
 def answer(message: bytes) -> None:
-    """To standard output."""
+    """Writes a message to standard output."""
     sys.stdout.buffer.write(_LENGTH.pack(len(message)))
     sys.stdout.buffer.write(message)
     sys.stdout.buffer.flush()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Where an engine runs, in which types, and what its memory is made of."""
+    """Facts of a running engine: its device, its data types, and its memory."""
 
     device: str
-    """As its maker calls it."""
+    """The maker's name for it."""
     dtype: str
     """Dtype of weights and activations."""
     state_dtype: str

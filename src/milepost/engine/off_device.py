@@ -54,7 +54,7 @@ class OffDevice(Protocol):
         """Begins the loads of a plan that was launched."""
 
     def end_loads(self) -> None:
-        """Ends every load, before the scheduler rolls back a step."""
+        """Ends every load. Called before the scheduler rolls back a step."""
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Notes how long a step took."""

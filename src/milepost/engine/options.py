@@ -91,11 +91,11 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     """Variables for the template, such as `{"enable_thinking": False}`."""
     add_generation_prompt: bool
-    """Whether the prompt ends where the answer begins; the default."""
+    """Whether the prompt ends with the start of an answer; the default."""
     continue_final_message: bool
-    """The answer goes on with the last message, whatever `add_generation_prompt` says."""
+    """Whether the answer continues the last message; overrides `add_generation_prompt`."""
     cache_salt: str | None
-    """Nothing is shared with prompts under another salt."""
+    """Separates caches: prompts share cached tokens only with prompts of the same salt."""
 
 
 CHAT_OPTIONS = tuple(ChatOptions.__annotations__)

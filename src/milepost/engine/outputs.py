@@ -39,7 +39,8 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     """Sum of the tokens' log-probabilities, if they were asked for."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each token, the token itself and the likeliest others, if they were asked for."""
+    """Log-probabilities of each token and of the likeliest others in its place, if they were asked
+    for."""
     finish_reason: str | None = None
     """`stop`: the model or a stop condition ended it; `length`: max_tokens or max_model_len;
     `error`: its form could not be followed to the end."""
@@ -72,7 +73,8 @@ class RequestOutput:
     finished: bool
     """Whether all of them have ended."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """For each prompt token but the first, likewise, if they were asked for; without texts."""
+    """Log-probabilities of each prompt token but the first, if they were asked for; without
+    texts."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the cache."""
     cache_report: CacheReport | None = None

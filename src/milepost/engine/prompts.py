@@ -124,8 +124,8 @@ def _read_salt(salt: object) -> str:
 
 
 def is_prompt(prompts: object) -> TypeGuard[PromptLike]:
-    """Whether it is no sequence of prompts: a text, a mapping, token ids, or nothing that can be
-    asked."""
+    """Whether a value is one prompt (a text, a mapping or token ids) rather than several; also for
+    what is no prompt at all."""
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         return True
     return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)

@@ -35,7 +35,7 @@ class ForeignFlag:
     has_units: bool = False
     """Whether 32k and 32K are numbers."""
     instead: str = ""
-    """Why it is refused: what to do instead."""
+    """The way to get the same here; shown when the name is refused."""
     without_effect: tuple[str, ...] = ()
     """Values with which it is not refused."""
 

@@ -12,11 +12,11 @@ from milepost.scheduler.scheduler import Scheduler
 
 
 class Watcher(Protocol):
-    """Is told what happens between steps. By itself it notes nothing and shows nothing."""
+    """An observer of the steps. Its defaults record nothing and survey nothing."""
 
     @property
     def is_looking(self) -> bool:
-        """Whether a look is under way."""
+        """Whether a survey is in progress."""
         return False
 
     def note_time(self, now: float) -> None:

@@ -14,17 +14,18 @@ from dataclasses import dataclass
 from milepost.cache.tree import Checkpoint, Node, Tree
 
 MAX_RUNS = 2000
-"""More are added up where they hang: the largest are kept, and those that somebody asks after."""
+"""Largest number of runs in a survey: the heaviest and those asked for. The others are summed up at
+their parents."""
 MAX_CHECKPOINTS = 256
 """Checkpoints that are listed of one run, the deepest ones; the others are counted."""
 VISITS = 4096
-"""Nodes that a slice looks at: about a millisecond."""
+"""Number of nodes that a slice visits: about a millisecond's work."""
 
 _RUN_VISITS = 8
-"""Number of nodes that can be passed for the cost of one run."""
+"""Cost of a run, in nodes passed."""
 _NONE = -1
 _ASKED_FOR = 2**40
-"""Pages that a run counts for if somebody asks after it, when the largest are chosen."""
+"""Weight, in pages, of a run that was asked for, so that it is always among the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,8 @@ class View:
 
     runs: list[PageRun]
     places: dict[Node, int]
-    """For each resident node that was asked after: the index of its run, or of the nearest listed
-    one above."""
+    """Maps each resident node that was asked for to the index of its run, or of the nearest listed
+    run above."""
     num_runs: int
     """Includes those that are not listed."""
 
@@ -99,7 +100,7 @@ class _Surveyor:
         self._wanted = wanted
         self._visits = visits
         self._num_runs = -(-visits // _RUN_VISITS)
-        """That a slice takes up."""
+        """Number of runs that a slice handles."""
         self._number: dict[Node, int] = {}
         self._above: list[int] = []
         self._id: list[int] = []
@@ -114,7 +115,7 @@ class _Surveyor:
         self._kept: list[int] = []
 
     def find_ends(self) -> Slices:
-        """Where runs end: roots, forks and leaves, older ones first."""
+        """Finds the ends of runs: roots, forks and leaves, older ones first."""
         nodes = list(self._tree.nodes.values())
         for root in self._tree.roots.values():
             self._add(root)
@@ -139,7 +140,7 @@ class _Surveyor:
         return number
 
     def walk(self) -> Slices:
-        """From each end up to the next one."""
+        """Walks from each end up to the next one."""
         ends, wanted, left = self._number, self._wanted, self._visits
         queue = list(ends)
         for end in queue:
@@ -171,7 +172,7 @@ class _Surveyor:
                 self._hang(number, top, end.depth - parent.depth, ends[parent])
 
     def _note(self, number: int, node: Node) -> None:
-        """Note what there is at a node of a run."""
+        """Records a node's checkpoints in its run, and the node itself if it was asked for."""
         if node.checkpoints:
             checkpoints = self._checkpoints.setdefault(number, [])
             checkpoints.extend(reversed(node.checkpoints.values()))
@@ -179,7 +180,7 @@ class _Surveyor:
             self._found.setdefault(number, []).append(node)
 
     def _hang(self, number: int, top: Node, num_pages: int, above: int) -> None:
-        """Note what a run continues."""
+        """Records the run that a run continues."""
         self._id[number] = top.page
         self._first[number] = top.depth - 1
         self._num_pages[number] = num_pages
@@ -187,7 +188,7 @@ class _Surveyor:
         self._num_waiting[above] += 1
 
     def add_up(self) -> Slices:
-        """Runs, pages and checkpoints below each run, from the leaves to the roots."""
+        """Adds up the runs, pages and checkpoints below each run, from the leaves to the roots."""
         num = len(self._above)
         self._runs_below, self._pages_below = [0] * num, [0] * num
         self._checkpoints_below, self._weight = [0] * num, [0] * num

@@ -32,7 +32,7 @@ MAX_RUNNING = 512
 """Running requests that are shown, the oldest; the others are counted."""
 
 SLICE_S = 0.002
-"""A look takes no more of the time between two steps, but for the slice under way."""
+"""Time between two steps that a survey may take; a slice that has begun is finished."""
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -57,7 +57,7 @@ class Seen(msgspec.Struct, frozen=True):
 
     id: str
     at: float
-    """As in a sample."""
+    """Seconds of the monotonic clock; seconds ago, once sent."""
     num_tokens: int
     kv_length: int
     state_length: int
@@ -68,7 +68,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Watch(Watcher):
-    """Looks at one scheduler and its cache. Whoever runs the steps says when they happen."""
+    """Records what one scheduler and its cache do. The step loop tells it of each step."""
 
     def __init__(self, scheduler: Scheduler, facts: Facts) -> None:
         self._scheduler = scheduler
@@ -86,7 +86,7 @@ class Watch(Watcher):
     # --- what happens -----------------------------------------------------------------------------
 
     def note_time(self, now: float) -> None:
-        """Note the time before a step, and keep a sample if the last one is old enough."""
+        """Records the time before a step, and keeps a sample if the last one is old enough."""
         self._pass_to(now)
         self._counts = self._current_counts()
         if not self._samples or now - self._samples[-1].at >= SAMPLE_S:
@@ -101,7 +101,7 @@ class Watch(Watcher):
         self._counts = num_running, num_waiting
 
     def note_rest(self, now: float) -> None:
-        """Keep a sample where the work ends, so that the work does not count for the pause."""
+        """Keeps a sample when the work ends, so that the pause is not charged with the work."""
         self.note_time(now)
         last, sample = self._samples[-1], self._sample(now)
         if msgspec.structs.replace(last, at=now) == sample:
@@ -111,7 +111,7 @@ class Watch(Watcher):
         self._samples.append(sample)
 
     def note_admission(self, request: Request, now: float) -> None:
-        """Keep what a prompt found; its first step has run."""
+        """Records what a prompt found in the cache, once its first step has run."""
         report = request.report
         assert report is not None, "an admitted request has its report"
         depth = report.state_length // request.chain.page_size
@@ -136,7 +136,7 @@ class Watch(Watcher):
         return self._survey is not None
 
     def look(self) -> None:
-        """Begin a look, unless one is under way."""
+        """Begins a survey, unless one is in progress."""
         if self._survey is None:
             running = self._scheduler.running[:MAX_RUNNING]
             self._running = [(request, self._node(request)) for request in running]
@@ -160,7 +160,7 @@ class Watch(Watcher):
         return None
 
     def _node(self, request: Request) -> Node | None:
-        """The deepest node of a running request's path."""
+        """Returns the deepest node of a running request's path."""
         allocation = request.allocation
         if allocation is None:
             return None

@@ -41,16 +41,15 @@ class Tree:
         self.roots: dict[bytes, Node] = {}
         self._history: OrderedDict[bytes, None] = OrderedDict()
         self._answered: OrderedDict[bytes, None] = OrderedDict()
-        """Pages of requests that are over, which were not shared."""
+        """Digests of pages that finished requests computed but did not share."""
         self.answers: deque[tuple[Chain, End]] = deque(maxlen=MAX_ANSWERS)
         """Requests that are over, the newest last, whose answers may be computed as prompts."""
         self._max_history = max_history
 
     def deepest(self, chain: Chain) -> Node | None:
-        """Where the longest known prefix ends, at the root if need be; None without a root. Costs
-        the logarithm of the pages whose digests are known, and the other pages that match: those
-        have the digests of the pages there, which need not be computed.
-        """
+        """Returns the end of the longest known prefix, the root if nothing matches; None without a
+        root. Costs the logarithm of the pages whose digests are known, and the other pages that
+        match: those have the digests of the pages there, which need not be computed."""
         root, known, num_pages = self.roots.get(chain.root), chain.known_digests(), chain.num_pages
         num_known = min(len(known), num_pages)
         # Only leaves are evicted, so after a page that is missing all are.
@@ -71,7 +70,7 @@ class Tree:
         return node
 
     def root(self, chain: Chain) -> Node:
-        """Where a chain begins, made if it isn't there."""
+        """Returns the root of a chain, and makes it if there is none."""
         root = self.roots.get(chain.root)
         if root is None:
             root = self.roots[chain.root] = Node(chain.root, NO_PAGE, None, b"")

@@ -23,7 +23,7 @@ class LayerKind:
     grid: int = 1
     """A prefill can keep this kind's states at its multiples."""
     where: Where = "none"
-    """Where a state lies: in a slot, beside each page, or there is none."""
+    """The place of a state: in a slot, beside each page, or none."""
     state_bytes: int = 0
     page_bytes: int = 0
     """Bytes of a page's KV, and of the state beside it."""
@@ -102,12 +102,13 @@ def longest_usable(kinds: Sequence[LayerKind], path: Path, limit: int) -> int:
 
 
 def grid_of(kinds: Sequence[LayerKind]) -> int:
-    """Where a prefill can keep the states of every kind."""
+    """Returns the grid on which a prefill can keep the states of every kind."""
     return lcm(*(kind.grid for kind in kinds))
 
 
 def window_of(kinds: Sequence[LayerKind]) -> int | None:
-    """How far back some layer reads KV; None: to the start."""
+    """Returns the largest window of any layer, in tokens; None if one reads KV back to the
+    start."""
     windows = [kind.window for kind in kinds]
     return None if None in windows else max(window for window in windows if window is not None)
 

@@ -46,7 +46,7 @@ class Node:
         return self.parent is None
 
     def child(self, content: bytes) -> Node | None:
-        """The one that has this content."""
+        """Returns the child with this content."""
         return next((child for child in self.alike(content) if child.content == content), None)
 
     def alike(self, content: bytes) -> list[Node]:
@@ -78,21 +78,20 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class End:
-    """Where the newest request on a path ended, or will: shared by the path's checkpoints. Or where
-    paths part, and when one did so last.
-    """
+    """The end of the newest request on a path, which the path's checkpoints share; or a point where
+    paths part, with the time when one last did."""
 
     position: int
     time: int
-    """In requests."""
+    """Time of the end, counted in requests."""
     num_returns: int = 0
     """Times that the path was returned to before."""
     counted_age: int = 0
-    """Up to which age its wait for a return has been counted."""
+    """Age up to which its wait for a return has been counted."""
     has_returned: bool = False
     """Whether a request that continues it has arrived, which may still wait."""
     grown_from: int | None = None
-    """Where the path ended that this one continues."""
+    """End position of the path that this one continues."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,15 +101,15 @@ class Reservation:
     """
 
     due: int
-    """When its turn comes if all before it go first, in requests."""
+    """Time of its turn if all before it go first, counted in requests."""
     is_first: bool = True
     """Whether the request was never admitted before."""
     checkpoint: Checkpoint | None = None
     end: End | None = None
-    """Where the request's path will end, as learned when it arrived."""
+    """The end that the request's path will have, as learned when it arrived."""
 
     def move(self, checkpoint: Checkpoint | None) -> None:
-        """Hang on this checkpoint from now on; None: on nothing."""
+        """Moves the reservation to a checkpoint, or to none."""
         if self.checkpoint is not None:
             self.checkpoint.reservations.discard(self)
         self.checkpoint = checkpoint
@@ -129,18 +128,18 @@ class Checkpoint:
     tail: bytes
     """Content past the node, if it is inside a page."""
     tail_page: int | None
-    """Its own page, which holds their KV."""
+    """The checkpoint's own page, which holds the KV of the tail."""
     end: End
     num_uses: int = 0
     used_at: int = field(init=False)
     saved: float = 0.0
-    """For the score to note."""
+    """Tokens expected to be saved each time the path is continued; kept here by the score."""
     above: Checkpoint | None = None
     """The next shallower one on its path."""
     below: dict[Checkpoint, None] = field(default_factory=dict)
-    """Those that have this one above them; the path that was used last at the end."""
+    """The checkpoints whose next one above is this one; the path that was used last comes last."""
     reservations: Order[Reservation] = field(default_factory=Order)
-    """Those of waiting requests that would resume here, the earliest first."""
+    """Reservations of waiting requests that would resume here, the earliest first."""
 
     def __post_init__(self) -> None:
         self.used_at = self.end.time
@@ -168,4 +167,4 @@ def _content(node: Node) -> bytes:
 NO_PAGE: Final = -1
 NO_CHILDREN: Final[list[Node]] = []
 NO_CHECKPOINTS: Final[dict[bytes, Checkpoint]] = {}
-"""Shared by the many nodes without children or checkpoints; never written."""
+"""An empty mapping that all nodes without children or checkpoints share; never written."""

@@ -40,7 +40,7 @@ class Path:
 
     @cached_property
     def pages(self) -> list[int]:
-        """Those of its nodes."""
+        """Pages of the matching nodes."""
         return [node.page for node in self.nodes]
 
     def _upwards(self) -> Iterator[Node]:

@@ -49,8 +49,8 @@ schemas with bounded strings need 16,000."""
 _TOLD_BY = {"expressions constructed": "step_lexer_fuel", "fuel": "step_lexer_fuel"}
 """Bounds that errors do not tell by their number."""
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
-"""For JSON schemas: white space as people write it, but an end to it, which a small model does not
-always find."""
+"""Options for JSON schemas: white space is allowed but bounded, since small models may otherwise
+write it without end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def _limits() -> Any:
 
 
 def grammar_of(wanted: StructuredOutputs) -> str:
-    """In llguidance's own form. Raises InvalidRequestError."""
+    """Returns a constraint as a grammar of llguidance. Raises InvalidRequestError."""
     try:
         kind, text = _text_of(wanted)
         if len(text) > MAX_GRAMMAR_LEN:
@@ -142,7 +142,7 @@ class Compiler:
             for token in added
             if token["content"]
         }
-        """For each added token, the first of the tokens that spell it as a text."""
+        """Maps each added token to the first of the tokens that spell it as text."""
 
     def compile(self, grammar: str) -> Any:
         """A matcher at its start. Raises ValueError saying what is wrong with the grammar.
@@ -157,7 +157,7 @@ class Compiler:
 
 
 def problem_of(matcher: Any) -> str | None:
-    """Why a matcher follows no further, in one line."""
+    """Returns the reason for which a matcher has stopped, in one line."""
     if not matcher.is_error():
         return None
     line = _first_line(matcher.get_error().removeprefix("Parser Error: "))
@@ -242,7 +242,8 @@ class Forms:
 
 
 def _first_line(text: str) -> str:
-    """And of a regular expression, below whose first line it is shown, what is wrong with it."""
+    """Returns an error in one line. The fault of a regular expression stands below the first
+    line."""
     lines = text.strip().splitlines() or ["it cannot be read"]
     why = [line.removeprefix("error:") for line in lines[1:] if line.startswith("error:")]
     return lines[0] + "".join(why) if lines[0].endswith(":") else lines[0]

@@ -46,7 +46,7 @@ class FormGuide:
 
     @property
     def problem(self) -> str | None:
-        """Why the form could not be followed to its end; None as long as it could."""
+        """The reason for which the form could not be followed to its end; None while it can."""
         return problem_of(self.matcher)
 
     @property
@@ -124,11 +124,9 @@ class FormGuide:
 
 
 def form_masks(guides: Sequence[FormGuide | None]) -> list[Mask | None]:
-    """For each answer the tokens that may come now, [W]: bit i of word w is token 32 w + i. None
-    where all may. Found side by side, on other threads.
-
-    A form that turns out too complex to follow lets its answer end; `FormGuide.problem` says so.
-    """
+    """Returns a mask [W] of the allowed next tokens for each answer: bit i of word w is token 32 w
+    + i. None allows all. The masks are computed in parallel, in threads. A form that turns out too
+    complex ends its answer; `FormGuide.problem` gives the reason."""
     bound = {i: guide for i, guide in enumerate(guides) if guide is not None and guide.is_bound}
     found: list[Mask | None] = [None] * len(guides)
     if not bound:

@@ -25,7 +25,7 @@ class Guide:
 
     @property
     def problem(self) -> str | None:
-        """Why the form could not be followed to its end; None as long as it could."""
+        """The reason for which the form could not be followed to its end; None while it can."""
         return None if self.form is None else self.form.problem
 
     @property
@@ -88,8 +88,8 @@ class Guide:
 
 
 def masks(guides: Sequence[Guide | None]) -> list[Mask | None]:
-    """For each answer the tokens that may come now, [W]; None where all may, and none where it is
-    over."""
+    """Returns a mask [W] of the allowed next tokens for each answer. None allows all; an answer
+    that is over allows none."""
     found = form_masks([None if guide is None else guide.form for guide in guides])
     for i, guide in enumerate(guides):
         if guide is not None and guide.restriction is not None:

@@ -48,7 +48,7 @@ class FormChecks:
         self._turn = asyncio.Lock()
         self._verdicts: OrderedDict[str, str] = OrderedDict()
         self.problem = problem
-        """Why no form can be kept to at all."""
+        """The reason for which the engine supports no constraints at all; None if it does."""
         self._trials: dict[str, _Trial] = {}
 
     @property
@@ -162,7 +162,8 @@ class _Trial:
 
 
 def _encoded(wanted: StructuredOutputs) -> str:
-    """As it is sent; where it begins and who asked makes no difference."""
+    """Returns a constraint as JSON, without its start and field, which do not change the verdict.
+    Raises InvalidRequestError."""
     form = {f.name: getattr(wanted, f.name) for f in fields(wanted)}
     del form["starts_after"], form["field"]
     try:

@@ -145,7 +145,7 @@ class RuleBook:
         self._known = lru_cache(MAX_RULES)(self._rules)
 
     def rules_of(self, params: SamplingParams) -> Rules | None:
-        """None where nothing is asked for that more than biases keep."""
+        """Returns the rules of a request, or None if it asks for nothing beyond logit biases."""
         words, excluded = params.bad_words or (), params.excluded_ids
         allowed, budget = params.allowed_token_ids, params.thinking_token_budget
         if allowed is None and not words and budget is None and not excluded:

@@ -112,7 +112,7 @@ class Completion:
         return not (without(mask, suppressed) if suppressed else mask).any()
 
     def note_dead_end(self, params: SamplingParams) -> None:
-        """Nothing may come next: what is sampled now is none of the answer's."""
+        """Ends the answer because no token may come next. The token being sampled is left out."""
         assert self.guide is not None, "some token may come of all"
         if self.guide.may_end:
             self.dead_end = FinishReason.STOP

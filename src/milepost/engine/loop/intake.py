@@ -52,7 +52,7 @@ def limits_of(config: EngineConfig, parts: EngineParts) -> Limits:
 
 
 class Intake:
-    """For an engine of these parts."""
+    """Turns valid prompts into request groups, for one engine."""
 
     def __init__(self, config: EngineConfig, parts: EngineParts, texts: TokenTexts | None) -> None:
         self._config = config
@@ -64,7 +64,7 @@ class Intake:
         self._chain = parts.scheduler.cache.chain
         self._rules = RuleBook(parts.tokenizer, parts.vocab_size, parts.end_token_ids)
         self.forms: Forms | None = None
-        """None before the first is wanted."""
+        """The compiler of forms; None until a request has one."""
         self._num_groups = 0
         self._id = uuid.uuid4().hex
 

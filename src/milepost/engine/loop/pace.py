@@ -12,7 +12,8 @@ from __future__ import annotations
 from milepost.scheduler.plans import StepPlan
 
 MARGIN_S = 0.0003
-"""Planned so much earlier than it seems to have to be; more where that was too late."""
+"""Safety margin: a step is planned this much earlier than estimated, and earlier still after a late
+one."""
 MAX_MARGIN_S = 0.02
 
 
@@ -21,11 +22,10 @@ class Pace:
 
     def __init__(self) -> None:
         self._taken_s: dict[tuple[int, int], float] = {}
-        """About the least time that such steps took lately, by size."""
+        """Estimated step time by size: close to the shortest of the recent steps."""
         self._planning_s = {True: 0.0, False: 0.0}
-        """About the most time that planning and launching took lately, with and without
-        prefills.
-        """
+        """Estimated time to plan and launch a step, with and without prefills: close to the longest
+        of the recent ones."""
         self._margin_s = MARGIN_S
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:

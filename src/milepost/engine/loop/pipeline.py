@@ -48,7 +48,7 @@ class StepPipeline:
         self._pixels = pixels
         self._pace = Pace()
         self._last_end_s: float | None = None
-        """When the last step was taken, if work was left then."""
+        """Time at which the last step was collected; None if no work was left then."""
 
     @property
     def spare_s(self) -> float:

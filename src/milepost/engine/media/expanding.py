@@ -26,7 +26,7 @@ class Prepared(Protocol):
 
     @property
     def record(self) -> PictureRecord:
-        """Its pixels."""
+        """The image's pixels."""
         ...
 
 

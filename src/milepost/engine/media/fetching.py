@@ -145,4 +145,4 @@ class _Resolver:
         ]
 
     async def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: no connection is kept open."""

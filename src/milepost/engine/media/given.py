@@ -20,7 +20,7 @@ class Given:
     source: Any
     """A URL, the bytes of a file, or an image of Pillow's."""
     is_low: bool = False
-    """Whether it is to have few tokens (`detail: low`)."""
+    """Whether the image should take few tokens (`detail: low`)."""
 
 
 def images_of(messages: Sequence[Any]) -> tuple[Sequence[Any], list[Given]]:

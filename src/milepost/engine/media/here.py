@@ -17,7 +17,8 @@ from milepost.engine.validation import check_num_images
 
 
 class Embedded:
-    """For an engine in this process; `facts` is None if it takes no images."""
+    """Puts images into prompts for an engine in this process. `facts` is None if it takes no
+    images."""
 
     def __init__(self, facts: ImageFacts | None, rules: MediaRules, max_images: int) -> None:
         self.text = facts.text if facts is not None else ""

@@ -21,8 +21,8 @@ MAX_LOADING = 32
 
 
 class Preparer:
-    """For one model. The images of a request have fewer than `max_tokens` tokens together. `close`
-    it at the end."""
+    """Prepares images for one model. The images of a request together have fewer than `max_tokens`
+    tokens. `close` it at the end."""
 
     def __init__(self, facts: ImageFacts, rules: MediaRules, max_tokens: int) -> None:
         self.facts = facts

@@ -17,7 +17,7 @@ from milepost.runner.recording import PictureRecord
 MAX_BYTES = 2 * 2**30
 """Memory that the process may ask the system for."""
 TIMEOUT_S = 20.0
-"""For one image. The largest takes a second or two."""
+"""Longest time to prepare one image. The largest takes a second or two."""
 
 
 class Unprepared(msgspec.Struct, array_like=True, frozen=True):

@@ -22,13 +22,13 @@ _SHOWN = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaRules:
-    """Where images may come from."""
+    """The places that images may come from."""
 
     domains: Collection[str] = ()
     folder: str | None = None
     max_bytes: int = MAX_BYTES
     timeout_s: float = 10.0
-    """For one image, redirects included."""
+    """Longest time to fetch one image, redirects included."""
 
     @staticmethod
     def of(config: EngineConfig) -> MediaRules:

@@ -45,7 +45,7 @@ READ_BYTES = 2**18
 REST_S = 1.0
 """Seconds after its last step until the engine counts as idle."""
 TEND_S = 0.002
-"""Between two looks at copies that are made while nothing runs."""
+"""Seconds between two checks of copies that are made while nothing runs."""
 TRIM_S = 60.0
 """An engine that never rests gives free memory back so often, between two steps: it takes some
 milliseconds."""
@@ -64,7 +64,7 @@ class Loop:
         self._compiling = Compiling(engine)
         self._watch = watcher_of(engine.scheduler, engine.facts)
         self._lookers: list[int] = []
-        """Ids of questions that the look under way answers."""
+        """Ids of the questions that the survey in progress will answer."""
         self._is_open = True
         self._has_rested = True
         self._trimmed_at: float | None = None
@@ -179,7 +179,7 @@ class Loop:
         return Reply(id=ask.id)
 
     def _look(self) -> None:
-        """Goes on with the look under way, and sends its answer when it is whole."""
+        """Continues the survey in progress, and sends the answer once it is complete."""
         state = self._watch.go_on(time.monotonic)
         if state is not None:
             lookers, self._lookers = self._lookers, []
@@ -228,7 +228,7 @@ class Loop:
         self._queued.pop(group.number, None)
 
     def send(self, message: object) -> None:
-        """To the client; one that has gone ends the loop."""
+        """Sends a message to the client. If the client is gone, the loop ends."""
         try:
             self._socket.sendall(frame(message))
         except (BrokenPipeError, ConnectionResetError):

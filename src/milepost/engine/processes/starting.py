@@ -45,7 +45,8 @@ class EngineProcess:
         self._is_started: Future[None] | None = None
         self._finish: Callable[[], object] = lambda: None
         self.is_ready = threading.Event()
-        """Set once it has loaded; before that it is killed rather than told to end."""
+        """Set once the engine has loaded. Before that, the process is killed rather than told to
+        end."""
         self.stop_s = STOP_S + config.flush_s
 
     @property

@@ -33,7 +33,7 @@ M = TypeVar("M")
 
 _LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 2**30
-"""Longer than any message of ours: a larger length means that the stream is out of step."""
+"""No message is this long, so a greater length means that the stream is corrupt."""
 
 
 # --- to the engine --------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
 
     @property
     def prompt(self) -> Prompt:
-        """As the engine checks it."""
+        """Returns the prompt as the engine validates it."""
         return Prompt(
             token_ids=array("I", self.tokens),
             cache_salt=self.cache_salt,

@@ -45,7 +45,7 @@ class ChatPrompt:
     marks: tuple[int, ...]
     """Token positions inside the prompt, ascending."""
     breakpoints: tuple[int, ...] = ()
-    """Those of the marks that a `cache_control` made."""
+    """The marks that come from a `cache_control`."""
     pictures: tuple[Picture, ...] = ()
     """Images among the tokens, once they are put in."""
     pixels: tuple[PictureRecord, ...] = ()
@@ -58,15 +58,15 @@ class Composed:
     pieces: list[str]
     """Each tokenized by itself, so that no special token stands across two of them."""
     ends: list[int]
-    """Where parts of the text end; a character between two pieces counts. The first two are those
-    of the system prompt and of the last message, the others the breakpoints."""
+    """Ends of parts of the text, in characters; the separator between two pieces counts as one.
+    First the end of the system prompt, then that of the last message, then the breakpoints."""
 
     @property
     def length(self) -> int:
         return sum(map(len, self.pieces))
 
     def places(self) -> list[list[int]]:
-        """For each piece the ends, as characters of it."""
+        """Returns the ends within each piece, in characters of the piece."""
         found, start = [], 0
         for piece in self.pieces:
             found.append([min(max(end - start, 0), len(piece)) for end in self.ends])
@@ -196,6 +196,6 @@ def _tokenize(
 
 
 def tokens_before(offsets: Sequence[tuple[int, int]], ends: Sequence[int]) -> list[int]:
-    """For each end in a text the number of tokens that lie before it."""
+    """Returns the number of tokens before each end in a text."""
     token_ends = [end for _, end in offsets]
     return [bisect_left(token_ends, end + 1) for end in ends]

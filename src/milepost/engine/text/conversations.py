@@ -53,7 +53,7 @@ class Rendered(msgspec.Struct, array_like=True, frozen=True):
 
     pieces: list[str] = []
     ends: list[int] = []
-    """As in `chat.Composed`."""
+    """Ends of parts of the text, as in `chat.Composed`."""
     refusal: str = ""
     is_slow: bool = False
     """It is refused for the time that it takes."""

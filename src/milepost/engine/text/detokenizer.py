@@ -45,10 +45,10 @@ class NoText:
         return None
 
     def append_stop(self, token_id: int) -> None:
-        """Nothing to show."""
+        """Does nothing: there is no text."""
 
     def flush(self) -> None:
-        """Nothing to show."""
+        """Does nothing: there is no text."""
 
     def delta(self) -> str:
         return ""
@@ -152,10 +152,10 @@ class TextDetokenizer:
 
 class _Phase(Enum):
     START = auto()
-    """Nothing but white space has come."""
+    """Only white space so far."""
     REASONING = auto()
     GAP = auto()
-    """After the reasoning, in the line breaks that follow it."""
+    """In the line breaks after the reasoning."""
     BEHIND = auto()
 
 

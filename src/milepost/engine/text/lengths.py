@@ -54,7 +54,7 @@ class FewestTokens:
 
 
 def _is_byte_level(plain: dict[str, Any]) -> bool:
-    """Nothing is taken out of a text before it is cut: each byte is in some token."""
+    """Whether every byte of a text ends up in some token: a byte-level BPE that strips nothing."""
     if plain["model"].get("type") != "BPE" or plain.get("normalizer") not in (None, _NFC):
         return False
     if '"ByteLevel"' not in json.dumps(plain.get("pre_tokenizer")):
@@ -87,7 +87,7 @@ def _added(plain: dict[str, Any]) -> list[str]:
 
 
 def _shares(plain: dict[str, Any]) -> np.ndarray:
-    """For each byte one over the length of the longest token that has it."""
+    """Returns, for each byte, 1 / the length of the longest token that contains it."""
     octets = BYTE_LEVEL
     longest = np.ones(256)
     tokens = [[octets[c] for c in token if c in octets] for token in plain["model"]["vocab"]]

@@ -19,11 +19,9 @@ _PROBES = ("A", "B")
 
 
 def head_end(conversation: BoundTemplate, messages: list[dict[str, Any]], text: str) -> int:
-    """Where the system prompt (and what the template puts beside it, such as tools) ends.
-
-    Rendered on its own where the template allows that and keeps it whole; otherwise what two
-    conversations share that differ from their first user message on.
-    """
+    """Returns the end of the system prompt, including what the template adds to it, such as tools.
+    The system prompt is rendered alone if the template allows it. Otherwise the end is found by
+    comparing two conversations that differ from their first user message on."""
     head = messages[: _head_length(messages)]
     alone = conversation.text_if_taken(head) if head else None
     if alone and text.startswith(alone) and all(_content(m).strip() in alone for m in head):
@@ -45,7 +43,7 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def body_end(conversation: BoundTemplate, messages: list[dict[str, Any]], text: str) -> int:
-    """Where the last message ends and the generation prompt begins."""
+    """Returns the end of the last message, where the generation prompt begins."""
     return common_length(text, conversation.text_if_taken(messages) or "")
 
 
@@ -63,10 +61,8 @@ def breakpoints(
     ending: Mapping[str, bool],
     joint: str,
 ) -> list[int]:
-    """Where the parts with a `cache_control` end: the last MAX_BREAKPOINTS of them.
-
-    Each is found by adding a character there: up to it, the texts agree.
-    """
+    """Returns the ends of the parts with a `cache_control`: the last MAX_BREAKPOINTS of them. Each
+    is found by adding a character there: up to it, the texts agree."""
     ends = []
     for index, place in _last_places(messages):
         changed = as_text(_marked(messages[index], place), joint)

@@ -57,7 +57,7 @@ class _Reply(msgspec.Struct, array_like=True, frozen=True):
 
     num_tokens: int
     ids: bytes
-    """As uint32, unless there are too many."""
+    """Token ids as uint32; empty if there are too many."""
     counts: list[int]
 
 

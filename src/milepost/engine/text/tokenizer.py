@@ -27,9 +27,9 @@ _SAMPLE = "Tokens of a text."
 
 
 def without_torch() -> None:
-    """For a process that only tokenizes, before it imports transformers: that imports torch with
-    its tokenizers, two seconds' work, unless it finds none. Nothing can import it from then on.
-    """
+    """Hides torch from this process, for one that only tokenizes: transformers imports torch with
+    its tokenizers, which takes two seconds, unless it finds none. Call this before transformers is
+    imported. Nothing can import torch afterwards."""
     if "torch" in sys.modules:
         return
     sys.modules["torch"] = None  # type: ignore[assignment]
