@@ -171,9 +171,6 @@ KERNELS: dict[str, Kernel] = {
     "delta_decode": Kernel(
         forms=FORMS, steps=ONE + FEW, without=_without("recurrent.hopper.delta_decode")
     ),
-    "mamba2_decode": Kernel(
-        forms=FORMS, steps=ONE + FEW, without=_without("recurrent.hopper.mamba2_decode")
-    ),
     "delta_states": Kernel(forms=FORMS, steps=MANY, without=_without("recurrent.hopper.chunk_h")),
     "delta_outputs": Kernel(forms=FORMS, steps=MANY, without=_without("recurrent.hopper.chunk_o")),
     "attention_wide": Kernel(forms=FORMS, steps=MANY, without=_without("attention.hopper.wide")),

@@ -51,8 +51,8 @@ SHAPES: dict[str, MixerShapes] = {
 SAME_STATES = {"hopper": {"real", "kda", "mamba2", "mamba2 of one group"}, "any chip": {"real"}}
 """Where a state is that of decodes bit for bit."""
 SAME_OUTPUTS = {"hopper": {"real", "kda"}, "any chip": {"real"}}
-"""Where outputs are. Few sequences of Mamba2 decode by the kernel for any chip, which adds up in
-another order than Hopper's."""
+"""Where outputs are. Mamba2 decodes by the kernel for any chip, which adds up in another order than
+Hopper's that verifies."""
 
 
 def kind_of(shapes: MixerShapes, dtype: torch.dtype) -> Kind:
@@ -70,21 +70,6 @@ def test_any_split_leaves_the_states_of_one_token_at_a_time(
     max_output_error = 0 if name in SAME_OUTPUTS[chip] else ROUNDING[dtype]
     for seed in range(6):
         play(plain, random.Random(seed), max_error, max_output_error)
-
-
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-def test_mamba2_has_the_bits_of_hopper_decodes(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which run where there is work for all SMs; here for the only one."""
-    from milepost.kernels.recurrent import fused
-    from milepost.kernels.recurrent.hopper import mamba2_decode
-
-    monkeypatch.setattr(fused, "probe", lambda device: replace(probe(device), num_sms=1))
-    monkeypatch.setattr(mamba2_decode, "num_sms", lambda _: 1)
-    plain = Plain(kind_of(ssd.NEMOTRON, dtype))
-    for seed in range(6):
-        play(plain, random.Random(seed))
 
 
 @pytest.mark.usefixtures("chip")

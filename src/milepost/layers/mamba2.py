@@ -104,7 +104,6 @@ class Mamba2(nn.Module):
                 num_heads=heads,
                 shared=shapes.state_size,
                 own=shapes.head_dim,
-                has_norm=shapes.has_norm and not self._shares_group,
             ),
             conv_width=shapes.conv_width,
             batch_invariant=kind.batch_invariant,

@@ -131,7 +131,7 @@ class RecurrentOperation:
         if not self.batch_invariant or not batch.capacity.decodes:
             return self.batch_invariant
         assert batch.chip is not None, "the reference has rows"
-        part = MixerPart(recurrence=self.recurrence, num=1, batch_invariant=True)
+        part = MixerPart(recurrence=self.recurrence, num=1)
         choice = DECODES.choose(part, batch.chip)
         return choice is None or not choice.kernel.is_hopper
 

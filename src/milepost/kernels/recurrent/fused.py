@@ -113,7 +113,6 @@ def _choose(
         num_heads=sizes.heads,
         shared=sizes.shared,
         own=sizes.own,
-        has_norm=mixer.weights.norm is not None,
     )
     part = MixerPart(
         recurrence=recurrence,
@@ -121,7 +120,6 @@ def _choose(
         element_bytes=like.element_size(),
         chunk=chunk,
         is_reached=is_reached(states.recurrent),
-        batch_invariant=mixer.batch_invariant,
     )
     choice = table.choose(part, probe(like.device))
     assert choice is not None, "kernels for any chip serve all"

@@ -81,8 +81,6 @@ class StepOutput(NamedTuple):
     """[T, U * GROUP * W] float32, before the norm; None where heads are normed one by one."""
     base: Any
     """[T, U * GROUP * W]"""
-    squares: Any = None
-    """[T, U * GROUP, 4]: sums of squares of what four warps have read, if the norm takes them."""
     rounded: Any = None
     """`RoundedOutput`, if outputs are rounded too."""
 
@@ -224,8 +222,7 @@ class MixerRule(NamedTuple):
     to token. `strengths(streams, place, head, weights, SIZES, VERIFIES)` returns how strongly a
     token is written, and the decay before that; `advance(b_state, vectors, b_strength, b_decay)`
     the state after the token, in memory's order of rows and columns; `read(b_state, vectors, head)`
-    what the token reads of it [W]. `finish(y, weight, gate, eps, WIDTH, squares)` norms and gates
-    rows; `squares` is the sum of squares of the one row, if it is known.
+    what the token reads of it [W]. `finish(y, weight, gate, eps, WIDTH)` norms and gates rows.
     """
 
     open_head: Any

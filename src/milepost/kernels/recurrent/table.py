@@ -31,9 +31,6 @@ CHUNK = 64
 HOST_BOUND_TOKENS = 4096
 """Tokens up to which the host often takes as long to launch a layer as the device to compute it:
 TMA's descriptors cost it some 0.1 ms."""
-MOST_GROUPED_HEADS = 16
-"""Heads of a Mamba2 group that Hopper's kernels take: its outputs stay in registers until its norm
-is known."""
 _DELTA_STATE, _SSD_STATE = (128, 128), (128, 64)
 """K and W of states that a program on Hopper holds in registers."""
 _COLUMNS = 32
@@ -54,7 +51,6 @@ class Recurrence:
     """K"""
     own: int
     """W"""
-    has_norm: bool = True
 
     @property
     def group(self) -> int:
@@ -76,8 +72,6 @@ class MixerPart:
     chunk: int = CHUNK
     is_reached: bool = True
     """Whether states are in float32 and TMA reaches them: see `is_reached`."""
-    batch_invariant: bool = False
-    """Whether one kernel serves any number of sequences."""
 
     @property
     def form(self) -> type[Any]:
@@ -111,12 +105,6 @@ def is_reached(recurrent_pool: Tensor) -> bool:
 # fmt: off
 _REACHED: Condition[MixerPart] = ("TMA reaches only states of float32", lambda it, _:
     it.is_reached)
-_NORMED: Condition[MixerPart] = ("no norm", lambda it, _:
-    it.recurrence.has_norm)
-_GROUPS: Condition[MixerPart] = (f"more than {MOST_GROUPED_HEADS} heads in a group", lambda it, _:
-    it.recurrence.group <= MOST_GROUPED_HEADS)
-_WORK: Condition[MixerPart] = ("not work for all SMs", lambda it, chip:
-    it.batch_invariant or 2 * it.recurrence.num_units * it.num > chip.num_sms)
 _HALF: Condition[MixerPart] = ("not 16 bits and chunks of 64", lambda it, _:
     it.element_bytes == 2 and it.chunk == CHUNK)
 _LONG: Condition[MixerPart] = (f"up to {HOST_BOUND_TOKENS} tokens", lambda it, _:
@@ -137,8 +125,6 @@ _STEP: Kernel[MixerPart] = row("step", "recurrent.portable.step", (*_DELTA, *_SS
 DECODES: KernelTable[MixerPart] = KernelTable(
     row("delta decode, Hopper", "recurrent.hopper.delta_decode", _DELTA, "4 rows, warps",
         _DELTA_STATES, _REACHED, needs=HOPPER, epilogues=_FP8),
-    row("mamba2 decode, Hopper", "recurrent.hopper.mamba2_decode", _SSD, "4 columns, warps",
-        _NORMED, _GROUPS, _WORK, _SSD_STATES, _REACHED, needs=HOPPER),
     _STEP,
 )
 """Steps of sequences that each decode one token. Hopper's kernel of the delta rule serves any

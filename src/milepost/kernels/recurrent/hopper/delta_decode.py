@@ -71,7 +71,7 @@ def run(
     num_units = len(output) * sizes.heads // each
     units_at_once = num_sms(output.device)
     stages = 2 if each > 1 and num_units <= units_at_once else 1
-    target = StepOutput(None, output, None, rounded)
+    target = StepOutput(None, output, rounded)
     outputs = arrivals if each < sizes.group else None, target, scales_stride
     form = StepForm(sizes, each, stages)
     _decode_kernel[(min(num_units, 2 * units_at_once),)](

@@ -3,9 +3,7 @@
 
 Each program goes through heads of a group, one after the other, which TMA brings to shared memory
 ahead. B and C of all tokens are worked out once, and a head's x while the one before it is worked
-on; they wait in shared memory. What happens with a token is what `mamba2_decode` does, in its
-order: states are the same bit for bit, and so are outputs, for the squares that the norm adds up
-are added here, head by head. States are those of the decoding kernel for any chip, too.
+on; they wait in shared memory. States are those of `portable.step`, bit for bit.
 
 Legend: S sequences, F folded and N new tokens of each, H heads, P head_dim, G groups, K state_size,
 J taps; I = H * P entries.
@@ -23,15 +21,6 @@ from triton.experimental.gluon import language as gl
 from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.platform.launches import OVERLAPPED, quick
-from milepost.kernels.recurrent.hopper.mamba2_decode import (
-    BY_LINE,
-    NUM_WARPS,
-    STATE,
-    add_squares,
-    bias_of,
-    read_columns,
-    time_step,
-)
 from milepost.kernels.recurrent.hopper.states import (
     CHANNEL,
     MOST_AT_ONCE,
@@ -41,18 +30,33 @@ from milepost.kernels.recurrent.hopper.states import (
     convolve,
     load_taps,
     operands,
+    softplus,
     take,
 )
 from milepost.kernels.recurrent.hopper.stream import (
     TokenStream,
+    bias_of,
     load_inputs,
     open_stream,
     row_of,
 )
 from milepost.kernels.recurrent.portable.step import finish
 from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, MixerSizes, StepOutput
-from milepost.kernels.recurrent.table import MOST_GROUPED_HEADS
 
+_HEAD_DIM, _STATE_SIZE = 64, 128
+_NUM_WARPS = 4
+_STATE = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+"""Layout of [P, K]: a warp holds whole rows, so sums over columns stay inside it."""
+_BY_LINE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [64, 0], [128, 0]],
+        lane_bases=[[0, 4], [0, 8], [0, 16], [4, 0], [8, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[_HEAD_DIM * _STATE_SIZE // 32, 32],
+    )
+)
+"""A state by lines, four to a row."""
 _PROGRAMS, _STAGES = 2, 2
 """Programs of an SM, and places for states in each."""
 _MOST_HEADS = 8
@@ -67,13 +71,10 @@ def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
     each = _choose_heads(sizes, num_sequences, units_at_once)
     num_units = num_sequences * (sizes.heads // each)
     y = torch.empty_like(output, dtype=torch.float32)
-    squares = None
-    if mixer.weights.norm is not None and sizes.group <= MOST_GROUPED_HEADS:
-        squares = y.new_empty(len(y), sizes.heads, NUM_WARPS)
-    read = StepOutput(y, output, squares)
+    read = StepOutput(y, output)
     places = steps.num_places
     form = StepForm(sizes, each, _STAGES, places, min(places, MOST_AT_ONCE))
-    options = {"FORM": form, "num_warps": NUM_WARPS, **OVERLAPPED}
+    options = {"FORM": form, "num_warps": _NUM_WARPS, **OVERLAPPED}
     grid = (min(num_units, units_at_once),)
     _verify_kernel[grid](*operands(mixer, steps), read, num_units, **options)
     finish(mixer, steps, read, moves=True)
@@ -121,12 +122,9 @@ class HeadInputs(NamedTuple):
 
 
 class GroupedHeadRows(NamedTuple):
-    """Where a head's new tokens are read and written."""
+    """Where a head's new tokens are written, and its time steps read."""
 
-    gate: Any
-    gate_stride: Any
     y: Any
-    squares: Any
     state: Any
     steps: Any
     """Column of the inputs of time steps."""
@@ -155,7 +153,6 @@ def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.co
         sequence, first_head = unit // UNITS, unit % UNITS * EACH
         stream, first_token, target = open_stream(inputs.mixed, steps.records, sequences, sequence)
         read = conv.base + gl.load(sequences.slot_in + sequence).to(gl.int64) * conv.stride
-        p_gate = inputs.gate.base + first_token * inputs.gate.stride
         tokens = SequenceTokens(stream, read, weights, vectors, values)
         # Everything is asked for before anything is used.
         following = _ask_head(tokens, first_head, FORM)
@@ -165,22 +162,16 @@ def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.co
             _keep_values(tokens, head, own.x, FORM)
             next_head = first_head + gl.minimum(member + 1, EACH - 1)
             following = _ask_head(tokens, next_head, FORM)
-            state = take(work, number, STATE, BY_LINE, FORM)
+            state = take(work, number, _STATE, _BY_LINE, FORM)
             number += 1
             first_read = first_token * HEADS + head
-            squares = output.read
-            if output.squares is not None:
-                squares = output.squares + first_read * gl.num_warps()
             p_state = states.base + target.to(gl.int64) * states.stride
             at = GroupedHeadRows(
-                p_gate + head * HEAD_DIM,
-                inputs.gate.stride,
                 output.read + first_read * HEAD_DIM,
-                squares,
                 p_state + head * (HEAD_DIM * STATE_SIZE),
                 SIZES.channels + head,
             )
-            _pass_tokens(tokens, state, own, at, output.squares is not None, FORM)
+            _pass_tokens(tokens, state, own, at, FORM)
 
 
 @gluon.jit
@@ -255,34 +246,43 @@ def _keep_values(tokens, head, asked, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _pass_tokens(tokens, state, own, at, ADDS_SQUARES: gl.constexpr, FORM: gl.constexpr):
+def _pass_tokens(tokens, state, own, at, FORM: gl.constexpr):
     """Take a head's state through all tokens: it is stored after the last committed one, and read
     for each new one."""
     SIZES: gl.constexpr = FORM.sizes
     stream, weights = tokens.stream, tokens.weights
     last = gl.minimum(stream.num_folded, stream.num_places - 1)
-    o_p = gl.arange(0, SIZES.own, layout=gl.SliceLayout(1, STATE))
-    o_k = gl.arange(0, SIZES.shared, layout=gl.SliceLayout(0, STATE))
+    o_p = gl.arange(0, SIZES.own, layout=gl.SliceLayout(1, _STATE))
+    o_k = gl.arange(0, SIZES.shared, layout=gl.SliceLayout(0, _STATE))
     b_in = own.step
     for place in range(stream.num_places):
         new, is_new = place - stream.num_folded, place >= stream.num_folded
-        p_gate = at.gate + new * at.gate_stride + o_p
-        gate = gl.load(p_gate, mask=is_new, other=0.0).to(gl.float32)
-        step = time_step(b_in, own.dt_bias, weights.dt_low, weights.dt_high)
+        step = _time_step(b_in, own.dt_bias, weights.dt_low, weights.dt_high)
         b_in = gl.load(row_of(stream, gl.minimum(place + 1, stream.num_places - 1)) + at.steps)
-        x = tokens.x.index(place).load(gl.SliceLayout(1, STATE))
-        b = tokens.vectors.index(place).load(gl.SliceLayout(0, STATE))[None, :]
+        x = tokens.x.index(place).load(gl.SliceLayout(1, _STATE))
+        b = tokens.vectors.index(place).load(gl.SliceLayout(0, _STATE))[None, :]
         state *= gl.exp(step * own.rate)
         state = gl.fma((x * step)[:, None], b, state)
         if place == last:
             gl.store(at.state + o_p[:, None] * SIZES.shared + o_k[None, :], state)
         if is_new:
-            c = tokens.vectors.index(FORM.places + place).load(gl.SliceLayout(0, STATE))[None, :]
-            read = gl.fma(x, own.skip, read_columns(state, c))
+            c = tokens.vectors.index(FORM.places + place).load(gl.SliceLayout(0, _STATE))[None, :]
+            read = gl.fma(x, own.skip, _read_columns(state, c))
             gl.store(at.y + new * SIZES.width + o_p, read)
-            if ADDS_SQUARES:
-                if SIZES.gates_first:
-                    read *= gate / (1 + gl.exp(-gate))
-                parts = add_squares(read)
-                o_w = gl.arange(0, parts.shape[0], layout=parts.type.layout)
-                gl.store(at.squares + new * (SIZES.heads * parts.shape[0]) + o_w, parts)
+
+
+@gluon.jit
+def _read_columns(state, x):
+    """[P], what `x` [1, K] reads of a state [P, K]; as `states.read_rows`."""
+    column = gl.arange(0, state.shape[1], layout=gl.SliceLayout(0, _STATE))[None, :]
+    begins = column & 99 == 0  # of all threads' first columns
+    rounded = gl.fma(state, x, gl.zeros_like(state))
+    return gl.sum(gl.where(begins, rounded, state * x), 1)
+
+
+@gluon.jit
+def _time_step(inputs, bias, dt_low, dt_high):
+    """A head's time step, between its limits."""
+    step = softplus(inputs.to(gl.float32) + bias)
+    step = gl.where(step < dt_low, dt_low, step)
+    return gl.where(step > dt_high, dt_high, step)

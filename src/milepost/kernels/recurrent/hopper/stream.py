@@ -139,3 +139,12 @@ def leave_column(stream, column, draft):
     p_new = stream.new + (draft + 1) * stream.new_stride + column
     x = gl.load(p_new, mask=is_draft, other=0.0)
     gl.store(stream.folded + draft * stream.folded_stride + column, x, mask=is_draft)
+
+
+@gluon.jit
+def bias_of(conv_bias, channel):
+    """The bias of some channels' convolution, if there is one."""
+    bias = conv_bias
+    if conv_bias is not None:
+        bias = gl.load(conv_bias + channel).to(gl.float32)
+    return bias

@@ -235,27 +235,8 @@ def _finish_unit(gate, output, weights, token, i_unit, SIZES: tl.constexpr, FINI
     b_gate = tl.load(gate.base + token * gate.stride + at, is_real, 0)
     p_token = token * (SIZES.units * WIDTH) + at
     b_y = tl.load(output.read + p_token, is_real, 0)
-    squares = None
-    if output.squares is not None:
-        squares = _add_squares(
-            output.squares, token * SIZES.heads + i_unit * SIZES.group, SIZES.group
-        )
-    b_y = FINISH(b_y, b_weight, b_gate, weights.norm_eps, WIDTH, squares)
+    b_y = FINISH(b_y, b_weight, b_gate, weights.norm_eps, WIDTH)
     tl.store(output.base + p_token, b_y.to(output.base.dtype.element_ty), is_real)
-
-
-@triton.jit
-def _add_squares(squares, first, HEADS: tl.constexpr):
-    """The sum of squares of HEADS heads from the first on, in the order of Hopper's decode: each of
-    four warps' part over all heads, then these."""
-    o_w = tl.arange(0, 4)
-    parts = tl.load(squares + first * 4 + o_w)
-    for i_head in tl.static_range(1, HEADS):
-        parts += tl.load(squares + (first + i_head) * 4 + o_w)
-    total = 0.0
-    for i_warp in tl.static_range(4):
-        total += tl.sum(tl.where(o_w == i_warp, parts, 0.0), 0)
-    return total
 
 
 @triton.jit(do_not_specialize_on_alignment=["steps"])

@@ -131,7 +131,7 @@ def read(b_state, vectors, head):
 
 
 @triton.jit
-def finish(y, weight, gate, eps, WIDTH: tl.constexpr, squares=None):
+def finish(y, weight, gate, eps, WIDTH: tl.constexpr):
     """RMS norm of the rows of `y`, times SiLU of `gate`."""
     scale = tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) / WIDTH + eps)
     return y * scale * weight * silu(gate.to(tl.float32))

@@ -74,7 +74,7 @@ def strengths(streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.c
 
 
 @triton.jit
-def finish(y, weight, gate, eps, WIDTH: tl.constexpr, squares=None):
+def finish(y, weight, gate, eps, WIDTH: tl.constexpr):
     """RMS norm of the rows of `y`, times the sigmoid of `gate`."""
     scale = tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) / WIDTH + eps)
     return y * scale * weight * sigmoid(gate)

@@ -149,22 +149,20 @@ def time_step(inputs, bias, low, high):
 
 
 @triton.jit
-def gate_first(y, weight, gate, eps, WIDTH: tl.constexpr, squares=None):
+def gate_first(y, weight, gate, eps, WIDTH: tl.constexpr):
     """`y` times SiLU of `gate`, then the norm of the rows."""
-    return _norm(y * silu(gate.to(tl.float32)), weight, eps, WIDTH, squares)
+    return _norm(y * silu(gate.to(tl.float32)), weight, eps, WIDTH)
 
 
 @triton.jit
-def norm_first(y, weight, gate, eps, WIDTH: tl.constexpr, squares=None):
+def norm_first(y, weight, gate, eps, WIDTH: tl.constexpr):
     """The norm of the rows of `y`, then times SiLU of `gate`."""
-    return _norm(y, weight, eps, WIDTH, squares) * silu(gate.to(tl.float32))
+    return _norm(y, weight, eps, WIDTH) * silu(gate.to(tl.float32))
 
 
 @triton.jit
-def _norm(y, weight, eps, WIDTH: tl.constexpr, squares):
-    """RMS norm of rows, by their sum of `squares` if it is known; nothing without a `weight`."""
+def _norm(y, weight, eps, WIDTH: tl.constexpr):
+    """RMS norm of rows; nothing without a `weight`."""
     if weight is not None:
-        if squares is None:
-            squares = tl.sum(y * y, 1, keep_dims=True)
-        y *= tl.rsqrt(squares / WIDTH + eps) * weight
+        y *= tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) / WIDTH + eps) * weight
     return y
