@@ -105,11 +105,14 @@ def _gemv_kernel(
     else:
         wait_for_inputs()
         expert = tl.load(experts + row).to(tl.int64)
+        if routing_weights is not None:
+            # Asked for with the row: after the products a program would wait for it alone.
+            routing_weight = tl.load(routing_weights + row).to(tl.float32)
         b_up, b_gate = MULTIPLY(p_x, weight, expert, column, SHAPE, False)
         if routing_weights is None:
             b_o = activate(b_up, b_gate, SHAPE.is_gated)
         else:
-            b_o = b_up * tl.load(routing_weights + row).to(tl.float32)
+            b_o = b_up * routing_weight
     if bias is not None:
         b_o += tl.load(bias + o_n, mask=is_column, other=0.0).to(tl.float32)
     b_o = b_o.to(output.dtype.element_ty)
