@@ -9,6 +9,7 @@ from milepost.simulator.clients import Clients, Patience
 from milepost.simulator.cost import read_cost
 from milepost.simulator.loop import EngineLimits, Replay
 from milepost.simulator.made import MADE, make_trace
+from milepost.simulator.policies import POLICIES
 from milepost.simulator.seeds import faster
 from tests.simulator.traces import Maker
 
@@ -127,3 +128,16 @@ def test_made_up_traffic_is_the_same_again_and_shares_its_prompts(name):
     trace.link_answers()
     assert any(request.answer_ids for request in trace.requests)
     assert make_trace(name, 12, seed=1).requests[0].page_ids != trace.requests[0].page_ids
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_bound_counts_answers_and_no_replay_comes_above_it(name):
+    """With memory for everything; a state may lie inside a page, at the end of an answer."""
+    trace = make_trace(name, 12)
+    prompts_alone = trace.bound()
+    trace.link_answers()
+    assert trace.bound() > prompts_alone
+    cache = POLICIES["auto"].memory(COST, num_pages=10_000, num_slots=2000, page_size=64)
+    Replay(trace, cache, COST, closed=True).run()
+    reused = cache.stats.hits / cache.stats.queries
+    assert 0.95 * trace.bound() < reused <= trace.bound()

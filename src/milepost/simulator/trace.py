@@ -103,19 +103,23 @@ class Trace:
         before.answer_ids = after.page_ids[first : -(-total // self.page_size)]
 
     def bound(self) -> float:
-        """Returns the share of the input tokens that earlier prompts hold, in whole pages."""
-        seen = bytearray(self.num_page_ids)
-        hit = 0
+        """Returns the share of the input tokens that earlier requests held: in their prompts, and
+        in answers that were linked."""
+        size = self.page_size
+        held = array("H", bytes(2 * self.num_page_ids))
+        hits = 0
         for request in self.requests:
-            known = 0
-            for id_ in request.page_ids:
-                if not seen[id_]:
+            ids, known = request.page_ids + request.answer_ids, 0
+            for id_ in ids:
+                known += held[id_]
+                if held[id_] < size:
                     break
-                known += 1
-            for id_ in request.page_ids[known:]:
-                seen[id_] = 1
-            hit += min(known * self.page_size, request.input_length - 1)
-        return hit / self.input_tokens
+            hits += min(known, request.input_length - 1)
+            left = request.input_length + request.output_length
+            for id_ in ids:
+                held[id_] = max(held[id_], min(left, size))
+                left -= size
+        return hits / self.input_tokens
 
 
 def read_trace(
