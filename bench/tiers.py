@@ -75,7 +75,7 @@ class Bench:
         tiering = _tiering(self.llm)
         while tiering.do_idle_work():
             time.sleep(0.001)
-        self.tiers.clear()
+        self.tiers.clear(with_files=False)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

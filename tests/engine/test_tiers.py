@@ -357,3 +357,27 @@ def test_a_directory_that_cannot_be_made_is_refused(tiny, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cache_dir"):
         kept(tiny, tmp_path / "file" / "below")
+
+
+def num_files(folder):
+    return sum(path.is_file() for path in folder.rglob("*"))
+
+
+def test_resetting_the_cache_deletes_files_if_asked(tiny, tmp_path):
+    llm = kept(tiny, tmp_path)
+    (first,) = ask(llm, tokens(300))
+    while llm.llm_engine.do_idle_work():
+        pass
+    assert num_files(tmp_path) > 5
+    assert llm.reset_prefix_cache()
+    assert loaded(ask(llm, follow_up(first))[0]) == {"disk": END}
+    assert llm.reset_prefix_cache(reset_connector=True)
+    again = ask(llm, follow_up(first))
+    assert cached(again) == [0]
+    tiny.check(again)
+    assert llm.reset_prefix_cache(reset_connector=True), "some writes may be under way"
+    assert cached(ask(llm, follow_up(first)[:-1])) == [0]
+    assert llm.reset_prefix_cache(reset_connector=True)
+    end(llm)
+    assert num_files(tmp_path) == 0
+    assert cached(ask(kept(tiny, tmp_path), follow_up(first))) == [0]

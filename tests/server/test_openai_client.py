@@ -255,6 +255,9 @@ def test_operations(http):
     assert http.get("/health").json() == {"status": "ok"}
     assert http.get("/version").json() == {"version": "0.1.0"}
     assert http.post("/reset_prefix_cache").json() == {"reset": True}
+    reset = http.post("/reset_prefix_cache", params={"reset_external": "true"})
+    assert reset.json() == {"reset": True}
+    assert http.post("/reset_prefix_cache?reset_external=2").status_code == 400
     assert http.get("/docs").status_code == 200
     text = http.get("/metrics").text
     for name in ("prefix_cache_queries_total", "prefix_cache_lost_tokens_total"):

@@ -137,10 +137,11 @@ class AsyncLLM:
         await self.start()
         return SamplingParams(**self._client.info.sampling_defaults)
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets everything cached; False while requests are running."""
+    async def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """Forgets everything cached in memory, and with `reset_connector` what `cache_dir` holds
+        too; False while requests are running."""
         await self.start()
-        return await self._client.reset_prefix_cache()
+        return await self._client.reset_prefix_cache(with_files=reset_connector)
 
     async def get_metrics(self) -> list[Metric]:
         """All counters and gauges of this moment."""

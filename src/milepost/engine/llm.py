@@ -145,9 +145,11 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached pages and states; False while requests are running."""
-        return self._thread.run(self.llm_engine.reset_prefix_cache)
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """Forget all cached pages and states in memory, and with `reset_connector` those in
+        `cache_dir` too; False while requests are running."""
+        reset = partial(self.llm_engine.reset_prefix_cache, reset_connector=reset_connector)
+        return self._thread.run(reset)
 
     def get_metrics(self) -> list[Metric]:
         """All counters and gauges of this moment."""

@@ -70,8 +70,8 @@ class OffDevice(Protocol):
     def flush(self) -> None:
         """Waits until all stores are done."""
 
-    def reset(self) -> None:
-        """Forgets what it has cached."""
+    def reset(self, *, with_files: bool) -> None:
+        """Forgets what it has cached in memory, and `with_files` also on disk."""
 
     def metrics(self) -> list[Metric]:
         """Returns its counters and gauges."""

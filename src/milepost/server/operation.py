@@ -32,8 +32,13 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/reset_prefix_cache", responses={409: {"description": "Requests are running."}})
     @for_operators
-    async def reset_prefix_cache() -> dict[str, Any]:
-        if not await service.client.reset_prefix_cache(timeout_s=service.config.request_timeout_s):
+    async def reset_prefix_cache(reset_external: bool = False) -> dict[str, Any]:
+        """Empties the cache in GPU and host memory; with reset_external=true the files in
+        --cache-dir are deleted too.
+        """
+        if not await service.client.reset_prefix_cache(
+            with_files=reset_external, timeout_s=service.config.request_timeout_s
+        ):
             raise HttpError(409, "requests are running: try again when none are")
         return {"reset": True}
 

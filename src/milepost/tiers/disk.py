@@ -100,6 +100,8 @@ class Disk:
         self._readers = Threads(NUM_READERS, "tiers-read")
         self._writer = Threads(1, "tiers-write")
         self._writing: deque[_Write] = deque()
+        self._removal: Future[None] | None = None
+        """The last file to be deleted."""
         self._outcomes = Outcomes()
         self._late: list[Reads] = []
         """Reads that were given up but may still write to their places."""
@@ -174,7 +176,7 @@ class Disk:
         for fetch, futures in reads.futures:
             if not all(future.cancelled() for future in futures):
                 host.unpin((fetch.item,))
-                if not fetch.item.pins:
+                if not (fetch.item.pins or fetch.item.is_gone):
                     host.remove(fetch.item)
         self._measure(reads)
 
@@ -209,7 +211,7 @@ class Disk:
             for item, copy in self._tiers.writes.take(room):
                 self._writing.append(_Write(item, copy, self._write(item)))
         for name in self._tiers.writes.take_gone():
-            self._writer.submit(self._files.remove, name)
+            self._removal = self._writer.submit(self._files.remove, name)
             self._others(OnDisk(do="remove", name=name))
 
     def _take_written(self) -> None:
@@ -269,7 +271,7 @@ class Disk:
                 self._writing.append(write)
 
     def close(self, end_s: float) -> None:
-        """Writes the items that are ready, until `end_s` of `perf_counter` at most."""
+        """Writes ready items and deletes dropped ones, until `end_s` of `perf_counter` at most."""
         self.poll()
         while self._writing and time.perf_counter() < end_s:
             wait(self._writing[0].futures, timeout=CHECK_S)
@@ -282,5 +284,7 @@ class Disk:
                 "tiers: the engine ended before all was written to %s: raise cache_flush_timeout_s",
                 self._files.directory,
             )
+        if self._removal is not None and not self._tiers.holdings.disk_rests:
+            wait((self._removal,), timeout=max(end_s - time.perf_counter(), 0.0))
         self._readers.close()
         self._writer.close()

@@ -66,10 +66,13 @@ class Tiers:
     def stats(self) -> TierStats:
         return self.holdings.stats
 
-    def clear(self) -> None:
-        """Drops everything in host memory that is not being copied."""
+    def clear(self, *, with_files: bool) -> None:
+        """Drops everything in host memory, and `with_files` everything on disk. No store and no
+        load may be under way."""
         self.stores.clear()
         self.host.clear()
+        if with_files:
+            self.writes.clear()
 
     # --- a source ---------------------------------------------------------------------------------
 

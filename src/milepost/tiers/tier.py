@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from milepost.cache.plans import What
+from milepost.tiers.places import FreePlaces, budget_of
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,35 +33,14 @@ class Item:
     is_ready: bool = False
     """Whether its contents are there; set by `Tier.fill`."""
     pins: int = 0
-
-
-BudgetName = Literal["pages", "states"]
-
-
-def budget_of(what: What) -> BudgetName:
-    """Returns the budget that an item counts towards."""
-    return "states" if what == "state" else "pages"
+    is_gone: bool = False
+    """Whether it was removed; its place stays taken while it is pinned."""
 
 
 class OnChange(Protocol):
     """A callback for items that become readable in a tier, or stop being so."""
 
     def __call__(self, what: What, key: bytes, *, is_there: bool) -> None: ...
-
-
-@dataclass(slots=True, kw_only=True)
-class FreePlaces:
-    """Free places of one kind."""
-
-    capacity: int
-    free: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.free = list(range(self.capacity - 1, -1, -1))
-
-    @property
-    def num_used(self) -> int:
-        return self.capacity - len(self.free)
 
 
 class Tier:
@@ -224,12 +204,19 @@ class Tier:
         for item in items:
             item.pins -= 1
             assert item.pins >= 0, "an item is unpinned as often as it was pinned"
+            if item.is_gone and not item.pins:
+                self._free(item)
+
+    def _free(self, item: Item) -> None:
+        self.budgets[budget_of(item.what)].free.append(item.place)
 
     def remove(self, item: Item) -> None:
         """Removes an item that is no longer there, whatever depends on it."""
         del self._items[item.what][item.key]
         self.num_changes += 1
-        self.budgets[budget_of(item.what)].free.append(item.place)
+        item.is_gone = True
+        if not item.pins:
+            self._free(item)
         if item.what == "state":
             self._superseded.pop(item.key, None)
             self._newest.pop(item.key, None)
@@ -247,10 +234,9 @@ class Tier:
             self.on_change(item.what, item.key, is_there=False)
 
     def clear(self) -> None:
-        """Removes all items that are not pinned."""
+        """Removes all items."""
         for item in list(self):
-            if not item.pins:
-                self.remove(item)
+            self.remove(item)
 
     def _evict_page(self, gone: list[Item]) -> bool:
         item = next((item for item in self._loose.values() if not item.pins), None)

@@ -99,10 +99,12 @@ class Writes:
         """Reports that a file is there, or could not be written."""
         self._host.unpin((item,))
         self._disk.unpin((copy,))
-        if is_there:
+        if copy.is_gone:
+            self._gone.append(copy)
+        elif is_there:
             self._disk.fill(copy)
             self._holdings.stats.written += 1
-        elif self._disk.get(copy.what, copy.key) is copy:
+        else:
             self._disk.remove(copy)
 
     def put_off(self, item: Item, copy: Item) -> None:
@@ -137,8 +139,15 @@ class Writes:
         if item is not None and not item.pins:
             self._disk.remove(item)
 
+    def clear(self) -> None:
+        """Drops all files, and forgets what should be written."""
+        self._unwritten.clear()
+        self._gone += self._disk
+        self._disk.clear()
+
     def take_gone(self) -> list[FileName]:
-        """Returns the files to delete since the last call."""
+        """Returns the files to delete since the last call, but for those that are to be written
+        again."""
         gone = [name_of(item) for item in self._gone] + self._unneeded
         self._gone, self._unneeded = [], []
-        return gone
+        return [name for name in gone if self._disk.get(name.what, name.key) is None]

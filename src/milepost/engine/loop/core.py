@@ -263,14 +263,14 @@ class Engine:
             for part in self.off_device:
                 part.flush()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets everything cached. Returns False while requests are running."""
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """Forgets what is cached, with `reset_connector` also on disk. False while requests run."""
         self._end_idle_work()
         self.poll()
         is_done = self.scheduler.cache.reset()
         if is_done:
             for part in self.off_device:
-                part.reset()
+                part.reset(with_files=reset_connector)
         self.scheduler.outside.tell()
         return is_done
 

@@ -119,10 +119,11 @@ class Tiering(OffDevice):
                 found.append(usage)
         return found
 
-    def reset(self) -> None:
-        """Forgets what host memory holds."""
+    def reset(self, *, with_files: bool) -> None:
+        """Forgets what host memory holds, and deletes this model's files if asked to."""
         self.copier.end_loads()
-        self.tiers.clear()
+        self.tiers.clear(with_files=with_files)
+        self.copier.poll()
 
     def close(self, *, is_whole: bool) -> None:
         """Stores and writes what is left, in the time that there is for it, unless a step has

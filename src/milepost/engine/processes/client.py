@@ -179,23 +179,24 @@ class EngineClient:
         return (await self._ask("metrics")).metrics or []
 
     async def state(self) -> bytes:
-        """Returns the state of the engine as JSON: the tree, the memory, the last minutes. Takes
-        some steps.
-        """
+        """Returns the engine's state as JSON: tree, memory, the last minutes. Takes some steps."""
         return (await self._ask("state")).state or b"{}"
 
     async def release_cache(self) -> bool:
         """Forget everything cached and return its memory; False while requests are running."""
         return bool((await self._ask("release_cache")).done)
 
-    async def reset_prefix_cache(self, timeout_s: float | None = None) -> bool:
-        """Forget everything cached; False while requests are running.
+    async def reset_prefix_cache(
+        self, *, with_files: bool = False, timeout_s: float | None = None
+    ) -> bool:
+        """Forget everything cached, `with_files` also on disk; False while requests are running.
 
         Raises RequestTimeoutError if the engine does not answer in time.
         """
+        what: wire.Question = "reset_with_files" if with_files else "reset_prefix_cache"
         try:
             async with asyncio.timeout(timeout_s):
-                return bool((await self._ask("reset_prefix_cache")).done)
+                return bool((await self._ask(what)).done)
         except TimeoutError:
             raise RequestTimeoutError(
                 f"the engine did not answer within {timeout_s:g} seconds"

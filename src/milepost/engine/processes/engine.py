@@ -169,6 +169,8 @@ class Loop:
     def _answer(self, ask: Ask) -> Reply:
         if ask.what == "reset_prefix_cache":
             return Reply(id=ask.id, done=self._engine.reset_prefix_cache())
+        if ask.what == "reset_with_files":
+            return Reply(id=ask.id, done=self._engine.reset_prefix_cache(reset_connector=True))
         if ask.what == "release_cache":
             done = self._engine.release_cache()
             heap.give_back()

@@ -88,7 +88,9 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-Question = Literal["alive", "metrics", "release_cache", "reset_prefix_cache", "state"]
+Question = Literal[
+    "alive", "metrics", "release_cache", "reset_prefix_cache", "reset_with_files", "state"
+]
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
