@@ -69,6 +69,24 @@ def fp8_tensor(weight: Tensor) -> tuple[Tensors, Tensor]:
     return tensors, values.float() * scale
 
 
+def int8_channels(weight: Tensor) -> tuple[Tensors, Tensor]:
+    scales = (weight.abs().amax(1, keepdim=True) / 127.5).to(torch.bfloat16)
+    values = (weight / scales.float()).round().clamp(-128, 127)
+    return {"weight": values.to(torch.int8), "weight_scale": scales}, values * scales.float()
+
+
+def int8_tensor(weight: Tensor) -> tuple[Tensors, Tensor]:
+    """With a scale of activations that cuts off the largest."""
+    scale = (weight.abs().max() / 127.5).view(1)
+    values = (weight / scale).round().clamp(-128, 127)
+    tensors = {
+        "weight": values.to(torch.int8),
+        "weight_scale": scale,
+        "input_scale": torch.tensor([0.02]),
+    }
+    return tensors, values * scale
+
+
 def _as_numbers(tensors: Tensors, meant: Tensor) -> tuple[Tensors, Tensor]:
     """Scales without dimensions, as ModelOpt writes them."""
     return {n: each.view(()) if each.numel() == 1 else each for n, each in tensors.items()}, meant
@@ -232,6 +250,7 @@ _FLOAT4 = {
 }
 _MXFP4 = {"type": "float", "num_bits": 4, "strategy": "group", "group_size": 32}
 _OF_NVFP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+_INT8 = {"type": "int", "num_bits": 8, "symmetric": True, "group_size": None, "actorder": None}
 _INT = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 64}
 FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
     "fp8-blocks": (
@@ -249,6 +268,14 @@ FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
         _compressed(
             _FLOAT | {"strategy": "tensor"}, _FLOAT | {"dynamic": False, "strategy": "tensor"}
         ),
+    ),
+    "int8-channels": (
+        int8_channels,
+        _compressed(
+            _INT8 | {"strategy": "channel", "dynamic": False, "observer": "mse"},
+            _INT8 | {"strategy": "token", "dynamic": True, "observer": "memoryless"},
+        )
+        | {"format": "int-quantized"},
     ),
     "modelopt": (
         lambda weight: _as_numbers(*fp8_tensor(weight)),
@@ -307,6 +334,14 @@ VARIANTS: dict[str, tuple[Quantise, dict[str, Any]]] = {
             _FLOAT | {"strategy": "block", "block_structure": [128, 128]},
             _FLOAT | {"dynamic": True, "strategy": "group", "group_size": 128},
         ),
+    ),
+    "int8-tensors": (
+        int8_tensor,
+        _compressed(
+            _INT8 | {"strategy": "tensor", "dynamic": False},
+            _INT8 | {"strategy": "tensor", "dynamic": False},
+        )
+        | {"format": "int-quantized"},
     ),
     "awq-128": (
         lambda weight: awq(weight, 128),
@@ -449,10 +484,10 @@ def write(
     stored, meant = {}, {}
     for key, tensor in _one_by_one(load_file(meant_folder / "model.safetensors")).items():
         path, _, kind = key.rpartition(".")
-        if form == "fp8-channels" and key.endswith(
+        if form in ("fp8-channels", "int8-channels") and key.endswith(
             ("moe.input_linear.weight", "moe.output_linear.weight")
         ):
-            each = [fp8_channels(expert) for expert in tensor]
+            each = [FORMATS[form][0](expert) for expert in tensor]
             for part in ("weight", "weight_scale"):
                 stored[f"{path}.{part}"] = torch.stack([tensors[part] for tensors, _ in each])
             meant[key] = torch.stack([value for _, value in each])

@@ -23,7 +23,7 @@ from bench.kernels.timing import Row, parse, report, time_us
 
 from milepost.kernels.platform.device import hopper_kernels
 from milepost.kernels.products import Epilogue, Raw, mix, moe, multiply
-from milepost.kernels.products.forms.quantised import BLOCK, FP8, Fp4, Fp8, Int4, Quantised
+from milepost.kernels.products.forms.quantised import BLOCK, FP8, Fp4, Fp8, Int4, Int8, Quantised
 
 TOKENS = (1, 16, 64, 512, 8192)
 EXPERTS_TOKENS = (1, 5, 8, 16, 32, 64, 512, 2048, 8192)
@@ -163,6 +163,12 @@ def make_fp8(*shape: int) -> Fp8:
     return Fp8(values=values, scales=scales * 3e-4, rows=BLOCK, depth=BLOCK)
 
 
+def make_int8(*shape: int) -> Int8:
+    values = torch.randint(-128, 128, shape, device="cuda", dtype=torch.int8)
+    scales = torch.full((*shape[:-1], 1), 3e-4, device="cuda")
+    return Int8(values=values, scales=scales)
+
+
 def make_int4(*shape: int) -> Int4:
     *lead, num_inputs = shape
     groups = *lead, num_inputs // GROUP
@@ -184,6 +190,7 @@ def make_fp4(*shape: int) -> Fp4:
 
 FORMS: dict[str, Callable[..., Quantised]] = {
     "fp8": make_fp8,
+    "int8": make_int8,
     "int4": make_int4,
     "fp4": make_fp4,
 }

@@ -38,10 +38,11 @@ def opened(folder: Path, **options: object) -> LLM:
     ("name", "form", "sizes", "kv"),
     [
         ("qwen3_next", "fp8-blocks", EXPERTS, "fp8"),
+        ("qwen3_next", "int8-channels", EXPERTS, "auto"),
         ("qwen3_5", "awq", {}, "auto"),
         ("qwen3_5_moe", "modelopt-mixed", EXPERTS, "fp8"),
     ],
-    ids=["experts in fp8", "four bits", "experts in e2m1 beside fp8"],
+    ids=["experts in fp8", "experts in int8", "four bits", "experts in e2m1 beside fp8"],
 )
 def test_together(name: str, form: str, sizes: dict[str, int], kv: str, tmp_path: Path) -> None:
     stored, _ = write(name, tmp_path, form, has_head=True, **_SMALL, **sizes)

@@ -21,7 +21,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("form", ["raw", "fp8", "int4"])
+@pytest.mark.parametrize("form", ["raw", "fp8", "int8", "int4"])
 def test_products_with_one_order_have_one_result(form: str, shape: tuple[int, int]) -> None:
     weight = dict(forms(*shape))[form]
     found = [row | {"rows": num} for num in NUM_ROWS for row in compare(weight, num)]

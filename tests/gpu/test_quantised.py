@@ -20,6 +20,7 @@ from tests.kernels.quantised_cases import (
     make_fp4,
     make_fp8,
     make_int4,
+    make_int8,
     make_rows,
     route,
     to,
@@ -37,6 +38,9 @@ DENSE = {
     "rows": lambda: make_fp8(200, 512, rows=1),
     "channels": lambda: make_fp8(256, 512, rows=1, depth=512),
     "static": lambda: make_fp8(256, 512, rows=1, depth=512, input_scale=0.02),
+    "int8": lambda: make_int8(1024, 2048),
+    "int8, split": lambda: make_int8(200, 4096),
+    "int8, static": lambda: make_int8(256, 512, input_scale=0.02),
     "int4, 32": lambda: make_int4(256, 2048, group=32),
     "int4, 64": lambda: make_int4(256, 2048, group=64),
     "int4, 128": lambda: make_int4(1024, 2048, group=128),
@@ -194,6 +198,9 @@ ROW = {
     "large": lambda: make_fp8(4112, 8192),
     "large, rows": lambda: make_fp8(4112, 8192, rows=1),
     "rows": lambda: make_fp8(200, 512, rows=1),
+    "int8": lambda: make_int8(1024, 2048),
+    "int8, odd": lambda: make_int8(72, 2688),
+    "int8, long": lambda: make_int8(200, 12288),
     "int4, 128": lambda: make_int4(1024, 2048, group=128),
     "int4, two tiles": lambda: make_int4(6376, 256, group=128),
     "int4, odd": lambda: make_int4(72, 2688, group=128),
@@ -225,7 +232,12 @@ def test_one_row(name: str, dtype: torch.dtype) -> None:
     assert error < 1e-2
 
 
-CHAINS = {"fp8": (make_fp8, 40), "int4": (partial(make_int4, group=128), 4), "fp4": (make_fp4, 8)}
+CHAINS = {
+    "fp8": (make_fp8, 40),
+    "int8": (make_int8, 2),
+    "int4": (partial(make_int4, group=128), 4),
+    "fp4": (make_fp4, 8),
+}
 
 
 @pytest.mark.parametrize("form", CHAINS)
@@ -312,6 +324,12 @@ EXPERTS = {
     "channels": lambda: fp8_experts(512, rows=1, depth=256),
     "static": lambda: fp8_experts(512, rows=1, depth=256, input_scale=0.02),
     "squared relu": lambda: fp8_experts(256),
+    "int8": lambda: (make_int8(16, 512, 256), make_int8(16, 256, 256, seed=2)),
+    "int8, squared relu": lambda: (make_int8(16, 256, 256), make_int8(16, 256, 256, seed=2)),
+    "int8, static": lambda: (
+        make_int8(16, 512, 256, input_scale=1e-3),
+        make_int8(16, 256, 256, seed=2, input_scale=0.1),
+    ),
     "int4": lambda: (make_int4(16, 512, 256, group=32), make_int4(16, 256, 256, group=64)),
     "int4, squared relu": lambda: (
         make_int4(16, 256, 256, group=128),

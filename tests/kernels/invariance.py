@@ -19,13 +19,13 @@ from milepost.kernels.products.forms.matrix import Epilogue, Form, Matrix, Raw
 from milepost.kernels.products.table import PRODUCTS, Product
 from tests.kernels.choices import without
 from tests.kernels.orders import run_all
-from tests.kernels.quantised_cases import make_fp4, make_fp8, make_int4, make_rows, to
+from tests.kernels.quantised_cases import make_fp4, make_fp8, make_int4, make_int8, make_rows, to
 
 NUM_ROWS = (1, 2, 7, 16, 33, 64, 65, 129, 300, 500)
 MOST_ROWS = 1000
 SHAPES = ((4096, 2048), (2048, 4096), (12288, 4096), (264, 2048))
 NUM_EXPERTS, NUM_CHOSEN, HIDDEN, SIZE = 64, 8, 2048, 512
-FORMS = ("raw", "fp8", "int4", "fp4")
+FORMS = ("raw", "fp8", "int8", "int4", "fp4")
 
 
 class Difference(NamedTuple):
@@ -43,7 +43,7 @@ def make_weight(form: str, *shape: int, device: str = "cuda", batch_invariant: b
     if form == "raw":
         values = torch.randn(*shape, device=device).bfloat16() * shape[-1] ** -0.5
         return Raw(values=values, **how)
-    make: dict[str, Callable[..., Any]] = {"fp8": make_fp8, "fp4": make_fp4}
+    make: dict[str, Callable[..., Any]] = {"fp8": make_fp8, "int8": make_int8, "fp4": make_fp4}
     made = make_int4(*shape, group=128) if form == "int4" else make[form](*shape)
     return replace(to(device, made), **how)
 

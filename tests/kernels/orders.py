@@ -17,7 +17,7 @@ from milepost.kernels.platform.device import probe
 from milepost.kernels.products import table
 from milepost.kernels.products.forms.matrix import Form, Matrix, Raw
 from tests.kernels.choices import without
-from tests.kernels.quantised_cases import make_fp8, make_int4, make_rows, to
+from tests.kernels.quantised_cases import make_fp8, make_int4, make_int8, make_rows, to
 
 NUM_ROWS = (1, 2, 7, 16, 33, 64, 500)
 SHAPES = ((4096, 2048), (12288, 4096))
@@ -27,6 +27,7 @@ def forms(num_outputs: int, num_inputs: int) -> Iterator[tuple[str, Form]]:
     values = torch.randn(num_outputs, num_inputs, device="cuda").bfloat16() * num_inputs**-0.5
     yield "raw", Raw(values=values)
     yield "fp8", to("cuda", make_fp8(num_outputs, num_inputs))
+    yield "int8", to("cuda", make_int8(num_outputs, num_inputs))
     yield "int4", to("cuda", make_int4(num_outputs, num_inputs, group=128))
 
 

@@ -13,6 +13,7 @@ from milepost.kernels.products.forms.quantised import (
     Fp4,
     Fp8,
     Int4,
+    Int8,
     Quantised,
     lane_of,
     multiply,
@@ -51,6 +52,19 @@ def make_fp8(
         depth=depth,
         input_scale=None if static is None else static.view(lead),
     )
+
+
+def make_int8(*shape: int, seed: int = 0, input_scale: float | None = None) -> Int8:
+    random = torch.Generator().manual_seed(seed)
+    values = torch.randint(-128, 128, shape, generator=random).to(torch.int8)
+    # Outputs of sizes of their own: a scale that is read for another one shows.
+    scales = torch.logspace(-3, -1, shape[-2])[:, None] * (
+        1 + torch.rand(*shape[:-1], 1, generator=random)
+    )
+    static = None
+    if input_scale is not None:
+        static = input_scale * (1 + torch.rand(shape[:-2], generator=random))
+    return Int8(values=values, scales=scales, input_scale=static)
 
 
 def make_int4(*shape: int, group: int, seed: int = 0) -> Int4:

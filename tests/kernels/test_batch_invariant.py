@@ -13,7 +13,7 @@ from milepost.kernels import products
 from milepost.kernels.products import Epilogue, Form, Raw, moe
 from milepost.kernels.products.experts_reference import Scores
 from milepost.kernels.products.forms.matrix import pack
-from tests.kernels.quantised_cases import make_fp4, make_fp8, make_int4
+from tests.kernels.quantised_cases import make_fp4, make_fp8, make_int4, make_int8
 
 NUM_ROWS, NUM_INPUTS = 150, 256
 DTYPES = [torch.float32, torch.bfloat16]
@@ -27,6 +27,7 @@ def _raw(*shape: int) -> Raw:
 FORMS: dict[str, Callable[..., Form]] = {
     "raw": _raw,
     "fp8": make_fp8,
+    "int8": make_int8,
     "int4": lambda *shape: make_int4(*shape, group=128),
     "fp4": make_fp4,
 }

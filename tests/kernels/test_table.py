@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,9 +23,10 @@ from milepost.kernels.platform import device
 from milepost.kernels.platform.device import CHIPS
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
-from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4
+from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4, Int8
 from milepost.kernels.products.table import PRODUCTS, Product
 from tests.kernels.choices import TABLES, forget
+from tests.quantised import FORMATS
 
 ROOT = Path(__file__).parents[2]
 H200, L4 = CHIPS["sm_90"][1], CHIPS["sm_89"][1]
@@ -46,6 +48,10 @@ def int4(num_outputs: int, num_inputs: int, group: int = 128) -> Matrix:
     return Matrix(form=Int4, num_outputs=num_outputs, num_inputs=num_inputs, group=group)
 
 
+def int8(num_outputs: int, num_inputs: int) -> Matrix:
+    return Matrix(form=Int8, num_outputs=num_outputs, num_inputs=num_inputs)
+
+
 def raw(num_outputs: int, num_inputs: int) -> Matrix:
     return Matrix(form=Raw, num_outputs=num_outputs, num_inputs=num_inputs)
 
@@ -63,6 +69,10 @@ def raw(num_outputs: int, num_inputs: int) -> Matrix:
         (fp8(12288, 2048), 2, "fp8 small_m, Hopper", "gemm"),
         (fp8(1024, 2048), 2, "gemm", "gemm"),
         (fp8(12288, 2048), 65, "torch's scaled GEMM", "gemm"),
+        (int8(12288, 2048), 1, "int8 gemv", None),
+        (int8(12288, 2048), 16, "int8 gemm", None),
+        (int8(12288, 2048), 4096, "int8 gemm", None),
+        (int8(12288, 2048)._replace(has_input_scale=True), 1, "int8 gemm", None),
         (int4(12288, 2048), 1, "gemv, Hopper", "gemv"),
         (int4(12288, 2048, 32), 1, "gemm", "gemm"),
         (int4(12288, 2048), 32, "int4 small_m, Hopper", "gemm"),
@@ -88,6 +98,8 @@ def test_kernels_as_they_were_measured(weight, num_rows, on_hopper, elsewhere):
         (fp8(1024, 2048), fp8(2048, 512), 64, "fp8 in one launch, Hopper", "grouped"),
         (fp8(1024, 2048), fp8(2048, 512), 65, "grouped", "grouped"),
         (fp8(1024, 2048), fp8(2048, 512), 2048, "fp8 grouped, tall, Hopper", "grouped"),
+        (int8(1024, 2048), int8(2048, 512), 4, "int8 gemv", None),
+        (int8(1024, 2048), int8(2048, 512), 5, "int8 grouped", None),
         (int4(1024, 2048), int4(2048, 512), 64, "int4 in one launch, Hopper", "grouped"),
         (int4(1024, 2048), int4(2048, 512), 512, "int4 grouped, tall, Hopper", "grouped"),
         (
@@ -114,7 +126,7 @@ def test_tall_blocks_without_hoppers_own_instructions():
 
 MATRICES = st.builds(
     Matrix,
-    form=st.sampled_from([Raw, Fp8, Int4, Fp4]),
+    form=st.sampled_from([Raw, Fp8, Int8, Int4, Fp4]),
     num_outputs=st.integers(1, 200).map(lambda count: 8 * count),
     num_inputs=st.integers(1, 40).map(lambda count: 128 * count),
     rows=st.sampled_from([1, 128]),
@@ -274,6 +286,20 @@ def test_the_command_lists_a_models_kernels():
         ["from 914", "fp8 grouped, tall, Hopper"],
     ]
     assert "Hopper" not in run("hybrid-9b", chip="sm_89").replace("Hopper: they need sm_90", "")
+
+
+def test_the_command_lists_integers(tmp_path):
+    """Of a checkpoint in W8A8: the same kernels with Hopper's and without."""
+    config = json.loads((ROOT / "bench/models/hybrid-35b-a3b/config.json").read_text())
+    config["quantization_config"] = FORMATS["int8-channels"][1]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for chip in ("sm_86", "sm_90"):
+        lines = run(str(tmp_path), chip=chip).splitlines()
+        first = next(index for index, line in enumerate(lines) if " experts " in line)
+        shown = [re.split(r" {2,}", line.strip()) for line in lines[first : first + 2]]
+        assert shown[0][1:5] == ["int8, 1024 x 2048", "1 to 4", "int8 gemv", "int32, exact"]
+        assert shown[1][:3] == ["from 5", "int8 grouped", "int32, exact"]
+        assert "int8 gemm" in "".join(lines)
 
 
 def test_a_chip_that_nobody_knows_is_refused():

@@ -54,6 +54,16 @@ def logits(model: Any) -> Tensor:
     return model.compute_logits(model(TOKENS, build_pools(model).context([PART])))
 
 
+def round_to_integers(hidden: Tensor, scale: float | None) -> Tensor:
+    """To int8 and back, as compressed-tensors' `fake_quantize` does it, but with a token's largest
+    number at 127; or with a scale that is given."""
+    rows = hidden.reshape(len(hidden), -1).float()
+    own = rows.abs().amax(1, keepdim=True) / 127 if scale is None else torch.tensor(scale)
+    own = own.clamp(min=1e-12)
+    numbers = (rows / own).clamp(-128, 127).round()
+    return (numbers.double() * own.double()).to(hidden.dtype)
+
+
 def round_inputs(hidden: Tensor, depth: int | None, scale: float | None) -> Tensor:
     """To float8 and back, with a scale for `depth` inputs each or one that is given."""
     rows = hidden.reshape(len(hidden), -1).float()
@@ -72,6 +82,12 @@ class Rounding(RawPrecision):
 
     depth: int | None = None
     scale: float | None = None
+    is_integer: bool = False
+
+    def round(self, hidden: Tensor) -> Tensor:
+        if self.is_integer:
+            return round_to_integers(hidden, self.scale)
+        return round_inputs(hidden, self.depth, self.scale)
 
     def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> RawWeight:
         return RoundingWeight(kind.empty(num_outputs, num_inputs), self)
@@ -102,23 +118,21 @@ class RoundingForm(Packed):
     rounding: Rounding
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        rounded = round_inputs(rows, self.rounding.depth, self.rounding.scale)
-        return F.linear(rounded, self.values, bias)
+        return F.linear(self.rounding.round(rows), self.values, bias)
 
 
 class RoundingExperts(RawExperts):
     rounding: Rounding
 
     def mix(self, rows: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
-        depth, scale = self.rounding.depth, self.rounding.scale
         output = torch.zeros_like(rows)
         has_gate = self.up.shape[1] > self.down.shape[2]
         for token, (row, chosen, weights) in enumerate(zip(rows, experts, shares, strict=True)):
             for expert, share in zip(chosen.tolist(), weights, strict=True):
-                first = round_inputs(row[None], depth, scale) @ self.up[expert].T
+                first = self.rounding.round(row[None]) @ self.up[expert].T
                 gate, up = first.chunk(2, 1)
                 active = F.silu(gate) * up if has_gate else F.relu(first).square()
-                active = round_inputs(active, depth, scale)
+                active = self.rounding.round(active)
                 output[token] += share * (active @ self.down[expert].T)[0]
         return output.unsqueeze(1)
 
@@ -151,6 +165,8 @@ ROUNDINGS = {
     "fp8-channels": Rounding(),
     "fp8-tensors": Rounding(None, 0.02),
     "modelopt": Rounding(None, 0.02),
+    "int8-channels": Rounding(is_integer=True),
+    "int8-tensors": Rounding(scale=0.02, is_integer=True),
 }
 NEMOTRON: dict[str, Any] = {
     "mamba_head_dim": 16,
@@ -184,6 +200,11 @@ CASES = [
     ("intern_s2_preview", "fp8-blocks", EXPERTS | {"linear_key_head_dim": 64, "hidden_size": 256}),
     ("minicpmv4_6", "packed", {}),
     ("qwen3_5", "fp8-channels", {}),
+    ("qwen3_5", "int8-channels", {}),
+    ("qwen3_next", "int8-channels", EXPERTS),
+    ("nemotron_h", "int8-channels", NEMOTRON),
+    ("kimi_linear", "int8-channels", KIMI),
+    ("granitemoehybrid", "int8-channels", GRANITE),
     ("qwen3_5_moe", "fp8-tensors", EXPERTS),
     ("qwen3_next", "awq", EXPERTS),
     ("qwen3_5", "modelopt", {}),
@@ -231,7 +252,7 @@ def test_groups_zero_points_and_versions_are_read(form: str, tmp_path: Path) -> 
     sizes = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
     stored, meant = write("qwen3_5_moe", tmp_path, form, **(EXPERTS | sizes))
     model, _ = load_model(stored, LoadOptions(dtype="float64"))
-    rounding = Rounding(128) if form.startswith("fp8") else RawPrecision()
+    rounding = Rounding(128) if form.startswith("fp8") else ROUNDINGS.get(form, RawPrecision())
     assert relative_error(logits(model), logits(load_meant(meant, stored, rounding))) < 1e-4
 
 
@@ -270,6 +291,7 @@ def test_a_quantised_head_is_one_also_where_the_configuration_says_tied(tmp_path
         ("nemotron_h", "modelopt-nvfp4", 80),
         ("nemotron_h", "modelopt", 72),
         ("nemotron_h", "fp8-blocks", 136),
+        ("qwen3_5_moe", "int8-channels", 80),
         ("qwen3_5_moe", "awq", 96),
         ("qwen3_5_moe", "packed-channels", 48),
     ],
@@ -444,7 +466,7 @@ def test_a_missing_tensor_is_named(form: str, part: int, tmp_path: Path) -> None
         load_model(stored)
 
 
-@pytest.mark.parametrize("form", ["fp8-channels", "gptq"])
+@pytest.mark.parametrize("form", ["fp8-channels", "int8-channels", "gptq"])
 def test_multipliers_of_quantised_weights_are_refused(form: str, tmp_path: Path) -> None:
     """They would be lost, for what has them is a tensor of another name or of other numbers."""
     sizes = {"mamba_d_ssm": 128, "mamba_n_heads": 16, "num_hidden_layers": 1}

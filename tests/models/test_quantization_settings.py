@@ -9,7 +9,7 @@ import pytest
 from transformers import Qwen3NextConfig
 
 from milepost.errors import UnsupportedModelError
-from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
+from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision, Int8Precision
 from milepost.layers.weights import RawPrecision
 from milepost.models.quantization import has_fp8_kv, read_quantization
 
@@ -209,6 +209,8 @@ BY_CHANNEL = FLOAT8 | {"strategy": "channel", "dynamic": False, "actorder": None
 BY_TOKEN = FLOAT8 | {"strategy": "token", "dynamic": True}
 BY_BLOCK = BY_CHANNEL | {"strategy": "block", "block_structure": [128, 128]}
 FLOAT4 = FLOAT8 | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+INT8_BY_CHANNEL = BY_CHANNEL | {"type": "int"}
+INT8_BY_TOKEN = BY_TOKEN | {"type": "int"}
 COMPRESSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"weights": BY_CHANNEL | {"symmetric": False}}, "weights: symmetric=False"),
     ({}, {"weights": BY_CHANNEL | {"dynamic": True}}, "weights: dynamic=True"),
@@ -264,6 +266,31 @@ def test_settings_of_compressed_tensors_are_refused_by_name(changes, of_group, n
     read_quantization(_compressed({}, {}), (), has_files=False)
     with pytest.raises(UnsupportedModelError, match=named):
         read_quantization(_compressed(changes, of_group), (), has_files=False)
+
+
+INT8: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"input_activations": INT8_BY_TOKEN | {"symmetric": False}}, "zero points are not read"),
+    ({}, {"weights": INT8_BY_CHANNEL | {"symmetric": False}}, "g.weights: symmetric=False"),
+    ({}, {"weights": INT8_BY_CHANNEL | {"strategy": "group"}}, "strategy='group'.* int8 weights"),
+    ({}, {"weights": INT8_BY_CHANNEL | {"strategy": "block"}}, "supported are channel, tensor"),
+    ({}, {"input_activations": BY_TOKEN}, "int8 weights need int8 activations"),
+    ({}, {"input_activations": INT8_BY_TOKEN | {"num_bits": 4}}, "need int8 activations"),
+    ({}, {"input_activations": INT8_BY_TOKEN | {"dynamic": False}}, "strategy='token'.*static"),
+    ({}, {"weights": BY_CHANNEL}, "float8 weights need float8 activations"),
+    ({"format": "pack-quantized"}, {}, "format='pack-quantized' is not supported for int8"),
+    ({}, {"input_activations": None}, "int with 8 bits are not.*8-bit integer activations"),
+]
+
+
+@pytest.mark.parametrize(("changes", "of_group", "named"), INT8, ids=lambda e: str(e)[:40])
+def test_settings_of_int8_are_refused_by_name(changes, of_group, named) -> None:
+    group = {"weights": INT8_BY_CHANNEL, "input_activations": INT8_BY_TOKEN}
+    layout = {"format": "int-quantized"}
+    forms = read_quantization(_compressed(layout, group), (), has_files=False)
+    expected = Int8Precision(strategy="channel")
+    assert forms.precision_of("model.layers.0.mlp.up_proj") == expected
+    with pytest.raises(UnsupportedModelError, match=named):
+        read_quantization(_compressed(layout | changes, group | of_group), (), has_files=False)
 
 
 @pytest.mark.parametrize("method", _AS_WRITTEN)

@@ -131,6 +131,23 @@ _FP8: Mapping[str, Any] = {
     "weight_block_size": [128, 128],
     "modules_to_not_convert": _LEFT,
 }
+_INT8: Mapping[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"type": "int", "num_bits": 8, "strategy": "channel"},
+            "input_activations": {
+                "type": "int",
+                "num_bits": 8,
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+    "ignore": [f"re:.*{name}$" for name in _LEFT],
+}
 _INT4: Mapping[str, Any] = {
     "quant_method": "awq",
     "bits": 4,
@@ -159,6 +176,7 @@ CASES: Sequence[Case] = (
     ),
     Case(model="bench/models/kimi-linear-48b-a3b"),
     Case(model=_35B, quantization=_FP8),
+    Case(model=_35B, quantization=_INT8),
     Case(model=_35B, quantization=_INT4),
     Case(model=_35B, quantization=_NVFP4),
     Case(model="bench/models/kimi-linear-48b-a3b", kv_dtype=torch.float8_e4m3fn),
@@ -176,6 +194,7 @@ CI_CASES: Sequence[Case] = (
     Case(model=_35B),
     Case(model=_35B, page_size=16, only_attention=True),
     Case(model=_35B, quantization=_FP8),
+    Case(model=_35B, quantization=_INT8),
     Case(model=_35B, quantization=_INT4),
     Case(model=_35B, quantization=_NVFP4),
     Case(model=_35B, only_attention=True, kv_dtype=torch.float8_e4m3fn),

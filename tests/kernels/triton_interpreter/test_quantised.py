@@ -21,7 +21,13 @@ from milepost.kernels.products import (
     run_experts,
 )
 from milepost.kernels.products.forms.matrix import Raw
-from milepost.kernels.products.forms.quantised import FP8, Quantised, multiply, quantise_rows
+from milepost.kernels.products.forms.quantised import (
+    FP8,
+    Quantised,
+    multiply,
+    quantise_int8,
+    quantise_rows,
+)
 from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.portable import (
     gathering as triton_gathering,
@@ -39,6 +45,7 @@ from tests.kernels.quantised_cases import (
     make_fp4,
     make_fp8,
     make_int4,
+    make_int8,
     make_rows,
     route,
     to,
@@ -64,6 +71,27 @@ def test_fp8_gemm(num_tokens: int, rows: int, depth: int, input_scale: float | N
     check(run_kernel(hidden, weight, bias), hidden, weight, bias)
 
 
+@pytest.mark.parametrize("input_scale", [None, 0.02])
+@pytest.mark.parametrize("num_tokens", [1, 3, 40, 70])
+def test_int8_gemm(num_tokens: int, input_scale: float | None) -> None:
+    weight = make_int8(200, 384, input_scale=input_scale)
+    hidden, bias = make_rows(num_tokens, 384), torch.randn(200)
+    check(run_kernel(hidden, weight, bias), hidden, weight, bias, bound=4e-4)
+
+
+def test_int8_sums_are_exact_however_they_are_cut() -> None:
+    """A row has the same bits alone, by the kernel of one row, as among others, by the GEMM."""
+    weight, hidden = make_int8(72, 4224), make_rows(33, 4224)
+    hidden[0] = weight.values[0].sign()
+    values, scales = quantise_int8(hidden)
+    sums = values.long() @ weight.values.long().T
+    assert sums.abs().max() > 1 << 24, "more than a sum in float32 holds"
+    expected = sums.float() * (weight.scales.T * scales)
+    assert torch.equal(run_kernel(hidden, weight), expected.half())
+    for row in range(33):
+        assert torch.equal(run_kernel(hidden[row : row + 1], weight)[0], expected[row].half())
+
+
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_int4_gemm(num_tokens: int, group: int) -> None:
@@ -80,7 +108,7 @@ def test_fp4_gemm(num_tokens: int, group: int) -> None:
     check(run_kernel(hidden, weight, bias), hidden, weight, bias)
 
 
-@pytest.mark.parametrize("make", [make_fp8, make_fp4, partial(make_int4, group=64)])
+@pytest.mark.parametrize("make", [make_fp8, make_int8, make_fp4, partial(make_int4, group=64)])
 def test_parts_along_the_inputs_add_up(monkeypatch, make: Callable[..., Quantised]) -> None:
     """The interpreter has one SM, for which no product is cut."""
     weight, hidden, bias = make(72, 512), make_rows(3, 512), torch.randn(72)
@@ -118,7 +146,9 @@ def test_every_float_of_four_bits_becomes_sixteen(shape: tuple[int, ...], group:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
-@pytest.mark.parametrize("make", [make_fp8, make_fp4, partial(make_int4, group=64), torch.randn])
+@pytest.mark.parametrize(
+    "make", [make_fp8, make_int8, make_fp4, partial(make_int4, group=64), torch.randn]
+)
 def test_outputs_may_stand_beside_others(
     num_tokens: int, make: Callable[..., Quantised | Tensor]
 ) -> None:
@@ -146,6 +176,19 @@ def test_activations_are_rounded_as_defined(depth: int) -> None:
     expected_values, expected_scales = quantise_rows(hidden.half(), depth)
     torch.testing.assert_close(scales.T[:7], expected_scales)
     assert values.view(torch.uint8)[:7].tolist() == expected_values.view(torch.uint8).tolist()
+
+
+def test_activations_are_rounded_to_integers_as_defined() -> None:
+    """Ties go to even integers, the largest number of a row to 127 or its negative."""
+    hidden = make_rows(7, 300) * torch.logspace(-4, 3, 7)[:, None]
+    hidden[2] = 0
+    hidden[3, :6] = torch.tensor([0.5, 1.5, 2.5, -0.5, -127.0, 126.5])
+    hidden[3, 6:] = 1
+    values, scales = triton_rounding.quantise(hidden, 300, probe(hidden.device), dtype=torch.int8)
+    expected_values, expected_scales = quantise_int8(hidden)
+    assert values[3, :6].tolist() == [0, 2, 2, 0, -127, 126]
+    assert torch.equal(scales.T, expected_scales)
+    assert torch.equal(values, expected_values)
 
 
 def test_rows_are_gated_as_they_are_rounded() -> None:
@@ -186,6 +229,21 @@ def test_fp8_experts(
 ) -> None:
     up = make_fp8(3, up_rows, 256, rows=rows, depth=depth, input_scale=input_scale)
     down = make_fp8(3, 256, 128, rows=rows, input_scale=input_scale, seed=2)
+    given = (*route(num_tokens, 3, 0.1), up, down)
+    check_experts(run_experts.mix(as_activations(given[0]), *given[1:]), *given)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 24, 180])
+@pytest.mark.parametrize(
+    ("up_rows", "input_scales"),
+    [(256, (None, None)), (128, (None, None)), (256, (1e-4, 1e-3))],
+    ids=["gated", "squared relu", "static"],
+)
+def test_int8_experts(
+    num_tokens: int, up_rows: int, input_scales: tuple[float | None, float | None]
+) -> None:
+    up = make_int8(3, up_rows, 256, input_scale=input_scales[0])
+    down = make_int8(3, 256, 128, seed=2, input_scale=input_scales[1])
     given = (*route(num_tokens, 3, 0.1), up, down)
     check_experts(run_experts.mix(as_activations(given[0]), *given[1:]), *given)
 

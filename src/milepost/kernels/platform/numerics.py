@@ -6,11 +6,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.platform.tensors import FP8_MAX, LEAST_SCALE
+from milepost.kernels.platform.tensors import FP8_MAX, INT8_MAX, LEAST_SCALE
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(FP8_MAX)
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
+_INT8_MAX = tl.constexpr(INT8_MAX)
 
 
 @triton.jit
@@ -49,6 +50,19 @@ def softplus(x):
 def scale_of(x, AXIS: tl.constexpr):
     """Scale of numbers that share one along an axis."""
     return tl.maximum(tl.max(tl.abs(x), AXIS) / LARGEST, _LEAST_SCALE)
+
+
+@triton.jit
+def int8_scale_of(largest):
+    """Scale of a row in int8 whose largest number has this size."""
+    return tl.maximum(largest / _INT8_MAX, _LEAST_SCALE)
+
+
+@triton.jit
+def round_int8(x):
+    """Round float32 to int8, ties to even: floats about 1.5 * 2^23 are 1 apart."""
+    x = tl.minimum(tl.maximum(x, -128.0), 127.0)
+    return ((x + 12582912.0) - 12582912.0).to(tl.int8)
 
 
 @triton.jit

@@ -11,6 +11,10 @@ from torch import Tensor
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """Largest value of float8_e4m3fn."""
+INT8_MAX = 127.0
+"""Largest integer that activations are rounded to. Half of the range, 127.5, which
+compressed-tensors divides by in Python, would put a row's largest number on the bound between two
+integers, where its last bit decides."""
 BLOCK = 128
 """Inputs that share a scale, of weights and of activations, in the published block format."""
 LEAST_SCALE = 1e-12

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import KernelTable, P
-from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4
+from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4, Int8
 
-QUANTISED = (Fp8, Int4, Fp4)
+QUANTISED = (Fp8, Int8, Int4, Fp4)
 _PROBED = (*range(1, 130), 160, 256, 512, 1024, 2048, 4096, 8192)
 """Numbers of tokens that are looked up."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from milepost.kernels.platform.tables import HOPPER, Condition, Kernel, KernelTable, RowRange, row
 from milepost.kernels.products.forms.matrix import Matrix, Raw
-from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4
+from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int8
 
 ROW_BY_ROW = 40
 """Most rows (four tokens, nine experts each) that are multiplied one by one, and rounded on the
@@ -110,7 +110,7 @@ _RAW_ROOM: Condition[Mixture] = (
 _RAW_WHOLE: Condition[Mixture] = ("sizes are no whole steps", lambda it, _:
     it.has_16_bits and it.down.num_inputs % 64 == it.up.num_inputs % 128 == 0)
 
-_RAW, _QUANTISED = (Raw,), (Fp8, Int4, Fp4)
+_RAW, _QUANTISED, _INT8 = (Raw,), (Fp8, Int4, Fp4), (Int8,)
 _FEW = RowRange(most=ROW_BY_ROW, unit=_IN_ALL)
 _MANY = RowRange(above=_TALL, unit=_EACH)
 _FIXED: dict[str, Any] = {"batch_invariant": True}
@@ -124,6 +124,8 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
     row("gemv, Hopper", "products.hopper.gemv", (Fp8, Int4),
         "8 parts, 128 seq; a token's experts in one sum", _BLOCKS, rows=_FEW, needs=HOPPER,
         entry="run_experts"),
+    row("int8 gemv", "products.portable.gemv", _INT8, "int32, exact", _BLOCKS, rows=_FEW,
+        entry="run_experts", **_FIXED),
     row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _BLOCKS, rows=_FEW,
         entry="run_experts"),
     row("fp8 in one launch, Hopper", "products.hopper.fp8_experts", (Fp8,), "128 seq",
@@ -140,6 +142,7 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
         _ROOM, _WHOLE, rows=_MANY, needs="TMA", **_FIXED),
     row("16-bit weights made first, raw grouped", "products.portable.unpack",
         (Int4, Fp4), "64 seq", rows=RowRange(above=_UNPACKED, unit=_EACH)),
+    row("int8 grouped", "products.portable.grouped", _INT8, "int32, exact", **_FIXED),
     row("grouped", "products.portable.grouped", _QUANTISED, "128 seq", **_FIXED),
 )
 # fmt: on

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from milepost.kernels.platform.tables import HOPPER, Condition, Kernel, KernelTable, RowRange, row
 from milepost.kernels.products import gemv_tiles, tiles
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
-from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4
+from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int8
 
 _HOPPER_WEIGHTS = 1 << 22
 """Fewest weights for which Hopper's FP8 kernel of some rows is the fastest."""
@@ -76,6 +76,8 @@ class Product(NamedTuple):
 _CONTIGUOUS: Condition[Product] = "rows are not contiguous", lambda it, _: it.is_contiguous
 _ALIGNED: Condition[Product] = "rows are not aligned", lambda it, _: it.alignment >= 16
 _ROW: Condition[Product] = "scales are not of whole blocks", lambda it, _: it.is_row
+_EXACT: Condition[Product] = ("bias may be added in another way", lambda it, _:
+    not (it.weight.batch_invariant and it.has_bias))
 _ROWS: Condition[Product] = ("one row", lambda it, _:
     not it.is_row or it.weight.batch_invariant)
 _INVARIANT: Condition[Product] = ("for batch_invariant", lambda it, _:
@@ -113,7 +115,7 @@ _LINES: Condition[Product] = ("scales are not of whole blocks", lambda it, _:
     it.weight.rows == it.weight.depth == BLOCK
     and it.weight.num_inputs % (4 * BLOCK) == it.weight.num_outputs % 16 == 0)
 
-_RAW, _BLOCKED, _QUANTISED = (Raw,), (Fp8, Int4), (Fp8, Int4, Fp4)
+_RAW, _BLOCKED, _QUANTISED, _INT8 = (Raw,), (Fp8, Int4), (Fp8, Int4, Fp4), (Int8,)
 _ONE = RowRange(most=1)
 _PLAIN = Epilogue.NONE, Epilogue.PARTIALS
 _ALL, _GATED = (*_PLAIN, Epilogue.FLOAT32), (*_PLAIN, Epilogue.GATED)
@@ -141,6 +143,8 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         _RING, _PARTS, _HALVES, _ROW, rows=_ONE, epilogues=_GATED, needs=HOPPER),
     row("gemv, Hopper", "products.hopper.gemv", _BLOCKED, "8 parts, 128 seq", _HALVES, _ROW,
         rows=_ONE, epilogues=_GATED, needs=HOPPER),
+    row("int8 gemv", "products.portable.gemv", _INT8, "int32, exact", _ROW, _EXACT,
+        rows=_ONE, epilogues=_PLAIN, cut=gemv_tiles.cut_gemv, batch_invariant=True),
     row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _ROW,
         rows=_ONE, epilogues=_PLAIN, cut=gemv_tiles.cut_gemv),
     row("fp8 small_m, Hopper", "products.hopper.fp8_small_m", (Fp8,), "128 seq", _ROWS, _LARGE,
@@ -155,6 +159,8 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         batch_invariant=True, needs="torch's block scales (sm_90)"),
     row("16-bit weights made first, torch's GEMM", "products.library", (Int4, Fp4), "cuBLAS",
         rows=RowRange(above=_MANY_ROWS), epilogues=_PLAIN, entry="run_unpacked"),
+    row("int8 gemm", "products.portable.gemm", _INT8, "int32, exact",
+        epilogues=_PLAIN, cut=tiles.cut_quantised, batch_invariant=True),
     row("gemm", "products.portable.gemm", _QUANTISED, "128 seq",
         epilogues=_PLAIN, cut=tiles.cut_quantised, batch_invariant=True),
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tiles import Tiles, cdiv, choose_split_k, next_power_of_2
 from milepost.kernels.products.forms.matrix import Epilogue
-from milepost.kernels.products.forms.quantised import BLOCK, Fp8
+from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int8
 
 if TYPE_CHECKING:
     from milepost.kernels.products.table import Product
@@ -172,7 +172,7 @@ def choose_gemm(num_rows: float, *, is_fp8: bool) -> Tiles:
 def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
     """Cuts the product of any number of rows with quantised weights."""
     weight, num_rows = product.weight, product.num_rows
-    tiles, split_k = choose_gemm(num_rows, is_fp8=weight.form is Fp8), 1
+    tiles, split_k = choose_gemm(num_rows, is_fp8=weight.form in (Fp8, Int8)), 1
     if chip.capability[0] == 10:
         tiles = _OF_TENSOR_MEMORY.get(tiles, tiles)
     tiles = tiles.fitted(chip)

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from milepost.errors import UnsupportedModelError
-from milepost.kernels.products.forms.quantised import BLOCK, FP8, FP8_MAX, Fp8, quantise_fp8
+from milepost.kernels.products.forms.quantised import (
+    BLOCK,
+    FP8,
+    FP8_MAX,
+    Fp8,
+    Int8,
+    quantise_fp8,
+)
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
     QuantisedExperts,
@@ -38,7 +45,6 @@ from milepost.layers.weights import ExpertNames, ExpertSizes
 from milepost.parallel import Axes
 from milepost.parallel.cut import join
 
-_VALUES = ("F8_E4M3",)
 _FILLED_AT_ONCE = 2**26
 """Dummy values filled per launch: more than one expert has, as thousands of experts would each take
 a launch."""
@@ -70,10 +76,16 @@ class Fp8Precision:
     def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> QuantisedMatrix:
         rows = BLOCK if self.has_blocks else 1
         shape = num_outputs, num_inputs
-        return QuantisedMatrix(Fp8Stack(self, shape, num_inputs, kind, rows=rows))
+        return QuantisedMatrix(self.stack(shape, num_inputs, kind, rows=rows))
 
     def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope) -> Fp8Experts:
         return Fp8Experts(self, sizes, names, kind)
+
+    def stack(
+        self, shape: tuple[int, ...], num_placed: int, kind: ModuleScope, *, rows: int
+    ) -> Fp8Stack:
+        """Returns an unfilled stack of matrices, or one matrix; `rows` outputs share a scale."""
+        return Fp8Stack(self, shape, num_placed, kind, rows=rows)
 
     @property
     def axes(self) -> dict[str, Axes]:
@@ -94,6 +106,10 @@ class Fp8Stack(nn.Module):
     """Values [..., O, I] with their scales, filled projection by projection; each projection has
     `num_placed` inputs."""
 
+    dtype: ClassVar[torch.dtype] = FP8
+    types: ClassVar[tuple[str, ...]] = ("F8_E4M3",)
+    """Types that the values may have in a checkpoint."""
+
     def __init__(
         self,
         precision: Fp8Precision,
@@ -107,7 +123,7 @@ class Fp8Stack(nn.Module):
         self.precision, self.kind, self.rows = precision, kind, rows
         self.num_placed = num_placed
         self.depth = BLOCK if precision.has_blocks else shape[-1]
-        self.values = empty(kind, shape, FP8)
+        self.values = empty(kind, shape, self.dtype)
         self.values.data.view(torch.uint8)[..., num_placed:] = 0
         self.scales = ones(kind, self._scales_shape(), torch.float32)
         self.input_scale: nn.Parameter | None = None
@@ -124,7 +140,7 @@ class Fp8Stack(nn.Module):
         return self.precision.axes
 
     @property
-    def form(self) -> Fp8:
+    def form(self) -> Fp8 | Int8:
         return Fp8(
             values=self.values,
             scales=self.scales,
@@ -148,7 +164,7 @@ class Fp8Stack(nn.Module):
         if precision.strategy == "none":
             return {"weight": WeightSlot(shape, partial(self._round, rows, at))}
         store = partial(self._store_values, rows, at)
-        places = {"weight": WeightSlot(shape, store, types=_VALUES)}
+        places = {"weight": WeightSlot(shape, store, types=self.types)}
         across = -(-num_inputs // BLOCK) if precision.has_blocks else 1
         down = precision.count_scales(rows.count)
         shape = (1,) if precision.strategy == "tensor" else (down, across)
@@ -205,18 +221,23 @@ class Fp8Stack(nn.Module):
         self.values.data.view(torch.uint8)[..., first : first + count, :] = 0
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
-        """Fills values uniformly, a part at a time, so that little memory is needed besides the
-        stack."""
-        for values in self.values.data.view(-1).split(_FILLED_AT_ONCE):
-            raw = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-            values.copy_(raw.uniform_(-FP8_MAX, FP8_MAX, generator=generator))
-        self.scales.data.fill_(spread * math.sqrt(3.0) / FP8_MAX)
+        """Fills values uniformly."""
+        largest = self._fill_values(generator)
+        self.scales.data.fill_(spread * math.sqrt(3.0) / largest)
         if self.input_scale is not None:
             self.input_scale.data.fill_(0.05)
 
+    def _fill_values(self, generator: torch.Generator) -> float:
+        """Fills a part at a time, so that little memory is needed besides the stack; returns the
+        largest value."""
+        for values in self.values.data.view(-1).split(_FILLED_AT_ONCE):
+            raw = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+            values.copy_(raw.uniform_(-FP8_MAX, FP8_MAX, generator=generator))
+        return FP8_MAX
+
 
 class Fp8Experts(QuantisedExperts):
-    """FP8 experts, which the checkpoint may stack."""
+    """Experts of eight bits, which the checkpoint may stack."""
 
     def __init__(
         self,
@@ -227,7 +248,7 @@ class Fp8Experts(QuantisedExperts):
     ) -> None:
         fits = sizes.size % BLOCK == 0 and sizes.hidden_size % BLOCK == 0
         rows = BLOCK if precision.has_blocks and fits else 1
-        stacks = (Fp8Stack(precision, *s, kind, rows=rows) for s in shapes_of(sizes, names))
+        stacks = (precision.stack(*each, kind, rows=rows) for each in shapes_of(sizes, names))
         super().__init__(sizes, names, kind, *stacks)
         self.precision = precision
 

@@ -1,9 +1,9 @@
 """Reads how a checkpoint is quantised, and decides the form of each projection.
 
-Supported are the official block FP8 (`quant_method` "fp8"), compressed-tensors' FP8 and four-bit
-weights, ModelOpt's FP8 and NVFP4, AWQ, GPTQ and AutoRound. Projections that a checkpoint leaves in
-the model's dtype stay so: if there are files, their tensors decide; without files (dummy weights),
-the configuration's lists do.
+Supported are the official block FP8 (`quant_method` "fp8"), compressed-tensors' FP8, int8 and
+four-bit weights, ModelOpt's FP8 and NVFP4, AWQ, GPTQ and AutoRound. Projections that a checkpoint
+leaves in the model's dtype stay so: if there are files, their tensors decide; without files (dummy
+weights), the configuration's lists do.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@ weights and activations."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from milepost.errors import UnsupportedModelError
-from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
+from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision, Int8Precision
 from milepost.models.quantised import FOUR_BIT_FLOATS, USE_INSTEAD, mapping_of
 from milepost.models.quantization.rules import (
     Group,
@@ -41,7 +42,6 @@ _KNOWN_OF_VALUES = {
     *("dynamic", "actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
 }
 """Known settings of `weights` and `input_activations`."""
-_FLOAT_FORMATS = ("float-quantized", "naive-quantized", None)
 _BLOCK = [128, 128]
 _CLASSES = ("Linear", "GraniteMoeHybridParallelExpertsLinear")
 _FP4_GROUPS: Mapping[tuple[Any, Any, Any], Literal[16, 32]] = {
@@ -84,8 +84,8 @@ def _read_group(name: str, group: Mapping[str, Any], layout: str | None) -> Grou
     inputs = group.get("input_activations")
     inputs = None if inputs is None else mapping_of(inputs, f"{name}.input_activations")
     kind = weights.get("type", "int"), weights.get("num_bits")
-    if kind == ("float", 8):
-        form: LowPrecision = _fp8(name, weights, inputs, layout)
+    if kind == ("float", 8) or (kind == ("int", 8) and inputs is not None):
+        form = _eight_bits(name, weights, inputs, layout)
     elif kind == ("int", 4) and inputs is None:
         form = _int4(name, weights, layout)
     elif kind == ("float", 4) and _are_four_bits(inputs):
@@ -94,9 +94,9 @@ def _read_group(name: str, group: Mapping[str, Any], layout: str | None) -> Grou
         activations = "" if inputs is None else f", {inputs.get('num_bits')}-bit activations"
         raise UnsupportedModelError(
             f"{name}: weights of type {kind[0]} with {kind[1]} bits{activations} are not "
-            "supported; supported are float8 weights with float8 activations, 4-bit integer "
-            "weights with raw activations, and 4-bit float weights, with 4-bit activations or raw "
-            "ones; "
+            "supported; supported are float8 weights with float8 activations, 8-bit integer "
+            "weights with 8-bit integer activations, 4-bit integer weights with raw activations, "
+            "and 4-bit float weights, with 4-bit activations or raw ones; "
             f"{FOUR_BIT_FLOATS if kind == ('float', 4) else USE_INSTEAD}"
         )
     for what, values in (("weights", weights), ("input_activations", inputs or {})):
@@ -104,30 +104,59 @@ def _read_group(name: str, group: Mapping[str, Any], layout: str | None) -> Grou
     return Group(form, _targets(name, group))
 
 
-def _fp8(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EightBits:
+    """A type of eight bits that weights and activations may both have."""
+
+    name: str
+    strategies: tuple[str, ...]
+    formats: tuple[str | None, ...]
+    precision: type[Fp8Precision]
+
+
+_EIGHT_BITS = {
+    "float": _EightBits(
+        name="float8",
+        strategies=("block", "channel", "tensor"),
+        formats=("float-quantized", "naive-quantized", None),
+        precision=Fp8Precision,
+    ),
+    "int": _EightBits(
+        name="int8",
+        strategies=("channel", "tensor"),
+        formats=("int-quantized", "naive-quantized", None),
+        precision=Int8Precision,
+    ),
+}
+
+
+def _eight_bits(
     name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: str | None
 ) -> LowPrecision:
-    strategy = weights.get("strategy")
-    if strategy not in ("block", "channel", "tensor"):
+    kind, strategy = weights.get("type", "int"), weights.get("strategy")
+    known = _EIGHT_BITS[kind]
+    if strategy not in known.strategies:
         raise UnsupportedModelError(
-            f"{name}: strategy={strategy!r} is not supported for float8 weights; supported are "
-            "block, channel, tensor"
+            f"{name}: strategy={strategy!r} is not supported for {known.name} weights; supported "
+            f"are {', '.join(known.strategies)}"
         )
-    if inputs is None or inputs.get("type") != "float" or inputs.get("num_bits") != 8:
-        raise UnsupportedModelError(f"{name}: float8 weights need float8 activations")
+    if inputs is None or (inputs.get("type", "int"), inputs.get("num_bits")) != (kind, 8):
+        raise UnsupportedModelError(f"{name}: {known.name} weights need {known.name} activations")
     if strategy == "block" and list(weights.get("block_structure") or ()) != _BLOCK:
         raise UnsupportedModelError(
             f"{name}: block_structure={weights.get('block_structure')} is not supported; "
             "supported is [128, 128]"
         )
-    if layout not in _FLOAT_FORMATS:
-        raise UnsupportedModelError(f"{name}: format={layout!r} is not supported for float8")
+    if layout not in known.formats:
+        raise UnsupportedModelError(f"{name}: format={layout!r} is not supported for {known.name}")
     for what, values in (("weights", weights), ("input_activations", inputs)):
         if not values.get("symmetric", True):
-            raise UnsupportedModelError(f"{name}.{what}: symmetric=False is not for float8")
+            raise UnsupportedModelError(
+                f"{name}.{what}: symmetric=False is not for {known.name}: zero points are not read"
+            )
     want_nothing(weights, "dynamic", "actorder", where=f"{name}.weights")
     _check_inputs(name, strategy, inputs)
-    return Fp8Precision(strategy=strategy, is_static=not inputs.get("dynamic"))
+    return known.precision(strategy=strategy, is_static=not inputs.get("dynamic"))
 
 
 def _check_inputs(name: str, strategy: str, inputs: Mapping[str, Any]) -> None:

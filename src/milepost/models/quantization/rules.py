@@ -14,10 +14,10 @@ from typing import Any
 import regex
 
 from milepost.errors import UnsupportedModelError
-from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
+from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision, Int8Precision
 
 Rule = Callable[[str], bool]
-LowPrecision = Fp4Precision | Fp8Precision | Int4Precision
+LowPrecision = Fp4Precision | Fp8Precision | Int4Precision | Int8Precision
 
 _MATCH_S = 1.0
 """Time limit for one expression and one path: thousands of times what a real one takes."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.platform.tensors import BLOCK
-from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4
+from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4, Int8
 
 _PACKED_ROWS = 16
 """Rows of the GEMMs that a packed weight is arranged for; others are right too."""
@@ -72,7 +72,7 @@ def pack(raw: Raw) -> Packed | None:
 
 
 RawForm = Raw | Packed
-Form = RawForm | Fp8 | Int4 | Fp4
+Form = RawForm | Fp8 | Int8 | Int4 | Fp4
 
 
 class Epilogue(Enum):
@@ -105,7 +105,7 @@ class Matrix(NamedTuple):
     num_inputs: int
     rows: int = 0
     depth: int = 0
-    """Outputs and inputs that share a scale, in FP8."""
+    """Outputs and inputs that share a scale, in eight bits."""
     group: int = 0
     """Inputs that share a scale, in four bits."""
     has_input_scale: bool = False
@@ -122,6 +122,9 @@ class Matrix(NamedTuple):
             has_scale = weight.input_scale is not None
             sizes = num_outputs, num_inputs, weight.rows, weight.depth, 0
             return Matrix(Fp8, *sizes, has_scale, is_invariant)
+        if isinstance(weight, Int8):
+            sizes = weight.num_outputs, weight.num_inputs, 1, weight.num_inputs, 0
+            return Matrix(Int8, *sizes, weight.input_scale is not None, is_invariant)
         group = 0 if isinstance(weight, RawForm) else weight.group
         sizes = weight.num_outputs, weight.num_inputs, 0, 0, group
         return Matrix(type(weight), *sizes, False, is_invariant)
@@ -137,7 +140,10 @@ class Matrix(NamedTuple):
 
     @property
     def has_whole_groups(self) -> bool:
-        """Whether scales belong to whole blocks of inputs, and rows have scales of their own."""
+        """Whether scales belong to whole blocks of inputs, or a program finds that of a whole row;
+        and rows have scales of their own."""
+        if self.form is Int8:
+            return not self.has_input_scale
         if self.form is Fp8:
             return self.depth == BLOCK and not self.has_input_scale
         return self.form is not Int4 or self.group % BLOCK == 0

@@ -1,12 +1,14 @@
 """Quantised matrices in plain torch: how they are kept, made and read back. This is the definition.
 
-Three forms. `Fp8`: values in float8_e4m3fn, each scale for a block of them; activations are rounded
+Four forms. `Fp8`: values in float8_e4m3fn, each scale for a block of them; activations are rounded
 to the same type when they are multiplied, as the checkpoints' makers evaluate them (block scales:
-DeepSeek-V3, arXiv 2412.19437, section 3.3.2). `Int4`: four bits a weight, a scale and a zero point
-for every group of a row's inputs (AWQ, arXiv 2306.00978; GPTQ, arXiv 2210.17323). `Fp4`: the four
-bits are a float, e2m1 (OCP Microscaling Formats 1.0, section 5.3.3), a group's scale is one too,
-and a row has a factor. With four bits activations stay as they are, also where a checkpoint was
-made for chips that round them to four bits as well.
+DeepSeek-V3, arXiv 2412.19437, section 3.3.2). `Int8`: integers, one scale an output and one a row
+of activations, which are rounded to integers too (LLM.int8, arXiv 2208.07339, section 2). `Int4`:
+four bits a weight, a scale and a zero point for every group of a row's inputs (AWQ, arXiv
+2306.00978; GPTQ, arXiv 2210.17323). `Fp4`: the four bits are a float, e2m1 (OCP Microscaling
+Formats 1.0, section 5.3.3), a group's scale is one too, and a row has a factor. With four bits
+activations stay as they are, also where a checkpoint was made for chips that round them to four
+bits as well.
 
 Legend: O outputs, I inputs, T tokens; any leading dimensions (experts).
 """
@@ -22,6 +24,7 @@ from milepost.kernels.platform.tensors import (
     BLOCK,
     FP8,
     FP8_MAX,
+    INT8_MAX,
     LEAST_SCALE,
     accumulation_dtype,
     round_fp8,
@@ -66,6 +69,41 @@ class Fp8:
         values, scales = quantise_rows(hidden, self.depth, self.input_scale)
         scales = scales.repeat_interleave(self.depth, -1)[:, : hidden.shape[-1]]
         return values.to(torch.float32) * scales
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8:
+    """Weights W[o, i] = values[o, i] * scales[o]. Sums of products of integers are exact, whatever
+    their order."""
+
+    values: Tensor
+    """[..., O, I] int8, contiguous."""
+    scales: Tensor
+    """[..., O, 1] float32, contiguous."""
+    input_scale: Tensor | None = None
+    """[...] float32: the scale of all activations, where the checkpoint sets it. Otherwise each row
+    has one."""
+    batch_invariant: bool = False
+    """See `Raw`."""
+
+    @property
+    def num_inputs(self) -> int:
+        return self.values.shape[-1]
+
+    @property
+    def num_outputs(self) -> int:
+        return self.values.shape[-2]
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """Returns the weights [..., O, I]."""
+        return (self.values.to(torch.float32) * self.scales).to(dtype)
+
+    def multiply(self, hidden: Tensor) -> Tensor:
+        """Multiplies `hidden` [T, I], rounded, by the transposed weights [O, I]: [T, O] float64."""
+        rows, scales = quantise_int8(hidden, self.input_scale)
+        # Float64 holds such sums exactly, and libraries multiply it faster than integers.
+        sums = rows.to(torch.float64) @ self.values.to(torch.float64).T
+        return sums * scales * self.scales.T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +186,7 @@ class Fp4:
 
 
 FourBits = Int4 | Fp4
-Quantised = Fp8 | FourBits
+Quantised = Fp8 | Int8 | FourBits
 
 FP4_LANE = 64
 """Inputs of one piece of a packed row of `Fp4`, whose scales are several."""
@@ -205,6 +243,17 @@ def quantise_rows(
     return values.flatten(-2)[..., :num_inputs].contiguous(), scales
 
 
+def quantise_int8(hidden: Tensor, input_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rounds activations [T, I] to integers, ties to even: values [T, I] int8 and float32 scales
+    [T, 1]. A row's largest number becomes 127, unless the scale of all rows is `input_scale` []."""
+    rows = hidden.to(torch.float32)
+    if input_scale is None:
+        scales = (rows.abs().amax(-1, keepdim=True) / INT8_MAX).clamp(min=LEAST_SCALE)
+    else:
+        scales = input_scale.to(torch.float32).expand(len(rows), 1).contiguous()
+    return (rows / scales).clamp(-128, 127).round().to(torch.int8), scales
+
+
 def quantise_fp8(weights: Tensor, rows: int = BLOCK) -> tuple[Tensor, Tensor]:
     """Returns the `values` and `scales` of an `Fp8` with a depth of BLOCK, for raw weights [O,
     I]."""
@@ -222,7 +271,10 @@ def multiply(hidden: Tensor, weight: Quantised, bias: Tensor | None = None) -> T
     """Multiplies `hidden` [T, I] by the transposed `weight` [O, I] and adds `bias` [O]: [T, O],
     with sums in the type that sums are kept in."""
     dtype = accumulation_dtype(hidden.dtype)
-    product = weight.round_inputs(hidden).to(dtype) @ weight.dequantise(dtype).T
+    if isinstance(weight, Int8):
+        product = weight.multiply(hidden).to(dtype)
+    else:
+        product = weight.round_inputs(hidden).to(dtype) @ weight.dequantise(dtype).T
     if bias is not None:
         product += bias
     return product.to(hidden.dtype)

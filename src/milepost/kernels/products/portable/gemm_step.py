@@ -2,8 +2,9 @@
 
 Quantised weights are the left operand: with few rows they fill the tensor cores' tall side. FP8:
 every BLOCK inputs the sum goes to float32 registers, times both scales; tensor cores keep some 14
-bits of a float8 sum. Four bits: numbers become the activations' type in registers, times their
-scales; sums of e2m1 are multiplied with their rows' factors.
+bits of a float8 sum. Int8: sums are integers, times both scales in the end. Four bits: numbers
+become the activations' type in registers, times their scales; sums of e2m1 are multiplied with
+their rows' factors.
 
 Legend: K inputs of a step, M rows, N outputs.
 """
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.platform.numerics import decode, encode, scale_of
-from milepost.kernels.products.portable import float4
+from milepost.kernels.products.portable import float4, int8_step
 from milepost.kernels.products.portable.weights import (
     columns,
     find_row,
@@ -92,7 +93,8 @@ def multiply_quantised(
         # Up rows stand after the gates'.
         up = find_row(weight, expert, column + SHAPE.outputs, SHAPE)
     p_gate, p_up = gate[0][:, None] + o_w[None, :], up[0][:, None] + o_w[None, :]
-    b_gate = tl.zeros([column.shape[0], p_x.shape[0]], tl.float32)
+    IS_INT8: tl.constexpr = weight.numbers.dtype.element_ty == tl.int8
+    b_gate = tl.zeros([column.shape[0], p_x.shape[0]], tl.int32 if IS_INT8 else tl.float32)
     b_up = b_gate
     gate_scales, up_scales = load_scales(gate, first, SHAPE), load_scales(up, first, SHAPE)
     row_scale = load_row_scale(p_row_scale, stride, first, SHAPE)
@@ -122,7 +124,7 @@ def multiply_quantised(
 def _finish(acc, p_row, row_scale, SHAPE: tl.constexpr):
     """Multiplies sums [N, M] by the factors that all inputs share."""
     if SHAPE.group == 0 and not SHAPE.has_block_scales:
-        acc *= tl.load(p_row[1])[:, None] * row_scale
+        acc = acc.to(tl.float32) * (tl.load(p_row[1])[:, None] * row_scale)
     if SHAPE.group < 0:
         acc *= factors(p_row[2])[:, None]
     if not SHAPE.is_native:
@@ -141,7 +143,9 @@ def _add_step(acc, x, p_w, p_row, scales, i_k, SHAPE: tl.constexpr):
     """Adds the product of K inputs from i_k on to acc [N, M], for weights at `p_w` [N, K] and rows
     `x`: pointers [M, K], both at `columns`, and the step's scales, or that of all activations.
     `scales` are the step's, those of smaller groups are at `p_row`."""
-    if SHAPE.group < 0:
+    if p_w.dtype.element_ty == tl.int8:
+        return int8_step.add(acc, x, p_w + i_k, i_k, SHAPE)
+    elif SHAPE.group < 0:
         return _add_fp4(acc, x[0], p_w, scales[0], scales[1], i_k)
     elif SHAPE.group >= SHAPE.block_k:
         return _add_int4(acc, x[0], p_w, scales[0], scales[1], i_k)

@@ -1,4 +1,4 @@
-"""Triton: rounds activations to float8, in a launch of its own or on the way.
+"""Triton: rounds activations to float8 or int8, in a launch of its own or on the way.
 
 Chips without arithmetic in float8 multiply the same numbers in float16.
 
@@ -22,11 +22,17 @@ from milepost.kernels.layout.emit import (
 )
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.numerics import decode, encode, scale_of
+from milepost.kernels.platform.numerics import (
+    decode,
+    encode,
+    int8_scale_of,
+    round_int8,
+    scale_of,
+)
 from milepost.kernels.platform.tensors import FP8
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 from milepost.kernels.products.forms.matrix import Raw
-from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Quantised
+from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int8, Quantised
 from milepost.kernels.products.portable.activation import activate
 
 RoundedRows = tuple[Tensor, Tensor | None]
@@ -47,9 +53,10 @@ def quantise(
     *,
     num_padded: int = 0,
     is_gated: bool = False,
+    dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
-    """Rounds `rows` [R, I] as `forms.quantise_rows` does. Returns values [R, I] and their scales
-    [D, R], with rows adjacent, both padded to `num_padded` rows.
+    """Rounds `rows` [R, I] as `forms.quantise_rows` and `quantise_int8` do. Returns values [R, I]
+    and their scales [D, R], with rows adjacent, both padded to `num_padded` rows.
 
     If `is_gated`, `rows` are [R, 2 * I], and SiLU(first half) * second half is rounded.
     """
@@ -58,11 +65,11 @@ def quantise(
     block = next_power_of_2(depth)
     parts = max(1, min(next_power_of_2(count), _PART // block))
     num_padded = max(num_padded, num_rows)
-    values = rows.new_empty(num_padded, num_inputs, dtype=FP8)
+    values = rows.new_empty(num_padded, num_inputs, dtype=dtype)
     scales = rows.new_empty(count, num_padded, dtype=torch.float32)
     _quantise_kernel[(num_rows, cdiv(count, parts))](
         rows,
-        values.view(torch.uint8),
+        values.view(torch.uint8) if dtype == FP8 else values,
         scales,
         rows.stride(0),
         num_padded,
@@ -82,8 +89,10 @@ def round_rows(rows: Inputs, weight: Raw | Quantised, chip: Chip, *, are_few: bo
     """Returns rows as a GEMM takes them: few are rounded on the way, since a launch costs more; of
     more rows, each program would round the same ones again."""
     rows = as_activations(rows)
-    if not isinstance(weight, Fp8) or weight.input_scale is not None:
+    if not isinstance(weight, Fp8 | Int8) or weight.input_scale is not None:
         return values_of(rows), None
+    if isinstance(weight, Int8):
+        return quantise(values_of(rows), weight.num_inputs, chip, dtype=torch.int8)
     if are_few and weight.depth == BLOCK and rows.values is not None:
         return rows.values, None
     if weight.depth == BLOCK and rows.fp8 is not None:
@@ -140,8 +149,12 @@ def _quantise_kernel(
         b_up = tl.load(p_up, mask=is_input, other=0.0).to(tl.float32)
         # Activations have 16 bits before they are rounded, whatever computes them.
         b_x = activate(b_up, b_x, True).to(rows.dtype.element_ty).to(tl.float32)
-    b_scale = scale_of(b_x, 1)
-    b_q = encode(b_x / b_scale[:, None], NATIVE)
+    if values.dtype.element_ty == tl.int8:
+        b_scale = int8_scale_of(tl.max(tl.abs(b_x), 1))
+        b_q = round_int8(b_x / b_scale[:, None])
+    else:
+        b_scale = scale_of(b_x, 1)
+        b_q = encode(b_x / b_scale[:, None], NATIVE)
     tl.store(values + i_row * INPUTS + column, b_q, is_input)
     tl.store(scales + o_d * num_rows + i_row, b_scale, mask=o_d * DEPTH < INPUTS)
 

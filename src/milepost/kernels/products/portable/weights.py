@@ -17,7 +17,7 @@ import triton.language as tl
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.products.forms.matrix import Raw
-from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Quantised
+from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int8, Quantised
 from milepost.kernels.products.portable.rounding import readable
 
 
@@ -39,7 +39,7 @@ class WeightTensors(NamedTuple):
             return WeightTensors(weight.packed, weight.scales, weight.zeros)
         if isinstance(weight, Fp4):
             return WeightTensors(weight.packed, weight.scales.view(torch.uint8), weight.factors)
-        values = readable(weight.values, chip)
+        values = weight.values if isinstance(weight, Int8) else readable(weight.values, chip)
         return WeightTensors(values, weight.scales, None, weight.input_scale)
 
 
@@ -70,7 +70,7 @@ class ProductShape(NamedTuple):
     is_static: bool = False
     """Whether the checkpoint sets the scale of all activations."""
     is_rounded: bool = False
-    """Whether rows are FP8 and have scales."""
+    """Whether rows are rounded and have scales."""
 
     @staticmethod
     def of(
@@ -81,6 +81,9 @@ class ProductShape(NamedTuple):
         if isinstance(weight, Raw):
             return shape
         depths = weight.scales.shape[-1]
+        if isinstance(weight, Int8):
+            is_static = weight.input_scale is not None
+            return shape._replace(depths=1, is_static=is_static, is_swapped=True)
         if not isinstance(weight, Fp8):
             group = weight.group if isinstance(weight, Int4) else -weight.group
             return shape._replace(group=group, depths=depths, is_swapped=True)

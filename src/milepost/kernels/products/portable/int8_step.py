@@ -1,0 +1,82 @@
+"""Triton: sums of int8 weights times rows that are rounded to int8, in integers: no order changes
+their bits.
+
+Legend: K inputs of a step, M rows, N outputs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from milepost.kernels.platform.launches import wait_for_inputs
+from milepost.kernels.platform.numerics import int8_scale_of, round_int8
+from milepost.kernels.products.portable.weights import find_row
+
+
+@triton.jit
+def add(acc, x, p_w, i_k, SHAPE: tl.constexpr):
+    """Adds the product of weights at `p_w` [N, K] and rows from input i_k on to acc [N, M] int32.
+    `x` has the rows' pointers [M, K], and the scale of all activations, by which rows are rounded
+    on the way, unless they are already."""
+    p_x, row_scale = x
+    b_x = tl.load(p_x + i_k)
+    if not SHAPE.is_rounded:
+        b_x = round_int8(b_x.to(tl.float32) / row_scale)
+    return tl.dot(tl.load(p_w), tl.trans(b_x), acc, out_dtype=tl.int32)
+
+
+@triton.jit
+def multiply_row(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.constexpr):
+    """Multiplies the row at `p_x` by the outputs `column` [N], and by their gates if there are any:
+    [N] each. The row is read twice: for its largest number, then rounded. The first weights are
+    loaded before; if EARLY, it waits for inputs then."""
+    INPUTS: tl.constexpr = SHAPE.inputs
+    BLOCK_K: tl.constexpr = SHAPE.block_k
+    o_k = tl.arange(0, BLOCK_K)
+    gate = find_row(weight, expert, column, SHAPE)
+    up = gate
+    if SHAPE.is_gated:
+        # Up rows stand after the gates'.
+        up = find_row(weight, expert, column + SHAPE.outputs, SHAPE)
+    b_up = _load(up[0], 0, o_k, SHAPE)
+    if EARLY:
+        wait_for_inputs()
+    largest = tl.zeros([BLOCK_K], tl.float32)
+    for i_k in tl.static_range(0, INPUTS, BLOCK_K):
+        largest = tl.maximum(largest, tl.abs(_load_row(p_x, i_k, o_k, SHAPE)))
+    scale = int8_scale_of(tl.max(largest, 0))
+    ups = tl.zeros([column.shape[0], BLOCK_K], tl.int32)
+    gates = ups
+    for i_k in tl.static_range(0, INPUTS, BLOCK_K):
+        if i_k > 0:
+            b_up = _load(up[0], i_k, o_k, SHAPE)
+        if SHAPE.is_gated:
+            b_gate = _load(gate[0], i_k, o_k, SHAPE)
+        b_x = round_int8(_load_row(p_x, i_k, o_k, SHAPE) / scale).to(tl.int32)[None, :]
+        if SHAPE.is_gated:
+            gates += b_gate.to(tl.int32) * b_x
+        ups += b_up.to(tl.int32) * b_x
+    return _scaled(ups, up, scale), _scaled(gates, gate, scale)
+
+
+@triton.jit
+def _load_row(p_x, i_k, o_k, SHAPE: tl.constexpr):
+    """Loads a row's inputs from i_k on, in float32."""
+    return tl.load(p_x + i_k + o_k, mask=i_k + o_k < SHAPE.inputs, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load(p_w, i_k, o_k, SHAPE: tl.constexpr):
+    """Loads weights [N, K] of rows at `p_w` [N] from input i_k on."""
+    p_w = p_w[:, None] + (i_k + o_k)[None, :]
+    if SHAPE.inputs % SHAPE.block_k == 0:
+        return tl.load(p_w)
+    else:
+        return tl.load(p_w, mask=(i_k + o_k < SHAPE.inputs)[None, :], other=0)
+
+
+@triton.jit
+def _scaled(products, p_row, row_scale):
+    """Adds up products [N, K] and multiplies the sums by both scales."""
+    return tl.sum(products, 1).to(tl.float32) * (tl.load(p_row[1]) * row_scale)
