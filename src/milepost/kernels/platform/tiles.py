@@ -19,10 +19,10 @@ class Tiles:
     is_swapped: bool = False
     """The weight is the left operand: with few rows it fills the tensor cores' tall side."""
 
-    def fitted(self, chip: Chip, *, num_weights: int = 1) -> Tiles:
-        """Returns tiles with as many stages as the chip has room for in 16-bit types; a step holds
-        tiles of `num_weights` weights."""
-        step = (self.block_m + num_weights * self.block_n) * self.block_k * 2
+    def fitted(self, chip: Chip, *, num_weights: int = 1, num_bytes: int = 2) -> Tiles:
+        """Returns tiles with as many stages as the chip has room for in types of `num_bytes`; a
+        step holds tiles of `num_weights` weights."""
+        step = (self.block_m + num_weights * self.block_n) * self.block_k * num_bytes
         return replace(self, num_stages=chip.choose_stages(self.num_stages, step))
 
 

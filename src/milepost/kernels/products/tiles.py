@@ -175,7 +175,7 @@ def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
     tiles, split_k = choose_gemm(num_rows, is_fp8=weight.form in (Fp8, Int8)), 1
     if chip.capability[0] == 10:
         tiles = _OF_TENSOR_MEMORY.get(tiles, tiles)
-    tiles = tiles.fitted(chip)
+    tiles = tiles.fitted(chip, num_bytes=1 if weight.form is Int8 else 2)
     has_parts = product.epilogue is Epilogue.PARTIALS and not weight.batch_invariant
     if num_rows <= MORE.block_m and has_parts:
         split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)

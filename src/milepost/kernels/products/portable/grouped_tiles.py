@@ -9,7 +9,7 @@ import torch
 from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products.expert_table import SEARCHED
 from milepost.kernels.products.forms.matrix import Raw
-from milepost.kernels.products.forms.quantised import FourBits
+from milepost.kernels.products.forms.quantised import FourBits, Int8
 from milepost.kernels.products.run_experts import RoutedRows
 from milepost.kernels.products.tiles import MANY, choose_gemm
 
@@ -81,8 +81,8 @@ def _dividing(tiles: Tiles, num_inputs: int) -> Tiles:
 
 def _choose_quantised(routed: RoutedRows) -> tuple[Tiles, Tiles]:
     """Chooses tiles whose left operand is the weight."""
-    is_packed = isinstance(routed.up, FourBits)
-    wide = choose_gemm(routed.rows_each, is_fp8=not is_packed).fitted(routed.chip)
+    wide = choose_gemm(routed.rows_each, is_fp8=not isinstance(routed.up, FourBits))
+    wide = wide.fitted(routed.chip, num_bytes=1 if isinstance(routed.up, Int8) else 2)
     wide = replace(wide, is_swapped=True)
     # Gate and up projection have a sum each: with wide tiles more than there are registers.
     narrow = replace(wide, block_n=64, num_warps=8 if wide.block_m == MANY.block_m else 4)
