@@ -23,6 +23,7 @@ from milepost.kernels.products import (
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.forms.quantised import (
     FP8,
+    Fp8,
     Quantised,
     multiply,
     quantise_int8,
@@ -38,7 +39,7 @@ from milepost.kernels.products.portable import (
 )
 from milepost.kernels.products.run_products import Multiplication
 from milepost.kernels.products.tiles import SplitTiles
-from tests.kernels.choices import multiplication, run_kernel
+from tests.kernels.choices import forget, multiplication, run_kernel
 from tests.kernels.quantised_cases import (
     check,
     check_experts,
@@ -69,6 +70,54 @@ def test_fp8_gemm(num_tokens: int, rows: int, depth: int, input_scale: float | N
     weight = make_fp8(200, 256, rows=rows, depth=depth, input_scale=input_scale)
     hidden, bias = make_rows(num_tokens, 256), torch.randn(200)
     check(run_kernel(hidden, weight, bias), hidden, weight, bias)
+
+
+@pytest.fixture
+def without_fp8(monkeypatch):
+    """As on a chip that cannot multiply FP8."""
+    monkeypatch.setattr(Chip, "rounds_to_fp8", False)
+    monkeypatch.setattr(triton_rounding, "quantise", None)
+    forget()
+    yield
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 70])
+@pytest.mark.parametrize(
+    ("rows", "depth", "input_scale"), [(128, 128, None), (1, 128, None), (1, 384, 0.02)]
+)
+def test_rows_stay_as_they_are_without_fp8(
+    without_fp8, num_tokens: int, rows: int, depth: int, input_scale: float | None
+) -> None:
+    """Nothing is rounded: the weights' numbers, the smallest too, are exact in 16 bits."""
+    weight = make_fp8(200, 384, rows=rows, depth=depth, input_scale=input_scale)
+    hidden, bias = make_rows(num_tokens, 384), torch.randn(200)
+    check(run_kernel(hidden, weight, bias), hidden, weight, bias, bound=4e-4)
+
+
+def test_every_float8_weight_is_decoded(without_fp8) -> None:
+    """All 254 numbers, by each kernel, one input at a time."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8)
+    numbers = numbers[numbers.float().isfinite()].contiguous()
+    values = torch.zeros(254, 256, dtype=torch.uint8)
+    values[:, 3] = numbers.view(torch.uint8)
+    weight = Fp8(values=values.view(FP8), scales=torch.ones(2, 2), rows=128, depth=128)
+    hidden = torch.zeros(2, 256).half()
+    hidden[:, 3] = 1
+    for rows in (hidden[:1], hidden):
+        product = run_kernel(rows, weight)
+        assert torch.equal(product.float(), numbers.float().expand(len(rows), -1))
+
+
+@pytest.mark.parametrize("num_tokens", [2, 24, 40])
+@pytest.mark.parametrize(("up_rows", "depth"), [(256, 128), (128, 128), (256, 256)])
+def test_fp8_experts_without_fp8(without_fp8, num_tokens: int, up_rows: int, depth: int) -> None:
+    rows = 128 if depth == 128 else 1
+    up = make_fp8(3, up_rows, 256, rows=rows, depth=depth)
+    down = make_fp8(3, 256, 128, rows=rows, seed=2)
+    given = (*route(num_tokens, 3, 0.1), up, down)
+    check_experts(run_experts.mix(as_activations(given[0]), *given[1:]), *given)
 
 
 @pytest.mark.parametrize("input_scale", [None, 0.02])

@@ -62,6 +62,12 @@ class Chip:
         return self.capability >= _FLOAT8 and self.arch != "cpu"
 
     @property
+    def rounds_to_fp8(self) -> bool:
+        """Whether products with FP8 weights round their rows to FP8. A chip that cannot multiply
+        FP8 decodes the weights alone: this costs less, and is closer to unrounded rows."""
+        return self.has_fp8 or self.arch == "cpu"
+
+    @property
     def unpacks_fp8(self) -> bool:
         """Whether it has NVIDIA's matrix units and registers, and no float8."""
         return not self.has_fp8 and not self.is_amd

@@ -212,7 +212,7 @@ def rounds_gated(gate_up: Tensor) -> bool:
     if not is_whole or gate_up.element_size() != 2 or gate_up.stride(-1) != 1:
         return False
     is_read = len(gate_up) > FEW or (len(gate_up) > 1 and runs_gluon(gate_up))
-    return is_read and runs_triton(gate_up)
+    return is_read and runs_triton(gate_up) and probe(gate_up.device).rounds_to_fp8
 
 
 def mix(rows: Inputs, routing_weights: Tensor, experts: Tensor, up: Form, down: Form) -> Tensor:

@@ -85,6 +85,8 @@ class Mixture:
 # fmt: off
 _BLOCKS: Condition[Mixture] = ("scales are not of whole blocks", lambda it, _:
     it.has_whole_groups)
+_KEPT: Condition[Mixture] = (_BLOCKS[0], lambda it, chip:
+    it.has_whole_groups or (it.form is Fp8 and not chip.rounds_to_fp8))
 _BLOCKED: Condition[Mixture] = ("scales are not of whole blocks", lambda it, _:
     it.up.is_blocked and it.down.is_blocked)
 _GATED: Condition[Mixture] = ("sizes are no whole steps, or without gates", lambda it, _:
@@ -126,7 +128,7 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
         entry="run_experts"),
     row("int8 gemv", "products.portable.gemv", _INT8, "int32, exact", _BLOCKS, rows=_FEW,
         entry="run_experts", **_FIXED),
-    row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _BLOCKS, rows=_FEW,
+    row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _KEPT, rows=_FEW,
         entry="run_experts"),
     row("fp8 in one launch, Hopper", "products.hopper.fp8_experts", (Fp8,), "128 seq",
         _BLOCKED, _GATED, rows=RowRange(most=_TOKENS_AT_ONCE, unit=_TOKENS), needs=HOPPER,

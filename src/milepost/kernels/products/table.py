@@ -76,6 +76,8 @@ class Product(NamedTuple):
 _CONTIGUOUS: Condition[Product] = "rows are not contiguous", lambda it, _: it.is_contiguous
 _ALIGNED: Condition[Product] = "rows are not aligned", lambda it, _: it.alignment >= 16
 _ROW: Condition[Product] = "scales are not of whole blocks", lambda it, _: it.is_row
+_KEPT_ROW: Condition[Product] = (_ROW[0], lambda it, chip:
+    it.is_row or (it.form is Fp8 and not chip.rounds_to_fp8))
 _EXACT: Condition[Product] = ("bias may be added in another way", lambda it, _:
     not (it.weight.batch_invariant and it.has_bias))
 _ROWS: Condition[Product] = ("one row", lambda it, _:
@@ -145,7 +147,7 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         rows=_ONE, epilogues=_GATED, needs=HOPPER),
     row("int8 gemv", "products.portable.gemv", _INT8, "int32, exact", _ROW, _EXACT,
         rows=_ONE, epilogues=_PLAIN, cut=gemv_tiles.cut_gemv, batch_invariant=True),
-    row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _ROW,
+    row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _KEPT_ROW,
         rows=_ONE, epilogues=_PLAIN, cut=gemv_tiles.cut_gemv),
     row("fp8 small_m, Hopper", "products.hopper.fp8_small_m", (Fp8,), "128 seq", _ROWS, _LARGE,
         _BESIDE, _BESIDE_TMA, _FP8_SIZES, rows=RowRange(most=_MANY_ROWS),

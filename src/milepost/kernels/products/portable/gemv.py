@@ -9,20 +9,16 @@ Legend: T tokens, N experts of a token, P = T * N routed tokens, H hidden size, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import cdiv
-from milepost.kernels.products.forms.matrix import Packed, Raw
-from milepost.kernels.products.forms.quantised import Int8, Quantised
+from milepost.kernels.products.forms.matrix import Packed
 from milepost.kernels.products.gemv_tiles import GemvTiles, cut_expert_gemv
-from milepost.kernels.products.portable import int8_step
+from milepost.kernels.products.portable import multipliers
 from milepost.kernels.products.portable.activation import activate
-from milepost.kernels.products.portable.gemv_step import multiply_quantised, multiply_raw
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
 from milepost.kernels.products.run_experts import RoutedRows
 from milepost.kernels.products.run_products import Multiplication
@@ -41,7 +37,7 @@ def run(given: Multiplication, tiles: GemvTiles) -> Tensor:
         output,
         hidden.stride(0),
         output.stride(0),
-        MULTIPLY=_multiplier(weight),
+        MULTIPLY=multipliers.for_row(weight, given.chip),
         SHAPE=ProductShape.of(weight, given.chip, block_n=tiles.block_n, block_k=tiles.block_k),
         num_warps=tiles.num_warps,
         **OVERLAPPED,
@@ -76,18 +72,11 @@ def project(
         output,
         rows.stride(0),
         output.stride(-2),
-        MULTIPLY=_multiplier(weight),
+        MULTIPLY=multipliers.for_row(weight, routed.chip),
         SHAPE=ProductShape.of(weight, routed.chip, is_gated=is_gated, top_k=top_k, **tile),
         num_warps=tiles.num_warps,
         **OVERLAPPED,
     )
-
-
-def _multiplier(weight: Raw | Quantised) -> Any:
-    """Returns how the device multiplies a row by a weight of the form."""
-    if isinstance(weight, Int8):
-        return int8_step.multiply_row
-    return multiply_raw if isinstance(weight, Raw) else multiply_quantised
 
 
 @quick

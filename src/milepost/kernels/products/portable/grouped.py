@@ -16,12 +16,10 @@ from torch import Tensor
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import Tiles, cdiv
 from milepost.kernels.products.expert_table import ROW_BY_ROW, SEARCHED
-from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.grouping import Groups, group
-from milepost.kernels.products.portable import grouped_tiles
+from milepost.kernels.products.portable import grouped_tiles, multipliers
 from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.portable.expert_parts import RowGroups, find_rows, load_routed
-from milepost.kernels.products.portable.gemm_step import multiply_quantised, multiply_raw
 from milepost.kernels.products.portable.rounding import RoundedRows, readable, round_rows
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
 from milepost.kernels.products.run_experts import RoutedRows
@@ -80,7 +78,7 @@ def project(
         values.stride(0) if is_up else None,
         0 if scales is None else scales.stride(0),
         capacity,
-        MULTIPLY=multiply_raw if isinstance(weight, Raw) else multiply_quantised,
+        MULTIPLY=multipliers.for_tiles(weight, chip),
         SHAPE=shape,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

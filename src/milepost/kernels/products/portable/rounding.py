@@ -1,6 +1,7 @@
 """Triton: rounds activations to float8 or int8, in a launch of its own or on the way.
 
-Chips without arithmetic in float8 multiply the same numbers in float16.
+On chips without arithmetic in float8 rows stay as they are; only Triton's interpreter rounds them
+without it, and multiplies the same numbers in float16.
 
 Legend: R rows, I inputs, D scales of a row.
 """
@@ -89,7 +90,8 @@ def round_rows(rows: Inputs, weight: Raw | Quantised, chip: Chip, *, are_few: bo
     """Returns rows as a GEMM takes them: few are rounded on the way, since a launch costs more; of
     more rows, each program would round the same ones again."""
     rows = as_activations(rows)
-    if not isinstance(weight, Fp8 | Int8) or weight.input_scale is not None:
+    keeps_rows = isinstance(weight, Fp8) and not chip.rounds_to_fp8
+    if keeps_rows or not isinstance(weight, Fp8 | Int8) or weight.input_scale is not None:
         return values_of(rows), None
     if isinstance(weight, Int8):
         return quantise(values_of(rows), weight.num_inputs, chip, dtype=torch.int8)
