@@ -13,6 +13,7 @@ from milepost.engine.constraints import masks
 from milepost.engine.loop.completion import Completion
 from milepost.engine.loop.group import RequestGroup
 from milepost.engine.text import TokenTexts
+from milepost.errors import QueueWaitError
 from milepost.runner.runner import RunnerOutput
 from milepost.scheduler.plans import SamplingPlan, SequencePlan, StepPlan
 from milepost.scheduler.request import Request
@@ -57,6 +58,16 @@ class RunningCompletions:
     def groups(self) -> list[RequestGroup]:
         """Returns the groups with requests that are known."""
         return list(dict.fromkeys(group for group, _ in self._known.values()))
+
+    def take_late(self) -> list[tuple[RequestGroup, QueueWaitError]]:
+        """Takes the groups that have waited for too long, none of whose completions has begun,
+        with the errors for their clients."""
+        late: dict[RequestGroup, QueueWaitError] = {}
+        for request, error in self._scheduler.take_late():
+            group = self.group_of(request) if request.finish_reason is None else None
+            if group and all(one.request.report is None for one in group.completions):
+                late[group] = error
+        return list(late.items())
 
     def group_of(self, request: Request) -> RequestGroup:
         """Returns the group that a known request belongs to."""

@@ -161,15 +161,11 @@ class Engine:
         self._completions.add(group, completion)
 
     def end_late(self) -> list[tuple[RequestGroup, QueueWaitError]]:
-        """Ends the groups that have waited for too long, none of whose completions has begun.
-        Returns them, with the errors for their clients."""
-        ended: dict[RequestGroup, QueueWaitError] = {}
-        for request, error in self.scheduler.take_late():
-            group = self._completions.group_of(request) if request.finish_reason is None else None
-            if group and all(one.request.report is None for one in group.completions):
-                self.abort(group)
-                ended[group] = error
-        return list(ended.items())
+        """Ends the groups that `RunningCompletions.take_late` returns, and returns them."""
+        late = self._completions.take_late()
+        for group, _ in late:
+            self.abort(group)
+        return late
 
     def abort(self, group: RequestGroup) -> None:
         """Ends a group's unfinished completions. Their pages and slots are freed at once."""
@@ -289,8 +285,7 @@ class Engine:
         return [*collect(self.scheduler), *others]
 
     def close(self) -> None:
-        """Ends what runs, writes what should outlive the process, and releases addresses and
-        memory."""
+        """Ends what runs, writes what outlives the process, and releases addresses and memory."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -300,8 +295,6 @@ class Engine:
             part.close(is_whole=self._latch.is_alive)
         if self._trace is not None:
             self._trace.close()
-        # A closed engine may be referred to for long; weights, pools and graphs go now.
-        device = self.runner.pools.device
-        self.off_device = []
-        del self.runner, self.pipeline
+        device, self.off_device = self.runner.pools.device, []
+        del self.runner, self.pipeline  # the caller may keep the engine, but not weights and pools
         collect_memory(device)
