@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from milepost.kernels.products import moe
-from milepost.kernels.products.moe import Scores
+from milepost.kernels.products.moe import SOFTMAX, Scores
 from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import Holder, merge
@@ -31,7 +31,7 @@ def test_shared_expert(shared_size: int, scores: Scores) -> None:
         shared_size=shared_size,
         normalise=True,
         scores=scores,
-        has_bias=not scores.is_plain,
+        has_bias=scores != SOFTMAX,
     )
     names = ExpertNames(bias="expert_bias", projections=("w1_proj", "w3_proj", "w2_proj"))
     layer = MoE(HIDDEN, shapes, KIND.under("mlp"), names)
@@ -44,7 +44,7 @@ def test_shared_expert(shared_size: int, scores: Scores) -> None:
     has_gate = shared_size > 0 and scores.gates_shared
     assert ("mlp.shared_expert_gate.weight" in weights) == has_gate
     bias = weights.get("mlp.expert_bias")
-    assert (bias is None) == scores.is_plain
+    assert (bias is None) == (scores == SOFTMAX)
 
     def run(name: str, hidden: torch.Tensor) -> torch.Tensor:
         letters = ("w1", "w3", "w2") if ".experts." in name else ("gate", "up", "down")

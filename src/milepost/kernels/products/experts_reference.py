@@ -43,11 +43,6 @@ class Scores:
     """Whether the shared experts' routing weight is the sigmoid of the last logit; else it is 1,
     and there is no such logit."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether a softmax is all, and shared experts have a gate."""
-        return self == Scores()
-
 
 SOFTMAX = Scores()
 

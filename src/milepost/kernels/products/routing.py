@@ -14,7 +14,7 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.tiles import next_power_of_2
 from milepost.kernels.products.experts_reference import SOFTMAX, Scores
 
-LOWEST = tl.constexpr(-(2**31))
+_LOWEST = tl.constexpr(-(2**31))
 """A number below all keys."""
 
 
@@ -39,32 +39,30 @@ def route(
     weights = torch.empty(num_tokens, width, dtype=dtype or logits.dtype, device=logits.device)
     experts = torch.empty(num_tokens, width, dtype=torch.int32, device=logits.device)
     has_parts = logits.dim() == 3
-    tensors = logits, num_real, weights, experts
-    strides = logits.stride(0), logits.stride(1) if has_parts else 0
-    constants = {
-        "PARTS": logits.shape[1] if has_parts else 1,
-        "EXPERTS": num_experts,
-        "COLUMNS": next_power_of_2(num_experts),
-        "CHOSEN": num_chosen,
-        "NORMALISE": normalise,
-        "SHARED": num_shared,
-        "num_warps": 1,
-        **OVERLAPPED,
-    }
-    if scores.is_plain and bias is None:
-        _route_kernel[(num_tokens,)](*tensors, *strides, **constants)
-        return weights, experts
-    _route_scores_kernel[(num_tokens,)](
-        *tensors,
+    is_plain = bias is None and scores.kind == "softmax" and scores.num_groups == 1
+    _route_kernel[(num_tokens,)](
+        logits,
+        num_real,
+        weights,
+        experts,
         bias,
-        *strides,
+        logits.stride(0),
+        logits.stride(1) if has_parts else 0,
         scores.norm_eps,
         scores.scale,
-        **constants,
+        PARTS=logits.shape[1] if has_parts else 1,
+        EXPERTS=num_experts,
+        COLUMNS=next_power_of_2(num_experts),
+        CHOSEN=num_chosen,
+        NORMALISE=normalise,
+        SHARED=num_shared,
         GATED=has_gate,
         SIGMOID=scores.kind == "sigmoid",
         GROUPS=scores.num_groups,
         GROUPS_CHOSEN=scores.num_groups_chosen,
+        BY_KEYS=is_plain and weights.dtype.itemsize == 2,
+        num_warps=1,
+        **OVERLAPPED,
     )
     return weights, experts
 
@@ -79,23 +77,22 @@ def _add_up(p_logits, part_stride, mask, dtype: tl.constexpr, PARTS: tl.constexp
 
 
 @triton.jit
-def as_keys(b_logits, o_e, dtype: tl.constexpr):
-    """Returns integers that order as logits of 16 bits do, the first column before equal ones: a
-    warp finds the greatest integer in one instruction."""
+def _choose_by_keys(b_logits, o_e, o_n, is_e, dtype: tl.constexpr, CHOSEN: tl.constexpr):
+    """Returns the experts with the largest logits of 16 bits, and these. They become integers in
+    the same order, the first column before equal ones: a warp finds the greatest in one
+    instruction."""
     b_bits = (b_logits + 0.0).to(dtype).to(tl.int16, bitcast=True).to(tl.int32)
-    return ((b_bits ^ (b_bits >> 15 & 0x7FFF)) << 16) | (0xFFFF - o_e)
-
-
-@triton.jit
-def expert_of(b_keys):
-    return 0xFFFF - (b_keys & 0xFFFF)
-
-
-@triton.jit
-def logits_of(b_keys, dtype: tl.constexpr):
-    b_bits = b_keys >> 16
+    b_keys = ((b_bits ^ (b_bits >> 15 & 0x7FFF)) << 16) | (0xFFFF - o_e)
+    b_keys = tl.where(is_e, b_keys, _LOWEST)
+    b_best = tl.zeros_like(o_n)
+    for n in tl.static_range(CHOSEN):
+        best = tl.max(b_keys)
+        b_keys = tl.where(b_keys == best, _LOWEST, b_keys)
+        b_best = tl.where(o_n == n, best, b_best)
+    b_bits = b_best >> 16
     b_bits = b_bits ^ (b_bits >> 15 & 0x7FFF)
-    return b_bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    b_chosen = b_bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return 0xFFFF - (b_best & 0xFFFF), b_chosen
 
 
 @triton.jit
@@ -116,70 +113,8 @@ def _store(weights, experts, i_t, o_n, b_weights, b_experts, WIDTH: tl.constexpr
 
 
 @quick
-@triton.jit
-def _route_kernel(
-    logits,
-    num_real,
-    weights,
-    experts,
-    stride,
-    part_stride,
-    PARTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    SHARED: tl.constexpr,
-):
-    """Routes one token: a softmax, and CHOSEN times the largest logit that is left."""
-    launch_dependents()
-    WIDTH: tl.constexpr = CHOSEN + SHARED
-    i_t = tl.program_id(0)
-    i_source = _source(i_t, num_real)
-    wait_for_inputs()
-    o_e = tl.arange(0, COLUMNS)
-    is_e = o_e < EXPERTS
-    p_row = logits + i_source.to(tl.int64) * stride
-    dtype: tl.constexpr = weights.dtype.element_ty
-    b_left = _add_up(p_row + o_e, part_stride, is_e, dtype, PARTS)
-    b_left = tl.where(is_e, b_left, float("-inf"))
-    m = tl.max(b_left)
-    l = tl.sum(tl.exp(b_left - m))
-    o_n = tl.arange(0, triton.next_power_of_2(WIDTH))
-    b_logits = tl.zeros_like(o_n).to(tl.float32)
-    b_experts = tl.zeros_like(o_n)
-    if dtype.primitive_bitwidth == 16:
-        b_keys = tl.where(is_e, as_keys(b_left, o_e, dtype), LOWEST)
-        b_best_keys = tl.zeros_like(o_n)
-        for n in tl.static_range(CHOSEN):
-            best_key = tl.max(b_keys)
-            b_keys = tl.where(b_keys == best_key, LOWEST, b_keys)
-            b_best_keys = tl.where(o_n == n, best_key, b_best_keys)
-        b_experts = expert_of(b_best_keys)
-        b_logits = logits_of(b_best_keys, dtype)
-    else:
-        is_left = is_e
-        for n in tl.static_range(CHOSEN):
-            best = tl.max(b_left)
-            # Even among logits of minus infinity no expert is chosen twice.
-            expert = tl.min(tl.where((b_left == best) & is_left, o_e, COLUMNS - 1))
-            is_left &= o_e != expert
-            b_left = tl.where(o_e == expert, float("-inf"), b_left)
-            b_logits = tl.where(o_n == n, best, b_logits)
-            b_experts = tl.where(o_n == n, expert, b_experts)
-    is_chosen = o_n < CHOSEN
-    b_weights = tl.where(is_chosen, tl.exp(b_logits - m), 0.0)
-    b_weights /= tl.sum(b_weights) if NORMALISE else l
-    if SHARED:
-        gate = _add_up(p_row + EXPERTS, part_stride, None, dtype, PARTS)
-        b_weights = tl.where(is_chosen, b_weights, tl.sigmoid(gate))
-        b_experts = tl.where(is_chosen, b_experts, EXPERTS + o_n - CHOSEN)
-    _store(weights, experts, i_t, o_n, b_weights, b_experts, WIDTH)
-
-
-@quick
 @triton.jit(do_not_specialize=["norm_eps", "scale"])
-def _route_scores_kernel(
+def _route_kernel(
     logits,
     num_real,
     weights,
@@ -199,9 +134,10 @@ def _route_scores_kernel(
     SIGMOID: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUPS_CHOSEN: tl.constexpr,
+    BY_KEYS: tl.constexpr,
 ):
     """Routes one token: its scores, perhaps its best groups, and CHOSEN times the largest score
-    that is left."""
+    that is left, or if BY_KEYS the largest logit."""
     launch_dependents()
     WIDTH: tl.constexpr = CHOSEN + SHARED
     i_t = tl.program_id(0)
@@ -214,30 +150,31 @@ def _route_scores_kernel(
     wait_for_inputs()
     p_row = logits + i_source.to(tl.int64) * stride
     rounded: tl.constexpr = tl.float32 if SIGMOID else weights.dtype.element_ty
-    b_scores = _add_up(p_row + o_e, part_stride, is_e, rounded, PARTS)
+    b_logits = _add_up(p_row + o_e, part_stride, is_e, rounded, PARTS)
     top, total = 0.0, 1.0
     if not SIGMOID:
-        b_scores = tl.where(is_e, b_scores, float("-inf"))
-        top = tl.max(b_scores)
-        total = tl.sum(tl.exp(b_scores - top))
-    b_scores = _score(b_scores, top, total, SIGMOID)
-    b_left = tl.where(is_e, b_scores + b_bias, float("-inf"))
-    is_left = is_e
-    if GROUPS > 1:
-        is_left &= _is_in_best_group(b_left, o_e, EXPERTS // GROUPS, GROUPS, GROUPS_CHOSEN)
+        b_logits = tl.where(is_e, b_logits, float("-inf"))
+        top = tl.max(b_logits)
+        total = tl.sum(tl.exp(b_logits - top))
     o_n = tl.arange(0, triton.next_power_of_2(WIDTH))
-    b_experts = tl.zeros_like(o_n)
-    for n in tl.static_range(CHOSEN):
-        best = tl.max(tl.where(is_left, b_left, float("-inf")))
-        expert = tl.min(tl.where((b_left == best) & is_left, o_e, EXPERTS - 1))
-        is_left &= o_e != expert
-        b_experts = tl.where(o_n == n, expert, b_experts)
-    # Looking their logits up again takes less than a sum for each.
     is_chosen = o_n < CHOSEN
-    b_logits = _add_up(p_row + b_experts, part_stride, is_chosen, rounded, PARTS)
-    b_weights = tl.where(is_chosen, _score(b_logits, top, total, SIGMOID), 0.0)
-    if NORMALISE:
-        b_weights /= tl.sum(b_weights) + norm_eps
+    if BY_KEYS:
+        b_experts, b_chosen = _choose_by_keys(b_logits, o_e, o_n, is_e, rounded, CHOSEN)
+    else:
+        b_left = tl.where(is_e, _score(b_logits, top, SIGMOID) / total + b_bias, float("-inf"))
+        is_left = is_e
+        if GROUPS > 1:
+            is_left &= _is_in_best_group(b_left, o_e, EXPERTS // GROUPS, GROUPS, GROUPS_CHOSEN)
+        b_experts = tl.zeros_like(o_n)
+        for n in tl.static_range(CHOSEN):
+            best = tl.max(tl.where(is_left, b_left, float("-inf")))
+            expert = tl.min(tl.where((b_left == best) & is_left, o_e, EXPERTS - 1))
+            is_left &= o_e != expert
+            b_experts = tl.where(o_n == n, expert, b_experts)
+        # Looking their logits up again takes less than a sum for each.
+        b_chosen = _add_up(p_row + b_experts, part_stride, is_chosen, rounded, PARTS)
+    b_weights = tl.where(is_chosen, _score(b_chosen, top, SIGMOID), 0.0)
+    b_weights /= tl.sum(b_weights) + norm_eps * total if NORMALISE else total
     b_weights *= scale
     if SHARED:
         gate = 1.0
@@ -249,9 +186,9 @@ def _route_scores_kernel(
 
 
 @triton.jit
-def _score(logits, top, total, SIGMOID: tl.constexpr):
-    """Returns scores between 0 and 1: sigmoids, or the softmax with this greatest logit and sum."""
-    return tl.sigmoid(logits) if SIGMOID else tl.exp(logits - top) / total
+def _score(logits, top, SIGMOID: tl.constexpr):
+    """Returns sigmoids, or what a softmax with this greatest logit divides by its sum."""
+    return tl.sigmoid(logits) if SIGMOID else tl.exp(logits - top)
 
 
 @triton.jit
