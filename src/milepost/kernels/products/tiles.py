@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tiles import Tiles, cdiv, choose_split_k, next_power_of_2
-from milepost.kernels.products.forms.matrix import Epilogue
+from milepost.kernels.products.forms.matrix import Epilogue, Matrix
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 
 if TYPE_CHECKING:
@@ -159,20 +159,31 @@ MANY = replace(FEW, block_m=128, num_warps=8)
 _OF_TENSOR_MEMORY = {MORE: replace(MORE, num_warps=8), MANY: replace(MANY, block_n=64)}
 """Tiles on sm_100, where a step's products come from tensor memory to be scaled: with the others a
 thread spills 650 to 1,200 bytes, with these none."""
-_FOUR_BIT_WARPS = 8
-"""Unpacking four bits takes work in registers, which is spread over more threads."""
+_FOUR_BITS = (
+    Tiles(block_m=8, block_n=64, block_k=BLOCK, num_warps=4, num_stages=4),
+    Tiles(block_m=16, block_n=64, block_k=BLOCK, num_warps=4, num_stages=4),
+    Tiles(block_m=32, block_n=64, block_k=BLOCK, num_warps=4, num_stages=4),
+    Tiles(block_m=64, block_n=64, block_k=BLOCK, num_warps=4, num_stages=3),
+)
+"""A tile of weights has 64 outputs: more of them would need more registers for sums than unpacking
+leaves."""
+_LEAST_FIXED = 16
+"""Rows of a tile from which on products of all tiles have the same bits: chips may multiply fewer
+with other instructions."""
 
 
-def choose_gemm(num_rows: float, *, is_fp8: bool) -> Tiles:
+def choose_gemm(num_rows: float, weight: Matrix) -> Tiles:
     """Returns the tiles of a quantised GEMM with this many rows for a weight."""
-    tiles = next((tiles for tiles in (FEW, SOME, MORE) if num_rows <= tiles.block_m), MANY)
-    return tiles if is_fp8 or tiles == MANY else replace(tiles, num_warps=_FOUR_BIT_WARPS)
+    choices = (FEW, SOME, MORE, MANY) if weight.form is Fp8 else _FOUR_BITS
+    if weight.batch_invariant:
+        choices = tuple(each for each in choices if each.block_m >= _LEAST_FIXED)
+    return next((each for each in choices if num_rows <= each.block_m), choices[-1])
 
 
 def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
     """Cuts the product of any number of rows with quantised weights."""
     weight, num_rows = product.weight, product.num_rows
-    tiles, split_k = choose_gemm(num_rows, is_fp8=weight.form is Fp8), 1
+    tiles, split_k = choose_gemm(num_rows, weight), 1
     if chip.capability[0] == 10:
         tiles = _OF_TENSOR_MEMORY.get(tiles, tiles)
     tiles = tiles.fitted(chip)

@@ -33,7 +33,7 @@ def run(routed: RoutedRows) -> Tensor:
     active = routed.rows.new_empty(routed.num_routed, routed.size)
     up_tiles, down_tiles = grouped_tiles.choose(routed)
     groups, are_few = None, routed.num_routed <= ROW_BY_ROW
-    if len(routed.experts) > SEARCHED:
+    if len(routed.experts) > min(SEARCHED, up_tiles.block_m):
         groups = group(routed.experts, routed.num_experts, up_tiles.block_m)
     rows = round_rows(routed.rows, up, routed.chip, are_few=are_few)
     project(rows, routed, active, groups, up_tiles, is_up=True)

@@ -8,8 +8,8 @@ import torch
 
 from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products.expert_table import SEARCHED
-from milepost.kernels.products.forms.matrix import Raw
-from milepost.kernels.products.forms.quantised import FourBits, Fp8
+from milepost.kernels.products.forms.matrix import Matrix, Raw
+from milepost.kernels.products.forms.quantised import Fp8
 from milepost.kernels.products.run_experts import RoutedRows
 from milepost.kernels.products.tiles import MANY, choose_gemm
 
@@ -81,9 +81,10 @@ def _dividing(tiles: Tiles, num_inputs: int) -> Tiles:
 
 def _choose_quantised(routed: RoutedRows) -> tuple[Tiles, Tiles]:
     """Chooses tiles whose left operand is the weight."""
-    wide = choose_gemm(routed.rows_each, is_fp8=isinstance(routed.up, Fp8)).fitted(routed.chip)
-    wide = replace(wide, is_swapped=True)
+    up, down = Matrix.of(routed.up), Matrix.of(routed.down)
+    tiles = choose_gemm(routed.rows_each, down).fitted(routed.chip)
+    wide = replace(tiles, is_swapped=True)
+    if up.form is not Fp8:
+        return wide, wide
     # Gate and up projection have a sum each: with wide tiles more than there are registers.
-    narrow = replace(wide, block_n=64, num_warps=8 if wide.block_m == MANY.block_m else 4)
-    is_narrow = isinstance(routed.down, FourBits) and wide.block_m < MANY.block_m
-    return narrow, narrow if is_narrow else wide
+    return replace(wide, block_n=64, num_warps=8 if wide.block_m == MANY.block_m else 4), wide
