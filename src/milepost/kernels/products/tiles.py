@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tiles import Tiles, cdiv, choose_split_k, next_power_of_2
-from milepost.kernels.products.forms.matrix import Epilogue, Matrix
-from milepost.kernels.products.forms.quantised import BLOCK, Fp8
+from milepost.kernels.products.forms.matrix import Epilogue
+from milepost.kernels.products.forms.quantised import BLOCK
+from milepost.kernels.products.gemm_tiles import MORE, OF_TENSOR_MEMORY, choose_gemm
 
 if TYPE_CHECKING:
     from milepost.kernels.products.table import Product
@@ -153,39 +154,12 @@ def _spread(num_outputs: int, num_sms: int, widest: int) -> int:
     return cdiv(cdiv(num_outputs, num_sms * rounds), _NARROWEST) * _NARROWEST
 
 
-FEW = Tiles(block_m=16, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
-SOME, MORE = replace(FEW, block_m=32), replace(FEW, block_m=64)
-MANY = replace(FEW, block_m=128, num_warps=8)
-_OF_TENSOR_MEMORY = {MORE: replace(MORE, num_warps=8), MANY: replace(MANY, block_n=64)}
-"""Tiles on sm_100, where a step's products come from tensor memory to be scaled: with the others a
-thread spills 650 to 1,200 bytes, with these none."""
-_FOUR_BITS = (
-    Tiles(block_m=8, block_n=64, block_k=BLOCK, num_warps=4, num_stages=4),
-    Tiles(block_m=16, block_n=64, block_k=BLOCK, num_warps=4, num_stages=4),
-    Tiles(block_m=32, block_n=64, block_k=BLOCK, num_warps=4, num_stages=4),
-    Tiles(block_m=64, block_n=64, block_k=BLOCK, num_warps=4, num_stages=3),
-)
-"""A tile of weights has 64 outputs: more of them would need more registers for sums than unpacking
-leaves."""
-_LEAST_FIXED = 16
-"""Rows of a tile from which on products of all tiles have the same bits: chips may multiply fewer
-with other instructions."""
-
-
-def choose_gemm(num_rows: float, weight: Matrix) -> Tiles:
-    """Returns the tiles of a quantised GEMM with this many rows for a weight."""
-    choices = (FEW, SOME, MORE, MANY) if weight.form is Fp8 else _FOUR_BITS
-    if weight.batch_invariant:
-        choices = tuple(each for each in choices if each.block_m >= _LEAST_FIXED)
-    return next((each for each in choices if num_rows <= each.block_m), choices[-1])
-
-
 def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
     """Cuts the product of any number of rows with quantised weights."""
     weight, num_rows = product.weight, product.num_rows
-    tiles, split_k = choose_gemm(num_rows, weight), 1
+    tiles, split_k = choose_gemm(num_rows, weight, chip), 1
     if chip.capability[0] == 10:
-        tiles = _OF_TENSOR_MEMORY.get(tiles, tiles)
+        tiles = OF_TENSOR_MEMORY.get(tiles, tiles)
     tiles = tiles.fitted(chip)
     has_parts = product.epilogue is Epilogue.PARTIALS and not weight.batch_invariant
     if num_rows <= MORE.block_m and has_parts:

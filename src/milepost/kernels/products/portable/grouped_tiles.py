@@ -10,8 +10,8 @@ from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products.expert_table import SEARCHED
 from milepost.kernels.products.forms.matrix import Matrix, Raw
 from milepost.kernels.products.forms.quantised import Fp8
+from milepost.kernels.products.gemm_tiles import MANY, choose_gemm
 from milepost.kernels.products.run_experts import RoutedRows
-from milepost.kernels.products.tiles import MANY, choose_gemm
 
 
 def _tiles(block_m: int, block_n: int, block_k: int, num_stages: int, *, is_swapped: bool) -> Tiles:
@@ -82,8 +82,8 @@ def _dividing(tiles: Tiles, num_inputs: int) -> Tiles:
 def _choose_quantised(routed: RoutedRows) -> tuple[Tiles, Tiles]:
     """Chooses tiles whose left operand is the weight."""
     up, down = Matrix.of(routed.up), Matrix.of(routed.down)
-    tiles = choose_gemm(routed.rows_each, down).fitted(routed.chip)
-    wide = replace(tiles, is_swapped=True)
+    tiles = choose_gemm(routed.rows_each, down, routed.chip, is_gated=routed.is_gated)
+    wide = replace(tiles.fitted(routed.chip), is_swapped=True)
     if up.form is not Fp8:
         return wide, wide
     # Gate and up projection have a sum each: with wide tiles more than there are registers.
