@@ -179,8 +179,8 @@ def _add_fp4(acc, p_x, p_w, scales, i_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _add_int4(acc, x, p_w, scales, i_k, SHAPE: tl.constexpr):
-    """Adds a step of one group or two: numbers are multiplied as whole ones, eight less than they
-    are; what is left of zero points is taken off each sum with the rows' own, and it is scaled.
+    """Adds a step of one group or two: numbers are multiplied as whole ones; zero points, and what
+    numbers are too large by, are taken off a group's sum with the rows' own, and it is scaled.
 
     So nothing but constants meets a number before it is multiplied, and it stays in the register
     in which it was unpacked."""
@@ -190,7 +190,9 @@ def _add_int4(acc, x, p_w, scales, i_k, SHAPE: tl.constexpr):
     b_w, b_x, b_y = _load_step(p_x, p_w, i_k, LANE)
     b_low = tl.dot(int4.low(b_w, b_x.dtype, SHAPE.has_ptx), b_x)
     b_high = int4.high(b_w, b_x.dtype, SHAPE.has_ptx)
+    zero = zero.to(tl.float32) + int4.offset(b_x.dtype)
     if SHAPE.group == LANE:
+        high_zero = high_zero.to(tl.float32) + int4.offset(b_x.dtype)
         acc += _scaled(b_low, sums[0], scale, zero)
         return acc + _scaled(tl.dot(b_high, b_y), sums[1], high_scale, high_zero)
     else:
@@ -224,4 +226,4 @@ def _sum_rows(p_x, p_w, i_k, SHAPE: tl.constexpr):
 @triton.jit
 def _scaled(b_dot, b_sum, scale, zero):
     """Scales a group's sums [N, M]; `b_sum` are its rows' own."""
-    return (b_dot - b_sum * (zero.to(tl.float32) - 8.0)[:, None]) * scale.to(tl.float32)[:, None]
+    return (b_dot - b_sum * zero[:, None]) * scale.to(tl.float32)[:, None]

@@ -88,6 +88,6 @@ def _unpack_kernel(weight, output, SHAPE: tl.constexpr):
 
 @triton.jit
 def _weights(numbers, scale, zero):
-    """Returns the weights of numbers [N, K] less eight, in their 16-bit type."""
-    zero = (zero.to(tl.float32) - 8.0).to(numbers.dtype)
+    """Returns the weights of numbers [N, K], in their 16-bit type."""
+    zero = (zero.to(tl.float32) + int4.offset(numbers.dtype)).to(numbers.dtype)
     return (numbers - zero[:, None]) * scale.to(numbers.dtype)[:, None]
