@@ -34,7 +34,7 @@ from milepost.kernels.platform.device import hopper_kernels, probe
 from milepost.kernels.platform.tiles import Tiles, choose_split_k
 from milepost.kernels.products import Epilogue, mix, moe, multiply
 from milepost.kernels.products.expert_table import SEARCHED
-from milepost.kernels.products.forms.quantised import Quantised
+from milepost.kernels.products.forms.quantised import Int4, Quantised
 from milepost.kernels.products.grouping import group
 from milepost.kernels.products.portable import gemm, grouped
 from milepost.kernels.products.portable.rounding import round_rows
@@ -122,7 +122,8 @@ def project(draws: list[RoutedRows], tiles: Tiles, *, is_up: bool) -> Calls:
             groups = group(routed.experts, EXPERTS, tiles.block_m)
         active = torch.randn(routed.num_routed, SIZE, device="cuda", dtype=torch.bfloat16)
         given, output = (routed.rows, active) if is_up else (active, routed.new_output(CHOSEN + 1))
-        rows = round_rows(given, weight, routed.chip, are_few=False)
+        are_few = tiles.block_m <= 16 and isinstance(weight, Int4)
+        rows = round_rows(given, weight, routed.chip, are_few=are_few)
         calls.append(partial(grouped.project, rows, routed, output, groups, tiles, is_up=is_up))
     return calls
 

@@ -17,35 +17,36 @@ from milepost.kernels.platform.numerics import decode
 from milepost.kernels.products.portable import int4
 
 
-def _taking(*steps: str) -> tl.constexpr:
-    """Returns PTX that puts four bytes in the high halves of 16 bits each, and takes numbers out of
-    both pairs with `steps`: `byte` is a pair, `number` what becomes of it."""
-    code = "; ".join(steps)
-    pairs = [
-        f"prmt.b32 byte, $2, 0, {x}; {code}; mov.b32 ${i}, number;" for i, x in enumerate(_PAIRS)
-    ]
-    return tl.constexpr("{ .reg .b32 byte, sign, number; " + " ".join(pairs) + " }")
+def _taking(half: str, copy: str, mask: str) -> tl.constexpr:
+    """Returns PTX that moves the halves of four bytes, in 16 bits each, with one multiplication to
+    where a number's sign and the rest of it stand."""
+    move = f"mul.lo.u32 pair, pair, {copy}; and.b32 pair, pair, {mask};"
+    pairs = (
+        f"prmt.b32 pair, half, 0, {order}; {move} mov.b32 ${i}, pair;"
+        for i, order in enumerate(("0x4140", "0x4342"))
+    )
+    return tl.constexpr("{ .reg .b32 half, pair; " + half + " ".join(pairs) + " }")
 
 
-_PAIRS = "0x1404", "0x3424"
+_LOW, _HIGH = (_taking(half, "0x1040", "0x81c081c0") for half in (int4.LOW, int4.HIGH))
+"""For bfloat16: a number's sign stands in bit 15, the rest of it from bit 6 on."""
 
 
-def _moving(sign: str, number: str, mask: str) -> tl.constexpr:
-    """Returns PTX that moves signs and what is left of numbers by these instructions."""
-    return _taking(
-        f"{sign}",
-        "and.b32 sign, sign, 0x80008000",
-        f"{number}",
-        f"and.b32 number, number, {mask}",
-        "or.b32 number, number, sign",
+def _scaling(pair: int, bytes_: str) -> str:
+    return (
+        f"prmt.b32 pair, $2, 0, {bytes_}; shr.u32 pair, pair, 4; "
+        f"fma.rn.bf16x2 pair, pair, most, zero; fma.rn.bf16x2 ${pair}, pair, rest, zero;"
     )
 
 
-_LOW_BFLOAT16 = _moving("shl.b32 sign, byte, 4", "shr.u32 number, byte, 2", "0x01c001c0")
-_HIGH_BFLOAT16 = _moving("mov.b32 sign, byte", "shr.u32 number, byte, 6", "0x01c001c0")
-_LOW_FLOAT16 = _moving("shl.b32 sign, byte, 4", "shl.b32 number, byte, 1", "0x0e000e00")
-_HIGH_FLOAT16 = _moving("mov.b32 sign, byte", "shr.u32 number, byte, 3", "0x0e000e00")
-
+_SCALE_BFLOAT16 = tl.constexpr(
+    "{ .reg .b32 pair, zero, most, rest; mov.b32 zero, 0x80008000; "
+    "mov.b32 most, 0x7f007f00; mov.b32 rest, 0x77807780; "
+    + _scaling(0, "0x1404")
+    + _scaling(1, "0x3424")
+    + " }"
+)
+"""PTX that makes numbers times 2^119 of four float8's bits, by 2^127 and 2^112."""
 UNIT = tl.constexpr(128.0)
 _OF_BFLOAT16 = tl.constexpr(2.0**127)
 _OF_FLOAT16 = tl.constexpr(2.0**15)
@@ -56,25 +57,19 @@ _OF_FLOAT16 = tl.constexpr(2.0**15)
 def low(b_w, scale, TYPE: tl.constexpr, PTX: tl.constexpr):
     """Returns weights [N, K] over UNIT, from the numbers in the low halves of bytes b_w [N, K] and
     their groups' scales [N, G], which are float8's bits."""
-    if not PTX:
-        q = numbers(b_w.to(tl.int16) & 15, TYPE)
-    elif tl.bfloat16 == TYPE:
-        q = int4.take(b_w, _LOW_BFLOAT16, TYPE)
+    if PTX and tl.bfloat16 == TYPE:
+        return _weights(int4.take(b_w, _LOW, TYPE), int4.take(scale, _SCALE_BFLOAT16, TYPE))
     else:
-        q = int4.take(b_w, _LOW_FLOAT16, TYPE)
-    return _weights(q, scale)
+        return _weights(numbers(b_w.to(tl.int16) & 15, TYPE), scales(scale, TYPE).to(TYPE))
 
 
 @triton.jit
 def high(b_w, scale, TYPE: tl.constexpr, PTX: tl.constexpr):
     """Returns those of the numbers in the high halves."""
-    if not PTX:
-        q = numbers(b_w.to(tl.int16) >> 4, TYPE)
-    elif tl.bfloat16 == TYPE:
-        q = int4.take(b_w, _HIGH_BFLOAT16, TYPE)
+    if PTX and tl.bfloat16 == TYPE:
+        return _weights(int4.take(b_w, _HIGH, TYPE), int4.take(scale, _SCALE_BFLOAT16, TYPE))
     else:
-        q = int4.take(b_w, _HIGH_FLOAT16, TYPE)
-    return _weights(q, scale)
+        return _weights(numbers(b_w.to(tl.int16) >> 4, TYPE), scales(scale, TYPE).to(TYPE))
 
 
 @triton.jit
@@ -82,11 +77,6 @@ def _weights(q, scale):
     N: tl.constexpr = q.shape[0]
     K: tl.constexpr = q.shape[1]
     G: tl.constexpr = scale.shape[1]
-    # A float8's exponent and mantissa stand at the low end of the type's exponent, too.
-    if q.dtype == tl.bfloat16:
-        scale = (scale.to(tl.int16) << 4).to(tl.bfloat16, bitcast=True) * 2.0**127 * 2.0**112
-    else:
-        scale = (scale.to(tl.int16) << 7).to(tl.float16, bitcast=True) * 2.0**15
     return tl.reshape(tl.reshape(q, [N, G, K // G]) * scale[:, :, None], [N, K])
 
 

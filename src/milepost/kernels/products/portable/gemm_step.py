@@ -106,14 +106,14 @@ def multiply_quantised(
         next_row_scale = row_scale
         if weight.input_scales is None:
             next_row_scale = load_row_scale(p_row_scale, stride, i_k + BLOCK_K, SHAPE)
-        x = p_x, row_scale, _sum_rows(p_x, p_up, i_k, SHAPE)
+        x = p_x, row_scale, _sum_rows(p_x, p_row_scale, stride, p_up, i_k, SHAPE)
         if SHAPE.is_gated:
             next_gate_scales = load_scales(gate, i_k + BLOCK_K, SHAPE)
             b_gate = _add_step(b_gate, x, p_gate, gate_scales, i_k, SHAPE)
             gate_scales = next_gate_scales
         b_up = _add_step(b_up, x, p_up, up_scales, i_k, SHAPE)
         up_scales, row_scale = next_up_scales, next_row_scale
-    if SHAPE.is_rounded and not SHAPE.has_block_scales:
+    if SHAPE.group == 0 and SHAPE.is_rounded and not SHAPE.has_block_scales:
         row_scale = tl.load(p_row_scale)[None, :]
     return _finish(b_up, up, row_scale, SHAPE), _finish(b_gate, gate, row_scale, SHAPE)
 
@@ -207,11 +207,19 @@ def _load_step(p_x, p_w, i_k, LANE: tl.constexpr):
 
 
 @triton.jit
-def _sum_rows(p_x, p_w, i_k, SHAPE: tl.constexpr):
-    """Adds rows up [N, M] over a step's groups of Int4, by the matrix unit, which is idle: so sums
-    stand where products do. The ones are made of bytes at `p_w`, in their layout."""
-    if SHAPE.group > 0:
-        LANE: tl.constexpr = min(SHAPE.group, 64)
+def _sum_rows(p_x, p_sum, stride, p_w, i_k, SHAPE: tl.constexpr):
+    """Returns rows' sums [1, M] or [N, M] over a step's groups of Int4. Few rows have none yet, and
+    are added up by the matrix unit, which is idle: so sums stand where products do. The ones are
+    made of bytes at `p_w`, in their layout."""
+    LANE: tl.constexpr = min(SHAPE.group, 64)
+    if SHAPE.group > 0 and SHAPE.is_rounded:
+        p_sum += i_k // min(SHAPE.group, SHAPE.block_k) * stride
+        b_sum = tl.load(p_sum)[None, :]
+        if SHAPE.group == LANE:
+            return b_sum, tl.load(p_sum + stride)[None, :]
+        else:
+            return (b_sum,)
+    elif SHAPE.group > 0:
         b_w, b_x, b_y = _load_step(p_x, p_w, i_k, LANE)
         b_one = int4.ones(b_w, b_x.dtype, SHAPE.has_ptx)
         b_sum = tl.dot(b_one, b_x)

@@ -25,10 +25,10 @@ def _taking(half: str, beside: str) -> tl.constexpr:
         }}""")
 
 
-_LOW = "and.b32 half, $2, 0x0f0f0f0f;"
-_HIGH = "shr.u32 half, $2, 4; and.b32 half, half, 0x0f0f0f0f;"
-_LOW_BFLOAT16, _HIGH_BFLOAT16 = (_taking(half, "0x43434343") for half in (_LOW, _HIGH))
-_LOW_FLOAT16, _HIGH_FLOAT16 = (_taking(half, "0x64646464") for half in (_LOW, _HIGH))
+LOW = "and.b32 half, $2, 0x0f0f0f0f;"
+HIGH = "shr.u32 half, $2, 4; and.b32 half, half, 0x0f0f0f0f;"
+_LOW_BFLOAT16, _HIGH_BFLOAT16 = (_taking(half, "0x43434343") for half in (LOW, HIGH))
+_LOW_FLOAT16, _HIGH_FLOAT16 = (_taking(half, "0x64646464") for half in (LOW, HIGH))
 _ONE_BFLOAT16, _ONE_FLOAT16 = (
     tl.constexpr(f"mov.b32 $0, {one}; mov.b32 $1, {one};") for one in ("0x3f803f80", "0x3c003c00")
 )

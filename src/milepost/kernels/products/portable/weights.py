@@ -70,7 +70,7 @@ class ProductShape(NamedTuple):
     is_static: bool = False
     """Whether the checkpoint sets the scale of all activations."""
     is_rounded: bool = False
-    """Whether rows are FP8 and have scales."""
+    """Whether rows are FP8 and have scales, or have sums."""
     has_ptx: bool = False
     """Whether four bits are unpacked by NVIDIA's instructions."""
 
