@@ -45,10 +45,11 @@ from milepost.kernels.products.tiles import SplitTiles
 EXPERTS, CHOSEN = 257, 8
 COPY_GBPS = 4280
 """Of an H200, measured."""
-FEW = "8x64,4,4 8x64,2,4 8x64,4,6 8x128,4,4 8x32,2,4 16x64,4,4 16x64,2,4 16x128,4,4 16x32,2,4"
+FEW = "8x64,4,4 8x64,2,4 8x64,4,3 8x128,4,4 8x128,4,3 16x64,2,4"
 FEW_FP8 = "16x64,4,3 16x64,4,4 16x64,4,5 16x64,8,3 16x128,4,3 16x128,4,4 16x128,8,3 16x32,2,4"
-SOME = "16x64,4,4 32x64,4,4 32x128,8,4 64x64,4,3 64x64,4,4 64x128,8,3"
-MANY = "32x64,4,4 64x64,4,3 64x64,4,4 64x64,8,3 64x128,8,3 128x64,8,3 128x64,8,4 128x128,8,3"
+ROWS = "8x128,8,4 8x128,4,4 8x64,2,4 8x64,4,4 16x128,8,4 16x64,2,4"
+SOME = "32x64,4,4 32x128,8,4 64x64,4,3 64x128,8,3 64x128,8,4"
+MANY = "32x64,4,4 32x64,4,3 32x128,4,3 32x128,8,3 64x64,4,3 64x128,8,3"
 
 Calls = list[Callable[[], object]]
 
@@ -129,7 +130,7 @@ def project(draws: list[RoutedRows], tiles: Tiles, *, is_up: bool) -> Calls:
 
 
 def time_dense(form: str, counts: list[int]) -> Iterator[dict[str, Any]]:
-    few = FEW_FP8 if form == "fp8" else FEW
+    few = FEW_FP8 if form == "fp8" else ROWS
     for name, (num_inputs, num_outputs) in SHAPES.items():
         count = max(3, int(120e6 * 2 // (num_inputs * num_outputs)))
         weights = [FORMS[form](num_outputs, num_inputs) for _ in range(count)]

@@ -10,7 +10,7 @@ from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products.expert_table import SEARCHED
 from milepost.kernels.products.forms.matrix import Matrix, Raw
 from milepost.kernels.products.forms.quantised import Fp8
-from milepost.kernels.products.gemm_tiles import MANY, choose_gemm
+from milepost.kernels.products.gemm_tiles import MANY, choose_experts, choose_gemm
 from milepost.kernels.products.run_experts import RoutedRows
 
 
@@ -81,10 +81,10 @@ def _dividing(tiles: Tiles, num_inputs: int) -> Tiles:
 
 def _choose_quantised(routed: RoutedRows) -> tuple[Tiles, Tiles]:
     """Chooses tiles whose left operand is the weight."""
-    up, down = Matrix.of(routed.up), Matrix.of(routed.down)
-    tiles = choose_gemm(routed.rows_each, down, routed.chip, is_gated=routed.is_gated)
-    wide = replace(tiles.fitted(routed.chip), is_swapped=True)
-    if up.form is not Fp8:
-        return wide, wide
+    chip, down = routed.chip, Matrix.of(routed.down)
+    if down.form is not Fp8:
+        up_tiles, down_tiles = choose_experts(routed.rows_each, down, chip)
+        return up_tiles.fitted(chip, num_weights=1 + routed.is_gated), down_tiles.fitted(chip)
+    wide = replace(choose_gemm(routed.rows_each, down, chip).fitted(chip), is_swapped=True)
     # Gate and up projection have a sum each: with wide tiles more than there are registers.
     return replace(wide, block_n=64, num_warps=8 if wide.block_m == MANY.block_m else 4), wide
