@@ -84,11 +84,10 @@ class ProductShape(NamedTuple):
             return shape
         depths = weight.scales.shape[-1]
         if not isinstance(weight, Fp8):
-            group = -weight.group
-            if isinstance(weight, Int4):
-                # A step has a group, or one in bytes' low halves and one in their high halves.
-                group, depth = weight.group, min(shape.block_k, 2 * weight.lane)
-                shape = shape._replace(block_k=depth)
+            group = weight.group if isinstance(weight, Int4) else -weight.group
+            if 0 < group < BLOCK:
+                # A step has a group in bytes' low halves, and one in their high halves.
+                shape = shape._replace(block_k=2 * group)
             has_ptx = not chip.is_amd and chip.arch != "cpu"
             return shape._replace(group=group, depths=depths, is_swapped=True, has_ptx=has_ptx)
         return shape._replace(
