@@ -33,7 +33,7 @@ from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.portable import (
     gathering as triton_gathering,
 )
-from milepost.kernels.products.portable import gemm, grouped_large, unpack
+from milepost.kernels.products.portable import gemm, grouped_large, sums, unpack
 from milepost.kernels.products.portable import (
     rounding as triton_rounding,
 )
@@ -410,3 +410,10 @@ def test_gather(
     assert torch.equal(gathered.routed[: count * block_rows], routed)
     kept = gathered.rows.view(torch.int16)[filled]
     assert torch.equal(kept, plain.view(torch.int16)[order // num_chosen])
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 37])
+def test_rows_are_added_up_by_group(num_rows: int) -> None:
+    rows = make_rows(num_rows, 512)[:, :384]
+    added = sums.sum_rows(rows, 64)
+    torch.testing.assert_close(added, rows.float().view(num_rows, 6, 64).sum(2).T)

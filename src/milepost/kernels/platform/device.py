@@ -56,6 +56,12 @@ class Chip:
         return self.capability >= (9, 0)
 
     @property
+    def has_wide_mma(self) -> bool:
+        """Whether matrix units read an operand from shared memory, or sums are not in registers:
+        wgmma or tcgen05."""
+        return self.capability[0] in (9, 10)
+
+    @property
     def has_fp8(self) -> bool:
         """Whether the chip knows float8 as OCP defines it; Triton's interpreter rounds another
         way."""

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tiles import Tiles, cdiv, choose_split_k, next_power_of_2
 from milepost.kernels.products.forms.matrix import Epilogue
-from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int8
+from milepost.kernels.products.forms.quantised import BLOCK, Int8
+from milepost.kernels.products.gemm_tiles import MORE, OF_TENSOR_MEMORY, choose_gemm
 
 if TYPE_CHECKING:
     from milepost.kernels.products.table import Product
@@ -153,28 +154,12 @@ def _spread(num_outputs: int, num_sms: int, widest: int) -> int:
     return cdiv(cdiv(num_outputs, num_sms * rounds), _NARROWEST) * _NARROWEST
 
 
-FEW = Tiles(block_m=16, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
-SOME, MORE = replace(FEW, block_m=32), replace(FEW, block_m=64)
-MANY = replace(FEW, block_m=128, num_warps=8)
-_OF_TENSOR_MEMORY = {MORE: replace(MORE, num_warps=8), MANY: replace(MANY, block_n=64)}
-"""Tiles on sm_100, where a step's products come from tensor memory to be scaled: with the others a
-thread spills 650 to 1,200 bytes, with these none."""
-_FOUR_BIT_WARPS = 8
-"""Unpacking four bits takes work in registers, which is spread over more threads."""
-
-
-def choose_gemm(num_rows: float, *, is_fp8: bool) -> Tiles:
-    """Returns the tiles of a quantised GEMM with this many rows for a weight."""
-    tiles = next((tiles for tiles in (FEW, SOME, MORE) if num_rows <= tiles.block_m), MANY)
-    return tiles if is_fp8 or tiles == MANY else replace(tiles, num_warps=_FOUR_BIT_WARPS)
-
-
 def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
     """Cuts the product of any number of rows with quantised weights."""
     weight, num_rows = product.weight, product.num_rows
-    tiles, split_k = choose_gemm(num_rows, is_fp8=weight.form in (Fp8, Int8)), 1
+    tiles, split_k = choose_gemm(num_rows, weight, chip), 1
     if chip.capability[0] == 10:
-        tiles = _OF_TENSOR_MEMORY.get(tiles, tiles)
+        tiles = OF_TENSOR_MEMORY.get(tiles, tiles)
     tiles = tiles.fitted(chip, num_bytes=1 if weight.form is Int8 else 2)
     has_parts = product.epilogue is Epilogue.PARTIALS and not weight.batch_invariant
     if num_rows <= MORE.block_m and has_parts:

@@ -14,7 +14,39 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.platform.numerics import decode
+from milepost.kernels.products.portable import int4
 
+
+def _taking(half: str, copy: str, mask: str) -> tl.constexpr:
+    """Returns PTX that moves the halves of four bytes, in 16 bits each, with one multiplication to
+    where a number's sign and the rest of it stand."""
+    move = f"mul.lo.u32 pair, pair, {copy}; and.b32 pair, pair, {mask};"
+    pairs = (
+        f"prmt.b32 pair, half, 0, {order}; {move} mov.b32 ${i}, pair;"
+        for i, order in enumerate(("0x4140", "0x4342"))
+    )
+    return tl.constexpr("{ .reg .b32 half, pair; " + half + " ".join(pairs) + " }")
+
+
+_LOW, _HIGH = (_taking(half, "0x1040", "0x81c081c0") for half in (int4.LOW, int4.HIGH))
+"""For bfloat16: a number's sign stands in bit 15, the rest of it from bit 6 on."""
+
+
+def _scaling(pair: int, bytes_: str) -> str:
+    return (
+        f"prmt.b32 pair, $2, 0, {bytes_}; shr.u32 pair, pair, 4; "
+        f"fma.rn.bf16x2 pair, pair, most, zero; fma.rn.bf16x2 ${pair}, pair, rest, zero;"
+    )
+
+
+_SCALE_BFLOAT16 = tl.constexpr(
+    "{ .reg .b32 pair, zero, most, rest; mov.b32 zero, 0x80008000; "
+    "mov.b32 most, 0x7f007f00; mov.b32 rest, 0x77807780; "
+    + _scaling(0, "0x1404")
+    + _scaling(1, "0x3424")
+    + " }"
+)
+"""PTX that makes numbers times 2^119 of four float8's bits, by 2^127 and 2^112."""
 UNIT = tl.constexpr(128.0)
 _OF_BFLOAT16 = tl.constexpr(2.0**127)
 _OF_FLOAT16 = tl.constexpr(2.0**15)
@@ -22,14 +54,30 @@ _OF_FLOAT16 = tl.constexpr(2.0**15)
 
 
 @triton.jit
-def weights(q, scale, TYPE: tl.constexpr):
-    """Returns weights [N, K] over UNIT, from numbers q [N, K] int16 and their groups' scales [N,
-    G], which are float8's bits."""
+def low(b_w, scale, TYPE: tl.constexpr, PTX: tl.constexpr):
+    """Returns weights [N, K] over UNIT, from the numbers in the low halves of bytes b_w [N, K] and
+    their groups' scales [N, G], which are float8's bits."""
+    if PTX and tl.bfloat16 == TYPE:
+        return _weights(int4.take(b_w, _LOW, TYPE), int4.take(scale, _SCALE_BFLOAT16, TYPE))
+    else:
+        return _weights(numbers(b_w.to(tl.int16) & 15, TYPE), scales(scale, TYPE).to(TYPE))
+
+
+@triton.jit
+def high(b_w, scale, TYPE: tl.constexpr, PTX: tl.constexpr):
+    """Returns those of the numbers in the high halves."""
+    if PTX and tl.bfloat16 == TYPE:
+        return _weights(int4.take(b_w, _HIGH, TYPE), int4.take(scale, _SCALE_BFLOAT16, TYPE))
+    else:
+        return _weights(numbers(b_w.to(tl.int16) >> 4, TYPE), scales(scale, TYPE).to(TYPE))
+
+
+@triton.jit
+def _weights(q, scale):
     N: tl.constexpr = q.shape[0]
     K: tl.constexpr = q.shape[1]
     G: tl.constexpr = scale.shape[1]
-    groups = tl.reshape(numbers(q, TYPE), [N, G, K // G])
-    return tl.reshape(groups * scales(scale, TYPE).to(TYPE)[:, :, None], [N, K])
+    return tl.reshape(tl.reshape(q, [N, G, K // G]) * scale[:, :, None], [N, K])
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.platform.numerics import decode, encode, scale_of
-from milepost.kernels.products.portable import float4, int8_step
+from milepost.kernels.products.portable import float4, int4, int8_step
 from milepost.kernels.products.portable.weights import (
     columns,
     find_row,
@@ -108,14 +108,14 @@ def multiply_quantised(
         next_row_scale = row_scale
         if weight.input_scales is None:
             next_row_scale = load_row_scale(p_row_scale, stride, i_k + BLOCK_K, SHAPE)
-        x = p_x, row_scale
+        x = p_x, row_scale, _sum_rows(p_x, p_row_scale, stride, p_up, i_k, SHAPE)
         if SHAPE.is_gated:
             next_gate_scales = load_scales(gate, i_k + BLOCK_K, SHAPE)
-            b_gate = _add_step(b_gate, x, p_gate, gate, gate_scales, i_k, SHAPE)
+            b_gate = _add_step(b_gate, x, p_gate, gate_scales, i_k, SHAPE)
             gate_scales = next_gate_scales
-        b_up = _add_step(b_up, x, p_up, up, up_scales, i_k, SHAPE)
+        b_up = _add_step(b_up, x, p_up, up_scales, i_k, SHAPE)
         up_scales, row_scale = next_up_scales, next_row_scale
-    if SHAPE.is_rounded and not SHAPE.has_block_scales:
+    if SHAPE.group == 0 and SHAPE.is_rounded and not SHAPE.has_block_scales:
         row_scale = tl.load(p_row_scale)[None, :]
     return _finish(b_up, up, row_scale, SHAPE), _finish(b_gate, gate, row_scale, SHAPE)
 
@@ -139,18 +139,16 @@ def factors(p_factor):
 
 
 @triton.jit
-def _add_step(acc, x, p_w, p_row, scales, i_k, SHAPE: tl.constexpr):
+def _add_step(acc, x, p_w, scales, i_k, SHAPE: tl.constexpr):
     """Adds the product of K inputs from i_k on to acc [N, M], for weights at `p_w` [N, K] and rows
-    `x`: pointers [M, K], both at `columns`, and the step's scales, or that of all activations.
-    `scales` are the step's, those of smaller groups are at `p_row`."""
+    `x`: pointers [M, K], both at `columns`, the step's scales, or that of all activations, and the
+    rows' sums."""
     if p_w.dtype.element_ty == tl.int8:
         return int8_step.add(acc, x, p_w + i_k, i_k, SHAPE)
     elif SHAPE.group < 0:
-        return _add_fp4(acc, x[0], p_w, scales[0], scales[1], i_k)
-    elif SHAPE.group >= SHAPE.block_k:
-        return _add_int4(acc, x[0], p_w, scales[0], scales[1], i_k)
+        return _add_fp4(acc, x[0], p_w, scales, i_k, SHAPE)
     elif SHAPE.group:
-        return _add_small_groups(acc, x[0], p_w, p_row, i_k, SHAPE)
+        return _add_int4(acc, x, p_w, scales, i_k, SHAPE)
     else:
         return _add_fp8(acc, x, p_w, scales[0], i_k, SHAPE)
 
@@ -159,7 +157,7 @@ def _add_step(acc, x, p_w, p_row, scales, i_k, SHAPE: tl.constexpr):
 def _add_fp8(acc, x, p_w, scale, i_k, SHAPE: tl.constexpr):
     """Adds a step of FP8. Rows that are not rounded yet are rounded on the way, by the scale of all
     activations if there is one."""
-    p_x, row_scale = x
+    p_x, row_scale, _ = x
     b_w = decode(tl.load(p_w + i_k), SHAPE.is_native)
     b_x = tl.load(p_x + i_k)
     if not SHAPE.is_rounded:
@@ -176,62 +174,68 @@ def _add_fp8(acc, x, p_w, scale, i_k, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _add_fp4(acc, p_x, p_w, low_scale, high_scale, i_k):
-    TYPE: tl.constexpr = p_x.dtype.element_ty
-    b_w = tl.load(p_w + i_k // 2).to(tl.int16)
-    low = float4.weights(b_w & 15, low_scale, TYPE)
-    acc = tl.dot(low, tl.trans(tl.load(p_x + i_k)), acc)
-    high = float4.weights(b_w >> 4, high_scale, TYPE)
-    return tl.dot(high, tl.trans(tl.load(p_x + 64 + i_k)), acc)
+def _add_fp4(acc, p_x, p_w, scales, i_k, SHAPE: tl.constexpr):
+    b_w, b_x = tl.load(p_w + i_k // 2), tl.trans(tl.load(p_x + i_k))
+    acc = tl.dot(float4.low(b_w, scales[0], b_x.dtype, SHAPE.has_ptx), b_x, acc)
+    b_x = tl.trans(tl.load(p_x + 64 + i_k))
+    return tl.dot(float4.high(b_w, scales[1], b_x.dtype, SHAPE.has_ptx), b_x, acc)
 
 
 @triton.jit
-def _add_int4(acc, p_x, p_w, scale, zero, i_k):
-    """Adds a step of one group: its numbers are multiplied as whole ones, and the sum is scaled."""
-    TYPE: tl.constexpr = p_x.dtype.element_ty
-    b_w = tl.load(p_w + i_k // 2).to(tl.int16)
-    offset: tl.constexpr = 128.0 if tl.bfloat16 == TYPE else 1024.0
-    b_zero = (zero + offset).to(TYPE)[:, None]
-    b_dot = tl.dot(_beside(b_w & 15, TYPE) - b_zero, tl.trans(tl.load(p_x + i_k)))
-    b_dot = tl.dot(_beside(b_w >> 4, TYPE) - b_zero, tl.trans(tl.load(p_x + 64 + i_k)), b_dot)
-    return acc + b_dot * scale[:, None]
+def _add_int4(acc, x, p_w, scales, i_k, SHAPE: tl.constexpr):
+    """Adds a step of one group or two: numbers are multiplied as whole ones; zero points, and what
+    numbers are too large by, are taken off a group's sum with the rows' own, and it is scaled.
 
-
-@triton.jit
-def _beside(q, TYPE: tl.constexpr):
-    """Puts four-bit numbers in the bits beside a power of two, 128 in bfloat16 and 1024 in float16:
-    this costs less than a conversion."""
-    if tl.bfloat16 == TYPE:
-        return (q | 0x4300).to(TYPE, bitcast=True)
-    else:
-        return (q | 0x6400).to(TYPE, bitcast=True)
-
-
-@triton.jit
-def _add_small_groups(acc, p_x, p_w, p_row, i_k, SHAPE: tl.constexpr):
+    So nothing but constants meets a number before it is multiplied, and it stays in the register
+    in which it was unpacked."""
     LANE: tl.constexpr = min(SHAPE.group, 64)
-    TYPE: tl.constexpr = p_x.dtype.element_ty
-    b_w = tl.load(p_w + i_k // 2).to(tl.int16)
-    low = dequantise(b_w & 15, p_row, i_k, TYPE, SHAPE)
-    acc = tl.dot(low, tl.trans(tl.load(p_x + i_k)), acc)
-    high = dequantise(b_w >> 4, p_row, i_k + LANE, TYPE, SHAPE)
-    return tl.dot(high, tl.trans(tl.load(p_x + LANE + i_k)), acc)
+    p_x, _, sums = x
+    scale, zero, high_scale, high_zero = scales
+    b_w, b_x, b_y = _load_step(p_x, p_w, i_k, LANE)
+    b_low = tl.dot(int4.low(b_w, b_x.dtype, SHAPE.has_ptx), b_x)
+    b_high = int4.high(b_w, b_x.dtype, SHAPE.has_ptx)
+    zero = zero.to(tl.float32) + int4.offset(b_x.dtype)
+    if SHAPE.group == LANE:
+        high_zero = high_zero.to(tl.float32) + int4.offset(b_x.dtype)
+        acc += _scaled(b_low, sums[0], scale, zero)
+        return acc + _scaled(tl.dot(b_high, b_y), sums[1], high_scale, high_zero)
+    else:
+        return acc + _scaled(tl.dot(b_high, b_y, b_low), sums[0], scale, zero)
 
 
 @triton.jit
-def dequantise(q, p_row, i_k, TYPE: tl.constexpr, SHAPE: tl.constexpr):
-    """Returns the weights of numbers q [N, K / 2] int16 of Int4 in a 16-bit type; the first is
-    input i_k's. `p_row` is what `find_row` returned."""
+def _load_step(p_x, p_w, i_k, LANE: tl.constexpr):
+    """Loads a step's bytes, and the rows [K, M] of their low and of their high halves."""
+    b_w = tl.load(p_w + i_k // 2)
+    return b_w, tl.trans(tl.load(p_x + i_k)), tl.trans(tl.load(p_x + LANE + i_k))
+
+
+@triton.jit
+def _sum_rows(p_x, p_sum, stride, p_w, i_k, SHAPE: tl.constexpr):
+    """Returns rows' sums [1, M] or [N, M] over a step's groups of Int4. Few rows have none yet, and
+    are added up by the matrix unit, which is idle: so sums stand where products do. The ones are
+    made of bytes at `p_w`, in their layout."""
     LANE: tl.constexpr = min(SHAPE.group, 64)
-    p_scale, p_zero = p_row[1], p_row[2]
-    if SHAPE.block_k == 2 * LANE:
-        scale = tl.load(p_scale + i_k // SHAPE.group)[:, None]
-        zero = tl.load(p_zero + i_k // SHAPE.group)[:, None]
+    if SHAPE.group > 0 and SHAPE.is_rounded:
+        p_sum += i_k // min(SHAPE.group, SHAPE.block_k) * stride
+        b_sum = tl.load(p_sum)[None, :]
+        if SHAPE.group == LANE:
+            return b_sum, tl.load(p_sum + stride)[None, :]
+        else:
+            return (b_sum,)
+    elif SHAPE.group > 0:
+        b_w, b_x, b_y = _load_step(p_x, p_w, i_k, LANE)
+        b_one = int4.ones(b_w, b_x.dtype, SHAPE.has_ptx)
+        b_sum = tl.dot(b_one, b_x)
+        if SHAPE.group == LANE:
+            return b_sum, tl.dot(b_one, b_y)
+        else:
+            return (tl.dot(b_one, b_y, b_sum),)
     else:
-        # A tile of numbers of several groups.
-        o_q = tl.arange(0, SHAPE.block_k // 2)
-        group = (i_k + o_q // LANE * (2 * LANE)) // SHAPE.group
-        scale = tl.load(p_scale[:, None] + group[None, :])
-        zero = tl.load(p_zero[:, None] + group[None, :])
-    offset: tl.constexpr = 128.0 if tl.bfloat16 == TYPE else 1024.0
-    return (_beside(q, TYPE) - (zero.to(tl.float32) + offset).to(TYPE)) * scale.to(TYPE)
+        return ()
+
+
+@triton.jit
+def _scaled(b_dot, b_sum, scale, zero):
+    """Scales a group's sums [N, M]; `b_sum` are its rows' own."""
+    return (b_dot - b_sum * zero[:, None]) * scale.to(tl.float32)[:, None]

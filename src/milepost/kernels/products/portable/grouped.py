@@ -16,6 +16,8 @@ from torch import Tensor
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import Tiles, cdiv
 from milepost.kernels.products.expert_table import ROW_BY_ROW, SEARCHED
+from milepost.kernels.products.forms.quantised import Int4
+from milepost.kernels.products.gemm_tiles import FEW
 from milepost.kernels.products.grouping import Groups, group
 from milepost.kernels.products.portable import grouped_tiles, multipliers
 from milepost.kernels.products.portable.activation import activate
@@ -31,7 +33,9 @@ def run(routed: RoutedRows) -> Tensor:
     active = routed.rows.new_empty(routed.num_routed, routed.size)
     up_tiles, down_tiles = grouped_tiles.choose(routed)
     groups, are_few = None, routed.num_routed <= ROW_BY_ROW
-    if len(routed.experts) > SEARCHED:
+    if isinstance(up, Int4):
+        are_few = up_tiles.block_m <= FEW.block_m
+    if len(routed.experts) > min(SEARCHED, up_tiles.block_m):
         groups = group(routed.experts, routed.num_experts, up_tiles.block_m)
     rows = round_rows(routed.rows, up, routed.chip, are_few=are_few)
     project(rows, routed, active, groups, up_tiles, is_up=True)

@@ -8,10 +8,10 @@ import torch
 
 from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products.expert_table import SEARCHED
-from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.forms.matrix import Matrix, Raw
 from milepost.kernels.products.forms.quantised import FourBits, Int8
+from milepost.kernels.products.gemm_tiles import MANY, choose_experts, choose_gemm
 from milepost.kernels.products.run_experts import RoutedRows
-from milepost.kernels.products.tiles import MANY, choose_gemm
 
 
 def _tiles(block_m: int, block_n: int, block_k: int, num_stages: int, *, is_swapped: bool) -> Tiles:
@@ -81,10 +81,12 @@ def _dividing(tiles: Tiles, num_inputs: int) -> Tiles:
 
 def _choose_quantised(routed: RoutedRows) -> tuple[Tiles, Tiles]:
     """Chooses tiles whose left operand is the weight."""
-    wide = choose_gemm(routed.rows_each, is_fp8=not isinstance(routed.up, FourBits))
-    wide = wide.fitted(routed.chip, num_bytes=1 if isinstance(routed.up, Int8) else 2)
+    chip, down = routed.chip, Matrix.of(routed.down)
+    if isinstance(routed.down, FourBits):
+        up_tiles, down_tiles = choose_experts(routed.rows_each, down, chip)
+        return up_tiles.fitted(chip, num_weights=1 + routed.is_gated), down_tiles.fitted(chip)
+    wide = choose_gemm(routed.rows_each, down, chip)
+    wide = wide.fitted(chip, num_bytes=1 if isinstance(routed.down, Int8) else 2)
     wide = replace(wide, is_swapped=True)
     # Gate and up projection have a sum each: with wide tiles more than there are registers.
-    narrow = replace(wide, block_n=64, num_warps=8 if wide.block_m == MANY.block_m else 4)
-    is_narrow = isinstance(routed.down, FourBits) and wide.block_m < MANY.block_m
-    return narrow, narrow if is_narrow else wide
+    return replace(wide, block_n=64, num_warps=8 if wide.block_m == MANY.block_m else 4), wide

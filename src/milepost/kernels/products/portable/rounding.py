@@ -33,11 +33,12 @@ from milepost.kernels.platform.numerics import (
 from milepost.kernels.platform.tensors import FP8
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 from milepost.kernels.products.forms.matrix import Raw
-from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int8, Quantised
+from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int4, Int8, Quantised
 from milepost.kernels.products.portable.activation import activate
+from milepost.kernels.products.portable.sums import sum_rows
 
 RoundedRows = tuple[Tensor, Tensor | None]
-"""Rows and, if they are rounded, their scales [D, R]."""
+"""Rows and, if they are rounded, their scales [D, R]; or their sums, for four bits."""
 _PART = 2048
 """Inputs of a program, or all that share a scale."""
 
@@ -87,9 +88,12 @@ def quantise(
 
 
 def round_rows(rows: Inputs, weight: Raw | Quantised, chip: Chip, *, are_few: bool) -> RoundedRows:
-    """Returns rows as a GEMM takes them: few are rounded on the way, since a launch costs more; of
-    more rows, each program would round the same ones again."""
+    """Returns rows as a GEMM takes them: few are rounded, or added up, on the way, since a launch
+    costs more; of more rows, each program would do so again with the same ones."""
     rows = as_activations(rows)
+    if isinstance(weight, Int4) and (weight.batch_invariant or not are_few):
+        values = values_of(rows)
+        return values, sum_rows(values, min(weight.group, BLOCK))
     keeps_rows = isinstance(weight, Fp8) and not chip.rounds_to_fp8
     if keeps_rows or not isinstance(weight, Fp8 | Int8) or weight.input_scale is not None:
         return values_of(rows), None

@@ -17,8 +17,8 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.tiles import cdiv
 from milepost.kernels.products.forms.matrix import Form, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, FourBits
-from milepost.kernels.products.portable import float4
-from milepost.kernels.products.portable.gemm_step import dequantise, factors
+from milepost.kernels.products.portable import float4, int4
+from milepost.kernels.products.portable.gemm_step import factors
 from milepost.kernels.products.portable.weights import (
     ProductShape,
     WeightTensors,
@@ -38,7 +38,7 @@ def unpack(weight: FourBits, dtype: torch.dtype) -> Tensor:
     output = torch.empty(*weight.packed.shape[:-1], num_inputs, dtype=dtype, device=device)
     num_rows, chip = output.numel() // num_inputs, probe(device)
     shape = ProductShape.of(weight, chip, block_n=_BLOCK_N, block_k=BLOCK)
-    _unpack_kernel[(cdiv(num_rows, _BLOCK_N), num_inputs // BLOCK)](
+    _unpack_kernel[(cdiv(num_rows, _BLOCK_N), num_inputs // shape.block_k)](
         WeightTensors.of(weight, chip),
         output,
         SHAPE=shape._replace(outputs=num_rows),
@@ -70,16 +70,24 @@ def _unpack_kernel(weight, output, SHAPE: tl.constexpr):
     i_k = tl.program_id(1) * SHAPE.block_k
     o_x, o_w = columns(SHAPE)
     p_row = find_row(weight, 0, row, SHAPE)
-    b_w = tl.load(p_row[0][:, None] + i_k // 2 + o_w[None, :]).to(tl.int16)
+    b_w = tl.load(p_row[0][:, None] + i_k // 2 + o_w[None, :])
     target = output + row[:, None] * SHAPE.inputs + i_k + o_x[None, :]
     mask = (o_n < SHAPE.outputs)[:, None]
+    scales = load_scales(p_row, i_k, SHAPE)
     if SHAPE.group < 0:
-        low_scale, high_scale = load_scales(p_row, i_k, SHAPE)
         factor = factors(p_row[2])[:, None]
-        low = (float4.weights(b_w & 15, low_scale, TYPE) * factor).to(TYPE)
-        high = (float4.weights(b_w >> 4, high_scale, TYPE) * factor).to(TYPE)
+        low = (float4.low(b_w, scales[0], TYPE, SHAPE.has_ptx) * factor).to(TYPE)
+        high = (float4.high(b_w, scales[1], TYPE, SHAPE.has_ptx) * factor).to(TYPE)
     else:
-        low = dequantise(b_w & 15, p_row, i_k, TYPE, SHAPE)
-        high = dequantise(b_w >> 4, p_row, i_k + LANE, TYPE, SHAPE)
+        scale, zero, high_scale, high_zero = scales
+        low = _weights(int4.low(b_w, TYPE, SHAPE.has_ptx), scale, zero)
+        high = _weights(int4.high(b_w, TYPE, SHAPE.has_ptx), high_scale, high_zero)
     tl.store(target, low, mask=mask)
     tl.store(target + LANE, high, mask=mask)
+
+
+@triton.jit
+def _weights(numbers, scale, zero):
+    """Returns the weights of numbers [N, K], in their 16-bit type."""
+    zero = (zero.to(tl.float32) + int4.offset(numbers.dtype)).to(numbers.dtype)
+    return (numbers - zero[:, None]) * scale.to(numbers.dtype)[:, None]

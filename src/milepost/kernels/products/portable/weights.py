@@ -70,7 +70,9 @@ class ProductShape(NamedTuple):
     is_static: bool = False
     """Whether the checkpoint sets the scale of all activations."""
     is_rounded: bool = False
-    """Whether rows are rounded and have scales."""
+    """Whether rows are rounded and have scales, or have sums."""
+    has_ptx: bool = False
+    """Whether four bits are unpacked by NVIDIA's instructions."""
 
     @staticmethod
     def of(
@@ -86,7 +88,11 @@ class ProductShape(NamedTuple):
             return shape._replace(depths=1, is_static=is_static, is_swapped=True)
         if not isinstance(weight, Fp8):
             group = weight.group if isinstance(weight, Int4) else -weight.group
-            return shape._replace(group=group, depths=depths, is_swapped=True)
+            if 0 < group < BLOCK:
+                # A step has a group in bytes' low halves, and one in their high halves.
+                shape = shape._replace(block_k=2 * group)
+            has_ptx = not chip.is_amd and chip.arch != "cpu"
+            return shape._replace(group=group, depths=depths, is_swapped=True, has_ptx=has_ptx)
         return shape._replace(
             depths=depths,
             scale_rows=weight.rows,
@@ -132,26 +138,29 @@ def find_row(weight, expert, row, SHAPE: tl.constexpr):
 
 @triton.jit
 def load_scales(p_row, i_k, SHAPE: tl.constexpr):
-    """Loads the scales [N] and zero points [N] of the step from input i_k on, for rows from
-    `find_row`; those that a form does not have, or not for a whole step, are anything. Forms of
-    e2m1 have scales [N, G] of the groups in bytes' low halves, and of those in their high halves.
+    """Loads the scales [N] of the step from input i_k on, for rows from `find_row`; those that a
+    form does not have, or not for a whole step, are anything. Int4 has scales and zero points of
+    the groups in bytes' low halves, then of those in their high halves; e2m1 has both halves'
+    scales [N, G].
 
     They are loaded a step ahead: no loop has them brought ahead by itself, and each step would wait
     for them."""
     p_scale, p_zero = p_row[1], p_row[2]
     i_k = tl.minimum(i_k, SHAPE.inputs - SHAPE.block_k)
-    scale = tl.zeros([1], tl.float32)
-    zero = scale
-    if SHAPE.group >= SHAPE.block_k:
-        scale = tl.load(p_scale + i_k // SHAPE.group).to(tl.float32)
-        zero = tl.load(p_zero + i_k // SHAPE.group).to(tl.float32)
+    if SHAPE.group > 0:
+        place, scales = i_k // SHAPE.group, ()
+        for half in tl.static_range(2):
+            both = place + (half if SHAPE.group < SHAPE.block_k else 0)
+            scales += (tl.load(p_scale + both), tl.load(p_zero + both))
+        return scales
     elif SHAPE.group < 0:
         GROUPS: tl.constexpr = SHAPE.block_k // (2 * -SHAPE.group)
         p_group = p_scale[:, None] + i_k // -SHAPE.group + tl.arange(0, GROUPS)[None, :]
-        scale, zero = tl.load(p_group), tl.load(p_group + GROUPS)
+        return tl.load(p_group), tl.load(p_group + GROUPS)
     elif SHAPE.has_block_scales:
-        scale = tl.load(p_scale + i_k // SHAPE.block_k)
-    return scale, zero
+        return (tl.load(p_scale + i_k // SHAPE.block_k),)
+    else:
+        return (tl.zeros([1], tl.float32),)
 
 
 @triton.jit

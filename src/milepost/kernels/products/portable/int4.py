@@ -1,0 +1,100 @@
+"""Triton: whole numbers of four bits in a 16-bit type, in the layout in which they are multiplied.
+
+In bfloat16 a number stands in the bits beside 128, which costs less than a conversion, and 128 is
+taken off sums: a group's is some 1,500 then in place of 50, and float32 has 16 bits to spare. In
+float16 it would stand beside 1024, so 1032 is taken off each number. On NVIDIA's chips four bytes
+are unpacked at a time.
+
+Legend: N outputs, K bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def _taking(half: str, beside: str) -> tl.constexpr:
+    """Returns PTX that puts the halves of four bytes in 16 bits each, beside a power of two."""
+    return tl.constexpr(f"""{{
+        .reg .b32 half, power;
+        mov.b32 power, {beside};
+        {half}
+        prmt.b32 $0, half, power, 0x4140;
+        prmt.b32 $1, half, power, 0x4342;
+        }}""")
+
+
+LOW = "and.b32 half, $2, 0x0f0f0f0f;"
+HIGH = "shr.u32 half, $2, 4; and.b32 half, half, 0x0f0f0f0f;"
+_LOW_BFLOAT16, _HIGH_BFLOAT16 = (_taking(half, "0x43434343") for half in (LOW, HIGH))
+_LOW_FLOAT16, _HIGH_FLOAT16 = (_taking(half, "0x64646464") for half in (LOW, HIGH))
+_ONE_BFLOAT16, _ONE_FLOAT16 = (
+    tl.constexpr(f"mov.b32 $0, {one}; mov.b32 $1, {one};") for one in ("0x3f803f80", "0x3c003c00")
+)
+
+
+@triton.jit
+def low(b_w, TYPE: tl.constexpr, PTX: tl.constexpr):
+    """Returns the numbers in the low halves of bytes b_w [N, K], plus `offset`."""
+    if not PTX:
+        q = _beside(b_w.to(tl.int16) & 15, TYPE)
+    elif tl.bfloat16 == TYPE:
+        q = take(b_w, _LOW_BFLOAT16, TYPE)
+    else:
+        q = take(b_w, _LOW_FLOAT16, TYPE)
+    return _taken_off(q)
+
+
+@triton.jit
+def high(b_w, TYPE: tl.constexpr, PTX: tl.constexpr):
+    """Returns the numbers in the high halves of bytes b_w [N, K], plus `offset`."""
+    if not PTX:
+        q = _beside(b_w.to(tl.int16) >> 4, TYPE)
+    elif tl.bfloat16 == TYPE:
+        q = take(b_w, _HIGH_BFLOAT16, TYPE)
+    else:
+        q = take(b_w, _HIGH_FLOAT16, TYPE)
+    return _taken_off(q)
+
+
+@triton.jit
+def ones(b_w, TYPE: tl.constexpr, PTX: tl.constexpr):
+    """Returns ones [N, K], in the layout of numbers of b_w."""
+    if not PTX:
+        one = tl.full(b_w.shape, 1.0, TYPE)
+    elif tl.bfloat16 == TYPE:
+        one = take(b_w, _ONE_BFLOAT16, TYPE)
+    else:
+        one = take(b_w, _ONE_FLOAT16, TYPE)
+    return one
+
+
+@triton.jit
+def take(b_w, HOW: tl.constexpr, TYPE: tl.constexpr):
+    """Returns what code makes of four bytes of b_w at a time, in a 16-bit type."""
+    q = tl.inline_asm_elementwise(HOW, "=r,=r,r", [b_w], dtype=tl.int16, is_pure=True, pack=4)
+    return q.to(TYPE, bitcast=True)
+
+
+@triton.jit
+def _beside(q, TYPE: tl.constexpr):
+    """Puts numbers in the bits beside a power of two."""
+    if tl.bfloat16 == TYPE:
+        return (q | 0x4300).to(TYPE, bitcast=True)
+    else:
+        return (q | 0x6400).to(TYPE, bitcast=True)
+
+
+@triton.jit
+def _taken_off(q):
+    if q.dtype == tl.bfloat16:
+        return q
+    else:
+        return q - 1032.0
+
+
+@triton.jit
+def offset(TYPE: tl.constexpr):
+    """Returns what numbers in a 16-bit type are too large by."""
+    return 128.0 if tl.bfloat16 == TYPE else -8.0
