@@ -21,6 +21,10 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    Lfm3Config,
+    Lfm3ForCausalLM,
+    Lfm3VlConfig,
+    Lfm3VlForConditionalGeneration,
     NemotronHConfig,
     NemotronHForCausalLM,
     OlmoHybridConfig,
@@ -207,6 +211,36 @@ def _lfm2_moe(**changes: Any) -> PreTrainedModel:
     return model
 
 
+def _lfm3(**changes: Any) -> PreTrainedModel:
+    return Lfm3ForCausalLM(_lfm3_config(**changes))
+
+
+def _lfm3_vl(**changes: Any) -> PreTrainedModel:
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 1,
+    }
+    tied = {"tie_word_embeddings": False}
+    text = _lfm3_config(**changes)
+    config = Lfm3VlConfig(text_config=text, vision_config=vision, projector_hidden_size=8, **tied)
+    return Lfm3VlForConditionalGeneration(config)
+
+
+def _lfm3_config(**changes: Any) -> Lfm3Config:
+    sizes = {name: _COMMON[name] for name in _COMMON if not name.startswith("linear")}
+    own = {
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv", "sliding_attention"],
+        "num_hidden_layers": 5,
+        "sliding_window": 40,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        "tie_word_embeddings": False,
+    }
+    return Lfm3Config(**(sizes | own | changes))
+
+
 def _kimi_linear(**changes: Any) -> PreTrainedModel:
     """Its configuration as transformers names things, and saves them."""
     own = {
@@ -282,6 +316,8 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
+    "lfm3": _lfm3,
+    "lfm3_vl": _lfm3_vl,
     "qwen3_5": _qwen3_5,
     "qwen3_5_tied": lambda: _qwen3_5(tie_word_embeddings=True, num_key_value_heads=6),
     "qwen3_5_moe": _qwen3_5_moe,

@@ -69,6 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 16,
         "num_experts_per_tok": 4,
     },
+    "lfm3": {"head_dim": 128, "intermediate_size": 512},
     "olmo_hybrid": {
         "intermediate_size": 512,
         "linear_key_head_dim": 96,
@@ -81,7 +82,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 MAX_ERROR = 1e-4
 """In float32."""
-DENSE = {"bamba": 5e-2, "falcon_h1": 5e-2, "lfm2": 5e-2, "olmo_hybrid": 0.12}
+DENSE = {"bamba": 5e-2, "falcon_h1": 5e-2, "lfm2": 5e-2, "lfm3": 5e-2, "olmo_hybrid": 0.12}
 """Those without experts, with the error in bfloat16: where logits of a router are close, the least
 rounding chooses another. Twice what the plain kernels are off on a CPU (0.011 to 0.025; 0.044 to
 0.057 in OLMo, whose norms come behind what is rounded)."""
@@ -105,12 +106,12 @@ def test_logits_are_those_of_one_pass_wherever_they_resume(name, dtype, tmp_path
         max_num_seqs=8,
         page_size=16,
         num_pages=256,
-        **({} if name.startswith("lfm2") else {"num_slots": 32}),
+        **({} if name.startswith("lfm") else {"num_slots": 32}),
     )
     run_fused = isinstance(llm.llm_engine.runner.executor, DeviceExecutor)
     assert run_fused
     resuming = Resuming(llm, tiny.logits, max_error)
-    if name.startswith("lfm2"):
+    if name.startswith("lfm"):
         resuming.run_through_pages()
     else:
         resuming.run_through_slots()

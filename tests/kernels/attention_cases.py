@@ -24,7 +24,8 @@ POISON = float("nan")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Sequences of a step. The first `num_sharing` tokens of all stand in the same pages."""
+    """Sequences of a step. The first `num_sharing` tokens of all stand in the same pages. Of pages
+    behind their windows tables have none."""
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -43,6 +44,7 @@ class Case:
     num_drafts: int = 0
     least_rows: int = NARROW_ROWS
     capacity: Capacity | None = None
+    window: int | None = None
 
 
 class Step:
@@ -72,7 +74,7 @@ class Step:
         if case.has_float8:
             self.kv_scales = 0.01 + torch.rand(2, case.num_kv_heads, **options)
         for row, start, length in zip(self.rows, case.starts, case.lengths, strict=True):
-            places = np.arange(start + length)
+            places = np.arange(self._first(start), start + length)
             page_ids = torch.from_numpy(self.tables[row, places // case.page_size]).long()
             offsets = torch.from_numpy(places % case.page_size)
             new = torch.randn(len(places), 2, *shape, **options).to(case.dtype)
@@ -95,8 +97,14 @@ class Step:
         for row, count in zip(range(len(needed), 0, -1), needed, strict=True):
             own = [next(ids) for _ in range(count - len(shared))]
             tables[row, :count] = [*shared, *own]
+            start = case.starts[len(needed) - row]
+            tables[row, : self._first(start) // case.page_size] = 10**6
         tables[tables == 10**6] = -(10**6)
         return tables
+
+    def _first(self, start: int) -> int:
+        """Position of the first KV that tokens from `start` on read."""
+        return 0 if self.case.window is None else max(start + 1 - self.case.window, 0)
 
     def items(self, *, share: bool = True) -> work.AttentionItems:
         case = self.case
@@ -114,6 +122,7 @@ class Step:
             tokens_each=1 + case.num_drafts,
             num_programs=case.num_programs,
             max_dequantised=case.max_dequantised,
+            window=case.window,
         )
         tables = self.tables if share else None
         return work.lay_out(case.starts, case.lengths, self.rows, tiling, tables)
@@ -148,7 +157,7 @@ class Step:
         wide = torch.promote_types(case.dtype, torch.float32)
         pool = self.pool if case.has_float8 else self.pool.to(wide)
         batch = build_batch(parts, case.page_size, pages.rows_per_page(pool))
-        laid_out = rows.lay_out(replace(batch, device=pool.device)).prefills
+        laid_out = rows.lay_out(replace(batch, device=pool.device), 0, case.window).prefills
         query = self.query[: self.num_tokens].to(wide)
         scale = case.head_dim**-0.5
         attended = reference.prefill(

@@ -30,7 +30,13 @@ class Sequences:
         self.pages = [[next(order) for _ in range(0, n, PAGE_SIZE)] for n in lengths]
         self.pool = build_pages(NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype)
 
-    def attend(self, starts: list[int], num_decodes: int = 0, write_from: int = 0) -> Tensor:
+    def attend(
+        self,
+        starts: list[int],
+        num_decodes: int = 0,
+        write_from: int = 0,
+        window: int | None = None,
+    ) -> Tensor:
         """One step in which every sequence is computed from `starts` on."""
         parts = [
             Part(
@@ -48,14 +54,14 @@ class Sequences:
             torch.cat([tensor[start:] for tensor, start in zip(tensors, starts, strict=True)])
             for tensors in (self.query, self.key, self.value)
         )
-        rows = lay_out(batch)
+        rows = lay_out(batch, window=window)
         kv = PagedKV(self.pool)
         reference.store(kv, key, value, rows.tokens, rows.kv_rows)
         if num_decodes:
             return reference.decode(query, kv, *rows.decodes, SCALE)
         return reference.prefill(query, kv, rows.prefills, SCALE)
 
-    def expected(self, starts: list[int]) -> Tensor:
+    def expected(self, starts: list[int], window: int = 10**6) -> Tensor:
         """The same in float64 without pages."""
         outputs = []
         for query, key, value, start in zip(self.query, self.key, self.value, starts, strict=True):
@@ -64,8 +70,9 @@ class Sequences:
             )
             key, value = repeated
             scores = torch.einsum("qhe,khe->hqk", query.double(), key) * SCALE
-            above = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-            shares = scores.masked_fill(above, -torch.inf).softmax(-1)
+            ones = torch.ones(scores.shape[1:], dtype=torch.bool)
+            unseen = ones.triu(1) | ones.tril(-window)
+            shares = scores.masked_fill(unseen, -torch.inf).softmax(-1)
             outputs.append(torch.einsum("hqk,khe->qhe", shares, value)[start:])
         return torch.cat(outputs)
 
@@ -76,6 +83,19 @@ def test_prefill_matches_softmax(dtype: torch.dtype) -> None:
     output = sequences.attend([0, 0, 0, 0])
     assert output.dtype == dtype
     assert relative_error(output, sequences.expected([0, 0, 0, 0])) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("window", [1, 16, 40, 700])
+def test_what_lies_behind_a_window_is_never_read(window: int) -> None:
+    """Prefills in tiles, and decodes of different lengths; NaN stands there."""
+    sequences = Sequences([20, 1100, 64], torch.float64)
+    for starts, num_decodes in [([19, 500, 32], 0), ([19, 1099, 63], 3)]:
+        sequences.attend([0, 0, 0])
+        for pages, start in zip(sequences.pages, starts, strict=True):
+            for place in range(max(start + 1 - window, 0)):
+                sequences.pool[pages[place // PAGE_SIZE], :, place % PAGE_SIZE] = torch.nan
+        output = sequences.attend(starts, num_decodes, window=window)
+        assert relative_error(output, sequences.expected(starts, window)) < 1e-14
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -1,4 +1,4 @@
-"""Text parts of Qwen3.5 in other families' checkpoints: what is left out, and what is refused."""
+"""Text parts of one family in another one's checkpoints: what is left out, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ WRAPPED = {
     "intern_s2_preview": ("qwen3_5_moe_text", "model.visual.", "time_series"),
     "minicpmv4_6": ("qwen3_5_text", "model.vision_tower.", "model.merger."),
     "minicpmv4_7": ("qwen3_5_text", "model.vision_tower.", "model.merger."),
+    "lfm3_vl": ("lfm3", "model.vision_tower.", "model.multi_modal_projector."),
 }
 
 

@@ -76,6 +76,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("olmo_hybrid", EVEN | DELTA),
     "lfm2": ("lfm2", EVEN),
     "lfm2_moe": ("lfm2_moe", EVEN | {"num_experts": 8, "moe_intermediate_size": 16}),
+    "lfm3": ("lfm3", EVEN),
 }
 
 

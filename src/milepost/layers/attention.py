@@ -1,5 +1,5 @@
 """Grouped-query attention: optional norms on query and key heads, optional rotary positions, an
-optional sigmoid output gate.
+optional sigmoid output gate, an optional sliding window.
 
 Legend: T tokens, C hidden size, H query heads, G KV heads, E head_dim, P split-K partials.
 """
@@ -24,6 +24,9 @@ from milepost.layers.norm import HeadNorms, NormedPart, norm_over_ranks
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.rotary import Rotary
 
+OutputGate = Literal["entries", "heads", "none"]
+"""What the sigmoids of gates multiply: every entry of the output by its own, every head by one, or
+nothing."""
 HeadNormScope = Literal["each", "whole", "none"]
 """How query and key heads are normed: each head by itself, all query heads as one and all key heads
 as one, or not at all."""
@@ -41,13 +44,15 @@ class AttentionShapes:
     norm: HeadNormScope = "none"
     norm_eps: float = 0.0
     norm_offset: float = 0.0
-    has_gate: bool = False
-    """Whether heads have an output gate. Checkpoints store it after the head's query, in one
-    projection."""
+    gate: OutputGate = "none"
+    """Checkpoints store gates of entries after the head's query, in one projection; those of heads
+    in one of their own."""
     scale: float | None = None
     """Scale of the scores; head_dim ** -0.5 by default."""
     first_row: int = 0
     """The first position that is attended to; KV before it is ignored."""
+    window: int | None = None
+    """Tokens that a token attends to, itself the last; None: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,7 @@ class AttentionNames:
     out: str = "o_proj"
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
+    gate: str = "gate_proj"
 
 
 class Attention(nn.Module):
@@ -85,16 +91,19 @@ class Attention(nn.Module):
         num_heads, num_kv_heads, head_dim = heads.size, kv_heads.size, shapes.head_dim
         query, kv = num_heads * head_dim, num_kv_heads * head_dim
         sections, orders = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)], {}
-        if shapes.has_gate:
+        if shapes.gate == "heads":
+            sections.append((names.gate, num_heads))
+        if shapes.gate == "entries":
             sections.append(("q_proj", query))
             # The checkpoint stores E rows of the query and E rows of its gate, head by head.
             pairs = torch.arange(2 * query).view(2, num_heads, head_dim).transpose(0, 1)
             orders["q_proj"] = pairs.flatten()
         inputs, kv_rows = heads.times(head_dim), kv_heads.times(head_dim)
         cuts = {
-            "q_proj": heads.times((1 + shapes.has_gate) * head_dim),
+            "q_proj": heads.times((1 + (shapes.gate == "entries")) * head_dim),
             "k_proj": kv_rows,
             "v_proj": kv_rows,
+            names.gate: heads,
         }
         self.qkv_gate = Linear(
             shapes.hidden_size, sections, kind, bias=shapes.bias, orders=orders, cuts=cuts
@@ -103,7 +112,7 @@ class Attention(nn.Module):
             query, ((names.out, shapes.hidden_size),), kind, bias=shapes.bias, inputs=inputs
         )
         self.kv_scales = KVScales(num_kv_heads, kind)
-        self.gate_size = query if shapes.has_gate else 0
+        self.gate_size = {"entries": query, "heads": num_heads, "none": 0}[shapes.gate]
         self.norms = None
         if shapes.norm != "none":
             self.norms = HeadNorms(
@@ -127,6 +136,7 @@ class Attention(nn.Module):
             head_dim=shapes.head_dim,
             norm="each" if shapes.norm == "each" else "none",
             first_row=shapes.first_row,
+            window=shapes.window,
             batch_invariant=self._batch_invariant,
         )
 
@@ -162,7 +172,12 @@ class Attention(nn.Module):
         return self._attend(query[step.last_tokens], gate, ctx, number, layout)
 
     def _gate(self, projected: Tensor) -> Tensor | None:
-        return projected[:, -self.gate_size :] if self.gate_size else None
+        """Returns a gate for each entry of the output [T, H * E], if there are any."""
+        if not self.gate_size:
+            return None
+        gate = projected[:, -self.gate_size :]
+        each = self.shapes.head_dim if self.shapes.gate == "heads" else 1
+        return gate if each == 1 else gate.repeat_interleave(each, 1)
 
     def _attend(
         self,

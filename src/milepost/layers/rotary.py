@@ -8,6 +8,8 @@ Legend: T tokens, O rotated dimensions of a head (even).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -25,11 +27,17 @@ the angles are those of the longest prompt that the model is run for."""
 
 
 class Rotary:
-    """A model's rotary frequencies, from its configuration. Raises UnsupportedModelError for types
-    not listed above."""
+    """A model's rotary frequencies, from its configuration; those of one of its layer types, if
+    `rope_parameters` has settings for each. Raises UnsupportedModelError for types not listed
+    above."""
 
-    def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
-        frequencies, self.scale = _frequencies(config)
+    def __init__(
+        self, config: PreTrainedConfig, device: torch.device, layer_type: str | None = None
+    ) -> None:
+        if layer_type is None:
+            frequencies, self.scale = _frequencies(config)
+        else:
+            frequencies, self.scale = _frequencies_of(config, layer_type)
         self.frequencies = frequencies.to(device=device, dtype=torch.float32)
         self._num_positions = num_positions(config)
         self._sections = _sections(config)
@@ -91,6 +99,26 @@ def _sections(config: PreTrainedConfig) -> tuple[slice, ...]:
     `mrope_section` (Qwen3-VL, arXiv:2511.21631, section 2.1)."""
     counts = (config.rope_parameters or {}).get("mrope_section") or ()
     return tuple(slice(first, 3 * count, 3) for first, count in enumerate(counts) if first)
+
+
+def _frequencies_of(config: PreTrainedConfig, layer_type: str) -> tuple[Tensor, float]:
+    """Returns what layers of one type have. A `proportional` type turns the first dimensions of
+    each half of a head, with frequencies counted as if it turned all."""
+    parameters = (config.rope_parameters or {}).get(layer_type)
+    if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
+        raise UnsupportedModelError(f"rope_parameters.{layer_type} has no rope_theta")
+    rope_type = parameters.get("rope_type", "default")
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if rope_type not in ("default", "proportional") or (rope_type == "default" and share != 1):
+        raise UnsupportedModelError(
+            f"rope_parameters.{layer_type} with rope_type={rope_type!r} and "
+            f"partial_rotary_factor={share} is not supported; supported are default, of whole "
+            "heads, and proportional"
+        )
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / parameters["rope_theta"] ** exponents
+    frequencies[int(share * config.head_dim // 2) :] = 0
+    return frequencies / parameters.get("factor", 1.0), 1.0
 
 
 def _frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:

@@ -37,6 +37,7 @@ _BOUNDS: dict[str, tuple[int, int]] = {
     "n_group": (1, 2**16),
     "topk_group": (1, 2**16),
     "qk_rope_head_dim": (0, _DIM),
+    "sliding_window": (1, MAX_POSITIONS),
     **dict.fromkeys(
         (
             *("hidden_size", "intermediate_size", "moe_intermediate_size", "mamba_d_ssm"),
@@ -65,7 +66,7 @@ _BOUNDS: dict[str, tuple[int, int]] = {
     ),
 }
 """Setting -> smallest and largest value."""
-_NULL = {"head_dim", "q_lora_rank", "moe_latent_size", "topk_group", "n_group"}
+_NULL = {"head_dim", "sliding_window", "q_lora_rank", "moe_latent_size", "topk_group", "n_group"}
 _LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")
 _LENGTHS = {"time_step_limit": 2, "mlp_multipliers": 2, "ssm_multipliers": 5}
 _EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "initializer_range")
@@ -139,6 +140,7 @@ def _refuse_rotary(parameters: object) -> None:
     if not isinstance(parameters, Mapping):
         return
     for name, value in parameters.items():
+        _refuse_rotary(value)  # of one layer type
         is_list = isinstance(value, list)
         for each in value if is_list else [value]:
             if _is_number(each) and not abs(each) < _MOST:

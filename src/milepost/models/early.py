@@ -113,6 +113,7 @@ def _refuse_split(text: Mapping[str, Any], ranks: Ranks) -> None:
 
 _HEADS = {
     "full_attention": ("num_attention_heads",),
+    "sliding_attention": ("num_attention_heads",),
     "linear_attention": ("linear_num_key_heads", "linear_num_value_heads"),
 }
 """Settings whose number every rank has an equal part of, by the layers that have them."""

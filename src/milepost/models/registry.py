@@ -63,7 +63,7 @@ def refuse_unsupported(config: PreTrainedConfig, architecture: Architecture) -> 
     refuse_layer_types(config.layer_types, architecture)
     refuse_missing(lambda name: getattr(config, name, False))
     refuse_positions(num_positions(config))
-    _refuse_windows(config)
+    _refuse_windows(config, architecture)
     refuse_uneven(config, "num_attention_heads", "num_key_value_heads")
     refuse_uneven(config, "linear_num_value_heads", "linear_num_key_heads")
     refuse_uneven(config, "mamba_n_heads", "mamba_n_groups")
@@ -79,10 +79,13 @@ def refuse_unsupported(config: PreTrainedConfig, architecture: Architecture) -> 
             _refuse_groups(config, num_experts)
 
 
-def _refuse_windows(config: PreTrainedConfig) -> None:
-    """Raises UnsupportedModelError for attention that sees less than a whole prompt. A window that
-    is switched off, or as long as any prompt, changes nothing."""
+def _refuse_windows(config: PreTrainedConfig, architecture: Architecture) -> None:
+    """Raises UnsupportedModelError for attention that sees less than a whole prompt, where the
+    architecture has no layer type for it. A window that is switched off, or as long as any prompt,
+    changes nothing."""
     for name in _WINDOWS:
+        if name == "sliding_window" and "sliding_attention" in architecture.layer_types:
+            continue
         size = getattr(config, name, None)
         is_off = name == "sliding_window" and getattr(config, "use_sliding_window", None) is False
         is_whole = type(size) is int and size >= num_positions(config)

@@ -44,6 +44,12 @@ CASES = {
     "no_gate": Case(starts=(700, 650, 0), lengths=(1, 1, 70), has_gate=False),
     "drafts": Case(starts=(90, 5, 64, 128, 63), lengths=(4, 1, 0, 3, 2), num_heads=8, num_drafts=3),
     "one_program": Case(starts=(600, 100), lengths=(1, 100), num_programs=1),
+    "window": Case(starts=(0, 63, 64, 99, 1000), lengths=(1,) * 5, window=100),
+    "windows_of_prefills": Case(starts=(0, 130, 300, 64), lengths=(250, 20, 70, 3), window=64),
+    "window_of_drafts": Case(starts=(200, 5), lengths=(4, 3), num_drafts=3, window=70),
+    "window_over_small_pages": Case(starts=(300, 40), lengths=(1, 100), window=33, page_size=16),
+    "window_in_pieces": Case(starts=(1500, 900), lengths=(1, 200), window=700),
+    "window_of_one": Case(starts=(300, 0), lengths=(1, 70), window=1, head_dim=24),
 }
 
 CHIPS = {
@@ -62,7 +68,7 @@ def test_attend_matches_reference(case: Case) -> None:
     assert error(case) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["mixed", "shared", "suffixes"])
+@pytest.mark.parametrize("name", ["mixed", "shared", "suffixes", "window"])
 def test_attend_with_room_for_more_matches_reference(name: str) -> None:
     capacity = Capacity(num_tokens=256, num_sequences=8)
     assert error(replace(CASES[name], capacity=capacity)) < 1e-5
@@ -72,7 +78,7 @@ def test_attend_in_half_precision_matches_reference() -> None:
     assert error(replace(CASES["mixed"], dtype=torch.float16)) < 2e-3
 
 
-@pytest.mark.parametrize("name", ["odd_head_dim", "shared", "drafts"])
+@pytest.mark.parametrize("name", ["odd_head_dim", "shared", "drafts", "window"])
 def test_attend_to_float8_matches_reference(name: str) -> None:
     assert error(replace(CASES[name], has_float8=True)) < 1e-5
 

@@ -58,6 +58,8 @@ class AttentionOperation:
     norm: HeadNorm = "each"
     first_row: int = 0
     """KV before this position is not attended to."""
+    window: int | None = None
+    """Tokens that a token attends to, itself the last; None: all before it."""
     last_tokens_only: bool = False
     """Only the tokens after which a prefill samples attend."""
     batch_invariant: bool = False
@@ -70,11 +72,15 @@ class AttentionOperation:
                 return None
             batch = batch.ends()
         if batch.chip is None:
-            return rows.lay_out(batch, self.first_row, batch_invariant=self.batch_invariant)
+            return rows.lay_out(
+                batch, self.first_row, self.window, batch_invariant=self.batch_invariant
+            )
         group, tokens_each = self.num_heads // self.num_kv_heads, 1 + batch.capacity.num_drafts
         max_dequantised = _max_dequantised(batch)
         if self.batch_invariant:
             tokens_each, max_dequantised = 1, 0
+        if self.window is not None:
+            max_dequantised = 0  # few pages of a table are read
         shapes = table.shape_heads(
             group,
             self.head_dim,
@@ -87,6 +93,7 @@ class AttentionOperation:
         tiling = tiling._replace(
             tokens_each=tokens_each,
             max_dequantised=max_dequantised,
+            window=self.window,
             batch_invariant=self.batch_invariant,
         )
         return _lay_out(batch, tiling)

@@ -100,6 +100,8 @@ class AttentionCall:
     """[T, H * E]"""
     rounded: Fp8Rows | None
     """Room for the output in FP8, if it is handed on so."""
+    window: int = 0
+    """Tokens that a token attends to; 0: all."""
     shared_query: Tensor | None = None
     """[T, H, P] for latents."""
 

@@ -34,6 +34,7 @@ from milepost.kernels.attention.room import Room, lengthen, room_of
 from milepost.kernels.attention.tiles import (
     END,
     FIRST,
+    GRID,
     NARROW_CUT_COST,
     POSITION,
     TOKENS,
@@ -44,6 +45,7 @@ from milepost.kernels.attention.tiles import (
     count_pieces,
     count_pieces_by_position,
     cut,
+    limit_to_window,
     may_share,
     tile_all,
     tile_by_phase,
@@ -80,6 +82,8 @@ class AttentionItems:
     in place of the row."""
     num_dequantised: int
     """Pages of all of them, at most; 0: items read pages as they are."""
+    window: int | None = None
+    """Tokens that a token attends to, itself the last; None: all before it."""
     batch_invariant: bool = False
     """Whether partial results are combined in an order that does not depend on their number."""
 
@@ -98,6 +102,8 @@ class Tiling(NamedTuple):
     """Tokens of most narrow items."""
     max_dequantised: int = 0
     """Most pages that are dequantised before wide items read them."""
+    window: int | None = None
+    """Tokens that a token attends to; None: all. Nothing before them is shared, or read."""
     capacity: Capacity | None = None
     """Room in arrays; None: for the step alone."""
     batch_invariant: bool = False
@@ -158,9 +164,11 @@ def lay_out(
     starts, lengths, rows = (np.asarray(each, np.int64) for each in (starts, lengths, rows))
     if tiling.batch_invariant:
         narrow, wide = tile_by_phase(starts, lengths, rows, num_decodes, tiling.wide_tokens)
+        limit_to_window(narrow, tiling.window)
+        limit_to_window(wide, tiling.window, GRID)
         return _assemble(narrow, wide, *count_pieces_by_position(narrow, wide), tiling)
     are_narrow = len(lengths) > 0 and lengths.min() > 0 and lengths.max() <= tiling.narrow_tokens
-    is_own = tiling.capacity is None or not are_narrow
+    is_own = tiling.capacity is None or not are_narrow or tiling.window is not None
     if is_own or may_share(starts, rows, tiling.page_size, tables):
         return _lay_out(starts, lengths, rows, tables, tiling)
     ends = starts + lengths
@@ -224,9 +232,12 @@ def _lay_out(
 ) -> AttentionItems:
     """Lays out a step, with narrow tiles cut as given."""
     shapes = tiling.shapes
+    tables = tables if tiling.window is None else None
     narrow, wide = tile_all(
         starts, lengths, rows, tiling.narrow_tokens, tiling.wide_tokens, tiling.page_size, tables
     )
+    limit_to_window(narrow, tiling.window)
+    limit_to_window(wide, tiling.window)
     if narrow_pieces is None:
         given = tiling.narrow_programs, NARROW_CUT_COST, shapes.narrow_waves
         narrow_pieces = count_pieces(units_of(narrow, shapes.narrow_unit), *given)
@@ -270,5 +281,6 @@ def _assemble(
         num_combined=room.num_combined,
         dequantised=lengthen(dequantised, room.num_sequences),
         num_dequantised=room.num_dequantised,
+        window=tiling.window,
         batch_invariant=tiling.batch_invariant,
     )

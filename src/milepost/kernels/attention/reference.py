@@ -170,32 +170,38 @@ def prefill(
         )
         queries = query[rows].transpose(0, 1)[None]
         attended = output[rows].transpose(0, 1)[None]
-        if sequence.start == 0 and size is None:
+        if sequence.start == 0 and size is None and sequence.window is None:
             attended.copy_(
                 F.scaled_dot_product_attention(
                     queries, keys, values, is_causal=True, scale=scale, enable_gqa=True
                 )
             )
         else:
-            attend_in_tiles(queries, keys, values, sequence.start, scale, attended)
+            attend_in_tiles(queries, keys, values, sequence, scale, attended)
     return output
 
 
 def attend_in_tiles(
-    queries: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, output: Tensor
+    queries: Tensor, keys: Tensor, values: Tensor, sequence: Prefill, scale: float, output: Tensor
 ) -> None:
-    """Attend from `queries` [1, H, length, E] at positions from `start` on; writes `output` [1, H,
-    length, E]."""
-    end = start + queries.shape[2]
+    """Attend from a sequence's `queries` [1, H, length, E] to the keys that it names; writes
+    `output` [1, H, length, E]."""
+    start, first, end = sequence.start, sequence.begin, sequence.start + sequence.length
     edges = [start, *range((start // _QUERY_TILE + 1) * _QUERY_TILE, end, _QUERY_TILE), end]
     places = torch.arange(end, device=queries.device)
     for begin, stop in itertools.pairwise(edges):
         rows = slice(begin - start, stop - start)
+        seen = places[:stop] <= places[begin:stop, None]
+        least = 0
+        if sequence.window is not None:
+            seen &= places[:stop] > places[begin:stop, None] - sequence.window
+            least = max(begin + 1 - sequence.window, 0)
+        keys_seen = slice(least - first, stop - first)
         output[:, :, rows] = F.scaled_dot_product_attention(
             queries[:, :, rows],
-            keys[:, :, :stop],
-            values[:, :, :stop],
-            attn_mask=places[:stop] <= places[begin:stop, None],
+            keys[:, :, keys_seen],
+            values[:, :, keys_seen],
+            attn_mask=seen[:, least:],
             scale=scale,
             enable_gqa=True,
         )

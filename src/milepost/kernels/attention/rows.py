@@ -6,7 +6,6 @@ batch: one each unless a step verifies), L tokens of the longest of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +23,8 @@ PIECE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decodes:
-    """KV up to each of D tokens of decoding sequences, padded to the longest."""
+    """KV up to each of D tokens of decoding sequences, or that in their windows, padded to the
+    longest."""
 
     kv_rows: Tensor
     """[D * L] int64, rows of the keys."""
@@ -37,7 +37,10 @@ class Prefill:
     """KV of one sequence, and where its new tokens stand in the batch."""
 
     kv_rows: Tensor
-    """[start + length] int64, rows of the keys."""
+    """[start + length - begin] int64, rows of the keys."""
+    begin: int
+    """Position of the first key, the first in some token's window."""
+    window: int | None
     first: int
     """Index among the prefill tokens of the sequence's first new token."""
     start: int
@@ -59,8 +62,11 @@ class AttentionRows:
     prefills: tuple[Prefill, ...]
 
 
-def lay_out(batch: Batch, first_row: int = 0, *, batch_invariant: bool = False) -> AttentionRows:
+def lay_out(
+    batch: Batch, first_row: int = 0, window: int | None = None, *, batch_invariant: bool = False
+) -> AttentionRows:
     """Lays out a step. Decodes may leave out KV before `first_row`, which precedes their tokens.
+    Tokens attend to the last `window` tokens if there is one.
     With `batch_invariant` every decode is computed by itself, and so is each piece of a prefill
     between two multiples of PIECE: what is summed how depends on positions alone."""
     assert not first_row or batch.num_decodes == len(batch.starts), "rows are left out of decodes"
@@ -68,48 +74,61 @@ def lay_out(batch: Batch, first_row: int = 0, *, batch_invariant: bool = False) 
     return AttentionRows(
         tokens=torch.from_numpy(tokens).to(batch.device),
         kv_rows=torch.from_numpy(batch.kv_rows[tokens]).to(batch.device),
-        decodes=tuple(_lay_out_decodes(batch, first_row, batch_invariant)),
-        prefills=tuple(_lay_out_prefills(batch, PIECE if batch_invariant else None)),
+        decodes=tuple(_lay_out_decodes(batch, first_row, window, batch_invariant)),
+        prefills=tuple(_lay_out_prefills(batch, window, PIECE if batch_invariant else None)),
     )
 
 
-def _lay_out_decodes(batch: Batch, first_row: int, is_apart: bool) -> Iterator[Decodes]:
+def _lay_out_decodes(
+    batch: Batch, first_row: int, window: int | None, is_apart: bool
+) -> Iterator[Decodes]:
     lengths = batch.lengths[: batch.num_decodes]
     owners = np.arange(batch.num_decodes).repeat(lengths)
     ends = batch.starts[owners] + ordinals_of(lengths) + 1
     size = 1 if is_apart else max(1, len(ends))
     for first in range(0, len(ends), size):
         own = slice(first, first + size)
-        yield _lay_out_together(batch, first_row, owners[own], ends[own])
+        begins = 0 * ends[own] if window is None else np.maximum(ends[own] - window, 0)
+        yield _lay_out_together(batch, first_row, owners[own], begins, ends[own])
 
 
-def _lay_out_together(batch: Batch, first_row: int, owners: Ints, ends: Ints) -> Decodes:
-    longest = int(ends.max(initial=0))
-    kv_rows = _rows_of(batch, batch.rows[owners], longest)
-    mask = np.arange(longest) < ends[:, None]
-    kv_rows = np.where(mask, kv_rows, kv_rows[:, :1])
-    mask[:, :first_row] = False
+def _lay_out_together(
+    batch: Batch, first_row: int, owners: Ints, begins: Ints, ends: Ints
+) -> Decodes:
+    longest = int((ends - begins).max(initial=0))
+    places = begins[:, None] + np.arange(longest)
+    mask = places < ends[:, None]
+    kv_rows = _rows_of(batch, batch.rows[owners][:, None], np.where(mask, places, begins[:, None]))
+    mask &= places >= first_row
     return Decodes(
         kv_rows=torch.from_numpy(kv_rows.reshape(-1)).to(batch.device),
         mask=torch.from_numpy(mask).to(batch.device)[:, None, None],
     )
 
 
-def _lay_out_prefills(batch: Batch, piece: int | None) -> Iterator[Prefill]:
+def _lay_out_prefills(batch: Batch, window: int | None, piece: int | None) -> Iterator[Prefill]:
     first = 0
     for sequence in range(batch.num_decodes, len(batch.starts)):
         start, length = int(batch.starts[sequence]), int(batch.lengths[sequence])
         end = start + length
-        kv_rows = torch.from_numpy(_rows_of(batch, batch.rows[sequence], end)).to(batch.device)
+        back = 0 if window is None else max(start + 1 - window, 0)
+        found = _rows_of(batch, batch.rows[sequence], np.arange(back, end))
+        kv_rows = torch.from_numpy(found).to(batch.device)
         cuts = () if piece is None else range((start // piece + 1) * piece, end, piece)
         for begin, stop in pairwise((start, *cuts, end)):
-            own = kv_rows[:stop]
-            yield Prefill(kv_rows=own, first=first, start=begin, length=stop - begin)
+            least = 0 if window is None else max(begin + 1 - window, 0)
+            yield Prefill(
+                kv_rows=kv_rows[least - back : stop - back],
+                begin=least,
+                window=window,
+                first=first,
+                start=begin,
+                length=stop - begin,
+            )
             first += stop - begin
 
 
-def _rows_of(batch: Batch, tables: Any, num_tokens: int) -> Ints:
-    """Rows [..., num_tokens] of the keys of each table's first tokens."""
-    pages = batch.tables[tables, : -(-num_tokens // batch.page_size)].astype(np.int64)
-    rows = pages[..., None] * batch.page_rows + np.arange(batch.page_size)
-    return rows.reshape(*pages.shape[:-1], math.prod(rows.shape[-2:]))[..., :num_tokens]
+def _rows_of(batch: Batch, tables: Any, places: Ints) -> Ints:
+    """Rows of the keys of tokens at these positions of the tables."""
+    ordinals, offsets = np.divmod(places, batch.page_size)
+    return batch.tables[tables, ordinals].astype(np.int64) * batch.page_rows + offsets

@@ -55,18 +55,21 @@ def attend(
         partials=make_partials(query, items),
         output=output,
         rounded=room_for(*output.shape, output, emit),
+        window=items.window or 0,
         shared_query=shared_query,
     )
     forced = tiles or {}
     if len(items.wide):
         pages = dequantise(kv, items, query.dtype) if items.num_dequantised else kv
-        tile = _tile(query, pages, shared_query, items.wide_rows)._replace(is_wide=True)
+        tile = _tile(query, pages, shared_query, items.wide_rows)
+        tile = tile._replace(is_wide=True, is_windowed=bool(call.window))
         _run(replace(call, kv=pages), items.wide, tile, forced.get("wide"))
     if len(items.narrow):
         # Most of them are decodes; how many items are padding is not known here.
         num_programs = num_tokens // items.tokens_each * kv.pool.shape[3]
         tile = _tile(query, kv, shared_query, items.narrow_rows)
-        _run(call, items.narrow, tile._replace(num_programs=num_programs), forced.get("narrow"))
+        tile = tile._replace(num_programs=num_programs, is_windowed=bool(call.window))
+        _run(call, items.narrow, tile, forced.get("narrow"))
     if items.num_combined:
         combine(call, items)
     return handed_on(output, call.rounded)

@@ -114,6 +114,7 @@ def wide_rows(head_dim: int, shared_bytes: int, *, takes_apart: bool = False) ->
 
 # --- the table ------------------------------------------------------------------------------------
 
+_WINDOW = "a sliding window", lambda tile, _: not tile.is_windowed
 _TMA = (
     ("queries are not of 16 bits", lambda tile, _: tile.dtype in (torch.bfloat16, torch.float16)),
     ("more rows than TMA counts", lambda tile, _: tile.fits_tma),
@@ -128,6 +129,7 @@ ATTENTION = KernelTable[AttentionTile](
         ("FP8 pages", lambda tile, _: not tile.has_fp8_pages),
         ("heads are not of 128 or 256", lambda tile, _: tile.head_dim in (128, 256)),
         (f"pages below {HOPPER_BLOCK}", lambda tile, _: tile.page_size >= HOPPER_BLOCK),
+        _WINDOW,
         *_TMA,
         needs=HOPPER,
         entry="attend",
@@ -143,6 +145,7 @@ ATTENTION = KernelTable[AttentionTile](
         ),
         ("pages are not FP8", lambda tile, _: tile.has_fp8_pages),
         ("heads are not of 256", lambda tile, _: tile.head_dim == 256),
+        _WINDOW,
         *_TMA,
         needs=HOPPER,
         entry="attend",

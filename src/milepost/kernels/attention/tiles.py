@@ -25,7 +25,7 @@ MOST_PIECES, MOST_WIDE_PIECES = 32, 8
 """Pieces of a tile's KV, at most, if only its length counts: of decodes and of prefills."""
 _LEAST_UNITS, _LEAST_WIDE_UNITS = 2, 16
 """Units of such a piece, at least."""
-_GRID = 64
+GRID = 64
 """Prefills begin at multiples of this if bits must not depend on where prompts are cut."""
 _MIN_SHARED = 512
 """Tokens that neighbours must share to be worth an item of their own."""
@@ -85,9 +85,17 @@ def tile_by_phase(
     the others, which cross no line of the grid: neither depends on what else is in the step."""
     sequences = _as_tiles(starts, lengths, rows)
     num = int((lengths[:num_decodes] > 0).sum())
-    size = 1 << min(wide_tokens, _GRID).bit_length() - 1
+    size = 1 << min(wide_tokens, GRID).bit_length() - 1
     narrow = _tile(sequences[:num], 1)
     return narrow[np.argsort(narrow[:, FIRST])], _tile(sequences[num:], size)
+
+
+def limit_to_window(tiles: Ints, window: int | None, grid: int = 1) -> None:
+    """Has the KV of tiles begin no more than a unit before what is in some token's window; what it
+    begins with is the same for all tokens between two lines of the `grid`."""
+    if window is not None:
+        first = tiles[:, POSITION] // grid * grid + 1 - window
+        tiles[:, BEGIN] = np.maximum(first, 0) // UNIT * UNIT
 
 
 def count_pieces_by_position(narrow: Ints, wide: Ints) -> tuple[Ints, Ints]:

@@ -66,7 +66,7 @@ def _attention(
     config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary, *, first_row: int = 0
 ) -> Attention:
     shapes = attention_shapes(
-        config, norm="each", norm_offset=1.0, has_gate=True, first_row=first_row
+        config, norm="each", norm_offset=1.0, gate="entries", first_row=first_row
     )
     return Attention(shapes, kind.under("self_attn"), rotary=rotary)
 

@@ -2,7 +2,7 @@
 
 A program holds a tile of query rows and passes over its range of KV, block by block, with a running
 softmax. Only the last blocks need a mask: those on the diagonal, and the one in which the sequence
-ends, where the rest of the block holds anything.
+ends, where the rest of the block holds anything. With a sliding window, all blocks have one.
 
 All heads of a token read the same latents, and stand in one tile: a block of latents comes to
 shared memory once, and serves as keys and values.
@@ -27,8 +27,11 @@ from milepost.kernels.attention.portable.blocks import (
     KVPointers,
     dot,
     find_rows,
+    first_block,
     first_masked,
+    first_seen,
     fit_float16,
+    is_read,
     load,
     load_item,
     load_latents,
@@ -81,6 +84,7 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: KVTiles) -> None
             page_size=page_size,
             rows=rows,
             block=tiles.block,
+            window=call.window,
         ),
         TAIL_STAGES=tiles.tail_stages,
         KEEPS_ROWS=keeps_values(call.rounded),
@@ -155,9 +159,11 @@ def _attend_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
-    pages = KVPointers(kv, words, table, item.end, page_rows, i_h)
-    masked = first_masked(item, SIZES.block)
-    for i_kv in tl.range(item.begin, masked, SIZES.block):
+    first = first_seen(item, SIZES)
+    pages = KVPointers(kv, words, table, first, item.end, page_rows, i_h)
+    begin = first_block(item, first, SIZES)
+    masked = first_masked(item, begin, SIZES)
+    for i_kv in tl.range(begin, masked, SIZES.block):
         m, l, acc = _step(m, l, acc, b_q, b_sq, i_kv, item, rows, pages, scale, False, SIZES)
     for i_kv in tl.range(masked, item.end, SIZES.block, num_stages=TAIL_STAGES):
         m, l, acc = _step(m, l, acc, b_q, b_sq, i_kv, item, rows, pages, scale, True, SIZES)
@@ -188,7 +194,8 @@ def _step(
     SIZES: tl.constexpr,
 ):
     """Take the block of KV at i_kv into the running softmax: the maximum score `m`, the sum of
-    weights `l`, the sum of values `acc`. If MASKED, a row sees no KV past its own position."""
+    weights `l`, the sum of values `acc`. If MASKED, a row sees no KV past its own position, or
+    before its window."""
     o_kv = i_kv + tl.arange(0, SIZES.block)
     if SIZES.latents:
         b_k, b_shared = load_latents(pages, i_kv, SIZES, b_q.dtype)
@@ -197,7 +204,10 @@ def _step(
         b_k = load(pages, i_kv, 0, SIZES, b_q.dtype)
         b_s = dot(b_q, tl.trans(b_k))
     if MASKED:
-        seen = o_kv[None, :] <= item.position + rows.ahead[:, None]
+        own = item.position + rows.ahead[:, None]
+        seen = o_kv[None, :] <= own
+        if SIZES.window != 0:
+            seen = seen & (o_kv[None, :] > own - SIZES.window)
         b_s = tl.where(seen & (o_kv < item.end)[None, :], b_s, float("-inf"))
     if SIZES.latents:
         b_v = b_k
@@ -206,8 +216,8 @@ def _step(
     else:
         b_v = load_words(pages, i_kv, SIZES.page_size, SIZES)
     if MASKED and not SIZES.latents:
-        # What lies past the end may be NaN, which a weight of 0 would not silence.
-        b_v = tl.where((o_kv < item.end)[:, None], b_v, 0.0)
+        # What lies outside may be NaN, which a weight of 0 would not silence.
+        b_v = tl.where(is_read(pages, o_kv, SIZES)[:, None], b_v, 0.0)
     m, l, b_p, shrink = online_softmax(m, l, b_s, scale, MASKED)
     acc = dot(b_p.to(b_v.dtype), b_v, acc * shrink[:, None])
     return m, l, acc

@@ -54,6 +54,8 @@ class BlockSizes(NamedTuple):
     page_size: int
     rows: int
     block: int
+    window: int = 0
+    """Tokens that a token attends to; 0: all."""
 
 
 class QueryRows(NamedTuple):
@@ -77,6 +79,8 @@ class KVPointers(NamedTuple):
     words: Any
     """FP8 pool as rows of words, likewise; or None."""
     table: Any
+    first: Any
+    """First position in some token's window."""
     end: Any
     """Number of KV positions."""
     page_rows: Any
@@ -128,8 +132,7 @@ def load(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.conste
     else:
         o_e = tl.arange(0, SIZES.block_e)
         o_kv = i_kv + tl.arange(0, SIZES.block)
-        # Past the end the table names pages that are not the sequence's, or none.
-        inside = o_kv < pages.end
+        inside = is_read(pages, o_kv, SIZES)
         page = tl.load(pages.table + o_kv // SIZES.page_size, mask=inside, other=0).to(tl.int64)
         row = page * pages.page_rows + FIRST + o_kv % SIZES.page_size
         at = (row * SIZES.kv_heads + pages.i_h)[:, None] * SIZES.head_dim + o_e[None, :]
@@ -154,7 +157,7 @@ def load_words(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr):
         block = pages.words.load([row, pages.i_h * WORDS])
     else:
         o_kv = i_kv + tl.arange(0, SIZES.block)
-        inside = o_kv < pages.end
+        inside = is_read(pages, o_kv, SIZES)
         page = tl.load(pages.table + o_kv // SIZES.page_size, mask=inside, other=0).to(tl.int64)
         row = page * pages.page_rows + FIRST + o_kv % SIZES.page_size
         at = (row * SIZES.kv_heads + pages.i_h)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
@@ -191,10 +194,42 @@ def fit_float16(b_q):
 
 
 @triton.jit
-def first_masked(item, BLOCK: tl.constexpr):
+def first_seen(item, SIZES: tl.constexpr):
+    """Position of the first KV that some row of an item sees."""
+    first = 0
+    if SIZES.window != 0:
+        first = tl.maximum(item.position + 1 - SIZES.window, 0)
+    return first
+
+
+@triton.jit
+def is_read(pages, o_kv, SIZES: tl.constexpr):
+    """Whether rows of KV may be read: a table names no pages of a sequence's before its window or
+    past its end."""
+    inside = o_kv < pages.end
+    if SIZES.window != 0:
+        inside = inside & (o_kv >= pages.first)
+    return inside
+
+
+@triton.jit
+def first_block(item, first, SIZES: tl.constexpr):
+    """Position of the first block that some row of an item sees; blocks before it lie in no page
+    of the sequence's."""
+    begin = item.begin
+    if SIZES.window != 0:
+        begin = tl.maximum(begin, first // SIZES.block * SIZES.block)
+    return begin
+
+
+@triton.jit
+def first_masked(item, begin, SIZES: tl.constexpr):
     """Position up to which all rows of an item see whole blocks."""
-    seen = tl.maximum(tl.minimum(item.end, item.position + 1) - item.begin, 0)
-    return item.begin + seen // BLOCK * BLOCK
+    masked = begin
+    if SIZES.window == 0:
+        seen = tl.maximum(tl.minimum(item.end, item.position + 1) - begin, 0)
+        masked = begin + seen // SIZES.block * SIZES.block
+    return masked
 
 
 @triton.jit

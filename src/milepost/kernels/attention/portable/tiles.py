@@ -46,6 +46,8 @@ class AttentionTile(NamedTuple):
     num_programs: int = 0
     """Narrow tiles times KV heads of the launch."""
     is_latent: bool = False
+    is_windowed: bool = False
+    """Whether tokens attend to the last ones alone."""
 
     @property
     def form(self) -> type[Any]:

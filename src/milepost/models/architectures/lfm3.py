@@ -1,0 +1,99 @@
+"""LFM3: gated short convolutions, full attention, and attention to a sliding window with rotary
+positions of its own; a gate a head, and norms before and after each block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from milepost.layers.attention import Attention
+from milepost.layers.mlp import MLP
+from milepost.layers.norm import RMSNorm
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import Layer, ResidualBlock
+from milepost.layers.rotary import Rotary
+from milepost.layers.short_conv import ShortConv
+from milepost.models.architecture import Architecture, attention_shapes, is_unset
+from milepost.models.decoder import DecoderParts
+
+_GATE_UP_DOWN = "w1", "w3", "w2"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
+    rotaries = {
+        layer_type: Rotary(config, kind.device, layer_type)
+        for layer_type in (_FULL, _SLIDING)
+        if layer_type in config.layer_types
+    }
+    return DecoderParts(
+        layers=[
+            _layer(config, kind.under(f"layers.{index}"), rotaries.get(layer_type), layer_type)
+            for index, layer_type in enumerate(config.layer_types)
+        ],
+        norm=_norm(config, kind.under("embedding_norm")),
+    )
+
+
+def _layer(
+    config: PreTrainedConfig, own: ModuleScope, rotary: Rotary | None, layer_type: str
+) -> Layer:
+    size, posts = config.hidden_size, config.use_sandwich_norm
+    mixer = (
+        ShortConv(size, config.conv_L_cache, own.under("conv"), bias=config.conv_bias)
+        if layer_type == "conv"
+        else _attention(config, own.under("self_attn"), rotary, layer_type)
+    )
+    feed_forward = MLP(size, config.intermediate_size, own.under("feed_forward"), _GATE_UP_DOWN)
+    return Layer(
+        ResidualBlock(
+            mixer,
+            pre=_norm(config, own.under("operator_norm")),
+            post=_norm(config, own.under("post_operator_norm")) if posts else None,
+        ),
+        ResidualBlock(
+            feed_forward,
+            pre=_norm(config, own.under("ffn_norm")),
+            post=_norm(config, own.under("post_ffn_norm")) if posts else None,
+        ),
+    )
+
+
+def _attention(
+    config: PreTrainedConfig, own: ModuleScope, rotary: Rotary | None, layer_type: str
+) -> Attention:
+    """Returns attention to the window, or to all where it is switched off."""
+    is_off = layer_type == _FULL or getattr(config, "use_sliding_window", None) is False
+    shapes = attention_shapes(
+        config,
+        norm="each",
+        gate="heads" if config.use_attention_gate else "none",
+        window=None if is_off else config.sliding_window,
+    )
+    return Attention(shapes, own, rotary=rotary)
+
+
+def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.norm_eps, kind)
+
+
+_PLAIN = Architecture(
+    model_types=("lfm3",),
+    build=_parts,
+    layer_types=(_FULL, _SLIDING, "conv"),
+    requirements={
+        "attention_bias": (is_unset, "false"),
+        "hidden_act": (lambda value: value in (None, "silu", "swish"), "silu"),
+        "use_sliding_window": (lambda value: value in (None, True, False), "true or false"),
+    },
+)
+ARCHITECTURES = (
+    _PLAIN,
+    replace(  # the text part of LFM3-VL
+        _PLAIN,
+        model_types=("lfm3_vl",),
+        text_types=("lfm3",),
+        skipped=(r"(model\.)?vision_tower\.", r"(model\.)?multi_modal_projector\."),
+    ),
+)
