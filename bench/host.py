@@ -115,7 +115,7 @@ class Host:
 
         def build() -> tuple[Any, ...]:
             exact = exact_capacity(plan)
-            new_pages = self.tables.host.update(plan)
+            new_pages = self.tables.host.follow(plan)
             capacity = smallest(CAPTURED, exact) or exact
             step, batch = arrays.begin(plan, self.tables.host, GEOMETRY, capacity)
             return replace(step, layouts=arrays.lay_out(batch, FIRST)), batch, new_pages
@@ -125,7 +125,7 @@ class Host:
             self.first.views(step)
 
         def send_rest() -> None:
-            self.tables.send(*new_pages)
+            self.tables.send(new_pages)
             rest = arrays.lay_out(batch, SECOND)
             self.second.send(rest)
             self.second.views(rest)

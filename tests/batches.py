@@ -168,6 +168,7 @@ def _arrays(batch: Batch, layouts: dict[Operation, object]) -> StepArrays:
         token_ids=nothing,
         positions=_positions(batch.starts, batch.lengths),
         kv_rows=batch.kv_rows,
+        window_rows=batch.kv_rows,
         slot_in=batch.slot_in,
         slot_out=batch.slot_out,
         num_real=nothing,

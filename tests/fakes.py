@@ -106,6 +106,9 @@ class FakeRunner:
         self.uses_slots = any(kind.where == "slot" for kind in kinds)
         self.uses_pages = any(kind.where == "page" for kind in kinds)
         self.window = window_of(kinds)
+        self.windows: dict[int, list[bytes]] = {}
+        """Pages of layers with sliding windows."""
+        self.window_tables: dict[int, list[int]] = {}
         self.kv: dict[int, list[bytes]] = {}
         self.beside: dict[int, bytes] = {}
         """The state that lies beside a page."""
@@ -160,6 +163,10 @@ class FakeRunner:
         """Fill a page from outside."""
         self._page(page)[:] = states
 
+    def put_window(self, page: int, states: list[bytes]) -> None:
+        """Fill a page of windows from outside."""
+        self._window(page)[:] = states + [EMPTY] * (self.page_size - len(states))
+
     def put_state(self, slot: int, state: bytes, position: int) -> None:
         """Fill a slot from outside."""
         self._write(slot, state, position)
@@ -181,6 +188,7 @@ class FakeRunner:
     def follow_tables(self, plan: StepPlan) -> None:
         for number in plan.ended:
             self.tables.pop(number, None)
+            self.window_tables.pop(number, None)
             self.records.pop(number, None)
         for sequence in plan.sequences:
             table = self.tables.setdefault(sequence.number, [])
@@ -189,7 +197,15 @@ class FakeRunner:
             allocation = self.scheduler.request(sequence.number).allocation
             assert allocation is not None
             own = zip(table, allocation.page_table, strict=False)
-            assert all(page == named or named == HOLE for page, named in own), "the request's own"
+            assert all(page == named for page, named in own), "the request's own"
+            windows = self.window_tables.setdefault(sequence.number, [])
+            windows.extend(sequence.new_windows)
+            if self.window:
+                assert len(windows) * self.page_size >= sequence.end, "the table covers the step"
+                held = zip(windows, allocation.window_table, strict=False)
+                assert all(page == named or named == HOLE for page, named in held), "its own"
+            else:
+                assert not windows
 
     def _check_outputs(self, plan: StepPlan) -> None:
         outputs = [s.slot_out for s in plan.sequences] if self.uses_slots else []
@@ -203,6 +219,10 @@ class FakeRunner:
         copy = sequence.page_copy
         if copy is not None:
             self._page(copy.target)[: copy.num_tokens] = self.kv[copy.source][: copy.num_tokens]
+        copy = sequence.window_copy
+        if copy is not None:
+            page = self.windows[copy.source][: copy.num_tokens]
+            self._window(copy.target)[:] = page + [EMPTY] * (self.page_size - copy.num_tokens)
 
     def _compute(self, sequence: SequencePlan, state: bytes | None) -> list[int]:
         """The run of tokens behind what is computed."""
@@ -227,6 +247,8 @@ class FakeRunner:
             page = self.tables[sequence.number][position // self.page_size]
             self._page(page)[position % self.page_size] = history[position + 1]
             self.beside[page] = history[position + 1]
+        for position in range(sequence.start, sequence.end):
+            self._write_window(sequence, position, history[position + 1])
         for export in sequence.exports:
             assert sequence.start < export.position <= sequence.end
             self._write(export.slot, history[export.position], export.position)
@@ -262,6 +284,7 @@ class FakeRunner:
             position = sequence.start + index
             page = self.tables[sequence.number][position // self.page_size]
             self._page(page)[position % self.page_size] = state
+            self._write_window(sequence, position, state)
             if len(run) == index and (not run or run[-1] == token):
                 run.append(next_token(state, self.vocab_size))
         self.records[sequence.number] = states
@@ -269,17 +292,31 @@ class FakeRunner:
         return run
 
     def _check_kv(self, sequence: SequencePlan, history: list[bytes], length: int) -> None:
-        """All that attention reads: the KV of every token so far, or in the first one's window."""
-        first = max(sequence.start + 1 - self.window, 0) if self.window is not None else 0
-        allocation = self.scheduler.request(sequence.number).allocation
-        assert allocation is not None
-        assert HOLE not in allocation.page_table[first // self.page_size :], "what is read is held"
+        """All that attention reads: the KV of every token so far, and that in the first one's
+        window."""
+        self._check_pages(self.kv, self.tables[sequence.number], history, 0, length)
+        if self.window:
+            first = max(sequence.start + 1 - self.window, 0)
+            table = self.window_tables[sequence.number]
+            self._check_pages(self.windows, table, history, first, length)
+            allocation = self.scheduler.request(sequence.number).allocation
+            assert allocation is not None
+            held = allocation.window_table[first // self.page_size :]
+            assert HOLE not in held, "what is read is held"
+
+    def _check_pages(
+        self,
+        pages: dict[int, list[bytes]],
+        table: list[int],
+        history: list[bytes],
+        first: int,
+        length: int,
+    ) -> None:
         for start in range(floor(first, self.page_size), length, self.page_size):
             end, skipped = min(start + self.page_size, length), max(first - start, 0)
-            page = self.kv[self.tables[sequence.number][start // self.page_size]]
-            found = page[skipped : end - start]
+            found = pages[table[start // self.page_size]][skipped : end - start]
             assert found == history[start + skipped + 1 : end + 1], (
-                f"request {sequence.number} reads wrong KV in [{start}, {end})"
+                f"wrong KV is read in [{start}, {end})"
             )
 
     def history(self, request: Request) -> list[bytes]:
@@ -294,6 +331,15 @@ class FakeRunner:
         if self.pages_each:
             self.slots.pop(page // self.pages_each, None)
         return self.kv.setdefault(page, [EMPTY] * self.page_size)
+
+    def _window(self, page: int) -> list[bytes]:
+        return self.windows.setdefault(page, [EMPTY] * self.page_size)
+
+    def _write_window(self, sequence: SequencePlan, position: int, state: bytes) -> None:
+        """Whatever is computed is written, in pages of the request's own."""
+        if self.window:
+            page = self.window_tables[sequence.number][position // self.page_size]
+            self._window(page)[position % self.page_size] = state
 
     def _write(self, slot: int, state: bytes, position: int) -> None:
         for page in range(slot * self.pages_each, (slot + 1) * self.pages_each):

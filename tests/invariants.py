@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from milepost.cache.allocation import Allocation
 from milepost.cache.cache import Cache
 from milepost.cache.memory import Pool, UnifiedPool
 from milepost.cache.plans import HOLE
@@ -24,6 +25,9 @@ def check(cache: Cache) -> None:
     _check_pool(cache.pages, live, cached)
     live, cached = _expected_slots(cache, checkpoints)
     _check_pool(cache.slots, live, cached)
+    live, cached = _expected_windows(cache, checkpoints)
+    _check_pool(cache.windows, live, cached)
+    assert cache.windows.total == cache.windows.capacity, "P1: free + used + cached == total"
     _check_storage(cache)
     _check_orders(cache, checkpoints)
 
@@ -92,7 +96,8 @@ def _check_allocations(cache: Cache) -> None:
             assert node.digest == allocation.chain.digests(index + 1)[index], (
                 "L2: path follows the chain"
             )
-        table = [page for page in allocation.page_table if page != HOLE]
+        _check_windows(cache, allocation)
+        table = allocation.page_table
         assert len(set(table)) == len(table), "L3: a table names a page once"
         for page in table:
             assert cache.pages.live_refs(page), "L4: a live table's pages are used"
@@ -119,7 +124,7 @@ def _expected_pages(
 ) -> tuple[Counter[int], Counter[int]]:
     live: Counter[int] = Counter()
     for allocation in cache.allocations:
-        live.update(page for page in allocation.page_table if page != HOLE)
+        live.update(allocation.page_table)
         live.update(allocation.path_pins)
         live.update(allocation.pinned_tail)
     lent = Counter(page for loan in cache.loans for page in loan.pages)
@@ -128,6 +133,33 @@ def _expected_pages(
     cached = Counter(node.page for node in cache.tree.nodes.values())
     cached.update(c.tail_page for c in checkpoints if c.tail_page is not None)
     return live, cached
+
+
+def _check_windows(cache: Cache, allocation: Allocation) -> None:
+    table, window, size = allocation.window_table, cache.config.window, cache.page_size
+    if not window:
+        assert not table, "O1: only windows have pages of their own"
+        return
+    first = max(allocation.state_length + 1 - window, 0) // size
+    assert set(table[:first]) <= {HOLE}, "O2: nothing is held behind the window"
+    assert HOLE not in table[first:], "O2: what is in the window is held"
+
+
+def _expected_windows(
+    cache: Cache, checkpoints: list[Checkpoint]
+) -> tuple[Counter[int], Counter[int]]:
+    live: Counter[int] = Counter()
+    for allocation in cache.allocations:
+        live.update(page for page in allocation.window_table if page != HOLE)
+        live.update(allocation.pinned_window)
+        live.update(allocation.loading_windows)
+    window, size = cache.config.window, cache.page_size
+    for checkpoint in checkpoints:
+        position = checkpoint.position
+        first = max(position + 1 - window, 0) // size
+        num = -(-position // size) - first if window > 1 else 0
+        assert len(checkpoint.windows) == num, "O3: a state has its window's pages and no others"
+    return live, Counter(page for c in checkpoints for page in c.windows)
 
 
 def _expected_slots(

@@ -122,7 +122,7 @@ def measured(source: Source | Path, quantization: str | None) -> Size:
     return Size(
         weights=f"{weights / GIB:.1f} GiB",
         kv=f"{kv / MIB:.1f} MiB",
-        state=f"{shape.slot_bytes / MIB:.1f} MiB",
+        state=f"{shape.state_bytes / MIB:.1f} MiB",
         caches=tuple(_room(budget, shape) for budget in budgets),
     )
 

@@ -1,20 +1,17 @@
-"""Kinds of layers: states beside pages, holes behind windows, the grid."""
+"""Kinds of layers: states beside pages, attention alone, the grid."""
 
 from __future__ import annotations
 
 import pytest
 
 from milepost.cache import ZERO_SLOT, Cache, Kind
-from milepost.cache.plans import HOLE
-from milepost.cache.tree import HYBRID, FullAttention, Recurrent, grid_of, window_of
-from milepost.cache.tree.kinds import ShortConvolution, SlidingWindow
+from milepost.cache.tree import HYBRID, FullAttention, Recurrent, ShortConvolution, grid_of
 from milepost.errors import ConfigError
 from milepost.scheduler.scheduler import Scheduler
 from tests.invariants import check
 
 PAGE_SIZE = 16
 CONVOLUTIONS = (FullAttention(), ShortConvolution(grid=PAGE_SIZE))
-WINDOWED = (SlidingWindow(window=40), Recurrent(grid=PAGE_SIZE))
 
 
 def run(cache, allocation, end):
@@ -44,12 +41,6 @@ def test_a_models_grid_is_its_kinds():
         Scheduler(cache, max_num_seqs=1, max_num_batched_tokens=128)
 
 
-def test_kv_is_read_as_far_back_as_any_layer_reads_it():
-    assert window_of(HYBRID) is None
-    assert window_of((FullAttention(), SlidingWindow(window=8))) is None
-    assert window_of((SlidingWindow(window=8), SlidingWindow(window=40), Recurrent())) == 40
-
-
 @pytest.mark.parametrize("num_known", [16, 30, 32, 90])
 def test_states_beside_pages_resume_at_every_page_boundary(num_known):
     """Without any slot."""
@@ -72,55 +63,6 @@ def test_states_beside_pages_go_with_them_the_longest_unused_first():
     cache.release(serve(cache, range(200, 264))[0])
     assert cache.match(cache.chain(range(60))).state_length == 48
     assert cache.match(cache.chain(range(100, 160))).state_length < 48
-
-
-def test_a_table_has_holes_behind_the_window():
-    cache = Cache(num_pages=40, num_slots=4, page_size=PAGE_SIZE, kinds=WINDOWED)
-    allocation, _ = serve(cache, range(200), step=32)
-    first = (200 - 40) // PAGE_SIZE
-    assert allocation.page_table[:first] == [HOLE] * first
-    assert HOLE not in allocation.page_table[first:]
-    cache.release(allocation, Kind.ANSWER_END)
-    check(cache)
-    assert cache.pages.num_used == 0
-    allocation, start = serve(cache, range(260))
-    assert start == 200
-    assert HOLE not in allocation.page_table[(260 - 40) // PAGE_SIZE :]
-
-
-def test_pages_behind_the_window_are_free_where_nothing_is_kept():
-    cache = Cache(num_pages=40, num_slots=4, page_size=PAGE_SIZE, kinds=WINDOWED, mode="none")
-    allocation, _ = serve(cache, range(300))
-    for end in range(301, 400):
-        assert cache.extend(allocation, end)
-        run(cache, allocation, end)
-        assert cache.pages.num_used <= 40 // PAGE_SIZE + 2
-        first_read = end + 1 - 40
-        assert HOLE not in allocation.page_table[first_read // PAGE_SIZE :]
-    cache.release(allocation)
-    assert cache.pages.num_free == cache.pages.total
-
-
-def test_a_state_inside_a_page_behind_the_window_keeps_that_page():
-    """The step that passes it goes further than the window."""
-    cache = Cache(num_pages=16, num_slots=4, page_size=PAGE_SIZE, kinds=WINDOWED)
-    chain = cache.chain(range(200))
-    allocation = cache.admit(chain, cache.match(chain), marks=(20,))
-    tail = allocation.page_table[1]
-    run(cache, allocation, 200)
-    assert allocation.page_table[1] == HOLE
-    cache.release(allocation, Kind.ANSWER_END)
-    check(cache)
-    match = cache.match(cache.chain([*range(20), 999]))
-    assert match.state_length == 20
-    assert match.checkpoint.tail_page == tail
-
-
-def test_a_window_of_some_layers_frees_nothing():
-    kinds = (FullAttention(), SlidingWindow(window=40), Recurrent(grid=PAGE_SIZE))
-    cache = Cache(num_pages=40, num_slots=4, page_size=PAGE_SIZE, kinds=kinds, mode="none")
-    allocation, _ = serve(cache, range(300))
-    assert HOLE not in allocation.page_table
 
 
 @pytest.mark.parametrize(("num_tokens", "position"), [(20, 16), (32, 31), (33, 32)])

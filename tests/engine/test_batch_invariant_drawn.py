@@ -19,7 +19,7 @@ CASES = [
     ("kimi_linear", "float32", 2),
 ]
 """Gated DeltaNet, Mamba2 and KDA; the last is the seed."""
-OTHERS = ["qwen3_next", "lfm2_moe", "bamba", "falcon_h1", "granitemoehybrid", "olmo_hybrid"]
+OTHERS = ["qwen3_next", "lfm2_moe", "lfm3", "bamba", "falcon_h1", "granitemoehybrid", "olmo_hybrid"]
 
 
 @pytest.fixture(scope="module")

@@ -67,6 +67,15 @@ CASES = {
         num_sharing=2048,
         num_drafts=3,
     ),
+    "window": replace(
+        LARGE, starts=(0, 255, 256, 319, 320, 90_000), lengths=(1,) * 6, head_dim=128, window=256
+    ),
+    "windows_of_prefills": replace(
+        LARGE, starts=(0, 1000, 320), lengths=(700, 300, 3), head_dim=128, window=256
+    ),
+    "window_over_small_pages": replace(
+        LARGE, starts=(900, 10), lengths=(1, 300), page_size=16, window=33
+    ),
     "float16": replace(LARGE, starts=(900, 10), lengths=(1, 300), dtype=torch.float16),
     "float32": replace(LARGE, starts=(900, 10), lengths=(1, 60), dtype=torch.float32, wide_rows=64),
     "float32_narrow_heads": Case(starts=(900, 10), lengths=(1, 60), head_dim=64),

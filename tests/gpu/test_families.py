@@ -106,12 +106,12 @@ def test_logits_are_those_of_one_pass_wherever_they_resume(name, dtype, tmp_path
         max_num_seqs=8,
         page_size=16,
         num_pages=256,
-        **({} if name.startswith("lfm") else {"num_slots": 32}),
+        **({} if name.startswith("lfm2") else {"num_slots": 32}),
     )
     run_fused = isinstance(llm.llm_engine.runner.executor, DeviceExecutor)
     assert run_fused
     resuming = Resuming(llm, tiny.logits, max_error)
-    if name.startswith("lfm"):
+    if name.startswith("lfm2"):
         resuming.run_through_pages()
     else:
         resuming.run_through_slots()

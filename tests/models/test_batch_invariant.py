@@ -125,6 +125,7 @@ LENGTHS = [200, 1, 63, 64, 65, 130, 17]
         ("nemotron_h", torch.float32, None),
         ("kimi_linear", torch.bfloat16, None),
         ("lfm2_moe", torch.float32, None),
+        ("lfm3", torch.float32, None),
     ],
     ids=str,
 )

@@ -18,6 +18,7 @@ ARCHITECTURES = (
     "kimi_linear",
     "intern_s2_preview",
     "minicpmv4_6",
+    "lfm3",
 )
 
 

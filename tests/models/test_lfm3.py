@@ -7,12 +7,28 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
-from milepost.errors import UnsupportedModelError
+from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.models import LoadOptions, load_model
 from tests.checkpoints import save
-from tests.engines import VOCAB_SIZE, open_llm
+from tests.engines import (
+    VOCAB_SIZE,
+    answer,
+    ask,
+    cached,
+    greedy,
+    metric,
+    num_held,
+    open_llm,
+    save_tiny,
+    tokens,
+)
+from tests.invariants import check
 from tests.models.resuming import Resuming
+
+SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -51,8 +67,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_logits_match_transformers_wherever_they_resume(name, tmp_path):
     reference = save("lfm3", tmp_path, vocab_size=VOCAB_SIZE, **CONFIGURATIONS[name])
-    llm = open_llm(tmp_path, max_num_batched_tokens=96, page_size=16, num_pages=256)
-    Resuming.beside(llm, reference).run_through_pages()
+    llm = open_llm(tmp_path, max_num_batched_tokens=96, page_size=16, num_pages=256, num_slots=32)
+    Resuming.beside(llm, reference).run_through_slots()
 
 
 @pytest.mark.parametrize("changes", [{"use_sliding_window": False}, {"sliding_window": None}])
@@ -101,3 +117,70 @@ def test_what_would_be_ignored_is_refused(changes, named, tmp_path):
 def change_config(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lfm3")
+    return save_tiny(folder, "lfm3", torch.float64, **SMALL)
+
+
+@pytest.mark.parametrize("length", [*range(38, 44), 63, 64, 65, 102, 103, 104, 105, 106])
+def test_a_hit_around_the_windows_edge_changes_no_answer(tiny, length):
+    """States where the window begins to leave tokens behind, and where it leaves a whole page."""
+    llm = tiny.open(page_size=16, num_pages=64, num_slots=16)
+    (first,) = ask(llm, tokens(length - 3), params=greedy(4))
+    prompt = [*tokens(length - 3), *answer(first), *tokens(20, 1)]
+    outputs = ask(llm, prompt, params=greedy(30))
+    assert cached(outputs) == [length]
+    tiny.check(outputs, greedy(30))
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_preemption_and_eviction_change_no_answer(tiny, is_ahead):
+    sizes = {"page_size": 16, "num_pages": 24, "num_slots": 5}
+    llm = tiny.open(**sizes, max_num_seqs=4, async_scheduling=is_ahead)
+    prompts = [tokens(60 + 7 * seed, seed) for seed in range(4)]
+    for _ in range(2):
+        tiny.check(ask(llm, *prompts, params=greedy(60)), greedy(60))
+    assert metric(llm, "num_preemptions") > 0
+    assert num_held(llm) == (0, 0)
+    check(llm.llm_engine.scheduler.cache)
+
+
+def test_a_long_request_takes_no_more_of_the_pages_of_windows(tiny, monkeypatch):
+    llm = tiny.open(page_size=16, num_pages=80, num_slots=4, max_num_batched_tokens=64)
+    pool, held = llm.llm_engine.scheduler.cache.windows, []
+    take = pool.allocate
+
+    def allocate(num):
+        pages = take(num)
+        held.append(pool.num_used)
+        return pages
+
+    monkeypatch.setattr(pool, "allocate", allocate)
+    ask(llm, tokens(900), params=greedy(100))
+    # A window's pages, those of a step that is planned, and those of the one before.
+    assert max(held) <= 4 + 2 * 64 // 16 + 1
+    assert pool.num_used == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cache_host_gib": 0.1}, {"cache_memory": "shared"}, {"speculative_config": NGRAM}],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_windows_do_not_do_yet_is_refused_by_name(options, tiny):
+    sizes = {} if "cache_memory" in options else {"num_pages": 16, "num_slots": 4}
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        open_llm(tiny.folder, **(sizes | options))
+
+
+def test_pools_of_windows_are_sized_by_slots(tiny):
+    """Each state has room for its window, and each request for what its steps write."""
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 96, "cpu_cache_gib": 0.01}
+    llm = tiny.open(page_size=16, cache_memory="split", **sizes)
+    cache, pools = llm.llm_engine.scheduler.cache, llm.llm_engine.runner.pools
+    assert cache.windows.total == 4 * cache.slots.total + 3 * 3 + 2 * 96 // 16
+    taken = sum(storage.nbytes() for storage in pools.storages())
+    assert 0.9 < taken / (0.01 * 2**30) < 1.01

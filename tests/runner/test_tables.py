@@ -51,12 +51,12 @@ def test_more_pages_than_one_copy_brings(monkeypatch):
     monkeypatch.setattr(tables, "PAGES_AT_ONCE", 4)
     both = PageTables(8, 16, 64, CPU)
     sequences = [sequence(0, [1] * 450, 2), sequence(0, [1] * 130, 5), sequence(0, [1], 7)]
-    both.send(*both.host.update(steps(*sequences)))
+    both.send(both.host.follow(steps(*sequences)))
     for each, place in zip(sequences, both.host.places(sequences), strict=True):
         held = both.on_device[place, : len(each.new_pages)]
         assert tuple(held.tolist()) == each.new_pages
     assert (both.on_device.numpy() == both.host.rows).all()
-    both.send(*both.host.update(steps(sequence(192, [1], 5, new_pages=(99,)))))
+    both.send(both.host.follow(steps(sequence(192, [1], 5, new_pages=(99,)))))
     (place,) = both.host.places(sequences[1:2])
     assert both.on_device[place, :4].tolist() == [50, 51, 52, 99]
 

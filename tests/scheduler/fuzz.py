@@ -34,6 +34,8 @@ from milepost.cache.tree import (
     ShortConvolution,
     SlidingWindow,
     grid_of,
+    num_window_pages,
+    window_of,
 )
 from milepost.errors import InvalidRequestError
 from milepost.scheduler.canonical import Canonical
@@ -109,6 +111,8 @@ class WatchfulRunner(FakeRunner):
                 page = table[position // self.page_size]
                 self._page(page)[position % self.page_size] = SPOILT
                 self.beside[page] = SPOILT
+            for position in range(sequence.start, sequence.end):
+                self._write_window(sequence, position, SPOILT)
 
 
 def grid_in(cache: Cache) -> int:
@@ -132,7 +136,7 @@ def draw_kinds(rng: random.Random, page_size: int) -> tuple[LayerKind, ...]:
         (window, Recurrent(grid=48)),
         (FullAttention(), beside),
         (FullAttention(), beside, recurrent),
-        (window, beside),
+        (FullAttention(), window),
         (FullAttention(),),
     ]
     return rng.choice(drawn)
@@ -156,16 +160,23 @@ class Fuzz:
         if pages_each and "slot" in places:
             storage = UnifiedPool(-(-num_pages // pages_each) + num_slots, pages_each)
         grid = grid_of(kinds)
+        max_num_seqs = rng.choice([1, 2, 3, 5, 8])
+        budget = max(rng.choice([64, 70, 130, 512]), grid)
         self.cache = Cache(
             storage=storage,
             page_size=page_size,
             mode=mode,
             block_size=lcm(64, grid),
             kinds=kinds,
+            num_windows=num_window_pages(
+                window_of(kinds),
+                page_size,
+                num_states=storage.slots.capacity,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+            ),
             bitwise=random.Random(f"bitwise {seed}").random() < BITWISE,
         )
-        max_num_seqs = rng.choice([1, 2, 3, 5, 8])
-        budget = max(rng.choice([64, 70, 130, 512]), grid)
         num_ahead = tight.choice([1, 4, 20, 60]) if is_tight or tight.random() < 0.2 else 0
         self.scheduler = Scheduler(
             self.cache,

@@ -74,6 +74,10 @@ class OracleSource:
             if arrival.what == "state":
                 state = state_after(tokens[: load.position]) if is_whole else SPOILT
                 self.runner.put_state(arrival.id, state, load.position if is_whole else -1)
+                last = -(-load.position // size)
+                for index, page in enumerate(arrival.windows, last - len(arrival.windows)):
+                    found = history[index * size + 1 : min((index + 1) * size, load.position) + 1]
+                    self.runner.put_window(page, found if is_whole else [SPOILT] * size)
                 continue
             index = load.position // size
             if arrival.what == "page":

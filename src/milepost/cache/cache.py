@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from milepost.cache.allocation import Admitter, Allocation, Loan, Loans, Running
+from milepost.cache.allocation import Admitter, Allocation, Loan, Loans, Running, Windows
 from milepost.cache.events import Event
 from milepost.cache.eviction import Reclaimer, Score
-from milepost.cache.memory import Split, Storage
+from milepost.cache.memory import FreeList, Pool, Split, Storage
 from milepost.cache.placement import POLICIES, Kind, Mode, Placement, floor
 from milepost.cache.plans import Export, PageMove
 from milepost.cache.report import Lost, Stats
@@ -34,7 +34,8 @@ class Cache:
     """Pages, slots and the prefix tree of one engine.
 
     `num_slots` counts usable slots, without the zero slot; `storage` in place of the two numbers
-    may be a unified pool, whose boundary between pages and slots moves. `mode="none"` reuses
+    may be a unified pool, whose boundary between pages and slots moves. Of kinds with sliding
+    windows `num_windows` counts the pages of those: see `num_window_pages`. `mode="none"` reuses
     nothing and keeps nothing. `kinds` are the model's, and so is `identity`, which goes into all
     keys; `grid` in place of theirs, `placement` and `score` in place of the mode's own are for
     comparisons. A `bitwise` cache shares what prefills leave on the grid, and nothing else.
@@ -45,6 +46,7 @@ class Cache:
         *,
         num_pages: int | None = None,
         num_slots: int | None = None,
+        num_windows: int = 0,
         storage: Storage | None = None,
         page_size: int = 64,
         mode: Mode = "auto",
@@ -82,10 +84,16 @@ class Cache:
         self.allocations: dict[Allocation, None] = {}
         self.loans = Loans(storage)
         self.score: Score = score or Score(storage.usual_slots, self.grid)
-        self.reclaimer = Reclaimer(self.tree, storage, self.stats, self.score, page_size)
+        self.windows = Pool(FreeList(num_windows))
+        self.reclaimer = Reclaimer(
+            self.tree, storage, self.stats, self.score, page_size, self.windows
+        )
         self._finder = Finder(self.tree, self.config)
-        self._admitter = Admitter(self.config, self.reclaimer)
-        self._running = Running(self.config, self.reclaimer, placement or POLICIES[mode])
+        window = self.config.window
+        windows = Windows(window, page_size, self.windows) if window else None
+        self._admitter = Admitter(self.config, self.reclaimer, windows)
+        place = placement or POLICIES[mode]
+        self._running = Running(self.config, self.reclaimer, place, windows)
 
     @property
     def capacity(self) -> int:

@@ -40,7 +40,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
 
 
 HOLE = -1
-"""Stands in a page table for a page older than every layer's window, which is freed."""
+"""Stands in a table of windows' pages for one that is older than the window, and is not held."""
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -49,3 +49,5 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     key: bytes
     what: What
     id: int
+    windows: tuple[int, ...] = ()
+    """Pages of windows that a state needs besides its slot."""

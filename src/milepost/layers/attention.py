@@ -24,9 +24,9 @@ from milepost.layers.norm import HeadNorms, NormedPart, norm_over_ranks
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.rotary import Rotary
 
-OutputGate = Literal["entries", "heads", "none"]
-"""What the sigmoids of gates multiply: every entry of the output by its own, every head by one, or
-nothing."""
+GateScope = Literal["entries", "heads", "none"]
+"""How the output is multiplied by sigmoids of gates: each entry by its own, each head by one, or
+not at all."""
 HeadNormScope = Literal["each", "whole", "none"]
 """How query and key heads are normed: each head by itself, all query heads as one and all key heads
 as one, or not at all."""
@@ -44,7 +44,7 @@ class AttentionShapes:
     norm: HeadNormScope = "none"
     norm_eps: float = 0.0
     norm_offset: float = 0.0
-    gate: OutputGate = "none"
+    gate: GateScope = "none"
     """Checkpoints store gates of entries after the head's query, in one projection; those of heads
     in one of their own."""
     scale: float | None = None
@@ -125,7 +125,10 @@ class Attention(nn.Module):
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(num_kv_heads=self.shapes.num_kv_heads, head_dim=self.shapes.head_dim)
+        shapes = self.shapes
+        return AttentionSpec(
+            num_kv_heads=shapes.num_kv_heads, head_dim=shapes.head_dim, window=shapes.window
+        )
 
     @cached_property
     def operation(self) -> AttentionOperation:
@@ -189,7 +192,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         shapes = self.shapes
         scale = shapes.head_dim**-0.5 if shapes.scale is None else shapes.scale
-        kv = PagedKV(ctx.kv[number], ctx.tables, self.kv_scales.values)
+        tables = ctx.tables if shapes.window is None else ctx.window_tables
+        kv = PagedKV(ctx.kv[number], tables, self.kv_scales.values)
         attended = attention.attend(query, gate, kv, layout, scale, emit=self.out.reads)
         return self.out(attended, epilogue=Epilogue.PARTIALS)
 
@@ -214,7 +218,7 @@ class Attention(nn.Module):
             self.shapes.norm_eps,
             None if self.rotary is None else ctx.angles[self.rotary],
             PagedKV(ctx.kv[number], scales=self.kv_scales.values),
-            ctx.step.kv_rows,
+            ctx.step.kv_rows if self.shapes.window is None else ctx.step.window_rows,
             layout,
         )
         return query, projected

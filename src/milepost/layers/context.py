@@ -28,6 +28,8 @@ class AttentionSpec:
     head_dim: int
     rows_each: int = 2
     """Rows per token: two for its key and value, or one for the latent of both."""
+    window: int | None = None
+    """Tokens that a token attends to, if not all before it: its KV lies in pages of windows."""
 
     @property
     def takes_drafts(self) -> bool:
@@ -114,6 +116,8 @@ class StepArrays:
     kv_rows: Any
     """[T] int64, the row that each token's key is written to (see `kernels.attention.pages`); -1
     for none."""
+    window_rows: Any = None
+    """Likewise, among the pages of layers with a sliding window; None if there are none."""
     slot_in: Any
     """[S] int32"""
     slot_out: Any
@@ -170,6 +174,8 @@ class Context:
     """Whether only sampled positions are computed after the last layer that has a cache."""
     pictures: PictureRows | None = None
     """Tokens that stand for pictures; None if there are none."""
+    window_tables: Tensor | None = None
+    """Like `tables`, of layers with a sliding window."""
     angles: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Rotary embedding -> cosines and sines of the step's positions; the model fills it."""
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from milepost.kernels import short_conv
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
+from milepost.kernels.recurrent import CHUNK
 from milepost.kernels.short_conv import ShortConvOperation
-from milepost.layers.context import Context, ShortConvSpec
+from milepost.layers.context import Context, RecurrentSpec, ShortConvSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import WeightSlots, cut_all, fill_matrix, place_whole
@@ -21,7 +22,7 @@ from milepost.parallel.cut import join
 
 class ShortConv(nn.Module):
     """A gated short convolution from `hidden` [T, C] to the output [T, C]; a `Part`. Reads and
-    writes the states stored with the step's pages.
+    writes the states stored with the step's pages, or with `in_slots` those in its slots.
 
     One projection computes, in the published order: gates before the convolution, gates after it,
     x.
@@ -30,7 +31,13 @@ class ShortConv(nn.Module):
     rotary = None
 
     def __init__(
-        self, hidden_size: int, conv_width: int, kind: ModuleScope, *, bias: bool = False
+        self,
+        hidden_size: int,
+        conv_width: int,
+        kind: ModuleScope,
+        *,
+        bias: bool = False,
+        in_slots: bool = False,
     ) -> None:
         super().__init__()
         self.kind = kind
@@ -40,11 +47,14 @@ class ShortConv(nn.Module):
         self.conv_weight = kind.empty(size, conv_width)
         self.conv_bias = kind.empty(size) if bias else None
         self.out = Linear(size, (("out_proj", hidden_size),), kind, bias=bias, inputs=self.cut)
-        self.operation = ShortConvOperation(num_taps=conv_width)
+        self.operation = ShortConvOperation(num_taps=conv_width, in_slots=in_slots)
 
     @property
-    def spec(self) -> ShortConvSpec:
+    def spec(self) -> ShortConvSpec | RecurrentSpec:
         size, conv_width = self.conv_weight.shape
+        if self.operation.in_slots:
+            shape = (size, conv_width - 1)
+            return RecurrentSpec(conv_shape=shape, recurrent_shape=(0,), grid=CHUNK)
         return ShortConvSpec(conv_shape=(size, conv_width - 1))
 
     @property
@@ -54,11 +64,12 @@ class ShortConv(nn.Module):
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Returns the output, or split-K partials [T, P, C] of it."""
+        in_slots = self.operation.in_slots
         mixed = short_conv.mix(
             self.projection(rows, launch_dependents=ctx.decodes),
             self.conv_weight,
             self.conv_bias,
-            ctx.conv_states[number],
+            ctx.states[number].conv if in_slots else ctx.conv_states[number],
             ctx.step.layouts[self.operation],
             ctx.conv_records.get(number),
         )

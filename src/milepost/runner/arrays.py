@@ -19,7 +19,15 @@ import numpy as np
 import torch
 
 from milepost.cache.tree import TOKEN_BYTES
-from milepost.kernels.layout.batch import Batch, Capacity, Ints, Operation, ordinals_of, padded
+from milepost.kernels.layout.batch import (
+    Batch,
+    Capacity,
+    Ints,
+    Operation,
+    WindowPages,
+    ordinals_of,
+    padded,
+)
 from milepost.kernels.platform.device import Chip
 from milepost.layers.context import StepArrays
 from milepost.runner.positions import shifted
@@ -43,6 +51,8 @@ class Geometry:
     chip: Chip | None
     """The GPU's properties, or None if the reference kernels run."""
     has_float8_kv: bool = False
+    window_page_rows: int = 0
+    """Number of KV rows from one page of windows to the next."""
     merge_size: int | None = None
     """Patches of a token's side, if a picture's tokens have rows and columns for positions."""
 
@@ -82,11 +92,17 @@ def begin(
     positions = columns.starts[spread.owners] + spread.ordinals
     turned = shifted(plan.sequences, positions, columns.shifts, spread.owners, geometry.merge_size)
     batch = _batch(plan, columns, positions, spread.owners, tables, records, geometry, capacity)
+    if tables.windows is not None:
+        own = _window_pages(plan, positions, spread.owners, tables.windows, geometry)
+        batch = replace(batch, windows=own)
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
     step = StepArrays(
         token_ids=padded(token_ids(plan.sequences), num_tokens, 0, np.int64),
         positions=padded(turned, num_tokens, 0),
         kv_rows=padded(batch.kv_rows, num_tokens, -1, np.int64),
+        window_rows=None
+        if batch.windows is None
+        else padded(batch.windows.kv_rows, num_tokens, -1, np.int64),
         slot_in=padded(columns.slot_in, num_sequences, 0),
         slot_out=padded(columns.slot_out, num_sequences, -1),
         num_real=np.array([len(positions)], np.int32),
@@ -191,6 +207,22 @@ def _batch(
         device=geometry.device,
         chip=geometry.chip,
         has_float8_kv=geometry.has_float8_kv,
+    )
+
+
+def _window_pages(
+    plan: StepPlan, positions: Ints, owners: Ints, windows: HostTables, geometry: Geometry
+) -> WindowPages:
+    """Where tokens at `positions` [T] of sequences `owners` [T] lie in layers with a sliding
+    window: all of them are written, since none of a request's pages there is another's to read
+    beyond what it shares."""
+    places = np.array(windows.places(plan.sequences), np.int64)
+    ordinals, offsets = np.divmod(positions, geometry.page_size)
+    pages = windows.rows[places[owners], ordinals].astype(np.int64)
+    return WindowPages(
+        kv_rows=pages * geometry.window_page_rows + offsets,
+        tables=windows.rows,
+        page_rows=geometry.window_page_rows,
     )
 
 

@@ -63,12 +63,13 @@ class DeviceExecutor:
         self.pictures = EncodedPictures.of(model, image_settings)
         self.allows_hopper = allows_hopper_kernels()
         self._pools = pools
-        max_pages = -(-max_model_len // pools.page_size)
-        self._tables = PageTables(num_requests, max_pages, pools.page_size, pools.device)
+        sizes = num_requests, -(-max_model_len // pools.page_size), pools.page_size
+        self._tables = PageTables(*sizes, pools.device, has_windows=pools.all_windows is not None)
         self._geometry = Geometry(
             operations=model.operations,
             page_size=pools.page_size,
             page_rows=pools.page_rows,
+            window_page_rows=pools.window_page_rows,
             device=pools.device,
             chip=probe(pools.device),
             has_float8_kv=pools.has_float8_kv,
@@ -104,7 +105,7 @@ class DeviceExecutor:
     @as_made
     def launch(self, plan: StepPlan, before: InFlightStep | None) -> InFlightStep:
         """Queue one forward pass."""
-        new_pages = self._tables.host.update(plan)
+        new_pages = self._tables.host.follow(plan)
         self._records.follow(plan)
         exact = exact_capacity(plan)
         is_plain = not wants_scores(plan) and not plan.has_pictures
@@ -114,7 +115,7 @@ class DeviceExecutor:
             capacity = replace(capacity, num_tokens=1)  # a kernel needs at least one token
         is_cut = self._pieces.cut(capacity)
         if not is_cut:
-            self._tables.send(*new_pages)
+            self._tables.send(new_pages)
         sources = before.places(plan) if before is not None else ()
         step, batch = arrays.begin(
             plan, self._tables.host, self._geometry, capacity, sources, self._records
@@ -123,7 +124,7 @@ class DeviceExecutor:
         step = replace(step, layouts=arrays.lay_out(batch, operations))
 
         def send_rest() -> dict[Operation, Any]:
-            self._tables.send(*new_pages)
+            self._tables.send(new_pages)
             return self._send_second(batch)
 
         queued_s, is_late = perf_counter(), before is not None and before.is_done
@@ -279,6 +280,7 @@ class DeviceExecutor:
         context = Context(
             step=step,
             tables=self._tables.on_device,
+            window_tables=self._tables.windows,
             kv=self._pools.kv,
             states=self._pools.states,
             conv_states=self._pools.conv_states,

@@ -30,7 +30,7 @@ def measure_activations(
     Compiles the kernels of all these steps and of the sizes between, which may use others. Raises
     KernelError if one does not run."""
     device = model.embedding.device
-    pools = allocate(shape, num_pages=1, num_slots=1, device=device)
+    pools = allocate(shape, num_pages=1, num_slots=1, num_windows=1, device=device)
     executor = DeviceExecutor(
         model, pools, num_requests=1, max_model_len=max_model_len, largest=largest
     )

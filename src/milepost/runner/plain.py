@@ -41,13 +41,16 @@ class PlainExecutor:
         self.pictures = EncodedPictures.of(model, image_settings)
         self._pools = pools
         max_pages = -(-max_model_len // pools.page_size)
-        self._tables = HostTables(num_requests, max_pages, pools.page_size)
+        sizes = num_requests, max_pages, pools.page_size
+        windows = HostTables.of_windows(*sizes) if pools.all_windows is not None else None
+        self._tables = HostTables(*sizes, windows)
         self._records = RecordRows(pools.num_record_rows)
         self._geometry = Geometry(
             operations=model.operations,
             page_size=pools.page_size,
             page_rows=pools.page_rows,
             device=pools.device,
+            window_page_rows=pools.window_page_rows,
             chip=None,
             merge_size=model.merge_size,
         )
@@ -56,7 +59,7 @@ class PlainExecutor:
 
     def launch(self, plan: StepPlan, before: InFlightStep | None) -> InFlightStep:
         """Run one forward pass."""
-        self._tables.update(plan)
+        self._tables.follow(plan)
         self._records.follow(plan)
         capacity = exact_capacity(plan)
         host = arrays.build(plan, self._tables, self._geometry, capacity, records=self._records)

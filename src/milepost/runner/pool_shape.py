@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from milepost.cache.tree import num_window_pages, window_pages
 from milepost.kernels.recurrent import CHUNK
 from milepost.layers.context import AttentionSpec, LayerSpec, RecurrentSpec, ShortConvSpec
 
@@ -26,14 +27,28 @@ class PoolShape:
     """Number of requests whose drafts are recorded at a time, in every recurrent layer."""
     num_drafts: int = 0
     """Largest number of recorded drafts per request."""
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    """Most requests and tokens of a step, for which there are pages of windows."""
     kv_dtype: torch.dtype | None = None
     """Type of keys and values, if it differs from `dtype`."""
 
     @property
     def attention(self) -> list[AttentionSpec]:
-        """Specs of all attention layers."""
+        """Specs of all layers that attend to every token before."""
+        return [spec for spec in self._attention if spec.window is None]
+
+    @property
+    def windows(self) -> list[AttentionSpec]:
+        """Specs of all layers with a sliding window."""
+        return [spec for spec in self._attention if spec.window is not None]
+
+    @property
+    def _attention(self) -> list[AttentionSpec]:
         specs = [spec for spec in self.specs if isinstance(spec, AttentionSpec)]
-        assert len(set(specs)) <= 1, "attention layers have one shape"
+        for are_windows in (False, True):
+            own = {spec for spec in specs if (spec.window is not None) == are_windows}
+            assert len(own) <= 1, "attention layers of a kind have one shape"
         return specs
 
     @property
@@ -56,6 +71,11 @@ class PoolShape:
         return bool(self.recurrent) or not self.convolutions
 
     @property
+    def window(self) -> int:
+        """Tokens of the sliding windows; 0 if there are none."""
+        return self.windows[0].window or 0 if self.windows else 0
+
+    @property
     def grid(self) -> int:
         """Prefill can save states at multiples of this many tokens."""
         return next((spec.grid for spec in self.recurrent), CHUNK)
@@ -64,7 +84,14 @@ class PoolShape:
     def page_shape(self) -> tuple[int, ...]:
         """[attention layers, rows_each, page_size, num_kv_heads, head_dim]: keys, then values; or
         latents."""
-        layers = self.attention
+        return self._shape_of(self.attention)
+
+    @property
+    def window_shape(self) -> tuple[int, ...]:
+        """Likewise, of a page of windows."""
+        return self._shape_of(self.windows)
+
+    def _shape_of(self, layers: list[AttentionSpec]) -> tuple[int, ...]:
         assert layers, "pages are for attention"
         spec = layers[0]
         return (len(layers), spec.rows_each, self.page_size, spec.num_kv_heads, spec.head_dim)
@@ -87,6 +114,27 @@ class PoolShape:
     def kv_bytes(self) -> int:
         """Bytes of one page in all attention layers."""
         return prod(self.page_shape) * self.dtype_of_kv.itemsize if self.attention else 0
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of one page of windows, in all layers that have them."""
+        return prod(self.window_shape) * self.dtype_of_kv.itemsize if self.windows else 0
+
+    def num_windows(self, num_slots: int) -> int:
+        """Returns the number of pages of windows that states in `num_slots` slots may need, and
+        running requests."""
+        return num_window_pages(
+            self.window,
+            self.page_size,
+            num_states=num_slots,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state: those of its slot, and of the pages of windows kept with it."""
+        return self.slot_bytes + window_pages(self.window, self.page_size) * self.window_bytes
 
     @property
     def record_bytes(self) -> int:

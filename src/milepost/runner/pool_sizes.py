@@ -45,6 +45,8 @@ class TwoPools:
 
     num_pages: int
     num_slots: int
+    num_windows: int = 0
+    """Pages of layers with a sliding window."""
 
     def storage(self) -> Split:
         """Returns the cache's view of the pools."""
@@ -52,18 +54,30 @@ class TwoPools:
 
     def allocate(self, shape: PoolShape, device: torch.device) -> Pools:
         """Allocates the tensors."""
-        return allocate(shape, num_pages=self.num_pages, num_slots=self.num_slots, device=device)
+        return allocate(
+            shape,
+            num_pages=self.num_pages,
+            num_slots=self.num_slots,
+            num_windows=self.num_windows,
+            device=device,
+        )
 
     def num_bytes(self, shape: PoolShape) -> int:
         """Bytes of all pages and slots, including the zero slot."""
-        return self.num_pages * shape.page_bytes + (self.num_slots + 1) * shape.slot_bytes
+        windows = self.num_windows * shape.window_bytes
+        return self.num_pages * shape.page_bytes + (self.num_slots + 1) * shape.slot_bytes + windows
 
     def describe(self, shape: PoolShape) -> str:
         """Describes the pools for the log."""
         pages = f"{self.num_pages} pages of {shape.page_size} tokens"
         page_mib = self.num_pages * shape.page_bytes / MIB
         slot_mib = (self.num_slots + 1) * shape.slot_bytes / MIB
-        return f"{pages} ({page_mib:.1f} MiB), {self.num_slots} state slots ({slot_mib:.1f} MiB)"
+        slots = f"{self.num_slots} state slots ({slot_mib:.1f} MiB)"
+        if not shape.windows:
+            return f"{pages} ({page_mib:.1f} MiB), {slots}"
+        window_mib = self.num_windows * shape.window_bytes / MIB
+        windows = f"{self.num_windows} pages of windows ({window_mib:.1f} MiB)"
+        return f"{pages} ({page_mib:.1f} MiB), {slots}, {windows}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +93,8 @@ class OneMemory:
     def num_slots(self) -> int:
         """Largest possible number of slots."""
         return self.num_units
+
+    num_windows = 0
 
     def storage(self) -> UnifiedPool:
         """Returns the cache's view of the memory."""
@@ -136,7 +152,8 @@ def why_not_shared(budget: int, shape: PoolShape) -> str:
 def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> TwoPools:
     """Returns pages and slots that fit `budget` bytes. Slots never outnumber pages, except for
     those of running requests. Raises ConfigError if not even the least fits."""
-    page, slot = max(shape.page_bytes, PAGE_HOST_BYTES), max(shape.slot_bytes, 1)
+    page, slot = max(shape.page_bytes, PAGE_HOST_BYTES), max(shape.state_bytes, 1)
+    budget -= shape.num_windows(0) * shape.window_bytes  # what steps under way write
     least = page + 2 * slot
     if budget < least:
         raise ConfigError(
@@ -154,7 +171,9 @@ def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> TwoPools:
     num_slots = int(running + rest * share) // slot
     num_pages = min(max(int(rest * (1 - share)) // page, 1), MAX_PAGES)
     num_slots = max(2, min(num_slots, num_pages + max_num_seqs))
-    return TwoPools(num_pages=num_pages, num_slots=num_slots)
+    return TwoPools(
+        num_pages=num_pages, num_slots=num_slots, num_windows=shape.num_windows(num_slots)
+    )
 
 
 def free_bytes(

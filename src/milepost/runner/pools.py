@@ -44,6 +44,8 @@ class Pools:
     """States that slots carry for an MTP head."""
     all_conv: Tensor | None
     """[short convolutions, 1 + pages, channels, kernel - 1]"""
+    all_windows: Tensor | None = None
+    """[pages of windows, layers with a sliding window, ...], like `all_kv`."""
     num_record_rows: int = 0
     """Number of requests whose drafts are recorded at a time."""
     conv_records: dict[int, Tensor] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class Pools:
 
     @property
     def device(self) -> torch.device:
-        for pool in (self.all_kv, self.all_conv):
+        for pool in (self.all_kv, self.all_windows, self.all_conv):
             if pool is not None:
                 return pool.device
         return next(iter(self.states.values())).conv.device
@@ -80,8 +82,14 @@ class Pools:
         return rows_per_page(self.all_kv[:, 0]) if self.all_kv is not None else 0
 
     @property
+    def window_page_rows(self) -> int:
+        """Likewise, from one page of windows to the next."""
+        return rows_per_page(self.all_windows[:, 0]) if self.all_windows is not None else 0
+
+    @property
     def has_float8_kv(self) -> bool:
-        return self.all_kv is not None and self.all_kv.dtype == FP8
+        found = self.all_kv if self.all_kv is not None else self.all_windows
+        return found is not None and found.dtype == FP8
 
     def move_pages(self, moves: Sequence[PageMove]) -> None:
         """Copy whole pages in every layer, with the states stored with them. Moves run in order: a
@@ -107,7 +115,7 @@ class Pools:
         carried = (None, None)
         if self.carried is not None:
             carried = self.carried.states, self.carried.records
-        shared = (self.all_kv, self.all_conv, *carried)
+        shared = (self.all_kv, self.all_windows, self.all_conv, *carried)
         own = [pool for pool in shared if pool is not None]
         for state in self.states.values():
             own += [state.conv, state.recurrent]
@@ -123,16 +131,27 @@ class Pools:
         if self.all_kv is not None:
             self.all_kv[target, :, :, :num_tokens] = self.all_kv[source, :, :, :num_tokens]
 
+    def copy_window(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the KV of the first tokens of a page of windows to another one."""
+        assert self.all_windows is not None, "only windows have such pages"
+        own = self.all_windows
+        own[target, :, :, :num_tokens] = own[source, :, :, :num_tokens]
 
-def allocate(shape: PoolShape, *, num_pages: int, num_slots: int, device: torch.device) -> Pools:
-    """Allocates zeroed pools of fixed sizes; `num_slots` does not count the zero slot."""
+
+def allocate(
+    shape: PoolShape, *, num_pages: int, num_slots: int, device: torch.device, num_windows: int = 0
+) -> Pools:
+    """Allocates zeroed pools of fixed sizes; `num_slots` does not count the zero slot, and
+    `num_windows` counts the pages of layers with a sliding window."""
 
     def allocate_zeros(dtype: torch.dtype, *size: int) -> Tensor:
         return zeros(prod(size) * dtype.itemsize, device).view(dtype).view(size)
 
-    kv, conv, recurrent, beside, carried = None, None, None, None, None
+    kv, conv, recurrent, beside, carried, windows = (None,) * 6
     if shape.attention:
         kv = allocate_zeros(shape.dtype_of_kv, num_pages, *shape.page_shape)
+    if shape.windows:
+        windows = allocate_zeros(shape.dtype_of_kv, num_windows, *shape.window_shape)
     if shape.convolutions:
         size = (len(shape.convolutions), num_pages + 1)
         beside = allocate_zeros(shape.dtype, *size, *shape.convolutions[0].conv_shape)
@@ -144,7 +163,7 @@ def allocate(shape: PoolShape, *, num_pages: int, num_slots: int, device: torch.
         spec, size = layers[0], (len(layers), num_slots + 1)
         conv = allocate_zeros(shape.dtype, *size, *spec.conv_shape)
         recurrent = allocate_zeros(shape.state_dtype, *size, *spec.recurrent_shape)
-    return by_layer(shape, kv, conv, recurrent, beside, carried)
+    return by_layer(shape, kv, conv, recurrent, beside, carried, windows)
 
 
 def by_layer(
@@ -154,11 +173,14 @@ def by_layer(
     recurrent: Tensor | None,
     beside: Tensor | None = None,
     carried: Tensor | None = None,
+    windows: Tensor | None = None,
 ) -> Pools:
     """Builds pools from tensors over all layers: `kv` [pages, attention layers, ...], `conv` and
-    `recurrent` [recurrent layers, slots, ...], `beside` [short convolutions, 1 + pages, ...], each
-    None if there is no such layer; and `carried` [slots, carried_size]."""
+    `recurrent` [recurrent layers, slots, ...], `beside` [short convolutions, 1 + pages, ...],
+    `windows` like `kv`, each None if there is no such layer; and `carried` [slots,
+    carried_size]."""
     kv_views = iter(kv.unbind(1) if kv is not None else ())
+    window_views = iter(windows.unbind(1) if windows is not None else ())
     state_views = iter(())
     if conv is not None and recurrent is not None:
         state_views = map(_as_state, conv, recurrent, _records(shape, conv.device))
@@ -166,7 +188,7 @@ def by_layer(
     kv_by_layer, states, conv_states = {}, {}, {}
     for index, spec in enumerate(shape.specs):
         if isinstance(spec, AttentionSpec):
-            kv_by_layer[index] = next(kv_views)
+            kv_by_layer[index] = next(kv_views if spec.window is None else window_views)
         elif isinstance(spec, ShortConvSpec):
             conv_states[index] = next(beside_views)
         else:
@@ -179,6 +201,7 @@ def by_layer(
         page_size=shape.page_size,
         all_kv=kv,
         all_conv=beside,
+        all_windows=windows,
         carried=None if carried is None else _carried(shape, carried),
         num_record_rows=shape.num_record_rows,
         all_states=None if conv is None or recurrent is None else (conv, recurrent),

@@ -125,6 +125,9 @@ class Runner:
             copy = sequence.page_copy
             if copy is not None:
                 self.pools.copy_page(copy.source, copy.target, copy.num_tokens)
+            copy = sequence.window_copy
+            if copy is not None:
+                self.pools.copy_window(copy.source, copy.target, copy.num_tokens)
         flight = self.executor.launch(plan, before)
         flight.accept = self._accept
         flight.launched_s = launched_s  # an executor may return only once the step is done

@@ -46,6 +46,8 @@ def why_apart(shape: PoolShape) -> str:
     """Says why pages and slots need separate memories; empty if they may share one."""
     if not shape.attention:
         return "the model has no attention layers, so nothing lies in pages"
+    if shape.windows:
+        return "layers with a sliding window have pages of their own"
     if shape.convolutions:
         return "the model's short convolutions keep their states beside pages"
     if not shape.recurrent:

@@ -30,15 +30,33 @@ class HostTables:
     Rows are never cleared: entries after the end of a request's table are stale.
     """
 
-    __slots__ = ("_free", "_lengths", "_page_size", "_places", "rows")
+    __slots__ = ("_are_windows", "_free", "_lengths", "_page_size", "_places", "rows", "windows")
 
-    def __init__(self, num_requests: int, max_pages: int, page_size: int) -> None:
+    def __init__(
+        self, num_requests: int, max_pages: int, page_size: int, windows: HostTables | None = None
+    ) -> None:
+        self._are_windows = False
+        self.windows = windows
+        """Those of windows, if there are any: entries older than a window are stale there."""
         self.rows = np.zeros((num_requests + 1, max_pages), np.int32)
         self._page_size = page_size
         self._lengths = [0] * (num_requests + 1)
         self._free = list(range(num_requests, 0, -1))
         self._places: dict[int, int] = {}
         """Maps a request's number to its row."""
+
+    @classmethod
+    def of_windows(cls, num_requests: int, max_pages: int, page_size: int) -> HostTables:
+        """Builds tables of the pages of layers with a sliding window."""
+        tables = cls(num_requests, max_pages, page_size)
+        tables._are_windows = True
+        return tables
+
+    def follow(self, plan: StepPlan) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Follow a plan with these tables, and then those of windows; returns what `update` does,
+        for each."""
+        tables = (self,) if self.windows is None else (self, self.windows)
+        return [each.update(plan) for each in tables]
 
     def update(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
         """Follow a plan; returns flat indices and values of the new entries."""
@@ -51,7 +69,8 @@ class HostTables:
         values: list[int] = []
         for sequence in plan.sequences:
             place = self._place(sequence)
-            pages, first = sequence.new_pages, self._lengths[place]
+            pages = sequence.new_windows if self._are_windows else sequence.new_pages
+            first = self._lengths[place]
             end = first + len(pages)
             assert end <= self.rows.shape[1], "T2: a page table has room for the longest sequence"
             assert end * self._page_size >= sequence.end, "T1: a page table covers the step"
@@ -96,9 +115,20 @@ class PageTables:
     """The page tables on the host, and their copy on the device."""
 
     def __init__(
-        self, num_requests: int, max_pages: int, page_size: int, device: torch.device
+        self,
+        num_requests: int,
+        max_pages: int,
+        page_size: int,
+        device: torch.device,
+        *,
+        has_windows: bool = False,
     ) -> None:
-        self.host = HostTables(num_requests, max_pages, page_size)
+        sizes = num_requests, max_pages, page_size
+        self.windows: Tensor | None = None
+        """Those of windows on the device, if there are any."""
+        self.host = HostTables(*sizes, HostTables.of_windows(*sizes) if has_windows else None)
+        if has_windows:
+            self.windows = torch.zeros(self.host.rows.shape, dtype=torch.int32, device=device)
         self.on_device: Tensor = torch.zeros(self.host.rows.shape, dtype=torch.int32, device=device)
         self._staging = Staging(device, _ENTRY_BYTES * PAGES_AT_ONCE)
 
@@ -107,11 +137,16 @@ class PageTables:
         """Bytes of pinned host memory; they do not depend on the number of requests."""
         return self._staging.num_pinned_bytes
 
-    def send(self, indices: np.ndarray, pages: np.ndarray) -> None:
-        """Send the device the entries that `host.update` returned, without waiting."""
+    def send(self, new: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Send the device the entries that `host.follow` returned, without waiting."""
+        for entries, table in zip(new, (self.on_device, self.windows), strict=False):
+            assert table is not None, "only windows have tables of their own"
+            self._send(*entries, table)
+
+    def _send(self, indices: np.ndarray, pages: np.ndarray, table: Tensor) -> None:
         for first in range(0, len(indices), PAGES_AT_ONCE):
             part = slice(first, first + PAGES_AT_ONCE)
             new = _NewPages(indices[part], pages[part])
             self._staging.send(new)
             views = self._staging.views(new)
-            self.on_device.view(-1).index_copy_(0, views.indices, views.pages)
+            table.view(-1).index_copy_(0, views.indices, views.pages)

@@ -136,7 +136,7 @@ class Lifecycle:
         self._admission.pending.drop(request)
         self._cache.release(request.allocation, kind)
         request.allocation = None
-        request.num_planned_pages = 0
+        request.num_planned_pages = request.num_planned_windows = 0
         self._planner.ended.append(request.number)
         self._planner.folding.pop(request, None)
         self._running.remove(request)

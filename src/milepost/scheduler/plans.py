@@ -84,6 +84,12 @@ class SequencePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     """Pictures that have some of the tokens, in order."""
     shift: int = 0
     """Rotary position of the first token less its index (see `pictures.position_shift`)."""
+    new_windows: tuple[int, ...] = ()
+    """Ids to append to the table of windows' pages, HOLEs among them, which then covers at least
+    `end`; empty in models without sliding windows. Whatever is computed is written there.
+    """
+    window_copy: PageCopy | None = None
+    """Copy of one of these pages to make before anything is computed."""
 
     @property
     def end(self) -> int:

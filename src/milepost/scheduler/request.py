@@ -68,6 +68,8 @@ class Request:
     """How many requests had been admitted when it last looked at what others compute."""
     num_planned_pages: int = 0
     """Number of its page table's pages that plans have named."""
+    num_planned_windows: int = 0
+    """Likewise, of those of windows."""
     awaits: Shared | None = None
     """The prefix that it waited for when it last looked at what others compute."""
     offered: int = 0

@@ -38,7 +38,9 @@ def plan_sequence(
         memory.extend(allocation, min(end + num_drafts + num_lookahead_tokens, longest))
     # The next step reads what this allocation is before the chunk is planned.
     fold, slot_in, page_copy = allocation.num_unfolded, allocation.slot_in, allocation.page_copy
+    window_copy = allocation.window_copy
     is_new, is_prompt = not request.num_planned_pages, request.is_at_prompt
+    exports = tuple(memory.take_exports(allocation, end, max_num_exports, num_drafts))
     return SequencePlan(
         number=request.number,
         start=start,
@@ -48,8 +50,10 @@ def plan_sequence(
         write_from=allocation.write_from,
         slot_in=slot_in,
         slot_out=allocation.slot_out,
-        exports=tuple(memory.take_exports(allocation, end, max_num_exports, num_drafts)),
+        exports=exports,
         page_copy=page_copy,
+        new_windows=_new_windows(request, allocation.window_table),
+        window_copy=window_copy,
         samples=samples,
         fold=fold,
         num_drafts=num_drafts,
@@ -74,6 +78,12 @@ def place_in_batch(plan: SequencePlan) -> tuple[int, int]:
 def _new_pages(request: Request, table: list[int]) -> tuple[int, ...]:
     """Returns the pages by which the table has grown since a plan named it last."""
     first, request.num_planned_pages = request.num_planned_pages, len(table)
+    return tuple(table[first:]) if first < len(table) else ()
+
+
+def _new_windows(request: Request, table: list[int]) -> tuple[int, ...]:
+    """Returns the windows' pages by which the table has grown since a plan named it last."""
+    first, request.num_planned_windows = request.num_planned_windows, len(table)
     return tuple(table[first:]) if first < len(table) else ()
 
 

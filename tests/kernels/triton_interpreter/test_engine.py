@@ -152,3 +152,35 @@ def test_next_turn_resumes_inside_a_page(tiny, llm):
     (second,) = ask(llm, turn, params=params)
     tiny.check([second], params)
     assert second.num_cached_tokens == 94
+
+
+def test_windows_have_tables_of_their_own(tmp_path, monkeypatch):
+    """Beside full attention and convolutions with states in slots; at a page, inside one, and where
+    an answer ended."""
+    monkeypatch.setattr(prepare, "_FEW_TOKENS", 4)
+    shapes = {
+        "head_dim": 16,
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "num_attention_heads": 2,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "sliding_window": 20,
+    }
+    tiny = save_tiny(tmp_path, "lfm3", torch.float32, **shapes)
+    llm = tiny.open(num_pages=64, num_slots=16, page_size=16, max_num_batched_tokens=64)
+    runner = llm.llm_engine.runner
+    runner.executor = DeviceExecutor(
+        runner.executor.model,
+        runner.pools,
+        num_requests=16,
+        max_model_len=256,
+        largest=largest_step(max_num_seqs=16, max_num_batched_tokens=64),
+    )
+    params = greedy(3)
+    outputs = ask(llm, tokens(70), tokens(30, 1), params=params)
+    tiny.check(outputs, params)
+    longer = [*tokens(70), *outputs[0].outputs[0].token_ids, *tokens(9, 2)]
+    for prompt, expected in ((tokens(70), 64), (longer, 72), ([*tokens(30, 1), 5], 0)):
+        (output,) = ask(llm, prompt, params=params)
+        tiny.check([output], params)
+        assert cached([output]) == [expected]

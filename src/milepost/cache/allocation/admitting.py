@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from milepost.cache.allocation.states import Allocation, State
+from milepost.cache.allocation.windows import NOTHING, Windows, WindowStart
 from milepost.cache.eviction import LOOK_AHEAD, HoldBack, Reclaimer
 from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import PromptFacts
@@ -18,8 +19,9 @@ MOST_GROWTH = 0.2
 class Admitter:
     """Takes pages and slots, which the reclaimer frees."""
 
-    def __init__(self, config: CacheConfig, reclaimer: Reclaimer) -> None:
+    def __init__(self, config: CacheConfig, reclaimer: Reclaimer, windows: Windows | None) -> None:
         self._config = config
+        self._windows = windows
         self._reclaimer = reclaimer
         self._tree = reclaimer.tree
         self._storage = reclaimer.storage
@@ -43,13 +45,14 @@ class Admitter:
         is_first = reservation is None or reservation.is_first
         end = self._begin(match, reservation, is_first=is_first)
         checkpoint = match.checkpoint
+        begun = NOTHING if self._windows is None else self._windows.begin(checkpoint)
         if checkpoint is not None:
             self._reclaimer.stats.checkpoints_used += 1
             self._tree.use(checkpoint, end)
         if checkpoint is not None and takes_over:
-            allocation = self._taking_over(match, checkpoint, end)
+            allocation = self._taking_over(match, checkpoint, end, begun)
         else:
-            allocation = self._resumed(match, end)
+            allocation = self._resumed(match, end, begun)
         allocation.facts.marks = marks
         allocation.is_first = is_first
         return allocation
@@ -153,7 +156,7 @@ class Admitter:
 
     # --- one of three ways ------------------------------------------------------------------------
 
-    def _resumed(self, match: Match, end: End) -> Allocation:
+    def _resumed(self, match: Match, end: End, begun: WindowStart) -> Allocation:
         """Build an allocation whose first step reads the checkpoint's slot and a copy of its tail;
         without a checkpoint it reads zeros, or the states that lie beside its pages.
         """
@@ -161,13 +164,16 @@ class Admitter:
         return self._make(
             match,
             end,
+            begun,
             slot_in=source.slot if source is not None else ZERO_SLOT,
             slot_out=self._reclaimer.allocate_slot() if self._slots_each else ZERO_SLOT,
             source=source,
             pinned_tail=match.tail,
         )
 
-    def _taking_over(self, match: Match, checkpoint: Checkpoint, end: End) -> Allocation:
+    def _taking_over(
+        self, match: Match, checkpoint: Checkpoint, end: End, begun: WindowStart
+    ) -> Allocation:
         """Build an allocation of a pinned match whose checkpoint nobody else reads: the slot
         becomes the request's own, and so does the tail page if nobody else needs it.
         """
@@ -177,8 +183,8 @@ class Admitter:
             self._pages.unpin(tail)
             tail = ()
         if tail and self._is_ours_alone(tail[0]):
-            return self._make(match, end, slot_in=slot, slot_out=slot, own_tail=tail)
-        return self._make(match, end, slot_in=slot, slot_out=slot, pinned_tail=tail)
+            return self._make(match, end, begun, slot_in=slot, slot_out=slot, own_tail=tail)
+        return self._make(match, end, begun, slot_in=slot, slot_out=slot, pinned_tail=tail)
 
     def _is_ours_alone(self, page: int) -> bool:
         """Whether nobody has the page but who has just pinned it: a state that is kept inside a
@@ -190,6 +196,7 @@ class Admitter:
         self,
         match: Match,
         end: End,
+        begun: WindowStart,
         *,
         slot_in: int,
         slot_out: int,
@@ -205,7 +212,8 @@ class Admitter:
         if pinned_tail and position > match.kv_length:
             target, num_tokens = table[match.path.num_pages], position % self._page_size
             copy = PageCopy(source=pinned_tail[0], target=target, num_tokens=num_tokens)
-        owns_state = slot_in == slot_out != ZERO_SLOT and copy is None
+        has_copied = copy is None and begun.copy is None
+        owns_state = slot_in == slot_out != ZERO_SLOT and has_copied
         return Allocation(
             chain=chain,
             report=match.report,
@@ -219,6 +227,9 @@ class Admitter:
             source=source,
             page_copy=copy,
             pinned_tail=pinned_tail,
+            window_table=[*begun.table],
+            window_copy=begun.copy,
+            pinned_window=begun.pinned,
             end=end,
             facts=PromptFacts(
                 prompt_length=min(len(chain), chain.shared_end + 1),

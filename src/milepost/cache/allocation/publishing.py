@@ -7,6 +7,7 @@ the request still holds.
 from __future__ import annotations
 
 from milepost.cache.allocation.states import Allocation
+from milepost.cache.allocation.windows import Windows
 from milepost.cache.eviction import Reclaimer
 from milepost.cache.placement import Kind
 from milepost.cache.tree import Checkpoint, Node
@@ -15,8 +16,9 @@ from milepost.cache.tree import Checkpoint, Node
 class Publisher:
     """Publishes into the tree what lies in the pools."""
 
-    def __init__(self, page_size: int, reclaimer: Reclaimer) -> None:
+    def __init__(self, page_size: int, reclaimer: Reclaimer, windows: Windows | None) -> None:
         self._page_size = page_size
+        self._windows = windows
         self._tree = reclaimer.tree
         self._pages = reclaimer.storage.pages
         self._slots = reclaimer.storage.slots
@@ -72,6 +74,8 @@ class Publisher:
             tail_page=tail_page,
             end=allocation.end,
         )
+        if self._windows is not None:
+            checkpoint.windows = self._windows.keep(allocation, position)
         self._slots.keep((slot,))
         self._slots.unpin((slot,))
         self._tree.attach(checkpoint)

@@ -6,18 +6,26 @@ from collections.abc import Mapping
 
 from milepost.cache.allocation.publishing import Publisher
 from milepost.cache.allocation.states import Allocation, State, Transition
+from milepost.cache.allocation.windows import Windows
 from milepost.cache.eviction import Reclaimer
 from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import Kind, Placement
-from milepost.cache.plans import HOLE, Arrival, Export
+from milepost.cache.plans import Arrival, Export
 from milepost.cache.tree import CacheConfig, checkpoint_key
 
 
 class Running:
     """Changes allocations, and what of the memory and the tree they bear on."""
 
-    def __init__(self, config: CacheConfig, reclaimer: Reclaimer, place: Placement) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        reclaimer: Reclaimer,
+        place: Placement,
+        windows: Windows | None,
+    ) -> None:
         self._config = config
+        self._windows = windows
         self._page_size = config.page_size
         self._slots_each = config.slots_each
         self._reclaimer = reclaimer
@@ -26,7 +34,7 @@ class Running:
         self._slots = reclaimer.storage.slots
         self._stats = reclaimer.stats
         self._tree = reclaimer.tree
-        self._publisher = Publisher(config.page_size, reclaimer)
+        self._publisher = Publisher(config.page_size, reclaimer, windows)
         self._place = place
         self._change = reclaimer.change
 
@@ -70,6 +78,9 @@ class Running:
         allocation.planned = end
         allocation.kv_length = end + num_drafts
         allocation.slot_in, allocation.page_copy = allocation.slot_out, None
+        if self._windows is not None:
+            allocation.window_copy = None
+            self._windows.extend(allocation)
         if not self._may_export(allocation, start):
             return []
         num_taken = len(allocation.exports)
@@ -122,8 +133,8 @@ class Running:
             self._publisher.publish_pages(allocation)
         if allocation.exports:
             self._publish_exports(allocation, written)
-        if self._config.window is not None:
-            self._give_up_behind(allocation, self._config.window)
+        if self._windows is not None:
+            self._windows.pass_by(allocation)
 
     def _publish_exports(self, allocation: Allocation, written: Mapping[int, int]) -> None:
         """Publish the states that the request has passed."""
@@ -174,7 +185,9 @@ class Running:
         if tail and position > allocation.write_from:
             arrivals.append(Arrival(key=key, what="tail", id=allocation.page_table[end]))
         if self._slots_each:
-            arrivals.append(Arrival(key=key, what="state", id=allocation.slot_out))
+            windows = () if self._windows is None else self._windows.load(allocation, position)
+            own = Arrival(key=key, what="state", id=allocation.slot_out, windows=windows)
+            arrivals.append(own)
         allocation.planned = allocation.kv_length = position
         allocation.arrivals = tuple(arrivals)
 
@@ -184,6 +197,8 @@ class Running:
         allocation.happens(Transition.LOADED)
         self._end_reading(allocation)
         allocation.slot_in, allocation.page_copy = allocation.slot_out, None
+        if self._windows is not None:
+            self._windows.loaded(allocation, allocation.planned)
         allocation.committed = allocation.planned
         allocation.write_from = max(allocation.write_from, allocation.committed)
         self._fold(allocation, {allocation.slot_out: allocation.committed})
@@ -211,23 +226,10 @@ class Running:
         admitted with.
         """
         allocation.happens(Transition.LOAD_FAILED)
+        if self._windows is not None:
+            self._windows.load_failed(allocation)
         allocation.arrivals = ()
         allocation.planned = allocation.kv_length = allocation.committed
-
-    def _give_up_behind(self, allocation: Allocation, window: int) -> None:
-        """Free the pages that no layer of the request will read again. The tree's stay with the
-        path, whose end keeps them there, but leave the table too.
-        """
-        table, end = allocation.page_table, (allocation.committed - window) // self._page_size
-        for index in range(end - 1, -1, -1):
-            page = table[index]
-            if page == HOLE:
-                break
-            if index < len(allocation.path) and allocation.path[index].page == page:
-                allocation.path_pins.append(page)
-            else:
-                self._pages.unpin((page,))
-            table[index] = HOLE
 
     def _end_reading(self, allocation: Allocation) -> None:
         """Unpin the checkpoint that the first step has read."""
@@ -237,6 +239,8 @@ class Running:
         if allocation.source is not None:
             self._slots.unpin((allocation.source.slot,))
             allocation.source = None
+        if self._windows is not None:
+            self._windows.end_reading(allocation)
 
     def release(self, allocation: Allocation, kind: Kind | None = None) -> None:
         """Take back all that a request holds. With a `kind`, its live state becomes a checkpoint
@@ -262,4 +266,6 @@ class Running:
         elif self._slots_each:
             self._slots.unpin((allocation.slot_out,))
         self._pages.unpin(allocation.path_pins)
-        self._pages.unpin([page for page in allocation.page_table if page != HOLE])
+        self._pages.unpin(allocation.page_table)
+        if self._windows is not None:
+            self._windows.release(allocation)

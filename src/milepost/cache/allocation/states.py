@@ -78,7 +78,7 @@ TRANSITIONS = {
 class Allocation:
     """Pages, slots and path that one running request holds, from `admit` to `release`.
 
-    `page_table` is append-only, except for pages older than a window, which become HOLE.
+    `page_table` is append-only; so is `window_table`, but for what becomes a HOLE.
     """
 
     chain: Chain
@@ -118,8 +118,16 @@ class Allocation:
     """Whether its request was never admitted before."""
     path_pins: list[int] = field(default_factory=list)
     """Pages of the path that are pinned besides the table's: the request computed them a second
-    time, or they are older than the window.
+    time.
     """
+    window_table: list[int] = field(default_factory=list)
+    """Pages of layers with a sliding window, HOLEs for those before it."""
+    window_copy: PageCopy | None = None
+    """Among these pages, to be done before the next step to be planned."""
+    loading_windows: tuple[int, ...] = ()
+    """Those to be filled from outside, for the state that is loaded."""
+    pinned_window: tuple[int, ...] = ()
+    """The page that it is copied from, pinned until the first commit."""
     exports: list[Export] = field(default_factory=list)
     """Taken for the steps in flight, not yet committed; by position."""
 

@@ -21,7 +21,7 @@ from itertools import islice
 
 from milepost.cache.eviction.buckets import Buckets
 from milepost.cache.eviction.score import Score
-from milepost.cache.memory import Storage, UnifiedPool
+from milepost.cache.memory import Pool, Storage, UnifiedPool
 from milepost.cache.order import Order
 from milepost.cache.report import Stats
 from milepost.cache.tree import Checkpoint, End, Node, Reservation, Tree
@@ -31,9 +31,16 @@ class Reclaimer:
     """Evicts from `tree` to free ids of `pages` and `slots`."""
 
     def __init__(
-        self, tree: Tree, storage: Storage, stats: Stats, score: Score, page_size: int
+        self,
+        tree: Tree,
+        storage: Storage,
+        stats: Stats,
+        score: Score,
+        page_size: int,
+        windows: Pool | None = None,
     ) -> None:
         self.tree = tree
+        self._windows = windows
         self.storage = storage
         self._pages = storage.pages
         self._slots = storage.slots
@@ -151,7 +158,7 @@ class Reclaimer:
             self.carriers.discard(checkpoint)
 
     def evict_checkpoint(self, checkpoint: Checkpoint, cause: str) -> None:
-        """Take a checkpoint out; its slot and tail page lose their cached references."""
+        """Take a checkpoint out; its slot, tail page and windows lose their cached references."""
         score = self.score.of(checkpoint)
         self.score.evicted(checkpoint)
         self.stats.evicted(cause, used=checkpoint.num_uses > 0)
@@ -164,6 +171,9 @@ class Reclaimer:
         self._slots.drop(checkpoint.slot)
         if checkpoint.tail_page is not None:
             self._pages.drop(checkpoint.tail_page)
+        if self._windows is not None:
+            for page in checkpoint.windows:
+                self._windows.drop(page)
 
     def evict_everything(self) -> None:
         """Take out every checkpoint and page that no running request holds."""

@@ -17,7 +17,9 @@ from milepost.cache.tree.kinds import (
     ShortConvolution,
     SlidingWindow,
     grid_of,
+    num_window_pages,
     window_of,
+    window_pages,
 )
 from milepost.cache.tree.links import MAX_TAILS_COMPARED, upwards
 from milepost.cache.tree.matching import Finder, Match
@@ -49,6 +51,8 @@ __all__ = [
     "grid_of",
     "num_before_pictures",
     "num_tokens",
+    "num_window_pages",
     "upwards",
     "window_of",
+    "window_pages",
 ]

@@ -27,8 +27,8 @@ class LayerKind:
     state_bytes: int = 0
     page_bytes: int = 0
     """Bytes of a page's KV, and of the state beside it."""
-    window: int | None = 0
-    """Tokens back that KV is read, the newest among them; None: all. 0: there is no KV."""
+    window: int = 0
+    """Tokens back that a sliding window reads, the newest among them; 0: there is none."""
 
     def longest_usable(self, path: Path, limit: int) -> int:
         """The largest position up to `limit` at which layers of this kind can resume; 0 is always
@@ -41,22 +41,11 @@ class LayerKind:
 class FullAttention(LayerKind):
     """Needs the KV of every token before it: resident pages, or a checkpoint's tail page."""
 
-    window: int | None = None
-
     def longest_usable(self, path: Path, limit: int) -> int:
         if limit <= path.kv_length:
             return limit
         checkpoint = path.deepest_on(path.end, limit) if path.end is not None else None
         return max(path.kv_length, checkpoint.position if checkpoint else 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlidingWindow(FullAttention):
-    """Reads the last `window` tokens alone. What lies before them stays in the tree, where it can
-    be resumed from, but no page table needs it.
-    """
-
-    window: int | None = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +60,16 @@ class Recurrent(LayerKind):
     def longest_usable(self, path: Path, limit: int) -> int:
         checkpoint = path.deepest_checkpoint(limit)
         return checkpoint.position if checkpoint else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow(Recurrent):
+    """Attention to the last `window` tokens: the KV of those is a part of the state, in pages of
+    their own (`allocation/windows.py`). It can be kept anywhere.
+    """
+
+    grid: int = 1
+    window: int = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +105,27 @@ def grid_of(kinds: Sequence[LayerKind]) -> int:
     return lcm(*(kind.grid for kind in kinds))
 
 
-def window_of(kinds: Sequence[LayerKind]) -> int | None:
-    """Returns the largest window of any layer, in tokens; None if one reads KV back to the
-    start."""
-    windows = [kind.window for kind in kinds]
-    return None if None in windows else max(window for window in windows if window is not None)
+def window_of(kinds: Sequence[LayerKind]) -> int:
+    """Returns the longest sliding window in tokens; 0 if there is none."""
+    return max(kind.window for kind in kinds)
+
+
+def window_pages(window: int, page_size: int) -> int:
+    """Returns the most pages that one state needs: those of the last `window - 1` tokens."""
+    return (window + page_size - 3) // page_size + 1 if window > 1 else 0
+
+
+def num_window_pages(
+    window: int, page_size: int, *, num_states: int, max_num_seqs: int, max_num_batched_tokens: int
+) -> int:
+    """Returns the pages that windows need at most: those of every state, running requests' among them;
+    and for what two steps under way write, whole pages of their tokens, one that is begun for each
+    request and step, and one that a request's own window needs more than a state.
+    """
+    if not window:
+        return 0
+    under_way = 2 * -(-max_num_batched_tokens // page_size) + 3 * max_num_seqs
+    return num_states * window_pages(window, page_size) + under_way
 
 
 class CacheConfig:
@@ -139,3 +154,5 @@ class CacheConfig:
         self.slots_each = 1 if any(kind.where == "slot" for kind in kinds) else 0
         """Slots of a running request: 0 for models without states in slots."""
         self.window = window_of(kinds)
+        are_beside = any(kind.where == "page" for kind in kinds)
+        assert not (self.window and are_beside), "what lies beside pages goes with no state"

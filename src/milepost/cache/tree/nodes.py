@@ -130,6 +130,8 @@ class Checkpoint:
     tail_page: int | None
     """The checkpoint's own page, which holds the KV of the tail."""
     end: End
+    windows: tuple[int, ...] = ()
+    """Pages with the last tokens' KV of layers with a sliding window."""
     num_uses: int = 0
     used_at: int = field(init=False)
     saved: float = 0.0

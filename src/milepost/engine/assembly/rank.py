@@ -11,7 +11,7 @@ import torch
 
 from milepost.annexes import annex
 from milepost.cache import Cache
-from milepost.cache.tree import FullAttention, LayerKind, Recurrent, ShortConvolution
+from milepost.cache.tree import FullAttention, LayerKind, Recurrent, ShortConvolution, SlidingWindow
 from milepost.config import EngineConfig
 from milepost.engine.assembly.auto import device_of, folder_of, kv_dtype_of, load_options_of
 from milepost.engine.assembly.bitwise import facts_of, refuse_states
@@ -19,7 +19,7 @@ from milepost.engine.assembly.drafting import accept_of
 from milepost.engine.assembly.images import image_settings_of
 from milepost.engine.assembly.sizing import max_model_len_of, pool_shape, sizes_of
 from milepost.engine.assembly.team import Team
-from milepost.engine.assembly.tiering import RankTierState, hands_of
+from milepost.engine.assembly.tiering import RankTierState, hands_of, refuse_windows
 from milepost.engine.off_device import PoolAccess
 from milepost.errors import KernelError
 from milepost.images import ImageSettings
@@ -90,6 +90,7 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     shape = pool_shape(config, model, device, kv_dtype)
     reason = why_reference(device, model.dtype, model.operations)
     refuse_states(config, shape, is_fused=not reason)
+    refuse_windows(config, shape)
     settings = image_settings_of(config, folder) if model.tower is not None else None
     fused = _fused(config, device, model, shape, ranks, settings)
     sizes = sizes_of(config, shape, device, fused.activations if fused else 0, ranks)
@@ -198,6 +199,7 @@ def _fused(
 def _cache(config: EngineConfig, shape: PoolShape, sizes: Sizes, identity: bytes) -> Cache:
     return Cache(
         storage=sizes.storage(),
+        num_windows=sizes.num_windows,
         page_size=config.page_size,
         kinds=_kinds(shape),
         identity=identity,
@@ -214,6 +216,8 @@ def _kinds(shape: PoolShape) -> tuple[LayerKind, ...]:
         kinds.append(ShortConvolution(grid=shape.page_size, page_bytes=shape.conv_bytes))
     if shape.uses_slots:
         kinds.append(Recurrent(grid=shape.grid, state_bytes=shape.slot_bytes))
+    if shape.windows:
+        kinds.append(SlidingWindow(window=shape.window, page_bytes=shape.window_bytes))
     return tuple(kinds)
 
 

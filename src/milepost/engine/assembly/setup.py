@@ -164,7 +164,7 @@ def _facts(config: EngineConfig, folder: Path, own: RankParts) -> Facts:
         kv_dtype=own.kv_dtype,
         weights_bytes=own.weights_bytes,
         page_bytes=shape.page_bytes,
-        slot_bytes=shape.slot_bytes,
+        slot_bytes=shape.state_bytes,
         cache_bytes=own.sizes.num_bytes(shape),
         is_shared=isinstance(own.sizes, OneMemory),
         num_graphs=own.num_graphs,

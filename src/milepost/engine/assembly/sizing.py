@@ -60,7 +60,8 @@ def _sizes_of(
 ) -> Sizes:
     num_pages, num_slots = config.num_pages, config.num_slots if shape.uses_slots else 0
     if num_pages is not None and num_slots is not None:
-        return TwoPools(num_pages=num_pages, num_slots=num_slots)
+        num_windows = shape.num_windows(num_slots)
+        return TwoPools(num_pages=num_pages, num_slots=num_slots, num_windows=num_windows)
     budget = config.kv_cache_memory_bytes or free_bytes(
         device,
         utilization=config.gpu_memory_utilization,
@@ -79,7 +80,9 @@ def _sizes_of(
         raise ConfigError(f"cache_memory='shared': {why_not_shared(budget, shape)}")
     sizes = split(budget, shape, max_num_seqs=config.max_num_seqs)
     num_slots = sizes.num_slots if num_slots is None else num_slots
-    return TwoPools(num_pages=num_pages or sizes.num_pages, num_slots=num_slots)
+    num_windows = shape.num_windows(num_slots)
+    num_pages = num_pages or sizes.num_pages
+    return TwoPools(num_pages=num_pages, num_slots=num_slots, num_windows=num_windows)
 
 
 def max_model_len_of(config: EngineConfig, model: Decoder, shape: PoolShape, capacity: int) -> int:
@@ -124,4 +127,6 @@ def pool_shape(
         carried_size=model.carried_size,
         num_record_rows=config.max_num_seqs if num_drafts else 0,
         num_drafts=num_drafts,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
     )

@@ -36,6 +36,23 @@ states, within those bounds.
 """
 
 
+def refuse_windows(config: EngineConfig, shape: PoolShape) -> None:
+    """Raises ConfigError for what would take states elsewhere without their windows."""
+    if not shape.windows:
+        return
+    asked = {
+        "cache_host_gib": config.cache_host_gib,
+        "cache_dir": config.cache_dir,
+        "kv_transfer_config": config.kv_exchange,
+    }
+    for name, value in asked.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name}: the model has layers with a sliding window of {shape.window} tokens, "
+                "whose KV is kept on the device alone; leave it out"
+            )
+
+
 def staging_bytes(config: EngineConfig, shape: PoolShape, pool_bytes: int) -> int:
     """Returns the device memory for copies on their way to the host."""
     if not config.has_tiers:

@@ -67,6 +67,8 @@ class AttentionOperation:
 
     def lay_out(self, batch: Batch) -> AttentionLayout | None:
         """Items for the fused kernels, or rows for the reference."""
+        if self.window is not None:
+            batch = batch.in_windows()
         if self.last_tokens_only:
             if not batch.capacity.ends_early:
                 return None

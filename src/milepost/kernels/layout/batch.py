@@ -62,6 +62,15 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPages:
+    """The pages of layers with a sliding window: fields of `Batch`."""
+
+    kv_rows: Ints
+    tables: NDArray[np.int32]
+    page_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """A step's sequences, and what the device that runs it is like."""
 
@@ -99,6 +108,16 @@ class Batch:
     recorded: Ints | None = None
     """[S] how many drafts of its last step each sequence has taken since, -1 where it had none; of
     states beside pages, which have no fold. None where nothing is drafted."""
+
+    windows: WindowPages | None = None
+    """Pages of layers with a sliding window; None if those use the same ones."""
+
+    def in_windows(self) -> Batch:
+        """Returns the step as layers with a sliding window see it, with their pages."""
+        own = self.windows
+        if own is None:
+            return self
+        return replace(self, kv_rows=own.kv_rows, tables=own.tables, page_rows=own.page_rows)
 
     def ends(self) -> Batch:
         """The last tokens of the sequences that sample, as if each were a decode of its own whose

@@ -1,9 +1,10 @@
 """Gated short convolution from the input projection to the output projection, over states that lie
-beside pages.
+beside pages, or in slots.
 
 A state is a convolution's last J - 1 inputs. After p tokens it lies beside the page of token p - 1:
 the page that is being filled, and once that is full it stays there as it is at the page's end. So
-every page boundary can be resumed, and no request needs a slot.
+every page boundary can be resumed, and no request needs a slot. Where other layers have states that
+are not there at every boundary, states lie in slots, as those of recurrent layers do.
 
 This is the door to the op: callers import it from here, whatever computes it.
 `ShortConvOperation.lay_out` chooses the kernels by the device's capabilities; what it returns is
@@ -32,12 +33,14 @@ class ShortConvOperation:
     """Convolutions of `num_taps` taps."""
 
     num_taps: int
+    in_slots: bool = False
+    """Whether states lie in slots; such convolutions take no drafts."""
 
     def lay_out(self, batch: Batch) -> ShortConvItems | ShortConvRows:
         """Items for the fused kernels, or rows for the reference."""
         if batch.chip is None:
-            return reference.lay_out(batch, self.num_taps)
-        return items.lay_out(batch)
+            return reference.lay_out(batch, self.num_taps, in_slots=self.in_slots)
+        return items.lay_out(batch, in_slots=self.in_slots)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's."""
@@ -57,7 +60,7 @@ def mix(
 
     `projected` [T, 3 * C]: gates before the convolution, gates after it, x. `weight` [C, J],
     `bias` [C]. `pool` [1 + pages, C, J - 1], oldest first: zeros, which nothing writes, and what
-    lies beside each page.
+    lies beside each page; or [slots, C, J - 1].
 
     `records` [rows, J - 1 + drafts, C] hold, of each sequence that had drafts in its step before,
     what the convolution read after its own token: J - 1 inputs, and those of the drafts. Where the

@@ -2,8 +2,9 @@
 
     out_t = c_t * (bias + sum_j weight[:, j] * (b * x)_{t - (J - 1) + j})        j = 0 .. J - 1
 
-The state beside a page is written by whoever writes the KV of the page's newest token. So a page
-that is shared keeps its state, also where a sequence computes some of its tokens again.
+States lie beside pages, or in slots. The state beside a page is written by whoever writes the KV of
+the page's newest token. So a page that is shared keeps its state, also where a sequence computes
+some of its tokens again.
 
 Legend: T tokens, D decoding sequences (the first D of the batch), S other sequences, E states that
 these write, C channels, J taps.
@@ -11,7 +12,7 @@ these write, C channels, J taps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,7 +41,7 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvRows:
-    """Rows of the pool, row 0 being zeros and row p + 1 beside page p."""
+    """Rows of the pool, row 0 being zeros and row p + 1 beside page p, or slot p."""
 
     decodes_in: Tensor
     """[D] int64"""
@@ -54,19 +55,26 @@ class ShortConvRows:
     """Rows of decoding sequences, where one has drafts or had some in its step before."""
 
 
-def lay_out(batch: Batch, num_taps: int) -> ShortConvRows:
+def lay_out(batch: Batch, num_taps: int, *, in_slots: bool = False) -> ShortConvRows:
     """The rows of a step."""
     decodes, device = batch.num_decodes, batch.device
-    drafts = _lay_out_drafts(batch, num_taps) if decodes and has_drafts(batch) else None
-    if drafts is None and (batch.kv_rows[:decodes] < 0).any():
-        decodes = 0  # one token that a shared page has already: nothing is written
     owners, ends = np.arange(len(batch.starts)), batch.starts + batch.lengths
-    rows_in = torch.from_numpy(find_rows(batch, owners, batch.starts)).to(device)
-    rows_out = find_rows(batch, owners[:decodes], ends[:decodes]) if drafts is None else owners[:0]
+    drafts = None
+    if in_slots:
+        assert not batch.verifies, "V1: only who keeps records verifies"
+        begun, rows_out = batch.slot_in, batch.slot_out[:decodes]
+    else:
+        drafts = _lay_out_drafts(batch, num_taps) if decodes and has_drafts(batch) else None
+        if drafts is None and (batch.kv_rows[:decodes] < 0).any():
+            decodes = 0  # one token that a shared page has already: nothing is written
+        begun = find_rows(batch, owners, batch.starts)
+        own = owners[:decodes] if drafts is None else owners[:0]
+        rows_out = find_rows(batch, own, ends[own])
+    rows_in = torch.from_numpy(begun).to(device)
     windows = None
     if decodes < len(batch.starts):
-        kept = find_kept(batch, range(decodes, len(batch.starts)))
-        places = zip(kept[:, 0] - decodes, kept[:, 1], find_rows(batch, *kept.T), strict=True)
+        kept, rows = find_places(batch, range(decodes, len(batch.starts)), in_slots=in_slots)
+        places = zip(kept[:, 0] - decodes, kept[:, 1], rows, strict=True)
         starts, lengths = batch.starts[decodes:].tolist(), batch.lengths[decodes:].tolist()
         windows = conv.lay_out_windows(
             starts, lengths, [tuple(map(int, place)) for place in places], num_taps, device
@@ -130,6 +138,19 @@ def find_rows(batch: Batch, sequences: Ints, positions: Ints) -> Ints:
     last = np.maximum(positions - 1, 0) // batch.page_size
     pages = batch.tables[batch.rows[sequences], last].astype(np.int64)
     return np.where(positions > 0, pages + 1, 0)
+
+
+def find_places(batch: Batch, sequences: Sequence[int], *, in_slots: bool) -> tuple[Ints, Ints]:
+    """Returns what `find_kept` does, and the rows [n] of the states that are written; in slots they
+    are those of exports, and where a sequence stops."""
+    if not in_slots:
+        kept = find_kept(batch, sequences)
+        return kept, find_rows(batch, *kept.T)
+    ends = batch.starts + batch.lengths
+    own = [(each, int(ends[each]), int(batch.slot_out[each])) for each in sequences]
+    exports = [export for export in batch.exports if export[0] in sequences]
+    found = np.array([*exports, *own], np.int64).reshape(-1, 3)
+    return found[:, :2], found[:, 2]
 
 
 def find_kept(batch: Batch, sequences: Iterable[int]) -> Ints:

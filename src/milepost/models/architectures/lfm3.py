@@ -40,11 +40,12 @@ def _layer(
     config: PreTrainedConfig, own: ModuleScope, rotary: Rotary | None, layer_type: str
 ) -> Layer:
     size, posts = config.hidden_size, config.use_sandwich_norm
-    mixer = (
-        ShortConv(size, config.conv_L_cache, own.under("conv"), bias=config.conv_bias)
-        if layer_type == "conv"
-        else _attention(config, own.under("self_attn"), rotary, layer_type)
-    )
+    if layer_type == "conv":
+        # What a window reads is kept with states alone, not at every page boundary.
+        options = {"bias": config.conv_bias, "in_slots": _has_windows(config)}
+        mixer = ShortConv(size, config.conv_L_cache, own.under("conv"), **options)
+    else:
+        mixer = _attention(config, own.under("self_attn"), rotary, layer_type)
     feed_forward = MLP(size, config.intermediate_size, own.under("feed_forward"), _GATE_UP_DOWN)
     return Layer(
         ResidualBlock(
@@ -63,15 +64,20 @@ def _layer(
 def _attention(
     config: PreTrainedConfig, own: ModuleScope, rotary: Rotary | None, layer_type: str
 ) -> Attention:
-    """Returns attention to the window, or to all where it is switched off."""
-    is_off = layer_type == _FULL or getattr(config, "use_sliding_window", None) is False
+    is_sliding = layer_type == _SLIDING and _has_windows(config)
     shapes = attention_shapes(
         config,
         norm="each",
         gate="heads" if config.use_attention_gate else "none",
-        window=None if is_off else config.sliding_window,
+        window=config.sliding_window if is_sliding else None,
     )
     return Attention(shapes, own, rotary=rotary)
+
+
+def _has_windows(config: PreTrainedConfig) -> bool:
+    """Whether layers have windows, and these are not switched off."""
+    is_off = getattr(config, "use_sliding_window", None) is False or not config.sliding_window
+    return _SLIDING in config.layer_types and not is_off
 
 
 def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
@@ -82,6 +88,7 @@ _PLAIN = Architecture(
     model_types=("lfm3",),
     build=_parts,
     layer_types=(_FULL, _SLIDING, "conv"),
+    aliases={"rms_norm_eps": "norm_eps"},
     requirements={
         "attention_bias": (is_unset, "false"),
         "hidden_act": (lambda value: value in (None, "silu", "swish"), "silu"),
