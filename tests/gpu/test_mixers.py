@@ -57,6 +57,7 @@ MIXERS = {
     "mamba2-odd": mamba2(replace(ssd.ONE_GROUP, chunk=64)),
     "kimi": kda(kimi.REAL),
     "kda-64": kda(kimi.HALF),
+    "kda with a bound": kda(replace(kimi.REAL, least_decay=-5.0)),
 }
 
 

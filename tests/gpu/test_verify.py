@@ -45,12 +45,14 @@ SHAPES: dict[str, MixerShapes] = {
     "real": REAL,
     "small": SMALL,
     "kda": kimi.REAL,
+    "kda with a bound": replace(kimi.REAL, least_decay=-5.0),
     "mamba2": ssd.NEMOTRON,
     "mamba2 of one group": ssd.BAMBA,
 }
-SAME_STATES = {"hopper": {"real", "kda", "mamba2", "mamba2 of one group"}, "any chip": {"real"}}
+KDA = {"kda", "kda with a bound"}
+SAME_STATES = {"hopper": {"real", *KDA, "mamba2", "mamba2 of one group"}, "any chip": {"real"}}
 """Where a state is that of decodes bit for bit."""
-SAME_OUTPUTS = {"hopper": {"real", "kda"}, "any chip": {"real"}}
+SAME_OUTPUTS = {"hopper": {"real", *KDA}, "any chip": {"real"}}
 """Where outputs are. Mamba2 decodes by the kernel for any chip, which adds up in another order than
 Hopper's that verifies."""
 

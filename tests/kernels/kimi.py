@@ -30,6 +30,7 @@ class Shapes:
     heads: int
     head_dim: int
     taps: int = 4
+    least_decay: float = 0.0
 
     @property
     def size(self) -> int:
@@ -65,25 +66,29 @@ SMALL = Shapes(heads=2, head_dim=16)
 HALF = Shapes(heads=3, head_dim=64, taps=3)
 REAL = Shapes(heads=32, head_dim=128)
 """Kimi-Linear-48B-A3B's."""
+BOUNDED = Shapes(heads=3, head_dim=36, taps=3, least_decay=-5.0)
+"""With Ling 3.0's bound of log decays."""
 
 
 def make_weights(
     shapes: Shapes, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> KDAWeights:
     """The first head forgets nearly all that it holds at every token: over a chunk its decays are
-    no numbers that could be divided by. The last one keeps it."""
+    no numbers that could be divided by. The last one keeps it, unless decays have a bound."""
     random = torch.Generator().manual_seed(1)
     precise = torch.float64 if dtype == torch.float64 else torch.float32
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=random, dtype=torch.float64)
 
+    most = (0.9, 0.5) if shapes.least_decay else (1.3, -2)
     return KDAWeights(
         conv=(normal(shapes.channels, shapes.taps) * shapes.taps**-0.5).to(device, dtype),
-        decay_rate=-torch.logspace(1.3, -2, shapes.heads).to(device, precise),
+        decay_rate=-torch.logspace(*most, shapes.heads).to(device, precise),
         decay_bias=normal(shapes.size).to(device, precise),
         norm=normal(shapes.head_dim).to(device, precise),
         norm_eps=1e-5,
+        least_decay=shapes.least_decay,
     )
 
 
@@ -137,8 +142,10 @@ def recur(
         query, key = (
             each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in mixed[:2]
         )
-        step = F.softplus(decay + weights.decay_bias).view(shapes.heads, -1)
-        state = state * (weights.decay_rate[:, None] * step).exp()[..., None]
+        wide = (decay + weights.decay_bias).view(shapes.heads, -1)
+        rate, least = weights.decay_rate[:, None], shapes.least_decay
+        log_decay = least * (-rate * wide).sigmoid() if least else rate * F.softplus(wide)
+        state = state * log_decay.exp()[..., None]
         missing = mixed[2] - torch.einsum("hkw,hk->hw", state, key)
         state = state + torch.einsum("hk,hw,h->hkw", key, missing, beta.sigmoid())
         read = torch.einsum("hkw,hk->hw", state, query) * shapes.head_dim**-0.5

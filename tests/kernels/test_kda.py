@@ -10,7 +10,17 @@ import torch
 from milepost.kernels.layout.chunks import lay_out_chunks
 from milepost.kernels.platform.device import probe
 from milepost.kernels.recurrent.reference import delta as reference
-from tests.kernels.kimi import HALF, ODD, REAL, SMALL, Shapes, make_weights, recur, run
+from tests.kernels.kimi import (
+    BOUNDED,
+    HALF,
+    ODD,
+    REAL,
+    SMALL,
+    Shapes,
+    make_weights,
+    recur,
+    run,
+)
 from tests.kernels.mixers import Batch, make_pools, make_projected
 from tests.numbers import relative_error
 
@@ -27,7 +37,7 @@ DECODES = Batch(starts=(), lengths=(), slot_in=(0, 1, 2, 1), slot_out=(4, 5, 2, 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float64, 1e-13)], ids=str
 )
-@pytest.mark.parametrize("shapes", [ODD, SMALL], ids=["odd", "small"])
+@pytest.mark.parametrize("shapes", [ODD, SMALL, BOUNDED], ids=["odd", "small", "bounded"])
 @pytest.mark.parametrize("batch", [SEVERAL, DECODES], ids=["prefill", "decode"])
 def test_it_matches_the_recurrence(
     batch: Batch, shapes: Shapes, dtype: torch.dtype, tolerance: float

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from milepost.kernels.platform.device import probe
-from tests.kernels.kimi import ODD, SMALL, Shapes, make_weights, run
+from tests.kernels.kimi import BOUNDED, ODD, SMALL, Shapes, make_weights, run
 from tests.kernels.mixers import (
     Batch,
     Pools,
@@ -36,7 +36,7 @@ def fused(shapes: Shapes, projected, weights, pools: Pools, batch: Batch, **capa
     return run(shapes, projected, weights, pools, batch, chip=CHIP, **capacities)
 
 
-@pytest.mark.parametrize("shapes", [ODD, SMALL], ids=["odd", "small"])
+@pytest.mark.parametrize("shapes", [ODD, SMALL, BOUNDED], ids=["odd", "small", "bounded"])
 def test_decode_matches_reference(shapes: Shapes) -> None:
     # Slot 0 and slot 1 are read by several, slot 2 is moved on in place; two rows are padding.
     batch = Batch(starts=(), lengths=(), slot_in=(0, 1, 2, 1), slot_out=(4, 5, 2, 6))
@@ -49,7 +49,11 @@ def test_decode_matches_reference(shapes: Shapes) -> None:
     assert_pools_match(ours, pools, TOLERANCE)
 
 
-@pytest.mark.parametrize(("shapes", "batch"), [(ODD, TWO), (FEW, SEVERAL)], ids=["odd", "several"])
+@pytest.mark.parametrize(
+    ("shapes", "batch"),
+    [(ODD, TWO), (BOUNDED, TWO), (FEW, SEVERAL)],
+    ids=["odd", "bounded", "several"],
+)
 def test_prefill_matches_reference(shapes: Shapes, batch: Batch) -> None:
     projected, weights = make_projected(shapes, sum(batch.lengths)), make_weights(shapes)
     pools, ours = make_pools(shapes, 14), make_pools(shapes, 14)

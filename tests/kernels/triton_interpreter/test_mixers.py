@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -56,6 +56,7 @@ KDA = Mixer(
     ),
     edges=(40, 64, 77, 128, 140),
 )
+BOUNDED = replace(KDA, shapes=replace(KDA.shapes, least_decay=-5.0))
 MAMBA2 = Mixer(
     shapes=ssd.Shapes(heads=2, head_dim=4, groups=2, state_size=6, taps=3),
     make_weights=ssd.make_weights,
@@ -77,7 +78,7 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=[KDA, MAMBA2], ids=["kda", "mamba2"])
+@pytest.fixture(params=[KDA, BOUNDED, MAMBA2], ids=["kda", "kda with a bound", "mamba2"])
 def mixer(request) -> Mixer:
     return request.param
 

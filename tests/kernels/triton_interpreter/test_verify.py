@@ -19,6 +19,7 @@ CHIP = probe(torch.device("cpu"))
 SHAPES: Mapping[str, MixerShapes] = {
     "gated_delta": Shapes(key_heads=1, value_heads=2, key_dim=8, value_dim=5, taps=3),
     "kda": kimi.Shapes(heads=1, head_dim=36, taps=3),
+    "kda with a bound": kimi.Shapes(heads=2, head_dim=12, taps=3, least_decay=-5.0),
     "mamba2": ssd.Shapes(heads=2, head_dim=5, groups=1, state_size=6),
 }
 """Several programs share what a head or a group has."""

@@ -33,7 +33,7 @@ from milepost.kernels.layout.verify import (
     lay_out_verifies,
 )
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.tensors import check_contiguous, check_rows, check_slots
+from milepost.kernels.platform.tensors import check_rows, check_slots
 from milepost.kernels.recurrent import reference
 from milepost.kernels.recurrent.reference import (
     MixerPieces,
@@ -171,7 +171,7 @@ def mix(
     rows = projected
     if isinstance(projected, KDAProjected):
         rows = projected.rows
-        check_contiguous(decay_inputs=projected.decays, gate=projected.gate)
+        check_rows(decay_inputs=projected.decays, gate=projected.gate)
     assert isinstance(rows, Tensor)
     check_rows(projected=rows, slot_in=states.slot_in, slot_out=states.slot_out)
     check_slots(conv_pool=states.conv, recurrent_pool=states.recurrent)

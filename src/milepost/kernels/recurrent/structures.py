@@ -146,8 +146,7 @@ class ChunkTensors(NamedTuple):
     h: Any
     """[N, V, K, W], the states before chunks."""
     scores: Any = None
-    """[V, T, C], decayed products of queries and keys, zero for later keys; where they are made
-    with the rest."""
+    """[V, T, C], decayed products of queries and keys, zero for later keys; None if made later."""
 
 
 class MixerSizes(NamedTuple):
@@ -185,6 +184,8 @@ class MixerSizes(NamedTuple):
     taps: int
     max_beta: float = 1.0
     """Factor of the delta rule's betas."""
+    least_decay: float = 0.0
+    """The number that KDA's log decays stay above; 0 if there is none."""
     gates_first: bool = False
     """Whether heads are gated before they are normed."""
 
@@ -288,8 +289,7 @@ class LayerStates(NamedTuple):
 
 
 def tile_of(size: int) -> int:
-    """At least 64: narrower tiles of half precision make triton 3.6 read beyond shared memory in
-    `wy_fwd`."""
+    """At least 64: for narrower 16-bit tiles, triton 3.6 reads beyond shared memory in `wy_fwd`."""
     return max(64, next_power_of_2(size))
 
 

@@ -42,6 +42,9 @@ class KDAWeights:
     norm: Tensor
     """[K] float32."""
     norm_eps: float
+    least_decay: float = 0.0
+    """If it is not 0, a log decay is this number times the sigmoid of the input times -rate, not
+    the rate times the input's softplus."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +81,9 @@ class KDAProjected(NamedTuple):
     """[T, C + H]: queries, keys, values (the C channels), heads side by side, and betas before
     their sigmoid."""
     decays: Tensor
-    """[T, H * K], contiguous: what softplus is taken of."""
+    """[T, H * K]: what log decays are made of. Its rows may lie apart."""
     gate: Tensor
-    """[T, H * K], contiguous: what the output's gate is the sigmoid of."""
+    """[T, H * K], likewise: what the output's gate is the sigmoid of."""
 
 
 MixerProjections = Tensor | KDAProjected

@@ -38,6 +38,7 @@ from milepost.kernels.recurrent.hopper.states import (
     begin_work,
     by_row,
     convolve,
+    decays_of,
     delta_rule,
     keep_window,
     load_window,
@@ -45,7 +46,6 @@ from milepost.kernels.recurrent.hopper.states import (
     operands,
     read_rows,
     sigmoid,
-    softplus,
     take,
     unit_vectors,
 )
@@ -138,7 +138,8 @@ def _decode_kernel(
             window_v = Window(*head.window)
             b_v = gl.convert_layout(convolve(window_v, TAPS), gl.SliceLayout(0, STATE))
             keep_window(window_v, p_conv, 2 * KEY_HEADS + i_hv, is_real, SIZE, TAPS)
-            b_decay = gl.exp(head.rate * softplus(head.decay.to(gl.float32) + head.bias))
+            wide = head.decay.to(gl.float32) + head.bias
+            b_decay = decays_of(wide, head.rate, SIZES.least_decay)
             if SIZES.by_channel:
                 b_decay = by_row(b_decay)
             b_state = take(work, number, STATE, BY_LINE, FORM, b_decay)

@@ -33,13 +33,13 @@ from milepost.kernels.recurrent.hopper.states import (
     Window,
     begin_work,
     convolve,
+    decays_of,
     delta_rule,
     load_taps,
     norm_and_gate,
     operands,
     read_rows,
     sigmoid,
-    softplus,
     take,
     unit_vectors,
 )
@@ -221,7 +221,8 @@ def _keep_keys(own, channel, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr):
             query, key = unit_vectors(query, convolve(key_window, TAPS, ahead), SIZE)
             if SIZES.by_channel:
                 value = convolve(Window(values, value_taps), TAPS, ahead)
-                decay = gl.exp(rate * softplus(wide[ahead].to(gl.float32) + bias))
+                inputs = wide[ahead].to(gl.float32) + bias
+                decay = decays_of(inputs, rate, SIZES.least_decay)
                 keep_rows(own.rows.index(2 * PLACES + place), decay)
                 own.columns.index(place).store(value)
             keep_rows(own.rows.index(place), query)
@@ -256,7 +257,7 @@ def _pass_tokens(state, own, head, FORM: gl.constexpr):
         if SIZES.by_channel:
             decay = load_rows(own.rows.index(2 * PLACES + place))
         else:
-            decay = gl.exp(head.rate * softplus(a_in.to(gl.float32) + head.bias))
+            decay = decays_of(a_in.to(gl.float32) + head.bias, head.rate, 0.0)
         following = gl.minimum(place + 1, betas.num_places - 1)
         b_in = gl.load(row_of(betas, following) + head.index)
         if not SIZES.by_channel:

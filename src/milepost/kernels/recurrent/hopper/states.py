@@ -259,6 +259,15 @@ def sigmoid(x):
 
 
 @gluon.jit
+def decays_of(x, rate, LEAST: gl.constexpr):
+    """Decays of a token: see `KDAWeights.least_decay`."""
+    if LEAST:
+        return gl.exp(LEAST * sigmoid(-rate * x))
+    else:
+        return gl.exp(rate * softplus(x))
+
+
+@gluon.jit
 def read_rows(state, x):
     """[W], what `x` [K, 1] reads of a state [K, W]. A thread's sum begins with one product that is
     rounded, its first; else the compiler chooses one of the first two."""

@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.numerics import LOG2_E, sigmoid, softplus
+from milepost.kernels.platform.numerics import LOG2_E, sigmoid
 from milepost.kernels.recurrent.portable.wy import invert, split, splits
+from milepost.kernels.recurrent.rules.kda import log_decays
 from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, MixerSizes, PrefillChunks
 
 _CHANNELS = tl.constexpr(64)
@@ -156,7 +157,7 @@ def _take_channels(at, sums, o_t, o_k, in_chunk, rate, signs, FORM: tl.constexpr
     b_f += tl.load(at.decay_bias + o_k, is_k, 0)[None, :]
     # Log decays, of base 2: those of tokens, of both halves of the chunk, and from the first one's
     # end on.
-    b_a = _log_decays(rate, b_f, in_k, SPLIT)
+    b_a = _log_decays(rate, b_f, in_k, FORM)
     b_before = tl.sum(tl.where(is_first[:, None], b_a, 0), 0)
     b_after = tl.sum(tl.where(is_first[:, None], 0, b_a), 0)
     parts = split(b_a) if SPLIT else (b_a,)
@@ -177,11 +178,11 @@ def _take_channels(at, sums, o_t, o_k, in_chunk, rate, signs, FORM: tl.constexpr
 
 
 @triton.jit
-def _log_decays(rate, b_f, in_k, SPLIT: tl.constexpr):
-    """Log decays of tokens, of base 2, float32; with SPLIT to 16 bits, which the two parts hold:
-    sums of them cancel as sums of the whole do."""
-    b_a = tl.where(in_k, rate * LOG2_E * softplus(b_f), 0)
-    if SPLIT:
+def _log_decays(rate, b_f, in_k, FORM: tl.constexpr):
+    """Log decays of tokens, of base 2, float32; if split to 16 bits, which the two parts hold: sums
+    of them cancel as sums of the whole do."""
+    b_a = tl.where(in_k, LOG2_E * log_decays(b_f, rate, FORM.sizes.least_decay), 0)
+    if FORM.splits:
         b_a = (b_a.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
     return b_a
 

@@ -33,10 +33,14 @@ def _prepare(
     weights: KDAWeights, mixed: Tensor, beta_inputs: Tensor, decay_inputs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The convolution's inputs, log decays [T, H, K] and betas [T, H]."""
-    rate, bias = weights.decay_rate, weights.decay_bias
+    rate, bias, least = weights.decay_rate, weights.decay_bias, weights.least_decay
     beta = rows_apart(rate, len(beta_inputs), len(rate)).copy_(beta_inputs).sigmoid_()
     wide = torch.add(decay_inputs, bias, out=rows_apart(rate, len(decay_inputs), len(bias)))
-    log_decay = F.softplus(wide).unflatten(-1, (len(rate), -1)).mul_(rate[:, None])
+    by_head = wide.unflatten(-1, (len(rate), -1))
+    if least:
+        log_decay = by_head.mul_(-rate[:, None]).sigmoid_().mul_(least)
+    else:
+        log_decay = F.softplus(by_head).mul_(rate[:, None])
     return mixed, log_decay, beta
 
 

@@ -29,13 +29,14 @@ def describe(projected: KDAProjected, weights: KDAWeights, recurrent_pool: Tenso
     """The mixer of `projected`."""
     rows, decays, gate = projected
     sizes = delta_sizes(weights, recurrent_pool, decays.shape[1])
-    stride, channels, width = rows.stride(0), sizes.channels, sizes.width
+    sizes = sizes._replace(least_decay=weights.least_decay)
+    stride, channels = rows.stride(0), sizes.channels
     return Mixer(
         inputs=MixerInputs(
             mixed=ProjectedRows(rows, stride),
             strengths=ProjectedRows(rows[:, channels:], stride, channels),
-            decays=ProjectedRows(decays, width, channels + sizes.heads),
-            gate=ProjectedRows(gate, width),
+            decays=ProjectedRows(decays, decays.stride(0), channels + sizes.heads),
+            gate=ProjectedRows(gate, gate.stride(0)),
         ),
         weights=delta_weights(weights),
         sizes=sizes,
@@ -70,7 +71,16 @@ def strengths(streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.c
     b_beta = sigmoid(load_place(streams.strengths, head.index, place, VERIFIES))
     wide = load_place(streams.decays, head.channel, place, VERIFIES).to(tl.float32)
     wide += head.decay_bias
-    return b_beta, tl.exp(head.decay_rate * softplus(wide))[:, None]
+    return b_beta, tl.exp(log_decays(wide, head.decay_rate, SIZES.least_decay))[:, None]
+
+
+@triton.jit
+def log_decays(x, rate, LEAST: tl.constexpr):
+    """The logarithms of decays: see `KDAWeights.least_decay`."""
+    if LEAST:
+        return LEAST * sigmoid(-rate * x)
+    else:
+        return rate * softplus(x)
 
 
 @triton.jit
