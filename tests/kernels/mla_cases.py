@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels import attention
-from milepost.kernels.attention import PagedKV, rows_per_page
+from milepost.kernels.attention import PagedKV, TurnedEntries, rows_per_page
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tensors import FP8, round_fp8
@@ -34,6 +34,8 @@ class Case:
     """Tokens and sequences more than there are."""
     has_float8: bool = False
     """Latents are kept in it."""
+    turns: bool = False
+    """Entries that all heads share have rotary positions."""
 
 
 def run(case: Case, chip: Chip | None, dtype: torch.dtype, device: str = "cpu") -> Tensor:
@@ -75,9 +77,13 @@ def run(case: Case, chip: Chip | None, dtype: torch.dtype, device: str = "cpu") 
     kv_rows = torch.full((padded,), -1)
     kv_rows[:num_tokens] = torch.from_numpy(batch.kv_rows)
     kv = PagedKV(pool, torch.from_numpy(batch.tables).to(device), scale)
-    attention.store_latents(new[:, :width], weight, 1e-6, kv, kv_rows.to(device), layout)
     query = queries[..., : case.latent].contiguous()
-    shared = queries[..., case.latent : width]
+    shared, turned = queries[..., case.latent : width], None
+    if case.turns:
+        angles = torch.randn(2, padded, 1, case.shared // 2, generator=random).to(device, dtype)
+        turned = TurnedEntries(*angles[:, : len(new)], shared)
+    own = new[:, :width], weight, 1e-6, kv, kv_rows.to(device), layout
+    attention.store_latents(*own, turned)
     attended = attention.attend(query, None, kv, layout, 0.2, shared_query=shared)
     return attended.view(query.shape)[:num_tokens]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from milepost.kernels import attention
-from milepost.kernels.attention import PagedKV
+from milepost.kernels.attention import PagedKV, TurnedEntries
 from milepost.kernels.layout.batch import Batch, Capacity
 from tests.numbers import relative_error
 
@@ -110,3 +110,28 @@ def test_a_token_whose_latent_is_there_already_is_not_written() -> None:
         0,
         0,
     ]
+
+
+def test_shared_entries_are_rotated_in_pairs_of_neighbours() -> None:
+    """As complex numbers, in the pages and in the queries; the latent's own entries are not."""
+    random = torch.Generator().manual_seed(2)
+    new = torch.randn(6, LATENT + SHARED, generator=random, dtype=torch.float64)
+    query = torch.randn(6, HEADS, SHARED, generator=random, dtype=torch.float64)
+    angle = torch.rand(6, 1, SHARED // 2, generator=random, dtype=torch.float64)
+    pool = torch.zeros(8, 1, PAGE, 1, LATENT + SHARED, dtype=torch.float64)
+    operation = attention.LatentOperation(num_heads=HEADS, latent_dim=LATENT, shared_dim=SHARED)
+    batch, plain = make_batch([0], [6]), query.clone()
+    own = torch.ones(LATENT, dtype=torch.float64), 1e-6, PagedKV(pool)
+    turned = TurnedEntries(angle.cos(), angle.sin(), query)
+    kv_rows = torch.from_numpy(batch.kv_rows)
+    attention.store_latents(new, *own, kv_rows, operation.lay_out(batch), turned)
+
+    def turn(entries: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(entries.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+
+    stored = pool.flatten(0, 3)[kv_rows]
+    assert relative_error(stored[:, LATENT:], turn(new[:, None, LATENT:])[:, 0]) < 1e-14
+    assert relative_error(query, turn(plain)) < 1e-14
+    scale = (new[:, :LATENT].square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    assert relative_error(stored[:, :LATENT], new[:, :LATENT] * scale) < 1e-14

@@ -19,6 +19,7 @@ CASES = {
     "one_head": Case(starts=(200,), lengths=(1,), num_decodes=1, heads=1, latent=9, shared=5),
     "prefill": Case(starts=(0, 150), lengths=(9, 4), heads=20, page_size=8),
     "mixed": Case(starts=(130, 20, 5), lengths=(1, 30, 2), num_decodes=1, padding=4),
+    "turned": Case(starts=(130, 5), lengths=(1, 9), num_decodes=1, heads=11, shared=6, turns=True),
 }
 
 
@@ -30,7 +31,7 @@ def test_it_matches_the_reference(name: str) -> None:
     assert relative_error(run(case, CHIP, torch.float32), expected) < 5e-6
 
 
-@pytest.mark.parametrize("name", ["one_head", "mixed"])
+@pytest.mark.parametrize("name", ["one_head", "mixed", "turned"])
 def test_latents_in_float8(name: str) -> None:
     case = replace(CASES[name], has_float8=True)
     expected = run(case, None, torch.float32)

@@ -21,6 +21,7 @@ from torch import Tensor
 from milepost.kernels.attention import items, reference, rows, table
 from milepost.kernels.attention.items import AttentionItems, Tiling
 from milepost.kernels.attention.pages import PagedKV, rows_per_page
+from milepost.kernels.attention.reference import TurnedEntries
 from milepost.kernels.attention.rows import AttentionRows
 from milepost.kernels.attention.table import ATTENTION, CAPTURED_TOKENS
 from milepost.kernels.layout.batch import Batch
@@ -36,6 +37,7 @@ __all__ = [
     "HeadNorm",
     "LatentOperation",
     "PagedKV",
+    "TurnedEntries",
     "attend",
     "prepare",
     "rows_per_page",
@@ -114,13 +116,15 @@ class LatentOperation:
     shared_dim: int
     value_bytes: int = 2
     """Bytes of an entry of the queries."""
+    first_row: int = 0
+    """Latents before this position are not attended to."""
     batch_invariant: bool = False
     """Whether bits depend on a token's position and KV alone."""
 
     def lay_out(self, batch: Batch) -> AttentionLayout:
         """Items for the fused kernels, or rows for the reference."""
         if batch.chip is None:
-            return rows.lay_out(batch, batch_invariant=self.batch_invariant)
+            return rows.lay_out(batch, self.first_row, batch_invariant=self.batch_invariant)
         width, value_bytes = self.latent_dim + self.shared_dim, self.value_bytes
         shapes = table.shape_latents(self.num_heads, width, batch.chip, value_bytes=value_bytes)
         tiling = items.tile(batch, batch.chip, shapes, self.num_heads, 1)
@@ -173,13 +177,14 @@ def store_latents(
     kv: PagedKV,
     kv_rows: Tensor,
     layout: AttentionLayout,
+    turned: TurnedEntries | None = None,
 ) -> None:
-    """Norm and store: see `reference.store_latents`. `kv_rows` [T] are the step's."""
+    """Norm, rotate and store: see `reference.store_latents`. `kv_rows` [T] are the step's."""
     if isinstance(layout, AttentionRows):
-        return reference.store_latents(projected, norm_weight, eps, kv, layout)
-    from milepost.kernels.attention.portable import prepare
+        return reference.store_latents(projected, norm_weight, eps, kv, layout, turned)
+    from milepost.kernels.attention.portable import latents
 
-    return prepare.store_latents(projected, norm_weight, eps, kv, kv_rows)
+    return latents.store_latents(projected, norm_weight, eps, kv, kv_rows, turned)
 
 
 def attend(

@@ -21,6 +21,7 @@ share, E = R + P. A pool is [pages, 2, page_size, G, E], of latents [pages, 1, p
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,17 +83,45 @@ def store(kv: PagedKV, key: Tensor, value: Tensor, tokens: Tensor, kv_rows: Tens
     write_rows(rows[kv.pool.shape[2] :], kv_rows, value.index_select(0, tokens), scales[1])
 
 
+class TurnedEntries(NamedTuple):
+    """What turns the entries that all heads share, and the queries that are turned with them."""
+
+    cosines: Tensor
+    sines: Tensor
+    """[T, 1, P / 2]; entry 2 * i is paired with the next one."""
+    query: Tensor
+    """[T, H, P], turned in place."""
+
+
 def store_latents(
-    projected: Tensor, norm_weight: Tensor, eps: float, kv: PagedKV, rows: AttentionRows
+    projected: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    kv: PagedKV,
+    rows: AttentionRows,
+    turned: TurnedEntries | None = None,
 ) -> None:
     """Write the latents `projected` [T, E] of the tokens that `rows` names to their rows of the
-    pool, the first R entries normed with `norm_weight` [R]."""
-    size = len(norm_weight)
-    kept = projected.index_select(0, rows.tokens)
-    latent = cast(kept[:, :size], norm_weight.dtype)
-    normed = F.rms_norm(latent, (size,), norm_weight, eps)
-    latents = torch.cat((cast(normed, kept.dtype), kept[:, size:]), -1)
-    write_rows(as_rows(kv.pool), rows.kv_rows, latents[:, None], kv.scales)
+    pool, the first R entries normed with `norm_weight` [R], the others rotated if they are
+    `turned`."""
+    size, shared = len(norm_weight), projected[:, None, len(norm_weight) :]
+    if turned is not None:
+        angles = turned.cosines, turned.sines
+        turned.query.copy_(turn_pairs(turned.query, *angles))
+        shared = turn_pairs(shared, *angles)
+    latent = projected[:, :size].index_select(0, rows.tokens)
+    normed = F.rms_norm(cast(latent, norm_weight.dtype), (size,), norm_weight, eps)
+    shared = shared.index_select(0, rows.tokens)
+    latents = torch.cat((cast(normed, latent.dtype)[:, None], shared), -1)
+    write_rows(as_rows(kv.pool), rows.kv_rows, latents, kv.scales)
+
+
+def turn_pairs(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate `heads` [T, H, P] by angles [T, 1, P / 2]; dimension 2 * i is paired with the next
+    one."""
+    first, second = heads[..., ::2], heads[..., 1::2]
+    turned = first * cosines - second * sines, second * cosines + first * sines
+    return torch.stack(turned, -1).flatten(-2)
 
 
 def attend(

@@ -1,8 +1,7 @@
-"""Launches before attention: norms, rotary positions and KV to its rows, for heads (`prepare`) and
-latents (`store_latents`); and FP8 pages to a 16-bit type for prefills (`dequantise`).
+"""Launches before attention to heads: norms, rotary positions and KV to its rows (`prepare`), and
+FP8 pages to a 16-bit type for prefills (`dequantise`).
 
-Legend: T tokens, H query heads, G KV heads, E head_dim, O turned dimensions of E, R latent_dim, P
-shared_dim, S sequences.
+Legend: T tokens, H query heads, G KV heads, E head_dim, O turned dimensions of E, S sequences.
 """
 
 from __future__ import annotations
@@ -154,76 +153,6 @@ def _prepare_kernel(
         else:
             scaled = tl.div_rn(x.to(tl.float32), tl.load(kv_scales + head - HEADS))
             tl.store(p_kv, encode(scaled, NATIVE), mask=kept)
-
-
-def store_latents(
-    projected: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    kv: PagedKV,
-    kv_rows: Tensor,
-) -> None:
-    """As `reference.store_latents`; `kv_rows` [T] int64 say where each token's latent goes, -1 for
-    nowhere."""
-    size, width = len(norm_weight), kv.pool.shape[-1]
-    _store_latents_kernel[(len(projected),)](
-        projected,
-        norm_weight,
-        kv_rows,
-        as_bytes(kv.pool),
-        kv.fp8_scales,
-        eps,
-        projected.stride(0),
-        LATENT=size,
-        SHARED=width - size,
-        BLOCK_R=next_power_of_2(size),
-        BLOCK_P=next_power_of_2(max(1, width - size)),
-        NATIVE=kv.is_fp8 and probe(projected.device).has_fp8,
-        num_warps=1,
-        **OVERLAPPED,
-    )
-
-
-@quick
-@triton.jit
-def _store_latents_kernel(
-    projected,
-    norm_weight,
-    kv_rows,
-    pool,
-    kv_scale,
-    eps,
-    stride,
-    LATENT: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """One token."""
-    launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    o_r, o_p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
-    is_r, is_p = o_r < LATENT, o_p < SHARED
-    b_weight = tl.load(norm_weight + o_r, is_r, 0)
-    wait_for_inputs()
-    row = tl.load(kv_rows + token)
-    if row < 0:
-        return
-    p_token = projected + token * stride
-    b_r = tl.load(p_token + o_r, is_r, 0).to(tl.float32)
-    b_p = tl.load(p_token + LATENT + o_p, is_p, 0)
-    b_r = b_r * tl.rsqrt(tl.sum(b_r * b_r) / LATENT + eps) * b_weight
-    b_r = b_r.to(b_p.dtype)
-    p_row = pool + row * (LATENT + SHARED)
-    if kv_scale is None:
-        tl.store(p_row + o_r, b_r, is_r)
-        tl.store(p_row + LATENT + o_p, b_p, is_p)
-    else:
-        scale = tl.load(kv_scale)
-        tl.store(p_row + o_r, encode(tl.div_rn(b_r.to(tl.float32), scale), NATIVE), is_r)
-        scaled = tl.div_rn(b_p.to(tl.float32), scale)
-        tl.store(p_row + LATENT + o_p, encode(scaled, NATIVE), is_p)
 
 
 def dequantise(kv: PagedKV, items: AttentionItems, dtype: torch.dtype) -> PagedKV:
