@@ -355,7 +355,8 @@ def test_experts(num_tokens: int, name: str) -> None:
     up, down = (to("cuda", each) for each in EXPERTS[name]())
     hidden, shares, experts = (each.cuda() for each in route(num_tokens, 16))
     given = hidden.bfloat16(), shares.bfloat16(), experts, up, down
-    check_experts(mix(*given), *given)
+    for limit in (0.0, 0.5):
+        check_experts(mix(*given, limit=limit), *given, limit=limit)
 
 
 @pytest.fixture(scope="module", params=[512, 384])

@@ -133,15 +133,16 @@ def route(num_tokens: int, num_experts: int, size: float = 1) -> tuple[Tensor, T
     return hidden, shares, torch.stack(chosen).int()
 
 
-def check_experts(mixed: Tensor | None, *given: Tensor | Quantised) -> None:
+def check_experts(mixed: Tensor | None, *given: Tensor | Quantised, limit: float = 0.0) -> None:
     hidden, shares, experts, up, down = given
     assert mixed is not None
-    mixed, hidden_wide, shares = mixed.float().sum(1), hidden.float(), shares.float()
+    mixed, wide, shares = mixed.float().sum(1), hidden.float(), shares.float()
     if keeps_rows(up, hidden):
         raw = (each.dequantise(torch.float32) for each in (up, down))
-        expected = experts_reference.apply(hidden_wide, shares, experts.long(), *raw)
+        expected = experts_reference.apply(wide, shares, experts.long(), *raw, limit=limit)
     else:
-        expected = experts_reference.mix_quantised(hidden_wide, shares, experts, up, down)[:, 0]
+        given = wide, shares, experts, up, down
+        expected = experts_reference.mix_quantised(*given, limit=limit)[:, 0]
     error = (mixed - expected).norm(dim=1) / expected.norm(dim=1)
     # Sums at a bound of rounding may go the other way in between; the fewer bits, the more do.
     is_half = hidden.dtype == torch.float16

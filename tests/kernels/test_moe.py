@@ -41,9 +41,10 @@ def test_apply_matches_token_by_token(num_tokens: int, num_experts: int, num_cho
         assert relative_error(output[token], expected) < 1e-14
 
 
-def test_both_ways_agree() -> None:
+@pytest.mark.parametrize("limit", [0.0, 0.8])
+def test_both_ways_agree(limit: float) -> None:
     hidden, logits, gate_up, down = make(9, 5)
-    arguments = hidden, *moe.route(logits, 2, normalise=False), gate_up, down
+    arguments = hidden, *moe.route(logits, 2, normalise=False), gate_up, down, limit
     every, hit = experts_reference._apply_all(*arguments), experts_reference._apply_hit(*arguments)
     assert relative_error(every, hit) < 1e-14
 

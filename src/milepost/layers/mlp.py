@@ -20,7 +20,8 @@ class MLP(nn.Module):
     """A feed-forward from `hidden` [T, H] to [T, H] with `size` units; a `Part`.
 
     With two projection names (up and down), it has no gate and uses squared ReLU. The gate and up
-    projections may share a name: then one tensor holds both, in this order.
+    projections may share a name: then one tensor holds both, in this order. With a `limit`, what is
+    multiplied is within it: see `norm.silu_mul`.
     """
 
     spec = None
@@ -33,8 +34,11 @@ class MLP(nn.Module):
         size: int,
         kind: ModuleScope,
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        *,
+        limit: float = 0.0,
     ) -> None:
         super().__init__()
+        self.limit = limit
         *up, down = names
         self.is_gated = len(up) == 2
         own = kind.ranks.share(size, f"{kind.path} intermediate_size")
@@ -56,6 +60,8 @@ class MLP(nn.Module):
         return self.down(self._units(rows), epilogue=Epilogue.PARTIALS)
 
     def _units(self, rows: Inputs) -> Inputs:
+        if self.is_gated and self.limit:
+            return norm.silu_mul(self.up(rows), self.limit)
         if self.is_gated:
             return self.up(rows, epilogue=Epilogue.GATED, emit=self.down.reads)
         return norm.relu_squared(self.up(rows))

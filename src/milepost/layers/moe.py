@@ -47,12 +47,17 @@ class ExpertShapes:
     """Whether a correction is added to the scores when experts are chosen."""
     latent_size: int = 0
     """Size of the space that experts read and write; 0 for the hidden size."""
+    limit: float = 0.0
+    """What routed experts multiply is within it: see `norm.silu_mul`. 0 for no limit."""
+    shared_limit: float = 0.0
+    """Likewise for the shared expert."""
 
     @property
     def num_joint(self) -> int:
         """Number of regular experts that the shared one is stored as; 0 if it is a separate MLP."""
         count, rest = divmod(self.shared_size, self.size)
-        return 0 if rest or self.latent_size else count
+        is_apart = self.latent_size or self.limit != self.shared_limit
+        return 0 if rest or is_apart else count
 
 
 class MoE(nn.Module):
@@ -107,7 +112,8 @@ class MoE(nn.Module):
             self.latent_in = Linear(hidden_size, (("fc1_latent_proj", inner_size),), kind)
             self.latent_out = Linear(inner_size, (("fc2_latent_proj", hidden_size),), kind)
         if shapes.shared_size and not self.num_joint:
-            self.shared = MLP(hidden_size, shapes.shared_size, own, names.shared_projections)
+            projections, limit = names.shared_projections, shapes.shared_limit
+            self.shared = MLP(hidden_size, shapes.shared_size, own, projections, limit=limit)
             if has_gate:
                 self.shared_gate = Linear(hidden_size, ((f"{names.shared}_gate", 1),), kind)
 
@@ -140,7 +146,7 @@ class MoE(nn.Module):
         logits = self.router(rows, epilogue=epilogue)[..., : self.num_logits]
         inputs = rows if self.latent_in is None else self.latent_in(rows)
         shares, experts = self._route(logits, rows.dtype, num_real)
-        partials = self.experts.mix(inputs, shares, experts)
+        partials = self.experts.mix(inputs, shares, experts, self.shapes.limit)
         if self.latent_out is not None:
             partials = self.latent_out(partials.sum(1))[:, None]
         if self.shared_gate is not None:

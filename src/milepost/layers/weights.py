@@ -85,7 +85,7 @@ class Experts(Protocol):
         """The forms of the matrices [X, ...] before and after the activation."""
         ...
 
-    def mix(self, rows: Inputs, shares: Tensor, experts: Tensor) -> Tensor:
+    def mix(self, rows: Inputs, shares: Tensor, experts: Tensor, limit: float = 0.0) -> Tensor:
         """Runs `rows` [T, I] through each token's `experts` [T, N], weighted by `shares`, and
         returns partials [T, P, I]: see `products.mix`."""
         ...
@@ -243,8 +243,8 @@ class RawExperts(nn.Module):
         how = {"batch_invariant": self.kind.batch_invariant}
         return products.Raw(values=self.up, **how), products.Raw(values=self.down, **how)
 
-    def mix(self, rows: Inputs, shares: Tensor, experts: Tensor) -> Tensor:
-        return products.mix(rows, shares, experts, *self.forms)
+    def mix(self, rows: Inputs, shares: Tensor, experts: Tensor, limit: float = 0.0) -> Tensor:
+        return products.mix(rows, shares, experts, *self.forms, limit=limit)
 
     def placements(self) -> WeightSlots:
         names, sizes, full = self.names, self.sizes, self.kind.full

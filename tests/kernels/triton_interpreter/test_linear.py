@@ -88,10 +88,12 @@ def test_multiply_precise(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_multiply_heads(is_transposed: bool) -> None:
-    hidden = randn(1, 3, 50)[..., :37]
+    hidden, gate = randn(1, 3, 50)[..., :37], randn(1, 3)
     weight = randn(3, 70, 37).mT if is_transposed else randn(3, 37, 70)
-    output = heads.multiply_heads(hidden, weight)
-    assert relative_error(output, torch.einsum("thi,hio->tho", hidden, weight)) < 1e-6
+    expected = torch.einsum("thi,hio->tho", hidden, weight)
+    assert relative_error(heads.multiply_heads(hidden, weight), expected) < 1e-6
+    gated = heads.multiply_heads(hidden, weight, gate)
+    assert relative_error(gated, expected * gate.sigmoid()[..., None]) < 1e-6
 
 
 def test_multiply_pair() -> None:

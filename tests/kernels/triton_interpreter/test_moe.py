@@ -339,3 +339,14 @@ def test_experts_without_gates(kernel: str) -> None:
         grouped.project((active, None), given, output, groups, tiles, is_up=False)
     wide = hidden.float(), weights.float(), experts.long(), up.float(), down.float()
     assert relative_error(output.float().sum(1), reference.apply(*wide)) < 5e-3
+
+
+@pytest.mark.parametrize("num_tokens", [1, 90], ids=["gemv", "grouped"])
+def test_what_experts_multiply_stays_within_a_limit(num_tokens: int) -> None:
+    hidden, logits, up, down = make(num_tokens, 5)
+    weights, experts = reference.route(logits, 2, normalise=True)
+    given = hidden, weights, experts
+    expected = reference.apply(*given, up, down, limit=0.8)
+    parts = mix(*given[:2], experts.int(), Raw(values=up), Raw(values=down), limit=0.8)
+    assert relative_error(parts.sum(1), expected) < 1e-5
+    assert relative_error(expected, reference.apply(*given, up, down)) > 0.1

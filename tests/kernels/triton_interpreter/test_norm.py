@@ -8,7 +8,7 @@ import torch
 from milepost.kernels import products
 from milepost.kernels.layout import emit
 from milepost.kernels.layout.emit import Emit, as_activations
-from milepost.kernels.norm import reference, triton
+from milepost.kernels.norm import activations, reference, triton
 from milepost.kernels.platform.device import probe
 from milepost.kernels.products.portable import rounding
 from tests.numbers import relative_error
@@ -50,9 +50,18 @@ def test_what_is_normed_is_the_rounded_sum() -> None:
 def test_activations(size: int) -> None:
     wide = randn(3, 2 * size + 7)
     gate_up = wide[:, : 2 * size]
-    torch.testing.assert_close(triton.silu_mul(gate_up), reference.silu_mul(gate_up))
+    for limit in (0.0, 0.7):
+        expected = reference.silu_mul(gate_up, limit)
+        torch.testing.assert_close(activations.silu_mul(gate_up, limit), expected)
+    assert expected.max() == pytest.approx(0.49)
     hidden = wide[:, :size]
-    torch.testing.assert_close(triton.relu_squared(hidden), reference.relu_squared(hidden))
+    torch.testing.assert_close(activations.relu_squared(hidden), reference.relu_squared(hidden))
+
+
+def test_heads_are_gated() -> None:
+    hidden, gate = randn(3, 5, 18), randn(3, 9)[:, 2:7]
+    expected = reference.gate_heads(hidden.clone(), gate)
+    torch.testing.assert_close(activations.gate_heads(hidden, gate), expected)
 
 
 @pytest.mark.parametrize("size", [128, 384, 1024])

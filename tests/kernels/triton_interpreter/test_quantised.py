@@ -303,7 +303,9 @@ def test_int4_experts(num_tokens: int, up_rows: int, group: int) -> None:
     up = make_int4(3, up_rows, 256, group=group)
     down = make_int4(3, 256, 128, group=group, seed=2)
     given = (*route(num_tokens, 3, 0.01), up, down)
-    check_experts(run_experts.mix(as_activations(given[0]), *given[1:]), *given)
+    for limit in (0.0, 0.02):
+        mixed = run_experts.mix(as_activations(given[0]), *given[1:], limit=limit)
+        check_experts(mixed, *given, limit=limit)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 24, 180])

@@ -1,8 +1,8 @@
-"""Norms and activations fused with what stands around them: `add_norm`, `silu_mul` and
-`relu_squared`.
+"""Norms and activations fused with what stands around them: `add_norm`, `silu_mul`, `relu_squared`
+and `gate_heads`.
 
 This is the door to the op: callers import it from here, whatever computes it. `reference` is the
-definition; on a GPU `triton` computes it.
+definition; on a GPU `triton` computes norms, and `activations` the others.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from milepost.kernels.norm import reference
 from milepost.kernels.platform.device import runs_triton
 from milepost.kernels.platform.doors import fused
 
-__all__ = ["add_norm", "add_norm_and_multiply", "relu_squared", "silu_mul"]
+__all__ = ["add_norm", "add_norm_and_multiply", "gate_heads", "relu_squared", "silu_mul"]
 
-silu_mul = fused("norm.triton")(reference.silu_mul)
-relu_squared = fused("norm.triton")(reference.relu_squared)
+silu_mul = fused("norm.activations")(reference.silu_mul)
+relu_squared = fused("norm.activations")(reference.relu_squared)
+gate_heads = fused("norm.activations")(reference.gate_heads)
 
 
 def add_norm(

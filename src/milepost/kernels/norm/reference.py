@@ -1,6 +1,6 @@
 """Norms and activations in plain torch: the definition, on any device.
 
-Legend: T tokens, H hidden size, P parts, I size of a feed-forward layer.
+Legend: T tokens, H hidden size or heads, P parts, I size of a feed-forward layer, V value_dim.
 """
 
 from __future__ import annotations
@@ -28,15 +28,23 @@ def add_norm(
     return hidden, cast(normed, hidden.dtype)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """SiLU of the first half of the columns times the second: [T, 2 * I] to [T, I]."""
+def silu_mul(gate_up: Tensor, limit: float = 0.0) -> Tensor:
+    """SiLU of the first half of the columns times the second: [T, 2 * I] to [T, I]. With a `limit`
+    the SiLU is at most that, and the second half within it on both sides of zero."""
     gate, up = gate_up.chunk(2, -1)
+    if limit:
+        return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
     return F.silu(gate).mul_(up)
 
 
 def relu_squared(hidden: Tensor) -> Tensor:
     """The square of the ReLU, [T, I] in and out."""
     return F.relu(hidden).square_()
+
+
+def gate_heads(hidden: Tensor, gate: Tensor) -> Tensor:
+    """Multiply heads [T, H, V] by the sigmoid of `gate` [T, H], in place."""
+    return hidden.mul_(gate.sigmoid()[..., None])
 
 
 def _add_up(parts: Tensor) -> Tensor:

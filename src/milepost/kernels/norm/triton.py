@@ -24,7 +24,6 @@ from milepost.kernels.platform.numerics import encode, norm_row, scale_of
 from milepost.kernels.platform.tensors import BLOCK, check_contiguous, check_rows
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
-_COLUMNS = 1024
 _WEIGHTS = 8192
 """Weights that a program of `add_norm_and_multiply` reads."""
 _MANY = 512
@@ -232,51 +231,3 @@ def _norm_gemv_kernel(
         tl.store(normed + o_h, b_o, mask=is_h)
     b_y = tl.sum(b_w.to(tl.float32) * b_o.to(tl.float32)[None, :], 1)
     tl.store(output + o_n, b_y.to(output.dtype.element_ty), mask=o_n < OUTPUTS)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """As `reference.silu_mul`; rows of `gate_up` may lie apart. Computed in float32."""
-    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    output = gate_up.new_empty(num_tokens, size)
-    return _activate(gate_up, output, is_gated=True)
-
-
-def relu_squared(hidden: Tensor) -> Tensor:
-    """As `reference.relu_squared`; rows of `hidden` may lie apart. Computed in float32."""
-    return _activate(hidden, hidden.new_empty(hidden.shape), is_gated=False)
-
-
-def _activate(inputs: Tensor, output: Tensor, *, is_gated: bool) -> Tensor:
-    num_tokens, size = output.shape
-    _activate_kernel[(num_tokens, cdiv(size, _COLUMNS))](
-        inputs,
-        output,
-        inputs.stride(0),
-        SIZE=size,
-        COLUMNS=_COLUMNS,
-        GATED=is_gated,
-        num_warps=4,
-        **OVERLAPPED,
-    )
-    return output
-
-
-@quick
-@triton.jit
-def _activate_kernel(
-    inputs, output, stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr
-):
-    launch_dependents()
-    wait_for_inputs()
-    i_t = tl.program_id(0).to(tl.int64)
-    o_i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    is_i = o_i < SIZE
-    p_x = inputs + i_t * stride + o_i
-    b_x = tl.load(p_x, mask=is_i, other=0.0).to(tl.float32)
-    if GATED:
-        b_up = tl.load(p_x + SIZE, mask=is_i, other=0.0).to(tl.float32)
-        b_x = b_x * tl.sigmoid(b_x) * b_up
-    else:
-        b_x = tl.maximum(b_x, 0.0)
-        b_x *= b_x
-    tl.store(output + i_t * SIZE + o_i, b_x.to(output.dtype.element_ty), mask=is_i)

@@ -159,11 +159,14 @@ def multiply_both(
     )
 
 
-def multiply_heads(hidden: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:
-    """Multiplies `hidden` [T, H, I] by `weight` [H, I, O], head by head: [T, H, O] with tokens as
-    the outer dimension in memory."""
+def multiply_heads(
+    hidden: Tensor, weight: Tensor, gate: Tensor | None = None, *, batch_invariant: bool = False
+) -> Tensor:
+    """Multiplies `hidden` [T, H, I] by `weight` [H, I, O], head by head, and by the sigmoid of
+    `gate` [T, H] if there is one: [T, H, O] with tokens as the outer dimension in memory."""
     if batch_invariant:
-        return in_blocks(lambda rows: _define_heads(rows, weight), hidden, size=_HEAD_ROWS)
+        made = in_blocks(lambda rows: _define_heads(rows, weight), hidden, size=_HEAD_ROWS)
+        return made if gate is None else norm.gate_heads(made.contiguous(), gate)
     num_tokens, _, num_inputs = hidden.shape
     if runs_triton(hidden):
         matrix = Matrix(form=Raw, num_outputs=weight.shape[2], num_inputs=num_inputs)
@@ -174,9 +177,10 @@ def multiply_heads(hidden: Tensor, weight: Tensor, *, batch_invariant: bool = Fa
             is_contiguous=hidden.stride(2) == 1 and hidden.element_size() == 2,
         )
         if (choice := PRODUCTS.choose(product, probe(hidden.device))) is not None:
-            output: Tensor = choice.kernel.run(hidden, weight)
+            output: Tensor = choice.kernel.run(hidden, weight, gate)
             return output
-    return _define_heads(hidden, weight)
+    made = _define_heads(hidden, weight)
+    return made if gate is None else norm.gate_heads(made, gate)
 
 
 def _define_heads(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -215,21 +219,30 @@ def rounds_gated(gate_up: Tensor) -> bool:
     return is_read and runs_triton(gate_up) and probe(gate_up.device).rounds_to_fp8
 
 
-def mix(rows: Inputs, routing_weights: Tensor, experts: Tensor, up: Form, down: Form) -> Tensor:
+def mix(
+    rows: Inputs,
+    routing_weights: Tensor,
+    experts: Tensor,
+    up: Form,
+    down: Form,
+    *,
+    limit: float = 0.0,
+) -> Tensor:
     """Multiplies `rows` [T, I] by each token's `experts` [T, N], weighted by `routing_weights`
-    [T, N], and returns partials [T, P, I]."""
+    [T, N], and returns partials [T, P, I]. What SwiGLU multiplies is within a `limit`, if that is
+    not 0: see `norm.silu_mul`."""
     given = as_activations(rows)
     if given.values is None or (given.values.dim() == 2 and runs_triton(given.values)):
         from milepost.kernels.products import run_experts
 
-        mixed = run_experts.mix(given, routing_weights, experts, up, down)
+        mixed = run_experts.mix(given, routing_weights, experts, up, down, limit=limit)
         if mixed is not None:
             return mixed
     hidden = values_of(given)
     if isinstance(up, Raw) and isinstance(down, Raw):
         given = hidden, routing_weights, experts, up.values, down.values
-        mixed = experts_reference.apply(*given, batch_invariant=up.batch_invariant)
+        mixed = experts_reference.apply(*given, limit=limit, batch_invariant=up.batch_invariant)
         return mixed.unsqueeze(1)
     assert not isinstance(up, RawForm), "experts have one form"
     assert not isinstance(down, RawForm), "experts have one form"
-    return experts_reference.mix_quantised(hidden, routing_weights, experts, up, down)
+    return experts_reference.mix_quantised(hidden, routing_weights, experts, up, down, limit=limit)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from milepost.kernels.norm.reference import relu_squared, silu_mul
 from milepost.kernels.platform.tensors import accumulation_dtype, cast, in_blocks, rows_apart
 from milepost.kernels.products.forms import quantised
 from milepost.kernels.products.forms.quantised import Quantised, nth
@@ -117,35 +118,36 @@ def apply(
     gate_up: Tensor,
     down: Tensor,
     *,
+    limit: float = 0.0,
     batch_invariant: bool = False,
 ) -> Tensor:
     """Mixes the outputs of each token's experts: `hidden` [T, H], `weights` and `experts` [T, N];
     returns [T, H]. A token's experts are added up in their own order."""
+    given = hidden, weights, experts, gate_up, down
     if batch_invariant:
-        return _apply_hit(hidden, weights, experts, gate_up, down, in_blocks)
+        return _apply_hit(*given, limit, in_blocks)
     is_small = hidden.shape[0] <= _DENSE_TOKENS and gate_up[0].numel() <= _DENSE_WEIGHTS
     if is_small and experts.numel() >= gate_up.shape[0]:
-        return _apply_all(hidden, weights, experts, gate_up, down)
-    return _apply_hit(hidden, weights, experts, gate_up, down)
+        return _apply_all(*given, limit)
+    return _apply_hit(*given, limit)
 
 
-def _activate(inputs: Tensor, size: int) -> Tensor:
+def _activate(inputs: Tensor, size: int, limit: float) -> Tensor:
     """Returns [..., `size`]: SiLU of the first half of the columns times the second half, or the
     square of the ReLU if there are no more columns than that."""
     if inputs.shape[-1] == size:
-        return F.relu(inputs).square_()
-    gate, up = inputs.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+        return relu_squared(inputs)
+    return silu_mul(inputs, limit)
 
 
 def _apply_all(
-    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, limit: float
 ) -> Tensor:
     """Runs every expert for every token; those that were not chosen weigh nothing."""
     num_experts = gate_up.shape[0]
     routing_weights = weights.new_zeros(hidden.shape[0], num_experts).scatter_(1, experts, weights)
     inputs = F.linear(hidden, gate_up.flatten(0, 1)).view(-1, num_experts, gate_up.shape[1])
-    active = _activate(inputs, down.shape[2]).mul_(routing_weights[:, :, None])
+    active = _activate(inputs, down.shape[2], limit).mul_(routing_weights[:, :, None])
     return torch.bmm(active.transpose(0, 1), down.transpose(1, 2)).sum(0)
 
 
@@ -159,6 +161,7 @@ def _apply_hit(
     experts: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    limit: float,
     run: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = _at_once,
 ) -> Tensor:
     """Runs the experts that were chosen, each with all its tokens, as `run` computes rows."""
@@ -176,7 +179,7 @@ def _apply_hit(
         end += count
 
         def compute(own: Tensor, expert: int = expert) -> Tensor:
-            active = _activate(F.linear(own, gate_up[expert]), down.shape[2])
+            active = _activate(F.linear(own, gate_up[expert]), down.shape[2], limit)
             return F.linear(active, down[expert])
 
         mixed = run(compute, gathered[rows]).mul_(routing_weights[rows])
@@ -185,7 +188,13 @@ def _apply_hit(
 
 
 def mix_quantised(
-    hidden: Tensor, shares: Tensor, experts: Tensor, up: Quantised, down: Quantised
+    hidden: Tensor,
+    shares: Tensor,
+    experts: Tensor,
+    up: Quantised,
+    down: Quantised,
+    *,
+    limit: float = 0.0,
 ) -> Tensor:
     """Adds up the outputs of each token's experts, weighted by `shares`: [T, 1, H].
 
@@ -199,9 +208,7 @@ def mix_quantised(
 
         def compute(own: Tensor, expert: int = expert) -> Tensor:
             inner = quantised.multiply(own, nth(up, expert))
-            is_gated = inner.shape[1] > width
-            active = F.silu(inner[:, :width]) * inner[:, width:] if is_gated else F.relu(inner) ** 2
-            return quantised.multiply(active, nth(down, expert))
+            return quantised.multiply(_activate(inner, width, limit), nth(down, expert))
 
         share = torch.where(experts[tokens] == expert, shares[tokens], 0).sum(1, keepdim=True)
         output[tokens] += (run(compute, hidden[tokens]) * share).to(dtype)

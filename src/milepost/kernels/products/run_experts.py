@@ -35,6 +35,8 @@ class RoutedRows:
     down: Form
     """[X, H, I]"""
     chip: Chip
+    limit: float = 0.0
+    """What SwiGLU multiplies is within it, if it is not 0."""
 
     @property
     def values(self) -> Tensor:
@@ -85,7 +87,13 @@ class RoutedRows:
 
 
 def mix(
-    rows: Inputs, routing_weights: Tensor, experts: Tensor, up: Form, down: Form
+    rows: Inputs,
+    routing_weights: Tensor,
+    experts: Tensor,
+    up: Form,
+    down: Form,
+    *,
+    limit: float = 0.0,
 ) -> Tensor | None:
     """Returns partials [T, P, H] in the rows' dtype, which add up to each token's mix of its
     experts; None if no kernel takes the shapes."""
@@ -102,6 +110,7 @@ def mix(
         up=up,
         down=down,
         chip=probe(rows.device),
+        limit=limit,
     )
     return run_chosen(routed)
 

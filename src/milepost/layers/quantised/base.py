@@ -111,8 +111,8 @@ class QuantisedExperts(nn.Module):
     def forms(self) -> tuple[Quantised, Quantised]:
         return self.up.form, self.down.form
 
-    def mix(self, rows: Inputs, shares: Tensor, experts: Tensor) -> Tensor:
-        return products.mix(rows, shares, experts, *self.forms)
+    def mix(self, rows: Inputs, shares: Tensor, experts: Tensor, limit: float = 0.0) -> Tensor:
+        return products.mix(rows, shares, experts, *self.forms, limit=limit)
 
     def placements(self) -> WeightSlots:
         return place_experts(self.sizes, self.names, self.kind, self.up, self.down)

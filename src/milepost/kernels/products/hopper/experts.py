@@ -74,13 +74,16 @@ class MixtureShape(NamedTuple):
     stages: int
     up_group: int = 0
     down_group: int = 0
+    limit: float = 0.0
+    """See `RoutedRows.limit`."""
 
     @staticmethod
     def of(routed: RoutedRows, wide: int, width: int, stages: int, *groups: int) -> MixtureShape:
         """A unit of the down projection has `width` outputs."""
         inputs, size = routed.up.num_inputs, routed.size
         cut = size // wide, inputs // width, wide, stages
-        return MixtureShape(inputs, size, routed.is_gated, *cut, *groups)
+        shape = MixtureShape(inputs, size, routed.is_gated, *cut, *groups)
+        return shape._replace(limit=routed.limit)
 
 
 class MixtureForm(NamedTuple):

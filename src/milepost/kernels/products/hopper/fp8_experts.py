@@ -1,9 +1,9 @@
 """Experts of FP8 weights and few tokens on Hopper, in Gluon: `experts` with FP8 filled in.
 
 Units of the up projection are blocks of 128 activations of an expert with the gates beside them,
-units of the down projection two blocks of 128 outputs of one. A step loads two blocks of weights.
-If WIDE is 2 they are next to each other along the inputs, of gates, then of ups, for memory is read
-in longer pieces then; if it is 1, with an odd number of blocks, there is one of either.
+units of the down projection two blocks of 128 outputs of one. A step loads two blocks of weights:
+if WIDE is 2, neighbours along the inputs, of gates, then of ups, since memory is read in longer
+pieces; if it is 1, for an odd number of blocks, one of either.
 
 Legend: T tokens, N experts of a token, P = T * N routed tokens, M rows of a block, H hidden size.
 """
@@ -38,6 +38,7 @@ from milepost.kernels.products.hopper.experts import (
     store_routed,
     wait_for,
 )
+from milepost.kernels.products.portable.activation import multiply_within
 from milepost.kernels.products.portable.gathering import gather
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_lines
@@ -51,9 +52,8 @@ _BLOCK, _M = gl.constexpr(BLOCK), gl.constexpr(BLOCK_M)
 
 
 class ScaledStages(NamedTuple):
-    """Inputs [WIDE * STAGES, BLOCK_M, BLOCK], weights [2 * STAGES, BLOCK, BLOCK] and rows' scales
-    [WIDE * STAGES, 1, BLOCK_M] in shared memory. Barriers are those of loaded stages, which await
-    weights and rows apart, then those of used ones."""
+    """Inputs [WIDE * STAGES, BLOCK_M, BLOCK], weights [2 * STAGES, BLOCK, BLOCK], scales of rows
+    [WIDE * STAGES, 1, BLOCK_M]. Barriers: loaded stages, weights and rows apart, then used ones."""
 
     inputs: Any
     weights: Any
@@ -185,7 +185,7 @@ def _consume_up(stages, lists, scales, active, capacity, DTYPE: gl.constexpr, SH
         else:
             gate, up = _add_up_at_once(stages, number, p_gate, p_up, STEPS, SHAPE)
         number += STEPS
-        values = gate * (1 / (1 + gl.exp(-gate))) * up
+        values = multiply_within(gate * (1 / (1 + gl.exp(-gate))), up, SHAPE.limit)
         # Between the projections activations have 16 bits, whatever computes them.
         values, scale = round_block(values.to(DTYPE).to(gl.float32), 0)
         gl.store(active.scales + tile * capacity + row, scale)

@@ -31,6 +31,7 @@ from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.hopper import grouped
 from milepost.kernels.products.hopper.grouped import GroupedForm, find_block, open_bars
+from milepost.kernels.products.portable.activation import multiply_within
 from milepost.kernels.products.portable.expert_parts import RowBase
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_rows
@@ -261,7 +262,7 @@ def _skip(number, bars, STEPS: gl.constexpr, STAGES: gl.constexpr):
 def _round_active(gate, up, SHAPE: gl.constexpr):
     """Returns rounded activations and their rows' scales."""
     if SHAPE.is_gated:
-        values = gate / (1 + gl.exp(-gate)) * up
+        values = multiply_within(gate / (1 + gl.exp(-gate)), up, SHAPE.limit)
     else:
         values = gl.maximum(gate, 0.0)
         values *= values

@@ -81,7 +81,7 @@ def run_experts(routed: RoutedRows) -> Tensor:
     assert type(down) is type(up), "experts have one form"
     active, output = routed.values.new_empty(routed.num_routed, size), routed.new_output(1)
     how = {"is_gated": is_gated, "is_active": True, "held": _HELD // (1 + is_gated)}
-    shape = RowShape.of(up, size, top_k=num_chosen, **how)
+    shape = RowShape.of(up, size, top_k=num_chosen, limit=routed.limit, **how)
     # The next kernel may read the experts, and anything made with them, at once.
     _row_kernel[(cdiv(size, TILE), routed.num_routed)](
         routed.values,
@@ -162,7 +162,7 @@ def _row_kernel(hidden, experts, weight, bias, output, stride, SHAPE: gl.constex
     total = multiply_blocks(held, starts, kept, sums, scale, zero, SHAPE)
     gates, ups = _parted(total, SHAPE.is_gated)
     if SHAPE.is_active:
-        ups = activate(ups, gates, SHAPE.is_gated)
+        ups = activate(ups, gates, SHAPE.is_gated, SHAPE.limit)
     b_o = to_outputs(ups)
     o_n = first + outputs_of(EACH)
     if bias is not None:

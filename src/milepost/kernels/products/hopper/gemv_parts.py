@@ -69,6 +69,8 @@ class RowShape(NamedTuple):
     top_k: int = 1
     is_gated: bool = False
     is_active: bool = False
+    limit: float = 0.0
+    """See `RoutedRows.limit`."""
 
     @staticmethod
     def of(weight: Fp8 | Int4, outputs: int, num_rows: int = 1, **how: Any) -> RowShape:

@@ -1,9 +1,8 @@
 """Experts' GEMMs for many rows on Hopper, in Gluon: the frame; FP8 and four bits fill it in.
 
-Some warps bring steps to shared memory, two groups of four warps multiply them. The up projection's
-rows lie where the tokens are, so four warps gather them; the down projection's are brought by TMA,
-as all weights are, and one warp asks for that. A form says how rows are gathered and what a group
-of warps makes of a tile. A tile has one or two parts: gates and ups, or two blocks of outputs.
+Some warps bring steps to shared memory, two groups of four multiply them. Four warps gather the up
+projection's rows where the tokens are; TMA brings the down projection's, and all weights. A form
+says how rows are gathered, and what is made of a tile: gates and ups, or two blocks of outputs.
 
 Legend: T tokens, N experts of a token, H hidden size, D scales of a row.
 """
@@ -75,9 +74,8 @@ class GroupedForm(NamedTuple):
 class ProjectionShape(NamedTuple):
     """A projection and its tiles; a constant on the device. An expert's weights have `height` rows;
     a tile's second part is `apart` rows from its first, and the next tile `wide`. The output has
-    `outputs` columns, a block of rows `tiles`. Four bits share scales in a `group` of inputs. FP8's
-    rows were `is_bfloat` before they were rounded, and if `is_padded` have room for all of a
-    block."""
+    `outputs` columns, a block of rows `tiles`. Four bits share scales in a `group` of inputs. FP8
+    rows were `is_bfloat` before rounding, and have room for a whole block if `is_padded`."""
 
     top_k: int
     parts: int
@@ -94,6 +92,7 @@ class ProjectionShape(NamedTuple):
     is_gated: bool
     is_padded: bool
     is_bfloat: bool
+    limit: float
 
     @staticmethod
     def of(weight: Any, outputs: int, parts: int, **how: Any) -> ProjectionShape:
@@ -120,12 +119,13 @@ def run(
     active: RowBase,
     parts: tuple[int, int],
     form: GroupedForm,
-    **how: int,
+    **how: float,
 ) -> Tensor:
     """Returns partials [T, N, H] of `rows`; `active` takes the up projection. `parts` are those of
     both projections' tiles."""
     output = routed.new_output(routed.experts.shape[1])
     how |= {"is_bfloat": output.dtype == torch.bfloat16, "is_padded": active.scales is not None}
+    how["limit"] = routed.limit
     top_k, size, num_outputs = routed.experts.shape[1], routed.size, output.shape[-1]
     up = ProjectionShape.of(routed.up, size, parts[0], top_k=top_k, is_up=True, **how)
     down = ProjectionShape.of(routed.down, num_outputs, parts[1], top_k=1, is_up=False, **how)

@@ -197,7 +197,7 @@ def _consume_up(stages, lists, scales, active, SHAPE: gl.constexpr):
         gate, up, held = multiply(stages, held, own, place, next_place, number, UP, SHAPE)
         number += UP.steps
         if SHAPE.is_gated:
-            _store_active(active, activate(up, gate, True), unit, 0, SHAPE)
+            _store_active(active, activate(up, gate, True, SHAPE.limit), unit, 0, SHAPE)
         else:
             _store_active(active, activate(gate, gate, False), unit, 0, SHAPE)
             _store_active(active, activate(up, up, False), unit, _HALF, SHAPE)

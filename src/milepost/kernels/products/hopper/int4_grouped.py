@@ -177,7 +177,7 @@ def _make_tile(
         _store_outputs(p_first, first, routing_weight, is_row)
         _store_outputs(p_first + _BLOCK, second, routing_weight, is_row)
     elif SHAPE.is_gated:
-        _store_active(output.base, tile, activate(second, first, True), 0, SHAPE)
+        _store_active(output.base, tile, activate(second, first, True, SHAPE.limit), 0, SHAPE)
     else:
         _store_active(output.base, tile, activate(first, first, False), 0, SHAPE)
         _store_active(output.base, tile, activate(second, second, False), _BLOCK, SHAPE)

@@ -62,7 +62,7 @@ def project(
     or `output` [P, H] with the routing weights times `rows` [P, I] through `down`."""
     weight, is_gated = routed.up if is_up else routed.down, is_up and routed.is_gated
     top_k = routed.experts.shape[1] if is_up else 1
-    tile = {"block_n": tiles.block_n, "block_k": tiles.block_k}
+    tile = {"block_n": tiles.block_n, "block_k": tiles.block_k, "limit": routed.limit * is_up}
     _gemv_kernel[(cdiv(output.shape[-1], tiles.block_n), routed.num_routed)](
         rows,
         routed.experts,
@@ -110,7 +110,7 @@ def _gemv_kernel(
             routing_weight = tl.load(routing_weights + row).to(tl.float32)
         b_up, b_gate = MULTIPLY(p_x, weight, expert, column, SHAPE, False)
         if routing_weights is None:
-            b_o = activate(b_up, b_gate, SHAPE.is_gated)
+            b_o = activate(b_up, b_gate, SHAPE.is_gated, SHAPE.limit)
         else:
             b_o = b_up * routing_weight
     if bias is not None:

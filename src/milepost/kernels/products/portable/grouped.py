@@ -65,6 +65,7 @@ def project(
         weight,
         chip,
         is_gated=is_up and routed.is_gated,
+        limit=routed.limit * is_up,
         block_m=tiles.block_m,
         block_n=tiles.block_n,
         block_k=tiles.block_k,
@@ -134,7 +135,7 @@ def _project_kernel(
         o_target, b_weight = _load_target(groups.order, routing_weights, row)
     if stride is not None:
         o_target = row.to(tl.int64)
-        b_o = activate(b_up, b_gate, SHAPE.is_gated)
+        b_o = activate(b_up, b_gate, SHAPE.is_gated, SHAPE.limit)
     else:
         b_o = b_up * (b_weight[None, :] if SHAPE.is_swapped else b_weight[:, None])
     b_o = b_o.to(output.dtype.element_ty)

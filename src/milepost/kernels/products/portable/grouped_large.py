@@ -69,7 +69,8 @@ def project_up(rows: RoundedRows, routed: RoutedRows, active: RoundedRows, group
         box = [1, 1 + is_gated, block_n, _RAW_DEPTH]
     else:
         weights, block_n, box = readable(up.values, chip).view(-1, num_inputs), BLOCK, [BLOCK] * 2
-    shape = ProductShape.of(up, chip, is_gated=is_gated, block_n=block_n, block_k=box[-1])
+    cut = {"block_n": block_n, "block_k": box[-1]}
+    shape = ProductShape.of(up, chip, is_gated=is_gated, limit=routed.limit, **cut)
     _up_kernel[(capacity * cdiv(size, block_n),)](
         RowBase(readable(values, chip), scales),
         TensorDescriptor.from_tensor(weights, box),
@@ -148,14 +149,14 @@ def _make(
     if scales is None:
         p_x = rows.base + token.to(tl.int64)[:, None] * stride
         b_up, b_gate = _multiply_raw(p_x, up, expert, tile, SHAPE)
-        b_o = activate(b_up, b_gate, SHAPE.is_gated).to(active.base.dtype.element_ty)
+        b_o = activate(b_up, b_gate, SHAPE.is_gated, SHAPE.limit).to(active.base.dtype.element_ty)
         tl.store(target, b_o, mask=is_row[:, None] & (o_n < SHAPE.outputs)[None, :])
     else:
         p_x = rows.base + token[:, None] * stride
         p_scale = rows.scales + token
         b_up, b_gate = _multiply_fp8(p_x, p_scale, scales_stride, up, scales, expert, tile, SHAPE)
         # Between the projections activations have 16 bits, whatever computes them.
-        b_o = activate(b_up, b_gate, SHAPE.is_gated)
+        b_o = activate(b_up, b_gate, SHAPE.is_gated, SHAPE.limit)
         b_o = b_o.to(tl.bfloat16 if BFLOAT else tl.float16).to(tl.float32)
         scale = scale_of(b_o, 1)
         tl.store(target, encode(b_o / scale[:, None], SHAPE.is_native), mask=is_row[:, None])

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import sigmoid
 from milepost.kernels.platform.tensors import check_rows
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 from milepost.kernels.products.gemv_tiles import NARROW
@@ -54,9 +55,10 @@ def _multiply_row(hidden, weight, output, SHAPE: tl.constexpr):
     tl.store(output + o_n, b_o.to(output.dtype.element_ty), mask=o_n < SHAPE.outputs)
 
 
-def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Multiplies `hidden` [1, H, I] by `weight` [H, I, O], head by head: [1, H, O]. Heads of
-    `hidden` may lie apart; `weight` may be transposed in memory."""
+def multiply_heads(hidden: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Multiplies `hidden` [1, H, I] by `weight` [H, I, O], head by head, and by the sigmoid of
+    `gate` [1, H] if there is one: [1, H, O]. Heads of `hidden` may lie apart; `weight` may be
+    transposed in memory."""
     _, num_heads, num_inputs = hidden.shape
     num_outputs = weight.shape[2]
     block_n = max(1, 16384 // next_power_of_2(num_inputs))
@@ -64,6 +66,7 @@ def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor:
     _heads_kernel[(cdiv(num_outputs, block_n), num_heads)](
         hidden,
         weight,
+        gate,
         output,
         hidden.stride(1),
         *weight.stride(),
@@ -82,6 +85,7 @@ def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor:
 def _heads_kernel(
     hidden,
     weight,
+    gate,
     output,
     hidden_stride,
     head_stride,
@@ -102,4 +106,6 @@ def _heads_kernel(
     wait_for_inputs()
     b_x = tl.load(hidden + head * hidden_stride + o_k, is_input, 0.0)
     b_o = tl.sum(b_w.to(tl.float32) * b_x.to(tl.float32)[:, None], 0)
+    if gate is not None:
+        b_o *= sigmoid(tl.load(gate + head))
     tl.store(output + head * OUTPUTS + o_n, b_o.to(output.dtype.element_ty), is_output)

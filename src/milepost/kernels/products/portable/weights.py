@@ -56,6 +56,8 @@ class ProductShape(NamedTuple):
     top_k: int = 1
     """Routed tokens that share a row of inputs."""
     is_gated: bool = False
+    limit: float = 0.0
+    """See `RoutedRows.limit`."""
     is_swapped: bool = False
     """Whether the weight is the left operand, and sums are [N, M]."""
     group: int = 0
