@@ -43,6 +43,10 @@ class KDAShapes:
     head_dim: int
     conv_width: int
     norm_eps: float
+    least_decay: float = 0.0
+    """The number that log decays stay above; 0 if there is none."""
+    is_full_rank: bool = False
+    """Whether decay inputs and output gates each have one projection, not two of low rank."""
 
     @property
     def size(self) -> int:
@@ -56,7 +60,7 @@ class KDA(nn.Module):
 
     One projection computes, heads side by side: queries, keys, values (which pass through the
     convolution), betas; then two low-rank parts, each one head wide. Two more projections turn
-    these into decay inputs and output gates.
+    these into decay inputs and output gates. At full rank the first projection begins with these.
     """
 
     rotary = None
@@ -68,25 +72,21 @@ class KDA(nn.Module):
         self.cut = self.head_cut.times(shapes.head_dim)
         shapes = self.shapes = replace(shapes, num_heads=self.head_cut.size)
         size, rank = shapes.size, shapes.head_dim
-        self.forget = "forget_gate." if kind.has("forget_gate.A_log") else ""
-        sections = (
-            ("q_proj", size),
-            ("k_proj", size),
-            ("v_proj", size),
-            ("b_proj", shapes.num_heads),
-            (f"{self.forget}f_a_proj", rank),
-            ("g_a_proj", rank),
-            (None, -(shapes.num_heads + 2 * rank) % 8),
-        )
-        own = dict.fromkeys(
-            ("q_proj", "k_proj", "v_proj", f"{self.forget}f_b_proj", "g_b_proj"), self.cut
-        )
-        cuts = {**own, "b_proj": self.head_cut}
-        self.projection = Linear(
-            shapes.hidden_size, [each for each in sections if each[1]], kind, cuts=cuts
-        )
-        self.decay = Linear(rank, ((f"{self.forget}f_b_proj", size),), kind, cuts=cuts)
-        self.gate = Linear(rank, (("g_b_proj", size),), kind, cuts=cuts)
+        self.forget = forget = "forget_gate." if kind.has("forget_gate.A_log") else ""
+        wide = (f"{forget}f_proj", "g_proj") if shapes.is_full_rank else ()
+        narrow = () if wide else (f"{forget}f_a_proj", "g_a_proj")
+        own = dict.fromkeys(("q_proj", "k_proj", "v_proj"), size)
+        cuts = dict.fromkeys((*own, *wide, f"{forget}f_b_proj", "g_b_proj"), self.cut)
+        cuts["b_proj"] = self.head_cut
+        sections = [*((name, size) for name in wide), *own.items(), ("b_proj", shapes.num_heads)]
+        sections += [(name, rank) for name in narrow]
+        rest = -sum(count for _, count in sections) % 8
+        padding = [(None, rest)] if rest else []
+        self.projection = Linear(shapes.hidden_size, [*sections, *padding], kind, cuts=cuts)
+        self.decay = self.gate = None
+        if narrow:
+            self.decay = Linear(rank, ((f"{forget}f_b_proj", size),), kind, cuts=cuts)
+            self.gate = Linear(rank, (("g_b_proj", size),), kind, cuts=cuts)
         self.conv_weight = kind.empty(3 * size, shapes.conv_width)
         self.decay_rate = kind.empty_precise(shapes.num_heads)
         self.decay_bias = kind.empty_precise(size)
@@ -125,27 +125,32 @@ class KDA(nn.Module):
             decay_bias=self.decay_bias,
             norm=self.norm_weight,
             norm_eps=shapes.norm_eps,
-        )
-        projected = self.projection(rows)
-        first, rank = 3 * shapes.size + shapes.num_heads, shapes.head_dim
-        decays, gates = products.multiply_both(
-            (projected[:, first : first + rank], projected[:, first + rank : first + 2 * rank]),
-            (self.decay.form, self.gate.form),
-            launch_dependents=ctx.decodes,
+            least_decay=shapes.least_decay,
         )
         mixed = recurrent.mix(
-            KDAProjected(projected[:, :first], decays, gates),
+            self._project(rows, ctx),
             weights,
             ctx.layer_states(number),
             ctx.step.layouts[self.operation],
         )
         return self.out(mixed, epilogue=Epilogue.PARTIALS)
 
+    def _project(self, rows: Inputs, ctx: Context) -> KDAProjected:
+        shapes, projected = self.shapes, self.projection(rows)
+        size, rank, count = shapes.size, shapes.head_dim, 3 * shapes.size + shapes.num_heads
+        if self.decay is None or self.gate is None:
+            decays, gates, own = projected[:, : 2 * size + count].split((size, size, count), -1)
+            return KDAProjected(own, decays, gates)
+        own, first, second = projected[:, : count + 2 * rank].split((count, rank, rank), -1)
+        forms = self.decay.form, self.gate.form
+        both = products.multiply_both((first, second), forms, launch_dependents=ctx.decodes)
+        return KDAProjected(own, *both)
+
     def placements(self) -> WeightSlots:
+        by_head = (-1,) if self.shapes.is_full_rank else (1, 1, -1, 1)
+        rates = place_rates(self.decay_rate.view(by_head))
         tensors = {
-            f"{self.forget}A_log": cut_all(
-                place_rates(self.decay_rate.view(1, 1, -1, 1)), self.head_cut, 2
-            ),
+            f"{self.forget}A_log": cut_all(rates, self.head_cut, len(by_head) // 2),
             f"{self.forget}dt_bias": cut_all(place_whole(self.decay_bias), self.cut),
             "o_norm.weight": place_whole(self.norm_weight),
             **self._convolutions(),

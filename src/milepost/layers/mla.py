@@ -1,4 +1,4 @@
-"""Multi-head latent attention without positions (DeepSeek-V2, arXiv 2405.04434; Kimi Linear, arXiv
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434; without positions Kimi Linear, arXiv
 2510.26692): pages hold one latent per token, and every head derives its keys and values from it.
 
 Legend: T tokens, C hidden size, H heads, N entries of a key derived from the latent, P entries
@@ -13,14 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import attention
-from milepost.kernels.attention import LatentOperation, PagedKV
+from milepost.kernels.attention import (
+    AttentionLayout,
+    LatentOperation,
+    PagedKV,
+    TurnedEntries,
+)
 from milepost.kernels.layout.emit import Emit, Inputs, values_of
 from milepost.kernels.products import Epilogue, multiply_heads
 from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
+from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.expanded import place_expanded
+from milepost.layers.rotary import Rotary
 from milepost.layers.weight_slots import WeightSlots, fill_matrix, place_whole
 
 _NORM_EPS = 1e-6
@@ -39,6 +46,10 @@ class MLAShapes:
     shared_dim: int
     """Entries of a key that all heads share."""
     value_dim: int
+    query_rank: int = 0
+    """Size of the latent that queries are derived from; 0 if they are not."""
+    has_gate: bool = False
+    """Whether each head has an output gate: one number, the sigmoid of a projection."""
 
     @property
     def key_dim(self) -> int:
@@ -50,35 +61,53 @@ class MLA(nn.Module):
     the step's tokens to their pages first.
 
     The matrices that would expand latents to keys and values are applied to queries and outputs
-    instead. Each rank has a share of the heads and all of the latents.
+    instead. Each rank has a share of the heads and all of the latents. A rotary embedding turns the
+    shared entries, in pairs of neighbours.
     """
 
-    rotary = None
-
-    def __init__(self, shapes: MLAShapes, kind: ModuleScope) -> None:
+    def __init__(
+        self,
+        shapes: MLAShapes,
+        kind: ModuleScope,
+        *,
+        rotary: Rotary | None = None,
+        out: str = "o_proj",
+        first_row: int = 0,
+    ) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.rotary = kind, rotary
         self.cut = kind.ranks.share(shapes.num_heads, f"{kind.path} num_attention_heads")
         shapes = self.shapes = replace(shapes, num_heads=self.cut.size)
-        heads, latent = shapes.num_heads, shapes.latent_dim
-        sections = (
-            ("q_proj", heads * shapes.key_dim),
-            ("kv_a_proj_with_mqa", latent + shapes.shared_dim),
+        heads, latent, rank = shapes.num_heads, shapes.latent_dim, shapes.query_rank
+        self.sizes = rank or heads * shapes.key_dim, latent + shapes.shared_dim
+        names = "q_a_proj" if rank else "q_proj", "kv_a_proj_with_mqa"
+        sections: list[tuple[str | None, int]] = [*zip(names, self.sizes, strict=True)]
+        if shapes.has_gate:
+            sections += [("g_proj", heads), (None, -heads % 8)]
+        query_cut = self.cut.times(shapes.key_dim)
+        cuts = {"q_proj": query_cut, "g_proj": self.cut}
+        self.projection = Linear(
+            shapes.hidden_size, [each for each in sections if each[1]], kind, cuts=cuts
         )
-        cuts = {"q_proj": self.cut.times(shapes.key_dim)}
-        self.projection = Linear(shapes.hidden_size, sections, kind, cuts=cuts)
+        self.query_norm = self.query = None
+        if rank:
+            self.query_norm = RMSNorm(rank, _NORM_EPS, kind.under("q_a_layernorm"))
+            own = (("q_b_proj", heads * shapes.key_dim),)
+            self.query = Linear(rank, own, kind, cuts={"q_b_proj": query_cut})
         self.norm_weight = kind.empty_precise(latent)
         self.up_key = kind.empty(heads, shapes.own_dim, latent)
         self.up_value = kind.empty(heads, shapes.value_dim, latent)
-        out = (("o_proj", shapes.hidden_size),)
         inputs = self.cut.times(shapes.value_dim)
-        self.out = Linear(heads * shapes.value_dim, out, kind, inputs=inputs)
+        self.out = Linear(
+            heads * shapes.value_dim, ((out, shapes.hidden_size),), kind, inputs=inputs
+        )
         self.kv_scales = KVScales(1, kind)
         self.operation = LatentOperation(
             num_heads=heads,
             latent_dim=latent,
             shared_dim=shapes.shared_dim,
             value_bytes=kind.dtype.itemsize,
+            first_row=first_row,
             batch_invariant=kind.batch_invariant,
         )
 
@@ -95,19 +124,40 @@ class MLA(nn.Module):
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Returns the output, or split-K partials [T, S, C] of it."""
         shapes, layout = self.shapes, ctx.step.layouts[self.operation]
-        projected = self.projection(rows, launch_dependents=ctx.decodes)
-        latents = projected[:, shapes.num_heads * shapes.key_dim :]
-        # A latent serves as key and value, and uses the keys' scale.
-        kv = PagedKV(ctx.kv[number], ctx.tables, self.kv_scales.values[0])
-        attention.store_latents(latents, self.norm_weight, _NORM_EPS, kv, ctx.step.kv_rows, layout)
-        queries = projected[:, : -latents.shape[1]].unflatten(-1, (shapes.num_heads, -1))
-        own, shared = queries.split((shapes.own_dim, shapes.shared_dim), -1)
+        own, shared, kv, gate = self._prepare(rows, ctx, number, layout)
         how = {"batch_invariant": self.kind.batch_invariant}
         query = multiply_heads(own, self.up_key, **how)
         scale = shapes.key_dim**-0.5
         attended = values_of(attention.attend(query, None, kv, layout, scale, shared_query=shared))
-        output = multiply_heads(attended.view(query.shape), self.up_value.mT, **how)
+        output = multiply_heads(attended.view(query.shape), self.up_value.mT, gate, **how)
         return self.out(output.flatten(1), epilogue=Epilogue.PARTIALS)
+
+    def store(self, rows: Inputs, ctx: Context, number: int) -> None:
+        """Writes the latents of the step's tokens and computes nothing else; tokens are laid out as
+        for the model's layers."""
+        self._prepare(rows, ctx, number, ctx.step.layouts[replace(self.operation, first_row=0)])
+
+    def _prepare(
+        self, rows: Inputs, ctx: Context, number: int, layout: AttentionLayout
+    ) -> tuple[Tensor, Tensor, PagedKV, Tensor | None]:
+        """Writes latents; returns queries' own entries [T, H, N] and shared ones [T, H, P], the
+        pages, and gates [T, H] before their sigmoid."""
+        shapes, begin = self.shapes, sum(self.sizes)
+        projected = self.projection(rows, launch_dependents=ctx.decodes)
+        queries, latents = projected[:, :begin].split(self.sizes, -1)
+        if self.query_norm is not None and self.query is not None:
+            queries = self.query(self.query_norm.add(queries, None)[1])
+        by_head = queries.unflatten(-1, (shapes.num_heads, -1))
+        own, shared = by_head.split((shapes.own_dim, shapes.shared_dim), -1)
+        turned = None
+        if self.rotary is not None:
+            turned = TurnedEntries(*ctx.angles[self.rotary], shared)
+        # A latent serves as key and value, and uses the keys' scale.
+        kv = PagedKV(ctx.kv[number], ctx.tables, self.kv_scales.values[0])
+        how = self.norm_weight, _NORM_EPS, kv, ctx.step.kv_rows, layout, turned
+        attention.store_latents(latents, *how)
+        gate = projected[:, begin : begin + shapes.num_heads] if shapes.has_gate else None
+        return own, shared, kv, gate
 
     def placements(self) -> WeightSlots:
         """Places tensors. The checkpoint's `kv_b_proj` holds, head by head, the rows of its key and

@@ -18,6 +18,8 @@ Legend: T tokens, V vocabulary, C hidden size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +29,7 @@ from milepost.layers.attention import Attention
 from milepost.layers.context import Context, PictureRows
 from milepost.layers.embedding import embed, put
 from milepost.layers.linear import Linear
+from milepost.layers.mla import MLA
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Layer
@@ -35,27 +38,43 @@ FIRST_ROW = 1
 """The first row that is read."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNames:
+    """Names of a head's own tensors, if they differ from family to family."""
+
+    norm_embedding: str = "pre_fc_norm_embedding"
+    norm_hidden: str = "pre_fc_norm_hidden"
+    fc: str = "fc"
+    norm: str = "norm"
+
+
 class MTPHead(nn.Module):
     """An MTP head with its tensors under `kind.path`; embedding and logits are the model's."""
 
     rotary = None
 
     def __init__(
-        self, hidden_size: int, layer: Layer, kind: ModuleScope, *, eps: float, offset: float
+        self,
+        hidden_size: int,
+        layer: Layer,
+        kind: ModuleScope,
+        *,
+        eps: float,
+        offset: float = 0.0,
+        names: HeadNames = HeadNames(),
     ) -> None:
         super().__init__()
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(hidden_size, eps, kind.under(name), offset=offset)
 
-        self.norm_embedding = norm("pre_fc_norm_embedding")
-        self.norm_hidden = norm("pre_fc_norm_hidden")
-        self.fc = Linear(2 * hidden_size, (("fc", hidden_size),), kind)
+        self.norm_embedding, self.norm_hidden = norm(names.norm_embedding), norm(names.norm_hidden)
+        self.fc = Linear(2 * hidden_size, ((names.fc, hidden_size),), kind)
         self.layer = layer
-        self.norm = norm("norm")
+        self.norm = norm(names.norm)
         self.ranks = kind.ranks
         (mixer,) = layer.blocks[0].parts
-        assert isinstance(mixer, Attention), "the head's layer attends"
+        assert isinstance(mixer, Attention | MLA), "the head's layer attends"
         self.attention = mixer
         self.operation = CarryOperation()
 

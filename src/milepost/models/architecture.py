@@ -9,18 +9,19 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
+from milepost.kernels.products.moe import Scores
 from milepost.layers.attention import AttentionShapes
 from milepost.layers.gated_delta import GatedDeltaShapes
+from milepost.layers.kda import KDAShapes
 from milepost.layers.mamba2 import Mamba2Shapes
+from milepost.layers.mla import MLAShapes
+from milepost.layers.moe import ExpertShapes
 from milepost.layers.mtp import MTPHead
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Layer
 from milepost.layers.rotary import Rotary
 from milepost.layers.tower import Tower
 from milepost.models.decoder import Decoder, DecoderParts
-
-HEAD = "mtp"
-"""Path of an MTP head's tensors, at the top level of multimodal checkpoints too."""
 
 Requirement = tuple[Callable[[Any], bool], str]
 """A test for the values of a setting that are supported, and these values in words."""
@@ -34,6 +35,14 @@ def is_unset(value: Any) -> bool:
 def is_true_or_unset(value: Any) -> bool:
     """Whether a setting is missing or true."""
     return value in (None, True)
+
+
+def only(**values: Any) -> dict[str, Requirement]:
+    """Returns requirements of settings that are missing or have these values."""
+    return {
+        name: (lambda value, wanted=wanted: value in (None, wanted), str(wanted).lower())
+        for name, wanted in values.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +73,9 @@ class Architecture:
     head: Callable[[PreTrainedConfig, ModuleScope, Rotary], MTPHead] | None = None
     """Builds the MTP head, with tensors under `kind.path` and the model's rotary embedding; None if
     the family has none."""
+    head_at: str = "mtp"
+    """Path of the head's tensors, at the top level of multimodal checkpoints too. `{depth}` stands
+    for the number of the model's layers."""
     tower: Callable[[PreTrainedConfig, ModuleScope], Tower] | None = None
     """Builds the vision tower of a whole configuration, with tensors under `kind.path`; None if the
     family has none that is run."""
@@ -97,7 +109,11 @@ class Architecture:
         """Returns the unfilled head alone."""
         assert self.head is not None, "only architectures that have heads are asked for one"
         rotary = rotary or Rotary(config, kind.device)
-        return self.head(config, kind.root().under(HEAD), rotary)
+        return self.head(config, kind.root().under(self.head_path(config)), rotary)
+
+    def head_path(self, config: PreTrainedConfig) -> str:
+        """Returns the path of the head's tensors."""
+        return self.head_at.format(depth=config.num_hidden_layers)
 
     def tower_of(self, whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
         """Returns the unfilled tower alone. Each rank has all of it, as it is published."""
@@ -157,6 +173,56 @@ def mamba2_shapes(config: PreTrainedConfig, **others: Any) -> Mamba2Shapes:
         bias=config.mamba_proj_bias,
         conv_bias=config.mamba_conv_bias,
         time_step_limit=tuple(config.time_step_limit),
+        **others,
+    )
+
+
+def kda_shapes(config: PreTrainedConfig, **others: Any) -> KDAShapes:
+    """Returns sizes of Kimi Delta Attention from the setting names that transformers uses."""
+    return KDAShapes(
+        hidden_size=config.hidden_size,
+        num_heads=config.linear_num_heads,
+        head_dim=config.linear_head_dim,
+        conv_width=config.linear_conv_kernel_dim,
+        norm_eps=config.rms_norm_eps,
+        **others,
+    )
+
+
+def latent_shapes(config: PreTrainedConfig, **others: Any) -> MLAShapes:
+    """Returns sizes of latent attention from the setting names that most configurations use."""
+    return MLAShapes(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        latent_dim=config.kv_lora_rank,
+        own_dim=config.qk_nope_head_dim,
+        shared_dim=config.qk_rope_head_dim,
+        value_dim=config.v_head_dim,
+        **others,
+    )
+
+
+def grouped_shapes(config: PreTrainedConfig, **others: Any) -> ExpertShapes:
+    """Returns sizes of a mixture with DeepSeek-V3's router (arXiv 2412.19437, section 2.1.2):
+    corrected sigmoids, experts of the best groups, and shared ones without a gate."""
+    scores = Scores(
+        kind="sigmoid",
+        num_groups=config.n_group,
+        num_groups_chosen=config.topk_group,
+        norm_eps=1e-20,
+        scale=config.routed_scaling_factor,
+        gates_shared=False,
+    )
+    size = config.moe_intermediate_size
+    shared_size = getattr(config, "moe_shared_expert_intermediate_size", None) or size
+    return ExpertShapes(
+        num_experts=config.num_local_experts,
+        num_chosen=config.num_experts_per_tok,
+        size=size,
+        shared_size=shared_size * config.n_shared_experts,
+        normalise=config.norm_topk_prob,
+        scores=scores,
+        has_bias=True,
         **others,
     )
 

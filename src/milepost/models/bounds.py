@@ -22,9 +22,11 @@ _BOUNDS: dict[str, tuple[int, int]] = {
     "num_dense_layers": (0, MAX_LAYERS),
     "first_k_dense_replace": (0, MAX_LAYERS),
     "full_attention_interval": (1, MAX_LAYERS),
+    "layer_group_size": (1, MAX_LAYERS),
     "decoder_sparse_step": (1, MAX_LAYERS),
     "mtp_num_hidden_layers": (0, MAX_LAYERS),
     "num_nextn_predict_layers": (0, MAX_LAYERS),
+    "num_mtp_layers": (0, MAX_LAYERS),
     "block_multiple_of": (1, _WIDTH),
     "shared_expert_intermediate_size": (0, _WIDTH),
     "shared_intermediate_size": (0, _WIDTH),
@@ -62,7 +64,11 @@ _BOUNDS: dict[str, tuple[int, int]] = {
         (1, _DIM),
     ),
     **dict.fromkeys(
-        ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache"), (2, 256)
+        (
+            *("linear_conv_kernel_dim", "short_conv_kernel_size", "mamba_d_conv", "conv_kernel"),
+            "conv_L_cache",
+        ),
+        (2, 256),
     ),
 }
 """Setting -> smallest and largest value."""

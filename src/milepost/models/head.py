@@ -14,7 +14,7 @@ from milepost.errors import MilepostError, UnsupportedModelError
 from milepost.layers.moe import elsewhere_of
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import merge
-from milepost.models.architecture import HEAD, Architecture
+from milepost.models.architecture import Architecture
 from milepost.models.weights import WeightFiles
 
 _DEPTHS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
@@ -48,7 +48,7 @@ def check_head(
         outline = architecture.head_of(config, replace(kind, device=torch.device("meta")))
         holders = (module for module in outline.modules() if hasattr(module, "placements"))
         placements = merge(holder.placements() for holder in holders)
-        files.check(placements, f"{HEAD}.", elsewhere_of(outline))
+        files.check(placements, f"{architecture.head_path(config)}.", elsewhere_of(outline))
 
 
 def why_no_head(

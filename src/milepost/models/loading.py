@@ -16,7 +16,7 @@ from milepost.config import DType, LoadFormat
 from milepost.errors import UnsupportedModelError
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.rotary import run_up_to
-from milepost.models.architecture import HEAD, Architecture
+from milepost.models.architecture import Architecture
 from milepost.models.configuration import Overrides, load_config, resolve_dtype
 from milepost.models.decoder import Decoder
 from milepost.models.files import reading
@@ -187,7 +187,7 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
     has_head = _has_head(options.head, architecture, text, kind, files)
     has_tower = options.has_tower and has_pictures(config)
     without = () if has_tower else (rf"{re.escape(architecture.tower_path)}\.",)
-    without += () if has_head else (rf"{HEAD}\.",)
+    without += () if has_head else (rf"{re.escape(architecture.head_path(text))}\.",)
     return _Plan(
         config=config,
         architecture=architecture,
@@ -236,13 +236,14 @@ def _has_head(
 
 def _note_head(architecture: Architecture, config: PreTrainedConfig, names: Iterable[str]) -> None:
     """Logs that a checkpoint's head has been skipped, if it has one."""
-    count = sum(name.startswith(f"{HEAD}.") for name in names)
+    path = architecture.head_path(config)
+    count = sum(name.startswith(f"{path}.") for name in names)
     if not count:
         return
     why = "none was asked for"
     if architecture.head is None:
         why = f"of model_type={config.model_type!r} it is not run"
-    logger.info("left out the MTP head, %d tensors under %s: %s", count, HEAD, why)
+    logger.info("left out the MTP head, %d tensors under %s: %s", count, path, why)
 
 
 def _find_forms(

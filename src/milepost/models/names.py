@@ -271,6 +271,14 @@ def _drop_unread_length(text: ConfigValues) -> None:
         rope.pop(_ORIGINAL, None)
 
 
+def name_dense_layers(settings: ConfigValues) -> None:
+    """Converts the number of dense layers, which are the first ones, to a list of layer types."""
+    num_dense, count = settings.get("first_k_dense_replace"), settings.get("num_hidden_layers")
+    if num_dense is not None and isinstance(count, int):
+        kinds = ["dense" if index < num_dense else "sparse" for index in range(count)]
+        take_same(settings, "mlp_layer_types", "first_k_dense_replace", kinds)
+
+
 def listed_layers(
     settings: ConfigValues, indices: Iterable[Any], name: str, others: str
 ) -> list[str]:

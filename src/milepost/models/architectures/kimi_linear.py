@@ -9,31 +9,37 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
-from milepost.kernels.products.moe import Scores
-from milepost.layers.kda import KDA, KDAShapes
-from milepost.layers.mla import MLA, MLAShapes
+from milepost.layers.kda import KDA
+from milepost.layers.mla import MLA
 from milepost.layers.mlp import MLP
-from milepost.layers.moe import ExpertNames, ExpertShapes, MoE
+from milepost.layers.moe import ExpertNames, MoE
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Layer, ResidualBlock
-from milepost.models.architecture import Architecture, is_true_or_unset, is_unset
+from milepost.models.architecture import (
+    Architecture,
+    grouped_shapes,
+    is_true_or_unset,
+    is_unset,
+    kda_shapes,
+    latent_shapes,
+)
 from milepost.models.decoder import DecoderParts
-from milepost.models.names import listed_layers, take_same
+from milepost.models.names import listed_layers, name_dense_layers, take_same
 
 _EXPERT_NAMES = ExpertNames(shared="shared_experts", projections=("w1", "w3", "w2"))
 
 
 def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
-    hidden_size, experts = config.hidden_size, _expert_shapes(config)
+    hidden_size, experts = config.hidden_size, grouped_shapes(config)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
         own = kind.under(f"layers.{index}")
         mixer_kind = own.under("self_attn")
         if layer_type == "full_attention":
-            mixer = MLA(_latent_shapes(config), mixer_kind)
+            mixer = MLA(latent_shapes(config), mixer_kind)
         else:
-            mixer = KDA(_delta_shapes(config), mixer_kind)
+            mixer = KDA(kda_shapes(config), mixer_kind)
         if config.mlp_layer_types[index] == "dense":
             mlp = MLP(hidden_size, config.intermediate_size, _feed_forward(own, "gate_proj"))
         else:
@@ -52,46 +58,6 @@ def _feed_forward(kind: ModuleScope, projection: str) -> ModuleScope:
     experts; transformers uses one for all layers."""
     own = kind.under("block_sparse_moe")
     return own if own.has_projection(projection) else kind.under("mlp")
-
-
-def _delta_shapes(config: PreTrainedConfig) -> KDAShapes:
-    return KDAShapes(
-        hidden_size=config.hidden_size,
-        num_heads=config.linear_num_heads,
-        head_dim=config.linear_head_dim,
-        conv_width=config.linear_conv_kernel_dim,
-        norm_eps=config.rms_norm_eps,
-    )
-
-
-def _latent_shapes(config: PreTrainedConfig) -> MLAShapes:
-    return MLAShapes(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        latent_dim=config.kv_lora_rank,
-        own_dim=config.qk_nope_head_dim,
-        shared_dim=config.qk_rope_head_dim,
-        value_dim=config.v_head_dim,
-    )
-
-
-def _expert_shapes(config: PreTrainedConfig) -> ExpertShapes:
-    return ExpertShapes(
-        num_experts=config.num_local_experts,
-        num_chosen=config.num_experts_per_tok,
-        size=config.moe_intermediate_size,
-        shared_size=config.moe_intermediate_size * config.n_shared_experts,
-        normalise=config.norm_topk_prob,
-        scores=Scores(
-            kind="sigmoid",
-            num_groups=config.n_group,
-            num_groups_chosen=config.topk_group,
-            norm_eps=1e-20,
-            scale=config.routed_scaling_factor,
-            gates_shared=False,
-        ),
-        has_bias=True,
-    )
 
 
 def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
@@ -140,10 +106,7 @@ def _settle(settings: dict[str, Any]) -> None:
         indices = [number - 1 for number in full or ()]
         listed = listed_layers(settings, indices, "full_attn_layers", "linear_attention")
         take_same(settings, "layer_types", "full_attn_layers", listed)
-    num_dense, count = settings.get("first_k_dense_replace"), settings.get("num_hidden_layers")
-    if num_dense is not None and isinstance(count, int):
-        kinds = ["dense" if index < num_dense else "sparse" for index in range(count)]
-        take_same(settings, "mlp_layer_types", "first_k_dense_replace", kinds)
+    name_dense_layers(settings)
 
 
 ARCHITECTURES = (
