@@ -42,6 +42,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from tests.ling import ling, write_ling
 from tests.wrapped import INTERN, minicpm, write_intern
 
 _COMMON: dict[str, Any] = {
@@ -279,6 +280,12 @@ def _kimi_linear(**changes: Any) -> PreTrainedModel:
     return model
 
 
+def _ling(**changes: Any) -> PreTrainedModel:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    sizes = {name: _COMMON[name] for name in (*names, "initializer_range")}
+    return ling(**sizes | changes)
+
+
 def _multimodal() -> PreTrainedModel:
     config = Qwen3_5Config(text_config=_COMMON, vision_config=_VISION)
     return Qwen3_5ForConditionalGeneration(config)
@@ -314,6 +321,8 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "granitemoehybrid_as_built": _granitemoehybrid,
     "falcon_h1": _falcon_h1,
     "kimi_linear": _kimi_linear,
+    "bailing_hybrid": _ling,
+    "bailing_hybrid_tiny": lambda **changes: _ling(**{"q_lora_rank": 18} | changes),
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "lfm3": _lfm3,
@@ -369,3 +378,5 @@ def write(model: PreTrainedModel, name: str, folder: Path) -> None:
     model.save_pretrained(folder, **own)
     if name == INTERN:
         write_intern(folder)
+    if name.startswith("bailing_hybrid"):
+        write_ling(folder)

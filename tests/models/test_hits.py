@@ -16,6 +16,7 @@ ARCHITECTURES = (
     "granitemoehybrid",
     "falcon_h1",
     "kimi_linear",
+    "bailing_hybrid",
     "intern_s2_preview",
     "minicpmv4_6",
     "lfm3",

@@ -71,6 +71,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 16,
         },
     ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        EVEN | {"num_key_value_heads": 8, "moe_intermediate_size": 16, "num_local_experts": 12},
+    ),
     "bamba": ("bamba", EVEN | {"mamba_n_groups": 2, "mamba_n_heads": 8}),
     "granitemoehybrid": ("granitemoehybrid", EVEN | {"num_local_experts": 8, "mamba_n_heads": 8}),
     "olmo_hybrid": ("olmo_hybrid", EVEN | DELTA),
@@ -134,13 +138,13 @@ def test_ranks_answer_as_one_does(name, size, folder_of):
     assert expected.std() > 0.5, "flat logits would show nothing"
 
 
-@pytest.mark.parametrize("name", ["qwen3_next_joint", "kimi_linear"])
+@pytest.mark.parametrize("name", ["qwen3_next_joint", "kimi_linear", "bailing_hybrid"])
 def test_whole_experts_on_each_rank_answer_as_one_does(name, folder_of):
     found = by_rank(folder_of(name), 2, splits_experts=True)
     assert relative_error(found[0], whole(folder_of(name))) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "kimi_linear"])
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "kimi_linear", "bailing_hybrid"])
 def test_a_rank_holds_its_part_and_no_more(name, folder_of):
     """But for norms, routers and what is small. Less than the whole is read, too."""
     folder = folder_of(name)
@@ -278,6 +282,7 @@ def test_what_does_not_divide_is_refused_by_name(name, changes, size, named, tmp
     ("name", "named"),
     [
         ("kimi_linear", "model.layers.0.self_attn num_heads=4"),
+        ("bailing_hybrid", "model.layers.0.attention num_heads=8"),
         ("nemotron_h", "backbone.layers.0.mixer num_heads=16"),
         ("granitemoehybrid", "model.layers.0.mamba num_heads=8"),
         ("bamba", "model.layers.0.mamba num_heads=8"),

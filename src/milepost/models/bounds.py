@@ -81,6 +81,8 @@ _MOST = 1e30
 _INFINITE = ("time_step_limit",)
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DIVISORS = ("logits_scaling",)
+_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+"""Limits of activations, layer by layer; 0 or null for none."""
 
 
 def refuse_sizes(settings: Mapping[str, Any]) -> None:
@@ -135,6 +137,14 @@ def _refuse_numbers(settings: Mapping[str, Any]) -> None:
     for name in _DIVISORS:
         if settings.get(name) == 0:
             raise _not_supported(name, 0, "another number")
+    for name in _LIMITS:
+        value = settings.get(name)
+        each = [number or 0 for number in value] if isinstance(value, list) else [None]
+        if value is not None and not all(_is_number(number) and number >= 0 for number in each):
+            raise _not_supported(name, value, "a list of numbers from 0 on")
+    least = settings.get("kda_lower_bound")
+    if least is not None and not (_is_number(least) and least < 0):
+        raise _not_supported("kda_lower_bound", least, "a number below 0")
     for name, length in _LENGTHS.items():
         value = settings.get(name)
         is_list = isinstance(value, list | tuple) and len(value) == length

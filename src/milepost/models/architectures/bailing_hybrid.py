@@ -100,11 +100,8 @@ def _settle(settings: dict[str, Any]) -> None:
         settings.setdefault(name, settings.get(published))
 
 
-_PUBLISHED = {
-    "linear_num_heads": "num_attention_heads",
-    "linear_head_dim": "head_dim",
-    "linear_conv_kernel_dim": "short_conv_kernel_size",
-}
+_PUBLISHED = {"linear_num_heads": "num_attention_heads", "linear_head_dim": "head_dim"}
+_PUBLISHED |= {"linear_conv_kernel_dim": "short_conv_kernel_size"}
 _SPELLINGS = ("layer_types", "layer_group_size"), ("mlp_layer_types", "first_k_dense_replace")
 _ALIASES = {
     "model_max_length": "max_position_embeddings",
@@ -129,8 +126,7 @@ _ONLY = dict.fromkeys((*_ON, "moe_router_enable_expert_bias"), True) | {
 
 
 class BailingHybridConfig(DeepseekV3Config):
-    """The configuration where transformers has none of its own; settings without a field are kept
-    too."""
+    """The configuration where transformers has none; settings without a field are kept too."""
 
     model_type = "bailing_hybrid"
 
