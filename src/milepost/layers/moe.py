@@ -48,7 +48,7 @@ class ExpertShapes:
     latent_size: int = 0
     """Size of the space that experts read and write; 0 for the hidden size."""
     limit: float = 0.0
-    """What routed experts multiply is within it: see `norm.silu_mul`. 0 for no limit."""
+    """Limit of the routed experts' activations: see `norm.silu_mul`. 0 if there is none."""
     shared_limit: float = 0.0
     """Likewise for the shared expert."""
 

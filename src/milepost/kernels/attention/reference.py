@@ -84,7 +84,7 @@ def store(kv: PagedKV, key: Tensor, value: Tensor, tokens: Tensor, kv_rows: Tens
 
 
 class TurnedEntries(NamedTuple):
-    """What turns the entries that all heads share, and the queries that are turned with them."""
+    """Angles of the entries that all heads share, and the queries to turn by them too."""
 
     cosines: Tensor
     sines: Tensor

@@ -36,7 +36,7 @@ class RoutedRows:
     """[X, H, I]"""
     chip: Chip
     limit: float = 0.0
-    """What SwiGLU multiplies is within it, if it is not 0."""
+    """Limit of SwiGLU's factors: see `norm.silu_mul`. 0 if there is none."""
 
     @property
     def values(self) -> Tensor:

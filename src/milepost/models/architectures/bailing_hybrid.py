@@ -84,8 +84,8 @@ def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
 
 
 def _settle(settings: dict[str, Any]) -> None:
-    """Converts the size of groups of layers, of which the last one has attention, to layer types.
-    Layers after the last whole group have attention too."""
+    """Converts the size of groups of layers to layer types: the last layer of a group has
+    attention, and so have all layers after the last whole group."""
     count, size = settings.get("num_hidden_layers"), settings.get("layer_group_size")
     if isinstance(count, int) and size is not None:
         whole = count // size * size

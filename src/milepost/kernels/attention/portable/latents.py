@@ -33,11 +33,11 @@ def store_latents(
     """As `reference.store_latents`; `kv_rows` [T] int64 say where each token's latent goes, -1 for
     nowhere."""
     size, width, heads = len(norm_weight), kv.pool.shape[-1], 0
-    turn = _Turn(None, 0, 0, None, None, 0)
+    turn = _TurnArguments(None, 0, 0, None, None, 0)
     if turned is not None:
         cosines, sines, query = turned
         check_rows(shared_query=query, cosines=cosines, sines=sines)
-        turn = _Turn(query, *query.stride()[:2], cosines, sines, cosines.stride(0))
+        turn = _TurnArguments(query, *query.stride()[:2], cosines, sines, cosines.stride(0))
         heads = query.shape[1]
     _store_latents_kernel[(len(projected), 1 + cdiv(heads, _HEADS_AT_ONCE))](
         projected,
@@ -60,7 +60,7 @@ def store_latents(
     )
 
 
-class _Turn(NamedTuple):
+class _TurnArguments(NamedTuple):
     """`TurnedEntries`, as the kernel takes them; all None and zeros if nothing is turned."""
 
     query: Any
