@@ -40,8 +40,9 @@ EXPERTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 64,
 }
 _NEVER = (
-    *("embed_tokens", "gate", "router", "layer", "shared_expert_gate", "conv1d", "visual"),
-    *("in_proj_a", "in_proj_b", "in_proj_ba", "embeddings", "b_proj", "f_b_proj", "g_b_proj"),
+    *("embed_tokens", "embeddings", "word_embeddings", "gate", "router", "layer", "conv1d"),
+    *("shared_expert_gate", "visual", "in_proj_a", "in_proj_b", "in_proj_ba"),
+    *("b_proj", "f_b_proj", "g_b_proj"),
 )
 """Projections that nobody quantises."""
 _OTHER_PARTS = ("model.visual.", "model.vision_tower.", "model.merger.", "model.time", "time_")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
+from milepost.kernels.norm.reference import silu_mul
 from milepost.kernels.products import Packed
 from milepost.layers.mlp import MLP
 from milepost.layers.parameters import ModuleScope
@@ -124,14 +125,13 @@ class RoundingForm(Packed):
 class RoundingExperts(RawExperts):
     rounding: Rounding
 
-    def mix(self, rows: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
+    def mix(self, rows: Tensor, shares: Tensor, experts: Tensor, limit: float = 0.0) -> Tensor:
         output = torch.zeros_like(rows)
         has_gate = self.up.shape[1] > self.down.shape[2]
         for token, (row, chosen, weights) in enumerate(zip(rows, experts, shares, strict=True)):
             for expert, share in zip(chosen.tolist(), weights, strict=True):
                 first = self.rounding.round(row[None]) @ self.up[expert].T
-                gate, up = first.chunk(2, 1)
-                active = F.silu(gate) * up if has_gate else F.relu(first).square()
+                active = silu_mul(first, limit) if has_gate else F.relu(first).square()
                 active = self.rounding.round(active)
                 output[token] += share * (active @ self.down[expert].T)[0]
         return output.unsqueeze(1)
@@ -186,6 +186,16 @@ KIMI: dict[str, Any] = {
     "qk_head_dim": 64,
 }
 """Also `kv_b_proj`, which is multiplied raw, is quantised."""
+LING: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 128,
+    "head_dim": 32,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}
 GRANITE: dict[str, Any] = {
     "intermediate_size": 64,
     "mamba_d_state": 32,
@@ -230,6 +240,9 @@ CASES = [
     ("granitemoehybrid", "nvfp4", GRANITE | {"num_local_experts": 0}),
     ("kimi_linear", "fp8-blocks", KIMI),
     ("kimi_linear", "packed", KIMI),
+    ("bailing_hybrid", "fp8-blocks", LING),
+    ("bailing_hybrid", "packed", LING),
+    ("bailing_hybrid_tiny", "fp8-channels", LING | {"q_lora_rank": 64}),
 ]
 
 

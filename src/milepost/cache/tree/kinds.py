@@ -118,10 +118,9 @@ def window_pages(window: int, page_size: int) -> int:
 def num_window_pages(
     window: int, page_size: int, *, num_states: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> int:
-    """Returns the pages that windows need at most: those of every state, running requests' among them;
-    and for what two steps under way write, whole pages of their tokens, one that is begun for each
-    request and step, and one that a request's own window needs more than a state.
-    """
+    """Returns the pages that windows need at most: those of every state, running requests' among
+    them; and for what two steps under way write, whole pages of their tokens, one that is begun for
+    each request and step, and one that a request's own window needs more than a state."""
     if not window:
         return 0
     under_way = 2 * -(-max_num_batched_tokens // page_size) + 3 * max_num_seqs
