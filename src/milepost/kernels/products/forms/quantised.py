@@ -101,9 +101,12 @@ class Int8:
     def multiply(self, hidden: Tensor) -> Tensor:
         """Multiplies `hidden` [T, I], rounded, by the transposed weights [O, I]: [T, O] float64."""
         rows, scales = quantise_int8(hidden, self.input_scale)
-        # Float64 holds such sums exactly, and libraries multiply it faster than integers.
-        sums = rows.to(torch.float64) @ self.values.to(torch.float64).T
-        return sums * scales * self.scales.T
+        if rows.device.type == "cpu":
+            sums = torch._int_mm(rows, self.values.T)
+        else:
+            # On a GPU torch takes few shapes of integers; float64 holds such sums exactly.
+            sums = rows.to(torch.float64) @ self.values.to(torch.float64).T
+        return sums.to(torch.float64) * scales * self.scales.T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
