@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from milepost.kernels.platform import device
+from milepost.kernels.platform.device import CHIPS
 
-SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99}
-"""Shared memory of a program, by chip."""
+OTHERS = [arch for arch in CHIPS if arch != "sm_90"]
 
 
 class Pretended:
@@ -24,22 +24,25 @@ class Pretended:
     """
 
     def __init__(self, arch: str) -> None:
-        properties = torch.cuda.get_device_properties(0)
+        chip, properties = CHIPS[arch][1], torch.cuda.get_device_properties(0)
         said = SimpleNamespace(
             multi_processor_count=properties.multi_processor_count,
-            shared_memory_per_block_optin=SHARED_KIB[arch] << 10,
+            shared_memory_per_block_optin=chip.shared_bytes,
+            gcnArchName=arch,
         )
         self.cuda = SimpleNamespace(
             get_device_properties=lambda _device: said,
-            get_device_capability=lambda _device: (int(arch[3:-1]), int(arch[-1])),
+            get_device_capability=lambda _device: chip.capability,
+            is_available=torch.cuda.is_available,
         )
+        self.version = SimpleNamespace(hip="7.0" if chip.is_amd else None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--as-chip", choices=list(SHARED_KIB), help="cut kernels up as for this chip")
+    parser.addoption("--as-chip", choices=OTHERS, help="cut kernels up as for this chip")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -60,9 +60,8 @@ def round_to_integers(hidden: Tensor, scale: float | None) -> Tensor:
     number at 127; or with a scale that is given."""
     rows = hidden.reshape(len(hidden), -1).float()
     own = rows.abs().amax(1, keepdim=True) / 127 if scale is None else torch.tensor(scale)
-    own = own.clamp(min=1e-12)
-    numbers = (rows / own).clamp(-128, 127).round()
-    return (numbers.double() * own.double()).to(hidden.dtype)
+    numbers = rows * (1 / own.clamp(min=1e-12)) if scale is None else rows / own
+    return (numbers.clamp(-128, 127).round().double() * own.double()).to(hidden.dtype)
 
 
 def round_inputs(hidden: Tensor, depth: int | None, scale: float | None) -> Tensor:

@@ -53,9 +53,11 @@ def scale_of(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def int8_scale_of(largest):
-    """Scale of a row in int8 whose largest number has this size."""
-    return tl.maximum(largest / _INT8_MAX, _LEAST_SCALE)
+def int8_scales(largest):
+    """Scale of a row in int8 whose largest number has this size, and the factor that its numbers
+    are multiplied by before they are rounded."""
+    scale = tl.maximum(largest / _INT8_MAX, _LEAST_SCALE)
+    return scale, 1.0 / scale
 
 
 @triton.jit

@@ -33,11 +33,10 @@ _GEMV_INPUTS = 2048
 """Inputs of a step, at most."""
 _SMALL, _SMALL_EXPERT = 1 << 24, 1024
 """Fewest weights of a matrix that is not small, and the largest size of a small expert."""
-_WEIGHTS, _FEW_WEIGHTS, _FOUR_BIT_WEIGHTS, _INT8_WEIGHTS = 1 << 15, 1 << 14, 1 << 13, 1 << 14
+_WEIGHTS, _FEW_WEIGHTS, _FOUR_BIT_WEIGHTS = 1 << 15, 1 << 14, 1 << 13
 """Quantised weights that a program reads at a time. The more, the less it matters that each rounds
 its row; small matrices, and experts' last projections, need more programs. Rows are not rounded for
-four bits, and more programs share the work of unpacking. Int8 has an integer sum for each weight
-that is read."""
+four bits, and more programs share the work of unpacking."""
 
 
 def cut_gemv(product: Product, chip: Chip) -> GemvTiles:  # noqa: ARG001
@@ -77,7 +76,6 @@ def _cut_quantised_row(weight: Matrix, num_weights: int, num_matrices: int = 1) 
     """Cuts `num_matrices` that a program multiplies the same row by."""
     block_k = min(next_power_of_2(weight.num_inputs), _GEMV_INPUTS)
     has_bytes = weight.form in (Fp8, Int8)
-    if weight.form is not Fp8:
-        num_weights = _INT8_WEIGHTS if has_bytes else _FOUR_BIT_WEIGHTS
+    num_weights = num_weights if has_bytes else _FOUR_BIT_WEIGHTS
     block_n = num_weights // (num_matrices * block_k)
     return GemvTiles(block_n=block_n, block_k=block_k, num_warps=8 if has_bytes else 4)

@@ -252,9 +252,11 @@ def quantise_int8(hidden: Tensor, input_scale: Tensor | None = None) -> tuple[Te
     rows = hidden.to(torch.float32)
     if input_scale is None:
         scales = (rows.abs().amax(-1, keepdim=True) / INT8_MAX).clamp(min=LEAST_SCALE)
+        numbers = rows * (1 / scales)
     else:
         scales = input_scale.to(torch.float32).expand(len(rows), 1).contiguous()
-    return (rows / scales).clamp(-128, 127).round().to(torch.int8), scales
+        numbers = rows / scales
+    return numbers.clamp(-128, 127).round().to(torch.int8), scales
 
 
 def quantise_fp8(weights: Tensor, rows: int = BLOCK) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,11 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.platform.launches import wait_for_inputs
-from milepost.kernels.platform.numerics import int8_scale_of, round_int8
+from milepost.kernels.platform.numerics import int8_scales, round_int8
 from milepost.kernels.products.portable.weights import find_row
+
+_WIDTH = tl.constexpr(16)
+"""Weights that a thread loads at once."""
 
 
 @triton.jit
@@ -33,7 +36,9 @@ def multiply_row(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.con
     loaded before; if EARLY, it waits for inputs then."""
     INPUTS: tl.constexpr = SHAPE.inputs
     BLOCK_K: tl.constexpr = SHAPE.block_k
-    o_k = tl.arange(0, BLOCK_K)
+    PARTS: tl.constexpr = SHAPE.block_k // _WIDTH
+    # A thread adds up the numbers that it loads at once.
+    o_k = tl.arange(0, PARTS)[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
     gate = find_row(weight, expert, column, SHAPE)
     up = gate
     if SHAPE.is_gated:
@@ -42,21 +47,26 @@ def multiply_row(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.con
     b_up = _load(up[0], 0, o_k, SHAPE)
     if EARLY:
         wait_for_inputs()
-    largest = tl.zeros([BLOCK_K], tl.float32)
+    b_gate = b_up
+    if SHAPE.is_gated:
+        b_gate = _load(gate[0], 0, o_k, SHAPE)
+    largest = tl.zeros([PARTS, _WIDTH], tl.float32)
     for i_k in tl.static_range(0, INPUTS, BLOCK_K):
         largest = tl.maximum(largest, tl.abs(_load_row(p_x, i_k, o_k, SHAPE)))
-    scale = int8_scale_of(tl.max(largest, 0))
-    ups = tl.zeros([column.shape[0], BLOCK_K], tl.int32)
+    scale, factor = int8_scales(tl.max(tl.max(largest, 1), 0))
+    ups = tl.zeros([column.shape[0], PARTS], tl.int32)
     gates = ups
-    for i_k in tl.static_range(0, INPUTS, BLOCK_K):
-        if i_k > 0:
-            b_up = _load(up[0], i_k, o_k, SHAPE)
+    # Weights are loaded a step ahead. Were the loop unrolled, long rows would need more registers
+    # than there are.
+    for i_k in range(0, INPUTS, BLOCK_K):
+        b_x = round_int8(_load_row(p_x, i_k, o_k, SHAPE) * factor).to(tl.int32)[None, :, :]
+        next_up = _load(up[0], i_k + BLOCK_K, o_k, SHAPE)
         if SHAPE.is_gated:
-            b_gate = _load(gate[0], i_k, o_k, SHAPE)
-        b_x = round_int8(_load_row(p_x, i_k, o_k, SHAPE) / scale).to(tl.int32)[None, :]
-        if SHAPE.is_gated:
-            gates += b_gate.to(tl.int32) * b_x
-        ups += b_up.to(tl.int32) * b_x
+            next_gate = _load(gate[0], i_k + BLOCK_K, o_k, SHAPE)
+            gates += tl.sum(b_gate.to(tl.int32) * b_x, 2)
+            b_gate = next_gate
+        ups += tl.sum(b_up.to(tl.int32) * b_x, 2)
+        b_up = next_up
     return _scaled(ups, up, scale), _scaled(gates, gate, scale)
 
 
@@ -68,15 +78,12 @@ def _load_row(p_x, i_k, o_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load(p_w, i_k, o_k, SHAPE: tl.constexpr):
-    """Loads weights [N, K] of rows at `p_w` [N] from input i_k on."""
-    p_w = p_w[:, None] + (i_k + o_k)[None, :]
-    if SHAPE.inputs % SHAPE.block_k == 0:
-        return tl.load(p_w)
-    else:
-        return tl.load(p_w, mask=(i_k + o_k < SHAPE.inputs)[None, :], other=0)
+    """Loads weights [N, *K] of rows at `p_w` [N] from input i_k on; none past the last input."""
+    is_input = (i_k + o_k < SHAPE.inputs)[None, :, :]
+    return tl.load(p_w[:, None, None] + (i_k + o_k)[None, :, :], mask=is_input, other=0)
 
 
 @triton.jit
-def _scaled(products, p_row, row_scale):
-    """Adds up products [N, K] and multiplies the sums by both scales."""
-    return tl.sum(products, 1).to(tl.float32) * (tl.load(p_row[1]) * row_scale)
+def _scaled(sums, p_row, row_scale):
+    """Adds up sums [N, parts of K] and multiplies them by both scales."""
+    return tl.sum(sums, 1).to(tl.float32) * (tl.load(p_row[1]) * row_scale)

@@ -26,7 +26,7 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.numerics import (
     decode,
     encode,
-    int8_scale_of,
+    int8_scales,
     round_int8,
     scale_of,
 )
@@ -156,8 +156,8 @@ def _quantise_kernel(
         # Activations have 16 bits before they are rounded, whatever computes them.
         b_x = activate(b_up, b_x, True).to(rows.dtype.element_ty).to(tl.float32)
     if values.dtype.element_ty == tl.int8:
-        b_scale = int8_scale_of(tl.max(tl.abs(b_x), 1))
-        b_q = round_int8(b_x / b_scale[:, None])
+        b_scale, b_factor = int8_scales(tl.max(tl.abs(b_x), 1))
+        b_q = round_int8(b_x * b_factor[:, None])
     else:
         b_scale = scale_of(b_x, 1)
         b_q = encode(b_x / b_scale[:, None], NATIVE)
