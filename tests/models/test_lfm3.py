@@ -11,6 +11,7 @@ import torch
 
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.models import LoadOptions, load_model
+from milepost.tiers.rates import MeasuredRates
 from tests.checkpoints import save
 from tests.engines import (
     VOCAB_SIZE,
@@ -22,6 +23,7 @@ from tests.engines import (
     num_held,
     open_llm,
     save_tiny,
+    tiering_of,
     tokens,
 )
 from tests.invariants import check
@@ -29,6 +31,14 @@ from tests.models.resuming import Resuming
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+EXCHANGED = {
+    "kv_transfer_config": {
+        "kv_ip": "127.0.0.1",
+        "kv_port": 0,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"transport": "socket", "peers": ["127.0.0.0/8"]},
+    }
+}
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -165,9 +175,29 @@ def test_a_long_request_takes_no_more_of_the_pages_of_windows(tiny, monkeypatch)
     assert pool.num_used == 0
 
 
+@pytest.mark.parametrize("sizes", [(14, 4), (14, 3)])
+def test_what_left_the_device_comes_back_with_its_windows(tiny, tmp_path, sizes):
+    """From host memory, and in another engine from disk; a page and inside one, and where an answer
+    ended."""
+    options = dict(zip(("num_pages", "num_slots"), sizes, strict=True)) | {"page_size": 16}
+    options |= {"cache_host_gib": 0.05, "cache_dir": str(tmp_path / "kv"), "max_num_seqs": 1}
+    for source, position in (("host", 108), ("disk", 128)):
+        llm = tiny.open(**options)
+        tiering = tiering_of(llm.llm_engine)
+        tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+        if source == "host":
+            (first,) = ask(llm, tokens(100), params=greedy(9))
+            for seed in range(5, 9):
+                ask(llm, tokens(90, seed), params=greedy(30))
+        again = ask(llm, [*tokens(100), *answer(first), *tokens(20, 1)], params=greedy(40))
+        assert again[0].cache_report.loaded == {source: position}
+        tiny.check(again, greedy(40))
+        llm.llm_engine.close()
+
+
 @pytest.mark.parametrize(
     "options",
-    [{"cache_host_gib": 0.1}, {"cache_memory": "shared"}, {"speculative_config": NGRAM}],
+    [EXCHANGED, {"cache_memory": "shared"}, {"speculative_config": NGRAM}],
     ids=lambda options: next(iter(options)),
 )
 def test_what_windows_do_not_do_yet_is_refused_by_name(options, tiny):

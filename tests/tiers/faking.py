@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from milepost.cache.plans import What
+from milepost.cache.plans import Arrival, What
 from milepost.scheduler.plans import StepPlan, Store
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers.loads import Fetch
@@ -16,7 +16,7 @@ from tests.fakes import EMPTY, FakeRunner
 
 GARBAGE = [b"half copied"]
 Contents = tuple[list[bytes], bytes]
-"""Of a page with what lies beside it, or of a state."""
+"""Of a page with what lies beside it, or of a state's windows and the state."""
 
 
 @dataclass
@@ -68,14 +68,14 @@ class FakeCopier:
 
     def store(self, store: Store) -> None:
         """What stands there now is on its way; in its place there is nothing to be read yet."""
-        self.storing.append((store, self._on_device(store.what, store.id)))
+        self.storing.append((store, self._on_device(store)))
         self.arena[_place(store.what, store.place)] = (GARBAGE, EMPTY)
 
     def launch(self, plan: StepPlan) -> None:
         for load in plan.loads:
             self.loading[load.number] = self.tiers.loads.fetches(load.number) or []
             for arrival in load.arrivals:
-                self._put(arrival.what, arrival.id, (GARBAGE, EMPTY), -1)
+                self._put(arrival, (GARBAGE, EMPTY), -1)
 
     # --- what becomes of it -----------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class FakeCopier:
             return
         for fetch in fetches:
             held = self.arena[_place(fetch.item.what, fetch.item.place)]
-            self._put(fetch.arrival.what, fetch.arrival.id, held, fetch.item.position)
+            self._put(fetch.arrival, held, fetch.item.position)
         self.scheduler.arrived(number)
 
     def write(self, *, is_full: bool = False) -> None:
@@ -137,16 +137,22 @@ class FakeCopier:
 
     # --- contents ---------------------------------------------------------------------------------
 
-    def _on_device(self, what: What, id_: int) -> Contents:
-        if what == "state":
-            return [], self.runner.slots[id_]
+    def _on_device(self, store: Store) -> Contents:
+        id_ = store.id
+        if store.what == "state":
+            windows = [each for page in store.windows for each in self.runner.windows[page]]
+            return windows, self.runner.slots[id_]
         return list(self.runner.kv[id_]), self.runner.beside.get(id_, EMPTY)
 
-    def _put(self, what: What, id_: int, held: Contents, position: int) -> None:
-        if what == "state":
+    def _put(self, arrival: Arrival, held: Contents, position: int) -> None:
+        id_, size = arrival.id, self.runner.page_size
+        if arrival.what == "state":
             self.runner.put_state(id_, held[1], position)
+            found = held[0] if held[0] != GARBAGE else GARBAGE * size * len(arrival.windows)
+            assert len(found) == size * len(arrival.windows), "as many pages as were stored"
+            for index, page in enumerate(arrival.windows):
+                self.runner.put_window(page, found[index * size : (index + 1) * size])
         else:
-            size = self.runner.page_size
             self.runner.put_page(id_, (held[0] * size)[:size])
             self.runner.beside[id_] = held[1]
 

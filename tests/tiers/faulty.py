@@ -195,7 +195,7 @@ class Link:
         raise AssertionError("nobody waits on the device")
 
     def copy(self, copies: CopyList) -> None:
-        for target, _, what, first, other, num in copies:
+        for target, _, (what, first, other, num, _) in copies:
             for index in range(num):
                 if target is self._host:
                     self._put_down(what, first + index, other + index)

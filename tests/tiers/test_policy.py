@@ -9,7 +9,13 @@ import pytest
 from milepost.cache import Cache
 from milepost.cache.events import Departure
 from milepost.cache.memory import Split, UnifiedPool
-from milepost.cache.tree import FullAttention, Recurrent, ShortConvolution
+from milepost.cache.tree import (
+    FullAttention,
+    Recurrent,
+    ShortConvolution,
+    SlidingWindow,
+    num_window_pages,
+)
 from milepost.scheduler.request import FinishReason
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers import loads as loads_module
@@ -28,16 +34,22 @@ FREE = MeasuredRates(tokens_per_s=1.0, host_bytes_per_s=1e12, disk_bytes_per_s=1
 
 class Engine:
     def __init__(self, *, num_pages=12, num_slots=3, pages_each=0, host=(40, 8), disk=(0, 0),
-                 beside=False, files=None, rates=FREE, under_way=(64, 4),
+                 beside=False, window=0, files=None, rates=FREE, under_way=(64, 4),
                  copier_of=FakeCopier):  # fmt: skip
         kinds = (
             FullAttention(),
             ShortConvolution(grid=PAGE_SIZE) if beside else Recurrent(grid=64),
+            *([SlidingWindow(window=window)] if window else []),
         )
         storage = Split(num_pages, 0 if beside else num_slots)
         if pages_each:
             storage = UnifiedPool(-(-num_pages // pages_each) + num_slots, pages_each)
-        self.cache = Cache(storage=storage, page_size=PAGE_SIZE, kinds=kinds)
+        num_windows = num_window_pages(
+            window, PAGE_SIZE, num_states=storage.slots.capacity,
+            max_num_seqs=4, max_num_batched_tokens=128,
+        )  # fmt: skip
+        sizes = {"storage": storage, "num_windows": num_windows}
+        self.cache = Cache(page_size=PAGE_SIZE, kinds=kinds, **sizes)
         self.scheduler = Scheduler(self.cache, max_num_seqs=4, max_num_batched_tokens=128)
         self.runner = FakeRunner(
             self.scheduler, page_size=PAGE_SIZE, kinds=kinds, pages_each=pages_each
@@ -101,9 +113,10 @@ def prompt_of(request):
 
 
 @pytest.mark.parametrize("pages_each", [0, 3])
-@pytest.mark.parametrize("beside", [False, True])
-def test_what_left_the_device_comes_back_from_the_host(beside, pages_each):
-    engine = Engine(beside=beside, pages_each=0 if beside else pages_each, host=(200, 20))
+@pytest.mark.parametrize(("beside", "window"), [(False, 0), (True, 0), (False, 1), (False, 40)])
+def test_what_left_the_device_comes_back_from_the_host(beside, window, pages_each):
+    pages_each = 0 if beside else pages_each
+    engine = Engine(beside=beside, window=window, pages_each=pages_each, host=(200, 20))
     first = engine.ask([1] * 100)
     engine.crowd_out()
     assert engine.cache.match(first.chain).state_length == 0
@@ -300,7 +313,7 @@ def test_nobody_reads_what_another_salt_has():
     assert engine.ask([*prompt_of(first), 2], salt="a").report.loaded == {"host": 103}
 
 
-def random_run(seed, num_operations):
+def random_run(seed, num_operations, window=0):
     """Tiny memories on all three levels, copies that end in any order or not at all, aborts,
     prompts that part and meet, restarts on the same files.
     """
@@ -311,7 +324,7 @@ def random_run(seed, num_operations):
         return Engine(
             num_pages=rng.choice([12, 16, 24]), num_slots=rng.choice([3, 4]),
             pages_each=rng.choice([0, 3]), host=(rng.choice([12, 30, 60]), rng.choice([1, 3, 8])),
-            disk=rng.choice([(0, 0), (30, 4), (200, 30)]), beside=False, files=files,
+            disk=rng.choice([(0, 0), (30, 4), (200, 30)]), beside=False, window=window, files=files,
             under_way=rng.choice([(64, 4), (3, 1)]),
         )  # fmt: skip
 
@@ -359,6 +372,6 @@ def random_run(seed, num_operations):
     return loaded + sum(engine.cache.stats.loaded.values())
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_random_operations(seed):
-    assert random_run(seed, 2000) > 500
+@pytest.mark.parametrize(("seed", "window"), [*((seed, 0) for seed in range(5)), (5, 20), (6, 50)])
+def test_random_operations(seed, window):
+    assert random_run(seed, 2000, window) > 500

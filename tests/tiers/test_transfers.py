@@ -54,9 +54,11 @@ class LateLink(DirectLink):
             self.awaited.pop().synchronize()
 
     def copy_behind(self, event: LateEvent, copies: Sequence[tuple], *, up: bool) -> LateEvent:  # noqa: ARG002
-        for target, _, what, first, _, num in copies:
+        for target, _, (what, first, _, num, windows) in copies:
             for part in target.of(what).tensors:
                 part[first : first + num].fill_(float("nan"))
+            for page in windows:
+                target.windows[page].fill_(float("nan"))
         self.num_named += 1
         self.pending.append((event, list(copies)))
         return LateEvent(self, self.num_named)

@@ -92,6 +92,8 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     """Number of the next plan's page moves that come first. Who wants the contents copies them
     after those moves, and before anything else is written.
     """
+    windows: tuple[int, ...] = ()
+    """Pages of windows that a state leaves with its slot."""
 
 
 class Cleared(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True, gc=False):

@@ -134,7 +134,12 @@ class PoolShape:
     @property
     def state_bytes(self) -> int:
         """Bytes of one state: those of its slot, and of the pages of windows kept with it."""
-        return self.slot_bytes + window_pages(self.window, self.page_size) * self.window_bytes
+        return self.slot_bytes + self.windows_each * self.window_bytes
+
+    @property
+    def windows_each(self) -> int:
+        """Most pages of windows that are kept with a state."""
+        return window_pages(self.window, self.page_size)
 
     @property
     def record_bytes(self) -> int:

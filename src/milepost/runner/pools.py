@@ -64,7 +64,7 @@ class Pools:
     @property
     def slot_parts(self) -> list[Tensor]:
         """Everything in a slot that a request needs to continue from it: tensors [slots, ...]."""
-        parts = [part.transpose(0, 1) for part in self.all_states or ()]
+        parts = [part.transpose(0, 1) for part in self.all_states or () if part.numel()]
         if self.carried is not None:
             parts.append(self.carried.states)
         return parts

@@ -34,6 +34,8 @@ class Store(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
     place: int
     """Destination, as numbered by the keeper of the item."""
     num_moves: int
+    windows: tuple[int, ...] = ()
+    """Pages of windows that belong to a state."""
 
 
 class PromptScoring(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

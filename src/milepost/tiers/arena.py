@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from milepost.cache.plans import What
 from milepost.runner.pools import Pools
+from milepost.tiers.orders import ItemRun
 
 GIB = 2**30
 _ALIGNMENT = 4096
@@ -36,8 +37,9 @@ class ItemTensors:
         return sum(prod(part.shape[1:]) * part.itemsize for part in self.tensors)
 
     def copy(self, first: int, source: ItemTensors, source_first: int, num: int) -> None:
-        """Copies `num` places from `source`, on any device, without waiting for the device."""
-        for own, other in zip(self.tensors, source.tensors, strict=True):
+        """Copies `num` places from `source`, on any device, without waiting for the device. Windows
+        that one of both keeps elsewhere are left out."""
+        for own, other in zip(self.tensors, source.tensors, strict=False):
             own[first : first + num].copy_(
                 other[source_first : source_first + num], non_blocking=True
             )
@@ -51,21 +53,59 @@ class ItemTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arena:
-    """Places for pages and for states."""
+    """Places for pages and for states. The last of a state's tensors has the pages of its windows,
+    in order, except on the device."""
 
     pages: ItemTensors
     states: ItemTensors
+    windows: Tensor | None = None
+    """On the device: the pool of these pages, [ids, ...]."""
+    windows_each: int = 0
+    """Most of them that a state has."""
 
     def of(self, what: What) -> ItemTensors:
         return self.states if what == "state" else self.pages
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state with its windows."""
+        own = self.windows
+        window_bytes = 0 if own is None else prod(own.shape[1:]) * own.itemsize
+        return self.states.item_bytes + self.windows_each * window_bytes
 
-def device_memory(pools: Pools) -> Arena:
-    """Returns the pools as an arena, whose places are the ids of pages and slots."""
+    def copy(self, source: Arena, run: ItemRun) -> None:
+        """Copies items from another arena, and the pages of a state's windows where one of both is
+        the device."""
+        what, first, source_first, num, windows = run
+        self.of(what).copy(first, source.of(what), source_first, num)
+        for index, page in enumerate(windows):
+            if source.windows is not None:
+                place, found = self.states.tensors[-1][first, index], source.windows[page]
+            else:
+                assert self.windows is not None, "one of both is the device"
+                found = source.states.tensors[-1][source_first, index]
+                place = self.windows[page]
+            place.copy_(found, non_blocking=True)
+
+
+def device_memory(pools: Pools, windows_each: int = 0) -> Arena:
+    """Returns the pools as an arena, whose places are the ids of pages and slots; a state has up to
+    `windows_each` pages of windows."""
     return Arena(
         pages=ItemTensors(tensors=tuple(pools.page_parts)),
         states=ItemTensors(tensors=tuple(pools.slot_parts)),
+        windows=pools.all_windows,
+        windows_each=windows_each,
     )
+
+
+def _shapes(memory: Arena) -> Iterator[tuple[bool, list[tuple[tuple[int, ...], torch.dtype]]]]:
+    """Yields the shapes and types of what a place for pages holds, then of one for states."""
+    yield False, [(part.shape[1:], part.dtype) for part in memory.pages.tensors]
+    own = [(part.shape[1:], part.dtype) for part in memory.states.tensors]
+    if memory.windows is not None:
+        own.append(((memory.windows_each, *memory.windows.shape[1:]), memory.windows.dtype))
+    yield True, own
 
 
 def like(memory: Arena, num_pages: int, num_states: int, buffer: Tensor) -> Arena:
@@ -73,12 +113,12 @@ def like(memory: Arena, num_pages: int, num_states: int, buffer: Tensor) -> Aren
     `num_bytes`.
     """
     begin, found = 0, []
-    for parts, num in ((memory.pages, num_pages), (memory.states, num_states)):
-        own = []
-        for part in parts.tensors:
-            shape = num, *part.shape[1:]
-            num_bytes = prod(shape) * part.itemsize
-            own.append(buffer[begin : begin + num_bytes].view(part.dtype).view(shape))
+    for are_states, parts in _shapes(memory):
+        own, num = [], num_states if are_states else num_pages
+        for each, dtype in parts:
+            shape = num, *each
+            num_bytes = prod(shape) * dtype.itemsize
+            own.append(buffer[begin : begin + num_bytes].view(dtype).view(shape))
             begin += _round_up(num_bytes)
         found.append(ItemTensors(tensors=tuple(own)))
     return Arena(pages=found[0], states=found[1])
@@ -87,8 +127,9 @@ def like(memory: Arena, num_pages: int, num_states: int, buffer: Tensor) -> Aren
 def num_bytes(memory: Arena, num_pages: int, num_states: int) -> int:
     """Returns the size in bytes of an arena with this many places."""
     total = 0
-    for parts, num in ((memory.pages, num_pages), (memory.states, num_states)):
-        total += sum(_round_up(num * prod(p.shape[1:]) * p.itemsize) for p in parts.tensors)
+    for are_states, parts in _shapes(memory):
+        num = num_states if are_states else num_pages
+        total += sum(_round_up(num * prod(shape) * dtype.itemsize) for shape, dtype in parts)
     return total
 
 

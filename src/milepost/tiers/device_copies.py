@@ -35,10 +35,8 @@ class DeviceEvent(Protocol):
         ...
 
 
-CopyList = Sequence[tuple[Arena, Arena, What, int, int, int]]
-"""Copies to make, each as: target, source, kind, first place in the target, first place in the
-source, number.
-"""
+CopyList = Sequence[tuple[Arena, Arena, ItemRun]]
+"""Copies to make, each as: target, source, and what."""
 
 
 class HostLink(Protocol):
@@ -91,8 +89,8 @@ class DirectLink:
         event.synchronize()
 
     def copy(self, copies: CopyList) -> None:
-        for target, source, what, first, other, num in copies:
-            target.of(what).copy(first, source.of(what), other, num)
+        for target, source, run in copies:
+            target.copy(source, run)
 
     def copy_behind(self, event: DeviceEvent, copies: CopyList, *, up: bool) -> DeviceEvent:  # noqa: ARG002
         event.synchronize()
@@ -171,13 +169,16 @@ class DeviceHostCopies:
     def store(self, stores: Sequence[Store]) -> DeviceEvent:
         """Copies out what the pools hold now. The event passes once it is in host memory."""
         if self.staging is None:
-            self._link.copy([(self.host, self._device, s.what, s.place, s.id, 1) for s in stores])
+            runs = [(s.what, s.place, s.id, 1, s.windows) for s in stores]
+            self._link.copy([(self.host, self._device, run) for run in runs])
             return Passed()
         self._reuse()
         staged = [(s.what, self._free[s.what == "state"].pop()) for s in stores]
         pairs = list(zip(stores, staged, strict=True))
-        self._link.copy([(self.staging, self._device, s.what, at, s.id, 1) for s, (_, at) in pairs])
-        copies = [(self.host, self.staging, s.what, s.place, at, 1) for s, (_, at) in pairs]
+        runs = [(s.what, at, s.id, 1, s.windows) for s, (_, at) in pairs]
+        self._link.copy([(self.staging, self._device, run) for run in runs])
+        moved: list[ItemRun] = [(s.what, s.place, at, 1, ()) for s, (_, at) in pairs]
+        copies = [(self.host, self.staging, run) for run in moved]
         done = self._link.copy_behind(self._link.now(), copies, up=False)
         self._leaving.append((staged, done))
         return done
@@ -192,7 +193,7 @@ class DeviceHostCopies:
 
     def bring(self, after: DeviceEvent, runs: Sequence[ItemRun]) -> DeviceEvent:
         """Copies to the device, once `after` has passed."""
-        copies = [(self._device, self.host, *run) for run in runs]
+        copies = [(self._device, self.host, run) for run in runs]
         return self._link.copy_behind(after, copies, up=True)
 
     def _reuse(self) -> None:

@@ -15,9 +15,9 @@ import msgspec
 from milepost.cache.plans import What
 from milepost.tiers.names import FileName
 
-ItemRun = tuple[What, int, int, int]
-"""A run of items to copy to the device: kind, first id there, first place in host memory,
-number.
+ItemRun = tuple[What, int, int, int, tuple[int, ...]]
+"""A run of items to copy: kind, first place in the target, first place in the source, number; and
+for a state the ids of its pages of windows on the device.
 """
 
 

@@ -42,6 +42,8 @@ class _Source:
     id: int
     num_moves: int
     tail_page: int | None = None
+    windows: tuple[int, ...] = ()
+    """A state's pages of windows."""
 
 
 class Stores:
@@ -164,6 +166,7 @@ class Stores:
             id=checkpoint.slot,
             num_moves=num_moves,
             tail_page=checkpoint.tail_page,
+            windows=checkpoint.windows,
         )
 
     def _page(
@@ -231,7 +234,7 @@ class Stores:
     def _with_tail(self, state: _Source) -> list[_Source]:
         parts = [state] if self._host.get("state", state.key) is None else []
         if state.tail_page is not None and self._host.get("tail", state.key) is None:
-            parts.insert(0, replace(state, what="tail", id=state.tail_page))
+            parts.insert(0, replace(state, what="tail", id=state.tail_page, windows=()))
         return parts
 
     def _may_begin(self, num_pages: int, num_states: int) -> bool:
@@ -249,9 +252,8 @@ class Stores:
         self._host.pin((item,))
         self._under_way[what, key] = item
         self._num_states_under_way += what == "state"
-        stores.append(
-            Store(key=key, what=what, id=source.id, place=item.place, num_moves=source.num_moves)
-        )
+        where = {"place": item.place, "num_moves": source.num_moves, "windows": source.windows}
+        stores.append(Store(key=key, what=what, id=source.id, **where))
 
     def stored(self, what: What, key: bytes) -> None:
         """Reports that a copy has reached its place in host memory."""
@@ -292,4 +294,5 @@ def _leaving(departure: Departure, tail_page: int | None) -> _Source:
         id=departure.id,
         num_moves=departure.num_moves,
         tail_page=tail_page,
+        windows=departure.windows,
     )

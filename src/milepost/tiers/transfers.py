@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from milepost.cache.plans import What
 from milepost.errors import EngineDeadError
 from milepost.runner.runner import Runner
 from milepost.scheduler.plans import Load, Store
@@ -142,11 +141,9 @@ class TierTransfers:
         """Queues the copies of a load whose parts are all in host memory."""
         pages = [f for f in loading.fetches if f.item.what != "state"]
         states = [f for f in loading.fetches if f.item.what == "state"]
-        copies: list[ItemRun] = []
-        for what, fetches in (("page", pages), ("state", states)):
-            pairs = [(fetch.arrival.id, fetch.item.place) for fetch in fetches]
-            kind: What = "page" if what == "page" else "state"
-            copies += [(kind, *run) for run in runs(pairs, MAX_RUN if what == "page" else 1)]
+        pairs = [(fetch.arrival.id, fetch.item.place) for fetch in pages]
+        copies: list[ItemRun] = [("page", *run, ()) for run in runs(pairs, MAX_RUN)]
+        copies += [("state", f.arrival.id, f.item.place, 1, f.arrival.windows) for f in states]
         loading.done = self.mover.bring(loading.after, copies)
         if self._ask is not None:
             order = Bring(number=loading.load.number, runs=tuple(copies))

@@ -89,7 +89,7 @@ class Outbox:
             "tokens": checkpoint.tail,
             "position": checkpoint.position,
         }
-        self._depart("state", checkpoint.slot, score, **facts)
+        self._depart("state", checkpoint.slot, score, windows=checkpoint.windows, **facts)
         if checkpoint.tail_page is not None:
             self._depart("tail", checkpoint.tail_page, score, **facts)
         self._lost(_upwards(checkpoint.node, num_lost))

@@ -122,7 +122,7 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
         kv_dtype="" if kv_dtype is None else str(kv_dtype).removeprefix("torch."),
         num_graphs=len(fused.captured) if fused else 0,
         runner=runner,
-        hands=hands_of(config, runner, cache.identity, ranks),
+        hands=hands_of(config, runner, shape, cache.identity, ranks),
         access=_access(config, pools, ranks),
     )
 

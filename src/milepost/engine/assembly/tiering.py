@@ -37,28 +37,22 @@ states, within those bounds.
 
 
 def refuse_windows(config: EngineConfig, shape: PoolShape) -> None:
-    """Raises ConfigError for what would take states elsewhere without their windows."""
+    """Raises ConfigError for what would send states elsewhere without their windows."""
     if not shape.windows:
         return
-    asked = {
-        "cache_host_gib": config.cache_host_gib,
-        "cache_dir": config.cache_dir,
-        "kv_transfer_config": config.kv_exchange,
-    }
-    for name, value in asked.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name}: the model has layers with a sliding window of {shape.window} tokens, "
-                "whose KV is kept on the device alone; leave it out"
-            )
+    if config.kv_exchange is not None:
+        raise ConfigError(
+            f"kv_transfer_config: the model has layers with a sliding window of {shape.window} "
+            "tokens, whose KV is not exchanged with other engines; leave it out"
+        )
 
 
 def staging_bytes(config: EngineConfig, shape: PoolShape, pool_bytes: int) -> int:
     """Returns the device memory for copies on their way to the host."""
     if not config.has_tiers:
         return 0
-    num_pages, num_states = under_way(config, pool_bytes, shape.page_bytes, shape.slot_bytes)
-    return num_pages * shape.page_bytes + num_states * shape.slot_bytes
+    num_pages, num_states = under_way(config, pool_bytes, shape.page_bytes, shape.state_bytes)
+    return num_pages * shape.page_bytes + num_states * shape.state_bytes
 
 
 def under_way(
@@ -88,7 +82,7 @@ class RankTierState:
 
 
 def hands_of(
-    config: EngineConfig, runner: Runner, identity: bytes, ranks: Ranks
+    config: EngineConfig, runner: Runner, shape: PoolShape, identity: bytes, ranks: Ranks
 ) -> RankTierState | None:
     """This rank's part of the host memory and of the disk that are asked for; None where none are,
     or where the system refuses the memory to any rank. Raises ConfigError if the directory cannot
@@ -101,10 +95,10 @@ def hands_of(
     from milepost.tiers.holdings import split
 
     files = _files(config.cache_dir, identity, ranks.rank)
-    device, memory = runner.pools.device, device_memory(runner.pools)
+    device, memory = runner.pools.device, device_memory(runner.pools, shape.windows_each)
     link: HostLink = CudaLink(device) if device.type == "cuda" else DirectLink()
     num_bytes = config.host_bytes // ranks.size
-    num_pages, num_states = split(num_bytes, memory.pages.item_bytes, memory.states.item_bytes)
+    num_pages, num_states = split(num_bytes, memory.pages.item_bytes, memory.state_bytes)
     host = None
     try:
         host = allocate_host(memory, num_pages, num_states, is_pinned=isinstance(link, CudaLink))
