@@ -22,7 +22,7 @@ def add(acc, x, p_w, i_k, SHAPE: tl.constexpr):
     """Adds the product of weights at `p_w` [N, K] and rows from input i_k on to acc [N, M] int32.
     `x` has the rows' pointers [M, K], and the scale of all activations, by which rows are rounded
     on the way, unless they are already."""
-    p_x, row_scale = x
+    p_x, row_scale, _ = x
     b_x = tl.load(p_x + i_k)
     if not SHAPE.is_rounded:
         b_x = round_int8(b_x.to(tl.float32) / row_scale)
