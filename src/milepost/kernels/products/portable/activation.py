@@ -19,7 +19,7 @@ def activate(up, gate, GATED: tl.constexpr, LIMIT: tl.constexpr = 0.0):
 @triton.jit
 def multiply_within(active, up, LIMIT: tl.constexpr):
     """Multiplies SiLU's outputs by ups: see `norm.silu_mul`."""
-    if LIMIT:
+    if LIMIT > 0:
         active = tl.minimum(active, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     return active * up

@@ -261,7 +261,7 @@ def sigmoid(x):
 @gluon.jit
 def decays_of(x, rate, LEAST: gl.constexpr):
     """Decays of a token: see `KDAWeights.least_decay`."""
-    if LEAST:
+    if LEAST != 0:
         return gl.exp(LEAST * sigmoid(-rate * x))
     else:
         return gl.exp(rate * softplus(x))

@@ -77,7 +77,7 @@ def strengths(streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.c
 @triton.jit
 def log_decays(x, rate, LEAST: tl.constexpr):
     """The logarithms of decays: see `KDAWeights.least_decay`."""
-    if LEAST:
+    if LEAST != 0:
         return LEAST * sigmoid(-rate * x)
     else:
         return rate * softplus(x)
