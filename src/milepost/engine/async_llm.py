@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NO_BOUND = 2**31
-"""The program itself bounds how much it asks for."""
+"""No bound: the program itself limits how much it asks for."""
 
 
 class AsyncLLM:
@@ -129,7 +129,7 @@ class AsyncLLM:
                 running.abort()
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer; None with skip_tokenizer_init."""
+        """Returns the tokenizer, or None with skip_tokenizer_init."""
         return (await self._encoder.get()).tokenizer
 
     async def get_default_sampling_params(self) -> SamplingParams:
@@ -139,12 +139,12 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Forgets everything cached in memory, and with `reset_connector` what `cache_dir` holds
-        too; False while requests are running."""
+        too. Returns False while requests are running."""
         await self.start()
         return await self._client.reset_prefix_cache(with_files=reset_connector)
 
     async def get_metrics(self) -> list[Metric]:
-        """All counters and gauges of this moment."""
+        """Returns the current values of all counters and gauges."""
         await self.start()
         return await self._client.metrics()
 

@@ -21,7 +21,7 @@ from milepost.sampling_params import SamplingParams
 OpenLLM = Callable[[EngineConfig], LLM]
 DRAFTS = {"method": "suffix", "num_speculative_tokens": 3, "adaptive": False}
 NUM_LIKELIEST = 5
-"""Tokens whose log-probabilities are compared, besides the sampled one, at each position."""
+"""Number of tokens per position whose log-probabilities are compared, besides the sampled one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +48,11 @@ class WayResult:
 
     way: str
     num_cached: int = 0
-    """Prompt tokens that came from the cache."""
+    """Number of prompt tokens that came from the cache."""
     num_tokens: int = 0
-    """Tokens that were compared."""
+    """Number of tokens that were compared."""
     num_different: int = 0
-    """Tokens that are others, or whose log-probabilities differ in any bit."""
+    """Number of tokens that differ, or whose log-probabilities differ in any bit."""
     note: str = ""
 
 
@@ -129,11 +129,11 @@ class BitChecks:
     # --- engines ----------------------------------------------------------------------------------
 
     def _unkept(self, **changes: Any) -> EngineConfig:
-        """The configuration without a directory, with these changes."""
+        """Returns the configuration without a directory, with these changes."""
         return replace(self._config, cache_dir=None, **changes)
 
     def _small(self) -> EngineConfig:
-        """Steps of a chunk, and a memory in which few requests have room."""
+        """Returns changes for small steps, and for a memory that holds few requests."""
         longest = max(map(len, self._prompts)) + self._size.max_tokens
         num_pages = -(-3 * longest // (2 * self._config.page_size)) + 1
         return self._unkept(
@@ -149,7 +149,7 @@ class BitChecks:
     # --- prompts and answers ----------------------------------------------------------------------
 
     def _draw(self, llm: LLM) -> list[list[int]]:
-        """Prompts that share a beginning and end on both sides of the grid."""
+        """Returns prompts that share a prefix and end on both sides of the grid."""
         size, rng = self._size, self._rng
         room = llm.llm_engine.max_model_len - 2 * size.max_tokens - 20
         longest = min(size.prompt_tokens, room)
@@ -181,7 +181,7 @@ class BitChecks:
         return llm.generate(self._salted(salt), self._params, use_tqdm=False)
 
     def _salted(self, *salts: str) -> list[dict[str, Any]]:
-        """The prompts under these salts, or all under one."""
+        """Returns the prompts under these salts, or all under one."""
         given = salts if len(salts) > 1 else salts * len(self._prompts)
         return [
             {"prompt_token_ids": prompt, "cache_salt": salt}

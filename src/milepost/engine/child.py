@@ -30,7 +30,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """None while there is no process."""
+        """The process id; None while there is no process."""
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
@@ -49,10 +49,8 @@ class Child:
         return [] if setup is None else replace(setup, process=name).words()
 
     async def ask(self, message: bytes, timeout_s: float | None = None) -> bytes | None:
-        """The answer; None if the process ends over it. Raises TimeoutError.
-
-        One at a time. Whoever gives up waiting has to `kill` the process.
-        """
+        """Returns the answer, or None if the process ends first. Raises TimeoutError. Ask one
+        question at a time, and `kill` the process after giving up on an answer."""
         process = self._process
         if process is None:  # killed while its caller did something else
             return None
@@ -69,7 +67,7 @@ class Child:
             return None
 
     async def ended(self) -> int | None:
-        """Wait for a process that ends by itself; its exit status."""
+        """Waits for a process that ends by itself. Returns its exit status."""
         process, self._process = self._process, None
         return await process.wait() if process is not None else None
 
@@ -82,7 +80,7 @@ class Child:
         return process
 
     async def close(self) -> None:
-        """End the process, and wait until it has."""
+        """Ends the process, and waits for that."""
         process = self.kill()
         if process is not None:
             await process.wait()
@@ -111,7 +109,8 @@ def answer(message: bytes) -> None:
 
 
 def bound_memory(num_bytes: int) -> None:
-    """Ask the system for so much more at most: what does not fit fails, and not the machine."""
+    """Limits the memory that this process may still allocate. Beyond that, allocations fail instead
+    of exhausting the machine."""
     with open("/proc/self/statm") as file:
         own = int(file.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -24,7 +24,7 @@ class Facts:
     is_shared: bool
     """Whether pages and slots share one memory."""
     num_graphs: int
-    """Captured steps."""
+    """Number of captured steps."""
     kv_dtype: str = ""
     """Dtype of keys and values, if it is not `dtype`."""
     fingerprint: str = ""

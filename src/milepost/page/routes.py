@@ -54,7 +54,7 @@ HEADERS: Final = {
 
 
 class States:
-    """The engine's state, for all open pages."""
+    """Reads the engine's state for all open pages."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client

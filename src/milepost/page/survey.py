@@ -17,7 +17,7 @@ MAX_RUNS = 2000
 """Largest number of runs in a survey: the heaviest and those asked for. The others are summed up at
 their parents."""
 MAX_CHECKPOINTS = 256
-"""Checkpoints that are listed of one run, the deepest ones; the others are counted."""
+"""Number of checkpoints that are listed per run, the deepest first; the others are only counted."""
 VISITS = 4096
 """Number of nodes that a slice visits: about a millisecond's work."""
 
@@ -47,7 +47,7 @@ class PageRun:
     parent: int | None
     """Index of the run that it continues; None for a root."""
     first: int
-    """Pages of its path before it."""
+    """Number of pages of its path before it."""
     num_pages: int
     num_strays: int
     """Number of pages at its end that no checkpoint can reach."""
@@ -219,8 +219,8 @@ class _Surveyor:
         return len(self._checkpoints.get(number, ()))
 
     def choose(self, max_runs: int) -> Slices:
-        """Keep the heaviest, by powers of two. Whatever is kept hangs on what is kept: a run weighs
-        no less than those below it, and of equal ones the upper is looked at first."""
+        """Keeps the heaviest runs, by powers of two. The parent of a kept run is kept too: it
+        weighs no less than its children, and of equal runs the upper comes first."""
         classes: dict[int, list[int]] = {}
         for place, number in enumerate(reversed(self._bottom_up), start=1):
             classes.setdefault(self._weight[number].bit_length(), []).append(number)
@@ -238,7 +238,8 @@ class _Surveyor:
         self._kept = sorted(kept)[1:]
 
     def view(self) -> Generator[None, None, View]:
-        """The kept runs in the order in which they came, each with what is not listed below it."""
+        """Returns the kept runs in their original order, each with the totals of what is not listed
+        below it."""
         index = {number: place for place, number in enumerate(self._kept)}
         runs: list[PageRun] = []
         for number in self._kept:

@@ -26,10 +26,10 @@ from milepost.scheduler.scheduler import Scheduler
 
 SAMPLE_S = 2.0
 MAX_SAMPLES = 151
-"""Five minutes, with both ends."""
+"""Number of samples: five minutes, with both ends."""
 MAX_PROMPTS = 24
 MAX_RUNNING = 512
-"""Running requests that are shown, the oldest; the others are counted."""
+"""Number of running requests that are shown, the oldest first; the others are only counted."""
 
 SLICE_S = 0.002
 """Time between two steps that a survey may take; a slice that has begun is finished."""
@@ -38,7 +38,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Sample(msgspec.Struct, array_like=True, frozen=True):
-    """Counters since the start, at a moment."""
+    """A sample of the counters since the start."""
 
     at: float
     """Seconds of the monotonic clock; seconds ago, once sent."""
@@ -234,15 +234,15 @@ def _pool(pool: Pool) -> dict[str, int]:
 
 
 def _running(request: Request, view: View, node: Node | None) -> Sequence[Any]:
-    """[id, run or None, tokens consumed, prompt tokens, tokens so far]."""
+    """Returns [id, run or None, tokens consumed, prompt tokens, tokens so far] of a request."""
     place = view.places.get(node) if node is not None else None
     prompt, tokens = request.num_prompt_tokens, request.num_tokens
     return [request.id, place, request.num_computed_tokens, prompt, tokens]
 
 
 def _run(run: PageRun) -> Sequence[Any]:
-    """A run as [id, parent, first page, pages, strays, [[position, kind, uses], ...], checkpoints,
-    [runs, pages, checkpoints] that are not listed below it, or None]."""
+    """Returns a run as [id, parent, first page, pages, strays, [[position, kind, uses], ...],
+    checkpoints, [runs, pages, checkpoints] that are not listed below it, or None]."""
     others = (run.num_others, run.other_pages, run.other_checkpoints) if run.num_others else None
     checkpoints = [(one.position, one.kind, one.num_uses) for one in run.checkpoints]
     return [

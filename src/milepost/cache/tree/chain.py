@@ -84,13 +84,12 @@ class Chain:
         return known
 
     def known_digests(self) -> Sequence[bytes]:
-        """Digests of the first pages, as many as need not be computed any more."""
+        """Returns the digests of the first pages that are already computed."""
         return self._digests
 
     def learn(self, digests: Sequence[bytes]) -> None:
-        """Note digests of the first pages whose own aren't known; they belong to equal tokens,
-        after the same prefix.
-        """
+        """Takes over digests of the first pages, for those not hashed yet; they belong to equal
+        tokens after the same prefix."""
         self._digests.extend(digests)
 
     @property

@@ -78,7 +78,7 @@ class Tree:
         return root
 
     def insert(self, chain: Chain, parent: Node, pages: Sequence[int]) -> list[Node]:
-        """Add a run of nodes below `parent` for the chain's next pages; their digests are new."""
+        """Adds nodes below `parent` for the chain's next pages, whose digests are new."""
         first = parent.depth
         if self.leaves.pop(parent.page, None) is not None:
             self.changed.append(parent)
@@ -103,9 +103,8 @@ class Tree:
         return run
 
     def remove(self, run: Sequence[Node]) -> None:
-        """Take out a childless node and those above it that become so, none with checkpoints, and
-        remember their digests.
-        """
+        """Removes a node without children, and those above it that lose their last child, none with
+        checkpoints. Remembers their digests."""
         above = run[-1].parent
         assert above is not None, "T4: a root is not evicted"
         del self.leaves[run[0].page]
@@ -126,7 +125,7 @@ class Tree:
         self.outbox.pages_went(run)
 
     def attach(self, checkpoint: Checkpoint) -> None:
-        """Hang a checkpoint on its node, and between those above and below it."""
+        """Attaches a checkpoint to its node, and links it with those above and below."""
         node = checkpoint.node
         if node.checkpoints is NO_CHECKPOINTS:
             node.checkpoints = {}
@@ -140,7 +139,8 @@ class Tree:
         self.outbox.state_came(checkpoint, num_reached)
 
     def use(self, checkpoint: Checkpoint, end: End) -> None:
-        """Note that a request resumed from a checkpoint: the path above it is its path now."""
+        """Records that a request resumed from a checkpoint. The path above it now belongs to that
+        request."""
         checkpoint.num_uses += 1
         checkpoint.used_at = end.time
         for here in follow(checkpoint):
@@ -148,7 +148,7 @@ class Tree:
             self.changed.append(here)
 
     def detach(self, checkpoint: Checkpoint, score: float) -> None:
-        """Take out a checkpoint; `score` is what it was expected to save, in tokens."""
+        """Removes a checkpoint; `score` is what it was expected to save, in tokens."""
         node = checkpoint.node
         del node.checkpoints[checkpoint.tail]
         del self.at_slot[checkpoint.slot]
@@ -161,7 +161,7 @@ class Tree:
         self.outbox.state_went(checkpoint, score, num_lost)
 
     def move(self, page: int, target: int) -> None:
-        """Note that what is cached in a page stands in another one from now on."""
+        """Records that the content of a page has moved to another."""
         self.outbox.moves.append(PageMove(source=page, target=target))
         node = self.at_page.pop(page, None)
         if node is not None:
@@ -191,7 +191,7 @@ class Tree:
         return bisect_left(chain.digests(num_full), True, lo=depth, key=is_new)
 
     def note_answer(self, chain: Chain, end: End) -> None:
-        """Remember the pages of a request that is over, which has not shared them all."""
+        """Remembers the pages of a finished request that did not share them all."""
         num_full = len(chain) // chain.page_size
         for digest in chain.digests(num_full)[chain.num_pages : num_full]:
             if digest not in self.nodes:

@@ -90,7 +90,7 @@ HYBRID: tuple[LayerKind, ...] = (FullAttention(), Recurrent())
 
 
 def longest_usable(kinds: Sequence[LayerKind], path: Path, limit: int) -> int:
-    """Lower the limit until every kind of layer can resume there."""
+    """Lowers the limit until every kind of layer can resume there."""
     while True:
         lowered = limit
         for kind in kinds:

@@ -19,7 +19,7 @@ MAX_TAILS_COMPARED = 8
 
 
 def link(checkpoint: Checkpoint) -> list[Checkpoint]:
-    """Link a checkpoint that was attached; returns those whose links have changed."""
+    """Links a checkpoint that was attached. Returns those whose links have changed."""
     above = _nearest_above(checkpoint)
     moved = [c for c in _nearest_below(checkpoint) if c.above is above]
     for deeper in moved:
@@ -35,7 +35,7 @@ def link(checkpoint: Checkpoint) -> list[Checkpoint]:
 
 
 def unlink(checkpoint: Checkpoint) -> list[Checkpoint]:
-    """Take a checkpoint out of its links; returns those whose links have changed."""
+    """Unlinks a checkpoint. Returns those whose links have changed."""
     above, below = checkpoint.above, checkpoint.below
     for deeper in below:
         deeper.above = above
@@ -48,14 +48,14 @@ def unlink(checkpoint: Checkpoint) -> list[Checkpoint]:
 
 
 def upwards(checkpoint: Checkpoint | None) -> Iterator[Checkpoint]:
-    """This checkpoint, if any, and all above it."""
+    """Yields this checkpoint, if any, and all above it."""
     while checkpoint is not None:
         yield checkpoint
         checkpoint = checkpoint.above
 
 
 def follow(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    """This checkpoint and all above it, each made the newest below the next."""
+    """Yields this checkpoint and all above it, and makes each the newest below the next."""
     for here in upwards(checkpoint):
         if here.above is not None:
             del here.above.below[here]

@@ -24,7 +24,7 @@ class Match:
     branch_points: tuple[int, ...]
     """Positions that lack a state although their KV is there."""
     num_seen: int
-    """Pages of the prompt that are resident or were evicted."""
+    """Number of the prompt's pages that are resident or were evicted."""
     report: CacheReport
     version: int
     state_length: int

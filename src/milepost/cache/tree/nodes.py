@@ -69,7 +69,7 @@ class Node:
             self.last_child = None
 
     def ancestors(self) -> Iterator[Node]:
-        """This node, then its parents up to the root."""
+        """Yields this node, then its parents up to the root."""
         node: Node | None = self
         while node is not None:
             yield node

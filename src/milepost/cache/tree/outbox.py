@@ -31,7 +31,7 @@ class Outbox:
         self.is_open = False
 
     def open(self, nodes: Collection[Node], checkpoints: Iterable[Checkpoint]) -> None:
-        """Record events from now on, and first those of what is cached already."""
+        """Begins to record events, starting with those of what is cached already."""
         self.is_open = True
         for node in nodes:
             self.pages_came([node])
@@ -50,7 +50,7 @@ class Outbox:
         return moves
 
     def pages_came(self, run: Sequence[Node]) -> None:
-        """Record that a run of pages was cached."""
+        """Records that a run of pages was cached."""
         if not self.is_open:
             return
         ids = tuple(node.page for node in run)
@@ -59,9 +59,8 @@ class Outbox:
             self._reached(run)
 
     def state_came(self, checkpoint: Checkpoint, num_reached: int) -> None:
-        """Record a cached state. It makes `num_reached` nodes reachable: its own and those above
-        it.
-        """
+        """Records a cached state. It makes `num_reached` nodes reachable: its own and those above
+        it."""
         if not self.is_open:
             return
         self._events.append(
@@ -78,9 +77,8 @@ class Outbox:
         self._reached(_upwards(checkpoint.node, num_reached)[::-1])
 
     def state_went(self, checkpoint: Checkpoint, score: float, num_lost: int) -> None:
-        """Record the departure of a state. `num_lost` nodes become unreachable: its own and those
-        above it.
-        """
+        """Records the departure of a state. `num_lost` nodes become unreachable: its own and those
+        above it."""
         if not self.is_open:
             return
         facts = {
@@ -95,7 +93,7 @@ class Outbox:
         self._lost(_upwards(checkpoint.node, num_lost))
 
     def pages_went(self, run: Sequence[Node]) -> None:
-        """Record that a run of pages leaves, the deepest first."""
+        """Records that a run of pages leaves, the deepest first."""
         if not self.is_open:
             return
         if not self._needs_states:
@@ -107,7 +105,7 @@ class Outbox:
             self._depart("page", node.page, 0.0, position=position, **facts)
 
     def cleared(self) -> None:
-        """Record that nothing is cached any more, and drop what nobody has taken."""
+        """Records that nothing is cached any more, and drops what nobody has taken."""
         self.moves.clear()
         if self.is_open:
             self._events = [Cleared()]
@@ -139,5 +137,5 @@ class Outbox:
 
 
 def _upwards(node: Node, num: int) -> list[Node]:
-    """This many nodes from here upwards, without the root."""
+    """Yields this many nodes from here upwards, without the root."""
     return [above for above in islice(node.ancestors(), num) if not above.is_root]

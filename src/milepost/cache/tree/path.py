@@ -20,17 +20,17 @@ class Path:
 
     @property
     def num_pages(self) -> int:
-        """Resident full pages."""
+        """Number of resident full pages."""
         return self.end.depth if self.end is not None else 0
 
     @property
     def kv_length(self) -> int:
-        """Tokens in the resident full pages."""
+        """Number of tokens in the resident full pages."""
         return self.num_pages * self.chain.page_size
 
     @cached_property
     def nodes(self) -> Sequence[Node]:
-        """The nodes that match, without the root, shallowest first."""
+        """The matching nodes without the root, the shallowest first."""
         run, node = [], self.end
         while node is not None and node.parent is not None:
             run.append(node)
@@ -44,11 +44,11 @@ class Path:
         return [node.page for node in self.nodes]
 
     def _upwards(self) -> Iterator[Node]:
-        """The nodes that match, the deepest first, the root last."""
+        """Yields the matching nodes, the deepest first, the root last."""
         return iter(()) if self.end is None else self.end.ancestors()
 
     def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
-        """The deepest checkpoint at or before `limit` whose tail matches the prompt too."""
+        """Returns the deepest checkpoint at or before `limit` whose tail matches the prompt too."""
         for node in self._upwards():
             best = self.deepest_on(node, limit) if node.checkpoints else None
             if best is not None:
@@ -56,7 +56,7 @@ class Path:
         return None
 
     def deepest_on(self, node: Node, limit: int) -> Checkpoint | None:
-        """The deepest matching checkpoint that hangs on `node`, up to `limit`."""
+        """Returns the deepest matching checkpoint on `node`, up to `limit`."""
         start = node.depth * self.chain.page_size
         if not node.checkpoints or limit < start:
             return None

@@ -26,13 +26,13 @@ from milepost.errors import ConfigError, InvalidRequestError, missing
 from milepost.sampling_params import StructuredOutputs
 
 MAX_GRAMMAR_LEN = 2**18
-"""Characters of a form."""
+"""Largest length of a form, in characters."""
 MAX_KNOWN = 128
-"""Compiled forms that are kept."""
+"""Number of compiled forms to keep."""
 MAX_KNOWN_LEN = 2**19
-"""Characters of their grammars together: one of them takes some 150 bytes when compiled."""
+"""Largest total length of the kept grammars; a character takes about 150 bytes when compiled."""
 MAX_FOLLOWED = 2**14
-"""Tokens that the copies of a form follow before it is made anew."""
+"""Number of tokens that copies of a form follow before it is compiled again."""
 LIMITS = {
     "max_grammar_size": 5_000,
     "max_items_in_row": 2_000,
@@ -47,7 +47,7 @@ no more of them than the grammar has symbols, and one over its bound is an answe
 are sums over the rows and the lexer's work for one token. Lexer states bound memory (100 MB): JSON
 schemas with bounded strings need 16,000."""
 _TOLD_BY = {"expressions constructed": "step_lexer_fuel", "fuel": "step_lexer_fuel"}
-"""Bounds that errors do not tell by their number."""
+"""Maps words of errors to the name of a limit, for errors that do not show its number."""
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
 """Options for JSON schemas: white space is allowed but bounded, since small models may otherwise
 write it without end."""
@@ -79,7 +79,7 @@ def vocabulary_of(tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...
 
 
 def llguidance() -> Any:
-    """The library. Raises ConfigError if it is not installed."""
+    """Returns the llguidance module. Raises ConfigError if it is not installed."""
     try:
         import llguidance as library
     except ModuleNotFoundError as error:
@@ -108,7 +108,7 @@ def grammar_of(wanted: StructuredOutputs) -> str:
 
 
 def _text_of(wanted: StructuredOutputs) -> tuple[str, str]:
-    """Kind and text; equal ones are the same form."""
+    """Returns the kind and text of a form. Equal forms have equal texts."""
     if wanted.json is not None:
         schema = wanted.json
         return "json", schema if isinstance(schema, str) else json.dumps(schema)
@@ -145,10 +145,8 @@ class Compiler:
         """Maps each added token to the first of the tokens that spell it as text."""
 
     def compile(self, grammar: str) -> Any:
-        """A matcher at its start. Raises ValueError saying what is wrong with the grammar.
-
-        Leaves the interpreter lock meanwhile.
-        """
+        """Returns a matcher at its start. Raises ValueError for an invalid grammar. Releases the
+        interpreter lock meanwhile."""
         matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=_limits())
         problem = problem_of(matcher)
         if problem is not None:
@@ -177,26 +175,24 @@ class CompiledForm:
         self.length = length
         self.spelled = spelled
         self.num_followed = 0
-        """Tokens that copies have followed."""
+        """Number of tokens that the copies have followed."""
 
     @property
     def is_worn(self) -> bool:
         return self.num_followed >= MAX_FOLLOWED
 
     def wear_out(self) -> None:
-        """No answer that begins from now on uses it."""
+        """Retires the form: no new answer will use it."""
         self.num_followed = MAX_FOLLOWED
 
     def copy(self) -> Any:
-        """A matcher at its start."""
+        """Returns a matcher at its start."""
         return self._matcher.deep_copy()
 
 
 class Forms:
-    """The forms of one engine. The least recently used are forgotten.
-
-    Safe to use from several threads. The tokenizer is taken over with the first form.
-    """
+    """Compiles the forms of one engine and keeps the most recently used. Safe to use from several
+    threads. The compiler is made with the first form."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -206,13 +202,14 @@ class Forms:
         self.num_compiled = 0
 
     def prepare(self) -> Compiler:
-        """Take the tokenizer over now. Raises ConfigError."""
+        """Prepares the compiler for the tokenizer now, rather than with the first form. Raises
+        ConfigError."""
         if self._compiler is None:
             self._compiler = Compiler(self._vocabulary)
         return self._compiler
 
     def compile(self, wanted: StructuredOutputs) -> CompiledForm:
-        """The compiled form. Raises InvalidRequestError for one that cannot be kept to."""
+        """Returns the compiled form. Raises InvalidRequestError for one that cannot be enforced."""
         try:
             key = _text_of(wanted)
         except (ValueError, TypeError, RecursionError) as error:

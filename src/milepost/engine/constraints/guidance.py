@@ -21,7 +21,7 @@ Mask = NDArray[np.int32]
 
 
 def mask_of(vocab_size: int, token_ids: Sequence[int]) -> Mask:
-    """[W], these tokens and no others: bit i of word w is token 32 w + i."""
+    """Returns a mask [W] of exactly these tokens: bit i of word w is token 32 w + i."""
     flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     flags[list(token_ids)] = 1
     return np.packbits(flags, bitorder="little").view(np.int32)
@@ -79,7 +79,7 @@ class FormGuide:
         return not self.matcher.is_error() and not self.matcher.is_stopped()
 
     def ends(self) -> Mask:
-        """[W], the tokens that end an answer."""
+        """Returns a mask [W] of the tokens that end an answer."""
         return mask_of(self.vocab_size, self._end_token_ids)
 
     def allows(self, token_id: int) -> bool:
@@ -89,17 +89,16 @@ class FormGuide:
         return self.matcher.validate_tokens([token_id]) == 1
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these may come next; all where the answer has not come to its form."""
+        """Returns how many of these tokens, in order, the form allows next; all of them before the
+        form begins."""
         if self._starts_after is not None or self.matcher.is_error():
             return len(token_ids)
         return self.matcher.validate_tokens(list(token_ids))
 
     def spell(self, mask: Mask) -> None:
-        """Put right a mask that allows an added token whose text is to be spelled.
-
-        Where only one text can follow, llguidance allows the one token that its tokenizer makes of
-        it. That may be an added token (`<tool_call>`), which its grammars know as no text.
-        """
+        """Corrects a mask that allows an added token where its text should be spelled out. If only
+        one text can follow, llguidance allows only the token that its tokenizer makes of it. That
+        may be an added token (`<tool_call>`), which its grammars do not treat as text."""
         bits = mask.view(np.uint32)
         allowed = self._added[bits[self._added >> 5] >> (self._added & 31) & 1 == 1]
         if not len(allowed) or self.matcher.is_stopped() or self.matcher.is_accepting():
@@ -111,7 +110,7 @@ class FormGuide:
                 bits[first >> 5] |= np.uint32(1 << (first & 31))
 
     def accept(self, token_id: int) -> None:
-        """Take note of the token that was chosen."""
+        """Advances the form by the token that was chosen."""
         if self._starts_after is not None:
             if token_id == self._starts_after:
                 self._starts_after = None

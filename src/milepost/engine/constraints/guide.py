@@ -80,7 +80,7 @@ class Guide:
         return num if own is None else own.num_allowed(token_ids[:num], counts=self.counts)
 
     def accept(self, token_id: int) -> None:
-        """Take note of the token that was chosen."""
+        """Advances by the token that was chosen."""
         if self.restriction is not None:
             self.restriction.accept(token_id)
         if self.form is not None:

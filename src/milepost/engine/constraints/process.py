@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_VERDICTS = 1024
 MAX_BYTES = 2 * 2**30
-"""Memory that the process may ask the system for, besides what it starts with."""
+"""Bytes that the process may allocate, besides what it starts with."""
 MAX_MASK_S = 0.05
 """Processor time of one token's mask; the limits of `grammars` keep most far below."""
 _PATIENCE = 4.0
@@ -56,7 +56,7 @@ class FormChecks:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start the process; what is wrong with the tokenizer is known then (`problem`). One that
+        """Starts the process, and sets `problem` if the tokenizer cannot be used. A process that
         ends at once is started again for the next form."""
         if self._vocabulary is None:
             self.problem = self.problem or "this server has no tokenizer (--skip-tokenizer-init)"
@@ -77,12 +77,9 @@ class FormChecks:
             logger.warning("no structured outputs: %s", self.problem)
 
     async def check(self, wanted: StructuredOutputs) -> None:
-        """Raise InvalidRequestError, naming the form's field, for one that cannot be kept to, or
-        not within the bounds.
-
-        Forms are tried one after the other. When all callers that wait for one are cancelled, it
-        gives up its place.
-        """
+        """Raises InvalidRequestError, naming the form's field, for a form that cannot be enforced
+        within the bounds. Forms are tried one after the other. A form is dropped from the queue
+        when all callers that wait for it are cancelled."""
         text = _encoded(wanted)
         verdict = self._verdicts.get(text)
         if verdict is None:
@@ -110,7 +107,8 @@ class FormChecks:
         return verdict
 
     async def _tried(self, text: str) -> tuple[str, bool]:
-        """(What is wrong, whether it will be the next time)."""
+        """Returns what is wrong with a form ("" for nothing), and whether a second try would say
+        the same."""
         if self._child.pid is None and not self.problem:
             await self.start()
         if self.problem:
@@ -135,17 +133,17 @@ class FormChecks:
         return f"too complex: it takes more than {bound} to compile", True
 
     async def _ask(self, message: Any, timeout_s: float | None) -> str | None:
-        """The answer; None if the process ends over it. Raises TimeoutError."""
+        """Returns the answer, or None if the process ends first. Raises TimeoutError."""
         found = await self._child.ask(json.dumps(message).encode(), timeout_s)
         return None if found is None else json.loads(found)
 
     async def close(self) -> None:
-        """End the process."""
+        """Ends the process."""
         await self._child.close()
 
 
 class _Trial:
-    """A form that is tried or queued, and the number of those who wait for the outcome."""
+    """A form being tried or queued, with the number of callers that wait for the outcome."""
 
     def __init__(self, task: asyncio.Future[str]) -> None:
         self._task = task
@@ -176,7 +174,7 @@ def _encoded(wanted: StructuredOutputs) -> str:
 
 
 def main() -> None:
-    """Take the tokenizer, then try out one form after the other."""
+    """Reads the tokenizer, then tries one form after the other."""
     forms = messages()
     start = json.loads(next(forms))
     timeout_s = start.pop("timeout_s")
@@ -201,7 +199,7 @@ def _say(text: str) -> None:
 
 
 def _problem(compiler: Compiler, wanted: StructuredOutputs) -> str:
-    """Compile a form and take its first steps."""
+    """Compiles a form and makes its first masks. Returns what is wrong with it."""
     try:
         matcher = compiler.compile(grammar_of(wanted))
     except (InvalidRequestError, ValueError) as error:

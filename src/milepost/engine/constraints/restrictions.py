@@ -27,7 +27,7 @@ from milepost.sampling_params import SamplingParams
 THINK = ("<think>", "</think>")
 """The tokens between which models reason."""
 MAX_RULES = 64
-"""Sets of rules that are remembered."""
+"""Number of sets of rules to remember."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,24 +35,25 @@ class Rules:
     """The rules for all answers with the same parameters."""
 
     allowed: Mask | None
-    """[W], the tokens that may come unless a run or the budget is against it; None for all. Never
-    none."""
+    """Mask [W] of the tokens that are allowed unless a banned sequence or the budget excludes them;
+    None for all. Never empty."""
     names: str
-    """The parameters that exclude the others, for errors."""
+    """Names of the parameters that exclude tokens, for errors."""
     runs: Mapping[int, Sequence[tuple[tuple[int, ...], int]]]
-    """Banned sequences of two tokens or more, as (all but the last, last), by the last but one."""
+    """Banned sequences of two tokens or more, as (all but the last, last), keyed by the last but
+    one."""
     budget: int | None
-    """Most tokens between `opens` and `closes`."""
+    """Largest number of tokens between `opens` and `closes`."""
     opens: int | None
     closes: int | None
     closing: Mask
-    """[W], nothing but `closes`."""
+    """Mask [W] of `closes` alone."""
     every: Mask
-    """[W], all of the model's tokens."""
+    """Mask [W] of all of the model's tokens."""
 
     @cached_property
     def reach(self) -> int:
-        """How many of the newest tokens the runs read."""
+        """Number of newest tokens that the banned sequences depend on."""
         return max((len(run) for runs in self.runs.values() for run, _ in runs), default=0)
 
 
@@ -207,7 +208,7 @@ class RuleBook:
 
 
 def _judge(rules: Rules, ends: Sequence[int]) -> None:
-    """Raise InvalidRequestError for wishes that leave nothing to choose; `ends` may not come at
+    """Raises InvalidRequestError for parameters that leave no token to choose; `ends` may not come
     first."""
     allowed = rules.allowed
     assert allowed is not None, "what all tokens are judged by"
@@ -240,7 +241,8 @@ def _by_last(
 
 
 def think_ids(tokenizer: Any) -> tuple[int | None, int | None]:
-    """Ids of the tokens that open and close the reasoning, as far as a tokenizer has them."""
+    """Returns the ids of the tokens that open and close the reasoning; None for one that the
+    tokenizer lacks."""
     added = {} if tokenizer is None else tokenizer.get_added_vocab()
     opens, closes = (added.get(tag) for tag in THINK)
     return opens, closes
@@ -260,7 +262,7 @@ def has(mask: Mask, token_id: int) -> bool:
 
 
 def without(mask: Mask, token_ids: Sequence[int]) -> Mask:
-    """`mask` less these tokens."""
+    """Returns `mask` without these tokens."""
     ids = np.array(token_ids, np.uint32)
     less = mask.copy()
     np.bitwise_and.at(less.view(np.uint32), ids >> 5, ~(np.uint32(1) << (ids & 31)))

@@ -30,17 +30,20 @@ class Completion:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """The prompt's, once it is computed, if they were asked for; the first token has none."""
+    """Log-probabilities of the prompt once it is computed, if they were asked for; None for the
+    first token."""
     stop_reason: int | str | None = None
     guide: Guide | None = None
-    """Keeps the answer to its form and what else was asked for."""
+    """Constrains the answer to its form and to the other restrictions."""
     ending: FinishReason | None = None
-    """How its text or its form has ended it, which the scheduler does not know of."""
+    """The finish reason if its text or its form has ended it; the scheduler does not know of
+    that."""
     dead_end: FinishReason | None = None
-    """How it ends before the token that is sampled next, since none may come; None as long as one
-    may."""
+    """The finish reason if no token may come next, so that the token being sampled is dropped; None
+    while one may."""
     num_left_out: int = 0
-    """Tokens that were sampled at a dead end: who follows the samples counts them."""
+    """Number of tokens that were sampled at a dead end and dropped; the index of later samplings
+    includes them."""
     num_draft_tokens: int = 0
     """Number of drafts that were verified."""
     num_accepted_tokens: int = 0
@@ -50,7 +53,8 @@ class Completion:
     _is_over: bool = False
     """Whether its last delta was taken."""
     _num_known: int | None = None
-    """Tokens of the run under way that were sampled as its form has it; None for all."""
+    """Number of tokens of the current run that were sampled under its form's masks; None for
+    all."""
 
     def waits_for(self, num_tokens: int, params: SamplingParams, *, counts_are_kept: bool) -> bool:
         """Whether the next token can be sampled only once the host knows the last `num_tokens`.
@@ -156,7 +160,7 @@ class Completion:
         return token_ids
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Note what became of its drafts."""
+        """Records what became of its drafts."""
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
 
@@ -167,9 +171,8 @@ class Completion:
         texts: TokenTexts | None,
         reason: FinishReason | None,
     ) -> FinishReason | None:
-        """Take in one token; returns how it ends the answer beyond the `reason` that it may be the
-        last for.
-        """
+        """Takes one token. Returns the finish reason if its text or the form ends the answer there;
+        `reason` is given if the scheduler ends it."""
         token_id = sampled.token_id
         if sampled.logprob is not None:
             self._add_logprobs(sampled, texts)
@@ -189,7 +192,7 @@ class Completion:
         return FinishReason.STOP
 
     def _add_text(self, token_id: int, reason: FinishReason | None) -> str | None:
-        """Feed the text with a token; returns the stop string that it completes, if it does."""
+        """Adds a token to the text. Returns the stop string that it completes, if any."""
         if reason is FinishReason.STOP:
             self.text.append_stop(token_id)
             return None
@@ -199,7 +202,7 @@ class Completion:
         return stop
 
     def _add_logprobs(self, sampled: SampledToken, texts: TokenTexts | None) -> None:
-        """Record how likely the token was."""
+        """Records the token's log-probabilities."""
         assert sampled.logprob is not None, "likelihoods were asked for"
         likely = sampled.logprob, sampled.rank, sampled.top_logprobs or {}
         known = {} if texts is None else {"text_of": texts.alone}
@@ -210,7 +213,8 @@ class Completion:
         self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sampled.logprob
 
     def add_prompt_scores(self, scores: PromptScores) -> None:
-        """Record how likely a chunk of the prompt was; one that is computed again is the same."""
+        """Records the log-probabilities of a chunk of the prompt. A chunk that is computed again
+        has the same."""
         if self.prompt_logprobs is None:
             self.prompt_logprobs = [None] * self.request.num_prompt_tokens
         for position, token in enumerate(scores.tokens, start=scores.start):
@@ -220,7 +224,7 @@ class Completion:
             self.prompt_logprobs[position] = entry
 
     def take_delta(self) -> Delta | None:
-        """Returns what it gained since the last call; None for nothing."""
+        """Returns the tokens and text gained since the last call, or None if there are none."""
         tokens, drafts, accepted = self._num_taken
         request = self.request
         new = request.chain.tokens[request.num_prompt_tokens + tokens :].tolist()

@@ -37,7 +37,7 @@ class RunningCompletions:
         self._counts_are_kept = counts_are_kept
         self._known: dict[int, tuple[RequestGroup, Completion]] = {}
         self._held: set[int] = set()
-        """Numbers of requests that may have to know a token before the next is sampled."""
+        """Numbers of the requests whose next sampling may depend on the token before."""
 
     def __len__(self) -> int:
         return len(self._known)

@@ -23,7 +23,7 @@ class FailureLatch:
         return self._death is None
 
     def check(self) -> None:
-        """Raise EngineDeadError if something has failed before."""
+        """Raises EngineDeadError if something has failed before."""
         if self._death is not None:
             raise EngineDeadError(
                 f"the step loop failed earlier ({self._death!r}): make a new engine"

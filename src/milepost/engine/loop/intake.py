@@ -37,7 +37,7 @@ from milepost.sampling_params import SamplingParams, StructuredOutputs
 from milepost.scheduler.request import Request
 
 TURN_TOKENS = 32
-"""Images with fewer tokens of text between them are of one turn."""
+"""Images with fewer tokens of text between them belong to one turn."""
 
 
 def limits_of(config: EngineConfig, parts: EngineParts) -> Limits:
@@ -69,14 +69,14 @@ class Intake:
         self._id = uuid.uuid4().hex
 
     def prepare(self, params: SamplingParams) -> CompiledForm | None:
-        """Make what takes long of parameters: spell what may not come, and return the compiled
-        form, if there is one. Raises InvalidRequestError for what cannot be kept to."""
+        """Does the slow work on parameters: tokenizes bad words, and returns the compiled form, if
+        there is one. Raises InvalidRequestError for parameters that cannot be enforced."""
         self._rules.rules_of(params)
         return self.form_of(params)
 
     def form_of(self, params: SamplingParams) -> CompiledForm | None:
-        """The form of the answers, compiled if it is not known; None for any. Raises
-        InvalidRequestError for one that cannot be kept to."""
+        """Returns the form of the answers, compiled at its first use; None if any text will do.
+        Raises InvalidRequestError for a form that cannot be enforced."""
         wanted = params.structured_outputs
         if wanted is None:
             return None
@@ -92,7 +92,8 @@ class Intake:
     def _check_beginning(
         self, wanted: StructuredOutputs, form: CompiledForm, rules: Rules | None
     ) -> None:
-        """Raise InvalidRequestError if nothing that a form begins with may come."""
+        """Raises InvalidRequestError if the restrictions exclude every token that a form can begin
+        with."""
         if rules is None or rules.allowed is None:
             return
         after = wanted.starts_after

@@ -18,7 +18,7 @@ MAX_MARGIN_S = 0.02
 
 
 class Pace:
-    """Learns from steps; knows no clock."""
+    """Estimates step times from the steps before. Times are given to it; it reads no clock."""
 
     def __init__(self) -> None:
         self._taken_s: dict[tuple[int, int], float] = {}
@@ -29,13 +29,13 @@ class Pace:
         self._margin_s = MARGIN_S
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Note what a step took on the device."""
+        """Records the time that a step took on the device."""
         size = _size(plan)
         self._taken_s[size] = min(seconds, 1.05 * self._taken_s.get(size, seconds))
 
     def note_planning(self, plan: StepPlan, seconds: float, *, is_late: bool) -> None:
-        """Note what it took to plan and launch, and whether the device had run out of work when it
-        had the first of it."""
+        """Records the time to plan and launch a step, and whether the device ran out of work
+        meanwhile."""
         prefills = _prefills(plan)
         self._planning_s[prefills] = max(seconds, 0.85 * self._planning_s[prefills])
         grown = min(2 * self._margin_s, MAX_MARGIN_S)
@@ -55,7 +55,7 @@ def _prefills(plan: StepPlan) -> bool:
 
 
 def _size(plan: StepPlan) -> tuple[int, int]:
-    """Steps of one size take about as long: tokens of prefills and other sequences, to within a
-    factor of two."""
+    """Returns a step's size: its prefill tokens and its other sequences, each to within a factor of
+    two. Steps of one size take about the same time."""
     num_prefilled = sum(each.num_tokens for each in plan.sequences if not each.is_decode)
     return num_prefilled.bit_length(), sum(each.is_decode for each in plan.sequences).bit_length()

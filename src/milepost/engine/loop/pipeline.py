@@ -65,11 +65,11 @@ class StepPipeline:
         return self._pace.spare_s(step.plan, elapsed_s, will_prefill=will_prefill)
 
     def current(self) -> InFlightStep | None:
-        """The step in flight, or else a new one; None if there is nothing to do."""
+        """Returns the step in flight, or a new one; None if there is nothing to do."""
         return self.in_flight or self._start()
 
     def _start(self) -> InFlightStep | None:
-        """Plan a step and launch it; None if there is nothing to do."""
+        """Plans a step and launches it. Returns None if there is nothing to do."""
         with self._latch.fatal(BaseException):
             plan = self._scheduler.schedule()
             can_wait = self._scheduler.num_loading or self._scheduler.outside.has_lent
@@ -118,10 +118,9 @@ class StepPipeline:
         return ahead
 
     def advance(self) -> None:
-        """Now that a step's tokens are known, have the next one sample, if it had to wait for them.
-        If drafts kept that one from being launched ahead, launch it: it runs while the tokens are
-        handed on.
-        """
+        """Has the next step sample, if it waited for this step's tokens. If drafts kept the next
+        step from being launched ahead, launches it, so that it runs while the tokens are handed
+        on."""
         ahead = self.in_flight
         if ahead is not None and not ahead.is_sampled:
             with self.rolling_back(ahead.plan):
@@ -131,13 +130,13 @@ class StepPipeline:
             self.in_flight = self._start()
 
     def _sample(self, step: InFlightStep, *, num_ahead: int) -> None:
-        """Have a launched step sample; `num_ahead` tokens of its sequences are not known yet."""
+        """Has a launched step sample; `num_ahead` tokens of its sequences are not known yet."""
         rows = self._completions.choices(step.plan, num_ahead)
         num_drafts = 0 if self.speculation is None else self.speculation.num_behind(step.plan)
         self.runner.sample(step, StepSampling(rows=rows, num_drafts=num_drafts))
 
     def speculate(self, plan: StepPlan, output: RunnerOutput) -> None:
-        """Note which drafts were accepted, and propose new ones."""
+        """Records which drafts were accepted, and proposes new ones."""
         if self.speculation is None:
             return
         now_s, last_s = perf_counter(), self._last_end_s
@@ -150,9 +149,8 @@ class StepPipeline:
         self.speculation.propose(self._completions.possible)
 
     def settle(self) -> None:
-        """Once every answer has ended, collect a step that turned out to be unneeded, and fold
-        states up to the ends of their answers.
-        """
+        """Once every answer has ended, collects a step that turned out to be unneeded, and folds
+        states up to the ends of their answers."""
         if self._scheduler.has_work and not self._scheduler.only_folds:
             return
         step, self.in_flight = self.in_flight, None
@@ -169,9 +167,8 @@ class StepPipeline:
 
     @contextmanager
     def rolling_back(self, plan: StepPlan) -> Iterator[None]:
-        """An interruption leaves half-written states, so the step and what follows it is rolled
-        back; a failure ends the engine.
-        """
+        """Rolls back the step and its successor if it is interrupted, since states are then half
+        written. A failure ends the engine."""
         with self._latch.fatal(Exception):
             try:
                 yield
@@ -182,8 +179,8 @@ class StepPipeline:
                 raise
 
     def _roll_back(self, plan: StepPlan) -> None:
-        """Undo a step that was interrupted. With several ranks some have begun it and others have
-        not, and they would wait for each other forever: that ends the engine."""
+        """Rolls back an interrupted step. With several ranks this ends the engine: some have begun
+        the step and others have not, and they would wait for each other forever."""
         if self._team is not None:
             self._latch.end(EngineDeadError("a step was interrupted between ranks"))
             return
@@ -201,7 +198,7 @@ class StepPipeline:
             part.begin_loads(plan.loads, self.runner.fence)
 
     def _only_copy(self, plan: StepPlan) -> None:
-        """Run a plan that computes nothing, and so has no result."""
+        """Runs a plan that computes nothing, and so has no result."""
         if plan.only_copies:
             with self._latch.fatal(BaseException):
                 self._pixels.hand_over(plan, self.runner)

@@ -19,12 +19,13 @@ class PixelStore:
         self._holders: dict[bytes, dict[int, PictureRecord]] = {}
 
     def hold(self, group: RequestGroup) -> None:
-        """Keep the pixels of a group's prompt."""
+        """Keeps the pixels of a group's prompt."""
         for record in group.prompt.pixels:
             self._holders.setdefault(record.identity, {})[group.number] = record
 
     def let_go(self, group: RequestGroup) -> None:
-        """Forget them, unless another group has the same image. A second call does nothing."""
+        """Forgets a group's pixels, except those of images that other groups have too. A second
+        call does nothing."""
         for record in group.prompt.pixels:
             holders = self._holders.get(record.identity, {})
             holders.pop(group.number, None)
@@ -32,12 +33,12 @@ class PixelStore:
                 self._holders.pop(record.identity, None)
 
     def hand_over(self, plan: StepPlan, runner: Runner) -> None:
-        """Give the runner the pixels of the images that a plan encodes, before it is launched."""
+        """Gives the runner the pixels of the images that a plan encodes, before it is launched."""
         for picture in plan.encodes:
             holders = self._holders[picture.identity]
             runner.take_pixels(next(iter(holders.values())))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pixels, each image's once."""
+        """Number of bytes of all pixels, with each image counted once."""
         return sum(len(next(iter(each.values())).rows) for each in self._holders.values())

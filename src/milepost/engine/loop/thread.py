@@ -31,9 +31,9 @@ _Todo = SimpleQueue[
 ]  # may be put to from a collector's callback, unlike an executor
 
 SLICE_S = 0.1
-"""Seconds of steps for one caller, until it hears how far its requests have come."""
+"""Seconds of steps for one caller between two reports of its progress."""
 _END_S = 10.0
-"""How long the end of an engine waits for the last step, besides the time for writing."""
+"""Time for which closing an engine waits for the last step, besides the time for writing."""
 
 
 class EngineThread:
@@ -66,12 +66,14 @@ class EngineThread:
         return self._end.alive and not self._is_closed
 
     def run(self, work: Callable[..., T], *args: Any) -> T:
-        """The result of `work`; it goes on if the caller is interrupted while it waits."""
+        """Returns the result of `work`, which continues if the caller is interrupted while it
+        waits."""
         return self._queue(work, *args).result()
 
     def tidy(self, work: Callable[..., object], *args: Any) -> None:
-        """Run what a caller leaves to be done. A collector may end a caller anywhere: on this
-        thread `work` is only queued, and at the interpreter's end dropped."""
+        """Runs what a caller leaves to be done. The garbage collector may end a caller on any
+        thread: on the engine's own, `work` is only queued, and at the interpreter's end it is
+        dropped."""
         try:
             future = self._queue(work, *args)
         except EngineDeadError:
@@ -142,7 +144,7 @@ class EngineThread:
 
 
 def _serve(todo: _Todo, device: torch.device) -> None:
-    """The thread: refers to no engine while it has nothing to do."""
+    """Runs in the thread. Holds no reference to the engine while it has nothing to do."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     while (asked := todo.get()) is not None:

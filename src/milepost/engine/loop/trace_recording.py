@@ -29,7 +29,7 @@ ID_BYTES = 6
 class _Entry:
     arrived_ms: int
     lines: list[bytes] | None = None
-    """Once it is over."""
+    """The request's lines, once it is over."""
 
 
 class TraceRecorder:
@@ -48,7 +48,7 @@ class TraceRecorder:
         self._order: deque[int] = deque()
 
     def begin(self, group: RequestGroup) -> None:
-        """A request has come."""
+        """Records that a request has arrived."""
         if self._file.is_full:
             return
         arrived_ms = int(1000 * (self._now() - self._start_s))
@@ -56,7 +56,7 @@ class TraceRecorder:
         self._order.append(group.number)
 
     def end(self, group: RequestGroup) -> None:
-        """It is over, however it ended."""
+        """Records that a request is over, however it ended."""
         entry = self._entries.get(group.number)
         if entry is None or entry.lines is not None:
             return
@@ -69,7 +69,7 @@ class TraceRecorder:
             del self._entries[self._order.popleft()]
 
     def close(self) -> None:
-        """Write what is over, though something before it is not."""
+        """Writes the requests that are over, even if earlier ones are not."""
         for number in self._order:
             self._file.write(b"".join(self._entries[number].lines or ()))
         self._entries.clear()

@@ -49,9 +49,8 @@ class Expansion:
 
 
 def expand(given: Sequence[int], images: Sequence[Prepared], token_id: int) -> Expansion:
-    """Puts images into tokens, in which `token_id` stands for each. Raises InvalidPromptError if
-    that are not as many.
-    """
+    """Inserts images into tokens, in which `token_id` stands for each. Raises InvalidPromptError if
+    their numbers differ."""
     places = [place for place, token in enumerate(given) if token == token_id]
     if len(places) != len(images):
         raise InvalidPromptError(

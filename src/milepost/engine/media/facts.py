@@ -7,7 +7,7 @@ import msgspec
 from milepost.images.settings import ImageSettings
 
 LOW_DETAIL_TOKENS = 256
-"""Most tokens of an image that is sent with `detail: low`."""
+"""Largest number of tokens of an image with `detail: low`."""
 
 
 class ImageFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,7 +15,8 @@ class ImageFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     settings: ImageSettings
     token_id: int
-    """Stands for an image in a prompt, once before images are put in, and then once per token."""
+    """The token that stands for an image: one before images are inserted, and then one per token of
+    the image."""
     text: str
     """The text that a chat template writes for an image; empty without a tokenizer."""
 

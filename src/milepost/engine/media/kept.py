@@ -11,7 +11,7 @@ from hashlib import blake2b
 from milepost.engine.media.process import PreparedPicture
 
 MAX_BYTES = 2**30
-"""Bytes of prepared images that are kept."""
+"""Number of bytes of prepared images to keep."""
 
 
 def key_of(data: bytes, max_pixels: int | None) -> bytes:

@@ -17,7 +17,7 @@ from milepost.errors import InvalidPromptError
 
 NUM_PROCESSES = 2
 MAX_LOADING = 32
-"""Images that are fetched at a time."""
+"""Number of images that are fetched at a time."""
 
 
 class Preparer:
@@ -36,8 +36,8 @@ class Preparer:
             self._idle.put_nowait(each)
 
     async def prepare(self, images: Sequence[Given]) -> list[PreparedPicture]:
-        """Loads and prepares images. Raises InvalidPromptError for one that fails, and as soon
-        as they cannot be one prompt."""
+        """Loads and prepares images. Raises InvalidPromptError for an image that fails, and as soon
+        as they are too many for one prompt."""
         tasks = [asyncio.ensure_future(self._prepare(each)) for each in images]
         num_tokens = 0
         try:

@@ -15,7 +15,7 @@ from milepost.images.settings import ImageSettings
 from milepost.runner.recording import PictureRecord
 
 MAX_BYTES = 2 * 2**30
-"""Memory that the process may ask the system for."""
+"""Number of bytes that the process may allocate."""
 TIMEOUT_S = 20.0
 """Longest time to prepare one image. The largest takes a second or two."""
 
@@ -97,7 +97,7 @@ class PreparingProcess:
 
 
 def main() -> None:
-    """Prepare what comes."""
+    """Prepares one image after the other, until the input ends."""
     import milepost.images.patches  # noqa: F401 - what Pillow loads is no image's memory
 
     decoder, encoder = msgspec.msgpack.Decoder(Unprepared), msgspec.msgpack.Encoder()

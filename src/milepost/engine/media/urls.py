@@ -17,7 +17,7 @@ from milepost.errors import InvalidPromptError
 MAX_BYTES = 64 * 2**20
 """Largest file of an image."""
 _SHOWN = 80
-"""Characters of a URL that errors repeat."""
+"""Number of characters of a URL that errors repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

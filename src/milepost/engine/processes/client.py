@@ -70,11 +70,9 @@ class EngineClient:
         self._hang = ""
 
     async def start(self) -> wire.Ready:
-        """Start the process and wait until it is ready.
-
-        Raises ConfigError, UnsupportedModelError or WeightsError if the engine cannot be built, and
-        EngineDeadError if its process ends before it has said so.
-        """
+        """Starts the process and waits until it is ready. Raises ConfigError, UnsupportedModelError
+        or WeightsError if the engine cannot be built, and EngineDeadError if its process ends
+        before that."""
         ours = await self._process.start()
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._frames: wire.Frames[wire.ToClient] = wire.Frames(wire.ToClient)
@@ -175,7 +173,7 @@ class EngineClient:
         self._questions.fail(error)
 
     async def metrics(self) -> list[Metric]:
-        """The engine's counters and gauges. Waits for the step under way."""
+        """Returns the engine's counters and gauges, after the current step."""
         return (await self._ask("metrics")).metrics or []
 
     async def state(self) -> bytes:
@@ -183,16 +181,15 @@ class EngineClient:
         return (await self._ask("state")).state or b"{}"
 
     async def release_cache(self) -> bool:
-        """Forget everything cached and return its memory; False while requests are running."""
+        """Forgets everything cached and returns its memory to the system. Returns False while
+        requests are running."""
         return bool((await self._ask("release_cache")).done)
 
     async def reset_prefix_cache(
         self, *, with_files: bool = False, timeout_s: float | None = None
     ) -> bool:
-        """Forget everything cached, `with_files` also on disk; False while requests are running.
-
-        Raises RequestTimeoutError if the engine does not answer in time.
-        """
+        """Forgets everything cached, `with_files` also on disk. Returns False while requests are
+        running. Raises RequestTimeoutError if the engine does not answer in time."""
         what: wire.Question = "reset_with_files" if with_files else "reset_prefix_cache"
         try:
             async with asyncio.timeout(timeout_s):
@@ -203,7 +200,7 @@ class EngineClient:
             ) from None
 
     async def close(self) -> None:
-        """End the process, whatever it is doing; open streams raise EngineDeadError."""
+        """Ends the process, whatever it is doing. Open streams raise EngineDeadError."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -241,7 +238,7 @@ class EngineClient:
         raise EngineDeadError(f"the engine process ended while it started: {self._process.ending}")
 
     async def _read(self) -> None:
-        """Hand out messages until the process ends."""
+        """Dispatches messages until the process ends."""
         reason = ""
         try:
             while data := await self._reader.read(READ_BYTES):

@@ -47,8 +47,8 @@ REST_S = 1.0
 TEND_S = 0.002
 """Seconds between two checks of copies that are made while nothing runs."""
 TRIM_S = 60.0
-"""An engine that never rests gives free memory back so often, between two steps: it takes some
-milliseconds."""
+"""Interval at which an engine that is never idle returns free memory between two steps, which takes
+some milliseconds."""
 
 
 class Loop:
@@ -70,7 +70,7 @@ class Loop:
         self._trimmed_at: float | None = None
 
     def run(self) -> None:
-        """Serve until Stop, or until the client is gone. Raises EngineDeadError."""
+        """Serves until Stop, or until the client is gone. Raises EngineDeadError."""
         while self._is_open:
             is_idle = not self._engine.has_work or self._engine.awaits_others
             if is_idle and not self._has_rested and not self._watch.is_looking:
@@ -86,7 +86,7 @@ class Loop:
             self._look()
 
     def close(self) -> None:
-        """Free what `run` needs, when it is over."""
+        """Frees what `run` needed."""
         self._compiling.close()
 
     @property
@@ -238,7 +238,8 @@ class Loop:
 
 
 def main(config: EngineConfig, sock: socket.socket, make_engine: Callable) -> None:
-    """The process: build the engine, say how that went, serve. Exit status 1 after a failure."""
+    """Runs the process: builds the engine, reports the outcome, and serves. Exit status 1 after a
+    failure."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(sock.fileno())

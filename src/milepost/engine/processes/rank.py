@@ -50,7 +50,7 @@ from milepost.tiers.rank_worker import RankTierWorker
 logger = logging.getLogger(__name__)
 
 ReportDone = Callable[[int, bool], None]
-"""A ticket, and whether what was asked with it went well."""
+"""Reports a ticket, and whether its command succeeded."""
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _fail(say: _Voice, error: Exception) -> NoReturn:
-    """Say why, and end."""
+    """Reports the reason, and ends the process."""
     kind = type(error) if isinstance(error, MilepostError) else EngineDeadError
     if kind is not type(error):
         logger.error("the rank failed", exc_info=error)
@@ -115,7 +115,7 @@ def serve(
     answer: ReportDone,
     fail: Callable[[Exception], object],
 ) -> None:
-    """Do all that rank 0 tells this one; `fail` ends it, from another thread."""
+    """Carries out all that rank 0 asks for. `fail` ends it from another thread."""
     porter = porter_of(parts.runner, parts.hands, answer)
     worker = None if parts.access is None else parts.access.worker(parts.runner, answer, fail)
     follow(_records(told, porter, worker), parts.runner)
@@ -124,7 +124,7 @@ def serve(
 
 
 def follow(records: Iterable[Record], runner: Runner) -> None:
-    """Run what rank 0 runs. Raises EngineDeadError where something else is sampled."""
+    """Runs what rank 0 runs. Raises EngineDeadError if it samples other tokens."""
     for recorded, found in replay(records, runner):
         if found.tokens != recorded.tokens:
             raise EngineDeadError(
@@ -136,7 +136,7 @@ def follow(records: Iterable[Record], runner: Runner) -> None:
 def _records(
     told: Iterable[RankMessage], porter: RankTierWorker | None, worker: RankWorker | None
 ) -> Iterator[Record]:
-    """Yields the runner's records, and does the other commands."""
+    """Yields the runner's records, and carries out the other commands."""
     for each in told:
         if not isinstance(each, TicketedCommand):
             yield each

@@ -40,7 +40,7 @@ MAX_FRAME_BYTES = 2**30
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
-    """Queue a prompt under a number that the client counts. Its text stays with the client."""
+    """Queues a prompt under a number of the client's. Its text stays with the client."""
 
     number: int
     tokens: bytes
@@ -83,7 +83,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """End a request before the next step."""
+    """Ends a request before the next step."""
 
     number: int
 
@@ -101,7 +101,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """End the process; whatever is running is dropped."""
+    """Ends the process. Whatever is running is dropped."""
 
 
 ToEngine = Add | Abort | Ask | Stop
@@ -166,7 +166,7 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
     metrics: list[Metric] | None = None
     done: bool | None = None
     state: bytes | None = None
-    """JSON, for whoever looks at the engine."""
+    """The engine's state as JSON, for the page."""
 
 
 class Died(msgspec.Struct, tag=True, frozen=True):

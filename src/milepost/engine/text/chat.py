@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_REFUSAL = 1000
-"""Characters that are shown of what it says; it may quote all that it was given."""
+"""Number of characters of a template's refusal that are shown; it may quote the whole
+conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class ChatPrompt:
     breakpoints: tuple[int, ...] = ()
     """The marks that come from a `cache_control`."""
     pictures: tuple[Picture, ...] = ()
-    """Images among the tokens, once they are put in."""
+    """Images among the tokens, once they have been inserted."""
     pixels: tuple[PictureRecord, ...] = ()
 
 
@@ -56,7 +57,7 @@ class Composed:
     """A conversation as text, before it is tokenized."""
 
     pieces: list[str]
-    """Each tokenized by itself, so that no special token stands across two of them."""
+    """Pieces of the text. Each is tokenized by itself, so no special token spans two of them."""
     ends: list[int]
     """Ends of parts of the text, in characters; the separator between two pieces counts as one.
     First the end of the system prompt, then that of the last message, then the breakpoints."""

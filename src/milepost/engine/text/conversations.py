@@ -24,7 +24,7 @@ from milepost.engine.text import chat
 from milepost.errors import InvalidRequestError
 
 MAX_BYTES = 2 * 2**30
-"""Memory that rendering may ask the system for, besides what the process has."""
+"""Bytes that rendering may allocate, besides what the process already has."""
 
 
 class Unrendered(msgspec.Struct, array_like=True, frozen=True, tag="conversation"):
@@ -32,11 +32,11 @@ class Unrendered(msgspec.Struct, array_like=True, frozen=True, tag="conversation
 
     content: bytes
     max_chars: int
-    """A longer text is refused."""
+    """Largest length of the rendered text; a longer one is refused."""
     max_tokenized: int
-    """One that is longer is not tokenized here."""
+    """Largest length of a text that this process also tokenizes."""
     limit_s: float
-    """Processor time."""
+    """Limit of processor time, in seconds."""
 
 
 class Template(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,14 +49,14 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rendered(msgspec.Struct, array_like=True, frozen=True):
-    """A conversation as text, or why there is none."""
+    """A rendered conversation, or the reason for its refusal."""
 
     pieces: list[str] = []
     ends: list[int] = []
     """Ends of parts of the text, as in `chat.Composed`."""
     refusal: str = ""
     is_slow: bool = False
-    """It is refused for the time that it takes."""
+    """Whether it was refused because rendering takes too long."""
 
     @property
     def composed(self) -> chat.Composed:
@@ -72,7 +72,8 @@ def too_slow(limit_s: float) -> Rendered:
 
 
 def content_of(messages: Sequence[Mapping[str, Any]], **options: Any) -> bytes:
-    """`Unrendered.content`, with options of `chat.compose`. Raises InvalidRequestError."""
+    """Returns the content of `Unrendered` for messages and options of `chat.compose`. Raises
+    InvalidRequestError."""
     try:
         return json.dumps({"messages": messages, **options}).encode()
     except (ValueError, TypeError, RecursionError) as error:
@@ -87,7 +88,7 @@ class _TooSlow(BaseException):
 
 
 class Renderer:
-    """One template. transformers is imported with the first."""
+    """Renders one template. The first renderer imports transformers."""
 
     def __init__(self, template: Template) -> None:
         from milepost.engine.text.tokenizer import without_torch

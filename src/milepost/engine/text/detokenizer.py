@@ -15,7 +15,7 @@ from milepost.engine.text.token_texts import INCOMPLETE, TokenTexts
 from milepost.sampling_params import ReasoningTokens, SamplingParams
 
 _MAX_PENDING = 32
-"""Tokens that may wait for the rest of a character, which has four bytes at most."""
+"""Largest number of tokens that wait for the rest of a character, which has four bytes at most."""
 
 
 class Detokenizer(Protocol):
@@ -75,7 +75,7 @@ class TextDetokenizer:
         self._safe: list[str] = []
         self._num_handed_out = 0
         self._held = ""
-        """May be the beginning of a stop string."""
+        """Text held back because it may be the beginning of a stop string."""
         self._has_ended = False
 
     @property
@@ -89,11 +89,9 @@ class TextDetokenizer:
         return "".join(self._safe[start:])
 
     def append(self, token_id: int) -> str | None:
-        """Add a token; returns the stop string that it completes, with which the answer ends.
-
-        Of several, the one that begins first. None is found while the answer has no more than
-        min_tokens tokens.
-        """
+        """Adds a token. Returns the stop string that it completes, which ends the answer; the one
+        that begins first if there are several. Finds none until the answer has more than min_tokens
+        tokens."""
         assert not self._has_ended, "no token follows the end of an answer"
         self._num_tokens += 1
         piece = self._pieces.append(token_id)
@@ -111,7 +109,8 @@ class TextDetokenizer:
         return stop
 
     def _counted(self, token_id: int, piece: str) -> str:
-        """The end of a piece, in which stop strings count; what is before it is safe."""
+        """Returns the end of a piece, in which stop strings count; the text before it is safe to
+        show."""
         assert self._behind is not None, "stop strings count everywhere"
         num_free = self._behind.num_free(token_id, piece)
         if self._behind.is_settled:
@@ -124,19 +123,20 @@ class TextDetokenizer:
         return piece[num_free:]
 
     def append_stop(self, token_id: int) -> None:
-        """Add the token that ends the answer, and flush."""
+        """Adds the token that ends the answer, and flushes."""
         if self._keeps_stop:
             self._held += self._pieces.append(token_id)
         self.flush()
 
     def flush(self) -> None:
-        """The answer ended without a stop string: whatever waited becomes text."""
+        """Shows the text that was held back, at the end of an answer without a stop string."""
         self._safe.append(self._held + self._pieces.flush())
         self._held = ""
         self._has_ended = True
 
     def _find_stop(self, piece: str, held: str) -> str | None:
-        """Look for stop strings that end in `piece`; cut the text at the one that begins first."""
+        """Looks for stop strings that end in `piece`, and cuts the text at the start of the
+        first."""
         finds = self._num_tokens > self._min_tokens
         ends = [(stop.advance(piece, finds=finds), stop.text) for stop in self._stops]
         found = [(end - len(text), end, text) for end, text in ends if end is not None]
@@ -160,8 +160,8 @@ class _Phase(Enum):
 
 
 class _BehindReasoning:
-    """Tells where in an answer stop strings count: not in its reasoning, with which it begins, nor
-    in the line breaks between that and the rest."""
+    """Tells where stop strings count: neither in the reasoning at the start of an answer, nor in
+    the line breaks after it."""
 
     def __init__(self, tokens: ReasoningTokens) -> None:
         self._tokens = tokens
@@ -173,7 +173,7 @@ class _BehindReasoning:
         return self._phase is _Phase.BEHIND
 
     def num_free(self, token_id: int, piece: str) -> int:
-        """How much of the piece that comes with a token they do not count in, from its start."""
+        """Returns the length of the start of a token's piece in which stop strings do not count."""
         if self._phase is _Phase.START:
             if token_id != self._tokens.opens:
                 if piece.strip():
@@ -198,7 +198,8 @@ class _Stop:
         self._borders = [0, 0]
 
     def advance(self, piece: str, *, finds: bool) -> int | None:
-        """Take in more text; with `finds`, where in it the stop string first ends, if it does."""
+        """Takes more text. With `finds`, returns the first position in it at which the stop string
+        ends, if any."""
         text, matched, at = self.text, self.num_matched, 0
         while at < len(piece):
             if matched == 0:
@@ -218,8 +219,8 @@ class _Stop:
         return None
 
     def _border(self, length: int) -> int:
-        """The longest beginning of the stop string's first `length` characters, not all of them,
-        with which they end too."""
+        """Returns the length of the longest proper prefix of the stop string's first `length`
+        characters that is also their suffix."""
         text, borders = self.text, self._borders
         while len(borders) <= length:
             last, border = text[len(borders) - 1], borders[-1]
@@ -247,7 +248,7 @@ class _TokenDecoder:
         self._num_shown = 0
 
     def append(self, token_id: int) -> str:
-        """The text that this token completes."""
+        """Returns the text that a token completes."""
         if token_id in self._skipped:
             return ""
         if not self._window and (piece := self._whole(token_id)) is not None:
@@ -276,7 +277,7 @@ class _TokenDecoder:
         return piece
 
     def flush(self) -> str:
-        """The text of what is left; incomplete bytes show as U+FFFD."""
+        """Returns the text of the remaining tokens; incomplete bytes show as U+FFFD."""
         piece = self._decode(self._window)[self._num_shown :]
         self._num_shown += len(piece)
         return piece

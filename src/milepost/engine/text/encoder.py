@@ -30,7 +30,8 @@ T = TypeVar("T")
 GIVE_BACK_S = 1.0
 """Delay after a long text until free memory is returned to the system."""
 MAX_GROWTH, MAX_ADDED = 4, 2**24
-"""Characters that a chat template makes of each of a conversation's, and besides: at most."""
+"""A chat template may write this many characters for each character of the conversation, plus a
+constant."""
 
 
 class Encoder:

@@ -85,9 +85,8 @@ def sampling_defaults(folder: Path, wanted: GenerationConfig) -> dict[str, int |
 
 
 def overridden(defaults: Mapping[str, int | float], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling defaults with those of an operator before them. Raises ConfigError for fields that
-    are none, and for values that no request could have.
-    """
+    """Returns the sampling defaults, overridden by an operator's. Raises ConfigError for unknown
+    fields, and for values that are invalid in a request."""
     unknown = [name for name in given if name not in _SAMPLING]
     if unknown:
         raise ConfigError(f"override_generation_config: {unknown[0]!r}: use {', '.join(_SAMPLING)}")
@@ -99,12 +98,13 @@ def overridden(defaults: Mapping[str, int | float], given: Mapping[str, Any]) ->
 
 
 def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
-    """Parameters of a request that sets the fields `given`. Raises InvalidRequestError."""
+    """Returns the parameters of a request that sets the fields `given`. Raises
+    InvalidRequestError."""
     return SamplingParams(**{**defaults, **given})
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no such file."""
+    """Returns the JSON object in a file, or an empty one if there is no such file."""
     return read_object(path) if path.exists() else {}
 
 
@@ -122,7 +122,7 @@ def _overridden_ids(
 def _listed_ids(
     config: Mapping[str, Any], where: Path | str, tokenizer: PreTrainedTokenizerBase | None
 ) -> set[int]:
-    """Ids of what ends an answer: a token's id or its text, or a list of these."""
+    """Returns the ids of tokens that end an answer, given as an id, a text, or a list of these."""
     given = config.get("eos_token_id")
     if given is None:
         return set()

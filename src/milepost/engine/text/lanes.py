@@ -105,7 +105,7 @@ class Lane:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
-        """Starts nothing more."""
+        """Stops: no further work is started."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

@@ -63,7 +63,8 @@ def _is_byte_level(plain: dict[str, Any]) -> bool:
 
 
 def _falls_back_to_bytes(plain: dict[str, Any]) -> bool:
-    """No text is shortened before it is cut, and every character is in some token."""
+    """Whether a vocabulary falls back to bytes: no text is shortened before it is split, and every
+    character ends up in some token."""
     normalizer = plain.get("normalizer") or {"type": "Sequence", "normalizers": []}
     steps = normalizer.get("normalizers", [normalizer])
     is_kept = all(step["type"] in _KEEPS_LENGTH and _is_kept(step) for step in steps)

@@ -76,7 +76,7 @@ def breakpoints(
 
 
 def _last_places(messages: Sequence[ChatMessage]) -> list[tuple[int, int]]:
-    """(Message, part) of the last MAX_BREAKPOINTS breakpoints, the last one first."""
+    """Returns (message, part) of the last MAX_BREAKPOINTS breakpoints, the last one first."""
     found: list[tuple[int, int]] = []
     for index in range(len(messages) - 1, -1, -1):
         parts = parts_of(messages[index])
@@ -91,7 +91,7 @@ def _last_places(messages: Sequence[ChatMessage]) -> list[tuple[int, int]]:
 
 
 def _marked(message: ChatMessage, place: int) -> ChatMessage:
-    """The message with the character added to one of its parts."""
+    """Returns the message with the breakpoint character added to one of its parts."""
     parts = parts_of(message)
     text = f"{parts[place].get('text', '')}{_BREAKPOINT}"
     if not isinstance(message.get("content"), list | tuple):
@@ -101,10 +101,8 @@ def _marked(message: ChatMessage, place: int) -> ChatMessage:
 
 
 def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many characters, or tokens, two sequences share from the start.
-
-    Halves are compared whole: a conversation can have millions of characters.
-    """
+    """Returns the length of the common prefix of two texts or token sequences. Halves are compared
+    at once, since a conversation can have millions of characters."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2

@@ -34,21 +34,21 @@ class Text(msgspec.Struct, array_like=True, frozen=True):
 
     text: str
     ends: list[int] = []
-    """Places in it; how many tokens lie before each is wanted."""
+    """Positions in the text. The number of tokens before each is returned."""
 
 
 class Texts(msgspec.Struct, array_like=True, frozen=True, tag="texts"):
     texts: list[Text]
     add_special_tokens: bool
     max_tokens: int | None
-    """A text that has more is only counted."""
+    """The ids of a text with more tokens are not returned, only their number."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
     """The tokenizer and template of the process."""
 
     tokenizer_json: str | None
-    """None for a tokenizer that is written in Python: then nothing is tokenized."""
+    """The tokenizer as JSON; None for one written in Python, and then nothing is tokenized."""
     template: Template | None
 
 
@@ -73,12 +73,12 @@ class Encoded:
 
     num_tokens: int
     token_ids: list[int]
-    """Empty where there are more than `max_tokens`."""
+    """Empty if there are more than `max_tokens`."""
     counts: list[int]
 
 
 class TextProcess:
-    """Does one request's work at a time. `start` is read when the process is. `close` it at the
+    """Serves one request at a time. `start` is called when the process starts. `close` it at the
     end."""
 
     def __init__(self, start: Callable[[], Start]) -> None:
@@ -93,7 +93,7 @@ class TextProcess:
         return self._child.pid
 
     async def start(self) -> None:
-        """Else the first request does."""
+        """Starts the process now; otherwise the first request starts it."""
         if self._child.pid is None:
             await self._child.start()
             start = await asyncio.to_thread(lambda: self._encoder.encode(self._start()))
@@ -111,8 +111,8 @@ class TextProcess:
         return [_encoded(reply) for reply in self._texts.decode(found)]
 
     async def render(self, asked: Unrendered) -> tuple[Rendered, ChatPrompt | None]:
-        """A conversation as text, and as a prompt if it was tokenized. When its caller is cancelled
-        the work ends at once."""
+        """Returns a conversation as text, and as a prompt if it was tokenized. The work ends at
+        once if its caller is cancelled."""
         message = self._encoder.encode(asked)
         try:
             found, status = await self._ask(message, PATIENCE * asked.limit_s)
@@ -131,7 +131,7 @@ class TextProcess:
         return reply.rendered, composed.prompt([(one.token_ids, one.counts) for one in encoded])
 
     async def _ask(self, message: bytes, timeout_s: float | None) -> tuple[bytes | None, int]:
-        """The answer, or None and the status of the process if it ends over it."""
+        """Returns the answer, or None and the exit status if the process ends first."""
         try:
             await self.start()
             found = await self._child.ask(message, timeout_s)
@@ -153,7 +153,7 @@ def _encoded(reply: _Reply) -> Encoded:
 
 
 def main() -> None:
-    """Take the tokenizer and the template, then do what comes."""
+    """Reads the tokenizer and the template, then serves requests."""
     asked = messages()
     work = _Work(msgspec.msgpack.decode(next(asked), type=Start))
     answer(b"")

@@ -17,7 +17,7 @@ RenderOrNone = Callable[[Sequence[ChatMessage]], str | None]
 SYSTEM = ("system", "developer")
 _NOTHING: ChatMessage = {"role": "user", "content": ""}
 _MARK = "\ue0b4"
-"""A text that no template has."""
+"""A text that occurs in no template."""
 
 
 def placed(messages: Sequence[ChatMessage], shown: RenderOrNone, joint: str) -> list[ChatMessage]:
@@ -34,9 +34,8 @@ def placed(messages: Sequence[ChatMessage], shown: RenderOrNone, joint: str) -> 
 
 
 def mends(messages: Sequence[ChatMessage], joint: str) -> Iterator[list[ChatMessage]]:
-    """Conversations that say the same, to try one after the other where a template refuses this
-    one: with something that the user says, without a system message, beginning with the user, and
-    in turns."""
+    """Yields equivalent conversations to try in turn if a template refuses this one: with a user
+    message, without a system message, starting with the user, and with alternating roles."""
     found = list(messages)
     if all(_role(message) != "user" for message in found):
         found = _with_user(found)
@@ -75,8 +74,8 @@ def _shows_later_ones(shown: RenderOrNone) -> bool:
 
 
 def _with_user(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """The last of the system messages at the head becomes the user's. Where there is none, the
-    user says nothing."""
+    """Turns a system message at the head into the user's. Without one, adds an empty user
+    message."""
     if messages and _role(messages[0]) in SYSTEM:
         return [_as_user(messages[0]), *messages[1:]]
     return [_NOTHING, *messages]
@@ -97,7 +96,7 @@ def _in_turns(messages: list[ChatMessage], joint: str) -> list[ChatMessage]:
 
 
 def _joined(messages: Sequence[ChatMessage], joint: str) -> ChatMessage:
-    """One message with the parts of all, an empty line between them."""
+    """Joins messages into one, with an empty line between their parts."""
     gap = "\n\n".removeprefix(joint)
     parts: list[Any] = []
     for message in messages:
@@ -111,7 +110,7 @@ def _joined(messages: Sequence[ChatMessage], joint: str) -> ChatMessage:
 
 
 def _parts(message: ChatMessage) -> list[Any]:
-    """A `cache_control` of the message is one of its last part."""
+    """Returns a message's parts; the last one takes over its `cache_control`."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         parts = list(content)

@@ -35,7 +35,7 @@ def special_texts(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
 
 
 def cut(value: V, special: re.Pattern[str]) -> V:
-    """A copy of what messages are made of, with every special token in its texts cut in two."""
+    """Returns a copy of a JSON value with every special token in its texts cut in two."""
     holder: list[Any] = [value]
     todo: list[tuple[Any, Any]] = [(holder, 0)]
     while todo:

@@ -28,7 +28,7 @@ REFUSALS = (
 
 @dataclass(frozen=True, slots=True)
 class BoundTemplate:
-    """Everything that decides the text, besides the messages."""
+    """A chat template with everything that determines its text except the messages."""
 
     tokenizer: PreTrainedTokenizerBase
     tools: Sequence[Any] | None
@@ -52,7 +52,8 @@ class BoundTemplate:
         )
 
     def text_if_taken(self, messages: Sequence[ChatMessage]) -> str | None:
-        """Without a generation prompt; None if the template refuses these messages."""
+        """Returns the text without a generation prompt, or None if the template refuses these
+        messages."""
         try:
             return self.text(messages, {"add_generation_prompt": False})
         except REFUSALS:
@@ -60,7 +61,7 @@ class BoundTemplate:
 
 
 _PARTS = ("\ue0b2", "\ue0b3")
-"""Two texts that no template has."""
+"""Two texts that occur in no template."""
 
 
 def joint_of(conversation: BoundTemplate, messages: Sequence[ChatMessage]) -> str:
@@ -75,7 +76,7 @@ def joint_of(conversation: BoundTemplate, messages: Sequence[ChatMessage]) -> st
 
 
 def as_text(message: ChatMessage, joint: str) -> dict[str, Any]:
-    """A copy without breakpoints, whose content is text: a list of parts becomes one string."""
+    """Returns a copy of a message without breakpoints and with its parts joined into one text."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = joint.join(_part_text(part) for part in content)
@@ -110,6 +111,6 @@ def _part_text(part: object) -> str:
 
 
 def parts_of(message: ChatMessage) -> Sequence[Any]:
-    """A content that is one text is one part."""
+    """Returns the parts of a message; a plain text is one part."""
     content = message.get("content")
     return content if isinstance(content, list | tuple) else [{"text": content or ""}]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"
-"""Decoding shows this for bytes that are no whole character (yet)."""
+"""The character shown for bytes that are not a whole character (yet)."""
 
 Decode = Callable[[list[int]], str]
 
@@ -33,7 +33,7 @@ class TokenTexts:
         self._alone: dict[int, str] = {}
 
     def decode(self, *, skip_special_tokens: bool) -> Decode:
-        """Token ids to text, past the tokenizer's Python layer where that changes nothing."""
+        """Decodes token ids, bypassing the tokenizer's Python layer if that makes no difference."""
         tokenizer = self._tokenizer
         decode = tokenizer.backend_tokenizer.decode if self._is_raw else tokenizer.decode
         return lambda token_ids: decode(token_ids, skip_special_tokens=skip_special_tokens)

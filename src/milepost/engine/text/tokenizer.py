@@ -23,7 +23,7 @@ _CONFIG = "config.json"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _MAX_IDS = 2**24
 _SAMPLE = "Tokens of a text."
-"""Some broken vocabularies fail with the first text only."""
+"""A text to try a tokenizer with: some broken vocabularies fail only when they are used."""
 
 
 def without_torch() -> None:
@@ -85,7 +85,8 @@ def load_tokenizer(
 
 
 def _load(source: str, folder: Path, **options: str | None) -> PreTrainedTokenizerBase:
-    """Code that a checkpoint brings is not run, and nobody is asked whether it should be."""
+    """Loads a tokenizer. Code in the checkpoint is never run, and transformers does not ask for
+    it."""
     # The import takes seconds; engines that are given token ids skip it.
     from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
@@ -104,7 +105,7 @@ def _load(source: str, folder: Path, **options: str | None) -> PreTrainedTokeniz
 
 
 def _check_folder(folder: Path) -> None:
-    """Without a vocabulary file, transformers would make up an empty tokenizer."""
+    """Checks for a vocabulary file: without one transformers would return an empty tokenizer."""
     if not any((folder / name).exists() for name in _VOCABULARIES):
         raise ConfigError(f"the folder has none of {', '.join(_VOCABULARIES)}")
     for path in folder.iterdir():
@@ -116,8 +117,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError for what would fail with the first request; let nothing be cut off or
-    filled up, which a vocabulary's file may ask for."""
+    """Raises ConfigError for a tokenizer that would fail with the first request. Disables
+    truncation and padding, which a vocabulary's file may ask for."""
     template = tokenizer.chat_template
     named = template.values() if isinstance(template, dict) else [template]
     for each in named:
