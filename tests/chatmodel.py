@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import transformers  # its models are loaded when they are named, which takes seconds
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import PreTrainedTokenizerFast
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, again and again and again",
@@ -71,7 +72,7 @@ def make_tokenizer(
 def save(folder: Path, *, scale: float = 0.2) -> Path:
     """Write the checkpoint; returns the folder."""
     torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
+    config = transformers.Qwen3_5TextConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=96,
@@ -87,6 +88,6 @@ def save(folder: Path, *, scale: float = 0.2) -> Path:
         initializer_range=scale,
     )
     tokenizer = make_tokenizer()
-    Qwen3_5ForCausalLM(config).save_pretrained(folder)
+    transformers.Qwen3_5ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -5,45 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    BambaConfig,
-    BambaForCausalLM,
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    KimiLinearConfig,
-    KimiLinearForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    Lfm2MoeConfig,
-    Lfm2MoeForCausalLM,
-    Lfm3Config,
-    Lfm3ForCausalLM,
-    Lfm3VlConfig,
-    Lfm3VlForConditionalGeneration,
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    OlmoHybridConfig,
-    OlmoHybridForCausalLM,
-    PreTrainedModel,
-    Qwen3_5Config,
-    Qwen3_5ForCausalLM,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeForConditionalGeneration,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+import transformers  # its models are loaded when they are named, which takes seconds
 
 from tests.ling import ling, write_ling
-from tests.wrapped import INTERN, minicpm, write_intern
+from tests.wrapped import INTERN, minicpm, needs, write_intern
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 101,
@@ -77,21 +48,27 @@ _VISION: dict[str, Any] = {
 
 
 def _qwen3_next(**changes: Any) -> PreTrainedModel:
-    return Qwen3NextForCausalLM(Qwen3NextConfig(**(_COMMON | _EXPERTS | changes)))
+    return transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(**(_COMMON | _EXPERTS | changes))
+    )
 
 
 def _qwen3_5(**changes: Any) -> PreTrainedModel:
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(_COMMON | changes)))
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**(_COMMON | changes)))
 
 
 def _qwen3_5_moe(**changes: Any) -> PreTrainedModel:
-    return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**(_COMMON | _EXPERTS | changes)))
+    return transformers.Qwen3_5MoeForCausalLM(
+        transformers.Qwen3_5MoeTextConfig(**(_COMMON | _EXPERTS | changes))
+    )
 
 
 def _olmo_hybrid(**changes: Any) -> PreTrainedModel:
     sizes = {name: size for name, size in _COMMON.items() if name != "head_dim"}
     special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
-    return OlmoHybridForCausalLM(OlmoHybridConfig(**(sizes | special | changes)))
+    return transformers.OlmoHybridForCausalLM(
+        transformers.OlmoHybridConfig(**(sizes | special | changes))
+    )
 
 
 def _bamba(**changes: Any) -> PreTrainedModel:
@@ -103,7 +80,9 @@ def _bamba(**changes: Any) -> PreTrainedModel:
         "mamba_chunk_size": 64,
         "num_hidden_layers": 3,
     }
-    return remembering(BambaForCausalLM(BambaConfig(**(sizes | own | changes))))
+    return remembering(
+        transformers.BambaForCausalLM(transformers.BambaConfig(**(sizes | own | changes)))
+    )
 
 
 def _nemotron_h(**changes: Any) -> PreTrainedModel:
@@ -125,8 +104,8 @@ def _nemotron_h(**changes: Any) -> PreTrainedModel:
         "vocab_size": 101,
     }
     sizes = {name: _COMMON[name] for name in ("head_dim", "intermediate_size")}
-    config = NemotronHConfig(**(sizes | own | changes))
-    model = remembering(NemotronHForCausalLM(config))
+    config = transformers.NemotronHConfig(**(sizes | own | changes))
+    model = remembering(transformers.NemotronHForCausalLM(config))
     for layer in model.model.layers:
         if layer.block_type == "linear_attention":
             # It takes the bounds of how time steps began for those of what they may be.
@@ -151,8 +130,8 @@ def _granitemoehybrid(**changes: Any) -> PreTrainedModel:
         "residual_multiplier": 0.6,
         "shared_intermediate_size": 80,
     }
-    config = GraniteMoeHybridConfig(**(sizes | own | changes))
-    return remembering(GraniteMoeHybridForCausalLM(config))
+    config = transformers.GraniteMoeHybridConfig(**(sizes | own | changes))
+    return remembering(transformers.GraniteMoeHybridForCausalLM(config))
 
 
 def _falcon_h1(**changes: Any) -> PreTrainedModel:
@@ -174,7 +153,9 @@ def _falcon_h1(**changes: Any) -> PreTrainedModel:
         "ssm_multipliers": [0.9, 1.2, 0.7, 1.3, 0.8],
         "ssm_out_multiplier": 0.9,
     }
-    return remembering(FalconH1ForCausalLM(FalconH1Config(**(sizes | own | changes))))
+    return remembering(
+        transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**(sizes | own | changes)))
+    )
 
 
 def remembering(model: PreTrainedModel) -> PreTrainedModel:
@@ -192,7 +173,7 @@ def _lfm2(**changes: Any) -> PreTrainedModel:
         "layer_types": ["conv", "full_attention", "conv", "conv"],
         "tie_word_embeddings": False,
     }
-    return Lfm2ForCausalLM(Lfm2Config(**(sizes | own | changes)))
+    return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**(sizes | own | changes)))
 
 
 def _lfm2_moe(**changes: Any) -> PreTrainedModel:
@@ -205,7 +186,7 @@ def _lfm2_moe(**changes: Any) -> PreTrainedModel:
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
     }
-    model = Lfm2MoeForCausalLM(Lfm2MoeConfig(**(sizes | own | changes)))
+    model = transformers.Lfm2MoeForCausalLM(transformers.Lfm2MoeConfig(**(sizes | own | changes)))
     for name, buffer in model.named_buffers():
         if name.endswith("expert_bias"):
             buffer.copy_(torch.randn(buffer.shape))
@@ -213,7 +194,7 @@ def _lfm2_moe(**changes: Any) -> PreTrainedModel:
 
 
 def _lfm3(**changes: Any) -> PreTrainedModel:
-    return Lfm3ForCausalLM(_lfm3_config(**changes))
+    return transformers.Lfm3ForCausalLM(_lfm3_config(**changes))
 
 
 def _lfm3_vl(**changes: Any) -> PreTrainedModel:
@@ -226,11 +207,14 @@ def _lfm3_vl(**changes: Any) -> PreTrainedModel:
     }
     tied = {"tie_word_embeddings": False}
     text = _lfm3_config(**changes)
-    config = Lfm3VlConfig(text_config=text, vision_config=vision, projector_hidden_size=8, **tied)
-    return Lfm3VlForConditionalGeneration(config)
+    config = transformers.Lfm3VlConfig(
+        text_config=text, vision_config=vision, projector_hidden_size=8, **tied
+    )
+    return transformers.Lfm3VlForConditionalGeneration(config)
 
 
-def _lfm3_config(**changes: Any) -> Lfm3Config:
+def _lfm3_config(**changes: Any) -> transformers.Lfm3Config:
+    needs("Lfm3Config")
     sizes = {name: _COMMON[name] for name in _COMMON if not name.startswith("linear")}
     own = {
         "layer_types": ["conv", "sliding_attention", "full_attention", "conv", "sliding_attention"],
@@ -239,7 +223,7 @@ def _lfm3_config(**changes: Any) -> Lfm3Config:
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         "tie_word_embeddings": False,
     }
-    return Lfm3Config(**(sizes | own | changes))
+    return transformers.Lfm3Config(**(sizes | own | changes))
 
 
 def _kimi_linear(**changes: Any) -> PreTrainedModel:
@@ -270,7 +254,9 @@ def _kimi_linear(**changes: Any) -> PreTrainedModel:
         "initializer_range",
     )
     sizes = {name: _COMMON[name] for name in names}
-    model = KimiLinearForCausalLM(KimiLinearConfig(**(sizes | own | changes)))
+    model = transformers.KimiLinearForCausalLM(
+        transformers.KimiLinearConfig(**(sizes | own | changes))
+    )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("e_score_correction_bias"):
             tensor.data.copy_(torch.randn(tensor.shape))
@@ -287,15 +273,15 @@ def _ling(**changes: Any) -> PreTrainedModel:
 
 
 def _multimodal() -> PreTrainedModel:
-    config = Qwen3_5Config(text_config=_COMMON, vision_config=_VISION)
-    return Qwen3_5ForConditionalGeneration(config)
+    config = transformers.Qwen3_5Config(text_config=_COMMON, vision_config=_VISION)
+    return transformers.Qwen3_5ForConditionalGeneration(config)
 
 
 def _multimodal_moe(**changes: Any) -> PreTrainedModel:
     text = _COMMON | _EXPERTS | changes
     vision = _VISION | {"out_hidden_size": text["hidden_size"]}
-    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision)
-    return Qwen3_5MoeForConditionalGeneration(config)
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+    return transformers.Qwen3_5MoeForConditionalGeneration(config)
 
 
 CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {

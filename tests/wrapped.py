@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
+import transformers  # its models are loaded when they are named, which takes seconds
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 INTERN = "intern_s2_preview"
 _VISION: dict[str, Any] = {
@@ -29,12 +31,16 @@ _OUTER: dict[str, Any] = {
 }
 
 
+def needs(name: str) -> None:
+    """Skips the test if transformers is too old to have this class."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+
+
 def minicpm(version: str, **text: Any) -> PreTrainedModel:
-    """Returns a MiniCPM-V of this version, such as `4_6`, with this text part; skips the test if
-    transformers is too old to have it."""
+    """Returns a MiniCPM-V of this version, such as `4_6`, with this text part."""
     name = f"MiniCPMV{version}"
-    if not hasattr(transformers, f"{name}Config"):
-        pytest.skip(f"transformers {transformers.__version__} has no {name}Config")
+    needs(f"{name}Config")
     config = getattr(transformers, f"{name}Config")(text_config=text, **_OUTER)
     return getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
