@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.norm.reference import relu_squared, silu_mul
+from milepost.kernels import norm
 from milepost.kernels.platform.tensors import accumulation_dtype, cast, in_blocks, rows_apart
 from milepost.kernels.products.forms import quantised
 from milepost.kernels.products.forms.quantised import Quantised, nth
@@ -136,8 +136,8 @@ def _activate(inputs: Tensor, size: int, limit: float) -> Tensor:
     """Returns [..., `size`]: SiLU of the first half of the columns times the second half, or the
     square of the ReLU if there are no more columns than that."""
     if inputs.shape[-1] == size:
-        return relu_squared(inputs)
-    return silu_mul(inputs, limit)
+        return norm.reference.relu_squared(inputs)
+    return norm.reference.silu_mul(inputs, limit)
 
 
 def _apply_all(

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from milepost.kernels.platform.activation import multiply_within
 from milepost.kernels.platform.gluon import load_box, round_block, thread_barrier
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.experts import (
@@ -38,7 +39,6 @@ from milepost.kernels.products.hopper.experts import (
     store_routed,
     wait_for,
 )
-from milepost.kernels.products.portable.activation import multiply_within
 from milepost.kernels.products.portable.gathering import gather
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_lines

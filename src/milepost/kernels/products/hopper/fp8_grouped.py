@@ -26,12 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from milepost.kernels.platform.activation import multiply_within
 from milepost.kernels.platform.gluon import round_block
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.hopper import grouped
 from milepost.kernels.products.hopper.grouped import GroupedForm, find_block, open_bars
-from milepost.kernels.products.portable.activation import multiply_within
 from milepost.kernels.products.portable.expert_parts import RowBase
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_rows

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from milepost.kernels.platform.activation import activate
 from milepost.kernels.platform.gluon import launch_dependents, thread_barrier, wait_for_inputs
 from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.platform.tiles import cdiv
@@ -36,7 +37,6 @@ from milepost.kernels.products.hopper.gemv_parts import (
     to_outputs,
     width_of,
 )
-from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.run_experts import RoutedRows
 from milepost.kernels.products.run_products import Multiplication
 

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from milepost.kernels.platform.activation import activate
 from milepost.kernels.platform.gluon import (
     launch_dependents,
     load_box,
@@ -35,7 +36,6 @@ from milepost.kernels.products.hopper.gemv_parts import (
     operand_layout,
     own_products,
 )
-from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.run_products import Multiplication
 
 _PROGRAMS, _STAGES, _REGISTERS = 2, 3, 120

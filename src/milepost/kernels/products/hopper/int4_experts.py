@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from milepost.kernels.platform.activation import activate
 from milepost.kernels.platform.gluon import load_box, thread_barrier
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.hopper.experts import (
@@ -45,7 +46,6 @@ from milepost.kernels.products.hopper.int4_fragments import (
     outputs_of,
     scales_of,
 )
-from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.portable.gathering import gather
 from milepost.kernels.products.run_experts import RoutedRows
 

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from milepost.kernels.platform.activation import activate
 from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.grouping import group_many
@@ -35,7 +36,6 @@ from milepost.kernels.products.hopper.grouped import (
     find_block,
     open_bars,
 )
-from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.portable.expert_parts import RowBase
 from milepost.kernels.products.run_experts import RoutedRows
 

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.platform.activation import activate
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import cdiv
 from milepost.kernels.products.forms.matrix import Packed
 from milepost.kernels.products.gemv_tiles import GemvTiles, cut_expert_gemv
 from milepost.kernels.products.portable import multipliers
-from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
 from milepost.kernels.products.run_experts import RoutedRows
 from milepost.kernels.products.run_products import Multiplication

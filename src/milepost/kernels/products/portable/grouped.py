@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.platform.activation import activate
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import Tiles, cdiv
 from milepost.kernels.products.expert_table import ROW_BY_ROW, SEARCHED
@@ -20,7 +21,6 @@ from milepost.kernels.products.forms.quantised import Int4
 from milepost.kernels.products.gemm_tiles import FEW
 from milepost.kernels.products.grouping import Groups, group
 from milepost.kernels.products.portable import grouped_tiles, multipliers
-from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.portable.expert_parts import RowGroups, find_rows, load_routed
 from milepost.kernels.products.portable.rounding import RoundedRows, readable, round_rows
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors

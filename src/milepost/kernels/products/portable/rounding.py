@@ -21,6 +21,7 @@ from milepost.kernels.layout.emit import (
     as_activations,
     values_of,
 )
+from milepost.kernels.platform.activation import activate
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import (
@@ -34,7 +35,6 @@ from milepost.kernels.platform.tensors import FP8
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int4, Int8, Quantised
-from milepost.kernels.products.portable.activation import activate
 from milepost.kernels.products.portable.sums import sum_rows
 
 RoundedRows = tuple[Tensor, Tensor | None]

@@ -1,4 +1,4 @@
-"""Triton: the activation between an expert's projections."""
+"""Triton: the activation between the projections of a feed-forward."""
 
 from __future__ import annotations
 
