@@ -201,7 +201,7 @@ def _replay(task: Task, folder: Path) -> Row:
     VARIANTS[variant]()
     trace = read_trace(folder / f"{cell.trace}.jsonl.gz", limit=cell.limit)
     trace.link_answers()
-    row = run(trace, cell, read_cost(cell.cost), lambda _: None)
+    row = run(trace, cell, read_cost(cell.cost))
     return row | {"variant": variant, "cell": str(cell)}
 
 

@@ -13,9 +13,10 @@ table made of several says so.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import multiprocessing
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +25,7 @@ from typing import Any
 import rows
 from peer_policies import ALL_POLICIES
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from rich.table import Table
 
 from milepost.simulator.cost import CostModel, read_cost
@@ -76,6 +77,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--limit", type=int, default=2000, help="requests of each trace")
     parser.add_argument("--cost", default="hybrid-35b-a3b-h200")
+    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "bench-traces.jsonl")
     arguments = parser.parse_args()
     known = _read(arguments.out)
@@ -118,30 +120,25 @@ def _measure(
         return
     trace = read_trace(arguments.folder / f"{name}.jsonl.gz", limit=arguments.limit)
     trace.link_answers()
-    cost, commit = read_cost(arguments.cost), {"git_sha": rows.provenance()["git_sha"]}
+    commit = {"git_sha": rows.provenance()["git_sha"]}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with Progress(console=console, transient=True) as progress:
-        whole = progress.add_task(name, total=len(cells))
-        for cell in cells:
-            one = progress.add_task(str(cell), total=len(trace.requests))
-            row = run(
-                trace, cell, cost, lambda done, task=one: progress.update(task, completed=done)
-            )
-            progress.remove_task(one)
-            progress.advance(whole)
+    replay = functools.partial(run, trace, cost=read_cost(arguments.cost))
+    context = multiprocessing.get_context("fork")
+    with context.Pool(arguments.processes, maxtasksperchild=1) as pool:
+        found = pool.imap(replay, cells)
+        for cell in track(cells, console=console, description=name, transient=True):
+            row = next(found)
             known[cell] = commit | row
             with arguments.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(known[cell]) + "\n")
             console.print(f"{cell}: {_figures([row])}", style="dim", soft_wrap=True)
 
 
-def run(
-    trace: Trace, cell: Cell, cost: CostModel, on_done: Callable[[int], None]
-) -> dict[str, Any]:
+def run(trace: Trace, cell: Cell, cost: CostModel) -> dict[str, Any]:
     sizes = cell.sizes(cost, trace.page_size)
     cache = ALL_POLICIES[cell.policy].memory(cost, page_size=trace.page_size, **sizes)
     closed = trace.requests[0].session is not None
-    replayed = Replay(reseeded(trace, cell.seed), cache, cost, closed=closed).run(on_done)
+    replayed = Replay(reseeded(trace, cell.seed), cache, cost, closed=closed).run()
     memory = MemoryGib(device=cell.gib)
     bound = trace.bound()
     row = run_row(trace, cell.policy, replayed, bound, memory=memory, seed=cell.seed, **sizes)
