@@ -23,7 +23,6 @@ from tests.invariants import check
 MAX_TOKENS = 120
 """Of the longest answer."""
 WITH_HEAD = ("qwen3_5", "qwen3_next")
-WITHOUT_DRAFTS = ("lfm3",)
 WORDS = [
     "the",
     "quick",
@@ -79,8 +78,6 @@ def engine_options(rng: random.Random, family: str, folder: Path) -> dict[str, A
         options["cache_host_gib"] = rng.choice([0.002, 0.02])
     if rng.random() < 0.3:
         options["cache_dir"] = str(folder)
-    if family in WITHOUT_DRAFTS:
-        options.pop("speculative_config", None)
     if rng.random() < 0.3:
         options["kv_cache_dtype"] = "fp8"
     return options

@@ -52,13 +52,20 @@ from tests.runner.test_arrays import sequence
 
 POOLS = {"num_pages": 96, "num_slots": 24}
 IN_SLOTS = ["qwen3_5", "kimi_linear", "nemotron_h"]
-STATES = [*IN_SLOTS, "lfm2"]
+STATES = [*IN_SLOTS, "lfm2", "lfm3"]
 WIDELY = ["qwen3_5", "qwen3_next"]
 BEFORE_ATTENTION = {
     "qwen3_5": {},
     "kimi_linear": {**THREE_LAYERS, "mlp_layer_types": ["dense"] * 3},
     "nemotron_h": {"hybrid_override_pattern": "M-M-*-"},
     "lfm2": {"layer_types": ["conv", "conv", "conv", "full_attention"]},
+    "lfm3": {
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "num_hidden_layers": 3,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
 }
 """With all states there."""
 
@@ -69,7 +76,9 @@ def family_of(tmp_path_factory):
 
     @cache
     def find(family, dtype=torch.float64):
-        return save_tiny(tmp_path_factory.mktemp(family), family, dtype)
+        # There is room for what steps of any size write of windows.
+        small = BEFORE_ATTENTION[family] if family == "lfm3" else {}
+        return save_tiny(tmp_path_factory.mktemp(family), family, dtype, **small)
 
     return find
 

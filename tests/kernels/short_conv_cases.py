@@ -1,4 +1,5 @@
-"""Short convolutions beside pages, fused and by the reference: what tests on CPU and GPU share."""
+"""Short convolutions beside pages and in slots, fused and by the reference: what tests on CPU and
+GPU share."""
 
 from __future__ import annotations
 
@@ -51,10 +52,18 @@ class Answer:
 
 
 def play(
-    num_taps: int, seed: int, dtype: torch.dtype, chip: Chip | None = None, device: str = "cpu"
+    num_taps: int,
+    seed: int,
+    dtype: torch.dtype,
+    chip: Chip | None = None,
+    device: str = "cpu",
+    *,
+    in_slots: bool = False,
 ) -> None:
     """Answers whose tokens fall into steps and drafts by chance: outputs, and states at the ends of
-    pages, are those of one token at a time, bit for bit."""
+    pages, or in slots once the last drafts are folded in, are those of one token at a time, bit for
+    bit."""
+    operation = ShortConvOperation(num_taps=num_taps, in_slots=in_slots)
     num_tokens, pages = 10, [[1, 2, 3], [4, 0, 5]]
     rng, random = Random(seed), torch.Generator().manual_seed(seed)
     draws = (2 * num_tokens, 3 * CHANNELS), (CHANNELS, num_taps), (4, 3 * CHANNELS)
@@ -70,11 +79,17 @@ def play(
         batch = build_batch(parts, PAGE_SIZE, PAGE_SIZE, decodes)
         count = sum(part.length for part in parts)
         capacity = Capacity(num_tokens=count + 2, num_sequences=len(parts) + 1)
-        batch = replace(batch, chip=chip, recorded=recorded, capacity=capacity)
+        found = None if in_slots else recorded
+        batch = replace(batch, chip=chip, recorded=found, capacity=capacity)
+        if in_slots:
+            own = np.array([1 + (part.pages == pages[1]) for part in parts])
+            begun = np.where(batch.starts > 0, own, 0)
+            folds = np.maximum(recorded, 0) if recorded is not None else batch.folds
+            batch = replace(batch, slot_in=begun, slot_out=own, folds=folds)
         batch = replace(batch, device=torch.device(device))
         batch = replace(batch, record_rows=np.array([part.pages == pages[1] for part in parts]) * 1)
-        layout = on_device(ShortConvOperation(num_taps=num_taps).lay_out(batch), batch.device)
-        inputs = torch.cat(rows)
+        layout = on_device(operation.lay_out(batch), batch.device)
+        inputs = torch.cat([*rows, tokens[0][:0]])
         if chip is not None:
             inputs = torch.cat((inputs, inputs.new_full((2, inputs.shape[1]), torch.nan)))
         return short_conv.mix(inputs, weight, None, pool, layout, records)[:count]
@@ -104,8 +119,12 @@ def play(
             each.committed, each.recorded = first + 1 + max(right, 0), right
             for t in range(first, each.committed):
                 assert torch.equal(own[t - first], expected[t][s])
-            for page in pages[s][: each.committed // PAGE_SIZE]:
+            for page in pages[s][: each.committed // PAGE_SIZE] if not in_slots else ():
                 assert torch.equal(pool[page + 1], plain[page + 1])
+    if in_slots:
+        parts = [part(each, num_tokens, num_tokens) for each in pages]
+        step(pool, records, parts, tokens[:0], np.array([each.recorded for each in answers]), 2)
+        assert torch.equal(pool[1:3], plain[1:3])
     assert not pool[0].any()
 
 

@@ -30,7 +30,6 @@ from tests.invariants import check
 from tests.models.resuming import Resuming
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 EXCHANGED = {
     "kv_transfer_config": {
         "kv_ip": "127.0.0.1",
@@ -197,7 +196,7 @@ def test_what_left_the_device_comes_back_with_its_windows(tiny, tmp_path, sizes)
 
 @pytest.mark.parametrize(
     "options",
-    [EXCHANGED, {"cache_memory": "shared"}, {"speculative_config": NGRAM}],
+    [EXCHANGED, {"cache_memory": "shared"}],
     ids=lambda options: next(iter(options)),
 )
 def test_what_windows_do_not_do_yet_is_refused_by_name(options, tiny):

@@ -53,6 +53,8 @@ class RecurrentSpec:
     record_size: int | None = None
     """Values recorded per draft, in the model's dtype; None if the layer's kernels cannot verify
     drafts."""
+    num_before: int = 0
+    """Records besides those of drafts: of the inputs that the first draft is convolved with."""
     takes_drafts_fused: bool = True
     """Whether the fused kernels verify drafts as well, if the reference does."""
 

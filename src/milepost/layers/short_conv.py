@@ -53,8 +53,13 @@ class ShortConv(nn.Module):
     def spec(self) -> ShortConvSpec | RecurrentSpec:
         size, conv_width = self.conv_weight.shape
         if self.operation.in_slots:
-            shape = (size, conv_width - 1)
-            return RecurrentSpec(conv_shape=shape, recurrent_shape=(0,), grid=CHUNK)
+            return RecurrentSpec(
+                conv_shape=(size, conv_width - 1),
+                recurrent_shape=(0,),
+                grid=CHUNK,
+                record_size=size,
+                num_before=conv_width - 1,
+            )
         return ShortConvSpec(conv_shape=(size, conv_width - 1))
 
     @property
@@ -64,14 +69,17 @@ class ShortConv(nn.Module):
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Returns the output, or split-K partials [T, P, C] of it."""
-        in_slots = self.operation.in_slots
+        pool, records = ctx.conv_states.get(number), ctx.conv_records.get(number)
+        if self.operation.in_slots:
+            pool, records = ctx.states[number].conv, ctx.states[number].records
+        assert pool is not None, "states lie beside pages or in slots"
         mixed = short_conv.mix(
             self.projection(rows, launch_dependents=ctx.decodes),
             self.conv_weight,
             self.conv_bias,
-            ctx.states[number].conv if in_slots else ctx.conv_states[number],
+            pool,
             ctx.step.layouts[self.operation],
-            ctx.conv_records.get(number),
+            records,
         )
         return self.out(mixed, epilogue=Epilogue.PARTIALS)
 

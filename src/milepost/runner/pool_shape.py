@@ -147,6 +147,7 @@ class PoolShape:
         row_bytes = self.num_drafts * self.record_token_bytes
         if self.num_drafts:
             sizes = [s.num_recorded(self.num_drafts) * s.record_size for s in self.convolutions]
+            sizes += [s.num_before * (s.record_size or 0) for s in self.recurrent]
             row_bytes += sum(sizes) * self.dtype.itemsize
         return self.num_record_rows * row_bytes
 

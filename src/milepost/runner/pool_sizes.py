@@ -153,8 +153,8 @@ def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> TwoPools:
     """Returns pages and slots that fit `budget` bytes. Slots never outnumber pages, except for
     those of running requests. Raises ConfigError if not even the least fits."""
     page, slot = max(shape.page_bytes, PAGE_HOST_BYTES), max(shape.state_bytes, 1)
-    budget -= shape.num_windows(0) * shape.window_bytes  # what steps under way write
-    least = page + 2 * slot
+    under_way = shape.num_windows(0) * shape.window_bytes  # what steps write of windows
+    least = page + 2 * slot + under_way
     if budget < least:
         raise ConfigError(
             f"{max(budget, 0) / GIB:.3f} GiB are left for the cache, {least / GIB:.3f} GiB are the "
@@ -162,6 +162,7 @@ def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> TwoPools:
             f"{_RAISED}, lower max_num_batched_tokens, end what else uses the device, "
             "or use quantised weights or more GPUs"
         )
+    budget -= under_way
     if not shape.uses_slots:
         return TwoPools(num_pages=min(budget // page, MAX_PAGES), num_slots=0)
     running = min(max_num_seqs * slot, budget // 2)

@@ -219,7 +219,8 @@ def _records(shape: PoolShape, device: torch.device) -> Iterator[Tensor | None]:
     size = layers[0].record_size
     if not shape.num_record_rows or size is None:
         return repeat(None, len(layers))
-    return iter(_zeroed_records(shape, device, len(layers), size, shape.num_drafts))
+    num_recorded = layers[0].num_before + shape.num_drafts
+    return iter(_zeroed_records(shape, device, len(layers), size, num_recorded))
 
 
 def _conv_records(shape: PoolShape, beside: Tensor | None) -> dict[int, Tensor]:

@@ -15,5 +15,6 @@ def test_it_matches_the_reference(name: str, num_taps: int, has_bias: bool) -> N
     check(name, num_taps, has_bias, probe(torch.device("cpu")))
 
 
-def test_however_tokens_fall_into_drafts_states_are_those_of_one_at_a_time() -> None:
-    play(4, 1, torch.float32, probe(torch.device("cpu")))
+@pytest.mark.parametrize("in_slots", [False, True])
+def test_however_tokens_fall_into_drafts_states_are_those_of_one_at_a_time(in_slots: bool) -> None:
+    play(4, 1, torch.float32, probe(torch.device("cpu")), in_slots=in_slots)

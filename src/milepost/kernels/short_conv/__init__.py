@@ -34,7 +34,7 @@ class ShortConvOperation:
 
     num_taps: int
     in_slots: bool = False
-    """Whether states lie in slots; such convolutions take no drafts."""
+    """Whether states lie in slots."""
 
     def lay_out(self, batch: Batch) -> ShortConvItems | ShortConvRows:
         """Items for the fused kernels, or rows for the reference."""
@@ -65,7 +65,8 @@ def mix(
     `records` [rows, J - 1 + drafts, C] hold, of each sequence that had drafts in its step before,
     what the convolution read after its own token: J - 1 inputs, and those of the drafts. Where the
     sequence goes on is known only now, so its state is read there; what lies beside its page may be
-    that of drafts which were rejected. Those of this step's drafts take their place.
+    that of drafts which were rejected, and in its slot is that before the drafts. Those of this
+    step's drafts take their place.
     """
     if isinstance(layout, ShortConvRows):
         return reference.mix(projected, weight, bias, pool, layout, records)

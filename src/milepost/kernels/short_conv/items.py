@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from milepost.kernels.layout.batch import Batch, padded
-from milepost.kernels.short_conv.reference import find_places, find_rows, num_drafts
+from milepost.kernels.short_conv.reference import find_places, find_recorded, find_rows, num_drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def lay_out(batch: Batch, *, in_slots: bool = False) -> ShortConvItems:
     owners, begins = np.arange(count), batch.lengths.cumsum() - batch.lengths
     kept, written = find_places(batch, range(count), in_slots=in_slots)
     begun = batch.slot_in if in_slots else find_rows(batch, owners, batch.starts)
-    recorded = np.full(count, -1) if batch.recorded is None else batch.recorded
+    recorded = find_recorded(batch, in_slots=in_slots)
     # A state that is read may be overwritten by the first place; the others are written before.
     order = np.lexsort((-kept[:, 1], kept[:, 0]))
     (sequence, position), written = kept[order].T, written[order]

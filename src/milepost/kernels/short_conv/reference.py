@@ -60,11 +60,12 @@ def lay_out(batch: Batch, num_taps: int, *, in_slots: bool = False) -> ShortConv
     decodes, device = batch.num_decodes, batch.device
     owners, ends = np.arange(len(batch.starts)), batch.starts + batch.lengths
     drafts = None
+    if decodes and has_drafts(batch):
+        drafts = _lay_out_drafts(batch, num_taps, in_slots=in_slots)
     if in_slots:
-        assert not batch.verifies, "V1: only who keeps records verifies"
-        begun, rows_out = batch.slot_in, batch.slot_out[:decodes]
+        begun = batch.slot_in
+        rows_out = batch.slot_out[:decodes] if drafts is None else owners[:0]
     else:
-        drafts = _lay_out_drafts(batch, num_taps) if decodes and has_drafts(batch) else None
         if drafts is None and (batch.kv_rows[:decodes] < 0).any():
             decodes = 0  # one token that a shared page has already: nothing is written
         begun = find_rows(batch, owners, batch.starts)
@@ -102,14 +103,23 @@ def num_drafts(batch: Batch) -> Ints:
     return np.where(decodes, np.maximum(batch.lengths - 1, 0), 0)
 
 
-def _lay_out_drafts(batch: Batch, num_taps: int) -> DraftRows:
+def find_recorded(batch: Batch, *, in_slots: bool) -> Ints:
+    """Returns how many recorded drafts each sequence goes on after, -1 where its state is that of
+    its page or slot."""
+    if in_slots:
+        return np.where(batch.folds > 0, batch.folds, -1)
+    return np.full(len(batch.starts), -1) if batch.recorded is None else batch.recorded
+
+
+def _lay_out_drafts(batch: Batch, num_taps: int, *, in_slots: bool) -> DraftRows:
     decodes, device, width = batch.num_decodes, batch.device, num_taps - 1
-    assert batch.recorded is not None, "V1: only who keeps records verifies"
+    assert in_slots or batch.recorded is not None, "V1: only who keeps records verifies"
     starts, lengths = batch.starts[:decodes].tolist(), batch.lengths[:decodes].tolist()
-    kept = find_kept(batch, range(decodes))
-    places = zip(*kept.T.tolist(), find_rows(batch, *kept.T).tolist(), strict=True)
+    kept, written = find_places(batch, range(decodes), in_slots=in_slots)
+    places = zip(*kept.T.tolist(), written.tolist(), strict=True)
     windows = conv.lay_out_windows(starts, lengths, list(places), num_taps, device)
-    recorded, rows = batch.recorded[:decodes], batch.record_rows[:decodes]
+    recorded = find_recorded(batch, in_slots=in_slots)[:decodes]
+    rows = batch.record_rows[:decodes]
     drafts, inputs = num_drafts(batch)[:decodes], np.arange(width)
     assert ((rows >= 0) | ((recorded < 0) & (drafts == 0))).all(), "V2: who records has a row"
     again = np.flatnonzero(recorded >= 0)
@@ -146,7 +156,7 @@ def find_places(batch: Batch, sequences: Sequence[int], *, in_slots: bool) -> tu
     if not in_slots:
         kept = find_kept(batch, sequences)
         return kept, find_rows(batch, *kept.T)
-    ends = batch.starts + batch.lengths
+    ends = batch.starts + batch.lengths - num_drafts(batch)
     own = [(each, int(ends[each]), int(batch.slot_out[each])) for each in sequences]
     exports = [export for export in batch.exports if export[0] in sequences]
     found = np.array([*exports, *own], np.int64).reshape(-1, 3)
