@@ -27,6 +27,16 @@ def test_shapes(workload):
     assert texts(load) != texts(sessions(other))
 
 
+def test_labels_share_all_but_a_word_or_two():
+    load = sessions(WorkloadConfig(workload="labels", num_sessions=200, num_groups=4))
+    (system,) = {session.turns[0].messages[0]["content"] for session in load}
+    assert len(system.split()) == 200
+    own = [session.turns[0].messages[1]["content"] for session in load]
+    assert {len(text.split()) for text in own} == {1, 2}
+    assert len(set(own)) > 150
+    assert {turn.max_tokens for session in load for turn in session.turns} == {10}
+
+
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
 def test_a_trace_shares_what_its_ids_share(tmp_path, name):
     rows = [

@@ -17,11 +17,15 @@ from typing import Any, Literal
 
 from milepost.errors import ConfigError
 
-WorkloadKind = Literal["shared-prefix", "multi-turn", "agent", "trace"]
+WorkloadKind = Literal["shared-prefix", "multi-turn", "agent", "labels", "trace"]
 
 MAX_LENGTH = 10_000_000
 """Largest length that a trace may give. More words take long to make up, and no model accepts them.
 """
+
+LABEL_SHARED_WORDS, LABEL_OWN_WORDS, LABEL_TOKENS = 200, 2, 10
+"""Sizes of `labels`, as in https://github.com/vllm-project/vllm/issues/36010: about 369 tokens are
+shared, one to four are a request's own, and ten come out."""
 
 _SYLLABLES = tuple(a + b for a in "bdfglmnprs" for b in "aeiou")
 
@@ -48,7 +52,9 @@ class WorkloadConfig:
 
     workload: WorkloadKind = "shared-prefix"
     """`shared-prefix`: groups of single requests with a common system prompt; `multi-turn`: chats;
-    `agent`: long growing conversations with short answers; `trace`: a file of hash ids."""
+    `agent`: long growing conversations with short answers; `labels`: one system prompt of about
+    369 tokens, up to two words of each request's own and ten tokens out, whatever is set for these;
+    `trace`: a file of hash ids."""
     num_sessions: int = 64
     """Number of conversations, or of single requests."""
     num_groups: int = 4
@@ -90,9 +96,10 @@ def sessions(config: WorkloadConfig) -> list[Session]:
         return list(_trace(config))
     make = _SHAPES[config.workload]
     rng = random.Random(config.workload_seed)
-    systems = [
-        _message("system", words(rng, config.shared_words)) for _ in range(config.num_groups)
-    ]
+    num_groups, num_words = config.num_groups, config.shared_words
+    if config.workload == "labels":
+        num_groups, num_words = 1, LABEL_SHARED_WORDS
+    systems = [_message("system", words(rng, num_words)) for _ in range(num_groups)]
     return [make(config, systems[i % len(systems)], rng) for i in range(config.num_sessions)]
 
 
@@ -111,6 +118,10 @@ def _single(config: WorkloadConfig, system: Mapping[str, Any], rng: random.Rando
 
 def _chat(config: WorkloadConfig, system: Mapping[str, Any], rng: random.Random) -> Session:
     return _conversation(system, rng, config.num_turns, config.own_words, config.output_tokens)
+
+
+def _label(_: WorkloadConfig, system: Mapping[str, Any], rng: random.Random) -> Session:
+    return _conversation(system, rng, 1, rng.randint(1, LABEL_OWN_WORDS), LABEL_TOKENS)
 
 
 def _agent(config: WorkloadConfig, system: Mapping[str, Any], rng: random.Random) -> Session:
@@ -139,6 +150,7 @@ _SHAPES: Mapping[str, Callable[..., Session]] = {
     "shared-prefix": _single,
     "multi-turn": _chat,
     "agent": _agent,
+    "labels": _label,
 }
 
 
