@@ -133,7 +133,7 @@ def _shards(folder: Path) -> Iterator[dict[str, tuple[str, tuple[int, ...]]]]:
     """Types and shapes of tensors, as many as make a file."""
     held: dict[str, tuple[str, tuple[int, ...]]] = {}
     size = 0
-    for name, place in outline(folder).placements().items():
+    for name, place in outline(folder)[0].placements().items():
         dtype = next(each for each in _BYTES if each in place.types)
         held[name] = dtype, place.shape
         size += _BYTES[dtype] * math.prod(place.shape)

@@ -30,7 +30,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from milepost import LLM, SamplingParams
-from milepost.engine.assembly import rank
+from milepost.engine.assembly import fitting
 from milepost.kernels import products, recurrent
 from milepost.kernels.attention import ATTENTION
 from milepost.kernels.layout import emit
@@ -189,7 +189,7 @@ def main() -> int:
     arguments = parser.parse_args()
     begun = time.perf_counter()
     options = dict(arguments.option)
-    with mock.patch.object(rank, "ladder", _short_ladder):
+    with mock.patch.object(fitting, "ladder", _short_ladder):
         llm = LLM(
             arguments.model,
             load_format="dummy",

@@ -121,9 +121,11 @@ class EngineConfig(ImageConfig):
     max_model_len: int | None = None
     """Maximum length of prompt plus answer, in tokens; by default the model's own."""
     max_num_seqs: int = 64
-    """Maximum number of requests that run at once."""
-    max_num_batched_tokens: int = 8192
-    """Token budget of one step; longer prompts are prefilled in chunks."""
+    """Maximum number of requests that run at once; fewer do on a GPU without room for their
+    states."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step; longer prompts are prefilled in chunks. By default 8192, or less on
+    a GPU with little memory besides the weights: 512 for each GiB, and at least 2048."""
     max_queue_wait_s: float | None = None
     """Longest time that a request may wait for its turn: one that would wait longer, by the
     measured rates, is refused at once, and one that does is ended, both with 503 and `Retry-After`.
@@ -238,15 +240,17 @@ class EngineConfig(ImageConfig):
             "leave out cache_host_gib and cache_dir",
         )
         check_budget(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            grid=_GRID,
+            max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.step_tokens(), grid=_GRID
         )
         _require(
             self.cache_memory != "shared" or (self.num_pages is None and self.num_slots is None),
             f"cache_memory='shared' with num_pages={self.num_pages}, num_slots={self.num_slots}: "
             "numbers split the memory; leave them out",
         )
+
+    def step_tokens(self, most: int = 8192) -> int:
+        """The token budget of a step: as asked, or `most`, but at least one for each sequence."""
+        return self.max_num_batched_tokens or max(most, self.max_num_seqs)
 
     @property
     def overrides(self) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def test_the_cache_takes_the_bytes_that_it_is_given(tiny, memory):
         ),
         (
             {"cache_memory": "shared", "cpu_cache_gib": 1e-4},
-            r": 107374 bytes are left .*, \d+ are the least .* 16 units of \d+ .* raise gpu_memory",
+            r": 107374 bytes are left .*, \d+ are the least .* 4 units of \d+ .* raise gpu_memory",
         ),
         ({"cache_memory": "unified pool"}, r"cache_memory='unified pool'"),
     ],

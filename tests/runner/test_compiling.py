@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from milepost import LLM
-from milepost.engine.assembly import rank
+from milepost.engine.assembly import fitting
 from milepost.errors import KernelError
 from milepost.kernels.platform.device import Chip
 from milepost.runner.plain import PlainExecutor
@@ -40,8 +40,8 @@ def test_an_engine_whose_kernels_do_not_run_takes_the_reference(monkeypatch, cap
     def refuse(*_: object) -> int:
         raise KernelError("solve asks for too much")
 
-    monkeypatch.setattr(rank, "_announce_kernels", lambda *_: True)
-    monkeypatch.setattr(rank, "measure_activations", refuse)
+    monkeypatch.setattr(fitting, "_announce_kernels", lambda *_: True)
+    monkeypatch.setattr(fitting, "rehearsal", refuse)
     llm = LLM(device="cpu", cpu_cache_gib=0.05)
     assert isinstance(llm.llm_engine.runner.executor, PlainExecutor)
     assert "kernels: reference, many times slower; of the fused ones solve asks" in caplog.text

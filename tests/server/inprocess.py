@@ -24,7 +24,7 @@ INFO = SimpleNamespace(
     page_size=64,
     sampling_defaults={},
     images=None,
-    facts=SimpleNamespace(model_type="", device="cpu", fingerprint=""),
+    facts=SimpleNamespace(model_type="", device="cpu", fingerprint="", step_tokens=8192),
 )
 
 MAX_IN_FLIGHT = 100

@@ -18,12 +18,14 @@ FACTS = {
     "slot_bytes": 50 * 2**20,
     "cache_bytes": 40 * 2**30,
     "num_graphs": 51,
+    "num_positions": 262_144,
+    "step_tokens": 8192,
 }
 
 
 def service(num_ranks=1, **facts):
     info = SimpleNamespace(
-        facts=Facts(**FACTS, **facts),
+        facts=Facts(**{**FACTS, **facts}),
         num_pages=20_000,
         num_slots=400,
         page_size=64,
@@ -50,6 +52,12 @@ def test_one_memory():
     rows = dict(describe(service(is_shared=True)))
     assert rows["pages"] == "up to 20,000 of 64 tokens (1,280,000 tokens)"
     assert rows["state slots"] == "up to 400, in the same memory as the pages"
+
+
+def test_a_small_memory_says_what_fits():
+    rows = dict(describe(service(is_shared=True, num_positions=2**20, step_tokens=2048)))
+    limits = "262,144 tokens (of its 1,048,576, as many as fit the memory), 2,048 a step"
+    assert rows["model"] == f"a, b, up to {limits}"
 
 
 def test_of_several_ranks_each_has_as_much():

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import triton
@@ -17,8 +16,6 @@ from triton.runtime.jit import JITFunction
 
 REPOSITORY = Path(__file__).parents[2]
 _NUM_DRAFTS = 3
-_NO_PROCESSES = mock.Mock(is_initialized=lambda: False)
-"""In place of torch's groups of processes."""
 _EAGER = (600, 2048, 8192)
 """Tokens of prefills that no graph holds; the last is the default max_num_batched_tokens."""
 
@@ -292,8 +289,9 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
     from milepost.models.configuration import load_config, resolve_dtype
     from milepost.models.quantization import read_quantization
     from milepost.models.registry import find_architecture
+    from milepost.parallel.absent import first_of
     from milepost.runner.graphs import ladder, largest_step
-    from milepost.runner.measuring import measure_activations
+    from milepost.runner.measuring import FirstSteps, compile_steps, measure_steps, rehearsal
     from milepost.runner.pool_shape import PoolShape
 
     config = load_config(REPOSITORY / case.model)
@@ -306,7 +304,7 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
     kind = ModuleScope(
         dtype=resolve_dtype(case.dtype, config),
         device=torch.device("meta"),
-        ranks=_first_of(case.num_ranks),
+        ranks=first_of(case.num_ranks),
     )
     if case.quantization is not None:
         forms = read_quantization(case.quantization, (), has_files=False)
@@ -327,14 +325,19 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
         "max_num_batched_tokens": _EAGER[-1],
         "num_drafts": shape.num_drafts,
     }
-    steps = [
+    uncaptured = [
         Capacity(num_tokens=num_tokens, num_sequences=1, num_exports=1, decodes=False)
         for num_tokens in eager
     ]
-    with torch.inference_mode(), _without_copies(), _without_library():
-        measure_activations(
-            model, shape, largest_step(**limits), [*steps, *ladder(**limits)], case.page_size
-        )
+    steps = FirstSteps(
+        largest=largest_step(**limits),
+        captured=[*uncaptured, *ladder(**limits)],
+        max_model_len=case.page_size,
+    )
+    with torch.inference_mode():
+        executor = rehearsal(model, shape, steps)
+        compile_steps(executor, steps)
+        measure_steps(executor, steps)
 
 
 def _run_tower(head_dim: int) -> None:
@@ -361,57 +364,3 @@ def _run_tower(head_dim: int) -> None:
     for num_frames in (1, 2):  # a still picture, and a pair of a video's frames
         rows = torch.empty(64, 768 * num_frames, dtype=torch.uint8, device=device)
         tower(rows, table, (1, 8, 8))
-
-
-def _first_of(size: int) -> Any:
-    """The first of so many ranks, whose memory the others could reach if it had any."""
-    from milepost.parallel import Ranks, gpu
-
-    if size == 1:
-        return Ranks()
-
-    class Nowhere(gpu.GpuLink):
-        def _share(
-            self, value_bytes: int, signal_bytes: int, num_turns: int
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            del value_bytes, signal_bytes
-            addresses = torch.empty(self._hosts.size, dtype=torch.int64, device="meta")
-            turns = torch.empty(num_turns, dtype=torch.int32, device="meta")
-            return addresses, addresses, turns
-
-    hosts = mock.Mock(size=size, rank=0)
-    with mock.patch.object(gpu, "dist", _NO_PROCESSES):
-        link = Nowhere(hosts, torch.device("meta"))
-    return Ranks(size=size, link=link)
-
-
-@contextmanager
-def _without_library() -> Iterator[None]:
-    """Inside, torch's GEMM of float8 multiplies nothing: into a given output it needs memory. Nor
-    do ranks reach each other."""
-    with (
-        mock.patch.object(torch, "_scaled_mm", lambda *_, out, **__: out),
-        mock.patch("milepost.parallel.gpu.dist", _NO_PROCESSES),
-    ):
-        yield
-
-
-@contextmanager
-def _without_copies() -> Iterator[None]:
-    """Inside, a step's arrays stay on the host: it is only said where on the device they would
-    lie."""
-    from milepost.runner import device, staging, tables
-
-    class Nowhere(staging.Staging):
-        def __init__(self, device: torch.device, num_bytes: int) -> None:
-            super().__init__(torch.device("cpu"), num_bytes)
-            self._device_buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-        def send(self, batch: Any) -> None:
-            pass
-
-    with (
-        mock.patch.object(device, "Staging", Nowhere),
-        mock.patch.object(tables, "Staging", Nowhere),
-    ):
-        yield

@@ -24,6 +24,7 @@ from milepost.cli.config_file import Arguments, with_file
 from milepost.cli.display import Screen
 from milepost.cli.generate import StreamingEngine, generate_command
 from milepost.cli.kernels import kernels_command
+from milepost.cli.plan import plan_command
 from milepost.cli.run_batch import run_batch_command
 from milepost.cli.serve import Serve, forget_stdout, run_server, serve_command
 from milepost.cli.verify import verify_command
@@ -96,6 +97,7 @@ def build_app(
     app.command(annex_command("simulate", screen))
     app.command(annex_command("bench", screen))
     app.command(kernels_command(screen))
+    app.command(plan_command(screen))
     app.command(verify_command(screen))
     return app
 

@@ -31,3 +31,7 @@ class Facts:
     """Names the bitwise mode and what its bits depend on; empty in the default mode."""
     model_type: str = ""
     """Model type of the configuration."""
+    num_positions: int = 0
+    """Length in tokens of the longest sequence that the model supports."""
+    step_tokens: int = 0
+    """Largest number of tokens of a step."""

@@ -60,7 +60,7 @@ class EngineOptions(TypedDict, total=False):
     cache_flush_timeout_s: float
     max_model_len: int | None
     max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_batched_tokens: int | None
     max_queue_wait_s: float | None
     batch_invariant: bool
     hopper_kernels: bool

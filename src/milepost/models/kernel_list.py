@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from milepost.errors import ConfigError
 from milepost.kernels.attention.describe import Served, heads_served, latents_served
-from milepost.kernels.platform.device import CHIPS, Chip, probe
+from milepost.kernels.platform.device import Chip, find_chip, present_chip
 from milepost.kernels.products.describe import Span, spans
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix
@@ -24,7 +23,7 @@ from milepost.layers.mla import MLA
 from milepost.layers.moe import MoE
 from milepost.layers.weights import Weight
 from milepost.models.folder import find_folder
-from milepost.models.loading import outline
+from milepost.models.loading import LoadOptions, outline
 
 _SUMMED = ("out", "down", "router")
 """Projections whose split-K partials are added up by their reader."""
@@ -34,9 +33,9 @@ COLUMNS = ("weight", "form, O x I", "tokens", "kernel", "order", "instead of")
 def list_kernels(model: str, chip_name: str, quantization: str | None) -> Iterator[tuple[str, ...]]:
     """Yields rows of a table with the columns `COLUMNS`. Raises ConfigError and the errors of
     `outline`."""
-    chip = _find_chip(chip_name)
+    chip = find_chip(chip_name) if chip_name else present_chip()
     folder = find_folder(model, revision=None, with_weights=False)
-    decoder = outline(folder, quantization=quantization)
+    decoder, _ = outline(folder, LoadOptions(quantization=quantization))
     seen: set[object] = set()
     layers = [(f"layer {index}", layer) for index, layer in enumerate(decoder.layers)]
     for owner, layer in (*layers, ("lm_head", decoder.lm_head)):
@@ -122,13 +121,3 @@ def _attention(
     shape = f"{heads.num_heads} / {heads.num_kv_heads} heads of {heads.head_dim}"
     group = heads.num_heads // heads.num_kv_heads
     return shape, heads_served(group, heads.head_dim, dtype, chip)
-
-
-def _find_chip(name: str) -> Chip:
-    if name in CHIPS:
-        return CHIPS[name][1]
-    if name:
-        raise ConfigError(f"--chip {name}: this is none of {', '.join(CHIPS)}")
-    if not torch.cuda.is_available():
-        raise ConfigError(f"there is no GPU here: name one, as --chip {next(iter(CHIPS))}")
-    return probe(torch.device("cuda", torch.cuda.current_device()))

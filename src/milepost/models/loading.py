@@ -118,15 +118,12 @@ def check_quantization(config: PreTrainedConfig, method: str | None) -> None:
         _find_forms(config, method, (), has_files=False)
 
 
-def outline(
-    folder: Path, *, dtype: DType | torch.dtype = "auto", quantization: str | None = None
-) -> Decoder:
-    """Returns the model with parameters that have shapes but no memory. It needs only the folder's
-    `config.json`. Raises the errors of `load_model`."""
-    options = LoadOptions(dtype=dtype, quantization=quantization, load_format="dummy")
+def outline(folder: Path, options: LoadOptions | None = None) -> tuple[Decoder, PreTrainedConfig]:
+    """Returns the model with parameters that have shapes but no memory, and its whole
+    configuration. It needs only the folder's `config.json`. Raises the errors of `load_model`."""
     with reading(folder):
-        plan = _plan(folder, options)
-        return plan.outline()
+        plan = _plan(folder, replace(options or LoadOptions(), load_format="dummy"))
+        return plan.outline(), plan.config
     raise AssertionError("an error is raised again")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,26 @@ from torch import Tensor
 from milepost.errors import ConfigError
 from milepost.kernels import comm, norm
 from milepost.kernels.comm import NUM_SLOTS, RankBuffers
-from milepost.parallel.gloo import GlooLink
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 1800.0
+
+
+class Hosts(Protocol):
+    """The link between the hosts of GPUs, as far as the GPUs' own link needs it."""
+
+    rank: int
+    size: int
+    store: dist.Store
+
+    def least(self, value: int) -> int:
+        """See `Link.least`."""
+        ...
+
+    def gather(self, body: bytes) -> list[bytes]:
+        """See `Link.gather`."""
+        ...
 
 
 class GpuLink:
@@ -32,21 +48,9 @@ class GpuLink:
     if there is one already.
     """
 
-    def __init__(self, hosts: GlooLink, device: torch.device) -> None:
-        if dist.is_initialized():
-            raise ConfigError(
-                "tensor_parallel_size: this process has a process group of torch's already; end "
-                "what uses it, or start this engine in a process of its own"
-            )
-        dist.init_process_group(
-            "nccl",
-            store=dist.PrefixStore("nccl", hosts.store),
-            rank=hosts.rank,
-            world_size=hosts.size,
-            timeout=timedelta(seconds=_TIMEOUT_S),
-            device_id=device,
-        )
+    def __init__(self, hosts: Hosts, device: torch.device) -> None:
         self._hosts, self._device = hosts, device
+        self._open_group()
         # Imported here because triton need not be installed on machines without a GPU.
         from milepost.kernels.comm import one_shot, two_shot
 
@@ -63,14 +67,14 @@ class GpuLink:
         mail = self._mail(values.shape[-1], values.dtype) if values.dim() == 2 else None
         if mail is not None and mail.holds(values):
             return self._one_shot.add_up(values, mail)
-        dist.all_reduce(values)
+        self._sum(values)
         return values
 
     def all_gather(self, values: Tensor) -> Tensor:
         (num_rows, count), size = values.shape, self._hosts.size
         gathered = values.new_empty(size, num_rows, count)
         if num_rows:  # a step in the middle of a prompt samples nothing
-            dist.all_gather_into_tensor(gathered, values.contiguous())
+            self._gather(gathered, values.contiguous())
         return gathered.transpose(0, 1).reshape(num_rows, size * count)
 
     def add_norm(
@@ -106,6 +110,27 @@ class GpuLink:
         """Abort the process group, whatever the other ranks are doing."""
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
+
+    def _open_group(self) -> None:
+        if dist.is_initialized():
+            raise ConfigError(
+                "tensor_parallel_size: this process has a process group of torch's already; end "
+                "what uses it, or start this engine in a process of its own"
+            )
+        dist.init_process_group(
+            "nccl",
+            store=dist.PrefixStore("nccl", self._hosts.store),
+            rank=self._hosts.rank,
+            world_size=self._hosts.size,
+            timeout=timedelta(seconds=_TIMEOUT_S),
+            device_id=self._device,
+        )
+
+    def _sum(self, values: Tensor) -> None:
+        dist.all_reduce(values)
+
+    def _gather(self, gathered: Tensor, values: Tensor) -> None:
+        dist.all_gather_into_tensor(gathered, values)
 
     def _mail(self, hidden_size: int, dtype: torch.dtype) -> RankBuffers | None:
         """Returns the one-shot buffers for rows of this size, made at first use, or None if some

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isqrt, prod
 from operator import attrgetter
 
@@ -18,27 +18,65 @@ from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pools import allocate
 
 
-def measure_activations(
-    model: Decoder,
-    shape: PoolShape,
-    largest: Capacity,
-    captured: Sequence[Capacity],
-    max_model_len: int,
-) -> int:
-    """Measures the bytes that steps take besides weights and pools: the `largest` step, with a
-    sequence of `max_model_len`, and the graphs of `captured` steps, which have memory of their own.
-    Compiles the kernels of all these steps and of the sizes between, which may use others. Raises
-    KernelError if one does not run."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstSteps:
+    """The steps that an engine compiles, measures and captures before its first one."""
+
+    largest: Capacity
+    captured: Sequence[Capacity]
+    max_model_len: int
+    """Length of the longest sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """The bytes that steps take besides weights and pools."""
+
+    largest: int
+    """The largest step."""
+    graphs: int = 0
+    """Captured steps, which have memory of their own, and what they return."""
+    sampling: int = 0
+    tower: int = 0
+    """Encoding the largest picture, at the expense of no step."""
+    encoded: int = 0
+    """Pictures that are kept encoded."""
+
+    @property
+    def without_pictures(self) -> int:
+        return self.largest + self.graphs + self.sampling
+
+    @property
+    def total(self) -> int:
+        return max(self.without_pictures, self.tower) + self.encoded
+
+
+def rehearsal(model: Decoder, shape: PoolShape, steps: FirstSteps) -> DeviceExecutor:
+    """Returns an executor with next to no pools, to compile and to measure `steps` with."""
     device = model.embedding.device
     pools = allocate(shape, num_pages=1, num_slots=1, num_windows=1, device=device)
-    executor = DeviceExecutor(
-        model, pools, num_requests=1, max_model_len=max_model_len, largest=largest
+    return DeviceExecutor(
+        model, pools, num_requests=1, max_model_len=steps.max_model_len, largest=steps.largest
     )
-    executor.compile([largest, *_uncaptured(largest, captured), *captured])
-    outcomes = sum(each.num_sampled for each in captured) * model.vocab_size * model.dtype.itemsize
+
+
+def compile_steps(executor: DeviceExecutor, steps: FirstSteps) -> None:
+    """Compiles the kernels of all these steps and of the sizes between, which may use others.
+    Raises KernelError if one does not run."""
+    between = _uncaptured(steps.largest, steps.captured)
+    executor.compile([steps.largest, *between, *steps.captured])
+
+
+def measure_steps(executor: DeviceExecutor, steps: FirstSteps) -> StepBytes:
+    """Measures the largest step, with a sequence of `max_model_len`, and the graphs."""
+    captured, model = steps.captured, executor.model
+    results = sum(each.num_sampled for each in captured) * model.vocab_size * model.dtype.itemsize
     largest_captured = max(captured, key=attrgetter("num_tokens"), default=None)
-    steps = [each for each in (largest, largest_captured) if each is not None]
-    return sum(map(executor.measure, steps)) + outcomes + executor.num_sampling_bytes
+    return StepBytes(
+        largest=executor.measure(steps.largest),
+        graphs=results + (executor.measure(largest_captured) if largest_captured else 0),
+        sampling=executor.num_sampling_bytes,
+    )
 
 
 def measure_tower(tower: Tower, settings: ImageSettings) -> int:

@@ -29,11 +29,11 @@ Counting this many takes 120 MB on the host before they are used, and about 2 GB
 cache something."""
 PAGE_HOST_BYTES = 1024
 """Charged for a page that holds less: what the host remembers of a cached one."""
-MIN_UNITS = 16
+MIN_UNITS = 4
 """Fewest units that may be shared; fewer would leave too little choice. A unit is a slot, or the
 pages that fit in its place."""
 GIB, MIB = 2**30, 2**20
-_LAUNCHES_BYTES = GIB // 4
+LAUNCHES_BYTES = GIB // 4
 """Memory for launching graphs, and for anything else that is not counted."""
 
 _RAISED = "gpu_memory_utilization (cpu_cache_gib on a CPU) or, if it was set, kv_cache_memory_bytes"
@@ -66,6 +66,10 @@ class TwoPools:
         """Bytes of all pages and slots, including the zero slot."""
         windows = self.num_windows * shape.window_bytes
         return self.num_pages * shape.page_bytes + (self.num_slots + 1) * shape.slot_bytes + windows
+
+    def num_sequences(self, num_pages: int) -> int:
+        """Number of sequences that fit at once, each with a slot and `num_pages` pages."""
+        return min(self.num_slots, self.num_pages // max(num_pages, 1))
 
     def describe(self, shape: PoolShape) -> str:
         """Describes the pools for the log."""
@@ -109,6 +113,10 @@ class OneMemory:
     def num_bytes(self, _: PoolShape) -> int:
         """Bytes of all units, including the zero slot's."""
         return (self.num_units + 1) * self.unit_bytes
+
+    def num_sequences(self, num_pages: int) -> int:
+        """Number of sequences that fit at once, each with a slot and `num_pages` pages."""
+        return self.num_units * self.pages_each // (self.pages_each + num_pages)
 
     def describe(self, shape: PoolShape) -> str:
         """Describes the memory for the log."""
@@ -188,4 +196,4 @@ def free_bytes(
         return int(cpu_cache_gib * GIB)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return int(free - total * (1 - utilization)) - activations - _LAUNCHES_BYTES
+    return int(free - total * (1 - utilization)) - activations - LAUNCHES_BYTES

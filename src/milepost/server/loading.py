@@ -70,7 +70,7 @@ def describe(service: Service) -> list[tuple[str, str]]:
     if service.client.config.tensor_parallel_size > 1:
         memory += " on each device"
     rows = [
-        ("model", f"{names}, up to {info.max_model_len:,} tokens"),
+        ("model", f"{names}, {_context(service)}"),
         ("device", f"{facts.device}, {facts.dtype}, {_kept(facts)}"),
         ("memory", memory),
         ("pages", pages),
@@ -80,6 +80,17 @@ def describe(service: Service) -> list[tuple[str, str]]:
     if facts.num_graphs:
         rows.insert(2, ("graphs", f"{facts.num_graphs} captured steps"))
     return rows
+
+
+def _context(service: Service) -> str:
+    """Returns the longest sequence, and what the device's memory leaves of the usual limits."""
+    info, config = service.client.info, service.client.config
+    facts, words = info.facts, f"up to {info.max_model_len:,} tokens"
+    if config.max_model_len is None and info.max_model_len < facts.num_positions:
+        words += f" (of its {facts.num_positions:,}, as many as fit the memory)"
+    if facts.step_tokens < config.step_tokens():
+        words += f", {facts.step_tokens:,} a step"
+    return words
 
 
 def _kept(facts: Facts) -> str:

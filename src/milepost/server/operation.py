@@ -119,8 +119,10 @@ def _info(service: Service) -> dict[str, Any]:
     }
     model = {"model": info.model, "served_model_name": service.names}
     model["max_model_len"] = info.max_model_len
-    names = ("max_num_seqs", "max_num_batched_tokens")
-    scheduler = {name: getattr(config, name) for name in names}
+    scheduler = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": info.facts.step_tokens,
+    }
     configs = {"model_config": model, "cache_config": cache, "scheduler_config": scheduler}
     return {
         "vllm_config": configs,

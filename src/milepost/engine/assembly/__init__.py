@@ -1,11 +1,13 @@
 """Builds an engine from its configuration: settings, sizes, ranks, tiers.
 Its modules:
 
-    the whole                   setup, auto, images, sizing, drafting, bitwise
+    the whole                   setup, auto, images, drafting, bitwise
+    memory                      fitting, sizing, planning
     one rank of several         rank, team, rank_messages
     tiers                       tiering
 """
 
+from milepost.engine.assembly.planning import MemoryPlan, MemoryPlanner, changes
 from milepost.engine.assembly.rank import RankParts, build_rank
 from milepost.engine.assembly.rank_messages import (
     HERE,
@@ -29,6 +31,8 @@ __all__ = [
     "AnnexCommand",
     "Answered",
     "EngineParts",
+    "MemoryPlan",
+    "MemoryPlanner",
     "RankConfig",
     "RankFailure",
     "RankMessage",
@@ -38,5 +42,6 @@ __all__ = [
     "TicketedCommand",
     "build",
     "build_rank",
+    "changes",
     "porter_of",
 ]

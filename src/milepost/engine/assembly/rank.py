@@ -13,28 +13,24 @@ from milepost.annexes import annex
 from milepost.cache import Cache
 from milepost.cache.tree import FullAttention, LayerKind, Recurrent, ShortConvolution, SlidingWindow
 from milepost.config import EngineConfig
-from milepost.engine.assembly.auto import device_of, folder_of, kv_dtype_of, load_options_of
-from milepost.engine.assembly.bitwise import facts_of, refuse_states
+from milepost.engine.assembly.auto import device_of, folder_of, load_options_of
+from milepost.engine.assembly.bitwise import facts_of
 from milepost.engine.assembly.drafting import accept_of
+from milepost.engine.assembly.fitting import fit
 from milepost.engine.assembly.images import image_settings_of
-from milepost.engine.assembly.sizing import max_model_len_of, pool_shape, sizes_of
+from milepost.engine.assembly.sizing import max_model_len_of
 from milepost.engine.assembly.team import Team
-from milepost.engine.assembly.tiering import RankTierState, hands_of, refuse_windows
+from milepost.engine.assembly.tiering import RankTierState, hands_of
 from milepost.engine.off_device import PoolAccess
-from milepost.errors import KernelError
 from milepost.images import ImageSettings
-from milepost.kernels.layout.batch import Capacity
-from milepost.kernels.platform.device import describe, hopper_kernels, probe, why_reference
-from milepost.kernels.platform.tensors import FP8
+from milepost.kernels.platform.device import hopper_kernels
 from milepost.models.decoder import Decoder
 from milepost.models.identity import identify
 from milepost.models.loading import load_model
 from milepost.parallel import Ranks
 from milepost.parallel.gloo import GlooLink
 from milepost.runner.device import DeviceExecutor
-from milepost.runner.graphs import ladder, largest_step
-from milepost.runner.launching import most_launched_tokens
-from milepost.runner.measuring import measure_activations, measure_tower
+from milepost.runner.measuring import FirstSteps
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pool_sizes import Sizes
@@ -49,6 +45,8 @@ logger = logging.getLogger(__name__)
 class RankParts:
     """The parts of one rank: its shard of the model, pools, and a runner."""
 
+    config: EngineConfig
+    """The configuration, with limits of a step that fit the device."""
     model: Decoder
     weights_bytes: int
     device: torch.device
@@ -86,15 +84,10 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     model, whole = load_model(folder, load_options_of(config, folder, device, ranks))
     weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.pack()
-    kv_dtype = kv_dtype_of(config, model.dtype, whole)
-    shape = pool_shape(config, model, device, kv_dtype)
-    reason = why_reference(device, model.dtype, model.operations)
-    refuse_states(config, shape, is_fused=not reason)
-    refuse_windows(config, shape)
     settings = image_settings_of(config, folder) if model.tower is not None else None
-    fused = _fused(config, device, model, shape, ranks, settings)
-    sizes = sizes_of(config, shape, device, fused.activations if fused else 0, ranks)
-    facts = facts_of(config, device, is_fused=fused is not None)
+    fitted = fit(config, model, whole, device, ranks, settings)
+    config, shape, sizes = fitted.config, fitted.shape, fitted.sizes
+    facts = facts_of(config, device, is_fused=fitted.steps is not None)
     identity = _identity(config, folder, shape, model.num_positions, facts)
     cache = _cache(config, shape, sizes, identity)
     max_model_len = max_model_len_of(config, model, shape, cache.capacity)
@@ -102,7 +95,7 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     logger.info("cache: %s", sizes.describe(shape))
     # Without slots to bound them: those in their seats, and those whose last step is not read yet.
     num_requests = sizes.num_slots if shape.uses_slots else 2 * config.max_num_seqs
-    executor = _executor(model, pools, fused, num_requests, max_model_len, settings)
+    executor = _executor(model, pools, fitted.steps, num_requests, max_model_len, settings)
     runner = Runner(
         executor,
         pools,
@@ -112,6 +105,7 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
         wait=team.wait if team is not None else None,
     )
     return RankParts(
+        config=config,
         model=model,
         weights_bytes=weights_bytes,
         device=device,
@@ -119,8 +113,8 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
         sizes=sizes,
         cache=cache,
         max_model_len=max_model_len,
-        kv_dtype="" if kv_dtype is None else str(kv_dtype).removeprefix("torch."),
-        num_graphs=len(fused.captured) if fused else 0,
+        kv_dtype="" if shape.kv_dtype is None else str(shape.kv_dtype).removeprefix("torch."),
+        num_graphs=len(fitted.steps.captured) if fitted.steps else 0,
         runner=runner,
         hands=hands_of(config, runner, shape, cache.identity, ranks),
         access=_access(config, pools, ranks),
@@ -148,52 +142,6 @@ def _reaching(ranks: Ranks, device: torch.device, team: Team | None) -> Ranks:
     if team is not None:
         team.closing.append(link.close)
     return replace(ranks, link=link)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fused:
-    """The steps that the fused kernels run."""
-
-    largest: Capacity
-    captured: list[Capacity]
-    activations: int
-    """Bytes that the largest takes besides weights and pools."""
-
-
-def _fused(
-    config: EngineConfig,
-    device: torch.device,
-    model: Decoder,
-    shape: PoolShape,
-    ranks: Ranks,
-    settings: ImageSettings | None,
-) -> _Fused | None:
-    """Compile the fused kernels and run the largest step once; None where the reference kernels
-    are to run.
-    """
-    if not _announce_kernels(device, model):
-        return None
-    limits = {
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "num_drafts": shape.num_drafts,
-    }
-    largest = largest_step(**limits)
-    most_launched = 0
-    if shape.dtype_of_kv != FP8:  # or a graph would hold as many pages in 16 bits as there may be
-        most_launched = ranks.least(most_launched_tokens(model, probe(device)))
-    captured = [] if config.enforce_eager else ladder(**limits, most_launched=most_launched)
-    try:
-        longest = min(config.max_model_len or model.num_positions, model.num_positions)
-        activations = measure_activations(model, shape, largest, captured, longest)
-        if model.tower is not None and settings is not None:
-            activations = max(activations, measure_tower(model.tower, settings))
-            embedding = model.config.hidden_size * model.dtype.itemsize
-            activations += config.encoder_cache_size * embedding
-    except KernelError as error:
-        logger.warning("kernels: reference, many times slower; of the fused ones %s", error)
-        return None
-    return _Fused(largest=largest, captured=captured, activations=activations)
 
 
 def _cache(config: EngineConfig, shape: PoolShape, sizes: Sizes, identity: bytes) -> Cache:
@@ -224,17 +172,17 @@ def _kinds(shape: PoolShape) -> tuple[LayerKind, ...]:
 def _executor(
     model: Decoder,
     pools: Pools,
-    fused: _Fused | None,
+    steps: FirstSteps | None,
     num_requests: int,
     max_model_len: int,
     settings: ImageSettings | None,
 ) -> Executor:
     sizes = {"num_requests": num_requests, "max_model_len": max_model_len}
-    if fused is None:
+    if steps is None:
         return PlainExecutor(model, pools, **sizes, image_settings=settings)
-    executor = DeviceExecutor(model, pools, **sizes, largest=fused.largest, image_settings=settings)
-    if fused.captured:
-        executor.capture(fused.captured)
+    executor = DeviceExecutor(model, pools, **sizes, largest=steps.largest, image_settings=settings)
+    if steps.captured:
+        executor.capture(steps.captured)
     return executor
 
 
@@ -267,12 +215,3 @@ def _identity(
     if config.tensor_parallel_size > 1:
         facts["ranks"] = config.tensor_parallel_size
     return identify(folder, has_weights=has_weights, facts=facts)
-
-
-def _announce_kernels(device: torch.device, model: Decoder) -> bool:
-    """Say which kernels run and why not others; whether those for a GPU do."""
-    reason = why_reference(device, model.dtype, model.operations)
-    is_unexpected = reason and device.type == "cuda"
-    log = logger.warning if is_unexpected else logger.info
-    log("kernels: %s", describe(device, model.dtype, model.operations))
-    return not reason

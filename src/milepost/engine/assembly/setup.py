@@ -93,8 +93,8 @@ def build(config: EngineConfig) -> EngineParts:
     ends = within(end_token_ids(folder, tokenizer, config.overrides), model.vocab_size)
     scheduler = Scheduler(
         own.cache,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=own.config.max_num_seqs,
+        max_num_batched_tokens=own.config.step_tokens(),
         encoder_cache_size=config.encoder_cache_size,
         num_lookahead_tokens=_num_lookahead_tokens(config, model),
         max_queue_wait_s=config.max_queue_wait_s,
@@ -170,6 +170,8 @@ def _facts(config: EngineConfig, folder: Path, own: RankParts) -> Facts:
         num_graphs=own.num_graphs,
         fingerprint=f"bitwise-{own.cache.identity.hex()}" if config.batch_invariant else "",
         model_type=load_config(folder, config.overrides).model_type,
+        num_positions=own.model.num_positions,
+        step_tokens=own.config.step_tokens(),
     )
 
 

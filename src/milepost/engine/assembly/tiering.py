@@ -62,7 +62,7 @@ def under_way(
     compute, in so small a share of the memory that caching hardly misses it.
     """
     share = int(pool_bytes * SHARE_UNDER_WAY)
-    most = 2 * config.max_num_batched_tokens // config.page_size
+    most = 2 * config.step_tokens() // config.page_size
     num_pages = max(MIN_PAGES_UNDER_WAY, min(share // max(page_bytes, 1), most))
     num_states = min(share // max(state_bytes, 1), MAX_STATES_UNDER_WAY)
     return num_pages, max(MIN_STATES_UNDER_WAY, num_states)

@@ -3,6 +3,8 @@
 device      capabilities of a GPU, present or not, and which kernels run on it
 doors       operations with kernels in Triton and a definition in plain torch
 launches    Triton launches that are cheap to repeat, and that overlap with the one before
+pretending  a GPU that is not there
+metering    what tensors on it would take
 tables      a row for each kernel, and the choice among them
 gluon       differences between Triton's versions; overlapping launches and FP8 in Gluon
 numerics    activations, norms and FP8 in Triton

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from milepost.errors import how_to_install
+from milepost.errors import ConfigError, how_to_install
 
 _GLUON_TRITONS = ((3, 6), (3, 9))
 """First and last version whose Gluon our kernels are compiled with in tests; it may change with
@@ -263,3 +263,17 @@ CHIPS: dict[str, tuple[str, Chip]] = {
 }
 """An example and its properties by architecture. Shared memory is NVIDIA's "maximum amount of
 shared memory per thread block" of the compute capability, and AMD's LDS per workgroup."""
+
+
+def find_chip(name: str) -> Chip:
+    """Returns a chip of the table. Raises ConfigError for a name that is not there."""
+    if name not in CHIPS:
+        raise ConfigError(f"--chip {name}: this is none of {', '.join(CHIPS)}")
+    return CHIPS[name][1]
+
+
+def present_chip() -> Chip:
+    """Returns this machine's chip. Raises ConfigError if it has none."""
+    if not torch.cuda.is_available():
+        raise ConfigError(f"there is no GPU here: name one, as --chip {next(iter(CHIPS))}")
+    return probe(torch.device("cuda", torch.cuda.current_device()))

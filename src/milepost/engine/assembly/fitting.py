@@ -1,0 +1,203 @@
+"""Fits a model into a device's memory: the steps that run there, what they take, and the pools.
+
+The model may be an outline, on torch's device `meta`: then everything is sized without a GPU, by
+the same code (see `planning`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedConfig
+
+from milepost.config import EngineConfig
+from milepost.engine.assembly.auto import kv_dtype_of
+from milepost.engine.assembly.bitwise import refuse_states
+from milepost.engine.assembly.sizing import pool_shape, sizes_of
+from milepost.engine.assembly.tiering import refuse_windows
+from milepost.errors import KernelError
+from milepost.images import ImageSettings
+from milepost.kernels.platform.device import describe, probe, why_reference
+from milepost.kernels.platform.tensors import FP8
+from milepost.models.decoder import Decoder
+from milepost.parallel import Ranks
+from milepost.runner.device import DeviceExecutor
+from milepost.runner.graphs import ladder, largest_step
+from milepost.runner.launching import most_launched_tokens
+from milepost.runner.measuring import (
+    FirstSteps,
+    StepBytes,
+    compile_steps,
+    measure_steps,
+    measure_tower,
+    rehearsal,
+)
+from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pool_sizes import GIB, Sizes
+
+logger = logging.getLogger(__name__)
+
+_LEAST_TOKENS, _MOST_TOKENS = 2048, 8192
+"""Bounds of a step's token budget, if none is set."""
+_LEAST_SEQS = 8
+"""Number of sequences that steps are made for at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The steps and pools of a device beside the weights, and their memory."""
+
+    config: EngineConfig
+    """The configuration, with limits of a step that fit the device."""
+    shape: PoolShape
+    steps: FirstSteps | None
+    """None where the reference kernels run."""
+    step_bytes: StepBytes
+    sizes: Sizes
+
+
+def fit(
+    config: EngineConfig,
+    model: Decoder,
+    whole: PreTrainedConfig,
+    device: torch.device,
+    ranks: Ranks,
+    settings: ImageSettings | None,
+) -> Fit:
+    """Compiles the kernels of a rank's part of the model, measures its steps and sizes its pools.
+    Raises ConfigError for more than there is memory for."""
+    shape = shape_of(config, model, whole, device)
+    steps, step_bytes = None, StepBytes(largest=0)
+    if _announce_kernels(device, model):
+        room = ranks.least(room_of(config, _total_bytes(device), model.num_bytes))
+        config = limited(config, shape, room)
+        shape = shape_of(config, model, whole, device)
+        steps = steps_of(config, model, shape, device, ranks, room)
+        try:
+            step_bytes = _compiled(config, model, shape, steps, settings)
+        except KernelError as error:
+            logger.warning("kernels: reference, many times slower; of the fused ones %s", error)
+            steps = None
+    sizes = sizes_of(config, shape, device, step_bytes.total, ranks)
+    return Fit(config=config, shape=shape, steps=steps, step_bytes=step_bytes, sizes=sizes)
+
+
+def shape_of(
+    config: EngineConfig, model: Decoder, whole: PreTrainedConfig, device: torch.device
+) -> PoolShape:
+    """Returns the shapes of a page and a slot on the device. Raises ConfigError."""
+    shape = pool_shape(config, model, device, kv_dtype_of(config, model.dtype, whole))
+    reason = why_reference(device, model.dtype, model.operations)
+    refuse_states(config, shape, is_fused=not reason)
+    refuse_windows(config, shape)
+    return shape
+
+
+def room_of(config: EngineConfig, total_bytes: int, weights_bytes: int) -> int:
+    """Returns the bytes of a GPU for everything besides the weights: the same at every start,
+    whatever else uses the GPU."""
+    share = int(total_bytes * config.gpu_memory_utilization) - weights_bytes
+    return config.kv_cache_memory_bytes or max(share, 0)
+
+
+def _total_bytes(device: torch.device) -> int:
+    """Returns a GPU's memory; nothing is short on other devices, whose pools are set."""
+    if device.type != "cuda":
+        return sys.maxsize
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def limited(config: EngineConfig, shape: PoolShape, room: int) -> EngineConfig:
+    """Returns the configuration with limits of a step that suit the room beside the weights: about
+    an eighth of it for the largest step, and no more sequences than have states there."""
+    tokens = config.step_tokens(_tokens_for(room))
+    num_states = max(room // max(shape.slot_bytes, 1), _LEAST_SEQS)
+    return replace(
+        config,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=min(config.max_num_seqs, num_states),
+    )
+
+
+def _tokens_for(room: int) -> int:
+    """Returns a power of two: 512 tokens for each GiB, which take about an eighth of it."""
+    wanted = max(room // GIB, 1) * 512
+    return max(_LEAST_TOKENS, min(_MOST_TOKENS, 1 << (wanted.bit_length() - 1)))
+
+
+def steps_of(
+    config: EngineConfig,
+    model: Decoder,
+    shape: PoolShape,
+    device: torch.device,
+    ranks: Ranks,
+    room: int,
+) -> FirstSteps:
+    """Returns the steps that the fused kernels run first. The longest sequence is no longer than
+    its KV has room for."""
+    limits = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.step_tokens(),
+        "num_drafts": shape.num_drafts,
+    }
+    most_launched = 0
+    if shape.dtype_of_kv != FP8:  # or a graph would hold as many pages in 16 bits as there may be
+        most_launched = ranks.least(most_launched_tokens(model, probe(device)))
+    return FirstSteps(
+        largest=largest_step(**limits),
+        captured=[] if config.enforce_eager else ladder(**limits, most_launched=most_launched),
+        max_model_len=min(
+            config.max_model_len or model.num_positions,
+            model.num_positions,
+            _most_tokens(config, shape, room),
+        ),
+    )
+
+
+def _compiled(
+    config: EngineConfig,
+    model: Decoder,
+    shape: PoolShape,
+    steps: FirstSteps,
+    settings: ImageSettings | None,
+) -> StepBytes:
+    """Compiles and measures the steps, and keeps none of the memory that this takes."""
+    executor = rehearsal(model, shape, steps)
+    compile_steps(executor, steps)
+    return bytes_of(config, executor, steps, settings)
+
+
+def _most_tokens(config: EngineConfig, shape: PoolShape, room: int) -> int:
+    """Returns a bound on the tokens whose KV the cache may hold."""
+    num_pages = config.num_pages or max(room // max(shape.page_bytes, 1), 1)
+    return num_pages * shape.page_size
+
+
+def bytes_of(
+    config: EngineConfig,
+    executor: DeviceExecutor,
+    steps: FirstSteps,
+    settings: ImageSettings | None,
+) -> StepBytes:
+    """Measures the steps, and the vision tower if there is one."""
+    found, model = measure_steps(executor, steps), executor.model
+    if model.tower is None or settings is None:
+        return found
+    embedding_bytes = model.config.hidden_size * model.dtype.itemsize
+    return replace(
+        found,
+        tower=measure_tower(model.tower, settings),
+        encoded=config.encoder_cache_size * embedding_bytes,
+    )
+
+
+def _announce_kernels(device: torch.device, model: Decoder) -> bool:
+    """Say which kernels run and why not others; whether those for a GPU do."""
+    reason = why_reference(device, model.dtype, model.operations)
+    is_unexpected = reason and device.type == "cuda"
+    log = logger.warning if is_unexpected else logger.info
+    log("kernels: %s", describe(device, model.dtype, model.operations))
+    return not reason

@@ -1,0 +1,118 @@
+"""A GPU that is not there: a process believes in one, asks what an engine asks, and launches
+nothing.
+
+What torch and Triton are asked about a GPU is answered from a `Chip`. Tensors are on torch's device
+`meta`, which has shapes and no memory; a `Meter` counts what they would take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.metering import Meter
+
+if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
+
+
+def target_of(chip: Chip) -> GPUTarget:
+    """Returns the chip as Triton's compilers call it."""
+    # Imported here because triton need not be installed on machines without a GPU.
+    from triton.backends.compiler import GPUTarget
+
+    if chip.is_amd:
+        return GPUTarget("hip", chip.arch, 64)
+    return GPUTarget("cuda", int(chip.arch.removeprefix("sm_")), 32)
+
+
+@contextmanager
+def pretend(chip: Chip, *, example: str = "") -> Iterator[Meter]:
+    """Inside, there is a GPU, whose tensors are on `meta`. A process can have one in its life:
+    kernels ask for it as they are imported."""
+    # Imported here because triton need not be installed on machines without a GPU.
+    import triton
+
+    assert not triton.knobs.runtime.interpret, "Triton's interpreter compiles nothing"
+    meter = Meter()
+    major, minor = _capability(chip)
+    properties = SimpleNamespace(
+        name=example or chip.arch,
+        major=major,
+        minor=minor,
+        multi_processor_count=chip.num_sms,
+        shared_memory_per_block_optin=chip.shared_bytes,
+        gcnArchName=chip.arch,
+    )
+    answers = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda _=None: (major, minor),
+        "get_device_properties": lambda _=None: properties,
+        "get_device_name": lambda _=None: properties.name,
+        "synchronize": lambda _=None: None,
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda _=None: meter.num_bytes,
+        "max_memory_allocated": lambda _=None: meter.peak,
+        "reset_peak_memory_stats": lambda _=None: meter.reset_peak(),
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", answer))
+        version = "7.0" if chip.is_amd else None
+        stack.enter_context(mock.patch("torch.version.hip", version))
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(_is_meta)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "data_ptr", _address))
+        # Given an output, the library's product asks for memory.
+        stack.enter_context(mock.patch.object(torch, "_scaled_mm", lambda *_, out, **__: out))
+        # It stays: without a GPU Triton has no driver to go back to.
+        triton.runtime.driver.set_active(_Driver(target_of(chip)))
+        yield meter
+
+
+@contextmanager
+def launching_nothing() -> Iterator[None]:
+    """Inside, a launch neither compiles nor runs a kernel."""
+    # Imported here because triton need not be installed on machines without a GPU.
+    from triton.runtime.jit import JITFunction
+
+    with mock.patch.object(JITFunction, "_do_compile", return_value=None):
+        yield
+
+
+class _Driver:
+    """Answers for Triton, which asks a GPU's driver before it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+def _capability(chip: Chip) -> tuple[int, int]:
+    """Returns NVIDIA's capability, or what torch says of an AMD chip: gfx942 is (9, 4)."""
+    digits = chip.arch.removeprefix("gfx")
+    return (int(digits[0]), int(digits[1])) if chip.is_amd else chip.capability
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "meta"
+
+
+def _address(tensor: torch.Tensor) -> Any:
+    """Returns an address, as if memory began at a multiple of any alignment."""
+    return tensor.storage_offset() * tensor.element_size()
