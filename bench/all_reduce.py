@@ -1,7 +1,7 @@
 """Sums over GPUs of one machine: one launch over memory that all reach, beside NCCL.
 
     python bench/all_reduce.py [--ranks 2] [--hidden-size 2048] [--rows 1 4 16 64 256 512 8192]
-        [--parts 1 9]
+        [--parts 1 9] [--apart]
 
 Times are of one call within a CUDA graph of many, in microseconds, the median of some replays: of
 the sum alone (`sum_us`; of more than 512 rows NCCL's, too), and with the residual and the norm
@@ -9,7 +9,8 @@ behind it (`norm_us`), of so many partials on each rank as the layer behind leav
 each of a token's); `nccl` is NCCL's all-reduce and the norm's own launch, `local_us` what one GPU
 takes for its own partials. `link_us` is how long a peer's rows take at 450 GB/s. Says first whether
 both return the same on all ranks. One JSON row for each number of rows, the most first, for which
-memory is shared.
+memory is shared. With --apart no GPU may access another's memory, as on two cards without NVLink:
+NCCL does all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -42,7 +44,10 @@ def main() -> int:
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 64, 256, 512, 8192])
     parser.add_argument("--parts", type=int, nargs="*", default=[1])
+    parser.add_argument("--apart", action="store_true", help="forbid peer access")
     options = parser.parse_args()
+    if options.apart:
+        os.environ["NCCL_P2P_DISABLE"] = "1"  # the other ranks have it too
     store = open_store(0, options.ranks, TIMEOUT_S, is_first=True)
     context = multiprocessing.get_context("spawn")
     others = [
@@ -64,7 +69,8 @@ def run(rank: int, port: int, options: argparse.Namespace, store: Any = None) ->
     hosts = GlooLink(
         store, rank, options.ranks, timeout_s=TIMEOUT_S, why_lost=lambda: "a rank is lost"
     )
-    link = GpuLink(hosts, torch.device("cuda", rank))
+    probe = {"can_access": lambda *_: False} if options.apart else {}
+    link = GpuLink(hosts, torch.device("cuda", rank), **probe)
     for num_rows, num_parts in product(sorted(options.rows, reverse=True), options.parts):
         row = measure(link, rank, num_rows, num_parts, options.hidden_size)
         if rank == 0:

@@ -1,6 +1,7 @@
 """Connects ranks on GPUs of one machine. An all-reduce goes through memory that all ranks reach, in
 one launch with the norm that reads it. One that no norm reads goes through NCCL if it has many
-rows. Both can be captured in graphs.
+rows, and so do all if a GPU cannot access another's memory: over PCIe then, by the driver's own
+copies or through pinned host memory, whatever NCCL finds. All can be captured in graphs.
 
 NCCL returns the same bits on all ranks too: it adds up each piece on one of them.
 """
@@ -8,7 +9,9 @@ NCCL returns the same bits on all ranks too: it adds up each piece on one of the
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import timedelta
+from itertools import permutations
 from typing import Protocol
 
 import torch
@@ -23,6 +26,20 @@ from milepost.kernels.comm import NUM_SLOTS, RankBuffers
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 1800.0
+
+CanAccess = Callable[[int, int], bool]
+"""Whether a GPU can access the memory of another, by their indices."""
+
+
+def why_apart(first: int, size: int, can_access: CanAccess) -> str:
+    """Returns which of `size` GPUs, from index `first` on, cannot access another's memory; empty if
+    all can."""
+    pairs = permutations(range(first, first + size), 2)
+    apart = [f"{own} that of {other}" for own, other in pairs if not can_access(own, other)]
+    if not apart:
+        return ""
+    more = f", and {len(apart) - 1} more pairs" if len(apart) > 1 else ""
+    return f"GPU {apart[0]}{more}"
 
 
 class Hosts(Protocol):
@@ -48,9 +65,15 @@ class GpuLink:
     if there is one already.
     """
 
-    def __init__(self, hosts: Hosts, device: torch.device) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        device: torch.device,
+        can_access: CanAccess = torch.cuda.can_device_access_peer,
+    ) -> None:
         self._hosts, self._device = hosts, device
         self._open_group()
+        self._reaches = self._agree_on_reach(can_access)
         # Imported here because triton need not be installed on machines without a GPU.
         from milepost.kernels.comm import one_shot, two_shot
 
@@ -126,6 +149,21 @@ class GpuLink:
             device_id=self._device,
         )
 
+    def _agree_on_reach(self, can_access: CanAccess) -> bool:
+        """Whether all ranks access the memory of all others. The first one says so in the log."""
+        first = (self._device.index or 0) - self._hosts.rank
+        why = why_apart(first, self._hosts.size, can_access)
+        reaches = bool(self._hosts.least(int(not why)))
+        if self._hosts.rank == 0 and reaches:
+            logger.info("GPUs access each other's memory: all-reduces go through it")
+        elif self._hosts.rank == 0:
+            logger.warning(
+                "GPUs do not access each other's memory (%s): NCCL does all all-reduces, through "
+                "host memory if it must, and steps of several GPUs take longer",
+                why or "another rank says so",
+            )
+        return reaches
+
     def _sum(self, values: Tensor) -> None:
         dist.all_reduce(values)
 
@@ -176,6 +214,8 @@ class GpuLink:
         """Allocates memory that all ranks reach. Returns the addresses [R] of every rank's values
         and signals, and `num_turns` turns, all zero at first; None if any rank could not allocate
         it."""
+        if not self._reaches:
+            return None
         found = None
         try:
             found = self._rendezvous(value_bytes + signal_bytes)
