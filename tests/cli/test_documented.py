@@ -64,7 +64,17 @@ def test_there_are_commands_to_look_at():
     assert len(set(commands())) > 20
 
 
-COMMANDS = ("bench", "chat", "generate", "kernels", "plan", "run-batch", "serve", "simulate")
+COMMANDS = (
+    "bench",
+    "chat",
+    "generate",
+    "kernels",
+    "plan",
+    "run-batch",
+    "serve",
+    "simulate",
+    "warm",
+)
 OTHERS = {"--mamba-full-memory-ratio"}
 """Flags of programs that are not ours, and that no script or test of ours gives them."""
 

@@ -29,6 +29,7 @@ from milepost.cli.run_batch import run_batch_command
 from milepost.cli.serve import Serve, forget_stdout, run_server, serve_command
 from milepost.cli.verify import verify_command
 from milepost.cli.vllm_flags import translated, with_environment
+from milepost.cli.warm import warm_command
 from milepost.config import EngineConfig
 from milepost.errors import MilepostError
 from milepost.models.early import refuse_early
@@ -98,6 +99,7 @@ def build_app(
     app.command(annex_command("bench", screen))
     app.command(kernels_command(screen))
     app.command(plan_command(screen))
+    app.command(warm_command(screen))
     app.command(verify_command(screen))
     return app
 

@@ -3,6 +3,7 @@ Its modules:
 
     the whole                   setup, auto, images, drafting, bitwise
     memory                      fitting, sizing, planning
+    kernels                     warming
     one rank of several         rank, team, rank_messages
     tiers                       tiering
 """
@@ -23,6 +24,7 @@ from milepost.engine.assembly.rank_messages import (
 from milepost.engine.assembly.setup import EngineParts, build
 from milepost.engine.assembly.team import Team
 from milepost.engine.assembly.tiering import RankTierState, porter_of
+from milepost.engine.assembly.warming import warm
 
 __all__ = [
     "HERE",
@@ -44,4 +46,5 @@ __all__ = [
     "build_rank",
     "changes",
     "porter_of",
+    "warm",
 ]

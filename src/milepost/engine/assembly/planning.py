@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from unittest import mock
 
 import torch
@@ -35,7 +36,8 @@ from milepost.runner.pool_sizes import GIB, LAUNCHES_BYTES, Sizes
 
 DRIVER_BYTES = 3 * GIB // 4
 """Memory of a GPU for the driver and a process's context. This is an assumption."""
-_GPU = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
+"""The device that a process pretends to have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +100,41 @@ class MemoryPlan:
         return self.sizes.num_sequences(-(-num_tokens // self.shape.page_size))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """A model without memory, and what comes with it."""
+
+    model: Decoder
+    whole: PreTrainedConfig
+    ranks: Ranks
+    settings: ImageSettings | None
+
+    @cached_property
+    def weights(self) -> Mapping[tuple[str, str], int]:
+        """Bytes by part and form."""
+        return weigh(self.model)
+
+
+def outline_of(config: EngineConfig) -> Outline:
+    """Returns the first rank's part of a model. Raises the errors of `load_model`."""
+    # Imported here because machines without a GPU need not have what links between them need.
+    from milepost.parallel.absent import first_of
+
+    folder = folder_of(replace(config, load_format="dummy"))
+    ranks = first_of(config.tensor_parallel_size, splits_experts=config.enable_expert_parallel)
+    options = load_options_of(config, folder, GPU, ranks)
+    model, whole = outline(folder, replace(options, device=META))
+    settings = image_settings_of(config, folder) if model.tower is not None else None
+    return Outline(model=model, whole=whole, ranks=ranks, settings=settings)
+
+
 class MemoryPlanner:
     """Plans the memory of models. What was measured once is remembered, so further sizes of memory
     cost little."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._outlines: dict[str, _Outline] = {}
+        self._outlines: dict[str, Outline] = {}
         self._measured: dict[str, StepBytes] = {}
 
     def plan(self, config: EngineConfig, gpu_bytes: int) -> MemoryPlan:
@@ -113,11 +143,11 @@ class MemoryPlanner:
         refuse_settings(config)
         with hopper_kernels(config.hopper_kernels), launching_nothing(), torch.inference_mode():
             found = self._outline(config)
-            shape = shape_of(config, found.model, found.whole, _GPU)
+            shape = shape_of(config, found.model, found.whole, GPU)
             room = room_of(config, gpu_bytes, found.model.num_bytes)
             config = limited(config, shape, room)
-            shape = shape_of(config, found.model, found.whole, _GPU)
-            steps = steps_of(config, found.model, shape, _GPU, found.ranks, room)
+            shape = shape_of(config, found.model, found.whole, GPU)
+            steps = steps_of(config, found.model, shape, GPU, found.ranks, room)
             free = gpu_bytes - DRIVER_BYTES - sum(found.weights.values())
             # Of a model that does not fit anyway, nobody asks what its steps take.
             none = StepBytes(largest=0)
@@ -125,7 +155,7 @@ class MemoryPlanner:
         sizes, length, refused = None, 0, ""
         try:
             with mock.patch("torch.cuda.mem_get_info", return_value=(free, gpu_bytes)):
-                sizes = sizes_of(config, shape, _GPU, step_bytes.total, found.ranks)
+                sizes = sizes_of(config, shape, GPU, step_bytes.total, found.ranks)
             capacity = sizes.storage().max_pages * shape.page_size
             length = min(capacity, found.model.num_positions)
             max_model_len_of(config, found.model, shape, capacity)
@@ -144,26 +174,14 @@ class MemoryPlanner:
             refused=refused,
         )
 
-    def _outline(self, config: EngineConfig) -> _Outline:
-        # Imported here because machines without a GPU need not have what links between them need.
-        from milepost.parallel.absent import first_of
-
+    def _outline(self, config: EngineConfig) -> Outline:
         key = repr(config)
         if key not in self._outlines:
-            folder = folder_of(replace(config, load_format="dummy"))
-            ranks = first_of(
-                config.tensor_parallel_size, splits_experts=config.enable_expert_parallel
-            )
-            options = load_options_of(config, folder, _GPU, ranks)
-            model, whole = outline(folder, replace(options, device=META))
-            settings = image_settings_of(config, folder) if model.tower is not None else None
-            self._outlines[key] = _Outline(
-                model=model, whole=whole, ranks=ranks, settings=settings, weights=weigh(model)
-            )
+            self._outlines[key] = outline_of(config)
         return self._outlines[key]
 
     def _measure(
-        self, config: EngineConfig, found: _Outline, shape: PoolShape, steps: FirstSteps
+        self, config: EngineConfig, found: Outline, shape: PoolShape, steps: FirstSteps
     ) -> StepBytes:
         key = f"{config} {steps}"
         if key not in self._measured:
@@ -172,17 +190,6 @@ class MemoryPlanner:
                 executor = rehearsal(found.model, shape, steps)
                 self._measured[key] = bytes_of(config, executor, steps, found.settings)
         return self._measured[key]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outline:
-    """A model without memory, and what comes with it."""
-
-    model: Decoder
-    whole: PreTrainedConfig
-    ranks: Ranks
-    settings: ImageSettings | None
-    weights: Mapping[tuple[str, str], int]
 
 
 def changes(config: EngineConfig, plan: MemoryPlan) -> Iterator[tuple[str, EngineConfig]]:

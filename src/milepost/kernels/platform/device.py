@@ -272,6 +272,13 @@ def find_chip(name: str) -> Chip:
     return CHIPS[name][1]
 
 
+def present_memory() -> int:
+    """Returns the bytes of this machine's GPU; without one those of the usual large one."""
+    if not torch.cuda.is_available():
+        return 80 * 10**9
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
 def present_chip() -> Chip:
     """Returns this machine's chip. Raises ConfigError if it has none."""
     if not torch.cuda.is_available():
