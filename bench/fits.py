@@ -66,6 +66,7 @@ def _run(model: str, num_bytes: float, seed: int) -> Row:
     free, total = torch.cuda.mem_get_info()
     utilization = EngineConfig().gpu_memory_utilization
     share = num_bytes * utilization / total
+    planning = _planned(model, share, total)
     begin = time.perf_counter()
     llm = milepost.LLM(
         model,
@@ -92,7 +93,8 @@ def _run(model: str, num_bytes: float, seed: int) -> Row:
     del llm, bench, parts
     gc.collect()
     torch.cuda.empty_cache()
-    return row | _planned(model, share, total)
+    said, _ = planning.communicate()
+    return row | json.loads(said.splitlines()[-1])
 
 
 def _work(bench: Bench) -> Iterator[Row]:
@@ -104,13 +106,11 @@ def _work(bench: Bench) -> Iterator[Row]:
     yield {f"chats_{name}": value for name, value in found.items()}
 
 
-def _planned(model: str, share: float, total: int) -> Row:
-    """Returns what is planned without a GPU, in a process that pretends to have one."""
+def _planned(model: str, share: float, total: int) -> subprocess.Popen[str]:
+    """Begins to plan without a GPU, in a process that pretends to have one."""
     major, minor = torch.cuda.get_device_capability()
     command = [sys.executable, "-c", PLAN, model, str(share), str(total), f"sm_{major}{minor}"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    planned: Row = json.loads(done.stdout.splitlines()[-1])
-    return planned
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 if __name__ == "__main__":

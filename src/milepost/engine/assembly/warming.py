@@ -31,7 +31,7 @@ MAX_PROCESSES = 16
 
 
 class WarmShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What one of the processes compiles."""
+    """The part of one process."""
 
     config: EngineConfig
     chip: Chip
