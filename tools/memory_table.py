@@ -114,7 +114,7 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         plan = row.plans["24 GiB"]
         kv = f"{1000 * plan.token_bytes / MIB:.1f} MiB"
-        state = f"{plan.shape.slot_bytes / MIB:.1f} MiB"
+        state = f"{plan.shape.state_bytes / MIB:.1f} MiB"
         cells = (f"{row.name}, {row.kind}", row.weights, kv, state, *map(row.fits, GPUS))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -112,7 +112,7 @@ def _what_fits(plan: MemoryPlan, chat_tokens: int) -> str:
     shape = plan.shape
     lines = [
         f"KV of 1,000 tokens {1000 * plan.token_bytes / 2**20:.1f} MiB, "
-        f"states of a sequence {shape.slot_bytes / 2**20:.1f} MiB",
+        f"states of a sequence {shape.state_bytes / 2**20:.1f} MiB",
         f"context that fits: {plan.max_model_len:,} of the model's {plan.num_positions:,} tokens",
         f"chats of {chat_tokens:,} tokens at once: {plan.num_chats(chat_tokens):,}",
     ]
