@@ -25,7 +25,7 @@ class Bell:
                 pass
 
     def wait(self) -> None:
-        """Until it rings."""
+        """Waits until the bell rings."""
         select.select([self.socket], [], [])
 
     def close(self) -> None:

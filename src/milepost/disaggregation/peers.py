@@ -94,7 +94,7 @@ class Peer:
 
     @property
     def is_known(self) -> bool:
-        """Whether it has said welcome."""
+        """Whether the peer has answered the greeting."""
         return self._is_known
 
     def ask(self, question: PeerQuestion, then: Then, *, is_hint: bool = False) -> None:

@@ -77,7 +77,7 @@ class GlooLink:
         return [each[:size].numpy().tobytes() for each, size in pairs]
 
     def wait_up_to(self, timeout_s: float) -> None:
-        """Set the longest wait for a rank in later calls."""
+        """Sets the longest wait for a rank in later calls."""
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 
     def _exchange(self, values: Tensor) -> list[Tensor]:

@@ -85,7 +85,7 @@ def begin(
     sources: Sequence[int] = (),
     records: RecordRows | None = None,
 ) -> tuple[StepArrays, Batch]:
-    """Like `build`, but returns arrays without layouts, and the batch to lay them out from."""
+    """Returns arrays without layouts, and the batch to lay them out from; otherwise as `build`."""
     columns = Columns.of(plan.sequences)
     num_sampled = columns.samples * (1 + columns.num_drafts)
     spread = _spread(columns.lengths.tobytes(), num_sampled.tobytes())

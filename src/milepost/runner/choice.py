@@ -37,7 +37,7 @@ class Choice:
     token_ids: Tensor
     """[R] int64."""
     likelihoods: Likelihoods | None
-    """On the host, once `is_copied` has passed."""
+    """Likelihoods on the host, valid once `is_copied` has passed."""
     copied: Tensor
     """`token_ids` on the host, once `is_copied` has passed; on a CPU, `token_ids` itself."""
     is_copied: torch.cuda.Event | None
@@ -115,7 +115,7 @@ class Likelihoods:
 
     rows: Sequence[int]
     counts: Sequence[int]
-    """For each of these rows, the number of likeliest tokens that it asks for."""
+    """Number of likeliest tokens that each of these rows asks for."""
     own: Tensor
     """[rows] log-probability of the chosen token."""
     ranks: Tensor

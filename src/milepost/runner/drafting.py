@@ -41,7 +41,7 @@ class Beginning:
     position: int
     """Position of the sampled token."""
     shift: int
-    """Its rotary position less this one."""
+    """Difference between its rotary position and this one."""
 
 
 def beginnings(plan: StepPlan, runs: Sequence[Sequence[SampledToken]]) -> list[Beginning]:

@@ -29,7 +29,8 @@ MAX_CONTAINERS: Final = 2**15
 """Lists and objects in a body."""
 
 STOP_AT_FIRST: Final = Field(fail_fast=True)
-"""For lists: stops at the first wrong element rather than reporting up to a million of them."""
+"""Stops validating a list at its first wrong element, rather than reporting up to a million of
+them."""
 
 _CHUNK_BYTES = 2**20
 _KINDS: Final = (

@@ -39,7 +39,7 @@ class Incoming:
     is_whole: bool = False
     """Whether the whole body has arrived."""
     problem: HttpError | None = None
-    """Why the rest of the body cannot be read."""
+    """The error for which the rest of the body cannot be read."""
     abort: Callable[[], None] = lambda: None
     """Drops the connection at once."""
 

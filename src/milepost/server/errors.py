@@ -27,7 +27,8 @@ RETRY_AFTER_S = 1
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code for a prompt that the model has no room for."""
 MAX_MESSAGE_LEN = 2000
-"""Longer messages repeat what the client sent; their middle is left out."""
+"""Largest length of a message. Longer ones repeat what the client sent, so their middle is left
+out."""
 
 MEANINGS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request cannot be served; `error.param` names the field."},

@@ -13,7 +13,7 @@ from milepost.engine.validation import check_num_images
 
 
 class ChatImages:
-    """For the engine of a client. `close` it at the end."""
+    """Prepares the images of chats for a client's engine. `close` it at the end."""
 
     def __init__(self, client: EngineClient) -> None:
         self._max_images = client.limits.max_images

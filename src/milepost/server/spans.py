@@ -113,7 +113,7 @@ class RequestSpan:
             span_id=f"{own.span_id:016x}",
             flags=int(own.trace_flags),
         )
-        """For logs, and for other engines."""
+        """Context of the span, for logs and for other engines."""
 
     def link(self, params: Mapping[str, Any] | None) -> None:
         """Links the request on another engine that a prompt's `kv_transfer_params` name."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 PATH = "/v1/traces"
 GRPC_PORT = 4317
-"""Where collectors listen for OTLP over gRPC."""
+"""The port on which collectors listen for OTLP over gRPC."""
 
 
 def read_endpoint(url: str) -> str:

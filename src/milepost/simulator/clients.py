@@ -79,12 +79,12 @@ class Clients:
 
     @property
     def next_s(self) -> float:
-        """When a client does something next; infinity for never."""
+        """Time at which a client next does something; infinity for never."""
         return min(self.next_arrival_s, self._timeouts[0][0] if self._timeouts else inf)
 
     @property
     def next_arrival_s(self) -> float:
-        """When the next request is sent; infinity if none is known to be."""
+        """Time at which the next request is sent; infinity if none is known."""
         return self._heap[0][0] if self._heap else inf
 
     def due(self, now_s: float) -> list[int]:

@@ -36,6 +36,6 @@ class Drafter(Protocol):
         ...
 
     def forget(self, request: Request) -> None:
-        """Called when a request is over and its answer is whole, even if nothing was drafted for
-        it."""
+        """Forgets a request that is over. Its answer is whole by then, and may be one for which
+        nothing was drafted."""
         ...

@@ -44,7 +44,7 @@ class Occurrences:
         self._latest: dict[int, int] = {}
         """Maps the hash of a run to the index just after its latest place."""
         self._previous = array("i")
-        """For each index, the index just after the previous place of the run (or of one with the
+        """Maps each index to the index just after the previous place of the run (or of one with the
         same hash); -1 if there is none."""
 
     def __len__(self) -> int:

@@ -65,7 +65,7 @@ class Policy(Protocol):
         ...
 
     def forget(self, number: int) -> None:
-        """Called when a request is over."""
+        """Forgets a request that is over."""
         ...
 
 

@@ -97,6 +97,6 @@ class Speculation:
                 self._scheduler.propose(wish.request, drafts)
 
     def forget(self, request: Request) -> None:
-        """Called when a request is over."""
+        """Forgets a request that is over."""
         self.drafter.forget(request)
         self.policy.forget(request.number)

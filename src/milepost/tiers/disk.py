@@ -42,7 +42,8 @@ LATE = 10.0
 have been computed meanwhile.
 """
 IDLE_STALL_S = 30.0
-"""Like STALL_S, for writes and for scans of folders: no request waits for them."""
+"""The limit corresponding to STALL_S for writes and for scans of folders, which no request waits
+for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,9 +58,8 @@ class Reads:
     most_s: float = float("inf")
     """The reads are given up if they are not complete after this long."""
     ended_s: float = 0.0
-    """When the latest read ended. Noted by the read itself, since reads are only polled between
-    steps.
-    """
+    """Time at which the latest read ended. The read sets it itself, since reads are only polled
+    between steps."""
 
     def __post_init__(self) -> None:
         for _, futures in self.futures:
@@ -106,7 +106,7 @@ class Disk:
         self._late: list[Reads] = []
         """Reads that were given up but may still write to their places."""
         self._idle_since_s = time.perf_counter()
-        """When a write or a folder scan last ended, or nothing was under way."""
+        """Time at which a write or a folder scan last ended, or at which none was in progress."""
         self._num_folders = 0
         self._finder = FileFinder(files, tiers, self._readers, self._outcomes)
 

@@ -55,9 +55,9 @@ class _Reach:
     readable: int
     """Number of pages that can be read: on the device, or after those in any tier."""
     known: int
-    """Like `readable`, but includes pages whose copies are on their way."""
+    """Number of pages as in `readable`, including those whose copies are on their way."""
     far: Sequence[int]
-    """For each page that is only on disk, the number of pages before it."""
+    """Number of pages before each page that is only on disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

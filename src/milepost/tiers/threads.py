@@ -21,9 +21,8 @@ Returned = TypeVar("Returned")
 
 
 class Threads:
-    """At most `most` threads, started on demand, which run submitted calls in order. Each thread
-    calls `begin` first.
-    """
+    """Runs submitted calls in order, on up to `most` threads that are started on demand. Each
+    thread calls `begin` first."""
 
     def __init__(self, most: int, name: str, begin: Callable[[], object] = int) -> None:
         self._most, self._name, self._begin = most, name, begin

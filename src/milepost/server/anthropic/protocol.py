@@ -74,7 +74,7 @@ class DocumentBlock(_MarkedBlock):
 
 
 class ImageSource(Body):
-    """Where an image is: in the request, or at a URL."""
+    """The place of an image: in the request, or at a URL."""
 
     type: Literal["base64", "url"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = None

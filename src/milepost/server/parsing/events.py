@@ -119,8 +119,8 @@ def any_name(name: str) -> bool:  # noqa: ARG001
 
 @dataclass(slots=True)
 class CallSite:
-    """Where a reader reads calls: the text, the events that are found, and what becomes of text
-    that is no call after all."""
+    """The context in which a reader reads calls: the text, the events found so far, and the
+    handling of text that turns out to be no call."""
 
     tape: Tape
     found: FoundEvents
