@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +14,7 @@ from milepost.cache import Cache
 from milepost.engine import heap
 from milepost.engine.loop import Engine
 from milepost.engine.processes import engine as process
+from milepost.engine.processes.wire import Ask, Stop, frame
 from milepost.scheduler.scheduler import Scheduler
 
 
@@ -52,36 +54,52 @@ def test_the_operators_own_bounds_stay():
 
 @pytest.fixture
 def joined():
-    """A loop over an engine whose steps come to nothing, and the socket that it reads from."""
+    """A loop over an engine whose steps come to nothing, the engine, and a client's socket."""
     cache = Cache(num_pages=4, num_slots=2)
-    engine = Mock(spec=Engine, wakers=[], facts=None)
+    engine = Mock(spec=Engine, wakers=[], facts=None, spare_s=0.0, rest_s=None)
+    engine.has_work, engine.awaits_others = True, False
     engine.scheduler = Scheduler(cache, max_num_seqs=2, max_num_batched_tokens=64)
     engine.step.return_value = engine.end_late.return_value = []
     ours, theirs = socket.socketpair()
     with ours, theirs:
         loop = process.Loop(engine, theirs)
-        yield loop, ours
+        yield loop, engine, ours
         loop.close()
 
 
-@pytest.mark.parametrize(("waiting", "num_times"), [(b"", 1), (b"a message", 0)])
-def test_an_engine_gives_back_when_nothing_comes(joined, monkeypatch, waiting, num_times):
-    given = []
+@pytest.mark.parametrize(("waiting", "num_times"), [((), 1), ((Ask(1, "alive"), Stop()), 0)])
+def test_an_engine_gives_back_once_when_nothing_comes(joined, monkeypatch, waiting, num_times):
+    """After its last step, unless something waits; questions that come later are no reason."""
+    loop, engine, ours = joined
+    given, later = [], [Stop(), Ask(3, "alive"), Ask(2, "alive")]
+
+    def step():
+        engine.has_work = False
+        for message in waiting:
+            ours.sendall(frame(message))
+        return []
+
+    engine.step.side_effect = step
+    engine.do_idle_work.side_effect = lambda: ours.sendall(frame(later.pop()))
     monkeypatch.setattr(process, "REST_S", 0.01)
     monkeypatch.setattr(heap, "give_back", lambda: given.append(True))
-    loop, ours = joined
-    loop._has_rested = False
-    ours.sendall(waiting)
-    loop._rest()
-    assert loop._has_rested == bool(given)
+    loop.run()
     assert len(given) == num_times
 
 
 def test_an_engine_that_never_rests_gives_back_once_a_minute(joined, monkeypatch):
-    given, now = [], [0]
+    loop, engine, ours = joined
+    given, now = [], [1000]
+
+    def step():
+        now[0] += 1
+        if now[0] == 1200:
+            ours.sendall(frame(Stop()))
+        return []
+
+    engine.step.side_effect = step
     monkeypatch.setattr(heap, "give_back", lambda: given.append(now[0]))
     monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
-    loop, _ = joined
-    for now[0] in range(1000, 1200):  # seconds
-        loop._step()
-    assert given == [1060, 1120, 1180]
+    loop.run()
+    assert len(given) == 3
+    assert {later - sooner for sooner, later in pairwise(given)} == {60}
