@@ -38,10 +38,12 @@ def llm(request, folder):
     return LLM(str(folder), cpu_cache_gib=0.02, max_num_seqs=4, **WAYS[request.param])
 
 
+TOKENIZER = chatmodel.make_tokenizer()
+
+
 @pytest.fixture(scope="module")
-def book(folder):
-    tokenizer = chatmodel.make_tokenizer()
-    return RuleBook(tokenizer, chatmodel.VOCAB_SIZE)
+def book():
+    return RuleBook(TOKENIZER, chatmodel.VOCAB_SIZE)
 
 
 def answers(llm, *, num=6, **options):
@@ -59,8 +61,8 @@ def restriction(book, prompt=(), **options):
     return Restriction(rules, np.array(prompt, np.uint32))
 
 
-def id_of(book, token):
-    return book._tokenizer.convert_tokens_to_ids(token)
+def id_of(token):
+    return TOKENIZER.convert_tokens_to_ids(token)
 
 
 def may_come(own):
@@ -148,7 +150,7 @@ def _has(token_ids, run):
 
 
 def test_runs_are_banned_behind_their_beginning_alone(book):
-    ids = [book._tokenizer.encode(text, add_special_tokens=False) for text in ("fox j", " fox j")]
+    ids = [TOKENIZER.encode(text, add_special_tokens=False) for text in ("fox j", " fox j")]
     own = restriction(book, bad_words=["fox j"])
     for run in ids:
         assert len(run) > 1
@@ -165,7 +167,7 @@ def test_a_random_walk_keeps_to_its_rules(book):
     rng = random.Random(0)
     own = restriction(book, bad_words=["fox", "the q", "a"], allowed_token_ids=list(range(300)))
     words = [
-        book._tokenizer.encode(prefix + word, add_special_tokens=False)
+        TOKENIZER.encode(prefix + word, add_special_tokens=False)
         for word in ("fox", "the q", "a")
         for prefix in ("", " ")
     ]
@@ -184,7 +186,7 @@ def test_a_random_walk_keeps_to_its_rules(book):
 
 
 def test_reasoning_that_the_answer_opens_is_counted(book):
-    opens, closes = id_of(book, "<think>"), id_of(book, "</think>")
+    opens, closes = id_of("<think>"), id_of("</think>")
     own = restriction(book, thinking_token_budget=2)
     for token_id in (9, 9, 9, opens, 9):
         assert own.mask() is None
@@ -200,14 +202,14 @@ def test_reasoning_that_the_answer_opens_is_counted(book):
 
 @pytest.mark.parametrize(("tags", "is_open"), [("oc", False), ("o", True), ("oco", True)])
 def test_the_prompt_says_whether_reasoning_is_open(book, tags, is_open):
-    ids = {"o": id_of(book, "<think>"), "c": id_of(book, "</think>")}
+    ids = {"o": id_of("<think>"), "c": id_of("</think>")}
     own = restriction(book, [5, *(ids[tag] for tag in tags), 6], thinking_token_budget=0)
     assert (own.mask() is not None) is is_open
 
 
 def test_what_waits_for_tokens(book):
     """Only where they decide what may come next."""
-    own = restriction(book, [id_of(book, "<think>")], thinking_token_budget=3)
+    own = restriction(book, [id_of("<think>")], thinking_token_budget=3)
     assert [own.waits_for(num) for num in (1, 2, 3)] == [False, False, True]
     own.accept(9)
     assert [own.waits_for(num) for num in (1, 2)] == [False, True]
@@ -216,7 +218,7 @@ def test_what_waits_for_tokens(book):
 
 
 def test_drafts_are_verified_along_the_rules(book):
-    run = book._tokenizer.encode("fox j", add_special_tokens=False)
+    run = TOKENIZER.encode("fox j", add_special_tokens=False)
     guide = Guide(None, restriction(book, bad_words=["fox j"]))
     along = masks_along(guide, [*run, 7], *masks([guide]))
     assert len(along) == len(run), "behind a draft that may not come nothing is known"
@@ -309,7 +311,7 @@ def test_values_that_cannot_be_meant(options, message):
 def test_what_depends_on_the_model_is_checked(book):
     with pytest.raises(InvalidRequestError, match="allowed_token_ids=448: use token ids below"):
         SamplingParams(allowed_token_ids=[448]).check_vocab(448)
-    fox = book._tokenizer.encode("a", add_special_tokens=False)
+    fox = TOKENIZER.encode("a", add_special_tokens=False)
     for wishes, message in (
         ({"bad_words": ["a"], "allowed_token_ids": fox}, "allowed_token_ids and bad_words: they"),
         ({"logit_bias": dict.fromkeys(range(448), -100)}, "logit_bias: they leave no token"),
@@ -324,7 +326,7 @@ def test_what_depends_on_the_model_is_checked(book):
         (
             {
                 "thinking_token_budget": 4,
-                "stop_token_ids": [id_of(book, "</think>")],
+                "stop_token_ids": [id_of("</think>")],
                 "min_tokens": 1,
             },
             "thinking_token_budget=4: </think>, which closes the reasoning, ends the answer here",
