@@ -14,7 +14,7 @@ from milepost.server.messages import toolset_of
 from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.protocol import ChatRequest
 from tests import chatmodel
-from tests.server.parsing.written import hermes, kimi, lfm2, olmo3, parsed, xml
+from tests.server.parsing.written import hermes, kimi, lfm2, ling, olmo3, parsed, xml
 
 USER = [{"role": "user", "content": "a"}]
 PARAMETERS = {
@@ -39,6 +39,7 @@ FAMILIES = {
     "hermes": hermes,
     "qwen3_xml": xml,
     "kimi_k2": kimi,
+    "ling3": ling,
     "lfm2": functools.partial(lfm2, write=json.dumps),
     "olmo3": functools.partial(olmo3, write=json.dumps),
     "nemotron_json": nemotron,

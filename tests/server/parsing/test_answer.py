@@ -412,12 +412,29 @@ def test_formats_are_found_by_name_and_described_by_data():
 
 
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>{}<|tool_call_argument_begin|>{}"
+LING = "<tool_call>f\n<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
 KIMI_ENDS = "<|tool_call_end|><|tool_calls_section_end|>"
 
 
 @pytest.mark.parametrize(
     ("calls", "text", "content", "found"),
     [
+        ("ling3", LING.format("a", "1") + "</tool_call>", "", [["f", '{"a": 1}']]),
+        ("ling3", LING.format("s", "\n</arg_value> <a>\n"), "",
+         [["f", '{"s": "\\n</arg_value> <a>\\n"}']]),
+        ("ling3", LING.format("s", "x</tool_call>y") + "</tool_call>", "",
+         [["f", '{"s": "x</tool_call>y"}']]),
+        ("ling3", LING.format("l", '["</arg_value>"]') + "</tool_call>", "",
+         [["f", '{"l": ["</arg_value>"]}']]),
+        ("ling3", "Hm. <tool_call>f</tool_call>", "Hm.", [["f", "{}"]]),
+        ("ling3", LING.format("a", "1") + "</tool_call>\n<tool_call>g", "<tool_call>g",
+         [["f", '{"a": 1}']]),
+        ("ling3", LING.format("s", "x").removesuffix("</arg_value>\n"), "", [["f", '{"s": "x"}']]),
+        ("ling3", LING.format("s", "x").replace("</arg_value>\n", "</tool_call>"), "",
+         [["f", '{"s": "x"}']]),
+        ("ling3", "<tool_call>no\nmore", "<tool_call>no\nmore", []),
+        ("ling3", '<tool_call>f\n{"a": 1}\n</tool_call>', "", [["f", '{"a": 1}']]),
+        ("ling3", "<tool_call>f\n<arg_key>a\n</tool_call>", "<arg_key>a", [["f", "{}"]]),
         ("kimi_k2", KIMI.format("functions.f:3", '{"a": 1}') + KIMI_ENDS, "", [["f", '{"a": 1}']]),
         ("kimi_k2", "Hm. " + KIMI.format(" f:0 ", " ") + KIMI_ENDS, "Hm.", [["f", "{}"]]),
         ("kimi_k2", KIMI.format("f", '{"a": [1'), "", [["f", '{"a": [1]}']]),
@@ -457,6 +474,10 @@ def test_a_call_keeps_the_id_that_the_model_wrote():
 @pytest.mark.parametrize("name", ["kimi_k2", "lfm2", "olmo3", "granite"])
 def test_templates_of_other_families_are_found(name):
     assert find_format("... " + TOOL_CALLS[name].open).calls == name
+
+
+def test_the_form_of_keys_and_values_is_told_from_the_others_with_its_tag():
+    assert find_format(LING.format("{{ key }}", "{{ value }}")).calls == "ling3"
 
 
 @pytest.mark.parametrize("model_type", CALLS_OF)

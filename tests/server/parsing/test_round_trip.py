@@ -18,7 +18,18 @@ from milepost.server.messages import toolset_of
 from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.protocol import ChatRequest
 from tests import chatmodel
-from tests.server.parsing.written import WRITERS, Grammar, cut, kimi, lfm2, olmo3, parsed, tool, xml
+from tests.server.parsing.written import (
+    WRITERS,
+    Grammar,
+    cut,
+    kimi,
+    lfm2,
+    ling,
+    olmo3,
+    parsed,
+    tool,
+    xml,
+)
 
 XML = AnswerFormat(reasoning="none", calls="qwen3_xml")
 NAMES = st.sampled_from(["a", "b", "füße", "x y", "name", "arguments", "function"])
@@ -169,6 +180,14 @@ def test_tagged_calls(drawn, python_words):
     assume(not is_ambiguous(parameters, arguments))
     text = xml("f", arguments, python_words=python_words)
     check("qwen3_xml", parameters, arguments, pick, text)
+
+
+@settings(max_examples=80, deadline=None)
+@given(calls())
+def test_keyed_calls(drawn):
+    parameters, arguments, pick = drawn
+    assume(not is_ambiguous(parameters, arguments))
+    check("ling3", parameters, arguments, pick, ling("f", arguments))
 
 
 @settings(max_examples=30, deadline=None)

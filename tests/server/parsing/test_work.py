@@ -61,7 +61,7 @@ def work(form, head, piece, length):
     return parser.work / len(text)
 
 
-@pytest.mark.parametrize("calls", ["hermes", "qwen3_xml", "kimi_k2", "lfm2"])
+@pytest.mark.parametrize("calls", ["hermes", "qwen3_xml", "ling3", "kimi_k2", "lfm2"])
 @pytest.mark.parametrize("name", TEXTS)
 def test_work_is_linear(calls, name):
     form = AnswerFormat(reasoning="qwen3", calls=calls)

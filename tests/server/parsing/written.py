@@ -42,6 +42,15 @@ def _text(value, python_words):
     return json.dumps(value, ensure_ascii=False)
 
 
+def ling(name, arguments):
+    """As the template writes it: strings as they are, and JSON of everything else."""
+    parts = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{_text(value, False)}</arg_value>\n"
+        for key, value in arguments.items()
+    )
+    return f"<tool_call>{name}\n{parts}</tool_call>"
+
+
 def kimi(name, arguments):
     written = json.dumps(arguments, ensure_ascii=False)
     call = f"functions.{name}:0<|tool_call_argument_begin|>{written}"

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 from milepost.server.parsing import lark
 from milepost.server.parsing.events import CallReader
 from milepost.server.parsing.json_calls import JsonCalls
+from milepost.server.parsing.keyed_calls import KeyedCalls
 from milepost.server.parsing.named_calls import NamedCalls
 from milepost.server.parsing.pythonic_calls import PythonicCalls
 from milepost.server.parsing.reasoning import ThinkTags
@@ -65,6 +66,8 @@ TOOL_CALLS: Mapping[str, ToolCalls] = {
         prefix="functions.",
         signs=("<|tool_calls_section_begin|>",),
     ),
+    # Ling 3.0, which writes calls as GLM-4.5 and its successors do.
+    "ling3": KeyedCalls(),
     # Nemotron Nano. From Nemotron 3 on it writes Qwen3-Coder's form.
     "nemotron_json": JsonCalls(
         open="<TOOLCALL>",
@@ -97,6 +100,7 @@ REASONING: Mapping[str, ThinkTags] = {
         signs=(_THOUGHTS, _RESPONSE),
     ),
     "kimi_k2": ThinkTags(signs=()),
+    "ling3": ThinkTags(signs=()),
     "nemotron_v3": ThinkTags(signs=()),
     "olmo3": ThinkTags(signs=()),
     "qwen3": ThinkTags(),
