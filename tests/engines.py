@@ -230,7 +230,9 @@ def save_tiny(folder: Path, name: str, dtype: torch.dtype, **changes: Any) -> Ti
     """
     model = build(name, dtype, **(_DEFAULTS | changes))
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("A_log"):
+        if parameter_name.endswith("dt_bias") and name.startswith("bailing_hybrid"):
+            torch.nn.init.uniform_(parameter, -12, -8)  # decays with a bound
+        elif parameter_name.endswith("A_log") and not name.startswith("bailing_hybrid"):
             torch.nn.init.uniform_(parameter, -9, -5)
     write(model, name, folder)
     return Tiny(folder, dtype)

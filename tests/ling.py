@@ -70,10 +70,10 @@ def ling(**settings: Any) -> PreTrainedModel:
         if name.endswith("e_score_correction_bias"):
             tensor.data.copy_(torch.randn(tensor.shape))
         if name.endswith("A_log"):
-            # What transformers begins with forgets all within a few tokens.
-            tensor.data.copy_(torch.linspace(-3, 0.5, tensor.numel()).view(tensor.shape))
+            tensor.data.zero_()
         if name.endswith("dt_bias"):
-            tensor.data.fill_(-1)
+            # Inputs far below zero remember: without them half of the bound is forgotten at once.
+            tensor.data.copy_(torch.linspace(-7, -1, tensor.numel()))
     return model
 
 

@@ -14,6 +14,7 @@ from tests.mtp import add_head
 
 FAMILIES = ["qwen3_5", "qwen3_next", "nemotron_h", "kimi_linear", "lfm2_moe"]
 OTHERS = ["olmo_hybrid", "bamba", "granitemoehybrid", "falcon_h1", "lfm2", "lfm3", "qwen3_5_moe"]
+OTHERS += ["bailing_hybrid"]
 assert CHECKPOINTS.keys() >= {*FAMILIES, *OTHERS}
 
 

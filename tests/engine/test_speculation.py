@@ -129,7 +129,7 @@ WISHES = [
     ("tiny", "num", "is_ahead"),
     [
         *((name, *case) for name in WIDELY for case in ((1, False), (3, True), (17, False))),
-        *((name, 3, True) for name in STATES if name not in WIDELY),
+        *((name, 3, True) for name in [*STATES, "bailing_hybrid"] if name not in WIDELY),
     ],
     indirect=["tiny"],
 )

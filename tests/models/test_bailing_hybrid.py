@@ -13,8 +13,19 @@ from milepost.errors import UnsupportedModelError, WeightsError
 from milepost.models import LoadOptions, load_model
 from milepost.models.architectures.bailing_hybrid import ARCHITECTURES, BailingHybridConfig
 from milepost.models.names import read_settings
+from milepost.tiers.rates import MeasuredRates
 from tests.checkpoints import build, save
-from tests.engines import VOCAB_SIZE, open_llm
+from tests.engines import (
+    VOCAB_SIZE,
+    answer,
+    ask,
+    cached,
+    greedy,
+    metric,
+    open_llm,
+    tiering_of,
+    tokens,
+)
 from tests.ling import LIMITS, LingHead
 from tests.models.resuming import Resuming
 from tests.models.test_logits import expected_logits, random_tokens, step
@@ -70,6 +81,39 @@ def test_drafts_are_those_of_the_formula(changes, tmp_path):
     expected = head.logits(token_ids, hidden, NUM_DRAFTS)
     assert relative_error(logits, expected) < 1e-6, "angles are float32"
     assert expected.std() > 0.3, "flat logits would show nothing"
+
+
+def test_answers_with_drafts_are_those_without_them(tmp_path):
+    """Cold, and resumed at a page and inside one; all drafts are those of the head."""
+    save_ling(tmp_path)
+    wanted = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+    drafting = open_llm(tmp_path, num_slots=32, speculative_config=wanted)
+    plain = open_llm(tmp_path, num_slots=32)
+    history = tokens(150)
+    for _ in range(3):
+        outputs = [ask(llm, history, tokens(40, 1), params=greedy(9)) for llm in (drafting, plain)]
+        found, expected = ([answer(each) for each in own] for own in outputs)
+        assert found == expected
+        assert cached(outputs[0]) == cached(outputs[1])
+        history = [*history, *found[0], *tokens(30, 2)]
+    assert metric(drafting, "spec_decode_num_draft_tokens") > 20
+
+
+def test_a_hit_from_host_memory_answers_as_a_cold_run(tmp_path):
+    """Latents, states and convolutions come back as they left."""
+    save_ling(tmp_path)
+    llm = open_llm(tmp_path, num_slots=8, num_pages=16, cache_host_gib=0.05)
+    (cold,) = ask(llm, tokens(300), params=greedy(6))
+    assert llm.llm_engine.scheduler.cache.reset()
+    tiering_of(llm.llm_engine).tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+    (again,) = ask(llm, tokens(300), params=greedy(6))
+    assert sum(again.cache_report.loaded.values()) > 0
+    assert answer(again) == answer(cold)
+
+
+def save_ling(folder):
+    """With a head, in float64, where tokens are the same however they are computed."""
+    with_head(folder, vocab_size=VOCAB_SIZE)
 
 
 def test_first_row_would_show(tmp_path):

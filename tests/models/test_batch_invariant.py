@@ -124,6 +124,8 @@ LENGTHS = [200, 1, 63, 64, 65, 130, 17]
         ("qwen3_5", torch.bfloat16, "fp8"),
         ("nemotron_h", torch.float32, None),
         ("kimi_linear", torch.bfloat16, None),
+        ("bailing_hybrid", torch.float32, None),
+        ("bailing_hybrid_tiny", torch.bfloat16, None),
         ("lfm2_moe", torch.float32, None),
         ("lfm3", torch.float32, None),
     ],

@@ -7,8 +7,8 @@
 
 A value is a text, read by its schema (`Value`); a string is taken as it stands, line breaks at its
 ends too. Strings stream as they come. A string may contain the format's own tags: it ends at a
-closing tag that is followed by a tag that may come next. Models also forget closing tags, so a value
-ends too at the end of the call if another call or the end of the answer follows.
+closing tag that is followed by a tag that may come next. Models also forget closing tags, so a
+value ends too at the end of the call if another call or the end of the answer follows.
 """
 
 from __future__ import annotations
