@@ -51,6 +51,7 @@ CONFIGS: dict[str, Source | Path] = {
     "Qwen3-Next-80B-A3B": Source("Qwen3NextConfig", (_LONG,)),
     "Nemotron-3-Nano-30B-A3B": MODELS / "nemotron-3-nano",
     "Kimi-Linear-48B-A3B": MODELS / "kimi-linear-48b-a3b",
+    "Ling-3.0-tiny": MODELS / "ling-3.0-tiny",
     "Bamba-9B": MODELS / "bamba-9b",
     "Olmo-Hybrid-7B": Source("OlmoHybridConfig"),
 }
