@@ -5,6 +5,7 @@
 
 The experts of the 35B-A3B shape (256 and a shared one, 8 chosen at random), each projection alone,
 and dense products of that shape and the 9B's. Tiles are written rows x outputs, warps, stages;
+"1xweights,warps" is row by row;
 "chosen" are those that the tables choose, in whole layers of experts with grouping and beside
 Hopper's kernels. Experts of few tokens are not grouped. The floor is the time to read what is
 touched.
@@ -35,8 +36,9 @@ from milepost.kernels.platform.tiles import Tiles, choose_split_k
 from milepost.kernels.products import Epilogue, mix, moe, multiply
 from milepost.kernels.products.expert_table import SEARCHED
 from milepost.kernels.products.forms.quantised import Int4, Quantised
+from milepost.kernels.products.gemv_tiles import GemvTiles
 from milepost.kernels.products.grouping import group
-from milepost.kernels.products.portable import gemm, grouped
+from milepost.kernels.products.portable import gemm, gemv, grouped
 from milepost.kernels.products.portable.rounding import round_rows
 from milepost.kernels.products.run_experts import RoutedRows
 from milepost.kernels.products.run_products import Multiplication
@@ -48,6 +50,7 @@ COPY_GBPS = 4280
 FEW = "8x64,4,4 8x64,2,4 8x64,4,3 8x128,4,4 8x128,4,3 16x64,2,4"
 FEW_FP8 = "16x64,4,3 16x64,4,4 16x64,4,5 16x64,8,3 16x128,4,3 16x128,4,4 16x128,8,3 16x32,2,4"
 ROWS = "8x128,8,4 8x128,4,4 8x64,2,4 8x64,4,4 16x128,8,4 16x64,2,4"
+ONE = "1x8192,4 1x16384,4 1x16384,8 1x4096,4"
 SOME = "32x64,4,4 32x128,8,4 64x64,4,3 64x128,8,3 64x128,8,4"
 MANY = "32x64,4,4 32x64,4,3 32x128,4,3 32x128,8,3 64x64,4,3 64x128,8,3"
 
@@ -85,6 +88,8 @@ def time_experts(form: str, counts: list[int]) -> Iterator[dict[str, Any]]:
                 each: project(draws, parse(each, weight), is_up=is_up)
                 for each in (few if num_tokens <= 128 else MANY).split()
             }
+            if num_tokens <= 4:
+                calls |= {each: project_one(draws, each, is_up=is_up) for each in ONE.split()}
             yield {**named, "floor_us": round(floor, 1), "us": time_all(calls)}
         whole: dict[str, Calls] = {
             "chosen": [partial(run_mix, each, False) for each in draws],
@@ -129,6 +134,24 @@ def project(draws: list[RoutedRows], tiles: Tiles, *, is_up: bool) -> Calls:
     return calls
 
 
+def project_one(draws: list[RoutedRows], name: str, *, is_up: bool) -> Calls:
+    calls: Calls = []
+    for routed in draws:
+        tiles = parse_one(name, routed.up if is_up else routed.down, 1 + is_up)
+        active = torch.randn(routed.num_routed, SIZE, device="cuda", dtype=torch.bfloat16)
+        rows, output = (routed.values, active) if is_up else (active, routed.new_output(CHOSEN + 1))
+        calls.append(partial(gemv.project, rows, routed, output, tiles, is_up=is_up))
+    return calls
+
+
+def parse_one(name: str, weight: Quantised, num_matrices: int = 1) -> GemvTiles:
+    """Returns the tiles of one row that are written so."""
+    num_weights, num_warps = map(int, name.removeprefix("1x").split(","))
+    block_k = min(weight.num_inputs, 2048)
+    block_n = num_weights // (num_matrices * block_k)
+    return GemvTiles(block_n=block_n, block_k=block_k, num_warps=num_warps)
+
+
 def time_dense(form: str, counts: list[int]) -> Iterator[dict[str, Any]]:
     few = FEW_FP8 if form == "fp8" else ROWS
     for name, (num_inputs, num_outputs) in SHAPES.items():
@@ -141,6 +164,11 @@ def time_dense(form: str, counts: list[int]) -> Iterator[dict[str, Any]]:
                 each: [partial(run_dense, hidden, weight, each) for weight in weights]
                 for each in (few if num_tokens <= 16 else SOME).split()
             }
+            if num_tokens == 1:
+                calls |= {
+                    each: [partial(run_one, hidden, weight, each) for weight in weights]
+                    for each in ONE.split()
+                }
             for allowed, each in ((False, "chosen"), (True, "Hopper's")):
                 calls[each] = [partial(run_chosen, hidden, weight, allowed) for weight in weights]
             named = {"op": name, "tokens": num_tokens, "floor_us": round(floor, 1)}
@@ -152,6 +180,10 @@ def run_dense(hidden: Tensor, weight: Quantised, name: str) -> Tensor:
     split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
     given = Multiplication(as_activations(hidden), weight, epilogue=Epilogue.PARTIALS)
     return gemm.run(given, SplitTiles(tiles=tiles, split_k=split_k))
+
+
+def run_one(hidden: Tensor, weight: Quantised, name: str) -> Tensor:
+    return gemv.run(Multiplication(as_activations(hidden), weight), parse_one(name, weight))
 
 
 def run_chosen(hidden: Tensor, weight: Quantised, allowed: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """Triton: the sums of a row times some outputs, without tensor cores, for weights of every form.
 
 Rows are rounded on the way if the form asks for that, which needs no launch of its own. A number of
-four bits stands in a float32's bits beside 1, and the surplus is subtracted from a block's sum;
+four bits stands in a float32's bits beside 128, and the surplus is subtracted from a block's sum;
 numbers in e2m1 are summed up group by group.
 
 Legend: K inputs of a step, D blocks of BLOCK inputs of a step, N outputs, W numbers or bytes of a
@@ -16,7 +16,7 @@ import triton.language as tl
 from milepost.kernels.platform.launches import wait_for_inputs
 from milepost.kernels.platform.numerics import encode, scale_of
 from milepost.kernels.products.forms.quantised import BLOCK
-from milepost.kernels.products.portable import float4
+from milepost.kernels.products.portable import float4, int4
 from milepost.kernels.products.portable.gemm_step import factors
 from milepost.kernels.products.portable.rounding import widen
 from milepost.kernels.products.portable.weights import find_row
@@ -134,19 +134,12 @@ def _dot(b_w, x, p_row, i_d, SHAPE: tl.constexpr):
         place = (o_d * _BLOCK // SHAPE.group)[None, :]
         scale = tl.load(p_scale[:, None] + place, mask=is_input, other=0.0).to(tl.float32)
         zero = tl.load(p_zero[:, None] + place, mask=is_input, other=0).to(tl.float32)
-        b_w = b_w.to(tl.int32)
-        sums = tl.sum(_beside(b_w << 19) * b_x[None, :, :], 2)
-        sums += tl.sum(_beside(b_w << 15) * b_y[None, :, :], 2)
-        return tl.sum((16.0 * sums - (zero + 16.0) * b_sum[None, :]) * scale, 1)
+        low, high = int4.widen(b_w, SHAPE.has_ptx)
+        sums = tl.sum(low * b_x[None, :, :], 2) + tl.sum(high * b_y[None, :, :], 2)
+        return tl.sum((sums - (zero + 128.0) * b_sum[None, :]) * scale, 1)
     else:
         scale = tl.load(p_scale[:, None] + o_d[None, :], mask=is_input, other=0.0)
         return tl.sum(tl.sum(widen(b_w, SHAPE.is_native) * b_x[None, :, :], 2) * scale, 1)
-
-
-@triton.jit
-def _beside(bits):
-    """Returns 1 + q / 16 in float32, for numbers q in the highest bits of its fraction."""
-    return ((bits & 0x780000) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

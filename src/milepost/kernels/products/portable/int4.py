@@ -34,6 +34,20 @@ _ONE_BFLOAT16, _ONE_FLOAT16 = (
 )
 
 
+def _widening(half: str) -> tl.constexpr:
+    """Returns PTX that puts the halves of four bytes in the bits of a float32 each, beside 128."""
+    moves = " ".join(f"prmt.b32 ${i}, half, power, 0x7{i}44;" for i in range(4))
+    return tl.constexpr(
+        "{ .reg .b32 half, power; mov.b32 power, 0x43000000; "
+        + half.replace("$2", "$4")
+        + moves
+        + " }"
+    )
+
+
+_LOW_WIDE, _HIGH_WIDE = _widening(LOW), _widening(HIGH)
+
+
 @triton.jit
 def low(b_w, TYPE: tl.constexpr, PTX: tl.constexpr):
     """Returns the numbers in the low halves of bytes b_w [N, K], plus `offset`."""
@@ -56,6 +70,25 @@ def high(b_w, TYPE: tl.constexpr, PTX: tl.constexpr):
     else:
         q = take(b_w, _HIGH_FLOAT16, TYPE)
     return _taken_off(q)
+
+
+@triton.jit
+def widen(b_w, PTX: tl.constexpr):
+    """Returns the numbers in the low and in the high halves of bytes, plus 128, in float32."""
+    if PTX:
+        return _widen(b_w, _LOW_WIDE), _widen(b_w, _HIGH_WIDE)
+    else:
+        b_w = b_w.to(tl.int32)
+        low = ((b_w & 15) << 16) | 0x43000000
+        high = ((b_w >> 4) << 16) | 0x43000000
+        return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _widen(b_w, HOW: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        HOW, "=r,=r,=r,=r,r", [b_w], dtype=tl.float32, is_pure=True, pack=4
+    )
 
 
 @triton.jit
