@@ -17,7 +17,7 @@ from milepost.kernels.layout.batch import Batch
 from milepost.kernels.mtp import reference
 from milepost.kernels.mtp.rows import Carried, CarryRows, lay_out
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.doors import fused
+from milepost.kernels.platform.tables import fused
 
 __all__ = ["Carried", "CarryOperation", "CarryRows", "join", "keep"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.norm import reference
 from milepost.kernels.platform.device import runs_triton
-from milepost.kernels.platform.doors import fused
+from milepost.kernels.platform.tables import fused
 
 __all__ = ["add_norm", "add_norm_and_multiply", "gate_heads", "relu_squared", "silu_mul"]
 

@@ -1,13 +1,13 @@
 """The chip that kernels run on, how they are launched, and the numbers they compute with.
 
 device      capabilities of a GPU, present or not, and which kernels run on it
-doors       operations with kernels in Triton and a definition in plain torch
 launches    Triton launches that are cheap to repeat, and that overlap with the one before
 pretending  a GPU that is not there
 metering    what tensors on it would take
-tables      a row for each kernel, and the choice among them
+tables      a row for each kernel and the choice among them; operations with one each (`fused`)
 gluon       differences between Triton's versions; overlapping launches and FP8 in Gluon
-numerics    activations, norms and FP8 in Triton
+activation  the activation between the projections of a feed-forward, in Triton
+numerics    functions of norms and FP8 in Triton
 tensors     number types and strides, in torch
 tiles       how a GEMM is cut into programs
 """

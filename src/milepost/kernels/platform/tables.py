@@ -1,8 +1,8 @@
 """Tables of kernels: what a row states, and how the kernel that serves a problem is chosen.
 
 Dense products, routed experts and recurrences have such a table each. The first row that serves a
-problem is its kernel; rows after it are for those that it refuses. Nothing here imports
-Triton or needs a GPU.
+problem is its kernel; rows after it are for those that it refuses. Operations with one kernel are
+`fused` with it. Nothing here imports Triton or needs a GPU.
 
 A kernel's order is the one in which an output's terms are added; kernels with different orders
 return different bits. "128 seq" adds blocks of 128 inputs one after the other in float32, "split S"
@@ -15,11 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
 from importlib import import_module
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
-from milepost.kernels.platform.device import Chip, allows_hopper_kernels, why_no_gluon
+from milepost.kernels.platform.device import (
+    Chip,
+    allows_hopper_kernels,
+    runs_triton,
+    why_no_gluon,
+)
 
 HOPPER = "sm_90"
 """Value of `needs` for kernels that use Hopper's own instructions."""
@@ -46,6 +51,8 @@ class Problem(Hashable, Protocol):
 
 
 P = TypeVar("P", bound=Problem)
+A = ParamSpec("A")
+R = TypeVar("R")
 Cut = Callable[[P, Chip], Any]
 Condition = tuple[str, Callable[[P, Chip], bool]]
 """A condition on a problem, after the reason why a kernel does not serve others."""
@@ -144,8 +151,27 @@ def row(
     return Kernel(name=name, module=module, forms=forms, order=order, refuses=refuses, **rest)
 
 
+def fused(module: str) -> Callable[[Callable[A, R]], Callable[A, R]]:
+    """Makes an operation of its definition: where the first argument is a tensor that Triton's
+    kernels take, the function of that name in `module` runs instead."""
+
+    def decorate(definition: Callable[A, R]) -> Callable[A, R]:
+        @wraps(definition)
+        def operation(*args: A.args, **options: A.kwargs) -> R:
+            if not runs_triton(args[0]):
+                return definition(*args, **options)
+            computed: R = _find(module, definition.__name__)(*args, **options)
+            return computed
+
+        return operation
+
+    return decorate
+
+
 @cache
 def _find(module: str, entry: str) -> Callable[..., Any]:
+    """Imports a function from a module below `milepost.kernels` when it is needed: machines without
+    a GPU may lack Triton."""
     found: Callable[..., Any] = getattr(import_module(f"milepost.kernels.{module}"), entry)
     return found
 

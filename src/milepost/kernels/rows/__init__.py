@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from milepost.kernels.platform.doors import fused
+from milepost.kernels.platform.tables import fused
 
 __all__ = ["take"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from milepost.kernels.platform.doors import fused
+from milepost.kernels.platform.tables import fused
 from milepost.kernels.sampling.rows import StepRows, Workspace
 
 __all__ = ["StepRows", "Workspace", "argmax", "guess"]

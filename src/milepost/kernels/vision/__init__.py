@@ -7,7 +7,7 @@ the definition, on any device; on a GPU `attention`, `triton` and torch's GEMM c
 
 from __future__ import annotations
 
-from milepost.kernels.platform.doors import fused
+from milepost.kernels.platform.tables import fused
 from milepost.kernels.vision import reference
 from milepost.kernels.vision.reference import turned_angles
 
