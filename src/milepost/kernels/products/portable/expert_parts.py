@@ -43,15 +43,15 @@ def find_block(groups, capacity, block):
 
 @triton.jit
 def find_rows(groups, capacity, block, SHAPE: tl.constexpr):
-    """Returns a block's expert (negative for padding), its rows [M], and which of them are to be
-    stored; the others repeat one of those."""
+    """Returns a block's expert (negative for padding), its first row, its rows [M], and which of
+    these there are."""
     if groups.order is None:
         return _search(groups.blocks, capacity, block, SHAPE)
     else:
         expert, first_row, end = find_block(groups, capacity, block)
         o_m = first_row + tl.arange(0, SHAPE.block_m)
         is_row = o_m < end
-        return expert, tl.where(is_row, o_m, first_row), is_row
+        return expert, first_row, o_m, is_row
 
 
 @triton.jit
@@ -65,14 +65,14 @@ def _search(experts, num_routed, routed, SHAPE: tl.constexpr):
     has_expert = tl.load(experts + o_p, mask=is_routed, other=-1) == expert
     row = tl.max(tl.where(has_expert, o_p, -1), 1)
     is_row = row >= 0
-    row = tl.where(is_row, row, routed)
-    return tl.where(tl.min(row, 0) < routed, -1, expert).to(tl.int64), row, is_row
+    first_row = tl.min(tl.where(is_row, row, routed), 0)
+    return tl.where(first_row < routed, -1, expert).to(tl.int64), routed, row, is_row
 
 
 @triton.jit
-def load_routed(order, row):
-    """Loads the rows' routed tokens."""
+def load_routed(order, row, is_row):
+    """Loads the rows' routed tokens, 0 for rows that there are not."""
     if order is None:
-        return row
+        return tl.where(is_row, row, 0)
     else:
-        return tl.load(order + row)
+        return tl.load(order + row, mask=is_row, other=0)

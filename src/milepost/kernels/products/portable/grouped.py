@@ -114,25 +114,26 @@ def _project_kernel(
     BLOCK_N: tl.constexpr = SHAPE.block_n
     TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    expert, row, is_row = find_rows(groups, capacity, block, SHAPE)
+    expert, first_row, row, is_row = find_rows(groups, capacity, block, SHAPE)
     if expert < 0:
         return
-    # Rows that are not the block's and outputs that wrap are not stored.
+    # Rows beyond the expert's read another one, and outputs beyond the last wrap: neither is
+    # stored.
     if stride is None:
-        o_x = row.to(tl.int64)
+        o_x = tl.where(is_row, row, first_row).to(tl.int64)
         p_x = rows + o_x[:, None] * SHAPE.inputs
     else:
-        o_x = (load_routed(groups.order, row) // SHAPE.top_k).to(tl.int64)
+        o_x = (load_routed(groups.order, row, is_row) // SHAPE.top_k).to(tl.int64)
         p_x = rows + o_x[:, None] * stride
     # Raw weights leave registers for what is needed after the products.
     if stride is None and weight.scales is None:
-        o_target, b_weight = _load_target(groups.order, routing_weights, row)
+        o_target, b_weight = _load_target(groups.order, routing_weights, row, is_row)
     p_row_scale = None if row_scales is None else row_scales + o_x
     o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     column = o_n % OUTPUTS
     b_up, b_gate = MULTIPLY(p_x, p_row_scale, scales_stride, weight, expert, column, 0, SHAPE)
     if stride is None and weight.scales is not None:
-        o_target, b_weight = _load_target(groups.order, routing_weights, row)
+        o_target, b_weight = _load_target(groups.order, routing_weights, row, is_row)
     if stride is not None:
         o_target = row.to(tl.int64)
         b_o = activate(b_up, b_gate, SHAPE.is_gated, SHAPE.limit)
@@ -149,7 +150,7 @@ def _project_kernel(
 
 
 @triton.jit
-def _load_target(order, routing_weights, row):
+def _load_target(order, routing_weights, row, is_row):
     """Loads the rows' routed tokens, and their weights in float32."""
-    routed = load_routed(order, row).to(tl.int64)
-    return routed, tl.load(routing_weights + routed).to(tl.float32)
+    routed = load_routed(order, row, is_row).to(tl.int64)
+    return routed, tl.load(routing_weights + routed, mask=is_row, other=0.0).to(tl.float32)
