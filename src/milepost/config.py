@@ -125,7 +125,7 @@ class EngineConfig(ImageConfig):
     states."""
     max_num_batched_tokens: int | None = None
     """Token budget of one step; longer prompts are prefilled in chunks. By default 8192, or less on
-    a GPU with little memory besides the weights: 512 for each GiB, and at least 2048."""
+    a GPU with little memory besides the weights: 768 for each GiB, at least 2048."""
     max_queue_wait_s: float | None = None
     """Longest time that a request may wait for its turn: one that would wait longer, by the
     measured rates, is refused at once, and one that does is ended, both with 503 and `Retry-After`.

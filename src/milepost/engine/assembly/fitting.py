@@ -112,7 +112,7 @@ def _total_bytes(device: torch.device) -> int:
 
 def limited(config: EngineConfig, shape: PoolShape, room: int) -> EngineConfig:
     """Returns the configuration with limits of a step that suit the room beside the weights: about
-    an eighth of it for the largest step, and no more sequences than have states there."""
+    a fifth of it at most for the largest step, and no more sequences than have states there."""
     tokens = config.step_tokens(_tokens_for(room))
     num_states = max(room // max(shape.slot_bytes, 1), _LEAST_SEQS)
     return replace(
@@ -123,8 +123,8 @@ def limited(config: EngineConfig, shape: PoolShape, room: int) -> EngineConfig:
 
 
 def _tokens_for(room: int) -> int:
-    """Returns a power of two: 512 tokens for each GiB, which take about an eighth of it."""
-    wanted = max(room // GIB, 1) * 512
+    """Returns a power of two: at most 768 tokens for each GiB, which take about a fifth of it."""
+    wanted = max(768 * room // GIB, 1)
     return max(_LEAST_TOKENS, min(_MOST_TOKENS, 1 << (wanted.bit_length() - 1)))
 
 
