@@ -38,6 +38,7 @@ def cases() -> list[tuple[str, EngineConfig, int]]:
         ("27b 24 large", EngineConfig(model=INT4_27B, max_num_batched_tokens=8192), 24),
         ("27b 24 two", EngineConfig(model=INT4_27B, tensor_parallel_size=2), 24),
         ("27b 141", EngineConfig(model=INT4_27B), 139),
+        ("27b 141 2", EngineConfig(model=INT4_27B, kv_cache_memory_bytes=2 * GIB), 139),
         ("27b 16", EngineConfig(model=INT4_27B), 16),
         ("27b 24 long", EngineConfig(model=INT4_27B, max_model_len=200_000), 24),
         ("35b 24", EngineConfig(model=INT4_35B), 24),

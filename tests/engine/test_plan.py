@@ -67,6 +67,12 @@ def test_steps_shrink_with_the_room_beside_the_weights(found):
     assert asked["cache"] < small["cache"]
 
 
+def test_a_small_cache_on_a_large_gpu_leaves_steps_large(found):
+    plan = found["plans"]["27b 141 2"]
+    assert (plan["tokens"], plan["sequences"]) == (8192, 13)
+    assert 1.8 * GIB < plan["cache"] <= 2 * GIB
+
+
 def test_fp8_kv_holds_a_longer_context(found):
     plans = found["plans"]
     assert plans["27b 24 fp8"]["context"] > 1.4 * plans["27b 24"]["context"]

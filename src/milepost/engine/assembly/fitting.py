@@ -99,8 +99,7 @@ def shape_of(
 def room_of(config: EngineConfig, total_bytes: int, weights_bytes: int) -> int:
     """Returns the bytes of a GPU for everything besides the weights: the same at every start,
     whatever else uses the GPU."""
-    share = int(total_bytes * config.gpu_memory_utilization) - weights_bytes
-    return config.kv_cache_memory_bytes or max(share, 0)
+    return max(int(total_bytes * config.gpu_memory_utilization) - weights_bytes, 0)
 
 
 def _total_bytes(device: torch.device) -> int:
@@ -114,7 +113,8 @@ def limited(config: EngineConfig, shape: PoolShape, room: int) -> EngineConfig:
     """Returns the configuration with limits of a step that suit the room beside the weights: about
     a fifth of it at most for the largest step, and no more sequences than have states there."""
     tokens = config.step_tokens(_tokens_for(room))
-    num_states = max(room // max(shape.slot_bytes, 1), _LEAST_SEQS)
+    cache_room = config.kv_cache_memory_bytes or room
+    num_states = max(cache_room // max(shape.state_bytes, 1), _LEAST_SEQS)
     return replace(
         config,
         max_num_batched_tokens=tokens,
@@ -172,7 +172,8 @@ def _compiled(
 
 def _most_tokens(config: EngineConfig, shape: PoolShape, room: int) -> int:
     """Returns a bound on the tokens whose KV the cache may hold."""
-    num_pages = config.num_pages or max(room // max(shape.page_bytes, 1), 1)
+    cache_room = config.kv_cache_memory_bytes or room
+    num_pages = config.num_pages or max(cache_room // max(shape.page_bytes, 1), 1)
     return num_pages * shape.page_size
 
 
