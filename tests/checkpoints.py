@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers  # its models are loaded when they are named, which takes seconds
 
+from tests.lfm3 import lfm3, lfm3_vl
 from tests.ling import ling, write_ling
-from tests.wrapped import INTERN, minicpm, needs, write_intern
+from tests.wrapped import INTERN, minicpm, write_intern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -193,39 +194,6 @@ def _lfm2_moe(**changes: Any) -> PreTrainedModel:
     return model
 
 
-def _lfm3(**changes: Any) -> PreTrainedModel:
-    return transformers.Lfm3ForCausalLM(_lfm3_config(**changes))
-
-
-def _lfm3_vl(**changes: Any) -> PreTrainedModel:
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": 1,
-    }
-    tied = {"tie_word_embeddings": False}
-    text = _lfm3_config(**changes)
-    config = transformers.Lfm3VlConfig(
-        text_config=text, vision_config=vision, projector_hidden_size=8, **tied
-    )
-    return transformers.Lfm3VlForConditionalGeneration(config)
-
-
-def _lfm3_config(**changes: Any) -> transformers.Lfm3Config:
-    needs("Lfm3Config")
-    sizes = {name: _COMMON[name] for name in _COMMON if not name.startswith("linear")}
-    own = {
-        "layer_types": ["conv", "sliding_attention", "full_attention", "conv", "sliding_attention"],
-        "num_hidden_layers": 5,
-        "sliding_window": 40,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        "tie_word_embeddings": False,
-    }
-    return transformers.Lfm3Config(**(sizes | own | changes))
-
-
 def _kimi_linear(**changes: Any) -> PreTrainedModel:
     """Its configuration as transformers names things, and saves them."""
     own = {
@@ -311,8 +279,8 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "bailing_hybrid_tiny": lambda **changes: _ling(**{"q_lora_rank": 18} | changes),
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
-    "lfm3": _lfm3,
-    "lfm3_vl": _lfm3_vl,
+    "lfm3": lambda **changes: lfm3(_COMMON, **changes),
+    "lfm3_vl": lambda **changes: lfm3_vl(_COMMON, **changes),
     "qwen3_5": _qwen3_5,
     "qwen3_5_tied": lambda: _qwen3_5(tie_word_embeddings=True, num_key_value_heads=6),
     "qwen3_5_moe": _qwen3_5_moe,
