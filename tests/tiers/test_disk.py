@@ -42,7 +42,8 @@ def test_a_copy_takes_its_own_time_not_that_of_the_files_before_it(monkeypatch):
         states=ItemTensors(tensors=(torch.zeros(2, 256),)),
     )
     monkeypatch.setattr(mover_module, "time", Clock(7.0, 7.25))
-    done = DirectLink().copy_behind(Passed(), [(memory, memory, "page", 0, 1, 1)], up=True)
+    copies = [(memory, memory, ("page", 0, 1, 1, ()))]
+    done = DirectLink().copy_behind(Passed(), copies, up=True)
     assert done.seconds() == 0.25
 
 
