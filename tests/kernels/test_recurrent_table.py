@@ -110,3 +110,11 @@ def test_the_command_lists_a_models_recurrences():
         ("from 4097", "chunk_h, Hopper"),
     ]
     assert rows[states][-1] == "chunk_h, Hopper: up to 4096 tokens"
+
+
+def test_the_command_lists_attention_to_windows_apart():
+    rows = list(list_kernels(str(MODELS / "lfm3-1.7b"), "sm_90", None))
+    served = {row[1]: row[2:] for row in rows if row[1].endswith("16-bit pages")}
+    assert served["16 / 4 heads of 128, 16-bit pages"][1] == "wide, Hopper"
+    in_windows = served["16 / 4 heads of 128, windows of 256, 16-bit pages"]
+    assert (in_windows[1], in_windows[3]) == ("tiles", "wide, Hopper: a sliding window")

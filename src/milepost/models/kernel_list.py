@@ -119,5 +119,6 @@ def _attention(
         return shape, latents_served(latents.num_heads, width, dtype, chip)
     heads = module.operation
     shape = f"{heads.num_heads} / {heads.num_kv_heads} heads of {heads.head_dim}"
-    group = heads.num_heads // heads.num_kv_heads
-    return shape, heads_served(group, heads.head_dim, dtype, chip)
+    group, is_windowed = heads.num_heads // heads.num_kv_heads, heads.window is not None
+    shape += f", windows of {heads.window}" if is_windowed else ""
+    return shape, heads_served(group, heads.head_dim, dtype, chip, is_windowed=is_windowed)

@@ -56,8 +56,11 @@ def to_markdown() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def heads_served(group: int, head_dim: int, dtype: torch.dtype, chip: Chip) -> Iterator[Served]:
-    """Yields which kernels attend for `group` query heads of a KV head, by pages and tokens."""
+def heads_served(
+    group: int, head_dim: int, dtype: torch.dtype, chip: Chip, *, is_windowed: bool = False
+) -> Iterator[Served]:
+    """Yields which kernels attend for `group` query heads of a KV head, by pages and tokens; in a
+    sliding window FP8 pages are read as they are."""
     for is_fp8 in (False, True):
         shapes = shape_heads(
             group, head_dim, chip, tokens_each=1, has_fp8_kv=is_fp8, dequantises=False
@@ -68,12 +71,13 @@ def heads_served(group: int, head_dim: int, dtype: torch.dtype, chip: Chip) -> I
             head_dim=head_dim,
             dtype=dtype,
             has_fp8_pages=is_fp8,
+            is_windowed=is_windowed,
         )
         most = shapes.narrow_rows // group
         wide = tile._replace(rows=shapes.wide_rows, is_wide=True)
         pages = "FP8 pages" if is_fp8 else f"{dtype.itemsize * 8}-bit pages"
         yield _served(pages, f"1 to {most}" if most > 1 else "1", tile, chip)
-        if not is_fp8:
+        if not is_fp8 or is_windowed:
             yield _served(pages, f"from {most + 1}", wide, chip)
             continue
         yield _served(pages, f"{most + 1} to {CAPTURED_TOKENS}", wide, chip)
