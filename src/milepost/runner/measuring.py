@@ -53,8 +53,7 @@ class StepBytes:
 
 def rehearsal(model: Decoder, shape: PoolShape, steps: FirstSteps) -> DeviceExecutor:
     """Returns an executor with next to no pools, to compile and to measure `steps` with."""
-    device = model.embedding.device
-    pools = allocate(shape, num_pages=1, num_slots=1, num_windows=1, device=device)
+    pools = allocate(shape, num_pages=1, num_slots=1, num_windows=1, device=model.embedding.device)
     return DeviceExecutor(
         model, pools, num_requests=1, max_model_len=steps.max_model_len, largest=steps.largest
     )

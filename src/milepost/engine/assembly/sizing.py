@@ -128,5 +128,5 @@ def pool_shape(
         num_record_rows=config.max_num_seqs if num_drafts else 0,
         num_drafts=num_drafts,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.step_tokens(),
     )
