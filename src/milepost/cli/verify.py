@@ -65,11 +65,13 @@ def verify_command(screen: Screen) -> Callable[..., int]:
         screen.loading(config.model)
         with tempfile.TemporaryDirectory() as directory:
             checks = BitChecks(config, size, directory, lambda own: milepost.LLM(**asdict(own)))
-            for found in checks.run():
-                num_different += found.num_different
-                counts = (found.num_cached, found.num_tokens, found.num_different)
-                table.add_row(found.way, *(f"{count:,}" for count in counts), found.note)
-        screen.reports.print(table)
+            try:
+                for found in checks.run():
+                    num_different += found.num_different
+                    counts = (found.num_cached, found.num_tokens, found.num_different)
+                    table.add_row(found.way, *(f"{count:,}" for count in counts), found.note)
+            finally:  # what has been compared is shown, even if a later engine does not start
+                screen.reports.print(table)
         return int(num_different > 0)
 
     return add_flags(verify, [ENGINE])
