@@ -528,8 +528,9 @@ def test_exported_state_is_that_of_a_prefill_that_ends_there(tiny, position):
 
 @pytest.mark.parametrize("position", [64, 192, 448])
 def test_exported_state_is_that_of_a_prefill_of_the_same_shape(dense, position):
-    """Bit for bit where the matrix products have the same rows: the shorter prefill's batch is
-    filled up with a prompt that makes it as long.
+    """Where the matrix products have the same rows: the shorter prefill's batch is filled up with a
+    prompt that makes it as long. In float64 bit for bit; in float32 some CPUs add up the products
+    of a batch of chunks in an order that depends on their number.
     """
     exporting, ending = dense.open(), dense.open()
     ask(exporting, tokens(500), params=greedy(1), cache_marks=[position])
@@ -538,7 +539,8 @@ def test_exported_state_is_that_of_a_prefill_of_the_same_shape(dense, position):
     exported, left = (_state_at(llm, tokens(500), position) for llm in (exporting, ending))
     for name, tensor in exported.items():
         assert tensor.abs().sum() > 0
-        assert torch.equal(tensor, left[name]), name
+        bound = 0.0 if tensor.dtype == torch.float64 else 1e-6
+        assert relative_error(tensor, left[name]) <= bound, name
 
 
 def _state_at(llm, token_ids: list[int], position: int) -> dict[str, torch.Tensor]:

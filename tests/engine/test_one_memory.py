@@ -83,7 +83,8 @@ def test_auto_shares_on_a_gpu_where_it_can(tiny, monkeypatch, device, options, k
     monkeypatch.setattr(sizing, "free_bytes", lambda *_, **__: 1 << 24)
     monkeypatch.setattr(sizing, "available_bytes", lambda _: None)
     config = EngineConfig(**options)
-    specs = tiny.open().llm_engine.runner.executor.model.layer_specs
+    llm = tiny.open()
+    specs = llm.llm_engine.runner.executor.model.layer_specs
     shape = PoolShape(
         specs=specs, page_size=config.page_size, dtype=torch.float32, state_dtype=torch.float32
     )
@@ -95,7 +96,8 @@ def test_the_cache_takes_the_bytes_that_it_is_given(tiny, memory):
     """Whatever else says how many."""
     given = 1 << 24
     config = EngineConfig(cache_memory=memory, kv_cache_memory_bytes=given, cpu_cache_gib=9)
-    specs = tiny.open().llm_engine.runner.executor.model.layer_specs
+    llm = tiny.open()
+    specs = llm.llm_engine.runner.executor.model.layer_specs
     shape = PoolShape(
         specs=specs, page_size=config.page_size, dtype=torch.float32, state_dtype=torch.float32
     )

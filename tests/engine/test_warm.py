@@ -33,7 +33,7 @@ def test_shares_together_are_all_kernels_and_none_is_in_two():
     assert abs(len(first) - len(second)) <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels_are_left_in_tritons_cache_for_the_next_time(tmp_path):
     pytest.importorskip("triton", reason="kernels are compiled by the package triton")
     command = [sys.executable, "-m", "milepost", "warm", TINY, "--chip", "sm_89", "--processes=2"]

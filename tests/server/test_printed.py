@@ -156,6 +156,7 @@ ELSEWHERE = {
     r"milepost simulate (agent-dev|TRACE|trace\.jsonl)": "traces that are not in the repository",
     r"milepost simulate agents --sessions 96": "minutes",
     r"milepost (kernels|verify) MODEL|milepost run-batch": "tests/cli, tests/server",
+    r"milepost plan": "tests/engine/test_plan.py",
     r"milepost bench": "tests/load",
     r"python shallow_first": "tests/cli/test_simulate.py",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import gc
+import signal
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,14 @@ from tests.engines import (
 from tests.invariants import check
 
 NUM_THREADS = 4
+
+
+@pytest.fixture(autouse=True)
+def interrupts_raise():
+    """A shell's background job starts with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
