@@ -29,7 +29,14 @@ TIGHT = {"max_num_seqs": 6, "num_pages": 28, "num_slots": 10}
 ROOMY = {"max_num_seqs": 1, "num_pages": 100, "num_slots": 16, "enable_prefix_caching": False}
 
 
-@pytest.mark.parametrize("form", ["fp8-blocks", "int8-channels", "awq", "nvfp4"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "int8-channels",
+        "awq",
+        *(pytest.param(form, marks=pytest.mark.nightly) for form in ("fp8-blocks", "nvfp4")),
+    ],
+)
 def test_sampled_answers_do_not_depend_on_the_cache(form: str, tmp_path: Path) -> None:
     folder, _ = write("qwen3_5_moe", tmp_path, form, **EXPERTS)
     cold, tight = open_llm(folder, **COMMON, **ROOMY), open_llm(folder, **COMMON, **TIGHT)
