@@ -59,6 +59,16 @@ class Fit:
     sizes: Sizes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedSteps:
+    """The first steps on a device, and what they are laid out by."""
+
+    config: EngineConfig
+    """The configuration, with limits of a step that fit the device."""
+    shape: PoolShape
+    steps: FirstSteps
+
+
 def fit(
     config: EngineConfig,
     model: Decoder,
@@ -72,10 +82,8 @@ def fit(
     shape = shape_of(config, model, whole, device)
     steps, step_bytes = None, StepBytes(largest=0)
     if _announce_kernels(device, model):
-        room = ranks.least(room_of(config, _total_bytes(device), model.num_bytes))
-        config = limited(config, shape, room)
-        shape = shape_of(config, model, whole, device)
-        steps = steps_of(config, model, shape, device, ranks, room)
+        fitted = fit_steps(config, model, whole, device, ranks, _total_bytes(device))
+        config, shape, steps = fitted.config, fitted.shape, fitted.steps
         try:
             step_bytes = _compiled(config, model, shape, steps, settings)
         except KernelError as error:
@@ -83,6 +91,23 @@ def fit(
             steps = None
     sizes = sizes_of(config, shape, device, step_bytes.total, ranks)
     return Fit(config=config, shape=shape, steps=steps, step_bytes=step_bytes, sizes=sizes)
+
+
+def fit_steps(
+    config: EngineConfig,
+    model: Decoder,
+    whole: PreTrainedConfig,
+    device: torch.device,
+    ranks: Ranks,
+    gpu_bytes: int,
+) -> FittedSteps:
+    """Returns the steps that suit a GPU of `gpu_bytes` in the room beside the weights. Raises
+    ConfigError."""
+    room = ranks.least(_room_of(config, gpu_bytes, model.num_bytes))
+    config = _limited(config, shape_of(config, model, whole, device), room)
+    shape = shape_of(config, model, whole, device)
+    steps = _steps_of(config, model, shape, device, ranks, room)
+    return FittedSteps(config=config, shape=shape, steps=steps)
 
 
 def shape_of(
@@ -96,7 +121,7 @@ def shape_of(
     return shape
 
 
-def room_of(config: EngineConfig, total_bytes: int, weights_bytes: int) -> int:
+def _room_of(config: EngineConfig, total_bytes: int, weights_bytes: int) -> int:
     """Returns the bytes of a GPU for everything besides the weights: the same at every start,
     whatever else uses the GPU."""
     return max(int(total_bytes * config.gpu_memory_utilization) - weights_bytes, 0)
@@ -109,7 +134,7 @@ def _total_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def limited(config: EngineConfig, shape: PoolShape, room: int) -> EngineConfig:
+def _limited(config: EngineConfig, shape: PoolShape, room: int) -> EngineConfig:
     """Returns the configuration with limits of a step that suit the room beside the weights: about
     a fifth of it at most for the largest step, and no more sequences than have states there."""
     tokens = config.step_tokens(_tokens_for(room))
@@ -128,7 +153,7 @@ def _tokens_for(room: int) -> int:
     return max(_LEAST_TOKENS, min(_MOST_TOKENS, 1 << (wanted.bit_length() - 1)))
 
 
-def steps_of(
+def _steps_of(
     config: EngineConfig,
     model: Decoder,
     shape: PoolShape,

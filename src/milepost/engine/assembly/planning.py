@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from milepost.config import EngineConfig
 from milepost.engine.assembly.auto import folder_of, load_options_of
 from milepost.engine.assembly.bitwise import refuse_settings
-from milepost.engine.assembly.fitting import bytes_of, limited, room_of, shape_of, steps_of
+from milepost.engine.assembly.fitting import bytes_of, fit_steps
 from milepost.engine.assembly.images import image_settings_of
 from milepost.engine.assembly.sizing import max_model_len_of, sizes_of
 from milepost.errors import ConfigError
@@ -143,11 +143,8 @@ class MemoryPlanner:
         refuse_settings(config)
         with hopper_kernels(config.hopper_kernels), launching_nothing(), torch.inference_mode():
             found = self._outline(config)
-            shape = shape_of(config, found.model, found.whole, GPU)
-            room = room_of(config, gpu_bytes, found.model.num_bytes)
-            config = limited(config, shape, room)
-            shape = shape_of(config, found.model, found.whole, GPU)
-            steps = steps_of(config, found.model, shape, GPU, found.ranks, room)
+            fitted = fit_steps(config, found.model, found.whole, GPU, found.ranks, gpu_bytes)
+            config, shape, steps = fitted.config, fitted.shape, fitted.steps
             free = gpu_bytes - DRIVER_BYTES - sum(found.weights.values())
             # Of a model that does not fit anyway, nobody asks what its steps take.
             none = StepBytes(largest=0)

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from milepost.config import EngineConfig
-from milepost.engine.assembly.fitting import limited, room_of, shape_of, steps_of
+from milepost.engine.assembly.fitting import fit_steps
 from milepost.engine.assembly.planning import GPU, outline_of
 from milepost.errors import EngineDeadError, KernelError
 from milepost.kernels.platform.device import Chip, hopper_kernels
@@ -81,13 +81,9 @@ def compile_share(share: WarmShare) -> None:
     with hopper_kernels(config.hopper_kernels), pretend(share.chip), _only(share):
         found = outline_of(config)
         model = found.model
-        shape = shape_of(config, model, found.whole, GPU)
-        room = room_of(config, share.gpu_bytes, model.num_bytes)
-        config = limited(config, shape, room)
-        shape = shape_of(config, model, found.whole, GPU)
-        steps = steps_of(config, model, shape, GPU, found.ranks, room)
+        fitted = fit_steps(config, model, found.whole, GPU, found.ranks, share.gpu_bytes)
         with torch.inference_mode():
-            compile_steps(rehearsal(model, shape, steps), steps)
+            compile_steps(rehearsal(model, fitted.shape, fitted.steps), fitted.steps)
             if model.tower is not None and found.settings is not None:
                 measure_tower(model.tower, found.settings)
 
