@@ -87,6 +87,27 @@ def test_the_command_says_how_it_went(flags, status, folder_of, capsys):
     assert "bit for bit" in said
 
 
+def test_what_was_compared_is_shown_if_a_later_engine_does_not_start(
+    folder_of, capsys, monkeypatch
+):
+    def refuse(*_):
+        raise ConfigError("no room for it")
+
+    monkeypatch.setattr(BitChecks, "_elsewhere", refuse)
+    line = ["verify", str(folder_of("qwen3_5")), "--skip-tokenizer-init", "--prompt-tokens", "150"]
+    assert main([*line, "--num-prompts", "3", "--max-tokens", "8"]) == 2
+    said = capsys.readouterr().err
+    assert "no room for it" in said
+    assert "after a restart" in said
+
+
+def test_engines_with_other_pages_have_another_fingerprint(folder_of):
+    options = {"skip_tokenizer_init": True, "batch_invariant": True, "cpu_cache_gib": 0.01}
+    engines = [LLM(folder_of("qwen3_5"), page_size=size, **options) for size in (16, 64, 64)]
+    small, large, same = (llm.llm_engine.facts.fingerprint for llm in engines)
+    assert small != large == same
+
+
 @pytest.mark.parametrize("name", ["num_prompts", "prompt_tokens", "max_tokens"])
 def test_too_little_to_compare_is_refused(name):
     with pytest.raises(ConfigError, match=f"{name}=1: use"):

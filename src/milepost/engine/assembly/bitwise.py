@@ -63,9 +63,7 @@ def facts_of(
     if not config.batch_invariant:
         return {}
     with hopper_kernels(config.hopper_kernels):
-        own = numerics_identity(device)
-    # Hopper's attention takes pages from a size on.
-    return {**own, "fused": is_fused, "page_size": config.page_size}
+        return {**numerics_identity(device), "fused": is_fused}
 
 
 def _refused(why: str) -> ConfigError:

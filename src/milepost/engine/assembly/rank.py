@@ -202,6 +202,7 @@ def _identity(
         "quantization": config.quantization or "",
         "state_dtype": str(shape.state_dtype),
         "kv_dtype": str(shape.dtype_of_kv),
+        # Hopper's attention takes pages from a size on.
         "page_size": config.page_size,
         # The angles of some models depend on it.
         "num_positions": num_positions,
