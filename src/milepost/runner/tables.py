@@ -37,7 +37,7 @@ class HostTables:
     ) -> None:
         self._are_windows = False
         self.windows = windows
-        """Those of windows, if there are any: entries older than a window are stale there."""
+        """Page tables of windows, if there are any. Entries older than a window are stale."""
         self.rows = np.zeros((num_requests + 1, max_pages), np.int32)
         self._page_size = page_size
         self._lengths = [0] * (num_requests + 1)
@@ -125,7 +125,7 @@ class PageTables:
     ) -> None:
         sizes = num_requests, max_pages, page_size
         self.windows: Tensor | None = None
-        """Those of windows on the device, if there are any."""
+        """Page tables of windows on the device, if there are any."""
         self.host = HostTables(*sizes, HostTables.of_windows(*sizes) if has_windows else None)
         if has_windows:
             self.windows = torch.zeros(self.host.rows.shape, dtype=torch.int32, device=device)

@@ -123,11 +123,11 @@ class Allocation:
     window_table: list[int] = field(default_factory=list)
     """Pages of layers with a sliding window, HOLEs for those before it."""
     window_copy: PageCopy | None = None
-    """Among these pages, to be done before the next step to be planned."""
+    """Copies one window page to another, before the next step to be planned."""
     loading_windows: tuple[int, ...] = ()
-    """Those to be filled from outside, for the state that is loaded."""
+    """Window pages of the loaded state, which are filled from outside."""
     pinned_window: tuple[int, ...] = ()
-    """The page that it is copied from, pinned until the first commit."""
+    """Window page that `window_copy` reads, pinned until the first commit."""
     exports: list[Export] = field(default_factory=list)
     """Taken for the steps in flight, not yet committed; by position."""
 
