@@ -72,7 +72,7 @@ def main() -> int:
     table = Table(box=None)
     for column in ("clients", "of", "tokens/s", "first token p50", "p99", "beside the other"):
         table.add_column(column, justify="right")
-    found = []
+    found: list[dict[str, Any]] = []
     with _servers(arguments) as servers:
         loads = {name: _load(server, arguments) for name, server in servers.items()}
         for load in loads.values():
@@ -85,11 +85,13 @@ def main() -> int:
                     seen = _run(load, num_clients)
                     rates[name].append(seen.num_tokens / (seen.ended - seen.began))
                     firsts[name] += seen.ttft_s
+                    rate = f"{rates[name][-1]:,.0f} tokens/s"
+                    print(f"{num_clients} clients, {name}: {rate}", flush=True)
             for name in loads:
                 row = _row(name, num_clients, rates, firsts)
                 table.add_row(*_cells(row))
                 found.append(rows.provenance() | {"model": arguments.model} | row)
-    rows.write(arguments.out, found)
+            rows.write(arguments.out, found)
     Console(width=100).print(table)
     return 0
 
