@@ -4,8 +4,9 @@
         [--only experts dense] [--out FILE]
 
 The experts of the 35B-A3B shape (256 and a shared one, 8 chosen at random), each projection alone,
-and dense products of that shape and the 9B's. Tiles are written rows x outputs, warps, stages;
-"1xweights,warps" is row by row;
+and dense products of that shape and the 9B's. Tiles are written rows x outputs, warps, stages,
+and "u" where four bits are scaled before they are multiplied with rows on the left, "s" where rows
+are on the right; "1xweights,warps" is row by row;
 "chosen" are those that the tables choose, in whole layers of experts with grouping and beside
 Hopper's kernels. Experts of few tokens are not grouped. The floor is the time to read what is
 touched.
@@ -52,7 +53,11 @@ FEW_FP8 = "16x64,4,3 16x64,4,4 16x64,4,5 16x64,8,3 16x128,4,3 16x128,4,4 16x128,
 ROWS = "8x128,8,4 8x128,4,4 8x64,2,4 8x64,4,4 16x128,8,4 16x64,2,4"
 ONE = "1x8192,4 1x16384,4 1x16384,8 1x4096,4"
 SOME = "32x64,4,4 32x128,8,4 64x64,4,3 64x128,8,3 64x128,8,4"
-MANY = "32x64,4,4 32x64,4,3 32x128,4,3 32x128,8,3 64x64,4,3 64x128,8,3"
+MANY = (
+    "32x64,4,4 64x64,4,3 64x128,8,3 64x64,4,3,s 64x128,4,3,s 64x64,4,3,u 64x64,4,2,u 64x64,8,3,u "
+    "64x128,4,3,u 128x64,4,2,u 128x64,8,2,u 128x64,8,3,u 128x128,8,2,u 128x128,8,3,u 256x64,8,2,u"
+)
+MANY_FP8 = "32x64,4,4 32x128,4,3 64x64,4,3 64x128,8,3"
 
 Calls = list[Callable[[], object]]
 
@@ -77,7 +82,7 @@ def main() -> None:
 def time_experts(form: str, counts: list[int]) -> Iterator[dict[str, Any]]:
     up = FORMS[form](EXPERTS, 2 * SIZE, HIDDEN)
     down = FORMS[form](EXPERTS, HIDDEN, SIZE)
-    few = FEW_FP8 if form == "fp8" else FEW
+    few, many = (FEW_FP8, MANY_FP8) if form == "fp8" else (FEW, MANY)
     for num_tokens in counts:
         draws = [draw(num_tokens, up, down) for _ in range(6 if num_tokens <= 64 else 2)]
         touched = sum(each.experts.unique().numel() for each in draws) / len(draws)
@@ -86,7 +91,7 @@ def time_experts(form: str, counts: list[int]) -> Iterator[dict[str, Any]]:
             floor = bytes_of(weight) * touched / EXPERTS / COPY_GBPS / 1e3
             calls = {
                 each: project(draws, parse(each, weight), is_up=is_up)
-                for each in (few if num_tokens <= 128 else MANY).split()
+                for each in (few if num_tokens <= 128 else many).split()
             }
             if num_tokens <= 4:
                 calls |= {each: project_one(draws, each, is_up=is_up) for each in ONE.split()}
@@ -128,7 +133,7 @@ def project(draws: list[RoutedRows], tiles: Tiles, *, is_up: bool) -> Calls:
             groups = group(routed.experts, EXPERTS, tiles.block_m)
         active = torch.randn(routed.num_routed, SIZE, device="cuda", dtype=torch.bfloat16)
         given, output = (routed.rows, active) if is_up else (active, routed.new_output(CHOSEN + 1))
-        are_few = tiles.block_m <= 16 and isinstance(weight, Int4)
+        are_few = (tiles.block_m <= 16 or tiles.scales_first) and isinstance(weight, Int4)
         rows = round_rows(given, weight, routed.chip, are_few=are_few)
         calls.append(partial(grouped.project, rows, routed, output, groups, tiles, is_up=is_up))
     return calls
@@ -193,7 +198,7 @@ def run_chosen(hidden: Tensor, weight: Quantised, allowed: bool) -> Tensor:
 
 def parse(name: str, weight: Quantised) -> Tiles:
     """Returns the tiles that are written so."""
-    sizes, num_warps, num_stages = name.split(",")
+    sizes, num_warps, num_stages, *how = name.split(",")
     block_m, block_n = map(int, sizes.split("x"))
     group = getattr(weight, "group", 128)
     return Tiles(
@@ -202,7 +207,8 @@ def parse(name: str, weight: Quantised) -> Tiles:
         block_k=64 if group == 32 else 128,
         num_warps=int(num_warps),
         num_stages=int(num_stages),
-        is_swapped=True,
+        is_swapped=how != ["u"],
+        scales_first=bool(how),
     )
 
 

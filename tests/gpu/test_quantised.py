@@ -11,8 +11,10 @@ import torch
 from milepost.kernels import norm, products
 from milepost.kernels.layout.emit import Emit, as_activations, values_of
 from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products import Epilogue, expert_table, mix, moe, multiply, reads, table
 from milepost.kernels.products.forms.quantised import Quantised
+from milepost.kernels.products.portable import grouped
 from tests.kernels.choices import forget, multiplication, run_kernel, without
 from tests.kernels.quantised_cases import (
     check,
@@ -25,7 +27,7 @@ from tests.kernels.quantised_cases import (
     route,
     to,
 )
-from tests.kernels.routed import as_routed
+from tests.kernels.routed import as_routed, poisoned_outputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -358,6 +360,31 @@ def test_experts(num_tokens: int, name: str) -> None:
     given = hidden.bfloat16(), shares.bfloat16(), experts, up, down
     for limit in (0.0, 0.5):
         check_experts(mix(*given, limit=limit), *given, limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_warps", "is_swapped"),
+    [((64, 64), 4, True), ((64, 64), 4, False), ((128, 64), 8, False), ((128, 128), 8, False)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["int4", "int4, 128", "fp4", "fp4, squared relu"])
+def test_four_bits_may_be_scaled_before_they_are_multiplied(
+    name: str, sizes: tuple[int, int], num_warps: int, *, is_swapped: bool
+) -> None:
+    up, down = (to("cuda", each) for each in EXPERTS[name]())
+    hidden, shares, experts = (each.cuda() for each in route(300, 16, 0.1))
+    given = hidden.bfloat16(), shares.bfloat16(), experts, up, down
+    tiles = Tiles(
+        block_m=sizes[0],
+        block_n=sizes[1],
+        block_k=128,
+        num_warps=num_warps,
+        num_stages=2,
+        is_swapped=is_swapped,
+        scales_first=True,
+    )
+    with poisoned_outputs():
+        check_experts(grouped.run_tiles(as_routed(*given), tiles, tiles), *given)
 
 
 @pytest.fixture(scope="module", params=[512, 384])

@@ -33,7 +33,7 @@ from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.portable import (
     gathering as triton_gathering,
 )
-from milepost.kernels.products.portable import gemm, grouped_large, sums, unpack
+from milepost.kernels.products.portable import gemm, grouped, grouped_large, sums, unpack
 from milepost.kernels.products.portable import (
     rounding as triton_rounding,
 )
@@ -51,7 +51,7 @@ from tests.kernels.quantised_cases import (
     route,
     to,
 )
-from tests.kernels.routed import as_routed
+from tests.kernels.routed import as_routed, poisoned_outputs
 
 
 @pytest.mark.parametrize(
@@ -295,6 +295,30 @@ def test_int8_experts(
     down = make_int8(3, 256, 128, seed=2, input_scale=input_scales[1])
     given = (*route(num_tokens, 3, 0.1), up, down)
     check_experts(run_experts.mix(as_activations(given[0]), *given[1:]), *given)
+
+
+@pytest.mark.parametrize("is_swapped", [False, True], ids=["rows left", "weights left"])
+@pytest.mark.parametrize("up_rows", [256, 128], ids=["gated", "squared relu"])
+@pytest.mark.parametrize(
+    ("make", "group"), [(make_int4, 128), (make_int4, 32), (make_int4, 256), (make_fp4, 16)]
+)
+def test_four_bits_may_be_scaled_before_they_are_multiplied(
+    make: Callable[..., Quantised], group: int, up_rows: int, *, is_swapped: bool
+) -> None:
+    up = make(3, up_rows, 256, group=group)
+    down = make(3, 256, 128, group=min(group, 128), seed=2)
+    given = (*route(40, 3, 0.1), up, down)
+    tiles = Tiles(
+        block_m=16,
+        block_n=64,
+        block_k=128,
+        num_warps=4,
+        num_stages=2,
+        is_swapped=is_swapped,
+        scales_first=True,
+    )
+    with poisoned_outputs():
+        check_experts(grouped.run_tiles(as_routed(*given), tiles, tiles), *given)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 24])

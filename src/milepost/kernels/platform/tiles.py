@@ -18,6 +18,9 @@ class Tiles:
     num_stages: int
     is_swapped: bool = False
     """The weight is the left operand: with few rows it fills the tensor cores' tall side."""
+    scales_first: bool = False
+    """Weights of Int4 are scaled before they are multiplied, in place of their groups' sums: with
+    many rows there are more sums than weights."""
 
     def fitted(self, chip: Chip, *, num_weights: int = 1, num_bytes: int = 2) -> Tiles:
         """Returns tiles with as many stages as the chip has room for in types of `num_bytes`; a

@@ -82,7 +82,8 @@ def _add(left, right, acc, SHAPE: tl.constexpr):
 def multiply_quantised(
     p_x, p_row_scale, stride, weight, expert, column, first, SHAPE: tl.constexpr
 ):
-    """Multiplies as `multiply_raw`, always swapped. Scales of a row's blocks are `stride` apart."""
+    """Multiplies as `multiply_raw`, swapped unless scales of four bits come first. Scales of a
+    row's blocks are `stride` apart."""
     BLOCK_K: tl.constexpr = SHAPE.block_k
     STEPS: tl.constexpr = (SHAPE.inputs + SHAPE.split_k * BLOCK_K - 1) // (SHAPE.split_k * BLOCK_K)
     o_x, o_w = columns(SHAPE)
@@ -94,7 +95,10 @@ def multiply_quantised(
         up = find_row(weight, expert, column + SHAPE.outputs, SHAPE)
     p_gate, p_up = gate[0][:, None] + o_w[None, :], up[0][:, None] + o_w[None, :]
     IS_INT8: tl.constexpr = weight.numbers.dtype.element_ty == tl.int8
-    b_gate = tl.zeros([column.shape[0], p_x.shape[0]], tl.int32 if IS_INT8 else tl.float32)
+    if SHAPE.is_swapped:
+        b_gate = tl.zeros([column.shape[0], p_x.shape[0]], tl.int32 if IS_INT8 else tl.float32)
+    else:
+        b_gate = tl.zeros([p_x.shape[0], column.shape[0]], tl.float32)
     b_up = b_gate
     gate_scales, up_scales = load_scales(gate, first, SHAPE), load_scales(up, first, SHAPE)
     row_scale = load_row_scale(p_row_scale, stride, first, SHAPE)
@@ -126,7 +130,8 @@ def _finish(acc, p_row, row_scale, SHAPE: tl.constexpr):
     if SHAPE.group == 0 and not SHAPE.has_block_scales:
         acc = acc.to(tl.float32) * (tl.load(p_row[1])[:, None] * row_scale)
     if SHAPE.group < 0:
-        acc *= factors(p_row[2])[:, None]
+        factor = factors(p_row[2])
+        acc *= factor[:, None] if SHAPE.is_swapped else factor[None, :]
     if not SHAPE.is_native:
         acc *= 65536.0
     return acc
@@ -145,8 +150,8 @@ def _add_step(acc, x, p_w, scales, i_k, SHAPE: tl.constexpr):
     rows' sums."""
     if p_w.dtype.element_ty == tl.int8:
         return int8_step.add(acc, x, p_w + i_k, i_k, SHAPE)
-    elif SHAPE.group < 0:
-        return _add_fp4(acc, x[0], p_w, scales, i_k, SHAPE)
+    elif SHAPE.group < 0 or SHAPE.scales_first:
+        return _add_weights(acc, x[0], p_w, scales, i_k, SHAPE)
     elif SHAPE.group:
         return _add_int4(acc, x, p_w, scales, i_k, SHAPE)
     else:
@@ -174,11 +179,21 @@ def _add_fp8(acc, x, p_w, scale, i_k, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _add_fp4(acc, p_x, p_w, scales, i_k, SHAPE: tl.constexpr):
-    b_w, b_x = tl.load(p_w + i_k // 2), tl.trans(tl.load(p_x + i_k))
-    acc = tl.dot(float4.low(b_w, scales[0], b_x.dtype, SHAPE.has_ptx), b_x, acc)
-    b_x = tl.trans(tl.load(p_x + 64 + i_k))
-    return tl.dot(float4.high(b_w, scales[1], b_x.dtype, SHAPE.has_ptx), b_x, acc)
+def _add_weights(acc, p_x, p_w, scales, i_k, SHAPE: tl.constexpr):
+    """Adds a step of four-bit weights, which are scaled before they are multiplied: e2m1, and Int4
+    for many rows, where a group has more sums than weights."""
+    LANE: tl.constexpr = min(SHAPE.group, 64) if SHAPE.group > 0 else 64
+    b_w, b_x = tl.load(p_w + i_k // 2), tl.load(p_x + i_k)
+    if SHAPE.group < 0:
+        b_low = float4.low(b_w, scales[0], b_x.dtype, SHAPE.has_ptx)
+        b_high = float4.high(b_w, scales[1], b_x.dtype, SHAPE.has_ptx)
+    else:
+        b_low = int4.low(b_w, b_x.dtype, SHAPE.has_ptx)
+        b_low = int4.weights(b_low, scales[0], scales[1])
+        b_high = int4.high(b_w, b_x.dtype, SHAPE.has_ptx)
+        b_high = int4.weights(b_high, scales[2], scales[3])
+    acc = _add(b_x, b_low, acc, SHAPE)
+    return _add(tl.load(p_x + LANE + i_k), b_high, acc, SHAPE)
 
 
 @triton.jit
@@ -216,7 +231,9 @@ def _sum_rows(p_x, p_sum, stride, p_w, i_k, SHAPE: tl.constexpr):
     are added up by the matrix unit, which is idle: so sums stand where products do. The ones are
     made of bytes at `p_w`, in their layout."""
     LANE: tl.constexpr = min(SHAPE.group, 64)
-    if SHAPE.group > 0 and SHAPE.is_rounded:
+    if SHAPE.scales_first:
+        return ()
+    elif SHAPE.group > 0 and SHAPE.is_rounded:
         p_sum += i_k // min(SHAPE.group, SHAPE.block_k) * stride
         b_sum = tl.load(p_sum)[None, :]
         if SHAPE.group == LANE:

@@ -29,12 +29,16 @@ from milepost.kernels.products.run_experts import RoutedRows
 
 def run(routed: RoutedRows) -> Tensor:
     """Returns partials [T, N, H]."""
+    return run_tiles(routed, *grouped_tiles.choose(routed))
+
+
+def run_tiles(routed: RoutedRows, up_tiles: Tiles, down_tiles: Tiles) -> Tensor:
+    """Returns partials [T, N, H] with tiles of both projections, which have as many rows."""
     output, (up, down) = routed.new_output(routed.experts.shape[1]), (routed.up, routed.down)
     active = routed.rows.new_empty(routed.num_routed, routed.size)
-    up_tiles, down_tiles = grouped_tiles.choose(routed)
     groups, are_few = None, routed.num_routed <= ROW_BY_ROW
     if isinstance(up, Int4):
-        are_few = up_tiles.block_m <= FEW.block_m
+        are_few = up_tiles.scales_first or up_tiles.block_m <= FEW.block_m
     if len(routed.experts) > min(SEARCHED, up_tiles.block_m):
         groups = group(routed.experts, routed.num_experts, up_tiles.block_m)
     rows = round_rows(routed.rows, up, routed.chip, are_few=are_few)
@@ -70,6 +74,7 @@ def project(
         block_n=tiles.block_n,
         block_k=tiles.block_k,
         is_swapped=tiles.is_swapped,
+        scales_first=tiles.scales_first,
         is_rounded=scales is not None,
         top_k=routed.experts.shape[1],
     )

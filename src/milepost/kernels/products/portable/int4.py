@@ -131,3 +131,11 @@ def _taken_off(q):
 def offset(TYPE: tl.constexpr):
     """Returns what numbers in a 16-bit type are too large by."""
     return 128.0 if tl.bfloat16 == TYPE else -8.0
+
+
+@triton.jit
+def weights(numbers, scale, zero):
+    """Returns the weights of numbers [N, K] as `low` and `high` return them, in their type, for
+    scales and zero points [N]."""
+    zero = (zero.to(tl.float32) + offset(numbers.dtype)).to(numbers.dtype)
+    return (numbers - zero[:, None]) * scale.to(numbers.dtype)[:, None]

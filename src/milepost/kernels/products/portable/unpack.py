@@ -80,14 +80,7 @@ def _unpack_kernel(weight, output, SHAPE: tl.constexpr):
         high = (float4.high(b_w, scales[1], TYPE, SHAPE.has_ptx) * factor).to(TYPE)
     else:
         scale, zero, high_scale, high_zero = scales
-        low = _weights(int4.low(b_w, TYPE, SHAPE.has_ptx), scale, zero)
-        high = _weights(int4.high(b_w, TYPE, SHAPE.has_ptx), high_scale, high_zero)
+        low = int4.weights(int4.low(b_w, TYPE, SHAPE.has_ptx), scale, zero)
+        high = int4.weights(int4.high(b_w, TYPE, SHAPE.has_ptx), high_scale, high_zero)
     tl.store(target, low, mask=mask)
     tl.store(target + LANE, high, mask=mask)
-
-
-@triton.jit
-def _weights(numbers, scale, zero):
-    """Returns the weights of numbers [N, K], in their 16-bit type."""
-    zero = (zero.to(tl.float32) + int4.offset(numbers.dtype)).to(numbers.dtype)
-    return (numbers - zero[:, None]) * scale.to(numbers.dtype)[:, None]

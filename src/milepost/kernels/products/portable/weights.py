@@ -73,6 +73,8 @@ class ProductShape(NamedTuple):
     """Whether the checkpoint sets the scale of all activations."""
     is_rounded: bool = False
     """Whether rows are rounded and have scales, or have sums."""
+    scales_first: bool = False
+    """See `Tiles`."""
     has_ptx: bool = False
     """Whether four bits are unpacked by NVIDIA's instructions."""
 
@@ -94,7 +96,10 @@ class ProductShape(NamedTuple):
                 # A step has a group in bytes' low halves, and one in their high halves.
                 shape = shape._replace(block_k=2 * group)
             has_ptx = not chip.is_amd and chip.arch != "cpu"
-            return shape._replace(group=group, depths=depths, is_swapped=True, has_ptx=has_ptx)
+            is_swapped = shape.is_swapped or not shape.scales_first
+            return shape._replace(
+                group=group, depths=depths, is_swapped=is_swapped, has_ptx=has_ptx
+            )
         return shape._replace(
             depths=depths,
             scale_rows=weight.rows,
