@@ -2,7 +2,7 @@
 
 The table of docs/policies.md, "What earns its place":
 
-    python bench/ablations.py FOLDER [--variants whole no-fork-counts] [--processes 32]
+    python bench/ablations.py FOLDER [--variants whole no-fork-counts] [--processes 14]
     python bench/ablations.py FOLDER --slots
 
 Hit rate, p90 of the first token and the time until all is done, in virtual time, as differences
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
@@ -26,26 +25,31 @@ from typing import Any
 
 import rows
 import slots
+import traffic
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from traces import Cell, run
 
 from milepost.cache import placement
-from milepost.cache.eviction import buckets, hold_back, reclaim, return_rates, score
+from milepost.cache.allocation import admitting
+from milepost.cache.eviction import buckets, reclaim, return_rates, score
 from milepost.scheduler import admission, planner, sharing
-from milepost.simulator.cost import read_cost
-from milepost.simulator.trace import read_trace
 
-SIZES = {
-    "agent-dev": (48.0, 96.0, 192.0),
-    "mooncake-conversation": (32.0, 128.0, 512.0),
-    "mooncake-synthetic": (32.0, 128.0, 512.0),
+CELLS = {
+    "agent-dev": (350, 64.0),
+    "systems": (0, 2.0),
+    "mix": (0, 3.0),
+    "made-agents": (0, 8.0),
+    "scan": (0, 3.0),
+    "mooncake-conversation": (700, 48.0),
+    "mooncake-synthetic": (700, 96.0),
+    "cycle": (0, 8.0),
 }
-"""GiB: tight, in the middle, ample."""
+"""Requests, and GiB: less than what returns needs. Those that take longest are first."""
 SLOTS = {"mooncake-conversation": (64, 256), "mooncake-synthetic": (32, 128)}
-"""Slots, where they alone are limited."""
-LIMITS = {"agent-dev": 700, "mooncake-conversation": 1500, "mooncake-synthetic": 1500}
+"""Slots, where they alone are limited, and requests run one after the other."""
+SLOTS_LIMIT = 1500
 COST = "hybrid-35b-a3b-h200"
 
 
@@ -99,6 +103,10 @@ def _claim_nothing(_reclaimer: Any, reservation: Any, checkpoint: Any) -> None:
     reservation.checkpoint = checkpoint
 
 
+def _strays_alone(reclaimer: Any, unified: Any) -> bool:
+    return bool(reclaimer._evict_strays(unified.pages_a_slot))
+
+
 def _lru(expected: Any, checkpoint: Any) -> float:
     return 1.0 / (expected.clock - checkpoint.end.time + return_rates.AGE_OFFSET)
 
@@ -127,11 +135,12 @@ VARIANTS: dict[str, Callable[[], None]] = {
     "busy-or-not": _put(admission.Admission, "busy_share", property(lambda _: 1.0, _nothing)),
     "first-come": _put(admission.Admission, "_place", lambda _, request: request.rank),
     "no-short-ones-first": _put(planner.Planner, "_shortest", lambda *_: []),
-    "bypassed-64": _put(admission, "MAX_BYPASSED", 64),
-    "held-back-60-s": _put(admission, "MAX_HOLD_BACK_S", 60.0),
-    "look-ahead-64": _put(hold_back, "LOOK_AHEAD", 64),
     "no-declining": _put(reclaim.Reclaimer, "is_worth_a_slot", lambda *_: True),
     "no-sparse-states": _put(placement, "SPARSE", 1 << 30),
+    "no-evidence-of-evicted": _put(score.Score, "evicted", _nothing),
+    "all-expected": _put(score.Score, "is_expected", lambda *_: True),
+    "no-moves": _put(reclaim.Reclaimer, "_clear_unit", _strays_alone),
+    "no-take-overs": _put(admitting.Admitter, "_can_take_over", lambda *_: False),
     "no-bytes": _put(score.Score, "of_page", _per_page),
     "no-waits-for-prefix": _put(sharing.PendingPrefixes, "find", lambda *_: None),
     "no-parted-tails": _put(score, "_has_parted", lambda *_: False),
@@ -146,11 +155,10 @@ Task = tuple[str, Cell]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="with <trace>.jsonl.gz")
-    parser.add_argument("--traces", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--traces", nargs="+", default=list(CELLS), choices=CELLS)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    parser.add_argument("--policies", nargs="+", default=["auto", "auto-split"])
-    parser.add_argument("--sizes", nargs="+", type=int, default=[0, 1, 2], help="0 is tight")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--policy", default="auto")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--slots", action="store_true", help="only limited slots, and no queue")
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "bench-ablations.jsonl")
@@ -170,39 +178,28 @@ def main() -> int:
             known[row["variant"], row["cell"]] = row
             with arguments.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-    for policy in arguments.policies:
-        Console(width=200).print(_table(arguments, policy, known))
+    Console(width=200).print(_table(arguments, known))
     return 0
 
 
 def _tasks(arguments: argparse.Namespace) -> Iterator[Task]:
     """The long ones first, so that the processes end together."""
-    for trace in arguments.traces:
+    for name in arguments.traces:
         for seed in arguments.seeds:
-            for size in arguments.sizes:
-                for policy in arguments.policies:
-                    for variant in arguments.variants:
-                        yield (
-                            variant,
-                            Cell(
-                                trace=trace,
-                                limit=LIMITS[trace],
-                                cost=COST,
-                                seed=seed,
-                                gib=SIZES[trace][size],
-                                policy=policy,
-                            ),
-                        )
+            for variant in arguments.variants:
+                yield variant, _cell(arguments, name, seed)
+
+
+def _cell(arguments: argparse.Namespace, name: str, seed: int) -> Cell:
+    limit, gib = CELLS[name]
+    return Cell(trace=name, limit=limit, cost=COST, seed=seed, gib=gib, policy=arguments.policy)
 
 
 def _replay(task: Task, folder: Path) -> Row:
     """In a process of its own, so that what is left out is left out there alone."""
     variant, cell = task
     VARIANTS[variant]()
-    trace = read_trace(folder / f"{cell.trace}.jsonl.gz", limit=cell.limit)
-    trace.link_answers()
-    row = run(trace, cell, read_cost(cell.cost))
-    return row | {"variant": variant, "cell": str(cell)}
+    return run(folder, cell) | {"variant": variant, "cell": str(cell)}
 
 
 def _slots_table(arguments: argparse.Namespace) -> Table:
@@ -225,8 +222,7 @@ def _hits_of_slots(variant: str, folder: Path) -> list[float]:
     VARIANTS[variant]()
     rates = []
     for name, sizes in SLOTS.items():
-        trace = read_trace(folder / f"{name}.jsonl.gz", limit=LIMITS[name])
-        trace.link_answers()
+        trace = traffic.read(name, folder, limit=SLOTS_LIMIT, seed=0)
         for num_slots in sizes:
             stats = slots.replay(trace, num_slots).stats
             rates.append(100 * stats.hits / stats.queries)
@@ -240,41 +236,38 @@ def _read(path: Path) -> dict[tuple[str, str], Row]:
     return {(row["variant"], row["cell"]): row for row in held}
 
 
-def _table(arguments: argparse.Namespace, policy: str, known: dict[tuple[str, str], Row]) -> Table:
+def _table(arguments: argparse.Namespace, known: dict[tuple[str, str], Row]) -> Table:
     """Means of the seeds: points of hit rate, and p90 and all done as ratios to the whole's."""
-    table = Table(title=f"{policy}: hits % (p90 s, all done s), then what each changes", box=None)
-    columns = [
-        (trace, SIZES[trace][size]) for trace in arguments.traces for size in arguments.sizes
-    ]
-    for name in ("left out", *(f"{trace}, {gib:g} GiB" for trace, gib in columns)):
+    title = f"{arguments.policy}: hits % (p90 s, all done s), then what each changes"
+    table = Table(title=title, box=None)
+    for name in ("left out", *(f"{name}, {CELLS[name][1]:g} GiB" for name in arguments.traces)):
         table.add_column(name, justify="right")
-    whole = [_means(known, "whole", policy, *column) for column in columns]
     for variant in arguments.variants:
-        cells = []
-        for column, base in zip(columns, whole, strict=True):
-            hit, p90, done = _means(known, variant, policy, *column)
-            if variant == "whole":
-                cells.append(f"{hit:.1f} ({p90:.1f}, {done:.0f})")
-            else:
-                cells.append(f"{hit - base[0]:+.1f} ({p90 / base[1]:.2f}, {done / base[2]:.2f})")
-        table.add_row(variant, *cells)
+        row = [_difference(arguments, known, name, variant) for name in arguments.traces]
+        table.add_row(variant, *row)
     return table
 
 
-def _means(
-    known: dict[tuple[str, str], Row], variant: str, policy: str, trace: str, gib: float
-) -> tuple[float, float, float]:
-    held = [
-        row
-        for (name, _), row in known.items()
-        if name == variant and (row["policy"], row["trace"], row["gib"]) == (policy, trace, gib)
+def _difference(
+    arguments: argparse.Namespace, known: dict[tuple[str, str], Row], name: str, variant: str
+) -> str:
+    """What leaving something out changes for one kind of traffic."""
+    cells = [str(_cell(arguments, name, seed)) for seed in arguments.seeds]
+    pairs = [
+        (known[variant, cell], known["whole", cell])
+        for cell in cells
+        if (variant, cell) in known and ("whole", cell) in known
     ]
-    if not held:
-        return math.nan, math.nan, math.nan
-    hit, p90, done = (
-        fmean(row[name] for row in held) for name in ("hit_rate", "ttft_p90_s", "virtual_s")
-    )
-    return 100 * hit, p90, done
+    if not pairs:
+        return "-"
+    hit, base = (100 * fmean(pair[side]["hit_rate"] for pair in pairs) for side in (0, 1))
+    ratios = []
+    for key in ("ttft_p90_s", "virtual_s"):
+        ours, whole = (fmean(pair[side][key] for pair in pairs) for side in (0, 1))
+        ratios.append((ours, whole))
+    if variant == "whole":
+        return f"{hit:.1f} ({', '.join(f'{ours:.3g}' for ours, _ in ratios)})"
+    return f"{hit - base:+.1f} ({', '.join(f'{ours / whole:.2f}' for ours, whole in ratios)})"
 
 
 if __name__ == "__main__":

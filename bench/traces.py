@@ -1,8 +1,8 @@
-"""Policies on recorded traces with so many bytes for KV and states, in virtual time.
+"""Policies on recorded and made-up traffic with so many bytes for KV and states, in virtual time.
 
 The tables of docs/policies.md:
 
-    python bench/traces.py FOLDER [--gib 64 128] [--seeds 0 1 2] [--policies auto ends]
+    python bench/traces.py FOLDER [--traces agent-dev mix] [--seeds 0 1 2] [--policies auto ends]
 
 Two pools divide the bytes by the engine's rule: a slot for each request that may run, and a sixth
 of the rest. Each row is written when it is there, and a cell that the file already holds
@@ -27,18 +27,16 @@ from peer_policies import ALL_POLICIES
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from traffic import SIZES, read
 
 from milepost.simulator.cost import CostModel, read_cost
 from milepost.simulator.loop import Replay
 from milepost.simulator.results import MemoryGib, run_row
-from milepost.simulator.seeds import reseeded
-from milepost.simulator.trace import Trace, read_trace
 
 NEAR = 0.003
 """Hit rates that differ by no more count as equal."""
 
 
-TRACES = ("agent-dev", "mooncake-conversation", "mooncake-synthetic")
 MAX_NUM_SEQS = 64
 GIB = 2**30
 
@@ -69,23 +67,26 @@ Rows = dict[Cell, dict[str, Any]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="with <trace>.jsonl.gz")
-    parser.add_argument("--traces", nargs="+", default=list(TRACES), choices=TRACES)
+    parser.add_argument("--traces", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument(
-        "--policies", nargs="+", default=["vllm", "sglang", "auto"], choices=ALL_POLICIES
+        "--policies",
+        nargs="+",
+        default=["auto", "auto-split", "vllm", "sglang"],
+        choices=ALL_POLICIES,
     )
-    parser.add_argument("--gib", nargs="+", type=float, default=[64, 128])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--limit", type=int, default=2000, help="requests of each trace")
+    parser.add_argument("--gib", nargs="+", type=float, help="in place of each traffic's own")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--limit", type=int, default=700, help="requests of each recorded trace")
     parser.add_argument("--cost", default="hybrid-35b-a3b-h200")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "bench-traces.jsonl")
     arguments = parser.parse_args()
     known = _read(arguments.out)
-    console, tables = Console(stderr=True), Console(width=160)
-    for name in arguments.traces:
-        cells = _cells(arguments, name)
-        _measure(arguments, name, [cell for cell in cells if cell not in known], known, console)
-        measured = {cell: known[cell] for cell in cells}
+    console, tables = Console(stderr=True), Console(width=200)
+    cells = {name: _cells(arguments, name) for name in arguments.traces}
+    _measure(arguments, [cell for held in cells.values() for cell in held], known, console)
+    for name, held in cells.items():
+        measured = {cell: known[cell] for cell in held}
         tables.print(_figures_table(name, arguments.policies, measured))
         if "auto" in arguments.policies and len(arguments.policies) > 1:
             _print_margins(name, measured, tables)
@@ -104,7 +105,7 @@ def _cells(arguments: argparse.Namespace, name: str) -> list[Cell]:
             policy=policy,
         )
         for seed in arguments.seeds
-        for gib in arguments.gib
+        for gib in arguments.gib or SIZES[name]
         for policy in arguments.policies
     ]
 
@@ -113,44 +114,46 @@ def _cells(arguments: argparse.Namespace, name: str) -> list[Cell]:
 
 
 def _measure(
-    arguments: argparse.Namespace, name: str, cells: list[Cell], known: Rows, console: Console
+    arguments: argparse.Namespace, cells: list[Cell], known: Rows, console: Console
 ) -> None:
-    """Run the cells of one trace; each row goes into `known` and to the end of the file."""
-    if not cells:
-        return
-    trace = read_trace(arguments.folder / f"{name}.jsonl.gz", limit=arguments.limit)
-    trace.link_answers()
+    """Run the cells; each row goes into `known` and to the end of the file."""
+    missing = [cell for cell in cells if cell not in known]
     commit = {"git_sha": rows.provenance()["git_sha"]}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    replay = functools.partial(run, trace, cost=read_cost(arguments.cost))
+    replay = functools.partial(run, arguments.folder)
     context = multiprocessing.get_context("fork")
     with context.Pool(arguments.processes, maxtasksperchild=1) as pool:
-        found = pool.imap(replay, cells)
-        for cell in track(cells, console=console, description=name, transient=True):
-            row = next(found)
+        found = pool.imap_unordered(replay, missing)
+        for row in track(found, total=len(missing), console=console, transient=True):
+            cell = _cell_of(row)
             known[cell] = commit | row
             with arguments.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(known[cell]) + "\n")
             console.print(f"{cell}: {_figures([row])}", style="dim", soft_wrap=True)
 
 
-def run(trace: Trace, cell: Cell, cost: CostModel) -> dict[str, Any]:
+def run(folder: Path, cell: Cell) -> dict[str, Any]:
+    """Replays one cell; returns its row."""
+    trace, cost = read(cell.trace, folder, limit=cell.limit, seed=cell.seed), read_cost(cell.cost)
     sizes = cell.sizes(cost, trace.page_size)
     cache = ALL_POLICIES[cell.policy].memory(cost, page_size=trace.page_size, **sizes)
     closed = trace.requests[0].session is not None
-    replayed = Replay(reseeded(trace, cell.seed), cache, cost, closed=closed).run()
+    replayed = Replay(trace, cache, cost, closed=closed).run()
     memory = MemoryGib(device=cell.gib)
     bound = trace.bound()
     row = run_row(trace, cell.policy, replayed, bound, memory=memory, seed=cell.seed, **sizes)
     return asdict(row) | asdict(cell)
 
 
+def _cell_of(row: dict[str, Any]) -> Cell:
+    return Cell(**{field.name: row[field.name] for field in fields(Cell)})
+
+
 def _read(path: Path) -> Rows:
     if not path.exists():
         return {}
     held = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    names = [field.name for field in fields(Cell)]
-    return {Cell(**{name: row[name] for name in names}): row for row in held}
+    return {_cell_of(row): row for row in held}
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -169,7 +172,8 @@ def _figures_table(name: str, policies: list[str], measured: Rows) -> Table:
     sizes = _by_size(measured)
     commits = {row["git_sha"] for row in measured.values()}
     mixed = "" if len(commits) == 1 else f"; commits {', '.join(sorted(commits))}"
-    table = Table(title=f"{name}: hit %, p90 time to first token{mixed}", box=None)
+    title = f"{name}: hit % (lowest, highest); first token p50, p90, p99; all done{mixed}"
+    table = Table(title=title, box=None)
     for column in ("policy", *(f"{gib:g} GiB" for gib in sizes)):
         table.add_column(column, justify="right")
     for policy in policies:
@@ -178,7 +182,14 @@ def _figures_table(name: str, policies: list[str], measured: Rows) -> Table:
 
 
 def _figures(measured: list[dict[str, Any]]) -> str:
-    return f"{100 * _hit(measured):.2f} {_p90_s(measured):.1f} s"
+    """Means of the seeds."""
+    hits = [100 * row["hit_rate"] for row in measured]
+    waits = [fmean(row[f"ttft_p{p}_s"] for row in measured) for p in (50, 90, 99)]
+    ends = fmean(row["virtual_s"] for row in measured)
+    return (
+        f"{fmean(hits):.1f} ({min(hits):.1f}, {max(hits):.1f}); "
+        f"{', '.join(f'{wait_s:.2g}' for wait_s in waits)}; {ends:.0f} s"
+    )
 
 
 def _hit(measured: list[dict[str, Any]]) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -120,7 +121,14 @@ class _Maker:
 
 def make_trace(name: str, num_sessions: int, *, seed: int = 0) -> Trace:
     """Makes the traffic of that many sessions; `name` is one of `MADE`."""
-    maker, habits = _Maker(seed), MADE[name]
+    return make_sessions(MADE[name], num_sessions, name=name, seed=seed)
+
+
+def make_sessions(
+    habits: Sequence[Habit], num_sessions: int, *, name: str = "sessions", seed: int = 0
+) -> Trace:
+    """Makes the traffic of that many sessions, which have these habits in turn."""
+    maker = _Maker(seed)
     for number in range(num_sessions):
         habit = habits[number % len(habits)]
         maker.add_session(habit, f"{habit.name} {number}")
