@@ -210,6 +210,27 @@ def cold(bench: Bench) -> Iterator[Row]:
         yield {"prompt": length, "seconds": statistics.median(runs)}
 
 
+def agree(bench: Bench) -> Iterator[Row]:
+    """How many of 96 greedy tokens differ after a hit from those of a cold run: 48 prompts that
+    share 1,000 tokens, and 48 that share 4,000, with 20 to 314 of their own, one at a time.
+    """
+    for length in (1000, 4000):
+        shared = bench.tokens(length)
+        prompts = [[*shared, *bench.tokens(20 + 6 * number)] for number in range(50)]
+        cold = []
+        for prompt in prompts:
+            bench.llm.reset_prefix_cache()
+            cold += bench.generate([prompt], 1)[2]
+        hits = [bench.generate([prompt], 1) for prompt in prompts]
+        pairs = zip(cold[2:], hits[2:], strict=True)  # the first leave the state that others resume
+        yield {
+            "shared": length,
+            "tokens": len(prompts) - 2,
+            "different": sum(token != hit[2][0] for token, hit in pairs),
+            "cached": sum(cached for _, cached, _ in hits),
+        }
+
+
 def unique(bench: Bench) -> Iterator[Row]:
     """64 requests that share nothing: 1000 in, 64 out. Compare with the cache off."""
     for _ in range(3):
@@ -254,7 +275,7 @@ def _experts_touched(bench: Bench, prompts: list[Prompt]) -> Row:
 
 WORKLOADS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     workload.__name__: workload
-    for workload in (repeat, system, fan, chats, agent, crowd, decode, cold, unique)
+    for workload in (repeat, system, fan, chats, agent, crowd, decode, cold, agree, unique)
 }
 
 
