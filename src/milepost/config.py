@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from milepost.cache.placement import Mode
 from milepost.cache.tree import HYBRID, grid_of
+from milepost.checks import check_types, decode_floats, json_text, read_json
 from milepost.errors import ConfigError
 from milepost.image_config import ImageConfig
-from milepost.json_settings import check_types, decode_floats, json_text, read_json
 from milepost.kv_events_config import KVEventsConfig
 from milepost.kv_transfer_config import KVTransferConfig
 from milepost.speculative_config import SpeculativeConfig, read_speculative_config

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from milepost.checks import flat_texts, json_text
 from milepost.errors import ConfigError
-from milepost.json_settings import json_text, listed
 
 DEFAULT_MAX_IMAGES = 999
 
@@ -42,7 +42,7 @@ class ImageConfig:
         _require(
             isinstance(given, list | tuple | None), f"allowed_media_domains={given!r}: use a list"
         )
-        domains = listed(given)
+        domains = flat_texts(given)
         object.__setattr__(self, "allowed_media_domains", domains or None)
         _require(
             self.encoder_cache_size >= 1,

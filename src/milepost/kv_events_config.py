@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from milepost.checks import check_choice
 from milepost.errors import ConfigError
-from milepost.json_settings import check_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

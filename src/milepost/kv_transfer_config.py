@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any
 
+from milepost.checks import check_choice
 from milepost.errors import ConfigError
-from milepost.json_settings import check_choice
 
 _EXTRA: Mapping[str, Any] = {
     "peers": (),

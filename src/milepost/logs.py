@@ -4,23 +4,22 @@ The command line sets them up (`set_up`), and the processes that a server starts
 (`current` in one, `set_up` in the other). Nothing else configures logging. A line of JSON has time,
 level, logger, process and message, the ids of the request that it belongs to, and the traceback of
 an exception. With JSON whatever else Python code writes to standard error becomes such lines too
-(`stray_text`); only what libraries in C write there stays as it is.
+(`StrayText`); only what libraries in C write there stays as it is.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
-
-from milepost.stray_text import StrayText
 
 LogFormat = Literal["text", "json"]
 
@@ -180,3 +179,50 @@ def _catch_the_rest() -> None:
     threading.excepthook = in_thread
     logging.captureWarnings(True)
     sys.stderr = StrayText(_stderr(), logging.getLogger("stderr").warning)
+
+
+MAX_CHARS = 2**16
+"""A longer line is cut into several."""
+
+
+class StrayText(io.TextIOBase):
+    """Calls `say("%s", line)` for each line. What is drawn over again on a terminal, such as a
+    progress bar, is left out. `stream` is what stood here before.
+
+    Nothing that `say` itself writes comes back: then the text is dropped, as it has nowhere to go.
+    """
+
+    def __init__(self, stream: TextIO, say: Callable[..., object]) -> None:
+        self.stream = stream
+        self._say = say
+        self._own = threading.local()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def isatty(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        own: Any = self._own
+        if getattr(own, "is_saying", False):
+            return len(text)
+        *lines, rest = (getattr(own, "rest", "") + text).split("\n")
+        if len(rest) > MAX_CHARS:
+            lines, rest = [*lines, rest], ""
+        own.rest, own.is_saying = rest, True
+        try:
+            for line in lines:
+                shown = line.rstrip("\r").rpartition("\r")[2]
+                if shown.strip():
+                    self._say("%s", shown)
+        finally:
+            own.is_saying = False
+        return len(text)

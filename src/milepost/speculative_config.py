@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from milepost.checks import read_mapping
 from milepost.errors import ConfigError
-from milepost.json_settings import read_mapping
 
 METHODS = ("auto", "mtp", "suffix", "ngram")
 _ALSO_MTP = ("qwen3_next_mtp", "qwen3_5_mtp", "nemotron_h_mtp")

@@ -13,7 +13,7 @@ from milepost.config import EngineConfig
 from milepost.engine.outputs import CompletionOutput, RequestOutput
 from milepost.kv_events_config import KVEventsConfig
 from milepost.kv_transfer_config import KVTransferConfig
-from milepost.load.config import DriveConfig
+from milepost.load.drive import DriveConfig
 from milepost.load.workloads import WorkloadConfig
 from milepost.sampling_params import SamplingParams, StructuredOutputs
 from milepost.server.config import ServerConfig

@@ -1,5 +1,5 @@
 from milepost.load.client import RequestResult
-from milepost.load.summary import percentiles, summarize
+from milepost.load.drive import percentiles, summarize
 
 USAGE = {
     "prompt_tokens": 100,

@@ -12,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from milepost.logs import FieldsFormatter, JsonFormatter, LogSetup, RequestIds, of_request
-from milepost.stray_text import MAX_CHARS, StrayText
+from milepost.logs import (
+    MAX_CHARS,
+    FieldsFormatter,
+    JsonFormatter,
+    LogSetup,
+    RequestIds,
+    StrayText,
+    of_request,
+)
 from tests.server.conftest import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]

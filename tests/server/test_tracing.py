@@ -14,7 +14,7 @@ import pytest
 from milepost.errors import ConfigError
 from milepost.server import spans, tracing
 from milepost.server.config import ServerConfig
-from milepost.server.trace_context import TraceContext, parsed, read
+from milepost.server.tracing import TraceContext, parsed, read
 from tests.server import conftest
 from tests.server.collector import collecting
 from tests.server.conftest import serving

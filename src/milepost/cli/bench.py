@@ -17,7 +17,7 @@ from rich.table import Table
 from milepost.cli.display import Screen
 from milepost.cli.flags import Flags, add_flags
 from milepost.errors import ConfigError, missing
-from milepost.load.config import DriveConfig
+from milepost.load.drive import DriveConfig
 from milepost.load.workloads import WorkloadConfig, sessions
 
 DRIVE = Flags(config=DriveConfig, group=Group("Load", sort_key=1), renamed={})
@@ -72,8 +72,7 @@ def command(screen: Screen) -> Callable[..., int]:
 def _driver() -> tuple[Callable[..., Any], Callable[..., dict[str, Any]]]:
     """Returns `drive` and `summarize`. Raises ConfigError if their library is not installed."""
     try:
-        from milepost.load.drive import drive
-        from milepost.load.summary import summarize
+        from milepost.load.drive import drive, summarize
     except ModuleNotFoundError as error:
         raise missing("bench", error.name, "server") from error
     return drive, summarize

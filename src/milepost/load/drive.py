@@ -1,19 +1,64 @@
-"""Runs sessions against an endpoint: open loop (at a rate) or closed loop (at a concurrency)."""
+"""Runs sessions against an endpoint, in an open loop (at a rate) or a closed loop (at a
+concurrency), and summarises the results. The flags of `milepost bench` are made from `DriveConfig`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
 from typing import Any
 
 import aiohttp
 
 from milepost.errors import ConfigError
 from milepost.load.client import Endpoint, RequestResult, find_model, reason_of
-from milepost.load.config import DriveConfig
 from milepost.load.workloads import Session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriveConfig:
+    """How the load is sent. Raises ConfigError."""
+
+    base_url: str = "http://127.0.0.1:8000"
+    """The server, with or without /v1."""
+    api_key: str | None = None
+    """Sent as a bearer token."""
+    served_model: str | None = None
+    """Name of the model; by default the first that the server lists."""
+    concurrency: int = 16
+    """Number of sessions at once (closed loop), if there is no request rate."""
+    request_rate: float | None = None
+    """Sessions per second, with exponential gaps (open loop); inf sends all at once."""
+    num_warmups: int = 4
+    """Number of requests before the measurement, with texts of their own."""
+    temperature: float = 0.0
+    """Sent with every request."""
+    ignore_eos: bool = False
+    """Ask for answers of full length; servers without this field refuse it."""
+    timeout_s: float = 600.0
+    """Longest time for one request."""
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"base_url={self.base_url!r}: begin it with http:// or https://")
+        if self.concurrency < 1:
+            raise ConfigError(f"concurrency={self.concurrency}: use 1 or more")
+        if self.request_rate is not None and not self.request_rate > 0:
+            raise ConfigError(f"request_rate={self.request_rate}: use more than 0")
+        if self.num_warmups < 0:
+            raise ConfigError(f"num_warmups={self.num_warmups}: use 0 or more")
+        if not 0 <= self.temperature < inf:
+            raise ConfigError(f"temperature={self.temperature}: use 0 for greedy, or more")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s={self.timeout_s}: use more than 0")
+        if not (self.api_key or "").isprintable():
+            raise ConfigError("api_key: use one line of text")
+
 
 OnResult = Callable[[RequestResult], None]
 
@@ -125,3 +170,62 @@ async def _closed_loop(
     async with asyncio.TaskGroup() as tasks:
         for _ in range(concurrency):
             tasks.create_task(worker())
+
+
+PERCENTILES = (50, 90, 99)
+
+
+def summarize(results: Sequence[RequestResult], seconds: float) -> dict[str, Any]:
+    """Returns one JSON row: counts, rates, latencies in milliseconds, and the tokens that came from
+    the cache.
+
+    None stands for a number missing from the server's report.
+    """
+    good = [result for result in results if result.is_complete]
+    prompt = _total(result.usage.get("prompt_tokens") for result in good)
+    cached = _total(_cached(result) for result in good)
+    completion = _total(result.usage.get("completion_tokens") for result in good)
+    return {
+        "requests": len(results),
+        "failed": len(results) - len(good),
+        "errors": sorted({result.error for result in results if result.error})[:5],
+        "seconds": round(seconds, 3),
+        "requests_per_s": round(len(good) / seconds, 3),
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "hit_rate": round(cached / prompt, 4) if prompt and cached is not None else None,
+        "completion_tokens": completion,
+        "output_tokens_per_s": None if completion is None else round(completion / seconds, 2),
+        "ttft_ms": percentiles([r.first - r.start for r in good if r.first is not None]),
+        "tpot_ms": percentiles([t for r in good if (t := _per_token(r)) is not None]),
+        "itl_ms": percentiles([b - a for r in good for a, b in pairwise(r.arrivals)]),
+        "e2e_ms": percentiles([r.end - r.start for r in good]),
+    }
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Returns p50, p90, p99 (nearest rank) and the mean in milliseconds; None for no values."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    last = len(ordered) - 1
+    found = {f"p{p}": round(1000 * ordered[round(p / 100 * last)], 3) for p in PERCENTILES}
+    return {**found, "mean": round(1000 * sum(ordered) / len(ordered), 3)}
+
+
+def _total(counts: Iterable[Any]) -> int | None:
+    known = [count for count in counts if isinstance(count, int)]
+    return sum(known) if known else None
+
+
+def _cached(result: RequestResult) -> int | None:
+    details = result.usage.get("prompt_tokens_details")
+    return details.get("cached_tokens") if isinstance(details, dict) else None
+
+
+def _per_token(result: RequestResult) -> float | None:
+    """Returns an answer's mean time per token, without the first token."""
+    num_tokens = result.usage.get("completion_tokens")
+    if not isinstance(num_tokens, int) or num_tokens < 2 or result.first is None:
+        return None
+    return (result.arrivals[-1] - result.first) / (num_tokens - 1)

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from milepost.checks import decode_floats
 from milepost.errors import ConfigError, MilepostError, UnsupportedModelError, WeightsError
-from milepost.json_settings import decode_floats
 
 MAX_BYTES = 2**28
 """Largest file that is read; an index of a million tensors is half as large."""

@@ -2,15 +2,15 @@
 `responses` and `parsing` (formats of tool calls and reasoning), its modules are:
 
     begin and end            run, embedding, config, loading, stats
-    paths                    app, api_docs, operation, rendering, tokens
+    paths                    app, api_docs, operation, rendering
     OpenAI endpoints         completions, chat, conversation
-    before the application   connections, gate, callers, trace_context
+    before the application   connections, gate, callers
     a body, read             bodies, fields, protocol, parts, tools, unknown
     its meaning              messages, images, custom, templates, forms, parameters
     the way to the engine    service, generation, observers
     its answer               answers, stream, blocks, logprobs, errors, transfer
     figures                  metrics, vllm_metrics, http_metrics
-    traces                   tracing, spans, span_attributes
+    traces                   tracing, spans
     files of requests        batch
 """
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 import milepost
 from milepost.annexes import annex, is_installed
 from milepost.errors import MilepostError
-from milepost.server import api_docs, errors, operation, rendering, tokens
+from milepost.server import api_docs, errors, operation, rendering
 from milepost.server.anthropic import endpoint as anthropic
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from milepost.server.bodies import JsonRoute
@@ -67,7 +67,7 @@ def routed(service: Service) -> FastAPI:
     _add_models(app, service)
     _add_anthropic(app, service)
     _add_responses(app, service, store)
-    tokens.add(app, service)
+    rendering.add(app, service)
     operation.add(app, service)
     page = _page(service.config)
     if page is not None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from milepost.checks import flat_texts
 from milepost.errors import ConfigError
-from milepost.json_settings import listed
 from milepost.logs import LogFormat
 from milepost.server.parsing.formats import REASONING, TOOL_CALLS
 from milepost.server.tracing import read_endpoint
@@ -131,7 +131,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
             default = () if name == "allowed_origins" else ("*",)
-            object.__setattr__(self, name, listed(getattr(self, name)) or default)
+            object.__setattr__(self, name, flat_texts(getattr(self, name)) or default)
         read_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
         read_object("override_generation_config", self.override_generation_config)
         if self.otlp_traces_endpoint is not None:

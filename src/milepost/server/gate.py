@@ -20,13 +20,13 @@ from starlette.middleware.cors import CORSMiddleware
 
 from milepost import logs
 from milepost.logs import RequestIds
-from milepost.server import trace_context
+from milepost.server import tracing
 from milepost.server.callers import Keys, header
 from milepost.server.config import ServerConfig
 from milepost.server.connections import Incoming
 from milepost.server.errors import ClientGoneError, HttpError, body_for, message_of, response_of
 from milepost.server.http_metrics import HttpMetrics
-from milepost.server.trace_context import TraceContext
+from milepost.server.tracing import TraceContext
 
 if TYPE_CHECKING:
     from milepost.server.spans import Tracing
@@ -113,7 +113,7 @@ class Gate:
     def _trace(self, scope: Any) -> TraceContext | None:
         """Begins a request's span, if it has one. Returns the span that it is part of: its own, or
         else its client's."""
-        context, span = trace_context.read(scope["headers"]), None
+        context, span = tracing.read(scope["headers"]), None
         if self._tracing is not None:
             path, arrival = scope["milepost.path"], scope["milepost.arrival"]
             span = self._tracing.begin(scope["method"], path, arrival, context)

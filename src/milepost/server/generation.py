@@ -13,7 +13,7 @@ from milepost.sampling_params import SamplingParams
 from milepost.server import transfer
 from milepost.server.observers import MetricsObserver, RequestTally
 from milepost.server.service import Service
-from milepost.server.trace_context import TraceContext
+from milepost.server.tracing import TraceContext
 
 PromptLogprobs = list[dict[int, Logprob] | None]
 

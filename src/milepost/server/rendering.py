@@ -1,24 +1,94 @@
-"""Renders a request's prompt to the tokens as served, for routers that look for the server with the
-longest cached prefix. They cannot render it themselves, since a template reads more than the
-messages. Requests that would be refused are refused here too."""
+"""What a prompt is in tokens: POST /tokenize, /detokenize, and `/render` after the paths that take
+prompts.
+
+Routers look with `/render` for the server with the longest cached prefix. They cannot render a
+prompt themselves, since a template reads more than the messages. Requests that would be refused are
+refused here too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
 from milepost.engine.prompts import Prompt
-from milepost.server import completions, conversation, parameters
-from milepost.server.errors import json_response
-from milepost.server.protocol import ChatRequest, CompletionRequest, Sampling
+from milepost.server import completions, conversation, errors, parameters
+from milepost.server.callers import for_clients
+from milepost.server.errors import HttpError, json_response
+from milepost.server.messages import tools_for_template
+from milepost.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    TokenizeRequest,
+)
 from milepost.server.responses import endpoint as responses
 from milepost.server.responses.endpoint import ResponseStore
 from milepost.server.responses.protocol import ResponsesRequest
 from milepost.server.service import Service
 from milepost.server.stream import unless_disconnected
+
+
+def add(app: FastAPI, service: Service) -> None:
+    """Adds /tokenize and /detokenize."""
+    meanings = {status: errors.MEANINGS[status] for status in (400, 404)}
+
+    @app.post("/tokenize", responses=meanings, response_class=Response)
+    @for_clients
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        service.unknown.settle(body, request.scope)
+        service.check_model(body.model)
+        tokens, marks = await unless_disconnected(request, _tokenized(service, body))
+        names = None
+        if body.return_token_strs:
+            names = await service.encoder.with_tokenizer(
+                lambda tokenizer: tokenizer.convert_ids_to_tokens(tokens), len(tokens)
+            )
+        found = {
+            "tokens": tokens,
+            "count": len(tokens),
+            "max_model_len": service.client.info.max_model_len,
+            "cache_marks": marks,
+            "token_strs": names,
+        }
+        return errors.json_response(found)
+
+    @app.post("/detokenize", responses=meanings)
+    @for_clients
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+        service.unknown.settle(body, request.scope)
+        service.check_model(body.model)
+        vocab_size = service.client.info.vocab_size
+        for index, token in enumerate(body.tokens):
+            if token >= vocab_size:
+                field = f"tokens[{index}]"
+                message = f"{field}={token}: the vocabulary has {vocab_size} tokens"
+                raise HttpError(400, message, param=field)
+        text = await service.encoder.with_tokenizer(
+            lambda t: t.decode(body.tokens), len(body.tokens)
+        )
+        return {"prompt": text}
+
+
+async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int], list[int]]:
+    """Returns token ids and marks."""
+    if body.prompt is not None:
+        (tokens,) = await service.encoder.encode(
+            [body.prompt], is_cut=True, add_special_tokens=body.add_special_tokens
+        )
+        return tokens, []
+    rendered = await service.render(
+        body,
+        tools=tools_for_template(body.tools),
+        template_kwargs=body.chat_template_kwargs,
+        is_cut=True,
+    )
+    return rendered.token_ids, list(rendered.marks)
 
 
 def routes(store: ResponseStore) -> Sequence[tuple[str, Any, Any]]:
