@@ -18,7 +18,7 @@ DONE = (
     *("server", "speculative", "page", "ray", "images"),
     *("disaggregation", "kv_events", "simulator", "tiers"),
     *("kernels/conv", "kernels/recurrent", "kernels/short_conv"),
-    *("annexes.py", "checks.py", "config.py", "demo.py", "errors.py", "json_settings.py"),
+    *("annexes.py", "checks.py", "config.py", "demo.py", "errors.py", "frames.py"),
     *("image_config.py", "pictures.py"),
     *("kv_events_config.py", "kv_transfer_config.py", "kv_transfer_params.py"),
     *("sampling_params.py", "speculative_config.py"),

@@ -226,7 +226,7 @@ def end(llm: LLM) -> None:
     engine.close()
     tiering = tiering_of(engine)
     if tiering is not None:
-        assert not tiering.copier.is_busy
+        assert not tiering.transfers.is_busy
         assert not engine.scheduler.num_loading
         assert not tiering.tiers.loads._loads
         if not tiering.tiers.holdings.disk_rests:

@@ -169,7 +169,7 @@ def test_host_memory_outlasts_the_copies_into_it(tiny):
 
     llm = open_llm(tiny.folder, num_pages=16, num_slots=8, cache_host_gib=0.05)
     engine = llm.llm_engine
-    tiering_of(engine).copier.mover.store = begin
+    tiering_of(engine).transfers.copies.store = begin
     engine.add(Prompt(token_ids=tokens(300)), greedy())
     while not copies:
         engine.step()

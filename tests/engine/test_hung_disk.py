@@ -109,7 +109,7 @@ def test_a_read_that_does_not_return_is_computed_instead(tiny, tmp_path, gate, m
     outputs += ask(llm, follow_up(firsts[1]), tokens(300, seed=6))
     assert outputs[1].cache_report.lost[Lost.LATE_COPY] == END
     assert stats.loads == 1, "nobody else waits for it"
-    assert not tiering.copier.is_writing, "nor does an engine that has nothing else to do"
+    assert not tiering.transfers.is_writing, "nor does an engine that has nothing else to do"
     assert said(caplog, "does not answer") == 1
 
     tiering.reset(with_files=False)
@@ -130,7 +130,7 @@ def test_writes_that_do_not_return_hold_up_nothing(tiny, tmp_path, gate, monkeyp
     llm, tiering, tiers = opened(tiny, tmp_path)
     outputs = ask(llm, tokens(300))
     tend_until(tiering, lambda: tiers.holdings.disk_rests)
-    disk = tiering.copier._disk
+    disk = tiering.transfers._disk
     assert len(disk._writing) == gate.num_held == 1, "those that have not begun wait elsewhere"
     assert sum(item.pins for item in tiers.host) == 1
     for seed in range(3):
@@ -167,7 +167,7 @@ def test_an_engine_starts_though_the_directory_does_not_answer(
         assert not len(tiers.disk)
         tend_until(tiering, lambda: tiers.holdings.disk_rests)
         outputs += ask(llm, follow_up(first))
-        assert not tiering.copier.is_writing
+        assert not tiering.transfers.is_writing
     assert gate.num_held == said(caplog, "does not answer") == 1
     gate.open()
     tend_until(tiering, lambda: not tiers.holdings.disk_rests and len(tiers.disk))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from milepost.config import EngineConfig
-from milepost.engine.parent import without_interrupts
+from milepost.engine.ending import without_interrupts
 from milepost.engine.processes import engine as process
 from milepost.errors import ConfigError
 from tests.waiting import until
@@ -22,7 +22,7 @@ subprocess.run(command, pass_fds=[theirs.fileno()])
 """
 CHILD = """
 import ctypes, os, sys
-from milepost.engine.parent import end_with_parent
+from milepost.engine.ending import end_with_parent
 end_with_parent(int(sys.argv[1]))
 {first}
 print(os.getpid(), flush=True)

@@ -16,7 +16,7 @@ from msgspec import structs
 from milepost import LLM
 from milepost.engine.assembly.drafting import num_drafts_of
 from milepost.engine.assembly.setup import build
-from milepost.engine.processes.growing import joined
+from milepost.engine.processes.stream import joined
 from milepost.engine.prompts import Prompt
 from milepost.errors import UnsupportedModelError
 from milepost.layers.gated_delta import Arrangement, GatedDelta, GatedDeltaShapes

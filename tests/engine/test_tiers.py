@@ -114,12 +114,12 @@ def test_only_what_the_device_lacks_comes(tiny, llm):
     (first,) = ask(llm, tokens(300))
     forget_device(llm)
     ask(llm, [*tokens(300)[:130], *tokens(9, seed=4)])
-    before = tiering_of(llm.llm_engine).copier.num_pages_brought
+    before = tiering_of(llm.llm_engine).transfers.num_pages_brought
     again = ask(llm, follow_up(first))
     assert loaded(again[0]) == {"host": END - 128}
     size = llm.llm_engine.config.page_size
     assert (
-        tiering_of(llm.llm_engine).copier.num_pages_brought - before
+        tiering_of(llm.llm_engine).transfers.num_pages_brought - before
         == -(-END // size) - 128 // size
     )
     tiny.check(again)
@@ -143,7 +143,7 @@ def test_what_is_kept_has_the_bytes_that_the_device_had(tiny):
     num = 0
     for node in cache.tree.nodes.values():
         item = tiering.tiers.host.get("page", node.digest)
-        rows = tiering.copier.mover.host.pages.tensors
+        rows = tiering.transfers.copies.host.pages.tensors
         assert all(
             torch.equal(part[node.page], row[item.place])
             for part, row in zip(pools.page_parts, rows, strict=True)
@@ -153,7 +153,7 @@ def test_what_is_kept_has_the_bytes_that_the_device_had(tiny):
         item = tiering.tiers.host.get("state", checkpoint.key)
         if item is None:
             continue
-        rows = tiering.copier.mover.host.states.tensors
+        rows = tiering.transfers.copies.host.states.tensors
         assert all(
             torch.equal(part[checkpoint.slot], row[item.place])
             for part, row in zip(pools.slot_parts, rows, strict=True)
@@ -210,7 +210,7 @@ def test_drafts_float8_salts_aborts_and_tight_memory_beside_each_other(tmp_path,
     llm = opened(
         tiny, speculative_config={"method": "mtp", "adaptive": False}, num_pages=12, num_slots=4
     )
-    engine, copier = llm.llm_engine, tiering_of(llm.llm_engine).copier
+    engine, transfers = llm.llm_engine, tiering_of(llm.llm_engine).transfers
     (first,) = ask(llm, tokens(300), cache_salt="a")
     forget_device(llm)
     stranger = ask(llm, follow_up(first), cache_salt="b")
@@ -218,8 +218,8 @@ def test_drafts_float8_salts_aborts_and_tight_memory_beside_each_other(tmp_path,
 
     forget_device(llm)
     with monkeypatch.context() as held:
-        held.setattr(copier, "poll", lambda: False)
-        held.setattr(copier, "_hasten", lambda: False)
+        held.setattr(transfers, "poll", lambda: False)
+        held.setattr(transfers, "_hasten", lambda: False)
         job = engine.add(Prompt(token_ids=follow_up(first), cache_salt="a"), greedy())
         engine.step()
         assert engine.scheduler.num_loading == 1

@@ -35,7 +35,7 @@ class Told(Engine):
         self.scheduler.outside.tell()
         while self.tiers.is_behind or self.tiers.reach.are_unread:
             for name in self.tiers.reach.take_unread(7):
-                tokens = self.copier.files.tokens.get(name.key)
+                tokens = self.transfers.files.tokens.get(name.key)
                 if tokens is None:
                     self.tiers.writes.lost(name)
                 else:
@@ -126,7 +126,7 @@ def test_what_left_the_device_is_announced_for_host_memory_and_disk(engine):
 def test_a_directory_that_is_there_is_announced_once_its_files_have_been_read(engine):
     first = engine.ask([1] * 100)
     engine.check()
-    after = Told(host=(200, 20), disk=(200, 20), files=engine.copier.files)
+    after = Told(host=(200, 20), disk=(200, 20), files=engine.transfers.files)
     after.scheduler.outside.tell()
     assert after.router.hit([*prompt_of(first), 2]) == 0, "their names do not say what they are of"
     after.tell()
@@ -137,7 +137,7 @@ def test_a_directory_that_is_there_is_announced_once_its_files_have_been_read(en
 
 def test_a_page_that_another_engine_deletes_takes_all_behind_it(engine):
     first = engine.ask([1] * 100)
-    after = Told(host=(200, 20), disk=(200, 20), files=engine.copier.files)
+    after = Told(host=(200, 20), disk=(200, 20), files=engine.transfers.files)
     after.tell()
     gone = after.tiers.disk.get("page", first.chain.full_digests()[1])
     after.tiers.disk.remove(gone)
@@ -230,7 +230,7 @@ def random_run(seed, num_operations):
             (engine.tiers.holdings.wake_disk if rests else engine.tiers.holdings.rest_disk)()
         else:
             engine.step()
-            engine.copier.settle(rng, rng.choice([0.0, 0.2, 1.0]))
+            engine.transfers.settle(rng, rng.choice([0.0, 0.2, 1.0]))
         engine.check()
         for request, prompt in engine.requests[:]:
             if request.finish_reason is not None:
@@ -244,9 +244,9 @@ def at_rest(engine, rng):
     engine.tiers.holdings.disk_rests = False
     while engine.scheduler.has_work:
         engine.step()
-        engine.copier.settle(rng, 0.6)
-    while engine.copier.storing or engine.copier.loading:
-        engine.copier.settle()
+        engine.transfers.settle(rng, 0.6)
+    while engine.transfers.storing or engine.transfers.loading:
+        engine.transfers.settle()
     engine.idle()
     engine.check()
     return engine.check_hits()

@@ -26,10 +26,10 @@ from milepost.engine.processes.engine import Engine, Loop
 from milepost.engine.processes.rank import follow
 from milepost.engine.prompts import Prompt
 from milepost.errors import ConfigError, EngineDeadError
+from milepost.frames import read_frames
 from milepost.kernels import norm
 from milepost.parallel.gloo import GlooLink, open_store
 from milepost.parallel.gpu import far_behind
-from milepost.parallel.records import received
 from milepost.scheduler.plans import StepPlan, StepResult
 from tests.parallel.team import ThreadTeam
 
@@ -127,7 +127,7 @@ def test_what_several_threads_tell_ranks_comes_whole():
     with ThreadPoolExecutor(4) as threads:
         for _ in range(4):
             threads.submit(lambda: [team.write(TicketedCommand(5, long)) for _ in range(3)])
-        frames = received(theirs)
+        frames = read_frames(theirs.makefile("rb").read)
         for _ in range(12):
             assert msgspec.msgpack.decode(next(frames), type=RankMessage) == TicketedCommand(
                 5, long

@@ -55,9 +55,9 @@ def test_what_all_ranks_keep_comes_back_and_outlives_them(tiny, tmp_path):
     llm = opened(tiny, cache_dir=str(tmp_path))
     (first,) = ask(llm, tokens(300))
     ask_again(llm, tiny, first, {"host": END})
-    kept = tiering_of(llm.llm_engine).copier.mover.host
+    kept = tiering_of(llm.llm_engine).transfers.copies.host
     alone = tiny.open(num_pages=14, num_slots=4, cache_host_gib=0.05)
-    whole = tiering_of(alone.llm_engine).copier.mover.host
+    whole = tiering_of(alone.llm_engine).transfers.copies.host
     assert kept.pages.item_bytes == whole.pages.item_bytes // 2
     assert len(kept.pages.tensors[0]) == pytest.approx(len(whole.pages.tensors[0]), rel=0.01)
     llm.llm_engine.close()
@@ -98,11 +98,11 @@ def test_nothing_is_there_before_all_ranks_have_it(tiny, gate):
     (first,) = ask(llm, tokens(300))
     assert engine.scheduler.cache.reset()
     num_looks, num_stored = [], tiering.tiers.stats.stored
-    poll = tiering.copier.poll
+    poll = tiering.transfers.poll
 
     def look():
         is_any = poll()
-        if not gate.is_set() and (engine.scheduler.num_loading or tiering.copier._storing):
+        if not gate.is_set() and (engine.scheduler.num_loading or tiering.transfers._storing):
             num_looks.append(engine.scheduler.num_loading)
             if len(num_looks) == 20:
                 gate.set()
@@ -111,7 +111,7 @@ def test_nothing_is_there_before_all_ranks_have_it(tiny, gate):
                 gate.set()
         return is_any
 
-    tiering.copier.poll = look
+    tiering.transfers.poll = look
     gate.clear()
     follow_up = [*first.prompt_token_ids, *answer(first), *tokens(30, seed=99)]
     (again,) = ask(llm, follow_up)

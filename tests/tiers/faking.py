@@ -35,7 +35,7 @@ class Files:
             self.tokens.pop(key, None)
 
 
-class FakeCopier:
+class FakeTransfers:
     """Carries out what `tiers` decides for `runner`: copies leave the device where the plan says,
     and reach the other side when somebody says so.
     """

@@ -1,5 +1,5 @@
 """A directory whose every operation may fail, threads that run when they are told to, and engines
-without a model that keep what leaves them there: with the real copier, disk and files.
+without a model that keep what leaves them there: with the real transfers, disk and files.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def host_memory(num_pages: int, num_states: int) -> Arena:
     )
 
 
-class FaultyCopier:
+class FaultyTransfers:
     """Carries out what `tiers` decides for `runner`, with files in `folder`."""
 
     def __init__(
@@ -254,24 +254,24 @@ class FaultyCopier:
     ) -> None:
         limits = tiers.limits
         self.host = host_memory(limits.num_host_pages, limits.num_host_states)
-        runner.carriers = {}
+        runner.transfers = {}
         runner.filled = lambda *_: None
         self.link = Link(runner, self.host)
-        mover = DeviceHostCopies(
+        copies = DeviceHostCopies(
             Arena(pages=self.host.pages, states=self.host.states), self.host, self.link, (0, 0)
         )
         self.files = Files(folder, IDENTITY)
         self.files.make()
         self.disk = Disk(self.files, tiers, self.host)
-        self.copier = TierTransfers(scheduler, runner, tiers, mover, self.disk)
+        self.transfers = TierTransfers(scheduler, runner, tiers, copies, self.disk)
         self.threads: tuple[Threads, ...] = (self.disk._readers, self.disk._writer)
-        runner.store = lambda store: self.copier.store([store])
+        runner.store = lambda store: self.transfers.store([store])
         scheduler.outside.add_keeper(tiers)
         scheduler.outside.add_source(tiers)
 
     def launch(self, plan: StepPlan) -> None:
         for load in plan.loads:
-            self.copier.load(load)
+            self.transfers.load(load)
 
     def settle(self, rng: random.Random, share: float = 1.0) -> None:
         """Some of what is under way ends, in any order."""
@@ -282,11 +282,11 @@ class FaultyCopier:
         for _ in range(len(self.link.pending)):
             if rng.random() < share:
                 self.link.go_on(rng.randrange(len(self.link.pending)))
-        self.copier.poll()
+        self.transfers.poll()
 
     @property
     def is_busy(self) -> bool:
-        return self.copier.is_busy or any(threads.jobs for threads in self.threads)
+        return self.transfers.is_busy or any(threads.jobs for threads in self.threads)
 
 
 def spoil(folder: pathlib.Path, rng: random.Random) -> None:

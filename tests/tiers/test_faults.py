@@ -13,7 +13,7 @@ from milepost.tiers import disk as disk_module
 from milepost.tiers import files as files_module
 from milepost.tiers.names import name_of
 from tests.fakes import cold_answer
-from tests.tiers.faulty import Faults, FaultyCopier, Killed, patch, spoil
+from tests.tiers.faulty import Faults, FaultyTransfers, Killed, patch, spoil
 from tests.tiers.test_policy import Engine
 
 
@@ -43,7 +43,7 @@ class Runs:
             disk=rng.choice([(30, 4), (60, 8), (200, 30)]),
             under_way=rng.choice([(64, 4), (3, 1), (0, 0)]),
             files=self.folder,
-            copier_of=FaultyCopier,
+            transfers_of=FaultyTransfers,
         )
 
     def operate(self):
@@ -73,7 +73,7 @@ class Runs:
         engine.step()
         try:
             with self.faults.about():
-                engine.copier.settle(self.rng, self.rng.choice([0.0, 0.2, 1.0]))
+                engine.transfers.settle(self.rng, self.rng.choice([0.0, 0.2, 1.0]))
         except Killed:
             self.num_killed += 1
             self.replace(engine)
@@ -117,7 +117,7 @@ class Runs:
         self.faults.every = self.faults.kills = 0
         self.is_well = True
         for engine in self.engines[:]:
-            while engine.scheduler.has_work or engine.copier.is_busy:
+            while engine.scheduler.has_work or engine.transfers.is_busy:
                 self.step(engine)
                 self.check(engine)
             assert not engine.tiers.holdings.disk_rests
@@ -149,9 +149,9 @@ def random_run(folder, seed, num_operations, monkeypatch):
     runs.settle()
     engine = runs.engine_of()
     for _ in range(100):
-        engine.copier.settle(rng)
+        engine.transfers.settle(rng)
     disk = engine.tiers.disk
-    names = {engine.copier.files.path(item).name for item in map(name_of, disk)}
+    names = {engine.transfers.files.path(item).name for item in map(name_of, disk)}
     there = held(folder)
     assert names == there.keys(), "the next engine knows what is there, and nothing else is"
     return runs, faults

@@ -25,7 +25,7 @@ from milepost.tiers.rates import MeasuredRates
 from milepost.tiers.stores import MIN_SCORE
 from tests.fakes import FakeRunner, cold_answer, make_request
 from tests.invariants import check
-from tests.tiers.faking import FakeCopier, Files
+from tests.tiers.faking import FakeTransfers, Files
 
 PAGE_SIZE = 16
 FREE = MeasuredRates(tokens_per_s=1.0, host_bytes_per_s=1e12, disk_bytes_per_s=1e12, load_s=0.0)
@@ -35,7 +35,7 @@ FREE = MeasuredRates(tokens_per_s=1.0, host_bytes_per_s=1e12, disk_bytes_per_s=1
 class Engine:
     def __init__(self, *, num_pages=12, num_slots=3, pages_each=0, host=(40, 8), disk=(0, 0),
                  beside=False, window=0, files=None, rates=FREE, under_way=(64, 4),
-                 copier_of=FakeCopier):  # fmt: skip
+                 transfers_of=FakeTransfers):  # fmt: skip
         kinds = (
             FullAttention(),
             ShortConvolution(grid=PAGE_SIZE) if beside else Recurrent(grid=64),
@@ -61,7 +61,7 @@ class Engine:
             max_pages_under_way=under_way[0], max_states_under_way=under_way[1],
         )  # fmt: skip
         self.tiers = Tiers(self.cache, limits, rates)
-        self.copier = copier_of(self.scheduler, self.runner, self.tiers, files)
+        self.transfers = transfers_of(self.scheduler, self.runner, self.tiers, files)
         self.requests = []
 
     def add(self, prompt, max_tokens=4, **options):
@@ -77,11 +77,11 @@ class Engine:
         check(self.cache)
         if plan.sequences:
             result = self.runner.run(plan)
-            self.copier.launch(plan)
+            self.transfers.launch(plan)
             self.scheduler.update(plan, result)
         elif plan.only_copies:
             self.runner.copy(plan)
-            self.copier.launch(plan)
+            self.transfers.launch(plan)
         check(self.cache)
         return plan
 
@@ -90,14 +90,14 @@ class Engine:
         while self.scheduler.outside.has_stores:
             plan = self.scheduler.plan_copies()
             self.runner.copy(plan)
-            self.copier.settle()
-        self.copier.settle()
+            self.transfers.settle()
+        self.transfers.settle()
 
     def ask(self, prompt, max_tokens=4, **options):
         request = self.add(prompt, max_tokens, **options)
         while self.scheduler.has_work:
             self.step()
-            self.copier.settle()
+            self.transfers.settle()
         self.idle()
         assert request.output_token_ids == cold_answer(prompt, max_tokens, 4)
         return request
@@ -139,7 +139,7 @@ def test_a_state_is_written_behind_its_pages():
     """An engine that ends in between, or another one that looks, finds no state without them."""
     engine = Engine(host=(200, 20), disk=(400, 40))
     written = []
-    engine.copier.write = lambda **_: None
+    engine.transfers.write = lambda **_: None
     first = engine.ask([1] * 100)
     engine.ask([*prompt_of(first), *[2] * 60])
     while writes := engine.tiers.writes.take(8):
@@ -175,7 +175,7 @@ def test_what_is_sooner_computed_is_not_loaded():
 def test_what_is_still_on_its_way_down_is_not_read():
     """Its place in host memory holds anything until the copy is there."""
     engine = Engine(host=(200, 20))
-    settle, engine.copier.settle = engine.copier.settle, lambda: None
+    settle, engine.transfers.settle = engine.transfers.settle, lambda: None
     first = engine.add([1] * 100)
     for _ in range(30):
         engine.step()
@@ -183,7 +183,7 @@ def test_what_is_still_on_its_way_down_is_not_read():
         engine.add([other, *[3] * 90])
         for _ in range(20):
             engine.step()
-    assert engine.copier.storing
+    assert engine.transfers.storing
     again = engine.add([*prompt_of(first), 2, 2])
     for _ in range(20):
         engine.step()
@@ -295,12 +295,12 @@ def test_an_answers_end_goes_before_its_prompts_end_that_still_waits():
         stored(what, key)
 
     stores.stored = note
-    settle, engine.copier.settle = engine.copier.settle, lambda: None
+    settle, engine.transfers.settle = engine.transfers.settle, lambda: None
     for first in range(3):
         engine.add([first, *[3] * 90])
     while engine.scheduler.has_work:
         engine.step()
-    engine.copier.settle = settle
+    engine.transfers.settle = settle
     engine.idle()
     assert order == [64, 94, 94, 94, 64, 64], "one was on its way already"
 
@@ -342,12 +342,12 @@ def random_run(seed, num_operations, window=0):
         elif verb < 0.135:
             while engine.scheduler.has_work:
                 engine.step()
-                engine.copier.settle(rng, 0.6)
+                engine.transfers.settle(rng, 0.6)
             loaded += sum(engine.cache.stats.loaded.values())
             engine = engine_of()
         else:
             engine.step()
-            engine.copier.settle(rng, rng.choice([0.0, 0.2, 1.0]))
+            engine.transfers.settle(rng, rng.choice([0.0, 0.2, 1.0]))
         for request, prompt in engine.requests[:]:
             if request.finish_reason is not None:
                 answer = request.output_token_ids
@@ -360,10 +360,10 @@ def random_run(seed, num_operations, window=0):
                 engine.requests.remove((request, prompt))
     while engine.scheduler.has_work:
         engine.step()
-        engine.copier.settle(rng, 0.6)
-    while engine.copier.storing or engine.copier.loading:
-        engine.copier.settle()
-    engine.copier.write()
+        engine.transfers.settle(rng, 0.6)
+    while engine.transfers.storing or engine.transfers.loading:
+        engine.transfers.settle()
+    engine.transfers.write()
     if engine.tiers.limits.num_disk_pages:
         known = {(item.what, item.key) for item in engine.tiers.disk}
         assert files.held.keys() <= known, "a file that nobody knows takes room for ever"

@@ -90,13 +90,13 @@ def late(tiny, monkeypatch):
     )
     tiering = tiering_of(llm.llm_engine)
     tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
-    poll = tiering.copier.poll
+    poll = tiering.transfers.poll
 
     def go_on_sometimes(_=0.0):
         link.go_on()
         return poll()
 
-    tiering.copier.wait = go_on_sometimes
+    tiering.transfers.wait = go_on_sometimes
     return llm, link
 
 
@@ -131,18 +131,18 @@ def test_what_is_read_before_its_copy_is_there_is_found_out(late, tiny, monkeypa
 def test_a_staging_place_is_used_again_only_once_it_is_read(late, tiny, monkeypatch, is_reused):
     """States of two prompts go by it, the second while the first is still to be copied on."""
     llm, _ = late
-    mover = tiering_of(llm.llm_engine).copier.mover
-    store = mover.store
+    copies = tiering_of(llm.llm_engine).transfers.copies
+    store = copies.store
 
     def reuse(stores):
         done = store(stores)
-        staged, _ = mover._leaving.pop()
+        staged, _ = copies._leaving.pop()
         for what, place in staged:
-            mover._free[what == "state"].append(place)
+            copies._free[what == "state"].append(place)
         return done
 
     if is_reused:
-        monkeypatch.setattr(mover, "store", reuse)
+        monkeypatch.setattr(copies, "store", reuse)
     ask(llm, tokens(200), tokens(330, seed=3))
     assert llm.llm_engine.scheduler.cache.reset()
     (output,) = ask(llm, [*tokens(200)[:192], *tokens(20, seed=7)])
@@ -158,7 +158,7 @@ def test_what_leaves_is_copied_before_the_plan_writes_over_it(late, tiny, monkey
     """A source that is read behind the step holds what that has written."""
     llm, link = late
     copy, waiting = link.copy, []
-    staging = tiering_of(llm.llm_engine).copier.mover.staging
+    staging = tiering_of(llm.llm_engine).transfers.copies.staging
 
     def too_late(copies):
         is_staged = any(target is staging for target, *_ in copies)
@@ -179,15 +179,15 @@ def test_what_leaves_is_copied_before_the_plan_writes_over_it(late, tiny, monkey
 def test_stores_of_a_step_that_was_cut_short_are_not_kept(late, tiny, monkeypatch):
     """Nobody knows what was copied: pages may have been moved, or half of it written over."""
     llm, _ = late
-    copier = tiering_of(llm.llm_engine).copier
+    transfers = tiering_of(llm.llm_engine).transfers
     with monkeypatch.context() as during:
-        during.setattr(copier, "poll", lambda: False)
+        during.setattr(transfers, "poll", lambda: False)
         during.setattr(llm.llm_engine, "flush", lambda: None)
         ask(llm, tokens(200))
-    assert copier._storing, "copies are on their way"
-    copier.end_loads()
-    assert not copier.is_busy
-    assert not len(copier._tiers.host)
+    assert transfers._storing, "copies are on their way"
+    transfers.end_loads()
+    assert not transfers.is_busy
+    assert not len(transfers._tiers.host)
     assert llm.llm_engine.scheduler.cache.reset()
     (output,) = ask(llm, tokens(200))
     assert output.cache_report.loaded == {}
@@ -198,9 +198,9 @@ def test_stores_of_a_step_that_was_cut_short_are_not_kept(late, tiny, monkeypatc
 def alone(late, monkeypatch):
     """The same, with nothing to do but wait: steps are launched behind what comes up."""
     llm, link = late
-    engine, copier = llm.llm_engine, tiering_of(llm.llm_engine).copier
-    del copier.wait
-    copier._tiers.rates = MeasuredRates(tokens_per_s=1.0, host_bytes_per_s=1e12, load_s=0.0)
+    engine, transfers = llm.llm_engine, tiering_of(llm.llm_engine).transfers
+    del transfers.wait
+    transfers._tiers.rates = MeasuredRates(tokens_per_s=1.0, host_bytes_per_s=1e12, load_s=0.0)
     launch = engine.runner.launch
 
     def begun(plan, before=None):
@@ -233,20 +233,20 @@ def test_a_step_that_does_not_wait_for_what_comes_is_found_out(alone, tiny, monk
     if defect == "order":
         monkeypatch.setattr(link, "order", lambda _: None)
     else:
-        copier = tiering_of(llm.llm_engine).copier
-        arrive = copier._arrive
+        transfers = tiering_of(llm.llm_engine).transfers
+        arrive = transfers._arrive
 
         def scribble(loading):
-            is_news, host = arrive(loading), copier._tiers.host
+            is_news, host = arrive(loading), transfers._tiers.host
             host.unpin(fetch.item for fetch in loading.fetches)
             for fetch in loading.fetches:
                 if not fetch.item.pins:
-                    for part in copier.mover.host.of(fetch.item.what).tensors:
+                    for part in transfers.copies.host.of(fetch.item.what).tensors:
                         part[fetch.item.place].fill_(float("nan"))
             host.pin(fetch.item for fetch in loading.fetches)
             return is_news
 
-        monkeypatch.setattr(copier, "_arrive", scribble)
+        monkeypatch.setattr(transfers, "_arrive", scribble)
     with pytest.raises(AssertionError):
         turns(llm, tiny)
 
@@ -264,13 +264,13 @@ def test_a_state_is_taken_in_once(late, tiny, monkeypatch):
 def test_pages_without_the_state_are_no_hit(late, tiny, monkeypatch):
     """KV alone leaves the recurrent layers behind: the load would end with a wrong answer."""
     llm, _ = late
-    copier = tiering_of(llm.llm_engine).copier
-    bring = copier._bring
+    transfers = tiering_of(llm.llm_engine).transfers
+    bring = transfers._bring
 
     def without_state(loading):
         loading.fetches = [f for f in loading.fetches if f.item.what != "state"]
         bring(loading)
 
-    monkeypatch.setattr(copier, "_bring", without_state)
+    monkeypatch.setattr(transfers, "_bring", without_state)
     with pytest.raises(AssertionError):
         turns(llm, tiny)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from milepost.disaggregation.all_ranks import AllRanks, fencing, filling
-from milepost.disaggregation.bell import Bell
 from milepost.disaggregation.connector import SOURCE, Connector
-from milepost.disaggregation.exchange import Exchange
+from milepost.disaggregation.exchange import Bell, Exchange
 from milepost.disaggregation.orders import RankEndpoint, SendTransferCommand, sender
 from milepost.disaggregation.part_reader import PartReader
 from milepost.disaggregation.registered_pools import memory_of
@@ -87,7 +86,7 @@ class Access:
     ) -> PartReader:
         """Returns the part of a rank other than the first; see `PoolAccess`."""
         reader = PartReader(runner, self.rank, self.transport, answer, fail)
-        runner.carriers[SOURCE] = reader
+        runner.transfers[SOURCE] = reader
         return reader
 
 

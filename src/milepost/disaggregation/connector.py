@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from milepost.cache import Cache, Match
 from milepost.cache.tree import Chain
-from milepost.disaggregation.leases import Leases
-from milepost.disaggregation.lending import Lending
+from milepost.disaggregation.leases import Leases, Lending
 from milepost.disaggregation.links import Links
 from milepost.disaggregation.messages import VERSION, Find, Gone, Hello
 from milepost.disaggregation.outcomes import Asked, Pulled, Read, RemoteMatch

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import select
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 
 from milepost.cache import Cache
-from milepost.disaggregation.bell import Bell
 from milepost.disaggregation.connector import Connector
 from milepost.engine.loop import Completion, RequestGroup
 from milepost.engine.metrics import Metric
@@ -101,3 +103,29 @@ class Exchange(OffDevice):
         """Closes the addresses at which other engines find this one."""
         self.connector.close()
         self._bell.close()
+
+
+class Bell:
+    """May be rung from any thread; `socket` can be read once it has been."""
+
+    def __init__(self) -> None:
+        self.socket, self._far = socket.socketpair()
+        self.socket.setblocking(False)
+        self._far.setblocking(False)
+
+    def ring(self) -> None:
+        with suppress(BlockingIOError):  # then it rings already
+            self._far.send(b".")
+
+    def clear(self) -> None:
+        with suppress(BlockingIOError):
+            while self.socket.recv(4096):
+                pass
+
+    def wait(self) -> None:
+        """Waits until the bell rings."""
+        select.select([self.socket], [], [])
+
+    def close(self) -> None:
+        self.socket.close()
+        self._far.close()

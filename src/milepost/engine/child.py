@@ -1,8 +1,8 @@
 """A small process of ours that answers one message after the other, and can be killed over one.
 
-`Child` is the side that starts it, in an event loop. The process is a module's `main`, which calls
-`answer_all`: it reads messages from its standard input, each with its length before it, and writes
-its answers to standard output in the same way. It ends when its input does.
+`Child` is the side that starts it, in an event loop. The process is a module's `main`, which reads
+messages from its standard input and writes its answers to standard output, as frames. It ends when
+its input does.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from milepost.engine.parent import end_with_parent
+from milepost.engine.ending import end_with_parent
+from milepost.frames import LENGTH, framed, read_frames
 from milepost.logs import LogSetup, current, set_up
-
-_LENGTH = struct.Struct(">I")
 
 
 class Child:
@@ -57,11 +55,11 @@ class Child:
         assert process.stdin is not None, "it is a pipe"
         assert process.stdout is not None, "it is a pipe"
         try:
-            process.stdin.write(_LENGTH.pack(len(message)))
+            process.stdin.write(LENGTH.pack(len(message)))
             process.stdin.write(message)
             async with asyncio.timeout(timeout_s):
                 await process.stdin.drain()
-                (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
+                (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
                 return await process.stdout.readexactly(length)
         except (ConnectionError, asyncio.IncompleteReadError):
             return None
@@ -96,15 +94,12 @@ def messages() -> Iterator[bytes]:
         set_up(setup)
     source = sys.stdin.buffer
     end_with_parent(source.fileno())
-    while len(head := source.read(_LENGTH.size)) == _LENGTH.size:
-        (length,) = _LENGTH.unpack(head)
-        yield source.read(length)
+    yield from read_frames(source.read)
 
 
 def answer(message: bytes) -> None:
     """Writes a message to standard output."""
-    sys.stdout.buffer.write(_LENGTH.pack(len(message)))
-    sys.stdout.buffer.write(message)
+    sys.stdout.buffer.write(framed(message))
     sys.stdout.buffer.flush()
 
 

@@ -1,20 +1,29 @@
-"""Ends engines that their program leaves open: when it exits, or on SIGTERM.
+"""How our processes end: engines that their program leaves open, when it exits or on SIGTERM, and
+processes whose parent has ended, whatever either was doing.
 
 A program's own handler of SIGTERM is left alone. Without one the signal ends the program as it
 always does, but engines write what they have to write first.
+
+A process of ours ignores Ctrl-C, which its parent handles. A parent that is killed tells nobody. On
+Linux the kernel is asked to kill its child then; elsewhere, and where that came too late, a thread
+notices that the other end of the connection is gone.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import multiprocessing.util  # noqa: F401 - waits for child processes at exit; ours goes first
 import os
+import select
 import signal
+import sys
 import threading
 import weakref
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, ModuleType
 from typing import Any
 
 _open: dict[int, weakref.finalize[Any, Any]] = {}
@@ -56,3 +65,45 @@ def _end_by_signal(number: int, _frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)  # a second one waits for nothing
     _end_all()
     signal.raise_signal(number)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes that are started inside hear no Ctrl-C from their first moment on: what a thread
+    does not take is inherited. Else each prints a traceback while it imports."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def without_main() -> Iterator[None]:
+    """Processes that are started inside do not run the program's main module again, as
+    multiprocessing has them do: a script need not guard it, since nothing of it is used."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def end_with_parent(connection: int) -> None:
+    """Have this process killed when nobody holds the other end of a pipe or socket any more, or
+    when the thread that started it ends; returns at once."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_wait_for_end, args=(connection,), name="parent", daemon=True).start()
+
+
+def _wait_for_end(connection: int) -> None:
+    poll = select.poll()
+    poll.register(connection, select.POLLHUP)  # told of without what was sent before being read
+    while not any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll()):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)

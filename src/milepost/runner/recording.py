@@ -1,14 +1,12 @@
 """Records a runner's inputs and results in a file from which its steps can be run again.
 
-A record is a length (4 bytes, big-endian) and that many bytes of msgpack. The configuration comes
-first. Each plan follows before it is launched, then how its tokens are sampled, then its result
-when that is read, or a rollback. Two steps may be in flight, so the second plan may precede the
-first result.
+A record is a frame (`milepost.frames`) of msgpack. The configuration comes first. Each plan follows
+before it is launched, then how its tokens are sampled, then its result when that is read, or a
+rollback. Two steps may be in flight, so the second plan may precede the first result.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +15,9 @@ from typing import Protocol
 import msgspec
 
 from milepost.config import EngineConfig
+from milepost.frames import framed, read_frames
 from milepost.runner.growing import GrowingFile
 from milepost.scheduler.plans import StepPlan, StepResult, StepSampling
-
-_LENGTH = struct.Struct(">I")
 
 
 class Heading(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -66,17 +63,11 @@ class PlanLog:
         self.write(Heading(config=replace(config, hf_token=None)))
 
     def write(self, record: Record) -> None:
-        body = self._encoder.encode(record)
-        self._file.write(_LENGTH.pack(len(body)) + body)
+        self._file.write(framed(self._encoder.encode(record)))
 
 
 def read_records(path: str | Path) -> Iterator[Record]:
     """Yields the records of a file, up to one that was cut short."""
     decoder = msgspec.msgpack.Decoder(Record)
     with Path(path).open("rb") as file:
-        while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
-            (length,) = _LENGTH.unpack(head)
-            body = file.read(length)
-            if len(body) < length:
-                return
-            yield decoder.decode(body)
+        yield from map(decoder.decode, read_frames(file.read))

@@ -86,7 +86,7 @@ class PoolTransfers(Protocol):
 
 
 class Runner:
-    """Runs steps over `pools` with an executor, one at a time or one ahead. `carriers` make the
+    """Runs steps over `pools` with an executor, one at a time or one ahead. `transfers` make the
     copies of other parts, by name of the source."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Runner:
         self._wait = wait
         self._positions = [0] + [-1] * num_slots
         self._collected_s = 0.0
-        self.carriers: dict[str, PoolTransfers] = {}
+        self.transfers: dict[str, PoolTransfers] = {}
 
     def launch(self, plan: StepPlan, before: InFlightStep | None = None) -> InFlightStep:
         """Queue a step: page moves and copies, then one forward pass. `sample` queues its sampling.
@@ -155,11 +155,11 @@ class Runner:
         for num_moves, stores in groupby(plan.stores, attrgetter("num_moves")):
             self.pools.move_pages(plan.moves[num_moved:num_moves])
             num_moved = max(num_moved, num_moves)
-            self.carriers["tiers"].store(list(stores))
+            self.transfers["tiers"].store(list(stores))
         self.pools.move_pages(plan.moves[num_moved:])
         for load in plan.loads:
-            if load.source in self.carriers:
-                self.carriers[load.source].load(load)
+            if load.source in self.transfers:
+                self.transfers[load.source].load(load)
 
     def fence(self) -> Callable[[], bool]:
         """Returns a function that tells, at any later time, whether all work queued so far is

@@ -26,12 +26,12 @@ class RankTierWorker:
     def __init__(
         self,
         runner: Runner,
-        mover: DeviceHostCopies,
+        copies: DeviceHostCopies,
         files: Files | None,
         answer: Callable[[int, bool], None],
         begin_thread: Callable[[], object],
     ) -> None:
-        self._runner, self._mover, self._files, self._answer = runner, mover, files, answer
+        self._runner, self._copies, self._files, self._answer = runner, copies, files, answer
         self._stores: deque[DeviceEvent] = deque()
         self._loads: dict[int, tuple[Load, DeviceEvent]] = {}
         self._down, self._up, self._writer, self._readers = (
@@ -39,10 +39,10 @@ class RankTierWorker:
         )
 
     def store(self, stores: Sequence[Store]) -> None:
-        self._stores.append(self._mover.store(stores))
+        self._stores.append(self._copies.store(stores))
 
     def load(self, load: Load) -> None:
-        self._loads[load.number] = load, self._mover.now()
+        self._loads[load.number] = load, self._copies.now()
 
     def do(self, ticket: int, order: TierCommand) -> None:
         """Begins to carry out an order of the first rank."""
@@ -55,7 +55,7 @@ class RankTierWorker:
                     for arrival in load.arrivals:
                         if arrival.what == "state":
                             self._runner.filled(arrival.id, load.position)
-                self._await(self._up, ticket, self._mover.bring(after, order.runs))
+                self._await(self._up, ticket, self._copies.bring(after, order.runs))
             case OnDisk():
                 pool = self._readers if order.do == "read" else self._writer
                 pool.submit(self._run, ticket, lambda: self._on_disk(order))
@@ -69,7 +69,7 @@ class RankTierWorker:
 
     def _on_disk(self, order: OnDisk) -> bool:
         assert self._files is not None, "what is on disk has files"
-        contents = self._mover.host.of(order.name.what).buffers(order.place)
+        contents = self._copies.host.of(order.name.what).buffers(order.place)
         if order.do == "read":
             return self._files.read(order.name, contents)
         if order.do == "write":

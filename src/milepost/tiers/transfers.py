@@ -81,7 +81,7 @@ class OnAll:
 
 
 class TierTransfers:
-    """Carries out the decisions of `tiers` with this rank's mover and files. `ask`, if there are
+    """Carries out the decisions of `tiers` with this rank's `copies` and files. `ask`, if there are
     other ranks, has them do the same.
     """
 
@@ -90,18 +90,18 @@ class TierTransfers:
         scheduler: Scheduler,
         runner: Runner,
         tiers: Tiers,
-        mover: DeviceHostCopies,
+        copies: DeviceHostCopies,
         disk: Disk | None = None,
         ask: SendTierCommand | None = None,
     ) -> None:
         self._scheduler, self._runner, self._tiers = scheduler, runner, tiers
-        self.mover = mover
+        self.copies = copies
         self._disk = disk
         self._ask = ask
         self._storing: deque[_Storing] = deque()
         self._loading: list[_Loading] = []
         self.num_pages_brought = 0
-        runner.carriers[tiers.name] = self
+        runner.transfers[tiers.name] = self
 
     @property
     def is_busy(self) -> bool:
@@ -122,14 +122,14 @@ class TierTransfers:
     # --- what a plan names ------------------------------------------------------------------------
 
     def store(self, stores: Sequence[Store]) -> None:
-        done = self.mover.store(stores)
+        done = self.copies.store(stores)
         if self._ask is not None:
             done = OnAll(done, self._ask(Stored()))
         self._storing.append(_Storing(stores=list(stores), done=done))
 
     def load(self, load: Load) -> None:
         fetches = self._tiers.loads.fetches(load.number)
-        loading = _Loading(load=load, fetches=fetches or [], after=self.mover.now())
+        loading = _Loading(load=load, fetches=fetches or [], after=self.copies.now())
         self._loading.append(loading)
         if any(fetch.is_on_disk for fetch in loading.fetches):
             assert self._disk is not None, "what is on disk has a disk"
@@ -142,11 +142,11 @@ class TierTransfers:
         pages = [f for f in loading.fetches if f.item.what != "state"]
         states = [f for f in loading.fetches if f.item.what == "state"]
         pairs = [(fetch.arrival.id, fetch.item.place) for fetch in pages]
-        copies: list[ItemRun] = [("page", *run, ()) for run in runs(pairs, MAX_RUN)]
-        copies += [("state", f.arrival.id, f.item.place, 1, f.arrival.windows) for f in states]
-        loading.done = self.mover.bring(loading.after, copies)
+        item_runs: list[ItemRun] = [("page", *run, ()) for run in runs(pairs, MAX_RUN)]
+        item_runs += [("state", f.arrival.id, f.item.place, 1, f.arrival.windows) for f in states]
+        loading.done = self.copies.bring(loading.after, item_runs)
         if self._ask is not None:
-            order = Bring(number=loading.load.number, runs=tuple(copies))
+            order = Bring(number=loading.load.number, runs=tuple(item_runs))
             loading.done = OnAll(loading.done, self._ask(order))
 
     # --- what becomes of it -----------------------------------------------------------------------
@@ -185,7 +185,7 @@ class TierTransfers:
             if loading.done is None or loading.is_over or self._ask is not None:
                 continue
             if self._tiers.rates.load_seconds(self._num_bytes(loading), 0) <= HASTE_S:
-                self.mover.order(loading.done)
+                self.copies.order(loading.done)
                 is_any = self._arrive(loading) or is_any
         return is_any
 
@@ -257,7 +257,7 @@ class TierTransfers:
             self._tiers.rates.copied(self._num_bytes(loading), seconds)
 
     def _num_bytes(self, loading: _Loading) -> int:
-        return sum(self.mover.host.of(fetch.item.what).item_bytes for fetch in loading.fetches)
+        return sum(self.copies.host.of(fetch.item.what).item_bytes for fetch in loading.fetches)
 
     def _fail(self, loading: _Loading) -> bool:
         self._loading.remove(loading)

@@ -20,7 +20,7 @@ from milepost.config import EngineConfig
 from milepost.engine.assembly.setup import EngineParts
 from milepost.engine.loop.core import Engine
 from milepost.engine.loop.group import RequestGroup
-from milepost.engine.processes.growing import joined
+from milepost.engine.processes.stream import joined
 from milepost.engine.prompts import Prompt
 from milepost.runner.choice import SampledToken
 from milepost.runner.in_flight import InFlightStep

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milepost.engine.text.chat import render
-from milepost.engine.text.special import CUT, cut, special_texts
+from milepost.engine.text.chat import CUT, cut, render, special_texts
 from milepost.engine.text.tokenizer import load_tokenizer
 from milepost.models.folder import EMBEDDED_MODEL
 from tests import chatmodel

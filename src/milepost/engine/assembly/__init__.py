@@ -23,7 +23,7 @@ from milepost.engine.assembly.rank_messages import (
 )
 from milepost.engine.assembly.setup import EngineParts, build
 from milepost.engine.assembly.team import Team
-from milepost.engine.assembly.tiering import RankTierState, porter_of
+from milepost.engine.assembly.tiering import RankTierState, tier_worker_of
 from milepost.engine.assembly.warming import warm
 
 __all__ = [
@@ -45,6 +45,6 @@ __all__ = [
     "build",
     "build_rank",
     "changes",
-    "porter_of",
+    "tier_worker_of",
     "warm",
 ]

@@ -20,7 +20,7 @@ from milepost.engine.assembly.fitting import fit
 from milepost.engine.assembly.images import image_settings_of
 from milepost.engine.assembly.sizing import max_model_len_of
 from milepost.engine.assembly.team import Team
-from milepost.engine.assembly.tiering import RankTierState, hands_of
+from milepost.engine.assembly.tiering import RankTierState, tier_state_of
 from milepost.engine.off_device import PoolAccess
 from milepost.images import ImageSettings
 from milepost.kernels.platform.device import hopper_kernels
@@ -58,7 +58,7 @@ class RankParts:
     """Empty where KV has the model's type."""
     num_graphs: int
     runner: Runner
-    hands: RankTierState | None
+    tier_state: RankTierState | None
     """For its part of what is kept outside the device; None where nothing is."""
     access: PoolAccess | None
     """Gives other engines access to its pools; None if nothing is exchanged."""
@@ -116,7 +116,7 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
         kv_dtype="" if shape.kv_dtype is None else str(shape.kv_dtype).removeprefix("torch."),
         num_graphs=len(fitted.steps.captured) if fitted.steps else 0,
         runner=runner,
-        hands=hands_of(config, runner, shape, cache.identity, ranks),
+        tier_state=tier_state_of(config, runner, shape, cache.identity, ranks),
         access=_access(config, pools, ranks),
     )
 

@@ -102,7 +102,7 @@ def build(config: EngineConfig) -> EngineParts:
     return EngineParts(
         scheduler=scheduler,
         runner=own.runner,
-        tier_state=own.hands,
+        tier_state=own.tier_state,
         speculation=speculation_of(
             config.speculative_config,
             scheduler,

@@ -42,12 +42,12 @@ from milepost.engine.assembly.rank_messages import (
     RankMessage,
     TicketedCommand,
 )
-from milepost.engine.parent import without_interrupts, without_main
+from milepost.engine.ending import without_interrupts, without_main
 from milepost.errors import EngineDeadError, MilepostError
+from milepost.frames import framed, receive
 from milepost.logs import current
 from milepost.parallel import Ranks
 from milepost.parallel.gloo import GlooLink, open_store
-from milepost.parallel.records import receive, send
 from milepost.parallel.tickets import Tickets
 
 logger = logging.getLogger(__name__)
@@ -119,10 +119,10 @@ class Team:
     def write(self, record: RankMessage) -> None:
         """Tell all others. Raises EngineDeadError if one has gone, or takes nothing any more."""
         with self._telling:
-            body = self._encoder.encode(record)
+            frame = framed(self._encoder.encode(record))
             for member in self._members:
                 try:
-                    send(member.socket, body)
+                    member.socket.sendall(frame)
                 except OSError as error:
                     raise self.failure() from error
 
@@ -178,7 +178,7 @@ class _Member:
         self._theirs.close()
         self.socket.settimeout(SILENCE_S)
         with suppress(OSError):  # one that has ended already is heard of like any other
-            send(self.socket, msgspec.msgpack.encode(self._orders))
+            self.socket.sendall(framed(msgspec.msgpack.encode(self._orders)))
 
     def hear(self, tickets: Tickets) -> bool:
         """Handles its next message. Returns False if it was the last."""

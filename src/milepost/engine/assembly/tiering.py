@@ -72,7 +72,7 @@ def under_way(
 class RankTierState:
     """A rank's part of the tiers."""
 
-    mover: DeviceHostCopies
+    copies: DeviceHostCopies
     files: Files | None
     num_pages: int
     num_states: int
@@ -81,7 +81,7 @@ class RankTierState:
     """Pages and states that may be on their way there at a time; 0 bounds nothing."""
 
 
-def hands_of(
+def tier_state_of(
     config: EngineConfig, runner: Runner, shape: PoolShape, identity: bytes, ranks: Ranks
 ) -> RankTierState | None:
     """This rank's part of the host memory and of the disk that are asked for; None where none are,
@@ -112,7 +112,7 @@ def hands_of(
         own = under_way(config, pool_bytes, host.pages.item_bytes, host.states.item_bytes)
         num_staged = ranks.least(own[0]), ranks.least(own[1])
     return RankTierState(
-        mover=DeviceHostCopies(memory, host, link, num_staged),
+        copies=DeviceHostCopies(memory, host, link, num_staged),
         files=files,
         num_pages=num_pages,
         num_states=num_states,
@@ -120,20 +120,20 @@ def hands_of(
     )
 
 
-def porter_of(
-    runner: Runner, hands: RankTierState | None, answer: Callable[[int, bool], None]
+def tier_worker_of(
+    runner: Runner, tier_state: RankTierState | None, answer: Callable[[int, bool], None]
 ) -> RankTierWorker | None:
     """Returns the worker of a rank other than the first; None without tiers."""
-    if hands is None:
+    if tier_state is None:
         return None
     from milepost.tiers.policy import Tiers
     from milepost.tiers.rank_worker import RankTierWorker
 
     device = runner.pools.device
     begin_thread = partial(torch.cuda.set_device, device) if device.type == "cuda" else int
-    porter = RankTierWorker(runner, hands.mover, hands.files, answer, begin_thread)
-    runner.carriers[Tiers.name] = porter
-    return porter
+    tier_worker = RankTierWorker(runner, tier_state.copies, tier_state.files, answer, begin_thread)
+    runner.transfers[Tiers.name] = tier_worker
+    return tier_worker
 
 
 def _files(directory: str | None, identity: bytes, rank: int) -> Files | None:

@@ -3,7 +3,7 @@ Its modules:
 
     a step                      core, intake, completions, pipeline, pace, failure
     a request                   group, completion, pixels
-    outside the device          opening, tiering
+    outside the device          tiering
     one thread for an engine    thread
     an observer                 trace_recording
 """

@@ -20,9 +20,9 @@ from milepost.engine.loop.completions import RunningCompletions
 from milepost.engine.loop.failure import FailureLatch
 from milepost.engine.loop.group import RequestGroup
 from milepost.engine.loop.intake import Intake, limits_of
-from milepost.engine.loop.opening import open_off_device
 from milepost.engine.loop.pipeline import StepPipeline
 from milepost.engine.loop.pixels import PixelStore
+from milepost.engine.loop.tiering import open_off_device
 from milepost.engine.loop.trace_recording import TraceRecorder
 from milepost.engine.metrics import Metric, collect
 from milepost.engine.prompts import Prompt

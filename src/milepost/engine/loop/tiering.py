@@ -1,14 +1,19 @@
-"""The tiers as the step loop sees them: loads and stores between steps, and how fast they are."""
+"""Opens what an engine keeps or exchanges outside its device (tiers, other engines, KV events), and
+runs the tiers: loads and stores between steps, and how fast they are."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from milepost.annexes import annex
 from milepost.config import EngineConfig
-from milepost.engine.assembly import RankTierState
+from milepost.engine.assembly import AnnexCommand, EngineParts, RankTierState
+from milepost.engine.loop.completion import Completion
+from milepost.engine.loop.group import RequestGroup
 from milepost.engine.metrics import Metric
 from milepost.engine.off_device import OffDevice
 from milepost.scheduler.plans import StepPlan
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
     from milepost.tiers.orders import SendTierCommand
     from milepost.tiers.policy import Tiers
     from milepost.tiers.transfers import TierTransfers
+
 
 logger = logging.getLogger(__name__)
 
@@ -34,39 +40,39 @@ class Tiering(OffDevice):
         scheduler: Scheduler,
         runner: Runner,
         tiers: Tiers,
-        copier: TierTransfers,
+        transfers: TierTransfers,
         flush_s: float,
     ) -> None:
         self._scheduler, self._runner = scheduler, runner
         self.tiers = tiers
-        self.copier = copier
+        self.transfers = transfers
         self._flush_s = flush_s
 
     @property
     def rest_s(self) -> float | None:
         """Seconds until the disk is tried again after an error; None for never."""
-        return self.copier.rest_s
+        return self.transfers.rest_s
 
     def poll(self) -> None:
         """Takes in the copies that are done."""
-        self.copier.poll()
+        self.transfers.poll()
 
     def wait(self, seconds: float) -> bool:
         """Waits this long for a copy. Returns False at once if none is under way."""
-        if not self.copier.is_busy:
+        if not self.transfers.is_busy:
             return False
-        self.copier.wait(seconds)
+        self.transfers.wait(seconds)
         return True
 
     def do_idle_work(self) -> bool:
         """Makes the copies that wait for nothing to run. Returns whether there will be more."""
-        self.copier.poll()
+        self.transfers.poll()
         outside = self._scheduler.outside
         if outside.has_stores:
             plan = self._scheduler.plan_copies()
             if plan.only_copies:
                 self._runner.copy(plan)
-        is_busy = self.copier.is_busy or self.copier.is_writing or self.tiers.is_behind
+        is_busy = self.transfers.is_busy or self.transfers.is_writing or self.tiers.is_behind
         return is_busy or outside.has_stores
 
     def flush(self) -> None:
@@ -74,16 +80,16 @@ class Tiering(OffDevice):
         self._flush_until(inf)
 
     def _flush_until(self, end_s: float) -> None:
-        while (self.copier.is_busy or self._goes_down()) and perf_counter() < end_s:
-            self.copier.wait(0.01)
+        while (self.transfers.is_busy or self._goes_down()) and perf_counter() < end_s:
+            self.transfers.wait(0.01)
 
     def _goes_down(self) -> bool:
         self.do_idle_work()
-        return self.copier.is_busy or self._scheduler.outside.has_stores
+        return self.transfers.is_busy or self._scheduler.outside.has_stores
 
     def end_loads(self) -> None:
         """Ends every load: the plan that was interrupted may have begun it, or not."""
-        self.copier.end_loads()
+        self.transfers.end_loads()
         for number, (_, offer) in list(self._scheduler.outside.loading.items()):
             if offer.source == self.tiers.name:
                 self._scheduler.failed(number)
@@ -121,9 +127,9 @@ class Tiering(OffDevice):
 
     def reset(self, *, with_files: bool) -> None:
         """Forgets what host memory holds, and deletes this model's files if asked to."""
-        self.copier.end_loads()
+        self.transfers.end_loads()
         self.tiers.clear(with_files=with_files)
-        self.copier.poll()
+        self.transfers.poll()
 
     def close(self, *, is_whole: bool) -> None:
         """Stores and writes what is left, in the time that there is for it, unless a step has
@@ -131,7 +137,7 @@ class Tiering(OffDevice):
         if is_whole:
             end_s = perf_counter() + self._flush_s
             self._flush_until(end_s)
-            self.copier.close(end_s)
+            self.transfers.close(end_s)
 
 
 def tiering_of(
@@ -150,7 +156,7 @@ def tiering_of(
     from milepost.tiers.policy import Tiers
     from milepost.tiers.transfers import TierTransfers
 
-    host, outside = state.mover.host, scheduler.outside
+    host, outside = state.copies.host, scheduler.outside
     page_bytes, state_bytes = host.pages.item_bytes, host.states.item_bytes
     disk_pages, disk_states = 0, 0
     if state.files is not None:
@@ -170,9 +176,32 @@ def tiering_of(
     disk = None if state.files is None else Disk(state.files, tiers, host, ask)
     outside.add_keeper(tiers)
     outside.add_source(tiers)
-    copier = TierTransfers(scheduler, runner, tiers, state.mover, disk, ask)
+    transfers = TierTransfers(scheduler, runner, tiers, state.copies, disk, ask)
     logger.info(
         "tiers: %d pages and %d states in host memory, %d items on disk",
         state.num_pages, state.num_states, len(tiers.disk),
     )  # fmt: skip
-    return Tiering(scheduler, runner, tiers, copier, config.flush_s)
+    return Tiering(scheduler, runner, tiers, transfers, config.flush_s)
+
+
+def open_off_device(
+    config: EngineConfig,
+    parts: EngineParts,
+    enter: Callable[[RequestGroup, Completion], None],
+) -> tuple[OffDevice, ...]:
+    """Returns the parts that the configuration asks for, in the order in which the loop runs them.
+    `enter` begins a completion whose prompt has arrived from another engine. Raises ConfigError if
+    an annex that is asked for is not installed.
+    """
+    scheduler, team = parts.scheduler, parts.team
+    events = exchange = tell = None
+    if config.kv_events_config is not None and config.kv_events_config.is_on:
+        opened = annex("events", wanted_by="kv_events_config").open_publisher
+        events = opened(config.kv_events_config, config.page_size, scheduler.outside)
+    ask = None if team is None else team.ask
+    tiers = tiering_of(config, scheduler, parts.runner, parts.tier_state, ask)
+    if parts.access is not None:
+        if ask is not None:
+            tell = lambda body: ask(AnnexCommand(body))  # noqa: E731
+        exchange = parts.access.off_device(scheduler, parts.runner, enter, tell)
+    return tuple(part for part in (tiers, exchange, events) if part is not None)

@@ -3,15 +3,14 @@ Its modules:
 
     the engine's process        engine, compiling
     messages                    wire
-    the client                  client, questions, starting, loading, stream, growing
+    the client                  client, questions, starting, loading, stream
     a further rank              rank
 """
 
 from milepost.engine.outputs import Delta, Output, Report
 from milepost.engine.processes.client import EngineClient
-from milepost.engine.processes.growing import GrowingOutput
 from milepost.engine.processes.loading import LoadedOnce, start_with_tokenizer
-from milepost.engine.processes.stream import Stream
+from milepost.engine.processes.stream import GrowingOutput, Stream
 
 __all__ = [
     "Delta",

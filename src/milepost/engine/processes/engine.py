@@ -18,8 +18,8 @@ from collections.abc import Callable
 from milepost.config import EngineConfig
 from milepost.engine import heap
 from milepost.engine.constraints import CompiledForm
+from milepost.engine.ending import end_with_parent
 from milepost.engine.loop import Engine, RequestGroup
-from milepost.engine.parent import end_with_parent
 from milepost.engine.processes.compiling import Compiling
 from milepost.engine.processes.wire import (
     Abort,

@@ -33,15 +33,15 @@ from milepost.engine.assembly import (
     RankParts,
     TicketedCommand,
     build_rank,
-    porter_of,
+    tier_worker_of,
 )
+from milepost.engine.ending import end_with_parent
 from milepost.engine.off_device import RankWorker
-from milepost.engine.parent import end_with_parent
 from milepost.errors import EngineDeadError, MilepostError
+from milepost.frames import framed, read_frames
 from milepost.logs import set_up
 from milepost.parallel import Ranks
 from milepost.parallel.gloo import GlooLink, open_store
-from milepost.parallel.records import received, send
 from milepost.runner.recording import Record
 from milepost.runner.replay import replay
 from milepost.runner.runner import Runner
@@ -86,11 +86,11 @@ class _Voice:
 
     def __call__(self, said: RankFailure | Answered) -> None:
         with suppress(OSError), self._lock:
-            send(self._socket, msgspec.msgpack.encode(said))
+            self._socket.sendall(framed(msgspec.msgpack.encode(said)))
 
 
 def _run(sock: socket.socket, say: _Voice) -> None:
-    frames = received(sock)
+    frames = read_frames(sock.makefile("rb").read)
     orders = msgspec.msgpack.decode(next(frames), type=RankConfig)
     config, rank = orders.config, orders.rank
     if orders.logs is not None:
@@ -116,9 +116,9 @@ def serve(
     fail: Callable[[Exception], object],
 ) -> None:
     """Carries out all that rank 0 asks for. `fail` ends it from another thread."""
-    porter = porter_of(parts.runner, parts.hands, answer)
+    tier_worker = tier_worker_of(parts.runner, parts.tier_state, answer)
     worker = None if parts.access is None else parts.access.worker(parts.runner, answer, fail)
-    follow(_records(told, porter, worker), parts.runner)
+    follow(_records(told, tier_worker, worker), parts.runner)
     if worker is not None:
         worker.close()
 
@@ -134,7 +134,7 @@ def follow(records: Iterable[Record], runner: Runner) -> None:
 
 
 def _records(
-    told: Iterable[RankMessage], porter: RankTierWorker | None, worker: RankWorker | None
+    told: Iterable[RankMessage], tier_worker: RankTierWorker | None, worker: RankWorker | None
 ) -> Iterator[Record]:
     """Yields the runner's records, and carries out the other commands."""
     for each in told:
@@ -144,8 +144,8 @@ def _records(
             assert worker is not None, "nothing is asked of who exchanges nothing"
             worker.do(each.ticket, each.order.body)
         else:
-            assert porter is not None, "nothing is asked of who keeps nothing"
-            porter.do(each.ticket, each.order)
+            assert tier_worker is not None, "nothing is asked of who keeps nothing"
+            tier_worker.do(each.ticket, each.order)
 
 
 def _told(frames: Iterator[bytes]) -> Iterator[RankMessage]:

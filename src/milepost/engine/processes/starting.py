@@ -21,8 +21,7 @@ from typing import Any
 
 from milepost import logs
 from milepost.config import EngineConfig
-from milepost.engine.ending import end_with_program, heed_sigterm
-from milepost.engine.parent import without_interrupts, without_main
+from milepost.engine.ending import end_with_program, heed_sigterm, without_interrupts, without_main
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The messages between the engine process and its client, and their format on the socket.
 
-A frame is a length (4 bytes, big-endian) and that many bytes of msgpack: plain values, never code.
+A frame (`milepost.frames`) holds msgpack: plain values, never code.
 `Frames` cuts a byte stream into messages and does no I/O; both sides use it.
 
     client -> engine    Add, Abort, Ask, Stop
@@ -12,7 +12,6 @@ Every `Add` is followed by exactly one end (an Output with `finished`, or Refuse
 
 from __future__ import annotations
 
-import struct
 from array import array
 from typing import Any, Generic, Literal, TypeVar
 
@@ -24,6 +23,7 @@ from milepost.engine.metrics import Metric
 from milepost.engine.outputs import Output
 from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidRequestError, MilepostError, QueueWaitError
+from milepost.frames import LENGTH, framed
 from milepost.kv_transfer_params import as_read
 from milepost.pictures import Picture
 from milepost.runner.recording import PictureRecord
@@ -31,7 +31,6 @@ from milepost.sampling_params import SamplingParams
 
 M = TypeVar("M")
 
-_LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 2**30
 """No message is this long, so a greater length means that the stream is corrupt."""
 
@@ -185,8 +184,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 def frame(message: Any) -> bytes:
     """A message as it stands on the socket."""
-    body = _ENCODER.encode(message)
-    return _LENGTH.pack(len(body)) + body
+    return framed(_ENCODER.encode(message))
 
 
 class Frames(Generic[M]):
@@ -201,11 +199,11 @@ class Frames(Generic[M]):
         self._buffer += data
         messages: list[M] = []
         start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
+        while len(self._buffer) - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer, start)
             if length > MAX_FRAME_BYTES:
                 raise ValueError(f"a frame of {length} bytes: the stream is out of step")
-            body = start + _LENGTH.size
+            body = start + LENGTH.size
             if len(self._buffer) - body < length:
                 break
             start = body + length

@@ -1,7 +1,7 @@
 """Conversations, tokens and text: renders and tokenizes prompts, and turns tokens into text.
 Its modules:
 
-    rendering a conversation    chat, template, marks, roles, special, conversations
+    rendering a conversation    chat, template, marks, roles, conversations
     in a process of its own     process, __main__
     for many callers            encoder, lanes
     tokens of a text            tokenizer, lengths
@@ -9,7 +9,7 @@ Its modules:
     a checkpoint's defaults     generation_config
 """
 
-from milepost.engine.text.chat import ChatPrompt
+from milepost.engine.text.chat import ChatPrompt, special_texts
 from milepost.engine.text.detokenizer import Detokenizer, detokenizer_for
 from milepost.engine.text.encoder import Encoder
 from milepost.engine.text.generation_config import (
@@ -20,7 +20,6 @@ from milepost.engine.text.generation_config import (
     within,
 )
 from milepost.engine.text.lengths import BYTE_LEVEL, text_length
-from milepost.engine.text.special import special_texts
 from milepost.engine.text.token_texts import TokenTexts
 from milepost.engine.text.tokenizer import load_tokenizer, tokenizer_for, without_torch
 
