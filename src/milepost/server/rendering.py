@@ -1,5 +1,5 @@
-"""What a prompt is in tokens: POST /tokenize, /detokenize, and `/render` after the paths that take
-prompts.
+"""Endpoints that return a prompt's tokens and generate nothing: /tokenize, /detokenize, and
+`/render` after the paths that take prompts.
 
 Routers look with `/render` for the server with the longest cached prefix. They cannot render a
 prompt themselves, since a template reads more than the messages. Requests that would be refused are
