@@ -55,7 +55,7 @@ class Worker:
         self.pipe = pipe
         self.times: dict[int, list[float]] = {}
         self.jobs: dict[int, Any] = {}
-        pipe.send(("ready", self.engine.vocab_size))
+        pipe.send(("ready", self.engine.limits.vocab_size))
 
     def run(self) -> None:
         engine = self.engine

@@ -127,7 +127,7 @@ def _measuring() -> Iterator[list[tuple[float, float, torch.Tensor]]]:
 
 
 def _measure_graph(llm: LLM, num_tokens: int, repeats: int) -> dict[str, Any]:
-    rng, vocab = random.Random(num_tokens), llm.llm_engine.vocab_size
+    rng, vocab = random.Random(num_tokens), llm.llm_engine.limits.vocab_size
     find, sizes = Graphs.find, []
 
     def note(graphs: Graphs, exact: Any) -> Any:
@@ -162,7 +162,7 @@ def _measure_hits(llm: LLM, depths: list[int], repeats: int) -> list[dict[str, A
     small = [each for each in executor._graphs._graphs if _holds_a_hit(each)]
     executor._graphs, executor._pieces = ways["one"] = graphs, whole
     executor.capture(small)
-    rng, vocab, found = random.Random(0), llm.llm_engine.vocab_size, []
+    rng, vocab, found = random.Random(0), llm.llm_engine.limits.vocab_size, []
     for depth in depths:
         shared = rng.choices(range(10, vocab), k=depth)
         spent: dict[str, list[float]] = {"one": [], "two": []}
@@ -186,7 +186,7 @@ def _holds_a_hit(capacity: Capacity) -> bool:
 
 
 def _measure(llm: LLM, num_tokens: int, repeats: int, measured: list[Any]) -> dict[str, Any]:
-    rng, vocab = random.Random(num_tokens), llm.llm_engine.vocab_size
+    rng, vocab = random.Random(num_tokens), llm.llm_engine.limits.vocab_size
     for index in range(repeats + 2):
         if index == 2:
             measured.clear()

@@ -334,7 +334,7 @@ class Price:
         return time.perf_counter() - begun
 
     def _tokens(self, num: int) -> list[int]:
-        return self._rng.choices(range(10, self._llm.llm_engine.vocab_size), k=num)
+        return self._rng.choices(range(10, self._llm.llm_engine.limits.vocab_size), k=num)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def main() -> int:
         **options,
     )
     rng = random.Random(0)
-    vocab = llm.llm_engine.vocab_size
+    vocab = llm.llm_engine.limits.vocab_size
     tokens = lambda num: rng.choices(range(10, vocab), k=num)  # noqa: E731
     shared = tokens(1900)
     for _ in range(3):

@@ -93,7 +93,7 @@ def by_launches() -> Iterator[None]:
 
 
 def _ask(llm: LLM, lengths: list[int], num_out: int, rng: random.Random) -> float:
-    vocab = llm.llm_engine.vocab_size
+    vocab = llm.llm_engine.limits.vocab_size
     prompts = [{"prompt_token_ids": rng.choices(range(10, vocab), k=num)} for num in lengths]
     params = SamplingParams(temperature=0, max_tokens=num_out, ignore_eos=True, detokenize=False)
     torch.cuda.synchronize()

@@ -74,7 +74,7 @@ def main() -> int:
 def _rates(llm: LLM, arguments: argparse.Namespace) -> Iterator[Row]:
     """Tokens per second of decoding."""
     rng = random.Random(arguments.seed)
-    vocab_size = llm.llm_engine.vocab_size
+    vocab_size = llm.llm_engine.limits.vocab_size
     for num in arguments.sequences:
         prompts = [rng.choices(range(10, vocab_size), k=128) for _ in range(num)]
         rates: dict[str, list[float]] = {name: [] for name in arguments.settings}
@@ -115,7 +115,7 @@ def _costs(llm: LLM, arguments: argparse.Namespace) -> Iterator[Row]:
     if sampler is None:
         return
     for num in arguments.sequences:
-        logits = 2 * torch.randn(num, llm.llm_engine.vocab_size, device="cuda").bfloat16()
+        logits = 2 * torch.randn(num, llm.llm_engine.limits.vocab_size, device="cuda").bfloat16()
         best = logits.argmax(-1)
         for name in arguments.settings:
             if name in ("greedy", "schema"):

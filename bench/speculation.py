@@ -262,7 +262,7 @@ def decoding(arguments: argparse.Namespace, batches: Sequence[int], **fields: An
     llm = dummy(arguments, max(batches), "ngram", **fields)
     assert llm.llm_engine.pipeline.speculation is not None
     llm.llm_engine.pipeline.speculation.drafter = Anything()
-    vocab_size = llm.llm_engine.vocab_size
+    vocab_size = llm.llm_engine.limits.vocab_size
     for batch in batches:
         rng = random.Random(batch)
         prompts = [
@@ -301,7 +301,7 @@ def chats(arguments: argparse.Namespace) -> Iterator[Row]:
         for side, speculation in sides.items():
             llm.llm_engine.pipeline.speculation = speculation
             llm.reset_prefix_cache()
-            rng, vocab_size = random.Random(turn), llm.llm_engine.vocab_size
+            rng, vocab_size = random.Random(turn), llm.llm_engine.limits.vocab_size
             found[side] += engine.chats(engine.Bench(llm, SamplingParams, vocab_size, rng))
     seconds = {side: [row["seconds"] for row in own[1:]] for side, own in found.items()}
     yield {

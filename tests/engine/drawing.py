@@ -131,7 +131,7 @@ class Traffic:
         tokenizer = llm.get_tokenizer()
         assert tokenizer is not None
         self._tokenizer: PreTrainedTokenizerBase = tokenizer
-        self._room = llm.llm_engine.max_model_len - MAX_TOKENS - 1
+        self._room = llm.llm_engine.limits.max_model_len - MAX_TOKENS - 1
         self.known = list(known) or [words(rng, num) for num in (20, 40, 60)]
         """What prompts go on from."""
         self.asked: list[Asked] = []

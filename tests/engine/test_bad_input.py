@@ -234,7 +234,7 @@ def test_bad_prompt_leaves_requests_in_flight_alone(llm, tiny):
 def test_prompt_longer_than_the_pool(tiny):
     """Without max_model_len the pool's size is the limit."""
     llm = tiny.open(num_pages=4)
-    assert llm.llm_engine.max_model_len == 256
+    assert llm.llm_engine.limits.max_model_len == 256
     with pytest.raises(InvalidRequestError, match=r"prompt has 256 tokens, .*max_model_len=256"):
         ask(llm, tokens(256))
     (output,) = ask(llm, tokens(255))

@@ -40,7 +40,7 @@ ROOMY = {"max_num_seqs": 1, "num_pages": 100, "num_slots": 16, "enable_prefix_ca
 def test_sampled_answers_do_not_depend_on_the_cache(form: str, tmp_path: Path) -> None:
     folder, _ = write("qwen3_5_moe", tmp_path, form, **EXPERTS)
     cold, tight = open_llm(folder, **COMMON, **ROOMY), open_llm(folder, **COMMON, **TIGHT)
-    prompts = _prompts(cold.llm_engine.vocab_size)
+    prompts = _prompts(cold.llm_engine.limits.vocab_size)
     expected = [_ask(cold, [prompt], [own])[0] for prompt, own in zip(prompts, PARAMS, strict=True)]
     for _ in range(2):
         assert _ask(tight, prompts, PARAMS) == expected

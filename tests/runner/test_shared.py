@@ -159,7 +159,7 @@ def test_logits_are_those_of_two_pools(tiny, page_size, pages_each, monkeypatch)
         llm,
         pages_each,
         lambda pools, num_slots: PlainExecutor(
-            model, pools, num_requests=num_slots, max_model_len=llm.llm_engine.max_model_len
+            model, pools, num_requests=num_slots, max_model_len=llm.llm_engine.limits.max_model_len
         ),
     )
     first = serve(llm)

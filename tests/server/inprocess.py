@@ -19,8 +19,6 @@ from milepost.server.service import Service
 from tests import chatmodel
 
 INFO = SimpleNamespace(
-    max_model_len=4096,
-    vocab_size=448,
     page_size=64,
     sampling_defaults={},
     images=None,
@@ -32,8 +30,8 @@ MAX_IN_FLIGHT = 100
 
 LIMITS = Limits.of(
     EngineConfig(),
-    vocab_size=INFO.vocab_size,
-    max_model_len=INFO.max_model_len,
+    vocab_size=448,
+    max_model_len=4096,
     closes_reasoning=True,
 )
 

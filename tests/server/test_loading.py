@@ -29,10 +29,12 @@ def service(num_ranks=1, **facts):
         num_pages=20_000,
         num_slots=400,
         page_size=64,
-        max_model_len=262_144,
     )
+    limits = SimpleNamespace(max_model_len=262_144)
     form = SimpleNamespace(calls="qwen3_xml", reasoning="qwen3")
-    client = SimpleNamespace(info=info, config=EngineConfig(tensor_parallel_size=num_ranks))
+    client = SimpleNamespace(
+        info=info, limits=limits, config=EngineConfig(tensor_parallel_size=num_ranks)
+    )
     return SimpleNamespace(client=client, names=["a", "b"], format=form)
 
 

@@ -106,8 +106,6 @@ class Engine:
     death = None
     info = SimpleNamespace(
         page_size=64,
-        max_model_len=64,
-        vocab_size=8,
         facts=INFO.facts,
         images=None,
         sampling_defaults={},

@@ -40,7 +40,7 @@ def report(num_tokens, reused=0):
     whole = CacheReport(
         prompt_tokens=num_tokens, kv_length=0, state_length=reused, reused=reused, lost=lost
     )
-    return Report.of(whole, 0.0)
+    return Report(whole, 0.0)
 
 
 @pytest.fixture

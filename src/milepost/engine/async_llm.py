@@ -176,7 +176,7 @@ class AsyncLLM:
         if self._preparer is None:
             facts = self._client.info.images
             assert facts is not None, "images are refused without a tower"
-            most = self._client.info.max_model_len
+            most = self._client.limits.max_model_len
             self._preparer = Preparer(facts, MediaRules.of(self.config), most)
         return await self._preparer.put_in(prompt, images)
 
@@ -235,7 +235,7 @@ class _Running:
 
 
 async def _load(client: EngineClient) -> Encoder:
-    return Encoder(await start_with_tokenizer(client), client.info.max_model_len)
+    return Encoder(await start_with_tokenizer(client), client.limits.max_model_len)
 
 
 def _sent(params: SamplingParams) -> SamplingParams:

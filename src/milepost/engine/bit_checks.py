@@ -151,7 +151,7 @@ class BitChecks:
     def _draw(self, llm: LLM) -> list[list[int]]:
         """Returns prompts that share a prefix and end on both sides of the grid."""
         size, rng = self._size, self._rng
-        room = llm.llm_engine.max_model_len - 2 * size.max_tokens - 20
+        room = llm.llm_engine.limits.max_model_len - 2 * size.max_tokens - 20
         longest = min(size.prompt_tokens, room)
         if longest < 2 * self._grid + 2:
             raise ConfigError(
@@ -165,7 +165,7 @@ class BitChecks:
         return [[*shared, *self._tokens(llm, length)][:length] for length in lengths]
 
     def _tokens(self, llm: LLM, num: int) -> list[int]:
-        return self._rng.choices(range(llm.llm_engine.vocab_size), k=num)
+        return self._rng.choices(range(llm.llm_engine.limits.vocab_size), k=num)
 
     def _alone(self, llm: LLM) -> list[RequestOutput]:
         self._num_alone += 1

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
 from milepost.cache import CacheReport
-from milepost.cache.report import Lost
 
 
 class Logprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -101,44 +100,10 @@ class Report(msgspec.Struct, frozen=True):
     """A request's cache report, and the time of its admission in seconds of the monotonic clock. If
     it was loaded from outside the device, that is when all has arrived."""
 
-    prompt_tokens: int
-    kv_length: int
-    state_length: int
-    reused: int
-    lost: dict[str, int]
+    cache: CacheReport
     admitted_at: float
-    loaded: dict[str, int] = {}
     loading_since: float | None = None
     """When its load began, if it was loaded."""
-    images: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def of(
-        cls, report: CacheReport, admitted_at: float, loading_since: float | None = None
-    ) -> Self:
-        return cls(
-            prompt_tokens=report.prompt_tokens,
-            kv_length=report.kv_length,
-            state_length=report.state_length,
-            reused=report.reused,
-            lost={reason.value: count for reason, count in report.lost.items()},
-            admitted_at=admitted_at,
-            loaded=report.loaded,
-            loading_since=loading_since,
-            images=report.images,
-        )
-
-    def cache_report(self) -> CacheReport:
-        """Returns the report that this one was made of."""
-        return CacheReport(
-            prompt_tokens=self.prompt_tokens,
-            kv_length=self.kv_length,
-            state_length=self.state_length,
-            reused=self.reused,
-            lost={Lost(reason): count for reason, count in self.lost.items()},
-            loaded=self.loaded,
-            images=self.images,
-        )
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True):

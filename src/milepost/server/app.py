@@ -180,7 +180,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.started,
         "owned_by": "milepost",
-        "max_model_len": info.max_model_len,
+        "max_model_len": service.client.limits.max_model_len,
         "input_modalities": ["text"] if info.images is None else ["text", "image"],
         "max_request_bytes": service.config.max_request_bytes,
     }

@@ -82,7 +82,7 @@ async def prompts_of(
         )
         for ids, params_of_it in zip(encoded, transfers, strict=True)
     ]
-    limit = service.client.info.max_model_len
+    limit = service.client.limits.max_model_len
     return [shortened(prompt, request, params, limit) for prompt in prompts]
 
 

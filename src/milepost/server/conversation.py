@@ -128,7 +128,7 @@ def fitting(service: Service, prompt: Prompt, params: SamplingParams) -> Samplin
     """Returns parameters with max_tokens lowered to the room that the prompt leaves."""
     if params.max_tokens is None:
         return params
-    room = max(service.client.info.max_model_len - len(prompt.token_ids), 1)
+    room = max(service.client.limits.max_model_len - len(prompt.token_ids), 1)
     return replace(params, max_tokens=min(params.max_tokens, room))
 
 
@@ -145,7 +145,7 @@ async def prompt_of(
         pixels=rendered.pixels,
         kv_transfer_params=request.kv_transfer_params,
     )
-    limit = service.client.info.max_model_len
+    limit = service.client.limits.max_model_len
     return shortened(prompt, request, params, limit), rendered
 
 

@@ -21,7 +21,7 @@ class ChatImages:
         self._preparer: Preparer | None = None
         if self._facts is not None:
             self._preparer = Preparer(
-                self._facts, MediaRules.of(client.config), client.info.max_model_len
+                self._facts, MediaRules.of(client.config), client.limits.max_model_len
             )
 
     @property

@@ -29,7 +29,7 @@ async def load(config: ServerConfig, engine_config: EngineConfig, client: Engine
     template = read_template(config.chat_template)
     if tokenizer is not None and template is not None:
         tokenizer.chat_template = template
-    checks = await asyncio.to_thread(_form_checks, config, tokenizer, client.info.vocab_size)
+    checks = await asyncio.to_thread(_form_checks, config, tokenizer, client.limits.vocab_size)
     await checks.start()
     service = Service(config, client, tokenizer, _names(config, engine_config), checks)
     service.encoder.start()
@@ -85,8 +85,9 @@ def describe(service: Service) -> list[tuple[str, str]]:
 def _context(service: Service) -> str:
     """Returns the longest sequence, and what the device's memory leaves of the usual limits."""
     info, config = service.client.info, service.client.config
-    facts, words = info.facts, f"up to {info.max_model_len:,} tokens"
-    if config.max_model_len is None and info.max_model_len < facts.num_positions:
+    longest = service.client.limits.max_model_len
+    facts, words = info.facts, f"up to {longest:,} tokens"
+    if config.max_model_len is None and longest < facts.num_positions:
         words += f" (of its {facts.num_positions:,}, as many as fit the memory)"
     if facts.step_tokens < config.step_tokens():
         words += f", {facts.step_tokens:,} a step"

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from milepost.cache import CacheReport
 from milepost.engine.processes import Delta, Output, Report
 from milepost.engine.prompts import Prompt
 from milepost.sampling_params import SamplingParams
@@ -92,10 +93,10 @@ class RequestTally:
 
     def _cache(self) -> dict[str, Any]:
         """Returns how many prompt tokens were cached, lost and loaded, with reasons and sources."""
-        loaded = _sums(report.loaded for report in self.reports)
+        loaded = _sums(report.cache.loaded for report in self.reports)
         return {
-            "cached_tokens": sum(report.reused for report in self.reports),
-            "lost_tokens": _sums(report.lost for report in self.reports),
+            "cached_tokens": sum(report.cache.reused for report in self.reports),
+            "lost_tokens": _sums(report.cache.lost for report in self.reports),
             **({"loaded_tokens": loaded} if loaded else {}),
             **_images(self.reports),
         }
@@ -135,14 +136,14 @@ class MetricsObserver:
         metrics, tally = self._metrics, self._tally
         if output.report is not None:
             metrics.queue_time.observe(max(output.report.admitted_at - tally.arrival, 0.0))
-            metrics.cached_tokens.inc(output.report.reused)
-            self._count_sources(output.report)
+            metrics.cached_tokens.inc(output.report.cache.reused)
+            self._count_sources(output.report.cache)
         if tally.gap_s is not None:
             metrics.inter_token.observe(tally.gap_s)
         elif tally.is_first:
             metrics.time_to_first_token.observe(tally.now - tally.arrival)
 
-    def _count_sources(self, report: Report) -> None:
+    def _count_sources(self, report: CacheReport) -> None:
         """Counts a prompt's tokens by where they came from."""
         num_loaded = sum(report.loaded.values())
         counts = {
@@ -168,7 +169,7 @@ class MetricsObserver:
             metrics.disconnects.inc()
         if tally.is_whole:
             metrics.end_to_end.observe(time.monotonic() - tally.arrival)
-            num_reused = sum(report.reused for report in tally.reports)
+            num_reused = sum(report.cache.reused for report in tally.reports)
             metrics.computed_lengths.observe(tally.num_prompt_tokens - num_reused)
             for count in tally.num_tokens:
                 metrics.answer_lengths.observe(count)
@@ -197,7 +198,7 @@ def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def _images(reports: Sequence[Report]) -> dict[str, int]:
     """Returns how many prompt tokens are of images and were reused, and how many images needed no
     encoder; nothing for prompts without images."""
-    found = [report.cache_report() for report in reports if report.images]
+    found = [report.cache for report in reports if report.cache.images]
     if not found:
         return {}
     return {

@@ -118,7 +118,7 @@ def _info(service: Service) -> dict[str, Any]:
         "mamba_cache_mode": config.mamba_cache_mode,
     }
     model = {"model": info.model, "served_model_name": service.names}
-    model["max_model_len"] = info.max_model_len
+    model["max_model_len"] = service.client.limits.max_model_len
     scheduler = {
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": info.facts.step_tokens,

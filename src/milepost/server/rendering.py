@@ -52,7 +52,7 @@ def add(app: FastAPI, service: Service) -> None:
         found = {
             "tokens": tokens,
             "count": len(tokens),
-            "max_model_len": service.client.info.max_model_len,
+            "max_model_len": service.client.limits.max_model_len,
             "cache_marks": marks,
             "token_strs": names,
         }
@@ -63,7 +63,7 @@ def add(app: FastAPI, service: Service) -> None:
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         service.unknown.settle(body, request.scope)
         service.check_model(body.model)
-        vocab_size = service.client.info.vocab_size
+        vocab_size = service.client.limits.vocab_size
         for index, token in enumerate(body.tokens):
             if token >= vocab_size:
                 field = f"tokens[{index}]"

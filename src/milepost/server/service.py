@@ -101,7 +101,7 @@ class Service:
             special = special_texts(tokenizer)
         self.encoder = Encoder(
             tokenizer,
-            client.info.max_model_len,
+            client.limits.max_model_len,
             special=special,
             template_timeout_s=min(config.template_timeout_s, config.request_timeout_s),
         )

@@ -35,7 +35,7 @@ from opentelemetry.trace import (
 )
 
 import milepost
-from milepost.engine.processes import Report
+from milepost.cache import CacheReport
 from milepost.sampling_params import SamplingParams
 from milepost.server.observers import RequestTally
 from milepost.server.tracing import TraceContext, parsed
@@ -151,7 +151,9 @@ class RequestSpan:
         self._add("queue", tally.arrival, min(known, default=over))
         for report in loads:
             assert report.loading_since is not None
-            self._add("load", report.loading_since, report.admitted_at, cache_attributes([report]))
+            self._add(
+                "load", report.loading_since, report.admitted_at, cache_attributes([report.cache])
+            )
         if admitted is not None:
             self._add("prefill", admitted, over if first is None else first)
         if first is not None:
@@ -219,13 +221,13 @@ def request_attributes(model: str, params: SamplingParams, tally: RequestTally) 
         "gen_ai.usage.input_tokens": tally.num_prompt_tokens,
         "gen_ai.usage.completion_tokens": num_tokens,
         "gen_ai.usage.output_tokens": num_tokens,
-        "gen_ai.usage.cache_read.input_tokens": sum(one.reused for one in tally.reports),
+        "gen_ai.usage.cache_read.input_tokens": sum(one.cache.reused for one in tally.reports),
         "gen_ai.usage.num_sequences": len(tally.num_tokens),
         "gen_ai.response.finish_reasons": tuple(tally.ended.values()) or None,
         "milepost.drafts.verified": tally.num_draft_tokens or None,
         "milepost.drafts.accepted": tally.num_accepted_tokens if tally.num_draft_tokens else None,
         **_latencies(tally),
-        **cache_attributes(tally.reports),
+        **cache_attributes([one.cache for one in tally.reports]),
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -246,7 +248,7 @@ def _latencies(tally: RequestTally) -> dict[str, float]:
     return {name: max(seconds, 0.0) for name, seconds in found.items()}
 
 
-def cache_attributes(reports: Sequence[Report]) -> dict[str, int]:
+def cache_attributes(reports: Sequence[CacheReport]) -> dict[str, int]:
     """Returns the cache reports of a request's prompts, added up."""
     if not reports:
         return {}

@@ -28,10 +28,9 @@ class ShortPrompts:
 
     def note(self, report: Report) -> None:
         """Log the reason, if this is the first report of such a prompt."""
-        page_size = self._client.info.page_size
-        if self._has_said or report.prompt_tokens >= page_size:
+        if self._has_said:
             return
-        hint = report.cache_report().hint(page_size)
+        hint = report.cache.hint(self._client.info.page_size)
         if hint is not None and not self._client.config.disable_log_stats:
             self._has_said = True
             logger.info("%s", hint)

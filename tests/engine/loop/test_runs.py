@@ -22,6 +22,7 @@ from milepost.engine.loop.core import Engine
 from milepost.engine.loop.group import RequestGroup
 from milepost.engine.processes.stream import joined
 from milepost.engine.prompts import Prompt
+from milepost.engine.validation import Limits
 from milepost.runner.choice import SampledToken
 from milepost.runner.in_flight import InFlightStep
 from milepost.runner.runner import RunnerOutput
@@ -122,8 +123,12 @@ def engine_of(scripts: Mapping[int, tuple[int, list[int]]], most: int, seed: int
         tokenizer=TOKENIZER,
         end_token_ids=(END,),
         sampling_defaults={},
-        vocab_size=chatmodel.VOCAB_SIZE,
-        max_model_len=200,
+        limits=Limits.of(
+            EngineConfig(),
+            vocab_size=chatmodel.VOCAB_SIZE,
+            max_model_len=200,
+            closes_reasoning=False,
+        ),
         facts=None,
     )
     return Engine(EngineConfig(max_num_seqs=3, max_num_batched_tokens=64), parts)

@@ -140,7 +140,7 @@ def test_an_end_token_beyond_the_vocabulary_is_no_matter(folder, tmp_path):
     (tmp_path / "copy" / "generation_config.json").unlink()
     write(tmp_path / "copy", "generation_config.json", {"eos_token_id": [7, 2**20]})
     llm = LLM(tmp_path / "copy", cpu_cache_gib=0.02)
-    assert max(llm.llm_engine._intake._end_token_ids) < llm.llm_engine.vocab_size
+    assert max(llm.llm_engine._intake._end_token_ids) < llm.llm_engine.limits.vocab_size
     assert answer(llm, SamplingParams(max_tokens=2, min_tokens=1, structured_outputs=None))
 
 

@@ -22,10 +22,12 @@ from milepost.engine.assembly.images import image_facts
 from milepost.engine.assembly.rank import RankParts, build_rank
 from milepost.engine.assembly.team import Team
 from milepost.engine.assembly.tiering import RankTierState
+from milepost.engine.constraints import think_ids
 from milepost.engine.facts import Facts
 from milepost.engine.media import ImageFacts
 from milepost.engine.off_device import PoolAccess
 from milepost.engine.text import end_token_ids, load_tokenizer, sampling_defaults, within
+from milepost.engine.validation import Limits
 from milepost.errors import ConfigError
 from milepost.layers.rotary import num_positions, run_up_to
 from milepost.models.configuration import load_config
@@ -53,8 +55,8 @@ class EngineParts:
     end_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, int | float]
     """Fields of SamplingParams for requests that do not set them."""
-    vocab_size: int
-    max_model_len: int
+    limits: Limits
+    """Limits that requests are validated against."""
     facts: Facts
     speculation: Speculation | None = None
     """None where nothing is drafted."""
@@ -112,8 +114,13 @@ def build(config: EngineConfig) -> EngineParts:
         tokenizer=tokenizer,
         end_token_ids=ends,
         sampling_defaults=sampling_defaults(folder, config.generation_config),
-        vocab_size=model.vocab_size,
-        max_model_len=own.max_model_len,
+        limits=Limits.of(
+            config,
+            vocab_size=model.vocab_size,
+            max_model_len=own.max_model_len,
+            closes_reasoning=think_ids(tokenizer)[1] is not None,
+            has_tower=model.tower is not None,
+        ),
         facts=_facts(config, folder, own),
         images=image_facts(config, folder, tokenizer) if model.tower is not None else None,
         runs_ahead=runs_ahead(config, own.device),

@@ -19,7 +19,7 @@ from milepost.engine.loop.completion import Completion
 from milepost.engine.loop.completions import RunningCompletions
 from milepost.engine.loop.failure import FailureLatch
 from milepost.engine.loop.group import RequestGroup
-from milepost.engine.loop.intake import Intake, limits_of
+from milepost.engine.loop.intake import Intake
 from milepost.engine.loop.pipeline import StepPipeline
 from milepost.engine.loop.pixels import PixelStore
 from milepost.engine.loop.tiering import open_off_device
@@ -48,10 +48,9 @@ class Engine:
         self.scheduler = parts.scheduler
         self.runner = parts.runner
         self.tokenizer: PreTrainedTokenizerBase | None = parts.tokenizer
-        self.vocab_size, self.max_model_len = parts.vocab_size, parts.max_model_len
         self.sampling_defaults = parts.sampling_defaults
         self.facts, self.images = parts.facts, parts.images
-        self.limits = limits_of(config, parts)
+        self.limits = parts.limits
         texts = TokenTexts(self.tokenizer) if self.tokenizer is not None else None
         self._intake = Intake(config, parts, texts)
         counts_are_kept = self.runner.executor.keeps_counts

@@ -95,4 +95,4 @@ class RequestGroup:
         report = self.completions[0].request.report
         if report is None:
             return None
-        return Report.of(report, self.admitted_at or time.monotonic(), self.loading_since)
+        return Report(report, self.admitted_at or time.monotonic(), self.loading_since)

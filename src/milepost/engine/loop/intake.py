@@ -22,14 +22,12 @@ from milepost.engine.constraints import (
     Rules,
     form_masks,
     has,
-    think_ids,
     vocabulary_of,
 )
 from milepost.engine.loop.completion import Completion
 from milepost.engine.loop.group import RequestGroup
 from milepost.engine.prompts import Prompt
 from milepost.engine.text import TokenTexts, detokenizer_for
-from milepost.engine.validation import Limits
 from milepost.errors import InvalidRequestError
 from milepost.kv_transfer_params import read
 from milepost.pictures import group_ends
@@ -40,17 +38,6 @@ TURN_TOKENS = 32
 """Images with fewer tokens of text between them belong to one turn."""
 
 
-def limits_of(config: EngineConfig, parts: EngineParts) -> Limits:
-    """Returns the limits that requests are validated against."""
-    return Limits.of(
-        config,
-        vocab_size=parts.vocab_size,
-        max_model_len=parts.max_model_len,
-        closes_reasoning=think_ids(parts.tokenizer)[1] is not None,
-        has_tower=parts.images is not None,
-    )
-
-
 class Intake:
     """Turns valid prompts into request groups, for one engine."""
 
@@ -58,11 +45,10 @@ class Intake:
         self._config = config
         self._tokenizer = parts.tokenizer
         self._texts = texts
-        self._vocab_size = parts.vocab_size
-        self._max_model_len = parts.max_model_len
+        self._limits = parts.limits
         self._end_token_ids = parts.end_token_ids
         self._chain = parts.scheduler.cache.chain
-        self._rules = RuleBook(parts.tokenizer, parts.vocab_size, parts.end_token_ids)
+        self._rules = RuleBook(parts.tokenizer, parts.limits.vocab_size, parts.end_token_ids)
         self.forms: Forms | None = None
         """The compiler of forms; None until a request has one."""
         self._num_groups = 0
@@ -84,7 +70,7 @@ class Intake:
             if self._tokenizer is None:
                 raise InvalidRequestError(f"{wanted.field}: no tokenizer is loaded")
             ends = tuple(self._end_token_ids)
-            self.forms = Forms(vocabulary_of(self._tokenizer, self._vocab_size, ends))
+            self.forms = Forms(vocabulary_of(self._tokenizer, self._limits.vocab_size, ends))
         form = self.forms.compile(wanted)
         self._check_beginning(wanted, form, self._rules.rules_of(params))
         return form
@@ -100,7 +86,7 @@ class Intake:
         if after is not None:
             begins = has(rules.allowed, after)
         else:
-            own = FormGuide(form, self._vocab_size, self._end_token_ids, None)
+            own = FormGuide(form, self._limits.vocab_size, self._end_token_ids, None)
             (mask,) = form_masks([own])
             begins = mask is None or bool((mask & rules.allowed).any())
         if not begins:
@@ -148,7 +134,7 @@ class Intake:
     def _request(self, index: int, group: RequestGroup, priority: int, salt: str) -> Request:
         prompt, params = group.prompt, group.params
         tokens = prompt.packed[:-1] if group.prefills else prompt.packed
-        room = self._max_model_len - len(prompt.token_ids)
+        room = self._limits.max_model_len - len(prompt.token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         own = params.stop_token_ids or ()
         ends = () if params.ignore_eos else self._end_token_ids
@@ -175,7 +161,7 @@ class Intake:
         own = None
         if form is not None:
             after = params.structured_outputs.starts_after
-            own = FormGuide(form, self._vocab_size, self._end_token_ids, after)
+            own = FormGuide(form, self._limits.vocab_size, self._end_token_ids, after)
         if rules is None:
             return Guide(own, None)
         return Guide(own, Restriction(rules, np.frombuffer(prompt.packed, np.uint32)))

@@ -83,13 +83,7 @@ class EngineClient:
         assert isinstance(first, wire.Ready)
         self.info = first
         self._process.is_ready.set()
-        self.limits = Limits.of(
-            self.config,
-            vocab_size=first.vocab_size,
-            max_model_len=first.max_model_len,
-            closes_reasoning=first.closes_reasoning,
-            has_tower=first.images is not None,
-        )
+        self.limits = first.limits
         for message in rest:
             self._handle(message)
         self._reading = asyncio.create_task(self._read())

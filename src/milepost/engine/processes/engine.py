@@ -268,9 +268,7 @@ def _ready(engine: Engine) -> Ready:
     cache = engine.scheduler.cache
     return Ready(
         model=engine.config.model or "milepost-tiny",
-        max_model_len=engine.limits.max_model_len,
-        vocab_size=engine.limits.vocab_size,
-        closes_reasoning=engine.limits.closes_reasoning,
+        limits=engine.limits,
         page_size=cache.page_size,
         num_pages=cache.pages.capacity,
         num_slots=cache.slots.capacity,

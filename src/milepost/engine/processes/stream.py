@@ -129,7 +129,7 @@ class GrowingOutput:
         """Returns the answers so far."""
         whole = self._whole
         deltas = {} if whole is None else {delta.index: delta for delta in whole.deltas}
-        report = None if whole is None else whole.report
+        report = None if whole is None or whole.report is None else whole.report.cache
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._prompt.text,
@@ -141,7 +141,7 @@ class GrowingOutput:
             finished=self.is_finished,
             prompt_logprobs=None if whole is None else whole.prompt_logprobs,
             num_cached_tokens=0 if report is None else report.reused,
-            cache_report=None if report is None else report.cache_report(),
+            cache_report=report,
         )
 
     def _completion(self, delta: Delta) -> CompletionOutput:

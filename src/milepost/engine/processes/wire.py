@@ -22,6 +22,7 @@ from milepost.engine.media import ImageFacts
 from milepost.engine.metrics import Metric
 from milepost.engine.outputs import Output
 from milepost.engine.prompts import Prompt
+from milepost.engine.validation import Limits
 from milepost.errors import InvalidRequestError, MilepostError, QueueWaitError
 from milepost.frames import LENGTH, framed
 from milepost.kv_transfer_params import as_read
@@ -113,16 +114,14 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The engine can take requests."""
 
     model: str
-    max_model_len: int
-    vocab_size: int
+    limits: Limits
+    """Limits that requests are validated against before they are sent."""
     page_size: int
     num_pages: int
     num_slots: int
     sampling_defaults: dict[str, int | float]
     """Fields of SamplingParams for requests that do not set them."""
     facts: Facts
-    closes_reasoning: bool = False
-    """Whether one token of the model closes the reasoning."""
     images: ImageFacts | None = None
     """How images enter prompts; None for a model that takes none."""
     identity: bytes = b""
