@@ -1,17 +1,17 @@
 """Decides which of the waiting requests begin in a step.
 
-Those go first that have waited longest for what they cost: by the time waited for each second of
-computing, so that short ones pass long ones, and none starves. One is passed over if the step has
-no tokens for it, if there is no room for it, or if it waits for a prefix that another one is
-computing; others may go first then, within limits. However many wait, a step considers a bounded
-number.
+Requests are ordered by the time that they have waited for each second of computing that they cost.
+So short ones pass long ones, and none starves. A request is passed over if the step has no tokens
+for it, if there is no room for it, or if it waits for a prefix that another one is computing;
+others may then go first, within limits. A step considers a bounded number of requests, however many
+wait.
 
 With more live conversations than fit, admitting each at once would evict what the next one needs,
-and nothing would ever hit. So seconds are weighed against seconds. A request that *displaces* what
-others are likely to ask for soon makes them compute it again, and each second of that is a second
-more for all who wait, as far as the machine is busy with prompts. It is held back until it has
-waited as long as that itself, counted from the last time that somebody displaced anything: so they
-come one at a time.
+and nothing would ever hit. So seconds are weighed against seconds. A request *displaces* cached
+items that others are likely to ask for soon. They have to compute these again, and each such second
+is a second more for all who wait, as far as the machine is busy with prompts. The request is held
+back until it has waited for as long as it costs the others, counted from the last admission that
+displaced anything, so such requests come one at a time.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from milepost.scheduler.sharing import PendingPrefixes
 from milepost.scheduler.stats import SchedulerStats
 
 MAX_BYPASSED = 256
-"""Later requests that may be admitted past one for which there is no room, before it holds the
+"""Number of later requests that may be admitted before a request without room; then it holds the
 queue."""
 
 MAX_HOLD_BACK_S = 600.0
-"""Seconds of steps that a request may wait while others go first: as long as clients wait by
+"""Longest time in seconds of steps for which a request is held back: as long as clients wait by
 default."""
 
 BUSY_S = 30.0
-"""Seconds of steps over which it is averaged how busy the machine is."""
+"""Seconds of steps over which `busy_share` is averaged."""
 
 NEWS = 32
-"""Steps over which the seconds that a token takes are averaged."""
+"""Number of steps over which `token_s` is averaged."""
 
 
 class Admission:
@@ -59,11 +59,11 @@ class Admission:
         self.now_s = 0.0
         """Seconds that steps have taken so far."""
         self.token_s = 0.0
-        """Seconds that computing a prompt's token has taken lately; 0: not known yet."""
+        """Recent time to compute one prompt token, in seconds; 0 if not known yet."""
         self.busy_share = 1.0
-        """Share of the time that steps have computed prompts lately."""
+        """Recent share of the time in which steps computed prompts."""
         self._displaced_s = 0.0
-        """When a request was last admitted that displaced anything."""
+        """Time of the last admission that displaced anything."""
         self.pending = PendingPrefixes(cache.grid)
         self._outside = outside
         self._stats = stats
@@ -72,9 +72,8 @@ class Admission:
         self._running = running
 
     def _pass_over(self, request: Request, turn: AdmissionRound, *, has_room: bool = True) -> bool:
-        """Note that a request waits on: for tokens, because it is held back, or as there is no
-        room. False, as an admission's outcome.
-        """
+        """Records that a request keeps waiting, because there are no tokens or no room for it or
+        because it is held back. Returns False, the outcome of its admission."""
         turn.passed_over.append(request)
         turn.num_passed_over += 1
         if not has_room:
@@ -83,7 +82,7 @@ class Admission:
         return False
 
     def open(self, max_num_seqs: int) -> AdmissionRound:
-        """Begin a step in which `max_num_seqs` requests may run."""
+        """Begins a step in which `max_num_seqs` requests may run."""
         num_seats = 0
         if self._waiting:
             num_seated = sum(request.holds_seat for request in self._running)
@@ -91,16 +90,16 @@ class Admission:
         return AdmissionRound(num_seats=num_seats)
 
     def candidates(self, turn: AdmissionRound) -> list[Request]:
-        """The requests to look at in a step, those first that have waited longest for what they
-        cost; if nothing runs, those that cost least.
-        """
+        """Returns the requests to look at in a step: first those that have waited longest for what
+        they cost or, if nothing runs, those that cost least."""
         if not turn.num_seats:
             return []
         candidates = self._waiting.first(turn.num_seats + MAX_PASSED_OVER)
         return sorted(candidates, key=self._place)
 
     def _place(self, request: Request) -> tuple[int, float, int]:
-        """Those that have waited for as long as they may come first, by arrival."""
+        """Sort key of a request. Requests that have waited for as long as they may come first, by
+        arrival."""
         if self.has_waited_long(request):
             return request.priority, -inf, request.number
         cost = STEP_TOKENS + self._waiting.num_left(request)
@@ -109,17 +108,18 @@ class Admission:
         return request.priority, (request.queued_s - self.now_s) / cost, request.number
 
     def has_waited_long(self, request: Request) -> bool:
-        """Whether others have gone before a request for as long as they may."""
+        """Whether a request has waited for `MAX_HOLD_BACK_S`, or was bypassed `MAX_BYPASSED` times,
+        so that no other may go first."""
         waited_s = self.now_s - request.queued_s
         return waited_s >= MAX_HOLD_BACK_S or request.num_bypasses >= MAX_BYPASSED
 
     def num_left(self, request: Request) -> int:
-        """Tokens that a request, running or waiting, has yet to compute."""
+        """Returns the number of tokens that a running or waiting request has yet to compute."""
         runs = request.allocation is not None
         return request.num_left if runs else self._waiting.num_left(request)
 
     def ran(self, num_tokens: int, seconds: float) -> None:
-        """Note how long a step took, and the tokens of prompts in it."""
+        """Records a step's duration, and its number of prompt tokens."""
         self.now_s += seconds
         is_busy = min(num_tokens / (2 * STEP_TOKENS), 1.0)
         self.busy_share += (is_busy - self.busy_share) * min(seconds / BUSY_S, 1.0)
@@ -128,7 +128,7 @@ class Admission:
             self.token_s += (latest - self.token_s) / NEWS if self.token_s else latest
 
     def consider(self, request: Request, budget: Budget, turn: AdmissionRound) -> bool:
-        """Admit a waiting request if it can begin in this step."""
+        """Admits a waiting request if it can begin in this step."""
         if self._awaits(request):
             turn.num_passed_over += 1
             return False
@@ -166,7 +166,7 @@ class Admission:
         return True
 
     def _offer(self, request: Request, match: Match) -> Offer | None:
-        """The best offer of a source, if there is any."""
+        """Returns the best offer of a source, if there is any."""
         offer = self._outside.find(request, match)
         request.offered = offer.position if offer is not None else 0
         return offer
@@ -174,7 +174,7 @@ class Admission:
     def _begin_loading(
         self, request: Request, match: Match, turn: AdmissionRound, offer: Offer
     ) -> bool:
-        """Admit a waiting request that goes on from what a source has; it needs no tokens yet."""
+        """Admits a waiting request that continues from what a source has; it needs no tokens yet."""
         if not self._outside.may_load or offer.position <= match.state_length:
             return False
         if self._running and self._waiting.is_blocked(request, self.now_s):
@@ -186,23 +186,23 @@ class Admission:
         return True
 
     def close(self, budget: Budget, turn: AdmissionRound) -> None:
-        """Count who went before whom. Where a step computes no prefill, the first that was passed
-        over looks for room again.
-        """
+        """Counts the requests that went before others. If the step computes no prefill, the first
+        request that was passed over looks for room again."""
         for request in turn.bypassed:
             request.num_bypasses += sum(other.rank > request.rank for other in turn.begun)
         if turn.passed_over and not budget.has_prefill:
             turn.passed_over[0].blocked_at = None
 
     def _awaits(self, request: Request) -> bool:
-        """Whether what a request was found to wait for is still to come."""
+        """Whether the prefix that a request waits for is still to come."""
         if request.awaits is None or not request.awaits.is_pending:
             return False
         self._stats.num_waits += 1
         return True
 
     def _waits_for_prefix(self, request: Request, match: Match) -> bool:
-        """Whether a running prefill computes this prefix; then it keeps its state there."""
+        """Whether a running prefill computes this prefix. If so, it is asked to keep its state
+        there."""
         shared = request.awaits = self.pending.find(request, match)
         if shared is None:
             return False
@@ -240,8 +240,9 @@ class Admission:
         return True
 
     def _find_room(self, request: Request, match: Match, load_to: int | None) -> Allocation | None:
-        """From the deepest resume; a request that is alone gets a cold one if need be. It waits if
-        even for that too much is lent to others."""
+        """Returns an allocation from the deepest position to resume at, or None if there is no
+        room. A request that is alone starts cold if need be; it waits only if too much is lent to
+        others."""
         admit = partial(
             self._cache.admit, request.chain, marks=request.marks, reservation=request.reservation
         )
@@ -255,10 +256,10 @@ class Admission:
         return allocation
 
     def _may_hold_back(self, request: Request, turn: AdmissionRound) -> bool:
-        """Whether others may go first, so that what they need is not evicted for this one. Not if
-        nothing else runs or waits, it has run before, something less urgent runs, or it has waited
-        for long. Nor if it is loaded from outside: so is what it displaces, then.
-        """
+        """Whether others may go first, so that what they need is not evicted for this request.
+        False if nothing else runs or waits, if the request has run before or has waited for long,
+        or if something less urgent runs. Also false if the request is loaded from outside, since
+        what it displaces can then be loaded too."""
         if not self._running or len(self._waiting) == 1 or request.num_preemptions:
             return False
         if turn.last_priority is None:
@@ -266,15 +267,14 @@ class Admission:
         return turn.last_priority <= request.priority and not self.has_waited_long(request)
 
     def held_back_s(self, request: Request, match: Match) -> float:
-        """Returns the seconds for which a request is held back at least, by what is known now."""
+        """Returns for how many seconds at least a request is held back, as far as is known now."""
         displaced = self._cache.displaced(match) if self._running else 0.0
         return max(self._until_s(request, displaced) - self.now_s, 0.0) if displaced else 0.0
 
     def _until_s(self, request: Request, displaced: float) -> float:
-        """When a request has waited for as long as all who wait lose by what it displaces: each
-        second of it delays them while prompts are computed, and costs nobody else anything while
-        none is.
-        """
+        """Returns the time at which a request has waited for as long as all who wait lose by what
+        it displaces. Each second of computing that again delays them while prompts are computed,
+        and costs nobody anything otherwise."""
         since_s = max(request.queued_s, self._displaced_s)
         lost_s = displaced * self.token_s * len(self._waiting) * self.busy_share
         return min(since_s + lost_s, request.queued_s + MAX_HOLD_BACK_S)

@@ -1,4 +1,4 @@
-"""Bounds one step's admissions, and notes what became of the requests that it looked at."""
+"""Bounds the admissions of one step, and records what became of the requests that it looked at."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from milepost.scheduler.request import Request
 
 MAX_PASSED_OVER = 128
-"""Waiting requests that a step passes over, before it looks at no more."""
+"""Number of waiting requests that a step passes over before it looks at no more."""
 
 MAX_LOOKS = 16
-"""Prompts that a step looks up in the cache without admitting them."""
+"""Number of prompts that a step looks up in the cache without admitting them."""
 
 MAX_CHANGES = 64
-"""Most requests to begin in a step, together with the states evicted for them; the others wait for
-the next step. Each takes some 0.1 to 0.2 ms to plan while a step of 17 ms or more runs, so planning
-is hidden. With fewer, short prompts would share a step's weights with fewer others.
-"""
+"""Largest number of requests begun in a step plus states evicted for them; further requests wait
+for the next step. Planning each takes 0.1 to 0.2 ms while a step of 17 ms or more runs, so it is
+hidden. With a lower limit, fewer short prompts would share a step's weights."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,19 +25,19 @@ class AdmissionRound:
     num_seats: int
     """Requests that may yet begin."""
     bypassed: list[Request] = field(default_factory=list)
-    """Those that found no room, the most urgent first."""
+    """Requests without room, the most urgent first."""
     begun: list[Request] = field(default_factory=list)
-    """Those that were admitted."""
+    """Requests that were admitted."""
     passed_over: list[Request] = field(default_factory=list)
-    """Those that found no tokens or no room, or were held back."""
+    """Requests that found no tokens or no room, or were held back."""
     num_passed_over: int = 0
     num_looks: int = 0
     num_changes: int = 0
     """Number of requests begun and of states evicted for them."""
     last_priority: int | None = None
-    """Priority of the least urgent running request, once somebody has asked."""
+    """Priority of the least urgent running request, once it has been asked for."""
     is_held: bool = False
-    """Whether one of them has been bypassed often enough."""
+    """Whether a request that was passed over has waited so long that no other may go first."""
 
     @property
     def is_over(self) -> bool:
@@ -52,7 +51,7 @@ class AdmissionRound:
         )
 
     def admitted(self, request: Request, num_evicted: int) -> None:
-        """Note that a request begins, and how many states were evicted for it."""
+        """Records that a request begins, and how many states were evicted for it."""
         self.num_seats -= 1
         self.num_changes += 1 + num_evicted
         if self.last_priority is not None:

@@ -1,10 +1,10 @@
-"""Estimates how long a new request would wait before it begins, and finds requests that have
-waited too long.
+"""Estimates how long a new request would wait before it begins, and finds requests that have waited
+too long.
 
-The estimate is the cost of all that would go first, divided by the cost that has begun per second
-lately. That rate is measured while requests wait, so it covers whatever holds them back: the tokens
-of a step, seats, or memory. What a request would be held back for, because its memory is worth more
-to others, comes on top if it is longer.
+The estimate is the cost of all requests that would go first, divided by the cost that has begun per
+second lately. That rate is measured while requests wait, so it covers whatever holds them back: the
+tokens of a step, seats, or memory. If the request would be held back for longer, because its memory
+is worth more to others, that time counts instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAST_MEASURED_S = 1.0
 
 
 class Backlog:
-    """The requests of `waiting`; none is to wait longer than `max_wait_s`."""
+    """Watches the requests of `waiting`: none is to wait longer than `max_wait_s`."""
 
     def __init__(
         self, waiting: Queue, admission: Admission, stats: SchedulerStats, max_wait_s: float
@@ -40,7 +40,7 @@ class Backlog:
         self._admission = admission
         self._stats = stats
         self._arrived: deque[Request] = deque()
-        """New requests in the order of their arrival; those that have begun may be among them."""
+        """New requests in order of arrival; some may have begun."""
         self._cost_begun = 0
         """Cost of all requests that had begun at the last step."""
         self._recent_cost = 0.0
@@ -123,7 +123,7 @@ class Backlog:
 
     @property
     def _rate(self) -> float:
-        """Cost that begins in a second while requests wait; a small number while none does."""
+        """Cost that begins per second while requests wait; a small number if none does."""
         if self._recent_s >= LEAST_MEASURED_S:
             return max(self._recent_cost / self._recent_s, 1e-3)
         token_s = self._admission.token_s
@@ -136,7 +136,7 @@ class QueueOrder:
     """
 
     def __init__(self, entries: Iterable[tuple[int, float, int]], max_wait_s: float) -> None:
-        """`entries` are the priority, seconds waited and cost of each waiting request."""
+        """Sorts `entries`: priority, seconds waited and cost of each waiting request."""
         self._max_wait_s = max_wait_s
         placed = sorted(
             ((priority, -(waited_s + max_wait_s) / cost), cost)

@@ -1,8 +1,8 @@
 """The tokens of one step, and how they are shared out.
 
-Decodes get one each, and leave a grid step for a prefill. Those that this leaves out go first in
-the next step: `max_num_batched_tokens` is at least a grid step and at least `max_num_seqs`
-(`milepost.config.check_budget`), so
+Each decode gets one, and a grid step is left for a prefill. Decodes that get none because of that
+go first in the next step: `max_num_batched_tokens` is at least a grid step and at least
+`max_num_seqs` (`milepost.config.check_budget`), so
 
 - a decode has its token in one of two steps,
 - the first prefill, or the first waiting request that finds a seat and room, has a grid step in one
@@ -18,21 +18,19 @@ from milepost.scheduler.encoders import Encoders
 from milepost.scheduler.request import Request
 
 MAX_IDLE_STEPS = 16
-"""Steps that a running prefill may go without tokens, because others are more urgent, before it has
-a grid step ahead of them.
-"""
+"""Number of steps that a running prefill may get no tokens because others are more urgent. Then it
+gets a grid step before them."""
 
 
 def max_num_exports(max_num_seqs: int, max_num_batched_tokens: int, grid: int) -> int:
-    """States that one step keeps at most: one for each sequence, and one for each grid position
-    that it passes. Prompts with many marks a page could ask for more, and each that lies off the
-    grid costs a chunk's memory.
-    """
+    """Returns the largest number of states that one step keeps: one for each sequence, and one for
+    each grid position that it passes. Prompts with many marks in a page could ask for more, and
+    each state off the grid costs a chunk's memory."""
     return max_num_seqs + max_num_batched_tokens // grid
 
 
 class Budget:
-    """Tokens that the step being planned has given out, and has left."""
+    """The tokens of the step being planned: how many are given out, and how many are left."""
 
     __slots__ = ("_encoders", "given", "grid", "left", "num_drafts")
 
@@ -41,18 +39,17 @@ class Budget:
         self.grid = grid
         self._encoders = encoders
         self.given: dict[Request, int] = {}
-        """Tokens that each request has been given."""
+        """Number of tokens that each request gets."""
         self.num_drafts: dict[Request, int] = {}
-        """Drafts that are verified beside those."""
+        """Number of drafts of each request that are verified besides."""
 
     @property
     def has_prefill(self) -> bool:
         return any(num_tokens > 1 for num_tokens in self.given.values())
 
     def can_begin(self, num_left: int) -> bool:
-        """Whether there are tokens for a request that has `num_left` to compute: all, or a grid
-        step. With fewer it would hold memory and compute next to nothing.
-        """
+        """Whether there are tokens for a request that has `num_left` to compute: all of them, or a
+        grid step. With fewer it would hold memory and compute next to nothing."""
         return self.left >= min(self.grid, num_left)
 
     def give(self, request: Request, num_tokens: int) -> None:
@@ -61,24 +58,22 @@ class Budget:
             self.left -= num_tokens
 
     def give_decodes(self, decodes: Sequence[Request]) -> None:
-        """Give a token to each that had none in the last step, then to as many as leave a grid step
-        for a prefill; to all, if there is none left to leave.
-        """
+        """Gives a token to each decode that had none in the last step, then to as many others as
+        leave a grid step for a prefill; to all if no grid step can be left anyway."""
         had_none = [request for request in decodes if request.num_idle_steps]
         self.give_one_each(had_none)
         others = [request for request in decodes if not request.num_idle_steps]
         self.give_one_each(others if self.left < self.grid else others[: self.left - self.grid])
 
     def give_one_each(self, decodes: Iterable[Request]) -> None:
-        """Give a token to those that have none yet, as long as there are any."""
+        """Gives a token to each request that has none yet, as long as there are any."""
         for request in decodes:
             if self.left and request not in self.given:
                 self.give(request, 1)
 
     def give_chunk(self, request: Request, most: int | None = None) -> None:
-        """Give a request all that it has left to compute, or what ends on the grid; `most` bounds
-        it, and so do pictures that the step cannot encode. That may be nothing.
-        """
+        """Gives a request all tokens that it has left to compute, or as many as end on the grid.
+        `most` limits them, and so do pictures that the step cannot encode, possibly to none."""
         most = self.left if most is None else min(most, self.left)
         num_left = request.num_left - self.given.get(request, 0)
         assert request.allocation is not None
@@ -91,17 +86,17 @@ class Budget:
         self.give(request, num_left)
 
     def give_drafts(self, request: Request, num_drafts: int) -> None:
-        """Give a request tokens for drafts; the caller has made sure that they are left."""
+        """Gives a request tokens for drafts; the caller has checked that they are left."""
         self.num_drafts[request] = num_drafts
         self.left -= num_drafts
 
     def give_starved(self, prefills: Iterable[Request]) -> None:
-        """Give a grid step to those prefills that have had nothing for too long."""
+        """Gives a grid step to prefills that have had nothing for too long."""
         starved = [r for r in prefills if r.num_idle_steps >= MAX_IDLE_STEPS]
         for request in sorted(starved, key=lambda r: -r.num_idle_steps):
             self.give_chunk(request, self.grid)
 
     def note_idle(self, requests: Iterable[Request]) -> None:
-        """Count the steps that running requests go without tokens."""
+        """Counts the steps in which running requests get no tokens."""
         for request in requests:
             request.num_idle_steps = 0 if request in self.given else request.num_idle_steps + 1

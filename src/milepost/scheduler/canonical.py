@@ -1,8 +1,8 @@
-"""Canonicalises answers: computes them again as prompts, while nothing else is to be done.
+"""Canonicalises answers: computes them again as prompts while there is nothing else to do.
 
-In the bitwise mode what decodes leave is not shared (see cache/README.md). A chat's next turn would
-compute the answer once more; an engine that is idle does so in the meantime. One answer at a time,
-the newest first. Whoever arrives goes first, and what has been computed by then stays cached.
+In the bitwise mode, what decodes compute is not shared (see cache/README.md), so a chat's next turn
+has to compute the answer again. An idle engine does that in the meantime, one answer at a time, the
+newest first. A new request goes first, and what has been computed by then stays cached.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from milepost.scheduler.scheduler import Scheduler
 
 
 class Canonical:
-    """Has `scheduler` compute the answers that the cache remembers; in the default mode none."""
+    """Has `scheduler` compute the answers that the cache remembers. In the default mode there are
+    none."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._latest: Request | None = None
-        """The request that it queued last."""
+        """The request that was queued last."""
 
     def begin(self) -> bool:
-        """Queue the newest answer that is not shared yet, if nothing else is to be done; False if
-        there is none.
-        """
+        """Queues the newest answer that is not shared yet, if nothing else is to be done. Returns
+        False if there is none."""
         if self._scheduler.has_work:
             return False
         cache = self._scheduler.outside.cache
@@ -52,13 +52,13 @@ class Canonical:
         return False
 
     def give_way(self) -> None:
-        """End what is being computed; it waits again if it is not complete."""
+        """Ends what is being computed; if it is not complete, it waits again."""
         request = self._latest
         if request is not None and self._scheduler.finish(request, FinishReason.ABORT):
             self._latest = None
 
 
 def _whole(cache: Cache, chain: Chain) -> Chain:
-    """A prompt and its answer as a prompt, up to one token past the last position to be shared: so
-    a match may resume there."""
+    """Returns a prompt and its answer as one prompt, up to one token past the last position to be
+    shared, so that a match may resume there."""
     return cache.chain(chain.tokens[: floor(len(chain), cache.grid) + 1], chain.salt)

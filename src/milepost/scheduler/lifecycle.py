@@ -1,8 +1,8 @@
 """Takes requests from `add` to their end: into the queue, out of memory, and out of the scheduler.
 
-A request that is over keeps what it holds while a step in flight computes for it, while something
-is loaded into it, and, where states are kept, for one more step that folds its last tokens into its
-state.
+A finished request keeps its memory while a step in flight computes for it and while something is
+loaded into it. Where states are kept, it also keeps its memory for one more step, which folds its
+last tokens into its state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from milepost.scheduler.stats import SchedulerStats
 
 
 class Lifecycle:
-    """The requests that were added, by number, until they are over and hold nothing."""
+    """The requests that were added, by number, until they are finished and hold nothing."""
 
     def __init__(
         self,
@@ -47,9 +47,8 @@ class Lifecycle:
         return self._requests.get(request.number) is request
 
     def add(self, request: Request) -> None:
-        """Number a new request and queue it. Raises InvalidRequestError if the pool could never
-        hold it all.
-        """
+        """Numbers a new request and queues it. Raises InvalidRequestError if the pool could never
+        hold it all."""
         longest = request.num_tokens + request.max_tokens
         capacity = self._cache.capacity
         if longest > capacity:
@@ -65,7 +64,8 @@ class Lifecycle:
         self._requests[request.number] = request
 
     def finish_load(self, request: Request) -> None:
-        """Give a request whose load is over a place in the next step, unless it is over itself."""
+        """Gives a request whose load is over a place in the next step, unless the request is
+        finished."""
         assert request.allocation is not None
         if request.report is None:
             request.report = request.allocation.report
@@ -74,11 +74,11 @@ class Lifecycle:
             self._remove(request, None)
 
     def preempt_youngest(self) -> None:
-        """Preempt the running request that is served last, of those with tokens to come."""
+        """Preempts the running request that is served last, among those with tokens to come."""
         self.preempt(max(filter(_may_be_preempted, self._running), key=lambda r: r.rank))
 
     def preempt(self, request: Request) -> None:
-        """Turn a running request's live state into a checkpoint and queue it again."""
+        """Turns a running request's live state into a checkpoint, and queues the request again."""
         assert request.finish_reason is None, "F5: a request that is over never waits again"
         self._release(request, Kind.PREEMPTED)
         self._queue(request)
@@ -86,9 +86,8 @@ class Lifecycle:
         self._stats.num_preemptions += 1
 
     def take_back(self, request: Request) -> None:
-        """Take what a running request holds, which may be half written, and queue it again unless
-        it is over.
-        """
+        """Frees what a running request holds, which may be half written, and queues the request
+        again unless it is finished."""
         if request.finish_reason is not None:
             self._remove(request, None)
         else:
@@ -96,7 +95,7 @@ class Lifecycle:
             self._queue(request)
 
     def end(self, request: Request, reason: FinishReason) -> None:
-        """End a request; it is retired now, or once nobody uses what it holds."""
+        """Ends a request. It is retired at once, or when nothing uses its memory any more."""
         request.finish_reason = reason
         self.num_live -= 1
         if request.allocation is None:
@@ -110,7 +109,9 @@ class Lifecycle:
             self.retire(request)
 
     def retire(self, request: Request) -> None:
-        """Keep the state where the answer ended, once it has come so far."""
+        """Frees what a finished request holds, and keeps its state at the end of the answer. If
+        tokens have yet to be folded into that state, the request first waits for a step that folds
+        them."""
         allocation = request.allocation
         assert allocation is not None
         is_shared = allocation.committed <= request.chain.shared_end
@@ -131,7 +132,7 @@ class Lifecycle:
         del self._requests[request.number]
 
     def _release(self, request: Request, kind: Kind | None) -> None:
-        """Take what a running request holds; with a `kind`, its state becomes a checkpoint."""
+        """Frees what a running request holds; with a `kind`, its state becomes a checkpoint."""
         assert request.allocation is not None
         self._admission.pending.drop(request)
         self._cache.release(request.allocation, kind)
@@ -143,5 +144,5 @@ class Lifecycle:
 
 
 def _may_be_preempted(request: Request) -> bool:
-    """Whether a running request has tokens to come, and nobody else writes what it holds."""
+    """Whether a running request has tokens to come, and nothing else writes its memory."""
     return request.finish_reason is None and not request.is_loading

@@ -16,21 +16,23 @@ from milepost.cache.tree import Chain, Match, Reservation
 
 
 class PrefixMemory(Protocol):
-    """The verbs are described at `Cache`. One contract test runs for each policy's."""
+    """Memory for running requests. `Cache` describes the methods; one contract test runs for every
+    implementation."""
 
     mode: Mode
     stats: Stats
     grid: int
-    """A prefill chunk that isn't a prompt's last ends at a multiple: a state can be kept there."""
+    """A prefill chunk other than a prompt's last ends at a multiple of this, where a state can be
+    kept."""
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest request, its answer included, that can run when it is alone."""
+        """Length in tokens of the longest request, with its answer, that can run alone."""
         ...
 
     @property
     def room(self) -> tuple[int, int]:
-        """Pages and slots to be had if everything that is only cached gave way."""
+        """Number of pages and slots that are free if everything merely cached is evicted."""
         ...
 
     def match(self, chain: Chain, limit: int | None = None) -> Match: ...

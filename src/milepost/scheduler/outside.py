@@ -1,9 +1,9 @@
-"""Loads from outside the device, and copies to it: tiers, other engines.
+"""Loads from outside the device and copies to it: tiers, other engines.
 
-A *source* offers to fill a request's pages and slot beyond what the device has cached. While it
-does so, the admitted request is loading: nothing is planned for it until the source reports that
-all has arrived, or that it will not. The request holds memory and counts as running, but blocks
-nobody: later ones are admitted, and what it was admitted with is kept.
+A *source* offers to fill a request's pages and slot beyond what the device has cached. Meanwhile
+the admitted request is loading: it gets no tokens until the source reports that everything has
+arrived, or that it will not. The request holds memory and counts as running, but blocks nobody:
+later ones are admitted, and what it was admitted with is kept.
 
 A *keeper* names what to copy from the device before a plan overwrites it.
 """
@@ -21,92 +21,86 @@ from milepost.scheduler.plans import Load, Store
 from milepost.scheduler.request import Request
 
 MAX_LOADING = 8
-"""Requests that load at a time: more would hold memory, at the expense of what is cached, while
-they wait for the same link.
-"""
+"""Largest number of requests that load at a time. More would hold memory, at the expense of the
+cache, while they wait for the same link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Offer of a source, by name, of a part of a prompt."""
+    """A source's offer of a part of a prompt."""
 
     source: str
 
     position: int = 0
-    """Position to go on from; nothing is offered unless that is after its match."""
+    """Position to continue from; nothing is offered unless it is after the match."""
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """Those that would come from it, by where it has them, for the report."""
+    """Number of tokens that would come from the source, by where it has them; for the report."""
     lost: tuple[tuple[Lost, int], ...] = ()
-    """Reasons why later tokens are not offered, each with the position that it is good up to; the
-    furthest first.
-    """
+    """Reasons why later tokens are not offered, each with the position up to which it applies; the
+    furthest first."""
 
 
 class Source(Protocol):
-    """Offers what it has, and fills what a plan names. Whoever runs it reports to the scheduler:
-    `arrived` or `failed` for each load that has begun, once, when nobody writes any more.
-    """
+    """Offers parts of prompts, and fills what a plan names. Its owner reports to the scheduler:
+    `arrived` or `failed` for each load that has begun, once, when nothing writes any more."""
 
     name: str
 
     def offer(self, request: Request, match: Match) -> Offer:
-        """Returns what it has of a request's tokens, after what the device has. Costs no more than
-        a match; the request may be asked for again and again.
-        """
+        """Returns what the source has of a request's tokens after those on the device. Costs no
+        more than a match; it may be called again and again for one request."""
         ...
 
     def begin(self, load: Load) -> None:
-        """A plan names this load: what it reads has to stay until `end`."""
+        """Notes that a plan names this load: what it reads has to stay until `end`."""
         ...
 
     def end(self, number: int) -> None:
-        """The load of this request is over."""
+        """Notes that the load of this request is over."""
         ...
 
 
 class Keeper(Protocol):
-    """Decides what is worth keeping outside the device, and hears of all events first."""
+    """Decides what is worth keeping outside the device. It is told of all events first."""
 
     @property
     def has_stores(self) -> bool:
-        """Whether it wants something copied, plan or not."""
+        """Whether something is to be copied, even if nothing is planned."""
         ...
 
     def listen(self) -> None:
-        """Report from now on what this keeper stores, since there is a listener."""
+        """Begins to report what is stored, since there is a listener."""
         ...
 
     def note(self, events: tuple[Event, ...]) -> None:
-        """Note what came and went."""
+        """Notes which items came and went."""
         ...
 
     def take_events(self) -> tuple[Event, ...]:
-        """Returns what has become true of what it keeps: nothing unless somebody listens."""
+        """Returns the events of what is kept; none unless there is a listener."""
         ...
 
     def take_stores(self, num_moves: int) -> tuple[Store, ...]:
-        """Returns what the next plan, with `num_moves` moves of pages, is to copy first."""
+        """Returns the items that the next plan, with `num_moves` page moves, is to copy first."""
         ...
 
 
 class Outside:
-    """The sources and the keeper of one scheduler, and the requests that load. Most often there
-    are none; where there are, the memory has to be a `Cache`.
-    """
+    """The sources and the keeper of one scheduler, and the requests that load. Most schedulers have
+    none; those that do run on a `Cache`."""
 
     def __init__(self, memory: PrefixMemory) -> None:
         self._memory = memory
         self.loading: dict[int, tuple[Request, Offer]] = {}
-        """Keyed by request number."""
+        """Loading requests with their offers, by request number."""
         self.max_loading = MAX_LOADING
         self._sources: dict[str, Source] = {}
         self._keeper: Keeper | None = None
         self._listeners: list[Callable[[tuple[Event, ...]], None]] = []
         self._loads: list[Load] = []
         self._offers: dict[int, Offer] = {}
-        """Offers that requests, by number, wait to load: finding one takes a walk over a prompt's
-        pages, and it is asked for in each step.
-        """
+        """Offers that waiting requests would load, by request number. Finding one takes a walk over
+        a prompt's pages, and is needed in each step."""
 
     @property
     def cache(self) -> Cache:
@@ -124,17 +118,16 @@ class Outside:
             keeper.listen()
 
     def add_listener(self, listener: Callable[[tuple[Event, ...]], None]) -> None:
-        """Have all that comes and goes told, on the device and in what the keeper keeps, at least
-        with each plan: first what is there already. All listeners are added before the first
-        request comes.
-        """
+        """Has a listener told of everything that comes and goes, on the device and in what the
+        keeper keeps, at least with each plan. It is told first what is there already. All listeners
+        are added before the first request comes."""
         self._listeners.append(listener)
         self.cache.listen()
         if self._keeper is not None:
             self._keeper.listen()
 
     def tell(self) -> None:
-        """Tell what has come and gone since the last time."""
+        """Tells the listeners what has come and gone since the last call."""
         if self._keeper is None and not self._listeners:
             return
         events = self.cache.take_events()
@@ -148,13 +141,14 @@ class Outside:
 
     @property
     def has_stores(self) -> bool:
-        """Whether something is to be copied though nothing runs."""
+        """Whether something is to be copied even if nothing runs."""
         self.tell()
         return self._keeper is not None and self._keeper.has_stores
 
     @property
     def has_lent(self) -> bool:
-        """Whether others may be reading what is cached: it makes no room before they are done."""
+        """Whether other engines may be reading cached items, which make no room until they are
+        done."""
         return isinstance(self._memory, Cache) and bool(self._memory.loans)
 
     @property
@@ -168,9 +162,8 @@ class Outside:
         return len(self.loading) < self.max_loading
 
     def find(self, request: Request, match: Match) -> Offer | None:
-        """The deepest offer, if there is any source; while nothing may be loaded the one before, as
-        long as the device has less.
-        """
+        """Returns the deepest offer of the sources, None without any. While nothing may be loaded,
+        returns the previous offer as long as the device has less."""
         known = self._offers.get(request.number)
         if known is not None and known.position > match.state_length:
             return known
@@ -181,7 +174,7 @@ class Outside:
         return best
 
     def begin(self, request: Request, offer: Offer) -> None:
-        """Note that an admitted request loads; the next plan says what."""
+        """Records that an admitted request loads; the next plan names what."""
         allocation = request.allocation
         assert allocation is not None
         load = Load(
@@ -202,7 +195,7 @@ class Outside:
         return request
 
     def failed(self, number: int) -> Request:
-        """It does not come."""
+        """Ends a load whose data does not come, and returns its request."""
         request, _ = self._end(number)
         assert request.allocation is not None
         self.cache.load_failed(request.allocation)
@@ -215,18 +208,19 @@ class Outside:
         return request, offer
 
     def take_loads(self) -> tuple[Load, ...]:
-        """Those that have begun since they were last taken."""
+        """Returns the loads that have begun since the last call."""
         loads, self._loads = tuple(self._loads), []
         return loads
 
     def take_stores(self, num_moves: int) -> tuple[Store, ...]:
-        """Returns what the next plan is to copy; tells whoever listens what has come and gone."""
+        """Returns the items that the next plan is to copy, and tells the listeners what has come
+        and gone."""
         self.tell()
         return self._keeper.take_stores(num_moves) if self._keeper is not None else ()
 
 
 def explained(match: Match, offer: Offer) -> Match:
-    """A match whose report says why tokens that a source has are not loaded."""
+    """Returns the match with a report that says why tokens of a source are not loaded."""
     report = match.report
     for reason, end in offer.lost:
         report = report.with_lost(reason, end)

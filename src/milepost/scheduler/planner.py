@@ -43,7 +43,7 @@ class Planner:
         self.ended: list[int] = []
         """Numbers of requests whose page tables the next plan ends."""
         self.folding: dict[Request, None] = {}
-        """Over, but for a step that folds the last tokens into their states."""
+        """Finished requests whose last tokens a step has yet to fold into their states."""
         self._cache = cache
         self._running = running
         self._admission = admission
@@ -54,26 +54,25 @@ class Planner:
         self._max_num_exports = max_num_exports(max_num_seqs, max_num_batched_tokens, cache.grid)
 
     def continuing(self) -> list[Request]:
-        """Who may have tokens in the next step."""
+        """Returns the requests that may have tokens in the next step."""
         return [request for request in self._running if request.goes_on]
 
     def has_room(self, request: Request) -> bool:
-        """Whether there is memory for a request's next tokens; then it has it."""
+        """Whether there is memory for a request's next tokens. If so, it is allocated."""
         allocation = request.allocation
         return allocation is None or self._cache.extend(
             allocation, allocation.planned + request.num_left
         )
 
     def plan(self, continuing: Sequence[Request], max_num_seqs: int) -> StepPlan:
-        """Plan a step for running requests that have room for their tokens, and for waiting ones,
-        which are admitted while fewer than `max_num_seqs` run. Empty if there is nothing to do.
-        """
+        """Plans a step for running requests that have room for their tokens, and for waiting ones,
+        which are admitted while fewer than `max_num_seqs` run. The plan is empty if there is
+        nothing to do."""
         return self._build_plan(self._share_out(continuing, max_num_seqs))
 
     def _share_out(self, continuing: Sequence[Request], max_num_seqs: int) -> Budget:
-        """Share the tokens of a step among decodes, running prefills, and waiting requests, which
-        are admitted while fewer than `max_num_seqs` run.
-        """
+        """Shares the tokens of a step among decodes, running prefills, and waiting requests, which
+        are admitted while fewer than `max_num_seqs` run."""
         budget = Budget(self._max_num_batched_tokens, self._cache.grid, self.encoders)
         decodes: list[Request] = []
         prefills: list[Request] = []
@@ -100,10 +99,9 @@ class Planner:
         budget: Budget,
         turn: AdmissionRound,
     ) -> None:
-        """Give prompts their chunks. Half of the tokens go first to those that need few, so that
-        they don't wait for long ones; the rest goes in order, and so does the last seat, and all
-        seats once somebody has waited for long.
-        """
+        """Gives prompts their chunks. Half of the tokens go first to prompts that need few, so that
+        they don't wait for long ones. The rest is given in order, and so is the last seat, or every
+        seat once a request has waited for long."""
         running = sorted(prefills, key=lambda r: r.number)
         ordered = sorted([*running, *candidates], key=_order)
         reserved, considered = max(budget.left // 2, self._cache.grid), set[Request]()
@@ -120,7 +118,7 @@ class Planner:
                 self._give_turn(request, budget, turn)
 
     def _shortest(self, requests: Sequence[Request]) -> list[Request]:
-        """The most urgent ones with few tokens left, those with fewest first."""
+        """Returns the most urgent requests with few tokens left, those with the fewest first."""
         most = self._max_num_batched_tokens // FEW
         num_left = self._admission.num_left
         found = [r for r in requests if r.priority == requests[0].priority and num_left(r) <= most]
@@ -132,7 +130,8 @@ class Planner:
             budget.give_chunk(request)
 
     def _give_drafts(self, request: Request, budget: Budget) -> None:
-        """Have a decode's drafts verified, as many as the answer may have after its next token."""
+        """Has a decode's drafts verified, up to as many as the answer may have after its next
+        token."""
         allocation = request.allocation
         assert allocation is not None
         stand = request.drafts_from == request.num_tokens == allocation.planned + 1
@@ -145,7 +144,7 @@ class Planner:
             budget.give_drafts(request, num_drafts)
 
     def _build_plan(self, budget: Budget) -> StepPlan:
-        """Build the plan of a step, with what comes and goes beside it."""
+        """Builds the plan of a step, with the page moves, loads and stores beside it."""
         sequences = [plan_sequence(self._cache, request, 0) for request in self.folding]
         self.folding.clear()
         num_exports = self._max_num_exports

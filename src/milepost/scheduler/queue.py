@@ -14,10 +14,11 @@ STEP_TOKENS = 1024
 
 
 class Queue:
-    """Requests by priority and arrival. The memory knows of each, and what it will resume from.
+    """Requests by priority and arrival. The memory knows each of them, and what it will resume
+    from.
 
-    A request that found no room is *blocked* until there is more of it, or something else was
-    admitted that it could share with: until then it need not look again.
+    A request without room is *blocked* until there is more room, or until a request was admitted
+    that it could share a prefix with. Before that it need not be looked at again.
     """
 
     def __init__(self, memory: PrefixMemory) -> None:
@@ -25,8 +26,8 @@ class Queue:
         self._requests: list[Request] = []
         self._num_admitted = 0
         self.cost_begun = 0
-        """Tokens that requests had left to compute when they were admitted, and a step's fixed cost
-        for each."""
+        """Tokens that requests had left to compute when they were admitted, plus a fixed cost for
+        each."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -39,7 +40,7 @@ class Queue:
         return self._requests[:num]
 
     def add(self, request: Request) -> None:
-        """Its prompt is hashed first, which takes longest and may be interrupted."""
+        """Adds a request. Its prompt is hashed first, which takes longest and may be interrupted."""
         index = self._index(request)
         request.reservation = self._memory.expect(
             request.chain, index, first_time=request.report is None and request.max_tokens > 0
@@ -55,21 +56,21 @@ class Queue:
         request.reservation = None
 
     def num_left(self, request: Request) -> int:
-        """Tokens to compute once it is admitted, as far as is known: more may be cached since."""
+        """Returns the number of tokens to compute after admission, as far as is known: more may be
+        cached since."""
         assert request.reservation is not None
         source = request.reservation.checkpoint
         cached = source.position if source is not None else 0
         return request.num_tokens - max(cached, request.offered)
 
     def looks(self, request: Request) -> bool:
-        """Whether anything was admitted since the last call for this request; what others compute
-        cannot have changed otherwise.
-        """
+        """Whether anything was admitted since the last call for this request. Otherwise what others
+        compute cannot have changed."""
         looked_at, request.looked_at = request.looked_at, self._num_admitted
         return looked_at != self._num_admitted
 
     def admit(self, request: Request) -> None:
-        """Remove a request that has found room. If it comes again, it waits anew."""
+        """Removes a request that was admitted. If it returns, it waits anew."""
         self.cost_begun += STEP_TOKENS + self.num_left(request)
         self.remove(request)
         self._num_admitted += 1
@@ -77,18 +78,18 @@ class Queue:
         request.num_bypasses = request.offered = 0
 
     def refresh(self, request: Request, match: Match) -> None:
-        """Note what a request would resume from by now."""
+        """Records what a request would resume from by now."""
         assert request.reservation is not None
         self._memory.refresh(request.reservation, match)
 
     def block(self, request: Request, match: Match, until_s: float | None = None) -> None:
-        """Note that a request found no room, or is held back until then."""
+        """Records that a request found no room, or is held back until a time."""
         self.refresh(request, match)
         request.blocked_at = self._room
         request.held_until_s = until_s
 
     def is_blocked(self, request: Request, now_s: float) -> bool:
-        """Whether a request that found no room, or was held back, would fare no better now."""
+        """Whether a request that found no room, or was held back, would be refused again now."""
         if request.blocked_at is None:
             return False
         if request.held_until_s is not None and now_s >= request.held_until_s:

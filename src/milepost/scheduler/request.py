@@ -46,56 +46,60 @@ class Request:
     priority: int = 0
     """Lower goes first."""
     num_prompt_logprobs: int | None = None
-    """The runner scores the prompt's tokens, with this many of the likeliest beside each."""
+    """If set, the runner scores the prompt's tokens, with this many of the likeliest beside each.
+    """
     is_bitwise: bool = False
-    """Prefills compute its prompt's tokens and decodes its answer's, also when it returns."""
+    """Whether prefills compute its prompt's tokens and decodes its answer's, also after a
+    preemption."""
     keeps_history: bool = False
-    """The runner keeps its tokens, for what sampling reads of them."""
+    """Whether the runner keeps its tokens, because sampling reads them."""
     number: int = -1
-    """Set by the scheduler: the order in which requests were added, and their name in plans."""
+    """Identifies the request in plans: the scheduler counts requests in the order in which they
+    were added."""
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)
     """Tokens of the prompt and of the answer so far."""
     allocation: Allocation | None = None
     reservation: Reservation | None = None
-    """While it waits: its claim on what it would resume from."""
+    """Its claim, while it waits, on what it would resume from."""
     report: CacheReport | None = None
-    """Report of what the cache had of the prompt at the first admission."""
+    """What the cache had of the prompt at the first admission."""
     num_preemptions: int = 0
     blocked_at: tuple[int, int, int] | None = None
     """Room that there was when it last found too little."""
     looked_at: int = 0
-    """How many requests had been admitted when it last looked at what others compute."""
+    """Number of requests that had been admitted when it last looked at what others compute."""
     num_planned_pages: int = 0
     """Number of its page table's pages that plans have named."""
     num_planned_windows: int = 0
-    """Likewise, of those of windows."""
+    """Number of its windows' pages that plans have named."""
     awaits: Shared | None = None
     """The prefix that it waited for when it last looked at what others compute."""
     offered: int = 0
-    """Tokens of it that could be loaded from outside, when it last looked there while it waits."""
+    """Number of its tokens that could be loaded from outside, when that was last looked up."""
     num_bypasses: int = 0
-    """Times that a later request was admitted while this one waits and found no tokens or no room.
-    """
+    """Number of later requests that were admitted while this one waits and found no tokens or no
+    room."""
     queued_s: float = 0.0
-    """Since when it waits, in seconds of steps."""
+    """Time at which it began to wait, in seconds of steps."""
     held_until_s: float | None = None
-    """When it has waited long enough for what it displaces, by what was known when it was last held
-    back."""
+    """Time until which it is held back for what it displaces, as known when it was last held back.
+    """
     num_idle_steps: int = 0
-    """Steps that it has gone without tokens while it ran."""
+    """Number of steps without tokens while it ran."""
     drafts: tuple[int, ...] = ()
-    """Tokens that are supposed to follow the first `drafts_from` tokens."""
+    """Drafts: tokens that may follow its first `drafts_from` tokens."""
     drafts_from: int = 0
     awaits_drafts: bool = False
-    """Its next drafts are known only once its tokens are: no step is planned ahead of those."""
+    """Whether its next drafts depend on tokens that are not known yet. Then no step is planned
+    ahead for it."""
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_tokens = len(self.chain)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take the answer's next tokens."""
+        """Appends the answer's next tokens."""
         self.chain.extend(tokens)
         self.num_tokens += len(tokens)
 
@@ -113,9 +117,8 @@ class Request:
 
     @property
     def num_left(self) -> int:
-        """Tokens of a running request that no step is planned for yet; the one that is being
-        sampled is among them. Of a bitwise request those of its prompt, then one at a time.
-        """
+        """Number of a running request's tokens that no step is planned for yet, including the one
+        that is being sampled. For a bitwise request: those of its prompt, then one at a time."""
         assert self.allocation is not None
         planned = self.allocation.planned
         if self.is_bitwise:
@@ -162,7 +165,7 @@ class Request:
 
     @property
     def is_computed(self) -> bool:
-        """Whether it only computes its prompt, and has done so."""
+        """Whether it only computes its prompt, and that is done."""
         return not self.max_tokens and self.num_computed_tokens == self.num_tokens
 
     @property
@@ -177,11 +180,12 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Lower is served first and preempted last."""
+        """Requests with lower ranks are served first and preempted last."""
         return (self.priority, self.number)
 
     def cut(self, run: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """How many of the next tokens belong to the answer, and how it ends with them, if so."""
+        """Returns how many of the next tokens belong to the answer, and its finish reason if they
+        end it."""
         num_tokens = self.num_tokens - self.num_prompt_tokens
         if num_tokens + len(run) < self.max_tokens and self.stop_token_ids.isdisjoint(run):
             return len(run), None  # most often

@@ -30,11 +30,12 @@ from milepost.scheduler.stats import SchedulerStats
 
 
 class Scheduler:
-    """Raises ConfigError for a budget with which a step could not make progress.
+    """Plans the steps of an engine. Raises ConfigError for a budget with which a step could not
+    make progress.
 
     Page tables of requests that sample reach `num_lookahead_tokens` further than they have to, for
-    drafts that are made after the tokens; nobody gives way to that. With `max_queue_wait_s`,
-    `check_wait` and `take_late` say which requests wait too long.
+    drafts that are made after the tokens; no request gives way to that. With `max_queue_wait_s`,
+    `check_wait` and `take_late` tell which requests wait too long.
     """
 
     def __init__(
@@ -93,63 +94,62 @@ class Scheduler:
 
     @property
     def num_loading(self) -> int:
-        """Requests being loaded, and those that are over but hold what is still being written."""
+        """Number of requests being loaded, including finished ones whose memory is still being
+        written."""
         return len(self.outside.loading)
 
     # --- outside the device -----------------------------------------------------------------------
 
     def plan_copies(self) -> StepPlan:
-        """Plan a keeper's copies while nothing runs. Call it between steps, with none in flight."""
+        """Plans a keeper's copies while nothing runs. Call it between steps, with none in flight."""
         assert not self._steps, "F1: nothing is planned beside a step in flight"
         moves = self.cache.take_moves()
         return StepPlan(sequences=(), moves=moves, stores=self.outside.take_stores(len(moves)))
 
     def arrived(self, number: int) -> None:
-        """All that a plan's load of this request names is there."""
+        """Notes that everything a plan loads for this request has arrived."""
         self._requests.finish_load(self.outside.arrived(number))
 
     def failed(self, number: int) -> None:
-        """It does not come, and nobody writes any of it any more: the request computes what it
-        lacks.
-        """
+        """Notes that a load has failed and that nothing of it is written any more. The request
+        computes what it lacks."""
         self._requests.finish_load(self.outside.failed(number))
 
     # --- requests ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequestError for one that could never have room."""
+        """Queues a request. Raises InvalidRequestError for one that could never have room."""
         self._planner.encoders.check(request.chain.pictures)
         self._requests.add(request)
         if self._backlog is not None:
             self._backlog.add(request)
 
     def check_wait(self, request: Request) -> None:
-        """Raise QueueWaitError for a new request that would not begin within `max_queue_wait_s`."""
+        """Raises QueueWaitError for a new request that would not begin within `max_queue_wait_s`."""
         if self._backlog is not None and self.waiting:
             request.queued_s = self._admission.now_s
             self._backlog.check(request, self.cache.match(request.chain))
 
     def take_late(self) -> list[tuple[Request, QueueWaitError]]:
-        """Requests that have waited for longer than `max_queue_wait_s`, each once, and what to tell
-        their clients; the caller ends them."""
+        """Returns requests that have waited for longer than `max_queue_wait_s`, each once, with the
+        errors for their clients. The caller ends them."""
         return self._backlog.take_late() if self._backlog is not None else []
 
     def request(self, number: int) -> Request:
-        """The request that a plan names, until the plan's outcome is taken."""
+        """Returns the request with the number that a plan names, until the plan's outcome is taken."""
         return self._requests[number]
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
-        """End a request from outside (stop string, abort) between steps; False if it is over
-        already, or was never added.
-        """
+        """Ends a request from outside (stop string, abort) between steps. Returns False if it is
+        finished already, or was never added."""
         if request not in self._requests or request.finish_reason is not None:
             return False
         self._requests.end(request, reason)
         return True
 
     def propose(self, request: Request, drafts: Sequence[int]) -> None:
-        """Hand in tokens that may follow the request's present ones; until it has others, the next
-        step verifies as many as it has tokens and memory for.
+        """Sets the drafts that may follow the request's present tokens. Until it has other tokens,
+        the next step verifies as many as it has tokens and memory for.
 
         A step that verifies drafts computes them after the last token, and its result is the run of
         tokens that the model would have sampled one by one: one more than it accepts. The state
@@ -162,7 +162,7 @@ class Scheduler:
     # --- plan -------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plan the next step; empty if nothing can run."""
+        """Plans the next step; the plan is empty if nothing can run."""
         assert not self._steps, "F1: a step is planned behind one in flight by `follow`"
         if not self.has_work:
             return StepPlan(sequences=())
@@ -175,11 +175,11 @@ class Scheduler:
         return self._launched(self._planner.plan(continuing, 0 if is_short else self.max_num_seqs))
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan`, which is still running: what its requests do next, and
-        whoever is known to have tokens, a seat and memory.
+        """Plans the step after `plan`, which is still running, for the requests in it and for
+        others that are known to have tokens, a seat and memory.
 
-        None if memory has to be found for a decode, if decodes keep states (mode `all`), or if
-        nothing is left to do. A request that turns out to have ended in `plan` has then consumed
+        Returns None if memory has to be found for a decode, if decodes keep states (mode `all`), or
+        if nothing is left to do. A request that turns out to have ended in `plan` has then consumed
         one token more than needed, its last.
         """
         assert len(self._steps) == 1, "F2: one step is planned ahead, not two"
@@ -193,15 +193,16 @@ class Scheduler:
         return following if following.sequences or following.only_copies else None
 
     def _make_room(self, request: Request) -> None:
-        """Take memory for a request's next tokens from the youngest, itself perhaps, if need be.
+        """Preempts the youngest requests, possibly this one, until there is memory for its next
+        tokens.
 
-        Requests that are over keep their memory for the step that folds in their last tokens.
+        Finished requests keep their memory for the step that folds in their last tokens.
         """
         while not self._planner.has_room(request):
             self._requests.preempt_youngest()
 
     def _launched(self, plan: StepPlan) -> StepPlan:
-        """Note that somebody runs a plan from now on; returns it."""
+        """Records that a plan is run from now on, and returns it."""
         if plan.sequences:
             self._steps.append(plan)
         elif self._steps and plan.moves:
@@ -211,8 +212,8 @@ class Scheduler:
     # --- outcome ----------------------------------------------------------------------------------
 
     def prepare(self, plan: StepPlan) -> None:
-        """Do what `update` would have to do whatever the outcome, while the step still runs: pages
-        that it fills have digests."""
+        """Does the work of `update` that does not depend on the outcome, while the step still runs:
+        computes the digests of pages that it fills."""
         for sequence in reversed(plan.sequences):
             if sequence.is_decode:
                 break  # decodes come first, and fill a page seldom
@@ -220,7 +221,8 @@ class Scheduler:
             chain.digests(sequence.end // chain.page_size)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Progress]:
-        """Take the outcome of a step: commit what was computed, append tokens, end what is over."""
+        """Takes the outcome of a step: commits what was computed, appends tokens, and ends finished
+        requests."""
         self.stats.num_steps += 1
         num_tokens = sum(s.num_tokens for s in plan.sequences if not s.is_decode)
         self._admission.ran(num_tokens, result.seconds)
@@ -257,7 +259,7 @@ class Scheduler:
         return progress
 
     def _commit(self, request: Request, sequence: SequencePlan, result: StepResult) -> None:
-        """Commit what a step has computed; of drafts those that belong to the answer."""
+        """Commits what a step has computed; of drafts only those that were accepted."""
         assert request.allocation is not None
         position = sequence.end
         if sequence.num_drafts:
@@ -272,12 +274,12 @@ class Scheduler:
         self._admission.pending.settle(request)
 
     def roll_back(self, plan: StepPlan) -> None:
-        """Take back a planned step that was cut short: its requests give up their live states,
-        which may be half written, and wait to be admitted again. A step that follows it is taken
-        back with it.
+        """Rolls back a planned step that was cut short, and the step after it. Its requests give up
+        their live states, which may be half written, and wait to be admitted again.
 
-        If pages were to be moved, nobody knows which have been: then no request goes on, and
-        nothing stays cached."""
+        If pages were to be moved, nobody knows which have been: then all requests are rolled back,
+        and nothing stays cached.
+        """
         assert not self._steps or self._steps[0] is plan, "F3: the first step in flight goes first"
         steps = self._steps if self._steps else (plan,)
         moves = self._moves_beside or any(step.moves for step in steps)

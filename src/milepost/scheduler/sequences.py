@@ -20,10 +20,9 @@ def plan_sequence(
     max_num_exports: int = 0,
     num_lookahead_tokens: int = 0,
 ) -> SequencePlan:
-    """Plan a running request's next tokens and drafts after them; with none of either it folds the
-    committed ones into its state. Where there is room, the page table of one that samples reaches
-    `num_lookahead_tokens` further than it has to.
-    """
+    """Plans a running request's next tokens and the drafts after them. Without either, it folds the
+    committed tokens into its state. If there is room, the page table of a request that samples
+    reaches `num_lookahead_tokens` further than it has to."""
     allocation, chain = request.allocation, request.chain
     assert allocation is not None
     start = allocation.planned
@@ -67,9 +66,8 @@ def plan_sequence(
 
 
 def place_in_batch(plan: SequencePlan) -> tuple[int, int]:
-    """Decodes first, by slot: states that lie side by side need not be gathered. Those whose token
-    is not known yet stand before the others.
-    """
+    """Sort key of a sequence in the batch: decodes come first, by slot, since states that are
+    adjacent need not be gathered. Decodes whose token is not known yet come before the others."""
     if not plan.is_decode:
         return 2, sys.maxsize
     return 1 - plan.is_ahead, plan.slot_out
@@ -88,7 +86,7 @@ def _new_windows(request: Request, table: list[int]) -> tuple[int, ...]:
 
 
 def _scoring(request: Request, start: int, end: int) -> PromptScoring | None:
-    """The scores that a request wants of the chunk [start, end)."""
+    """Returns the scores that a request wants for the chunk [start, end), if any."""
     num_top = request.num_prompt_logprobs
     end = min(end + 1, request.num_prompt_tokens)
     if num_top is None or start + 1 >= end:

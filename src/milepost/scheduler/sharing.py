@@ -1,8 +1,8 @@
-"""Notes the pages being computed right now, so that a request with the same prefix can wait for
+"""Tracks the pages being computed right now, so that a request with the same prefix can wait for
 them.
 
 Waiting costs a step and saves the tokens that would be computed twice. The running prefill is asked
-to keep its state where the paths part, so the request that waited resumes there.
+to keep its state where the two prompts part, and the request that waited resumes there.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from milepost.cache.tree import Match
 from milepost.scheduler.request import Request
 
 MIN_SAVED_TOKENS = 128
-"""Fewer are computed twice rather than waited for: a step of its own costs about as much."""
+"""Fewest tokens that are worth waiting for; a step of their own costs about as much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """The owner is about to compute, under `allocation`, the tokens up to `position`, which others
-    need.
-    """
+    """A prefix that others need: its owner is about to compute, under `allocation`, the tokens up
+    to `position`."""
 
     owner: Request
     allocation: Allocation
@@ -36,16 +35,17 @@ class Shared:
 
     @property
     def can_keep(self) -> bool:
-        """Whether the state at the position can still be asked for: no step planned passes it."""
+        """Whether the state at the position can still be asked for, because no planned step passes
+        it."""
         return self.allocation.planned < self.position
 
 
 class PendingPrefixes:
     """Prompt pages being computed, by digest, with the first request that computes each; and
-    requests that are over, but for a step in flight that takes their state further.
+    finished requests whose states a step in flight still advances.
 
-    Digests are made when somebody looks for them: a device that waits for the step of a prompt that
-    is alone does not wait for those.
+    Digests are computed when they are first looked up. So the step of a prompt that is alone is not
+    delayed by them.
     """
 
     __slots__ = ("_claims", "_grid", "_leaving", "_owners", "_unlisted")
@@ -54,23 +54,23 @@ class PendingPrefixes:
         self._grid = grid
         self._owners: dict[bytes, Request] = {}
         self._claims: dict[Request, tuple[int, int]] = {}
-        """The first and the end of the pages that each has yet to commit."""
+        """Range of pages that each request has yet to commit."""
         self._unlisted: dict[Request, None] = {}
-        """Those with a claim whose digests nobody has looked for yet."""
+        """Requests with a claim whose digests have not been looked up yet."""
         self._leaving: dict[Request, None] = {}
 
     def claim(self, request: Request) -> None:
-        """Note that an admitted request computes the pages after its cached path."""
+        """Records that an admitted request computes the pages after its cached path."""
         assert request.allocation is not None
         self._claims[request] = len(request.allocation.path), request.chain.num_pages
         self._unlisted[request] = None
 
     def leave(self, request: Request) -> None:
-        """Note that a request is over, and leaves when the step in flight is done."""
+        """Records that a request is finished, and leaves when the step in flight is done."""
         self._leaving[request] = None
 
     def settle(self, request: Request) -> None:
-        """Note that pages were committed; the last one ends the claim."""
+        """Records that pages were committed; the last one ends the claim."""
         claim = self._claims.get(request)
         if claim is None or request.allocation is None:
             return
@@ -83,7 +83,7 @@ class PendingPrefixes:
             self._unlisted.pop(request, None)
 
     def drop(self, request: Request) -> None:
-        """Forget what a request claimed: it is done, preempted or gone."""
+        """Drops the claim of a request that is done, preempted or gone."""
         self._leaving.pop(request, None)
         claim = self._claims.pop(request, None)
         if claim is not None:
@@ -91,7 +91,7 @@ class PendingPrefixes:
             self._unlisted.pop(request, None)
 
     def find(self, request: Request, match: Match) -> Shared | None:
-        """The prefix that is worth waiting for, if there is one."""
+        """Returns the prefix that is worth waiting for, if there is one."""
         for leaving in self._leaving:
             if leaving.allocation is not None and _continues(request, leaving, match):
                 return Shared(
@@ -133,9 +133,8 @@ class PendingPrefixes:
 
 
 def _continues(request: Request, leaving: Request, match: Match) -> bool:
-    """Whether a request goes on where one ended that is about to leave its state there; as far as
-    full pages tell.
-    """
+    """Whether a request continues where a finished one is about to leave its state, as far as full
+    pages tell."""
     allocation, chain = leaving.allocation, leaving.chain
     assert allocation is not None
     num_pages = allocation.planned // chain.page_size

@@ -30,17 +30,17 @@ class SchedulerStats:
     num_encoder_hits: int = 0
     """Pictures whose encoder outputs were still on the device when a prompt reached them."""
     num_drafts: int = 0
-    """Times that drafts of a request were verified."""
+    """Number of times that a request's drafts were verified."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Drafts among those that were accepted."""
+    """Number of drafts that were accepted."""
     num_steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_BOUNDS) + 1))
     """Number of steps by the tokens that they computed: up to each of STEP_BOUNDS, and more."""
     num_runs: list[int] = field(default_factory=list)
     """Number of times a request's drafts were verified, by the number accepted."""
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Note what became of a request's drafts."""
+        """Counts a request's verified and accepted drafts."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
@@ -50,15 +50,15 @@ class SchedulerStats:
         self.num_runs[num_accepted] += 1
 
     def stepped(self, num_tokens: int) -> None:
-        """Note how many tokens a step has computed."""
+        """Counts a step by its number of tokens."""
         self.num_steps_by_tokens[bisect_left(STEP_BOUNDS, num_tokens)] += 1
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens that all steps have computed, of prompts and of answers."""
+        """Number of tokens that all steps have computed, of prompts and of answers."""
         return self.prefill_tokens + self.decode_tokens
 
     @property
     def num_accepted_by_position(self) -> list[int]:
-        """Drafts that were accepted, by their place among those of a step."""
+        """Number of accepted drafts, by their place among the drafts of a step."""
         return [sum(self.num_runs[place:]) for place in range(1, len(self.num_runs))]
