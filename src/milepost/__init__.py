@@ -33,7 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs torch only when it is asked for: `import milepost` stays light."""
+    """Imports what needs torch only when it is asked for, so `import milepost` stays light."""
     if name == "LLM":
         from milepost.engine.llm import LLM
 

@@ -87,8 +87,8 @@ def _types_of(kind: type[Any]) -> dict[str, Any]:
 
 
 def decode_floats(content: dict[str, Any]) -> None:
-    """Replace marked numbers by floats anywhere in a JSON object. Raises ValueError if it is nested
-    too deeply."""
+    """Replaces marked numbers by floats anywhere in a JSON object. Raises ValueError if it is
+    nested too deeply."""
     todo: list[tuple[Any, int]] = [(content, 1)]
     while todo:
         holder, depth = todo.pop()

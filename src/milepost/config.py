@@ -181,7 +181,7 @@ class EngineConfig(ImageConfig):
         return wanted if wanted is not None and wanted.peers else None
 
     def _check_values(self) -> None:
-        """Check each value by itself."""
+        """Checks each value by itself."""
         _require(
             self.page_size in _PAGE_SIZES,
             f"page_size={self.page_size}: use a power of two from 16 to 1024",
@@ -249,7 +249,8 @@ class EngineConfig(ImageConfig):
         )
 
     def step_tokens(self, most: int = 8192) -> int:
-        """The token budget of a step: as asked, or `most`, but at least one for each sequence."""
+        """Returns the token budget of a step: as configured, or `most`, but at least one token for
+        each sequence."""
         return self.max_num_batched_tokens or max(most, self.max_num_seqs)
 
     @property

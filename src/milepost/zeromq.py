@@ -22,8 +22,8 @@ S = TypeVar("S", bound="zmq.Socket[Any]")
 
 
 def bound(socket: S, *, max_bytes: int, max_queued: int, max_unread: int = MAX_UNREAD) -> S:
-    """The same socket: it closes a connection that sends a frame of more than `max_bytes`, and
-    holds at most `max_queued` messages that have not left to each."""
+    """Returns the same socket, bounded: it closes a connection that sends a frame of more than
+    `max_bytes`, and holds at most `max_queued` unsent messages to each."""
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.SNDHWM, max_queued)
@@ -39,7 +39,7 @@ def between_engines(socket: S, max_bytes: int) -> S:
 
 
 def received(socket: zmq.Socket[Any]) -> list[bytes]:
-    """The first frames of a message that is there; the others are read and dropped."""
+    """Returns the first frames of the next message; the others are read and dropped."""
     frames = [socket.recv()]
     while socket.getsockopt(zmq.RCVMORE):
         frame = socket.recv()

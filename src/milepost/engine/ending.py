@@ -72,8 +72,9 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Processes that are started inside hear no Ctrl-C from their first moment on: what a thread
-    does not take is inherited. Else each prints a traceback while it imports."""
+    """Processes that are started inside ignore Ctrl-C from their first moment: a signal that a
+    thread blocks is blocked in its children. Otherwise each would print a traceback while it
+    imports."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -84,7 +85,7 @@ def without_interrupts() -> Iterator[None]:
 @contextmanager
 def without_main() -> Iterator[None]:
     """Processes that are started inside do not run the program's main module again, as
-    multiprocessing has them do: a script need not guard it, since nothing of it is used."""
+    multiprocessing would: a script need not guard it, since the process uses nothing of it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -94,8 +95,8 @@ def without_main() -> Iterator[None]:
 
 
 def end_with_parent(connection: int) -> None:
-    """Have this process killed when nobody holds the other end of a pipe or socket any more, or
-    when the thread that started it ends; returns at once."""
+    """Has this process killed when no process holds the other end of a pipe or socket any more, or
+    when the thread that started it ends. Returns at once."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_wait_for_end, args=(connection,), name="parent", daemon=True).start()

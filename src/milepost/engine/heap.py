@@ -1,10 +1,10 @@
 """Keeps the memory small that a server's processes hold besides weights and pools, and keeps
-Python's garbage collector off what never goes away.
+Python's garbage collector from scanning what never goes away.
 
-Two things grow with use. oneDNN keeps a GEMM's plan, a third of a megabyte or more, for each
-number of rows that it has seen, up to a limit. And glibc's heap keeps what steps have freed: under
-load tensors of many sizes come and go between those plans, so much of the heap is free in pieces
-that never reach its end. Whole pages of them return to the system when glibc is asked.
+Two things grow with use. oneDNN keeps a GEMM's plan, a third of a megabyte or more, for each number
+of rows that it has seen, up to a limit. And glibc's heap keeps what steps have freed: under load,
+tensors of many sizes come and go between those plans, so much of the heap is free in pieces that
+never reach its end. Whole free pages return to the system when glibc is asked.
 
 Imports leave some hundred thousand objects that stay to the end. Python's collector scans all of
 them, for a tenth of a second, each time that requests have made enough new ones; meanwhile every
@@ -25,9 +25,9 @@ _BOUNDS = (b"LRU_CACHE_CAPACITY", b"ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 
 def bound_plans() -> None:
-    """Lower oneDNN's bounds, unless the operator has set them; call it before the first GEMM.
+    """Lowers oneDNN's limits, unless the operator has set them; call it before the first GEMM.
 
-    The process's environment is the only place where they can be set; nothing here reads it.
+    They can only be set in the process's environment, which nothing here reads.
     """
     setenv = _from_c("setenv")
     if setenv is not None:
@@ -36,15 +36,15 @@ def bound_plans() -> None:
 
 
 def settle() -> None:
-    """Take what is there now out of the collector's rounds; call it before the first request."""
+    """Excludes all present objects from garbage collection; call it before the first request."""
     gc.collect()
     gc.freeze()
 
 
 def give_back() -> None:
-    """Return free pages to the system; does nothing where the C library has no word for it.
+    """Returns free pages to the system, if the C library can do so.
 
-    Takes some milliseconds, and the next steps as many to get the pages again.
+    Takes some milliseconds, and the next steps take as many to get the pages again.
     """
     trim = _from_c("malloc_trim")
     if trim is not None:
@@ -53,7 +53,7 @@ def give_back() -> None:
 
 @cache
 def _from_c(name: str) -> Callable[..., int] | None:
-    """A function of the C library, where it has it."""
+    """Returns a function of the C library, None if it has none of this name."""
     try:
         return getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):

@@ -70,7 +70,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer each prompt, in the order given.
+        """Answers each prompt, in the order given.
 
         A prompt is a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`,
         and with `cache_marks` (positions where a state is worth keeping) and `cache_salt` (shares
@@ -94,7 +94,7 @@ class LLM:
         use_tqdm: bool = True,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, whose messages are as OpenAI has them. The
+        """Answers one conversation, or each of several, whose messages are as OpenAI has them. The
         ends of the system prompt and of the last message become marks. `options` are those of
         `ChatOptions`; the rest is as in `generate`.
 
@@ -108,7 +108,7 @@ class LLM:
     def stream(
         self, prompt: PromptLike, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """The growing answer to one prompt: each output holds all of it so far.
+        """Yields the growing answer to one prompt: each output holds all of it so far.
 
         Closing the iterator early ends the request.
         """
@@ -125,7 +125,7 @@ class LLM:
         return self._stream(self._reader.conversation(messages, options), sampling_params)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer; None with skip_tokenizer_init."""
+        """Returns the tokenizer; None with skip_tokenizer_init."""
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -146,13 +146,13 @@ class LLM:
         self.close()
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Forget all cached pages and states in memory, and with `reset_connector` those in
-        `cache_dir` too; False while requests are running."""
+        """Forgets all cached pages and states in memory, and with `reset_connector` those in
+        `cache_dir` too. Returns False while requests are running."""
         reset = partial(self.llm_engine.reset_prefix_cache, reset_connector=reset_connector)
         return self._thread.run(reset)
 
     def get_metrics(self) -> list[Metric]:
-        """All counters and gauges of this moment."""
+        """Returns the current values of all counters and gauges."""
         return self._thread.run(self.llm_engine.get_metrics)
 
     def _params_for(

@@ -29,7 +29,7 @@ class Metric:
 
 
 def collect(scheduler: Scheduler) -> list[Metric]:
-    """Every metric of this moment. Counters run from the engine's start."""
+    """Yields the current value of every metric. Counters count from the engine's start."""
     return [
         *_cache_counters(scheduler),
         *_step_counters(scheduler.stats),

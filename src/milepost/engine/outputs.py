@@ -87,7 +87,7 @@ def token_logprobs(
     top_logprobs: Mapping[int, float],
     text_of: Callable[[int], str | None] = lambda _: None,
 ) -> dict[int, Logprob]:
-    """One token's entry of `CompletionOutput.logprobs`: the chosen token first, then the
+    """Returns one token's entry of `CompletionOutput.logprobs`: the chosen token first, then the
     likeliest."""
     entry = {token_id: Logprob(logprob=logprob, rank=rank, decoded_token=text_of(token_id))}
     for place, (other, value) in enumerate(top_logprobs.items(), start=1):

@@ -49,7 +49,7 @@ class Endpoint:
         self._clock = clock
 
     async def ask(self, messages: list[Mapping[str, Any]], max_tokens: int) -> RequestResult:
-        """Send a request. The result carries any error of the server or network; nothing is raised
+        """Sends a request. The result carries any error of the server or network; nothing is raised
         for it."""
         result = RequestResult(start=self._clock())
         body = {
@@ -75,7 +75,7 @@ class Endpoint:
         return result
 
     async def _read(self, response: aiohttp.ClientResponse, result: RequestResult) -> None:
-        """Read server-sent events; lines without data (comments, names, ids) are skipped."""
+        """Reads server-sent events; lines without data (comments, names, ids) are skipped."""
         buffer = bytearray()
         async for piece in response.content.iter_any():
             buffer += piece

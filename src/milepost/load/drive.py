@@ -66,7 +66,7 @@ OnResult = Callable[[RequestResult], None]
 async def drive(
     config: DriveConfig, load: Sequence[Session], *, seed: int, progress: OnResult
 ) -> tuple[list[RequestResult], float]:
-    """Run all sessions. Returns the results in order of completion, and the duration in seconds.
+    """Runs all sessions. Returns the results in order of completion, and the duration in seconds.
 
     Raises ConfigError if the server does not answer.
     """
@@ -126,7 +126,7 @@ async def _warm_up(endpoint: Endpoint, config: DriveConfig) -> None:
 
 
 async def _play(endpoint: Endpoint, session: Session, note: OnResult) -> None:
-    """Run one conversation; it ends at the first turn that fails."""
+    """Runs one conversation; it ends at the first turn that fails."""
     messages: list[Mapping[str, Any]] = []
     for turn in session.turns:
         messages += turn.messages

@@ -93,7 +93,7 @@ class Watch(Watcher):
             self._samples.append(self._sample(now))
 
     def note_step(self, now: float, num_ended: int) -> None:
-        """Note the end of a step, which ended this many requests. They ran until now, and those
+        """Records the end of a step, which ended this many requests. They ran until now, and those
         that wait now waited throughout: arrivals are only read between steps."""
         num_running, num_waiting = self._current_counts()
         self._counts = num_running + num_ended, num_waiting

@@ -36,7 +36,7 @@ class Tickets:
         return ticket, one.future
 
     def answer(self, ticket: int, is_well: bool) -> None:
-        """Record one rank's answer."""
+        """Records one rank's answer."""
         with self._lock:
             one = self._open.get(ticket)
             if one is None:
@@ -49,7 +49,7 @@ class Tickets:
         one.future.set_result(one.is_well)
 
     def fail(self, error: BaseException) -> None:
-        """Fail all open and later questions: no rank answers any more."""
+        """Fails all open and later questions, since no rank answers any more."""
         with self._lock:
             self._error = error
             unanswered, self._open = list(self._open.values()), {}

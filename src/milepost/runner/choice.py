@@ -43,7 +43,7 @@ class Choice:
     is_copied: torch.cuda.Event | None
 
     def read(self) -> list[SampledToken]:
-        """Wait for the tokens, one per row, but not for later launches."""
+        """Waits for the tokens, one per row, but not for later launches."""
         if self.is_copied is not None:
             self.is_copied.synchronize()
         tokens = list(map(SampledToken, self.copied.tolist()))
@@ -72,7 +72,7 @@ class Drafts:
         return Drafts(numbers, copied, event)
 
     def read(self) -> dict[int, list[int]]:
-        """Wait for the drafts; returns them by request number."""
+        """Waits for the drafts, and returns them by request number."""
         if self.is_copied is not None:
             self.is_copied.synchronize()
         return dict(zip(self.numbers, self.copied.tolist(), strict=True))
@@ -130,7 +130,7 @@ class Likelihoods:
         return replace(self, **{part: _to_host(getattr(self, part)) for part in parts})
 
     def add_to(self, tokens: list[SampledToken]) -> None:
-        """Replace the tokens of these rows by tokens with log-probabilities."""
+        """Replaces the tokens of these rows by tokens with log-probabilities."""
         read = (self.own, self.ranks, self.best, self.best_ids)
         columns = zip(self.rows, self.counts, *(part.tolist() for part in read), strict=True)
         for r, count, own, rank, values, ids in columns:

@@ -22,8 +22,9 @@ from milepost.progress import progress
 
 @contextmanager
 def compiling_only(chip: Chip, *, shows_progress: bool = True) -> Iterator[None]:
-    """Inside, launching a Triton kernel compiles it on another thread and runs nothing; its outputs
-    are undefined. All are compiled when the context ends, with a progress bar if `shows_progress`.
+    """Has launches of Triton kernels inside the context compile them on other threads and run
+    nothing; their outputs are undefined. All are compiled when the context ends, with a progress
+    bar if `shows_progress`.
 
     Raises KernelError at the end if a kernel does not run on the chip.
     """

@@ -104,7 +104,7 @@ class DeviceExecutor:
     @torch.inference_mode()
     @as_made
     def launch(self, plan: StepPlan, before: InFlightStep | None) -> InFlightStep:
-        """Queue one forward pass."""
+        """Queues one forward pass."""
         new_pages = self._tables.host.follow(plan)
         self._records.follow(plan)
         exact = exact_capacity(plan)
@@ -182,7 +182,7 @@ class DeviceExecutor:
     @torch.inference_mode()
     @as_made
     def sample(self, flight: InFlightStep, rows: Sequence[SamplingRow]) -> None:
-        """Queue the sampling of a flight's tokens."""
+        """Queues the sampling of a flight's tokens."""
         assert flight.logits is not None
         assert flight.best is not None
         token_ids = flight.best
@@ -192,7 +192,7 @@ class DeviceExecutor:
 
     @as_made
     def draft(self, flight: InFlightStep, rows: Sequence[SamplingRow], num_drafts: int) -> None:
-        """Queue the head's drafting passes."""
+        """Queues the head's drafting passes."""
         assert self._drafting is not None, "only a model with a head drafts"
         numbers = list(dict.fromkeys(flight.numbers))
         drafts = self._drafting.draft(flight, rows, flight.num_forced(), num_drafts)
@@ -205,7 +205,7 @@ class DeviceExecutor:
 
     @as_made
     def compile(self, capacities: Sequence[Capacity]) -> None:
-        """Compile the kernels of these steps, with a progress bar. Raises KernelError."""
+        """Compiles the kernels of these steps, with a progress bar. Raises KernelError."""
         # Imported here because triton need not be installed on machines without a GPU.
         from milepost.runner.compiling import compiling_only
 
@@ -217,7 +217,7 @@ class DeviceExecutor:
 
     @as_made
     def capture(self, capacities: Sequence[Capacity]) -> None:
-        """Record graphs of these steps, with a progress bar."""
+        """Records graphs of these steps, with a progress bar."""
         for capacity in over(capacities, "capturing graphs", is_shown=self.model.ranks.is_first):
             run = partial(self._run, capacity, self._padding(capacity))
             is_cut = self._pieces.cut(capacity)

@@ -131,7 +131,7 @@ class DeviceDrafting:
         return self._drafts[:num_requests, self._num_verified - num_drafts :]
 
     def capture(self, counts: Sequence[int]) -> None:
-        """Record graphs of the passes for each of these numbers of requests."""
+        """Records graphs of the passes for each of these numbers of requests."""
         pool = None
         for count in counts:
             arrays = self._send(StepPlan(sequences=()), (), _NOBODY, count)
@@ -198,8 +198,8 @@ class DeviceDrafting:
         )
 
     def _batch(self, starts: np.ndarray, rows: np.ndarray, count: int) -> Batch:
-        """A batch of one token per request, in pages that it shares with no other: how far each
-        reads is not known yet."""
+        """Returns a batch of one token per request. How far each reads is not known yet: every
+        request has its own pages."""
         num, geometry = len(starts), self._geometry
         none = np.zeros(num, np.int64)
         return Batch(

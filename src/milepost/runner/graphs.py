@@ -158,7 +158,7 @@ class Graphs:
         self._pool: tuple[int, int] | None = None
 
     def capture(self, capacity: Capacity, run: Callable[[SplitHere], StepOutputs]) -> None:
-        """Record the launches of `run`, which must use the same addresses each time. `run` may cut
+        """Records the launches of `run`, which must use the same addresses each time. `run` may cut
         the record in pieces; one piece runs while the host prepares the next."""
         run(_no_cut)  # compiles kernels that are not compiled yet
         graphs: list[torch.cuda.CUDAGraph] = []
@@ -192,7 +192,7 @@ class Graphs:
     def replay(
         self, capacity: Capacity, between: Callable[[], object] | None = None
     ) -> StepOutputs:
-        """Launch the graph; `between` is called once the first of several pieces is launched."""
+        """Launches the graph; `between` is called once the first of several pieces is launched."""
         (first, *others), outcome = self._graphs[capacity]
         first.replay()
         if others and between is not None:

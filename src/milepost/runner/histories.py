@@ -21,7 +21,7 @@ class Histories:
         self._tokens: dict[int, array[int]] = {}
 
     def follow(self, plan: StepPlan) -> None:
-        """Add the tokens of a plan, and drop the requests that it ends."""
+        """Adds the tokens of a plan, and drops the requests that it ends."""
         for number in plan.ended:
             self._tokens.pop(number, None)
         for sequence in plan.sequences:
@@ -31,7 +31,7 @@ class Histories:
                 self._put(sequence.number, sequence.start, array("I", sequence.tokens))
 
     def add(self, plan: StepPlan, runs: Mapping[int, Sequence[int]]) -> None:
-        """Add the tokens that a step sampled; a run replaces the drafts of its request."""
+        """Adds the tokens that a step sampled; a run replaces the drafts of its request."""
         if not self._tokens:
             return
         for sequence in plan.sequences:
@@ -44,7 +44,7 @@ class Histories:
         return self._tokens.get(number)
 
     def _put(self, number: int, position: int, tokens: array[int]) -> None:
-        """Replace the tokens from a position on."""
+        """Replaces the tokens from a position on."""
         known = self._tokens[number]
         assert len(known) >= position, "H1: a history has no gaps"
         known[position:] = tokens

@@ -97,11 +97,11 @@ class InFlightStep:
         ]
 
     def read_drafts(self) -> Mapping[int, Sequence[int]]:
-        """Wait for the drafts, by request number."""
+        """Waits for the drafts, and returns them by request number."""
         return self.drafts if self.drafting is None else self.drafting.read()
 
     def read(self) -> dict[int, list[SampledToken]]:
-        """Wait for the tokens. Returns the run of each request by its number; with drafts, the run
+        """Waits for the tokens. Returns the run of each request by its number; with drafts, the run
         ends after the last accepted one."""
         assert self.is_sampled, "only what was sampled can be read"
         tokens = self.choice.read() if self.choice is not None else []

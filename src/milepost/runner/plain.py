@@ -58,7 +58,7 @@ class PlainExecutor:
         self._drafting = Drafting(model, pools, self._tables, self._geometry) if has_head else None
 
     def launch(self, plan: StepPlan, before: InFlightStep | None) -> InFlightStep:
-        """Run one forward pass."""
+        """Runs one forward pass."""
         self._tables.follow(plan)
         self._records.follow(plan)
         capacity = exact_capacity(plan)
@@ -96,12 +96,12 @@ class PlainExecutor:
         )
 
     def sample(self, flight: InFlightStep, rows: Sequence[SamplingRow]) -> None:
-        """Sample with the reference."""
+        """Samples with the reference."""
         assert flight.logits is not None
         flight.choice = choose(flight.logits, rows)
 
     def draft(self, flight: InFlightStep, rows: Sequence[SamplingRow], num_drafts: int) -> None:
-        """Draft pass by pass."""
+        """Drafts pass by pass."""
         assert self._drafting is not None, "only a model with a head drafts"
         assert flight.hidden is not None
         begun = beginnings(flight.plan, list(flight.read().values()))

@@ -77,7 +77,7 @@ class PoolShape:
 
     @property
     def grid(self) -> int:
-        """Prefill can save states at multiples of this many tokens."""
+        """Prefills can save states at multiples of this many tokens."""
         return next((spec.grid for spec in self.recurrent), CHUNK)
 
     @property
@@ -88,7 +88,7 @@ class PoolShape:
 
     @property
     def window_shape(self) -> tuple[int, ...]:
-        """Likewise, of a page of windows."""
+        """Shape of a page of windows, as `page_shape`."""
         return self._shape_of(self.windows)
 
     def _shape_of(self, layers: list[AttentionSpec]) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ class PoolShape:
 
     @property
     def windows_each(self) -> int:
-        """Most pages of windows that are kept with a state."""
+        """Largest number of windows' pages that are kept with a state."""
         return window_pages(self.window, self.page_size)
 
     @property

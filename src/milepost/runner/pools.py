@@ -83,7 +83,7 @@ class Pools:
 
     @property
     def window_page_rows(self) -> int:
-        """Likewise, from one page of windows to the next."""
+        """Number of KV rows from one page of windows to the next."""
         return rows_per_page(self.all_windows[:, 0]) if self.all_windows is not None else 0
 
     @property
@@ -92,8 +92,8 @@ class Pools:
         return found is not None and found.dtype == FP8
 
     def move_pages(self, moves: Sequence[PageMove]) -> None:
-        """Copy whole pages in every layer, with the states stored with them. Moves run in order: a
-        page may be the target of one move and the source of a later one."""
+        """Copies whole pages in every layer, with the states stored with them. Moves run in order:
+        a page may be the target of one move and the source of a later one."""
         for move in moves:
             if self.all_kv is not None:
                 self.all_kv[move.target].copy_(self.all_kv[move.source])
@@ -101,7 +101,7 @@ class Pools:
                 self.all_conv[:, move.target + 1] = self.all_conv[:, move.source + 1]
 
     def release(self) -> None:
-        """Return the pools' memory to the system; all of it reads as zeros afterwards.
+        """Returns the pools' memory to the system; all of it reads as zeros afterwards.
 
         Only CPU memory is returned. GPU memory stays, because captured graphs hold its addresses.
         """
@@ -126,13 +126,13 @@ class Pools:
         return list(found.values())
 
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the KV of a page's first tokens to another page, in every layer. The state stored
+        """Copies the KV of a page's first tokens to another page, in every layer. The state stored
         with the page belongs to another position and is not copied."""
         if self.all_kv is not None:
             self.all_kv[target, :, :, :num_tokens] = self.all_kv[source, :, :, :num_tokens]
 
     def copy_window(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the KV of the first tokens of a page of windows to another one."""
+        """Copies the KV of the first tokens of a page of windows to another one."""
         assert self.all_windows is not None, "only windows have such pages"
         own = self.all_windows
         own[target, :, :, :num_tokens] = own[source, :, :, :num_tokens]

@@ -32,7 +32,7 @@ class RecordRows:
         now."""
 
     def follow(self, plan: StepPlan) -> None:
-        """Assign rows for a plan, and free those of the previous plan that hold nothing."""
+        """Assigns rows for a plan, and frees those of the previous plan that hold nothing."""
         for number in (*plan.ended, *self._spent):
             row = self._rows.pop(number, None)
             if row is not None:

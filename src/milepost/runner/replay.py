@@ -16,7 +16,7 @@ from milepost.scheduler.plans import StepPlan, StepResult, StepSampling
 
 
 def replay(records: Iterable[Record], runner: Runner) -> Iterator[tuple[StepResult, StepResult]]:
-    """Run the records on a fresh runner; yields each step's recorded result and its result now.
+    """Runs the records on a fresh runner. Yields each step's recorded result, and its result now.
 
     A step that was rolled back runs to its end here, though it may not have at the time: the state
     that it leaves in the pools is never read.

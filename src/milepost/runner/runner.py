@@ -55,20 +55,18 @@ class Executor(Protocol):
     """Pictures for the model's tower, if it has one."""
 
     def launch(self, plan: StepPlan, before: InFlightStep | None) -> InFlightStep:
-        """Queue a forward pass after the work that is queued already.
-
-        A sequence that is ahead takes its token from the flight `before`.
-        """
+        """Queues a forward pass after the work that is queued already. A sequence that is ahead
+        takes its token from the flight `before`."""
         ...
 
     def sample(self, flight: InFlightStep, rows: Sequence[SamplingRow]) -> None:
-        """Queue the sampling of a flight's tokens, with a row for each of its requests, in order.
-        Call once, before the next forward pass."""
+        """Queues the sampling of a flight's tokens, with a row for each of its requests, in order.
+        Call it once, before the next forward pass."""
         ...
 
     def draft(self, flight: InFlightStep, rows: Sequence[SamplingRow], num_drafts: int) -> None:
-        """Queue up to `num_drafts` drafts of the model's head for each request of a flight. Call
-        right after `sample`, with its rows."""
+        """Queues up to `num_drafts` drafts of the model's head for each request of a flight. Call
+        it right after `sample`, with its rows."""
         ...
 
 
@@ -77,11 +75,11 @@ class PoolTransfers(Protocol):
     copies keep their order among the device's launches."""
 
     def store(self, stores: Sequence[Store]) -> None:
-        """Copy out what the pools hold at this point."""
+        """Copies out what the pools hold at this point."""
         ...
 
     def load(self, load: Load) -> None:
-        """Fill pages and slots. No later launch reads them until they are reported as loaded."""
+        """Fills pages and slots. No later launch reads them until they are reported as loaded."""
         ...
 
 
@@ -110,9 +108,8 @@ class Runner:
         self.transfers: dict[str, PoolTransfers] = {}
 
     def launch(self, plan: StepPlan, before: InFlightStep | None = None) -> InFlightStep:
-        """Queue a step: page moves and copies, then one forward pass. `sample` queues its sampling.
-
-        A plan made ahead takes tokens from the step `before`, which may still be running.
+        """Queues a step: page moves and copies, then one forward pass. `sample` queues its
+        sampling. A plan made ahead takes tokens from the step `before`, which may still be running.
         """
         launched_s = perf_counter()
         self._write_down(plan)
@@ -134,7 +131,7 @@ class Runner:
         return flight
 
     def take_pixels(self, record: PictureRecord) -> None:
-        """Keep the pixels of a picture until a plan encodes it."""
+        """Keeps the pixels of a picture until a plan encodes it."""
         self._write_down(record)
         pictures = self.executor.pictures
         assert pictures is not None, "only a model with a tower is given pictures"
@@ -142,14 +139,14 @@ class Runner:
         pictures.take(record.identity, PicturePixels(rows=rows, grid=record.grid))
 
     def copy(self, plan: StepPlan) -> None:
-        """Queue the copies, and encode the pictures, of a plan that computes no tokens."""
+        """Queues the copies, and encodes the pictures, of a plan that computes no tokens."""
         self._write_down(plan)
         self._copy(plan)
         if self.executor.pictures is not None:
             self.executor.pictures.follow(plan)
 
     def _copy(self, plan: StepPlan) -> None:
-        """Queue the copies that precede a plan's computation: moves with the stores between them,
+        """Queues the copies that precede a plan's computation: moves with the stores between them,
         then the loads, except those that another part makes."""
         num_moved = 0
         for num_moves, stores in groupby(plan.stores, attrgetter("num_moves")):
@@ -171,12 +168,12 @@ class Runner:
         return event.query
 
     def filled(self, slot: int, position: int) -> None:
-        """Note that a slot holds the state after `position` tokens, computed elsewhere."""
+        """Records that a slot holds the state after `position` tokens, computed elsewhere."""
         if slot != ZERO_SLOT:
             self._positions[slot] = position
 
     def sample(self, flight: InFlightStep, sampling: StepSampling) -> None:
-        """Queue the sampling of a step's tokens, with a row for each request and one more for each
+        """Queues the sampling of a step's tokens, with a row for each request and one more for each
         of its drafts."""
         assert flight.numbers == [row.number for row in sampling.rows], "a row for who samples"
         if flight.numbers:
@@ -187,7 +184,7 @@ class Runner:
                 self.executor.draft(flight, rows, sampling.num_drafts)
 
     def collect(self, flight: InFlightStep) -> RunnerOutput:
-        """Wait for a step's tokens, through `wait` if a device has to be waited for."""
+        """Waits for a step's tokens, through `wait` if a device has to be waited for."""
         if self._wait is not None and flight.choice is not None:
             event = flight.choice.is_copied
             if event is not None:
@@ -220,11 +217,12 @@ class Runner:
         return perf_counter() - max(flight.queued_s, self._collected_s)
 
     def roll_back(self) -> None:
-        """Note that the steps in flight were rolled back: they will not be collected."""
+        """Records that the steps in flight were rolled back: they will not be collected."""
         self._write_down(Rollback())
 
     def release(self) -> None:
-        """Return the pools' memory as far as possible; nothing in them is used any more."""
+        """Returns the pools' memory to the system as far as possible; nothing in them is used any
+        more."""
         self._write_down(PoolRelease())
         self.pools.release()
 

@@ -71,10 +71,8 @@ def are_plain(rows: Sequence[SamplingRow]) -> bool:
 
 @torch.inference_mode()
 def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Choice:
-    """Choose one token per row of `logits` [R, V] (any float type; not modified).
-
-    Costs one argmax if every row is greedy and needs no adjustment.
-    """
+    """Chooses one token per row of `logits` [R, V] (any float type; not modified). Costs one argmax
+    if every row is greedy and needs no adjustment."""
     assert logits.shape[0] == len(rows), "one row of logits per sampling row"
     adjusted = _adjusted(logits, rows)
     token_ids = _best(adjusted)
@@ -108,7 +106,7 @@ def _adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _adjust(logits: Tensor, row: SamplingRow) -> None:
-    """Change one row [V] in place."""
+    """Changes one row [V] in place."""
     if row.suppressed_ids:
         logits[_ids(row.suppressed_ids, logits)] = -math.inf
     if row.params.logit_bias:

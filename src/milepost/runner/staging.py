@@ -90,9 +90,9 @@ class Staging:
         return sum(buffer.nbytes for buffer in self._host_buffers)
 
     def send(self, batch: Any) -> torch.cuda.Event | None:
-        """Copy every array in `batch`, a dataclass that may hold more dataclasses and mappings, to
-        the device. Returns an event that passes once they are there; a later send records it again.
-        """
+        """Copies every array in `batch`, a dataclass that may hold more dataclasses and mappings,
+        to the device. Returns an event that passes once they are there; a later send records it
+        again."""
         turn, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
         event, arrays = self._copied[turn], _arrays(batch)
         packing = self._packing(arrays)

@@ -53,13 +53,13 @@ class HostTables:
         return tables
 
     def follow(self, plan: StepPlan) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Follow a plan with these tables, and then those of windows; returns what `update` does,
-        for each."""
+        """Follows a plan with these tables, and then with those of windows. Returns for each what
+        `update` returns."""
         tables = (self,) if self.windows is None else (self, self.windows)
         return [each.update(plan) for each in tables]
 
     def update(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Follow a plan; returns flat indices and values of the new entries."""
+        """Follows a plan; returns flat indices and values of the new entries."""
         for number in plan.ended:
             place = self._places.pop(number, None)
             if place is not None:
@@ -138,7 +138,7 @@ class PageTables:
         return self._staging.num_pinned_bytes
 
     def send(self, new: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Send the device the entries that `host.follow` returned, without waiting."""
+        """Sends the device the entries that `host.follow` returned, without waiting."""
         for entries, table in zip(new, (self.on_device, self.windows), strict=False):
             assert table is not None, "only windows have tables of their own"
             self._send(*entries, table)

@@ -25,7 +25,7 @@ def zeros(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def drop(address: int, num_bytes: int) -> None:
-    """Zero a range of memory by returning its whole pages to the system."""
+    """Zeroes a range of memory by returning its whole pages to the system."""
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end <= start:

@@ -174,7 +174,8 @@ class Admission:
     def _begin_loading(
         self, request: Request, match: Match, turn: AdmissionRound, offer: Offer
     ) -> bool:
-        """Admits a waiting request that continues from what a source has; it needs no tokens yet."""
+        """Admits a waiting request that continues from what a source has; it needs no
+        tokens yet."""
         if not self._outside.may_load or offer.position <= match.state_length:
             return False
         if self._running and self._waiting.is_blocked(request, self.now_s):

@@ -40,7 +40,8 @@ class Queue:
         return self._requests[:num]
 
     def add(self, request: Request) -> None:
-        """Adds a request. Its prompt is hashed first, which takes longest and may be interrupted."""
+        """Adds a request. Its prompt is hashed first, which takes longest and may be
+        interrupted."""
         index = self._index(request)
         request.reservation = self._memory.expect(
             request.chain, index, first_time=request.report is None and request.max_tokens > 0

@@ -101,7 +101,8 @@ class Scheduler:
     # --- outside the device -----------------------------------------------------------------------
 
     def plan_copies(self) -> StepPlan:
-        """Plans a keeper's copies while nothing runs. Call it between steps, with none in flight."""
+        """Plans a keeper's copies while nothing runs. Call it between steps, with none in
+        flight."""
         assert not self._steps, "F1: nothing is planned beside a step in flight"
         moves = self.cache.take_moves()
         return StepPlan(sequences=(), moves=moves, stores=self.outside.take_stores(len(moves)))
@@ -125,7 +126,8 @@ class Scheduler:
             self._backlog.add(request)
 
     def check_wait(self, request: Request) -> None:
-        """Raises QueueWaitError for a new request that would not begin within `max_queue_wait_s`."""
+        """Raises QueueWaitError for a new request that would not begin within
+        `max_queue_wait_s`."""
         if self._backlog is not None and self.waiting:
             request.queued_s = self._admission.now_s
             self._backlog.check(request, self.cache.match(request.chain))
@@ -136,7 +138,8 @@ class Scheduler:
         return self._backlog.take_late() if self._backlog is not None else []
 
     def request(self, number: int) -> Request:
-        """Returns the request with the number that a plan names, until the plan's outcome is taken."""
+        """Returns the request with the number that a plan names, until the plan's outcome
+        is taken."""
         return self._requests[number]
 
     def finish(self, request: Request, reason: FinishReason) -> bool:

@@ -68,8 +68,8 @@ class Generation:
         self._is_closed = False
 
     async def begun(self) -> None:
-        """Wait until an answer begins, if requests that wait too long are refused: a response that
-        has begun could not say so with its status."""
+        """Waits until an answer begins, if requests that wait too long are refused: a response that
+        has begun cannot say so with its status."""
         if not self._may_be_late:
             return
         try:

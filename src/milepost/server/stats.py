@@ -27,7 +27,7 @@ class ShortPrompts:
         self._has_said = False
 
     def note(self, report: Report) -> None:
-        """Log the reason, if this is the first report of such a prompt."""
+        """Logs the reason, if this is the first report of such a prompt."""
         if self._has_said:
             return
         hint = report.cache.hint(self._client.info.page_size)

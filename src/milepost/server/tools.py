@@ -20,7 +20,8 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def read_arguments(given: Any) -> tuple[dict[str, Any], bool]:
-    """The arguments of a call in the history as an object, and whether something else was given.
+    """Returns the arguments of a call in the history as an object, and whether the call had
+    something else.
 
     Models write calls that are cut off, have raw line breaks in their strings, or are encoded
     twice, and clients send such calls back with every later turn. So arguments are read as far as

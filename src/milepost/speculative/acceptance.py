@@ -30,8 +30,8 @@ class AcceptanceRates:
         self._decay = decay
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
-        """Record that `num_accepted` of `num_drafts` drafts were accepted. The draft after them was
-        rejected; later ones were not judged."""
+        """Records that `num_accepted` of `num_drafts` drafts were accepted. The draft after them
+        was rejected; later ones were not judged."""
         decay = self._decay
         for place in range(min(num_accepted + 1, num_drafts)):
             self._verified[place] = decay * self._verified[place] + 1
@@ -52,7 +52,7 @@ class Acceptance:
         self._all = [AcceptanceRates(num_drafts, _ALL_DECAY) for _ in range(len(_LENGTHS) + 1)]
 
     def note(self, number: int, length: int, num_drafts: int, num_accepted: int) -> None:
-        """Record how many of a request's drafts were accepted."""
+        """Records how many of a request's drafts were accepted."""
         own = self._own.get(number)
         if own is None:
             own = self._own[number] = AcceptanceRates(self._num_drafts, _OWN_DECAY)

@@ -18,7 +18,7 @@ class HeadDrafter:
         """Maps a request's number to the drafts that may follow its tokens."""
 
     def learn(self, drafts: Mapping[int, Sequence[int]]) -> None:
-        """Replace all earlier drafts by those of the latest step."""
+        """Replaces all earlier drafts by those of the latest step."""
         self._drafts = drafts
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:

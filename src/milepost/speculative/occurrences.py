@@ -51,7 +51,7 @@ class Occurrences:
         return len(self.text)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens, at the cost of one entry each."""
+        """Appends tokens, at the cost of one entry each."""
         first = max(len(self.text) - self.width + 1, 0)
         self.text.extend(tokens)
         self._previous.extend([-1] * (min(self.width - 1, len(self.text)) - len(self._previous)))

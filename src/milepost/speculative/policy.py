@@ -60,7 +60,7 @@ class Policy(Protocol):
         ...
 
     def note(self, num_sequences: int, verified: Sequence[Verified], seconds: float | None) -> None:
-        """Record a step: how many sequences decoded, whose drafts were verified, and how long the
+        """Records a step: how many sequences decoded, whose drafts were verified, and how long the
         step took if it did nothing else."""
         ...
 
@@ -188,7 +188,7 @@ class Adaptive:
             self._reach = 1
 
     def _note_won(self, won: float, verified: Sequence[Verified]) -> None:
-        """Adapt the number of drafts and the rate of probes to the time that a step's drafts have
+        """Adapts the number of drafts and the rate of probes to the time that a step's drafts have
         saved."""
         if won <= 0:
             self._probe_every = min(2 * self._probe_every, _MOST_PROBE_EVERY)

@@ -48,12 +48,12 @@ class Speculation:
         return max((self._allotted.get(number, 0) for number in known), default=0)
 
     def learn(self, drafts: Mapping[int, Sequence[int]]) -> None:
-        """Take over the drafts that the model's head made after a step."""
+        """Takes over the drafts that the model's head made after a step."""
         if self._head is not None:
             self._head.learn(drafts)
 
     def note(self, plan: StepPlan, num_tokens: dict[int, int], seconds: float | None) -> None:
-        """Record a step. `num_tokens` maps each request to the tokens sampled for it; `seconds` is
+        """Records a step. `num_tokens` maps each request to the tokens sampled for it; `seconds` is
         the step's duration, if known."""
         verified = [
             Verified(
@@ -71,7 +71,7 @@ class Speculation:
         self.policy.note(len(decodes), verified, seconds if is_pure else None)
 
     def propose(self, cut: AllowedDrafts) -> None:
-        """Hand drafts to the scheduler for the next step to be planned."""
+        """Hands drafts to the scheduler for the next step to be planned."""
         requests = [r for r in self._scheduler.running if r.num_output_tokens and r.may_go_on]
         wanted = self.policy.allot([Standing(r.number, r.num_tokens) for r in requests])
         if not any(wanted):  # usual where drafts do not pay

@@ -79,7 +79,7 @@ class SuffixDrafter:
         return bool(self._propose(request, 1))
 
     def forget(self, request: Request) -> None:
-        """Keep the finished answer, with the prompt tokens just before it."""
+        """Keeps the finished answer, with the prompt tokens just before it."""
         self._own.pop(request.number, None)
         answer = words(request.chain, max(request.num_prompt_tokens - self._depth, 0))
         if not self._max_answers or request.num_output_tokens < self._width:

@@ -23,7 +23,7 @@ from milepost.parallel import Ranks
 
 
 def folder_of(config: EngineConfig) -> Path:
-    """Where the model lies; without one the one that comes with the package."""
+    """Returns the model's folder; without a model, that of the embedded one. Raises ConfigError."""
     source = config.model or str(EMBEDDED_MODEL)
     has_weights = config.load_format != "dummy"
     return find_folder(
@@ -58,7 +58,7 @@ def _named_device(name: str) -> torch.device:
 def load_options_of(
     config: EngineConfig, folder: Path, device: torch.device, ranks: Ranks
 ) -> LoadOptions:
-    """How the model is loaded by one of `ranks`."""
+    """Returns how one of `ranks` loads the model."""
     return LoadOptions(
         dtype=_dtype_of(config, folder, device),
         device=device,
@@ -75,7 +75,8 @@ def load_options_of(
 
 
 def _dtype_of(config: EngineConfig, folder: Path, device: torch.device) -> DType:
-    """On a CPU half precision is slower and less exact than float32: `auto` avoids it there."""
+    """Returns the dtype of weights. On a CPU, `auto` avoids half precision, which is slower there
+    and less exact than float32."""
     if config.dtype != "auto" or device.type != "cpu":
         return config.dtype
     own = resolve_dtype("auto", load_config(folder, config.overrides))
@@ -83,7 +84,7 @@ def _dtype_of(config: EngineConfig, folder: Path, device: torch.device) -> DType
 
 
 def _head_of(config: EngineConfig) -> Head:
-    """Whether the checkpoint's head is loaded: `auto` does so if it can."""
+    """Returns whether the checkpoint's head is loaded; `auto` loads it if that is possible."""
     methods = config.speculative_config.methods if config.speculative_config else ()
     return "mtp" if "mtp" in methods else "auto" if "auto" in methods else "none"
 
@@ -106,5 +107,6 @@ def kv_dtype_of(
 
 
 def runs_ahead(config: EngineConfig, device: torch.device) -> bool:
-    """Steps overlap by default where the host would otherwise wait for the device."""
+    """Returns whether steps overlap: by default where the host would otherwise wait for the
+    device."""
     return device.type == "cuda" if config.async_scheduling is None else config.async_scheduling

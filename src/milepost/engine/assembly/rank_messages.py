@@ -10,11 +10,11 @@ from milepost.runner.recording import Record
 from milepost.tiers import orders as keeping
 
 START_S = 1800.0
-"""Reading the weights may take so much longer on one rank than on another."""
+"""Time in seconds by which ranks may differ in reading the weights."""
 HERE = 0
-"""The ticket that a rank answers first: it is ready to meet the others."""
+"""The ticket of a rank's first answer: it is ready to meet the others."""
 SILENCE_S = 60.0
-"""A step may not wait for a rank longer than this."""
+"""Longest time in seconds that a step waits for a rank."""
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -23,13 +23,14 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     config: EngineConfig
     rank: int
     port: int
-    """Where ranks find each other."""
+    """Port at which ranks find each other."""
     logs: LogSetup | None = None
-    """How the first rank logs; None if a program that embeds it decides that."""
+    """The first rank's log settings; None if the program that embeds the engine configures logging.
+    """
 
 
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """A rank's last words."""
+    """Reports the error that ends a rank."""
 
     kind: str
     """Name of the error."""
@@ -46,14 +47,14 @@ RankCommand = keeping.TierCommand | AnnexCommand
 
 
 class TicketedCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A command about memory outside the devices, for all other ranks."""
+    """A command to all other ranks about memory outside the devices."""
 
     ticket: int
     order: RankCommand
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A rank has done what it was asked, or could not."""
+    """Reports whether a rank has carried out a command."""
 
     ticket: int
     is_well: bool

@@ -45,7 +45,8 @@ def sizes_of(
 
 
 def _check_room(sizes: Sizes, shape: PoolShape, device: torch.device) -> None:
-    """Before the cache counts its pages one by one, and the system promises what it lacks."""
+    """Raises ConfigError for pools that the device's free memory does not hold. Called before the
+    cache makes its lists of pages, and before the system promises memory that it lacks."""
     needed, free = sizes.num_bytes(shape), available_bytes(device)
     if free is not None and needed > free:
         raise ConfigError(
@@ -86,9 +87,8 @@ def _sizes_of(
 
 
 def max_model_len_of(config: EngineConfig, model: Decoder, shape: PoolShape, capacity: int) -> int:
-    """The longest prompt plus answer: as asked, or what the model and the cache both hold, which is
-    `capacity` tokens.
-    """
+    """Returns the longest prompt plus answer: as configured, or what both the model and the cache
+    hold, which is `capacity` tokens. Raises ConfigError."""
     asked = config.max_model_len
     check_length(asked, model.num_positions)
     if asked is None:

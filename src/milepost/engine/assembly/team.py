@@ -64,7 +64,7 @@ class Team:
         self.store = open_store(0, size, START_S, is_first=True)
         self._encoder = msgspec.msgpack.Encoder()
         self._telling = threading.Lock()
-        """Frames come whole, whichever thread they are of."""
+        """Held while a frame is sent, so that frames of several threads do not mix."""
         port, setup = self.store.port, current()
         self._members = [
             _Member(rank, RankConfig(config=config, rank=rank, port=port, logs=setup))
@@ -73,11 +73,12 @@ class Team:
         self._lost = threading.Event()
         self._tickets = Tickets(size - 1)
         self.alarm, self._bell = socket.socketpair()
-        """Can be read once a rank is lost."""
+        """Readable once a rank is lost."""
         self.losing: list[Callable[[], object]] = []
-        """Called then, in a thread, since nothing else may run any more."""
+        """Functions that a thread calls once a rank is lost, since nothing else may run any more.
+        """
         self.closing: list[Callable[[], object]] = [self.alarm.close, self._bell.close]
-        """Called when it closes."""
+        """Functions that are called when the team closes."""
         self.close = weakref.finalize(self, _end, self._members, self.closing)
         # The thread that starts a process is the one that it ends with: this one stays.
         started = threading.Event()
@@ -111,13 +112,15 @@ class Team:
         return [member.process.pid for member in self._members if member.process is not None]
 
     def ask(self, order: RankCommand) -> Future[bool]:
-        """See `tiers.orders.Ask`; from any thread."""
+        """Sends a command to all other ranks; may be called from any thread. See
+        `tiers.orders.SendTierCommand`."""
         ticket, answers = self._tickets.take()
         self.write(TicketedCommand(ticket, order))
         return answers
 
     def write(self, record: RankMessage) -> None:
-        """Tell all others. Raises EngineDeadError if one has gone, or takes nothing any more."""
+        """Sends a record to all other ranks. Raises EngineDeadError if one has ended, or receives
+        nothing any more."""
         with self._telling:
             frame = framed(self._encoder.encode(record))
             for member in self._members:
@@ -127,8 +130,8 @@ class Team:
                     raise self.failure() from error
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Until the device has come so far. Raises EngineDeadError if a rank is lost meanwhile: the
-        device would wait for it for ever, or has been let go on without what it had to say."""
+        """Waits for an event of the device. Raises EngineDeadError if a rank is lost meanwhile: the
+        device would wait for it forever, or has continued without its part."""
         deadline = time.monotonic() + SILENCE_S
         while not event.query() and not self._lost.is_set():
             if time.monotonic() > deadline:
@@ -138,11 +141,12 @@ class Team:
             raise self.failure()
 
     def be_prompt(self) -> None:
-        """All ranks are ready: from now on a silence means that one is lost."""
+        """Notes that all ranks are ready: from now on, silence means that one is lost."""
         self._link.wait_up_to(SILENCE_S)
 
     def reason(self, error: Exception) -> Exception:
-        """Why starting failed here: if another rank was the first to fail, what it says."""
+        """Returns why the start failed. If another rank was the first to fail, that is its
+        error."""
         found = _errors(self._members)
         self.close()
         return found[0] if isinstance(error, EngineDeadError) and found else error
@@ -205,7 +209,7 @@ class _Member:
         return EngineDeadError(f"rank {self.rank} has ended: {ending}")
 
     def wait(self) -> None:
-        """Until its process is over, if it has one."""
+        """Waits until its process has ended, if it has one."""
         if self.process is not None:
             self.process.wait()
 
@@ -219,7 +223,7 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _News:
-    """Who is told what becomes of ranks."""
+    """The listeners to the loss of a rank."""
 
     lost: threading.Event
     tickets: Tickets
@@ -227,7 +231,7 @@ class _News:
     losing: list[Callable[[], object]]
 
     def tell(self, members: Sequence[_Member]) -> None:
-        """That one of them is lost."""
+        """Tells them that one of the members is lost."""
         self.lost.set()
         self.tickets.fail(_failure(members, self.lost))
         with suppress(OSError):
@@ -237,7 +241,7 @@ class _News:
 
 
 def _watch(members: Sequence[_Member], started: threading.Event, news: _News) -> None:
-    """Start them all, take their answers, and tell when the first of them ends."""
+    """Starts all members, takes their answers, and tells `news` when the first of them ends."""
     try:
         with without_interrupts(), without_main():
             for member in members:

@@ -27,13 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAKE_S = 5.0
-"""So long the start waits for a directory to be made."""
+"""Time in seconds that the start waits for a directory to be made."""
 MIN_PAGES_UNDER_WAY = 64
 MIN_STATES_UNDER_WAY, MAX_STATES_UNDER_WAY = 2, 8
 SHARE_UNDER_WAY = 1 / 16
-"""Share of the device's memory for copies on their way to host memory: for pages, and again for
-states, within those bounds.
-"""
+"""Share of the device's memory for copies on their way to host memory, once for pages and once for
+states, within those bounds."""
 
 
 def refuse_windows(config: EngineConfig, shape: PoolShape) -> None:
@@ -58,9 +57,8 @@ def staging_bytes(config: EngineConfig, shape: PoolShape, pool_bytes: int) -> in
 def under_way(
     config: EngineConfig, pool_bytes: int, page_bytes: int, state_bytes: int
 ) -> tuple[int, int]:
-    """Pages and states that may be on their way from the device at a time: those that two steps
-    compute, in so small a share of the memory that caching hardly misses it.
-    """
+    """Returns how many pages and states may be on their way from the device at a time: those that
+    two steps compute, within a share of the memory so small that caching hardly misses it."""
     share = int(pool_bytes * SHARE_UNDER_WAY)
     most = 2 * config.step_tokens() // config.page_size
     num_pages = max(MIN_PAGES_UNDER_WAY, min(share // max(page_bytes, 1), most))
@@ -76,17 +74,16 @@ class RankTierState:
     files: Files | None
     num_pages: int
     num_states: int
-    """In host memory."""
+    """Numbers of pages and states in host memory."""
     num_staged: tuple[int, int]
-    """Pages and states that may be on their way there at a time; 0 bounds nothing."""
+    """Numbers of pages and states that may be on their way there at a time; 0 for no limit."""
 
 
 def tier_state_of(
     config: EngineConfig, runner: Runner, shape: PoolShape, identity: bytes, ranks: Ranks
 ) -> RankTierState | None:
-    """This rank's part of the host memory and of the disk that are asked for; None where none are,
-    or where the system refuses the memory to any rank. Raises ConfigError if the directory cannot
-    be made."""
+    """Returns this rank's part of the configured tiers; None without tiers, or if the system
+    refuses the host memory to any rank. Raises ConfigError if the directory cannot be made."""
     if not config.has_tiers:
         return None
     # Imported where it is used: most engines have none.
@@ -137,7 +134,7 @@ def tier_worker_of(
 
 
 def _files(directory: str | None, identity: bytes, rank: int) -> Files | None:
-    """This rank's files of the model."""
+    """Returns this rank's files of the model; None without a directory."""
     if directory is None:
         return None
     from milepost.tiers.files import Files

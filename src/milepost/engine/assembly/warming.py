@@ -90,7 +90,8 @@ def compile_share(share: WarmShare) -> None:
 
 @contextmanager
 def _only(share: WarmShare) -> Iterator[None]:
-    """Inside, every `num_shares`-th kernel is compiled. All processes meet kernels in one order."""
+    """Compiles only every `num_shares`-th kernel inside the context. All processes meet kernels in
+    the same order."""
     # Imported here because triton need not be installed on machines without a GPU.
     from triton.runtime.jit import JITFunction
 

@@ -46,7 +46,7 @@ class FormGuide:
 
     @property
     def problem(self) -> str | None:
-        """The reason for which the form could not be followed to its end; None while it can."""
+        """Why the form could not be followed to its end; None while it can."""
         return problem_of(self.matcher)
 
     @property

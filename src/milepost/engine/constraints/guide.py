@@ -25,7 +25,7 @@ class Guide:
 
     @property
     def problem(self) -> str | None:
-        """The reason for which the form could not be followed to its end; None while it can."""
+        """Why the form could not be followed to its end; None while it can."""
         return None if self.form is None else self.form.problem
 
     @property

@@ -53,7 +53,7 @@ class Rules:
 
     @cached_property
     def reach(self) -> int:
-        """Number of newest tokens that the banned sequences depend on."""
+        """Number of the latest tokens that the banned sequences depend on."""
         return max((len(run) for runs in self.runs.values() for run, _ in runs), default=0)
 
 
@@ -110,7 +110,7 @@ class Restriction:
         return len(token_ids)
 
     def accept(self, token_id: int) -> None:
-        """Take note of the token that was chosen."""
+        """Notes the token that was chosen."""
         rules = self._rules
         if rules.runs:
             self._newest = (*self._newest, token_id)[-rules.reach :]

@@ -105,7 +105,7 @@ class Completion:
         )
 
     def _suppressed(self, params: SamplingParams, index: int) -> tuple[int, ...]:
-        """The tokens that may not come yet, since they would end the answer."""
+        """Returns the tokens that may not be chosen yet, since they would end the answer."""
         return tuple(sorted(self.request.stop_token_ids)) if index < params.min_tokens else ()
 
     def is_dead_end(self, params: SamplingParams, mask: Mask | None, *, num_after: int = 0) -> bool:

@@ -114,8 +114,9 @@ class EngineThread:
             is_done = self.run(self._advance, are_over, end)
 
     def steps(self, is_enough: Callable[[], bool], result: Callable[[], T]) -> T | None:
-        """The `result` once steps have run until `is_enough`. None if they have to go on: after
-        SLICE_S, or one step while others ask for something. Raises what `Engine.step` raises."""
+        """Runs steps until `is_enough`, and returns the `result` then. Returns None if they have to
+        go on: after SLICE_S, or after one step while other callers wait. Raises what `Engine.step`
+        raises."""
         found: list[T] = []
         self.run(self._advance, is_enough, lambda: found.append(result()))
         return found[0] if found else None

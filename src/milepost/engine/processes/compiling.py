@@ -23,7 +23,8 @@ class Compiling:
         self._thread: threading.Thread | None = None
 
     def begin(self, message: Add) -> None:
-        """The first request starts the thread, which nobody waits for at the end."""
+        """Begins to prepare a request. The first one starts the thread, which is not waited for at
+        the end."""
         self._pending.add(message.number)
         self._wanted.put(message)
         if self._thread is None:

@@ -182,7 +182,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def frame(message: Any) -> bytes:
-    """A message as it stands on the socket."""
+    """Returns a message as a frame."""
     return framed(_ENCODER.encode(message))
 
 
@@ -194,7 +194,8 @@ class Frames(Generic[M]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[M]:
-        """The messages that are whole now. Raises ValueError for what is none of ours."""
+        """Returns the messages that have arrived whole. Raises ValueError for bytes that are no
+        message."""
         self._buffer += data
         messages: list[M] = []
         start = 0

@@ -266,8 +266,9 @@ class _TokenDecoder:
         return piece
 
     def _give_up(self, text: str) -> str:
-        """Show what can be no character any more, so that the window does not grow: all but the
-        last tokens, if the bytes of none of them belong to the same sequence as those before."""
+        """Shows bytes that can be no character any more, so that the window does not grow: all but
+        the last tokens, if the bytes of none of them belong to the same sequence as those before.
+        """
         old, last = self._window[:-4], self._window[-4:]
         shown = self._decode(old)
         if shown + self._decode(last) != text:

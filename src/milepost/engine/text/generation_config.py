@@ -33,7 +33,8 @@ def end_token_ids(
     tokenizer: PreTrainedTokenizerBase | None,
     overrides: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """The ids that end an answer, sorted: those of generation_config.json and the tokenizer's own.
+    """Returns the ids that end an answer, sorted: those of generation_config.json and the
+    tokenizer's own.
 
     A checkpoint without generation_config.json is asked through config.json; what `overrides`
     says, which stands in place of config.json, comes before both. A token may be named by its text.

@@ -62,10 +62,8 @@ def load_tokenizer(
     download_dir: str | None = None,
     token: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in a local folder, or of a hub id, kept as `find_folder` keeps checkpoints.
-
-    Raises ConfigError, naming the source, if there is none or it cannot be read.
-    """
+    """Returns the tokenizer of a local folder or a hub id, which is kept as `find_folder` keeps
+    checkpoints. Raises ConfigError, naming the source, if there is none or it cannot be read."""
     folder = Path(source)
     if not folder.exists() and (folder.is_absolute() or str(source).startswith(".")):
         raise _no_tokenizer(source, "there is no such folder")
