@@ -145,7 +145,7 @@ def test_a_rank_that_ends_while_it_starts_ends_the_start(monkeypatch, takes_orde
         def refuse(*_):
             raise BrokenPipeError
 
-        monkeypatch.setattr(team, "send", refuse)
+        monkeypatch.setattr(team, "framed", refuse)
     with pytest.raises(EngineDeadError, match="rank 1 has ended: exit code 1"):
         LLM(tensor_parallel_size=2, **SMALL)
 
