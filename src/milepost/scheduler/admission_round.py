@@ -37,7 +37,7 @@ class AdmissionRound:
     last_priority: int | None = None
     """Priority of the least urgent running request, once it has been asked for."""
     is_held: bool = False
-    """Whether a request that was passed over has waited so long that no other may go first."""
+    """Whether a request that was passed over has waited too long for any other to go first."""
 
     @property
     def is_over(self) -> bool:

@@ -63,7 +63,7 @@ class Request:
     reservation: Reservation | None = None
     """Its claim, while it waits, on what it would resume from."""
     report: CacheReport | None = None
-    """What the cache had of the prompt at the first admission."""
+    """The cache's report on the prompt, from the first admission."""
     num_preemptions: int = 0
     blocked_at: tuple[int, int, int] | None = None
     """Room that there was when it last found too little."""
@@ -76,7 +76,7 @@ class Request:
     awaits: Shared | None = None
     """The prefix that it waited for when it last looked at what others compute."""
     offered: int = 0
-    """Number of its tokens that could be loaded from outside, when that was last looked up."""
+    """Number of its tokens that could be loaded from outside, as last looked up."""
     num_bypasses: int = 0
     """Number of later requests that were admitted while this one waits and found no tokens or no
     room."""
@@ -117,8 +117,8 @@ class Request:
 
     @property
     def num_left(self) -> int:
-        """Number of a running request's tokens that no step is planned for yet, including the one
-        that is being sampled. For a bitwise request: those of its prompt, then one at a time."""
+        """Number of tokens of a running request without a planned step, including the one that is
+        being sampled. For a bitwise request: those of its prompt, then one at a time."""
         assert self.allocation is not None
         planned = self.allocation.planned
         if self.is_bitwise:

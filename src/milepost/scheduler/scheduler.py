@@ -94,15 +94,13 @@ class Scheduler:
 
     @property
     def num_loading(self) -> int:
-        """Number of requests being loaded, including finished ones whose memory is still being
-        written."""
+        """Number of requests being loaded, and of finished ones that are still written to."""
         return len(self.outside.loading)
 
     # --- outside the device -----------------------------------------------------------------------
 
     def plan_copies(self) -> StepPlan:
-        """Plans a keeper's copies while nothing runs. Call it between steps, with none in
-        flight."""
+        """Plans a keeper's copies while nothing runs and no step is in flight."""
         assert not self._steps, "F1: nothing is planned beside a step in flight"
         moves = self.cache.take_moves()
         return StepPlan(sequences=(), moves=moves, stores=self.outside.take_stores(len(moves)))
@@ -112,8 +110,8 @@ class Scheduler:
         self._requests.finish_load(self.outside.arrived(number))
 
     def failed(self, number: int) -> None:
-        """Notes that a load has failed and that nothing of it is written any more. The request
-        computes what it lacks."""
+        """Notes that a load has failed, and writes nothing any more. The request computes what it
+        lacks."""
         self._requests.finish_load(self.outside.failed(number))
 
     # --- requests ---------------------------------------------------------------------------------
@@ -126,8 +124,7 @@ class Scheduler:
             self._backlog.add(request)
 
     def check_wait(self, request: Request) -> None:
-        """Raises QueueWaitError for a new request that would not begin within
-        `max_queue_wait_s`."""
+        """Raises QueueWaitError for a request that would not begin within `max_queue_wait_s`."""
         if self._backlog is not None and self.waiting:
             request.queued_s = self._admission.now_s
             self._backlog.check(request, self.cache.match(request.chain))
@@ -138,8 +135,7 @@ class Scheduler:
         return self._backlog.take_late() if self._backlog is not None else []
 
     def request(self, number: int) -> Request:
-        """Returns the request with the number that a plan names, until the plan's outcome
-        is taken."""
+        """Returns the request of this number, until the outcome of its plan is taken."""
         return self._requests[number]
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
@@ -196,8 +192,7 @@ class Scheduler:
         return following if following.sequences or following.only_copies else None
 
     def _make_room(self, request: Request) -> None:
-        """Preempts the youngest requests, possibly this one, until there is memory for its next
-        tokens.
+        """Preempts the youngest requests, possibly this one, until its next tokens have memory.
 
         Finished requests keep their memory for the step that folds in their last tokens.
         """
