@@ -248,13 +248,13 @@ def _experts_touched(bench: Bench, prompts: list[Prompt]) -> Row:
     engine = bench.llm.llm_engine
     if engine.config.tensor_parallel_size > 1 or not hasattr(engine.runner.executor, "_graphs"):
         return {}  # other ranks would go on with their graphs; a CPU has none
-    from milepost.kernels.products import moe
+    from milepost.kernels import products
     from milepost.layers.moe import MoE
     from milepost.runner.graphs import Graphs
 
     executor = bench.llm.llm_engine.runner.executor
     counts: list[int] = []  # of the steps with all of them
-    route, graphs = moe.route, executor._graphs
+    route, graphs = products.route, executor._graphs
 
     def note(*arguments: Any, **options: Any) -> Any:
         weights, experts = route(*arguments, **options)
@@ -262,11 +262,11 @@ def _experts_touched(bench: Bench, prompts: list[Prompt]) -> Row:
             counts.append(int(experts.unique().numel()) - options.get("num_shared", 0))
         return weights, experts
 
-    moe.route, executor._graphs = note, Graphs()
+    products.route, executor._graphs = note, Graphs()
     try:
         _, _, answers = bench.generate(prompts, 64)
     finally:
-        moe.route, executor._graphs = route, graphs
+        products.route, executor._graphs = route, graphs
     last = {"distinct_tokens": len({answer[-1] for answer in answers})}
     parts = [part for layer in executor.model.layers for b in layer.blocks for part in b.parts]
     num_layers = sum(isinstance(part, MoE) for part in parts)

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.kernels.timing import Row, parse, report, time_us
 
-from milepost.kernels import norm
-from milepost.kernels.products import Raw, mix, moe
+from milepost.kernels import norm, products
+from milepost.kernels.products import Raw, mix
 
 HIDDEN, SIZE, EXPERTS, CHOSEN = 2048, 512, 257, 8
 TOKENS = (1, 8, 16, 64, 80, 512, 2048, 8192)
@@ -71,7 +71,7 @@ def bench_tokens(num_tokens: int, gate_up: Tensor, down: Tensor) -> Iterator[Row
 
 
 def route(logits: Tensor) -> tuple[Tensor, Tensor]:
-    return moe.route(logits, CHOSEN, normalise=True, num_shared=1)
+    return products.route(logits, CHOSEN, normalise=True, num_shared=1)
 
 
 def fill(*shape: int) -> Tensor:

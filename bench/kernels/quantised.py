@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.kernels.timing import Row, parse, report, time_us
 
+from milepost.kernels import products
 from milepost.kernels.platform.device import hopper_kernels
-from milepost.kernels.products import Epilogue, Raw, mix, moe, multiply
+from milepost.kernels.products import Epilogue, Raw, mix, multiply
 from milepost.kernels.products.forms.quantised import BLOCK, FP8, Fp4, Fp8, Int4, Int8, Quantised
 
 TOKENS = (1, 16, 64, 512, 8192)
@@ -132,7 +133,7 @@ def bench_experts(form: str, num_chosen: int, up: Quantised, down: Quantised) ->
         logits = [
             torch.randn(num_tokens, num_experts, device="cuda", dtype=torch.bfloat16) for _ in turns
         ]
-        routed = [moe.route(each, num_chosen, normalise=True, num_shared=1) for each in logits]
+        routed = [products.route(each, num_chosen, normalise=True, num_shared=1) for each in logits]
         touched = sum(experts.unique().numel() for _, experts in routed) / len(turns)
         calls = [
             partial(mix, own, *route, up, down) for own, route in zip(hidden, routed, strict=True)

@@ -46,13 +46,13 @@ from tests.kernels.routed import apply, as_routed
 from tests.kernels.verifying import Kind, Mixer
 from tests.numbers import relative_error
 
-from milepost.kernels import attention
+from milepost.kernels import attention, products
 from milepost.kernels.attention.pages import PagedKV
 from milepost.kernels.attention.portable import prepare as preparation
 from milepost.kernels.platform.device import probe
-from milepost.kernels.products import Raw, experts_reference, moe, multiply
-from milepost.kernels.products.gemv_tiles import GemvTiles
+from milepost.kernels.products import Raw, experts_reference, multiply
 from milepost.kernels.products.portable import gemv
+from milepost.kernels.products.portable.tiles import GemvTiles
 
 DTYPE, BOUND = torch.bfloat16, 1e-2
 HIDDEN, SIZE, EXPERTS, CHOSEN = 256, 128, 8, 4
@@ -96,7 +96,7 @@ def make_experts(num_tokens: int) -> tuple[Tensor, ...]:
         return torch.randn(shape, generator=random).mul_(shape[-1] ** -0.5).to(DTYPE)
 
     logits = fill(num_tokens, EXPERTS + 1).cuda()
-    weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
+    weights, experts = products.route(logits, CHOSEN, normalise=True, num_shared=1)
     gate_up, down = fill(EXPERTS + 1, 2 * SIZE, HIDDEN), fill(EXPERTS + 1, HIDDEN, SIZE)
     return fill(num_tokens, HIDDEN), weights.cpu(), experts.cpu(), gate_up, down
 

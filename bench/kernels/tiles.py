@@ -31,19 +31,19 @@ from triton.testing import do_bench
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.kernels.quantised import FORMS, HIDDEN, SHAPES, SIZE, bytes_of
 
+from milepost.kernels import products
 from milepost.kernels.layout.emit import as_activations
 from milepost.kernels.platform.device import hopper_kernels, probe
 from milepost.kernels.platform.tiles import Tiles, choose_split_k
-from milepost.kernels.products import Epilogue, mix, moe, multiply
+from milepost.kernels.products import Epilogue, mix, multiply
 from milepost.kernels.products.expert_table import SEARCHED
 from milepost.kernels.products.forms.quantised import Int4, Quantised
-from milepost.kernels.products.gemv_tiles import GemvTiles
 from milepost.kernels.products.grouping import group
 from milepost.kernels.products.portable import gemm, gemv, grouped
 from milepost.kernels.products.portable.rounding import round_rows
+from milepost.kernels.products.portable.tiles import GemvTiles, SplitTiles
 from milepost.kernels.products.run_experts import RoutedRows
 from milepost.kernels.products.run_products import Multiplication
-from milepost.kernels.products.tiles import SplitTiles
 
 EXPERTS, CHOSEN = 257, 8
 COPY_GBPS = 4280
@@ -108,7 +108,7 @@ def time_experts(form: str, counts: list[int]) -> Iterator[dict[str, Any]]:
 def draw(num_tokens: int, up: Quantised, down: Quantised) -> RoutedRows:
     hidden = torch.randn(num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
     logits = torch.randn(num_tokens, EXPERTS, device="cuda", dtype=torch.bfloat16)
-    weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
+    weights, experts = products.route(logits, CHOSEN, normalise=True, num_shared=1)
     return RoutedRows(
         rows=as_activations(hidden),
         routing_weights=weights,

@@ -11,8 +11,7 @@ import torch
 from milepost.config import EngineConfig
 from milepost.engine.assembly.planning import DRIVER_BYTES, MemoryPlan, MemoryPlanner, changes
 from milepost.kernels.platform.device import find_chip
-from milepost.kernels.platform.metering import Meter
-from milepost.kernels.platform.pretending import pretend
+from milepost.kernels.platform.pretending import Meter, pretend
 from milepost.runner.pool_sizes import GIB
 
 MODELS = Path(__file__).parents[2] / "bench" / "models"

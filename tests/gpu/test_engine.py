@@ -13,9 +13,9 @@ import torch
 
 from milepost import LLM, SamplingParams
 from milepost.engine.assembly import sizing
+from milepost.kernels import products
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import probe
-from milepost.kernels.products import moe
 from milepost.models import LoadOptions, load_model
 from milepost.models.folder import EMBEDDED_MODEL
 from milepost.runner import arrays, device
@@ -372,7 +372,7 @@ def _router_gaps() -> Iterator[list[float]]:
     """The least gap, layer by layer, between an expert that a token takes and one that it does
     not."""
     gaps: list[float] = []
-    route = moe.route
+    route = products.route
 
     def note(logits, num_chosen, *, num_shared, **how):
         routed = logits[:, :-1] if num_shared else logits
@@ -381,7 +381,7 @@ def _router_gaps() -> Iterator[list[float]]:
         return route(logits, num_chosen, num_shared=num_shared, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe, "route", note)
+        patch.setattr(products, "route", note)
         yield gaps
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels.products import experts_reference, moe
+from milepost.kernels import products
+from milepost.kernels.products import experts_reference
 from tests.kernels.routed import apply, partials
 from tests.numbers import relative_error
 
@@ -37,7 +38,7 @@ def make(num_tokens: int, num_experts: int, dtype: torch.dtype) -> tuple[Tensor,
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 64, 80, 300, 700])
 def test_apply(num_tokens: int, dtype: torch.dtype) -> None:
     hidden, logits, gate_up, down = make(num_tokens, 16, dtype)
-    weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
+    weights, experts = products.route(logits, CHOSEN, normalise=True, num_shared=1)
     output = apply(hidden, weights, experts, gate_up, down)
     wide = (tensor.double() for tensor in (hidden, weights))
     expected = experts_reference.apply(*wide, experts.long(), gate_up.double(), down.double())
@@ -51,9 +52,9 @@ def test_route_of_parts(num_tokens: int) -> None:
     logits = make(num_tokens, 256, torch.bfloat16)[1]
     parts = torch.stack((logits.float() / 2, logits.float() / 4, logits.float() / 4), 1)
     how = {"normalise": True, "num_shared": 1}
-    expected = moe.route(logits, CHOSEN, **how)
+    expected = products.route(logits, CHOSEN, **how)
     for output, wanted in zip(
-        moe.route(parts, CHOSEN, **how, dtype=logits.dtype), expected, strict=True
+        products.route(parts, CHOSEN, **how, dtype=logits.dtype), expected, strict=True
     ):
         assert torch.equal(output, wanted)
 
@@ -61,7 +62,7 @@ def test_route_of_parts(num_tokens: int) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 64, 5000])
 def test_route(num_tokens: int) -> None:
     logits = make(num_tokens, 256, torch.float32)[1]
-    weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
+    weights, experts = products.route(logits, CHOSEN, normalise=True, num_shared=1)
     expected = experts_reference.route(logits, CHOSEN, normalise=True, num_shared=1)
     torch.testing.assert_close(weights, expected[0])
     assert torch.equal(experts.long(), expected[1])
@@ -73,11 +74,11 @@ def test_no_expert_is_read_for_padding(num_tokens: int) -> None:
     hidden, logits, gate_up, down = make(num_tokens, 256, torch.bfloat16)
     num_real = torch.tensor([num_tokens - 3], dtype=torch.int32, device="cuda")
     how = {"normalise": True, "num_shared": 1, "num_real": num_real}
-    weights, experts = moe.route(logits, CHOSEN, **how)
+    weights, experts = products.route(logits, CHOSEN, **how)
     assert torch.equal(experts[-3:], experts[-4].expand(3, -1))
     expected = partials(hidden, weights, experts, gate_up, down)[:-3]
     hidden[-3:], logits[-3:] = torch.nan, torch.nan
-    routed = moe.route(logits, CHOSEN, **how)
+    routed = products.route(logits, CHOSEN, **how)
     assert torch.equal(routed[1], experts)
     assert torch.equal(partials(hidden, *routed, gate_up, down)[:-3], expected)
 
@@ -88,7 +89,7 @@ def test_same_bits_every_time_and_in_a_graph(num_tokens: int) -> None:
     hidden, logits, gate_up, down = make(num_tokens, 256, torch.bfloat16)
 
     def run() -> Tensor:
-        weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
+        weights, experts = products.route(logits, CHOSEN, normalise=True, num_shared=1)
         return partials(hidden, weights, experts, gate_up, down)
 
     run()
@@ -110,7 +111,7 @@ def test_skewed_choices(num_tokens: int) -> None:
     hidden, logits, gate_up, down = make(num_tokens, 64, torch.bfloat16)
     logits[:, :CHOSEN] += 100
     gate_up[CHOSEN:-1] = down[CHOSEN:-1] = torch.nan
-    weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
+    weights, experts = products.route(logits, CHOSEN, normalise=True, num_shared=1)
     output = apply(hidden, weights, experts, gate_up, down)
     wide = (tensor.float() for tensor in (hidden, weights))
     expected = experts_reference.apply(*wide, experts.long(), gate_up.float(), down.float())
@@ -130,9 +131,9 @@ def test_experts_without_gates(num_tokens: int, dtype: torch.dtype) -> None:
     hidden, up, down = draw(num_tokens, 2688), draw(18, 1856, 2688), draw(18, 2688, 1856)
     logits = 8 * draw(num_tokens, 2, 16).float()
     bias = torch.linspace(-0.2, 0.2, 16, device="cuda")
-    scores = moe.Scores(kind="sigmoid", scale=2.5, gates_shared=False)
+    scores = products.Scores(kind="sigmoid", scale=2.5, gates_shared=False)
     how = {"normalise": True, "num_shared": 2, "scores": scores, "bias": bias, "dtype": dtype}
-    weights, experts = moe.route(logits, 6, **how)
+    weights, experts = products.route(logits, 6, **how)
     wanted = experts_reference.route(logits, 6, **how)
     assert torch.equal(experts.long(), wanted[1])
     torch.testing.assert_close(weights, wanted[0])

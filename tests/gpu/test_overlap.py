@@ -16,7 +16,7 @@ from milepost.kernels.attention.tiles import ItemShapes
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.layout.chunks import lay_out
 from milepost.kernels.platform.tensors import FP8
-from milepost.kernels.products import Epilogue, Raw, moe
+from milepost.kernels.products import Epilogue, Raw
 from milepost.runner import staging
 from tests.kernels.mixers import (
     REAL,
@@ -71,7 +71,7 @@ def test_a_chain_of_layers(num_tokens: int) -> None:
             logits = logits[..., :EXPERTS]
             pause()
             how = {"normalise": True, "num_shared": 1, "dtype": normed.dtype}
-            shares, experts = moe.route(logits, 8, **how)
+            shares, experts = products.route(logits, 8, **how)
             pause()
             delta = partials(normed, shares, experts, gate_up, down)
             pause()

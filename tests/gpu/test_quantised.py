@@ -12,7 +12,7 @@ from milepost.kernels import norm, products
 from milepost.kernels.layout.emit import Emit, as_activations, values_of
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tiles import Tiles
-from milepost.kernels.products import Epilogue, expert_table, mix, moe, multiply, reads, table
+from milepost.kernels.products import Epilogue, expert_table, mix, multiply, reads, table
 from milepost.kernels.products.forms.quantised import Quantised
 from milepost.kernels.products.portable import grouped
 from tests.kernels.choices import forget, multiplication, run_kernel, without
@@ -261,7 +261,7 @@ def test_a_chain_of_single_rows(form: str) -> None:
             pause()
             narrow = multiply(wide, leave)
             pause()
-            shares, experts = moe.route(
+            shares, experts = products.route(
                 (narrow * 4)[:, :32].contiguous(), 4, normalise=True, num_shared=0
             )
             pause()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels import products
-from milepost.kernels.products import Epilogue, Form, Raw, moe
+from milepost.kernels.products import Epilogue, Form, Raw
 from milepost.kernels.products.experts_reference import Scores
 from milepost.kernels.products.forms.matrix import pack
 from tests.kernels.quantised_cases import make_fp4, make_fp8, make_int4, make_int8
@@ -90,7 +90,7 @@ def test_routed_experts(form: str, scores: Scores, dtype: torch.dtype) -> None:
     def mix(rows: Tensor) -> Tensor:
         logits = products.multiply(rows, Raw(values=router, batch_invariant=True))
         how = {"normalise": True, "scores": scores, "batch_invariant": True}
-        shares, experts = moe.route(logits, 3, **how)
+        shares, experts = products.route(logits, 3, **how)
         return products.mix(rows, shares, experts, up, down)
 
     assert_rows_are_alone(mix, make_rows(dtype))

@@ -7,7 +7,7 @@ import pytest
 from milepost.kernels.platform.device import CHIPS
 from milepost.kernels.products.forms.matrix import Matrix
 from milepost.kernels.products.forms.quantised import Fp4, Int4
-from milepost.kernels.products.gemm_tiles import choose_experts, choose_gemm
+from milepost.kernels.products.portable.tiles import choose_experts, choose_gemm
 
 INT4 = Matrix(Int4, 1024, 2048, group=128)
 FP4 = Matrix(Fp4, 1024, 2048, group=16)

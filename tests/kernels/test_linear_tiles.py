@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from milepost.kernels.platform.device import CHIPS
-from milepost.kernels.products import Epilogue, Raw, tiles
+from milepost.kernels.products import Epilogue, Raw
 from milepost.kernels.products.forms.matrix import Matrix
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
+from milepost.kernels.products.hopper import tiles
 from milepost.kernels.products.table import Product
 
 H200 = CHIPS["sm_90"][1]
@@ -18,7 +19,7 @@ def tiles_of(num_tokens, num_inputs, num_outputs, *, is_whole=False):
     weight = Matrix(form=Raw, num_outputs=num_outputs, num_inputs=num_inputs)
     epilogue = Epilogue.NONE if is_whole else Epilogue.PARTIALS
     product = Product(weight=weight, num_rows=num_tokens, epilogue=epilogue)
-    return tiles.cut_raw_hopper(product, H200)
+    return tiles.cut_raw(product, H200)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 16, 17, 64])
@@ -57,6 +58,6 @@ def test_each_group_of_warps_multiplies_whole_mmas_of_fp8(
     """Half of the outputs that are multiplied at a time, where they are the rows of the product."""
     sizes = {"num_outputs": num_outputs, "num_inputs": 4096, "rows": BLOCK, "depth": BLOCK}
     weight = Matrix(form=Fp8, **sizes, batch_invariant=batch_invariant)
-    found = tiles.cut_fp8_hopper(Product(weight=weight, num_rows=num_rows), H200)
+    found = tiles.cut_fp8(Product(weight=weight, num_rows=num_rows), H200)
     assert not found.is_swapped or found.mma_n // 2 % tiles.MMA_M == 0
     assert found.split_k == 1

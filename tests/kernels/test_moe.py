@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from milepost.kernels.products import experts_reference, moe
-from milepost.kernels.products.moe import Scores
+from milepost.kernels import products
+from milepost.kernels.products import Scores, experts_reference
 from tests.kernels.routed import apply
 from tests.numbers import relative_error
 
@@ -31,7 +31,7 @@ def make(num_tokens: int, num_experts: int) -> tuple[torch.Tensor, ...]:
 )
 def test_apply_matches_token_by_token(num_tokens: int, num_experts: int, num_chosen: int) -> None:
     hidden, logits, gate_up, down = make(num_tokens, num_experts)
-    weights, experts = moe.route(logits, num_chosen, normalise=True)
+    weights, experts = products.route(logits, num_chosen, normalise=True)
     output = apply(hidden, weights, experts, gate_up, down)
     for token in range(num_tokens):
         expected = torch.zeros(HIDDEN, dtype=torch.float64)
@@ -44,7 +44,7 @@ def test_apply_matches_token_by_token(num_tokens: int, num_experts: int, num_cho
 @pytest.mark.parametrize("limit", [0.0, 0.8])
 def test_both_ways_agree(limit: float) -> None:
     hidden, logits, gate_up, down = make(9, 5)
-    arguments = hidden, *moe.route(logits, 2, normalise=False), gate_up, down, limit
+    arguments = hidden, *products.route(logits, 2, normalise=False), gate_up, down, limit
     every, hit = experts_reference._apply_all(*arguments), experts_reference._apply_hit(*arguments)
     assert relative_error(every, hit) < 1e-14
 
@@ -53,16 +53,16 @@ def test_experts_that_no_token_chose_are_not_read() -> None:
     hidden, logits, gate_up, down = make(40, 6)
     logits[:, 2] = -torch.inf
     gate_up[2] = torch.nan
-    output = apply(hidden, *moe.route(logits, 2, normalise=True), gate_up, down)
+    output = apply(hidden, *products.route(logits, 2, normalise=True), gate_up, down)
     assert output.isfinite().all()
 
 
 def test_route_weights() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
-    weights, experts = moe.route(logits, 2, normalise=False)
+    weights, experts = products.route(logits, 2, normalise=False)
     assert experts.tolist() == [[1, 3]]
     torch.testing.assert_close(weights, logits.softmax(-1)[:, [1, 3]])
-    weights, _ = moe.route(logits, 2, normalise=True)
+    weights, _ = products.route(logits, 2, normalise=True)
     torch.testing.assert_close(weights.sum(-1), torch.ones(1))
 
 
@@ -73,7 +73,7 @@ def test_sigmoid_scores_choose_among_the_best_groups() -> None:
     bias = torch.tensor([0.0, 0, 0, 0, 0, 0.1, 0, 0, 0.25], dtype=torch.float64)
     how = Scores(kind="sigmoid", num_groups=3, num_groups_chosen=2, norm_eps=0.2, scale=3.0)
     given = {"scores": how, "bias": bias, "normalise": True}
-    weights, experts = moe.route(scores.logit(), 3, **given)
+    weights, experts = products.route(scores.logit(), 3, **given)
     assert experts.tolist() == [[4, 8, 3]]
     expected = torch.tensor([[0.7, 0.45, 0.6]], dtype=torch.float64)
     torch.testing.assert_close(weights, 3 * expected / (1.75 + 0.2))
@@ -82,7 +82,7 @@ def test_sigmoid_scores_choose_among_the_best_groups() -> None:
 def test_shared_expert_without_a_gate_has_no_logit() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]])
     how = Scores(kind="sigmoid", gates_shared=False, scale=2.0)
-    weights, experts = moe.route(logits, 1, normalise=False, num_shared=1, scores=how)
+    weights, experts = products.route(logits, 1, normalise=False, num_shared=1, scores=how)
     assert experts.tolist() == [[1, 3]]
     torch.testing.assert_close(weights, torch.tensor([[2 * torch.tensor(3.0).sigmoid(), 1.0]]))
 
@@ -91,15 +91,15 @@ def test_sigmoid_scores_are_taken_from_unrounded_logits() -> None:
     """In bfloat16 the two are equal."""
     logits = torch.tensor([[1.0, 1.001]])
     given = {"normalise": False, "dtype": torch.bfloat16}
-    assert moe.route(logits, 1, **given, scores=Scores(kind="sigmoid"))[1].item() == 1
-    assert moe.route(logits, 1, **given)[1].item() == 0
+    assert products.route(logits, 1, **given, scores=Scores(kind="sigmoid"))[1].item() == 1
+    assert products.route(logits, 1, **given)[1].item() == 0
 
 
 @pytest.mark.parametrize("num_tokens", [3, 40])
 def test_experts_without_gates_square_a_relu(num_tokens: int) -> None:
     hidden, logits, gate_up, down = make(num_tokens, 4)
     up = gate_up[:, :SIZE]
-    weights, experts = moe.route(logits, 2, normalise=True)
+    weights, experts = products.route(logits, 2, normalise=True)
     output = apply(hidden, weights, experts, up, down)
     units = torch.einsum("xih,th->txi", up, hidden).relu() ** 2
     every = torch.einsum("xhi,txi->txh", down, units)

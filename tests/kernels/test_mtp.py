@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.mtp import Carried, CarryRows, reference
-from milepost.kernels.mtp.rows import lay_out
+from milepost.kernels.mtp.reference import lay_out
 from tests.batches import Part, build_batch
 
 SIZE, EPS, NUM_SLOTS, NUM_DRAFTS = 24, 1e-6, 12, 3

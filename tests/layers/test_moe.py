@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from milepost.kernels.products import moe
-from milepost.kernels.products.moe import SOFTMAX, Scores
+from milepost.kernels import products
+from milepost.kernels.products import SOFTMAX, Scores
 from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import Holder, merge
@@ -53,7 +53,7 @@ def test_shared_expert(shared_size: int, scores: Scores) -> None:
 
     hidden = torch.randn(7, HIDDEN, generator=random, dtype=torch.float64)
     logits = F.linear(hidden, weights["mlp.gate.weight"])
-    shares, experts = moe.route(logits, 2, normalise=True, scores=scores, bias=bias)
+    shares, experts = products.route(logits, 2, normalise=True, scores=scores, bias=bias)
     expected = torch.zeros_like(hidden)
     for token, choice in product(range(7), range(2)):
         name = f"mlp.experts.{experts[token, choice]}"

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from milepost.errors import ConfigError
+from milepost.kernels import products
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.platform.tensors import in_blocks
-from milepost.kernels.products import Epilogue, moe
-from milepost.kernels.products.moe import SOFTMAX, Scores
+from milepost.kernels.products import SOFTMAX, Epilogue, Scores
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
 from milepost.layers.mlp import MLP
@@ -166,7 +166,7 @@ class MoE(nn.Module):
         self, logits: Tensor, dtype: torch.dtype, num_real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Returns each token's routing weights and experts, as indices on this rank."""
-        shares, experts = moe.route(
+        shares, experts = products.route(
             logits,
             self.shapes.num_chosen,
             normalise=self.shapes.normalise,

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
-from milepost.kernels.products.moe import Scores
+from milepost.kernels.products import Scores
 from milepost.layers.attention import AttentionShapes
 from milepost.layers.gated_delta import GatedDeltaShapes
 from milepost.layers.kda import KDAShapes

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from milepost.kernels import sampling as layout
 from milepost.kernels.attention import AttentionItems
 from milepost.kernels.attention.tiles import BEGIN, END, FIRST, POSITION
 from milepost.kernels.layout.batch import Batch, Capacity
 from milepost.kernels.sampling import guess
-from milepost.kernels.sampling import rows as layout
 from milepost.layers.context import Context, StepArrays
 from milepost.models.decoder import Decoder
 from milepost.runner.arrays import Geometry

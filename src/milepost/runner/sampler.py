@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from milepost.kernels.sampling import rows as layout
+from milepost.kernels import sampling as layout
+from milepost.kernels.sampling import StepRows, Workspace, block_size, num_blocks
 from milepost.kernels.sampling.draws import draw
-from milepost.kernels.sampling.rows import StepRows, Workspace, block_size, num_blocks
 from milepost.runner.choice import tensor_beside
 from milepost.runner.counts import Counts
 from milepost.runner.sampling import SamplingRow, choose, log_of, temperature_of, top_k_of

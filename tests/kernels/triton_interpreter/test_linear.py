@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products import Epilogue, Raw
-from milepost.kernels.products.gemv_tiles import GemvTiles
-from milepost.kernels.products.portable import gemm, gemv, heads
+from milepost.kernels.products.portable import gemm, gemv
+from milepost.kernels.products.portable.tiles import GemvTiles, SplitTiles
 from milepost.kernels.products.table import PRODUCTS
-from milepost.kernels.products.tiles import SplitTiles
 from tests.kernels.choices import multiplication, run_kernel
 from tests.numbers import relative_error
 
@@ -91,14 +90,14 @@ def test_multiply_heads(is_transposed: bool) -> None:
     hidden, gate = randn(1, 3, 50)[..., :37], randn(1, 3)
     weight = randn(3, 70, 37).mT if is_transposed else randn(3, 37, 70)
     expected = torch.einsum("thi,hio->tho", hidden, weight)
-    assert relative_error(heads.multiply_heads(hidden, weight), expected) < 1e-6
-    gated = heads.multiply_heads(hidden, weight, gate)
+    assert relative_error(gemv.multiply_heads(hidden, weight), expected) < 1e-6
+    gated = gemv.multiply_heads(hidden, weight, gate)
     assert relative_error(gated, expected * gate.sigmoid()[..., None]) < 1e-6
 
 
 def test_multiply_pair() -> None:
     hidden, weights = randn(1, 90).half(), (randn(75, 40).half(), randn(75, 40).half() + 1)
     inputs = hidden[:, :40], hidden[:, 50:]
-    outputs = heads.multiply_pair(inputs, weights)
+    outputs = gemv.multiply_pair(inputs, weights)
     for output, row, weight in zip(outputs, inputs, weights, strict=True):
         assert relative_error(output, F.linear(row.float(), weight.float())) < 1e-3

@@ -33,12 +33,12 @@ from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.portable import (
     gathering as triton_gathering,
 )
-from milepost.kernels.products.portable import gemm, grouped, grouped_large, sums, unpack
+from milepost.kernels.products.portable import gemm, grouped, grouped_large, unpack
 from milepost.kernels.products.portable import (
     rounding as triton_rounding,
 )
+from milepost.kernels.products.portable.tiles import SplitTiles
 from milepost.kernels.products.run_products import Multiplication
-from milepost.kernels.products.tiles import SplitTiles
 from tests.kernels.choices import forget, multiplication, run_kernel
 from tests.kernels.quantised_cases import (
     check,
@@ -441,5 +441,5 @@ def test_gather(
 @pytest.mark.parametrize("num_rows", [1, 16, 37])
 def test_rows_are_added_up_by_group(num_rows: int) -> None:
     rows = make_rows(num_rows, 512)[:, :384]
-    added = sums.sum_rows(rows, 64)
+    added = triton_rounding.sum_rows(rows, 64)
     torch.testing.assert_close(added, rows.float().view(num_rows, 6, 64).sum(2).T)

@@ -11,9 +11,8 @@ import torch
 import triton.language as tl
 from triton import jit
 
-from milepost.kernels.sampling import likeliest, parts, reference, search
-from milepost.kernels.sampling import rows as layout
-from milepost.kernels.sampling.rows import StepRows
+from milepost.kernels import sampling as layout
+from milepost.kernels.sampling import StepRows, likeliest, parts, reference, search
 from milepost.runner import sampler
 from milepost.sampling_params import SamplingParams
 from tests.kernels.draws import (

@@ -15,7 +15,7 @@ from milepost.kernels.norm import triton as norm
 from milepost.kernels.products import run_experts
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.portable import gemm
-from milepost.kernels.products.tiles import SplitTiles
+from milepost.kernels.products.portable.tiles import SplitTiles
 from milepost.kernels.recurrent import KDAProjected, LayerStates, mix
 from tests.kernels.choices import multiplication
 

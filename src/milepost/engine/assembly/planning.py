@@ -24,8 +24,7 @@ from milepost.engine.assembly.sizing import max_model_len_of, sizes_of
 from milepost.errors import ConfigError
 from milepost.images import ImageSettings
 from milepost.kernels.platform.device import hopper_kernels
-from milepost.kernels.platform.metering import Meter
-from milepost.kernels.platform.pretending import launching_nothing
+from milepost.kernels.platform.pretending import Meter, launching_nothing
 from milepost.models.decoder import Decoder
 from milepost.models.loading import META, outline
 from milepost.models.weighing import TOWER, weigh

@@ -3,6 +3,5 @@
 batch       a step's batch on the host
 chunks      prefills in chunks of the absolute grid
 verify      decodes, with and without drafts
-slots       states in the slots of a pool
 emit        rows in the model's dtype, in FP8, or both
 """

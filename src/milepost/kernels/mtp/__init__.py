@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from milepost.kernels.layout.batch import Batch
 from milepost.kernels.mtp import reference
-from milepost.kernels.mtp.rows import Carried, CarryRows, lay_out
+from milepost.kernels.mtp.reference import Carried, CarryRows, lay_out
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import fused
 

@@ -1,16 +1,116 @@
-"""The inputs of an MTP head in plain torch: the definition, on any device.
+"""The inputs of an MTP head in plain torch: the definition, on any device. The host works out
+before, for kernels too, where hidden states are read and carried to.
 
-Legend: T tokens, V vocabulary, C hidden size.
+Legend: T tokens, S sequences, W states to be carried, V vocabulary, C hidden size; T and S of a
+capacity where rows are laid out.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.mtp.rows import Carried, CarryRows
+from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
 from milepost.kernels.platform.tensors import cast
+
+_NUM_REMEMBERED = 64
+"""Number of layouts kept, by the sequences' lengths."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """Hidden states beside the pools of layers."""
+
+    states: Tensor
+    """[slots, C], the last of the tokens that each slot stands for."""
+    records: Tensor | None = None
+    """[rows, drafts, C], those of the drafts of a sequence's last step, in the rows of all records;
+    None where nothing is drafted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarryRows:
+    """int32 arrays: in numpy where they are to be sent to a device, else tensors. A record is named
+    by its row and a draft; -1 stands for what is not there."""
+
+    sources: Any
+    """[T, 2]: the slot that carries the state before a token, and -1; or the record of it; twice -1
+    if it is the state after the previous token of the batch."""
+    targets: Any
+    """[W, 4]: the token after which a state is carried on, or -1 if it is recorded; the slot
+    that carries it, -1 for padding; the record."""
+    recorded: Any
+    """[T, 2]: where the state after a draft is recorded."""
+
+
+def lay_out(batch: Batch) -> CarryRows:
+    """Lays out a step; records and slots are read before they are written."""
+    capacity, num_tokens, num = batch.capacity, batch.capacity.num_tokens, len(batch.starts)
+    places = _places(batch.lengths.tobytes(), batch.num_decodes)
+    last_folded = batch.folds - 1
+    sources = np.full((num_tokens, 2), -1, np.int32)
+    before = np.where(batch.folds > 0, batch.record_rows, batch.slot_in)
+    sources[places.firsts, 0] = before[places.computing]
+    sources[places.firsts, 1] = last_folded[places.computing]
+    most = num + len(batch.exports)
+    if not capacity.is_exact:
+        most = capacity.num_sequences + capacity.num_exports
+    targets = np.full((most, 4), -1, np.int32)
+    targets[:num, 0], targets[:num, 1] = places.lasts, batch.slot_out
+    targets[:num, 2], targets[:num, 3] = batch.record_rows, last_folded
+    for place, (index, position, slot) in enumerate(batch.exports, start=num):
+        token = places.begins[index] + position - batch.starts[index] - 1
+        targets[place, :2] = token, slot
+    recorded = np.full((num_tokens, 2), -1, np.int32)
+    recorded[places.drafts, 0] = batch.record_rows[places.owners]
+    recorded[places.drafts, 1] = places.ordinals
+    if batch.chip is not None:
+        return CarryRows(sources=sources, targets=targets, recorded=recorded)
+    on_device = (torch.from_numpy(a).to(batch.device) for a in (sources, targets, recorded))
+    return CarryRows(**dict(zip(("sources", "targets", "recorded"), on_device, strict=True)))
+
+
+class _TokenPlaces(NamedTuple):
+    """How tokens fall to sequences."""
+
+    begins: Ints
+    """[S], where each begins."""
+    computing: Ints
+    """Those that have tokens."""
+    firsts: Ints
+    """Their first tokens."""
+    lasts: Ints
+    """[S], the token that a sequence's slot stands for, -1 where it has none. Drafts are no part of
+    what a slot stands for: of a sequence that decodes it is the first."""
+    drafts: Ints
+    """Tokens that are drafts."""
+    owners: Ints
+    """Their sequences."""
+    ordinals: Ints
+    """Their places among a sequence's drafts."""
+
+
+@lru_cache(maxsize=_NUM_REMEMBERED)
+def _places(packed: bytes, num_decodes: int) -> _TokenPlaces:
+    """Returns how tokens fall to sequences of these lengths: mostly those of the step before."""
+    lengths = np.frombuffer(packed, np.int64)
+    begins = lengths.cumsum() - lengths
+    computing = lengths.nonzero()[0]
+    lasts = begins + lengths - 1
+    lasts[:num_decodes] = begins[:num_decodes]
+    lasts[lengths == 0] = -1
+    owners = np.arange(num_decodes).repeat(lengths[:num_decodes])
+    ordinals = ordinals_of(lengths[:num_decodes]) - 1
+    drafts = (ordinals >= 0).nonzero()[0]
+    return _TokenPlaces(
+        begins, computing, begins[computing], lasts, drafts, owners[drafts], ordinals[drafts]
+    )
 
 
 def join(

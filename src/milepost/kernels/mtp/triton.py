@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.mtp.rows import Carried, CarryRows
+from milepost.kernels.mtp.reference import Carried, CarryRows
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import norm_row
 from milepost.kernels.platform.tiles import next_power_of_2

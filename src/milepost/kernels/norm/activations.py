@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.platform.activation import activate
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.numerics import sigmoid
+from milepost.kernels.platform.numerics import activate, sigmoid
 from milepost.kernels.platform.tensors import check_rows
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 

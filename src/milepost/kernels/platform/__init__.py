@@ -2,12 +2,10 @@
 
 device      capabilities of a GPU, present or not, and which kernels run on it
 launches    Triton launches that are cheap to repeat, and that overlap with the one before
-pretending  a GPU that is not there
-metering    what tensors on it would take
+pretending  a GPU that is not there, and what tensors on it would take
 tables      a row for each kernel and the choice among them; operations with one each (`fused`)
 gluon       differences between Triton's versions; overlapping launches and FP8 in Gluon
-activation  the activation between the projections of a feed-forward, in Triton
-numerics    functions of norms and FP8 in Triton
-tensors     number types and strides, in torch
+numerics    functions of activations, norms and FP8 in Triton
+tensors     number types, strides and slots of pools, in torch
 tiles       how a GEMM is cut into programs
 """

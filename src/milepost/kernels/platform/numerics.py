@@ -108,3 +108,22 @@ def norm_row(b_x, b_scale, eps, SIZE: tl.constexpr):
     b_wide = b_x.to(tl.float32)
     mean = tl.sum(b_wide * b_wide) / SIZE
     return (b_wide * tl.rsqrt(mean + eps) * b_scale).to(b_x.dtype)
+
+
+@triton.jit
+def activate(up, gate, GATED: tl.constexpr, LIMIT: tl.constexpr = 0.0):
+    """SiLU(gate) * up, perhaps both within a limit; without gates the square of up's ReLU."""
+    if GATED:
+        return multiply_within(gate * tl.sigmoid(gate), up, LIMIT)
+    else:
+        positive = tl.maximum(up, 0.0)
+        return positive * positive
+
+
+@triton.jit
+def multiply_within(active, up, LIMIT: tl.constexpr):
+    """Multiplies SiLU's outputs by ups: see `norm.silu_mul`."""
+    if LIMIT > 0:
+        active = tl.minimum(active, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return active * up

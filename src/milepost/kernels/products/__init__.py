@@ -1,4 +1,4 @@
-"""Products of rows with a weight of any form, and routed experts: `multiply` and `mix`.
+"""Products of rows with a weight of any form, and routed experts: `multiply`, `route` and `mix`.
 
 This is the door: layers import products from here, whatever computes them. What becomes of an
 output is its epilogue. `table` says which kernel runs, `run_products` runs it; where no kernel
@@ -10,6 +10,9 @@ experts of a token.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,6 +23,7 @@ from milepost.kernels.platform.device import probe, runs_gluon, runs_triton
 from milepost.kernels.platform.tensors import accumulation_dtype, cast, in_blocks
 from milepost.kernels.products import experts_reference
 from milepost.kernels.products.expert_table import EXPERTS
+from milepost.kernels.products.experts_reference import SOFTMAX, Scores
 from milepost.kernels.products.forms import quantised
 from milepost.kernels.products.forms.matrix import (
     Epilogue,
@@ -37,11 +41,13 @@ _HEAD_ROWS = 64
 """Rows that heads are multiplied with at a time where bits must not depend on their number."""
 
 __all__ = [
+    "SOFTMAX",
     "TABLES",
     "Epilogue",
     "Form",
     "Packed",
     "Raw",
+    "Scores",
     "gate",
     "mix",
     "multiply",
@@ -49,6 +55,7 @@ __all__ = [
     "multiply_heads",
     "norms_too",
     "reads",
+    "route",
 ]
 
 TABLES = PRODUCTS, EXPERTS
@@ -217,6 +224,19 @@ def rounds_gated(gate_up: Tensor) -> bool:
         return False
     is_read = len(gate_up) > FEW or (len(gate_up) > 1 and runs_gluon(gate_up))
     return is_read and runs_triton(gate_up) and probe(gate_up.device).rounds_to_fp8
+
+
+def route(
+    logits: Tensor, num_chosen: int, *, batch_invariant: bool = False, **how: Any
+) -> tuple[Tensor, Tensor]:
+    """Chooses experts as `experts_reference.route`, with its arguments; their integer type is the
+    device's choice."""
+    if not runs_triton(logits):
+        define = partial(experts_reference.route, num_chosen=num_chosen, **how)
+        return in_blocks(define, logits) if batch_invariant else define(logits)
+    from milepost.kernels.products import routing
+
+    return routing.route(logits, num_chosen, **how)
 
 
 def mix(

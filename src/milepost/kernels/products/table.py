@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from milepost.kernels.platform.tables import HOPPER, Condition, Kernel, KernelTable, RowRange, row
-from milepost.kernels.products import gemv_tiles, tiles
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int8
+from milepost.kernels.products.hopper import tiles as hopper
+from milepost.kernels.products.portable import tiles
 
 _HOPPER_WEIGHTS = 1 << 22
 """Fewest weights for which Hopper's FP8 kernel of some rows is the fastest."""
@@ -88,15 +89,15 @@ _HALVES: Condition[Product] = ("gates and ups are no halves", lambda it, _:
     it.epilogue is not Epilogue.GATED or not (it.has_bias or it.weight.num_outputs % 2))
 _SHORT: Condition[Product] = ("it takes longer than the norm", lambda it, _:
     it.weight.num_inputs <= _NORMED_INPUTS and it.weight.num_outputs <= _NORMED_OUTPUTS)
-_NARROW: Condition[Product] = (f"more than {gemv_tiles.FEW_INPUTS} inputs", lambda it, _:
-    it.weight.num_inputs <= gemv_tiles.FEW_INPUTS)
+_NARROW: Condition[Product] = (f"more than {tiles.FEW_INPUTS} inputs", lambda it, _:
+    it.weight.num_inputs <= tiles.FEW_INPUTS)
 _SMALL: Condition[Product] = ("torch's GEMM is as fast", lambda it, _:
     it.num_rows <= tiles.FEW_ROWS or it.weight.num_outputs <= tiles.FEW_OUTPUTS
     or it.epilogue is Epilogue.FLOAT32)
 _TMA: Condition[Product] = ("TMA cannot copy it", lambda it, _:
     it.is_contiguous and it.alignment >= 8 and it.weight.num_inputs % 8 == 0)
 _RAW_SIZES: Condition[Product] = ("not faster with these sizes", lambda it, chip:
-    tiles.cut_raw_hopper(it, chip) is not None)
+    hopper.cut_raw(it, chip) is not None)
 _RING: Condition[Product] = (f"less than {_RING_WEIGHTS >> 20} Mi weights", lambda it, _:
     it.weight.num_weights >= _RING_WEIGHTS)
 _PARTS: Condition[Product] = ("parts are not equally long", lambda it, _:
@@ -108,9 +109,9 @@ _BESIDE: Condition[Product] = (f"more than {_MOST_BESIDE} outputs beside", lambd
 _BESIDE_TMA: Condition[Product] = ("TMA cannot copy what is beside", lambda it, _:
     not it.num_beside or it.alignment >= 8)
 _FP8_SIZES: Condition[Product] = ("scales are not of whole blocks", lambda it, chip:
-    tiles.cut_fp8_hopper(it, chip) is not None)
+    hopper.cut_fp8(it, chip) is not None)
 _INT4_SIZES: Condition[Product] = ("steps are not whole", lambda it, chip:
-    tiles.cut_int4_hopper(it, chip) is not None)
+    hopper.cut_int4(it, chip) is not None)
 _SM_90: Condition[Product] = ("torch takes these blocks on sm_90 alone", lambda _, chip:
     chip.capability == (9, 0) and chip.arch != "cpu")
 _LINES: Condition[Product] = ("scales are not of whole blocks", lambda it, _:
@@ -125,15 +126,15 @@ _HOPPER_FEW: dict[str, Any] = {"needs": HOPPER, "takes_bias": False}
 
 PRODUCTS: KernelTable[Product] = KernelTable(
     row("raw gemv", "products.portable.gemv", _RAW, "lanes, tree", _CONTIGUOUS,
-        rows=_ONE, epilogues=_ALL, cut=gemv_tiles.cut_gemv),
-    row("raw gemv of two rows", "products.portable.heads", _RAW, "lanes, tree", _NARROW,
+        rows=_ONE, epilogues=_ALL, cut=tiles.cut_gemv),
+    row("raw gemv of two rows", "products.portable.gemv", _RAW, "lanes, tree", _NARROW,
         _CONTIGUOUS, rows=_ONE, epilogues=(Epilogue.PAIR,), entry="multiply_pair"),
-    row("raw gemv of heads", "products.portable.heads", _RAW, "lanes, tree", _CONTIGUOUS,
+    row("raw gemv of heads", "products.portable.gemv", _RAW, "lanes, tree", _CONTIGUOUS,
         rows=_ONE, epilogues=(Epilogue.HEADS,), entry="multiply_heads"),
     row("norm and raw gemv", "norm.triton", _RAW, "lanes, tree", _SHORT,
         rows=_ONE, epilogues=(Epilogue.NORMED,), entry="add_norm_and_multiply"),
     row("raw small_m, Hopper", "products.hopper.small_m", _RAW, "64 seq", _TMA, _RAW_SIZES,
-        rows=RowRange(most=_MANY_ROWS), epilogues=_PLAIN, cut=tiles.cut_raw_hopper,
+        rows=RowRange(most=_MANY_ROWS), epilogues=_PLAIN, cut=hopper.cut_raw,
         batch_invariant=True, **_HOPPER_FEW),
     row("raw gemm", "products.portable.gemm", _RAW, "64 seq", _INVARIANT,
         _CONTIGUOUS, epilogues=_ALL, cut=tiles.cut_raw_invariant, batch_invariant=True),
@@ -146,16 +147,16 @@ PRODUCTS: KernelTable[Product] = KernelTable(
     row("gemv, Hopper", "products.hopper.gemv", _BLOCKED, "8 parts, 128 seq", _HALVES, _ROW,
         rows=_ONE, epilogues=_GATED, needs=HOPPER),
     row("int8 gemv", "products.portable.gemv", _INT8, "int32, exact", _ROW, _EXACT,
-        rows=_ONE, epilogues=_PLAIN, cut=gemv_tiles.cut_gemv, batch_invariant=True),
+        rows=_ONE, epilogues=_PLAIN, cut=tiles.cut_gemv, batch_invariant=True),
     row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _KEPT_ROW,
-        rows=_ONE, epilogues=_PLAIN, cut=gemv_tiles.cut_gemv),
+        rows=_ONE, epilogues=_PLAIN, cut=tiles.cut_gemv),
     row("fp8 small_m, Hopper", "products.hopper.fp8_small_m", (Fp8,), "128 seq", _ROWS, _LARGE,
         _BESIDE, _BESIDE_TMA, _FP8_SIZES, rows=RowRange(most=_MANY_ROWS),
-        epilogues=(*_PLAIN, Epilogue.BESIDE), cut=tiles.cut_fp8_hopper, batch_invariant=True,
+        epilogues=(*_PLAIN, Epilogue.BESIDE), cut=hopper.cut_fp8, batch_invariant=True,
         **_HOPPER_FEW),
     row("int4 small_m, Hopper", "products.hopper.int4_small_m", (Int4,), "128 seq, by fragments",
         _ROWS, _ALIGNED, _INT4_SIZES, rows=RowRange(most=_MANY_ROWS // 2), epilogues=_PLAIN,
-        cut=tiles.cut_int4_hopper, **_HOPPER_FEW),
+        cut=hopper.cut_int4, **_HOPPER_FEW),
     row("torch's scaled GEMM", "products.library", (Fp8,), "128 seq", _SM_90, _LINES,
         rows=RowRange(above=_MANY_ROWS), epilogues=_PLAIN, entry="run_scaled",
         batch_invariant=True, needs="torch's block scales (sm_90)"),

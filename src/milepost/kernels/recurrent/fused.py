@@ -1,10 +1,27 @@
-"""A step of a token mixer by the fused kernels that the tables name."""
+"""A step of a token mixer by the fused kernels that the tables name.
+
+A prefill of the delta rule, Gated DeltaNet's or KDA's, takes four launches; `portable.mamba2` has
+Mamba2's.
+
+1. `conv.convolve_heads`: a head of a tile in each program; queries, keys and values, ready for the
+   rule.
+2. `wy.wy_fwd`: a value head of a chunk; all that does not depend on the state before it. For KDA
+   that is `intra.intra`, which also multiplies decays into queries and keys, so nobody after it
+   needs them channel by channel.
+3. `chunk_h`: some columns of a value head's state, from chunk to chunk of a sequence, in float32;
+   leaves the state before every chunk, writes exports and final states.
+4. `chunk_o`: a value head of a chunk; outputs, then the gated norm.
+
+A chunk's arithmetic depends on nothing but its tokens and the state before it: that is what makes
+an export equal, bit for bit, the state that a prefill ending there leaves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from milepost.kernels.layout.chunks import ChunkLayout
@@ -13,10 +30,19 @@ from milepost.kernels.layout.verify import DecodeLayout, VerifyLayout
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tables import Kernel, KernelTable
 from milepost.kernels.platform.tensors import BLOCK
-from milepost.kernels.recurrent.portable import delta, mamba2
-from milepost.kernels.recurrent.rules import gated_delta, kda
+from milepost.kernels.recurrent.portable import mamba2
+from milepost.kernels.recurrent.portable.conv import convolve_heads
+from milepost.kernels.recurrent.portable.intra import intra
+from milepost.kernels.recurrent.portable.wy import wy_fwd
+from milepost.kernels.recurrent.rules import gated_delta
 from milepost.kernels.recurrent.rules import mamba2 as mamba2_rule
-from milepost.kernels.recurrent.structures import LayerStates, Mixer, slot_states
+from milepost.kernels.recurrent.structures import (
+    ChunkTensors,
+    LayerStates,
+    Mixer,
+    PrefillChunks,
+    slot_states,
+)
 from milepost.kernels.recurrent.table import (
     DECODES,
     OUTPUTS,
@@ -64,8 +90,8 @@ def mix(
 
 
 _RULES: dict[type[Weights], Callable[..., Mixer]] = {
-    GatedDeltaWeights: gated_delta.describe,
-    KDAWeights: kda.describe,
+    GatedDeltaWeights: gated_delta.describe_gated_delta,
+    KDAWeights: gated_delta.describe_kda,
     Mamba2Weights: mamba2_rule.describe,
 }
 
@@ -90,7 +116,7 @@ def _prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout, emit: Emit)
     if mixer.rule_of is Mamba2Weights:
         return mamba2.prefill(mixer, states, layout)
     num_tokens, chunks = len(mixer.inputs.mixed.base), states.chunks(layout)
-    tensors = delta.prepare(mixer, states, layout, chunks)
+    tensors = _prepare(mixer, states, layout, chunks)
     kernel = _choose(STATES, mixer, num_tokens, states, layout.chunk)
     pool = slot_states(states.recurrent)
     kernel.run(mixer, layout.chunk, pool, chunks, tensors)
@@ -101,6 +127,35 @@ def _prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout, emit: Emit)
         fp8 = replace(fp8, is_alone=True) if emit is Emit.FP8 else None
     kernel.run(mixer, layout.chunk, chunks, tensors, output, fp8)
     return handed_on(output, fp8)
+
+
+def _prepare(
+    mixer: Mixer, states: LayerStates, layout: ChunkLayout, chunks: PrefillChunks
+) -> ChunkTensors:
+    """The first two launches: all that does not depend on states before chunks."""
+    tensors = _open(mixer, layout)
+    conv, tiles = slot_states(states.conv), states.tiles(layout)
+    convolve_heads(mixer, conv, tiles, tensors.query_key, tensors.v)
+    if tensors.scores is None:
+        wy_fwd(mixer, layout.chunk, chunks, tensors)
+    else:
+        intra(mixer, layout.chunk, chunks, tensors)
+    return tensors
+
+
+def _open(mixer: Mixer, layout: ChunkLayout) -> ChunkTensors:
+    """Unfilled tensors for a prefill."""
+    sizes, like = mixer.sizes, mixer.inputs.mixed.base
+    num_tokens, num_chunks, heads = len(like), len(layout.chunk_size), sizes.heads
+    decay = (num_chunks, heads, sizes.shared) if sizes.by_channel else (heads, num_tokens)
+    return ChunkTensors(
+        query_key=like.new_empty(2 * sizes.units, num_tokens, sizes.shared),
+        v=like.new_empty(heads, num_tokens, sizes.own),
+        w=like.new_empty(heads, num_tokens, sizes.shared),
+        decay=like.new_empty(decay, dtype=torch.float32),
+        h=like.new_empty(num_chunks, heads, sizes.shared, sizes.own),
+        scores=like.new_empty(heads, num_tokens, layout.chunk) if sizes.by_channel else None,
+    )
 
 
 def _choose(

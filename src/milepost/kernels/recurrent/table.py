@@ -1,9 +1,9 @@
 """The kernels of token mixers, in four tables: steps of sequences that decode, without and with
 drafts; a prefill's states from chunk to chunk, and what its tokens read.
 
-A kernel's module launches it as `run`: steps as `run(mixer, steps, output, arrivals, fp8)`, states
-as `run(mixer, chunk, pool, chunks, tensors)`, outputs as `run(mixer, chunk, chunks, tensors,
-output, fp8)`. Nothing here needs a GPU, or Triton.
+A row's entry, `run` if it names none, launches its kernel: steps with `(mixer, steps, output,
+arrivals, fp8)`, states with `(mixer, chunk, pool, chunks, tensors)`, outputs with `(mixer, chunk,
+chunks, tensors, output, fp8)`. Nothing here needs a GPU, or Triton.
 
 Legend: K entries that a state is read along, W entries of a head's output.
 """
@@ -140,15 +140,15 @@ VERIFIES: KernelTable[MixerPart] = KernelTable(
 STATES: KernelTable[MixerPart] = KernelTable(
     row("chunk_h, Hopper", "recurrent.hopper.chunk_h", _DELTA, "64 seq",
         _KEYS, _HALF, _LONG, needs=HOPPER),
-    row("chunk_h", "recurrent.portable.chunk_h", _DELTA, "64 seq"),
+    row("chunk_h", "recurrent.portable.delta", _DELTA, "64 seq", entry="chunk_fwd_h"),
     row("ssd", "recurrent.portable.ssd", _SSD, "chunk seq", entry="chunk_fwd_h"),
 )
 """A prefill's states from chunk to chunk; SSD's kernels are launched together."""
 OUTPUTS: KernelTable[MixerPart] = KernelTable(
     row("chunk_o, Hopper", "recurrent.hopper.chunk_o", _GATED, "state, tokens",
         _HEADS, _HALF, _LONG, needs=HOPPER, epilogues=_FP8),
-    row("chunk_o", "recurrent.portable.chunk_o", _DELTA, "state, tokens",
-        epilogues=(*_FP8, Emit.BOTH)),
+    row("chunk_o", "recurrent.portable.delta", _DELTA, "state, tokens",
+        epilogues=(*_FP8, Emit.BOTH), entry="chunk_fwd_o"),
     row("ssd", "recurrent.portable.ssd", _SSD, "state, tokens", entry="chunk_fwd_o"),
 )
 """Outputs of a prefill's tokens."""

@@ -1,17 +1,128 @@
 """Sampling: greedy choices (`argmax`), guesses of draws (`guess`) and, in `draws`, draws on a GPU.
-`runner.sampling` and `runner.sampler` say what is drawn, and `reference` defines the noise.
+`runner.sampling` and `runner.sampler` say what is drawn, and `reference` defines the noise. Here is
+also what draws are given: what their launches read, and what these leave for one another.
 
 Torch's argmax defines `argmax`, and takes several times as long on a GPU.
+
+Legend: R rows, V vocabulary, B blocks, E entries (biases), W words of a mask.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 
 from milepost.kernels.platform.tables import fused
-from milepost.kernels.sampling.rows import StepRows, Workspace
 
 __all__ = ["StepRows", "Workspace", "argmax", "guess"]
+
+BLOCK = 8192
+LISTED = 16384
+"""Logits that `search` may collect; if there are more it reads the whole row, which is slower."""
+NUM_BOUNDS = 16
+
+# Columns of `StepRows.ints`.
+KIND, INDEX, TOP_K, FLOOR, COUNTS, MASK, SEED_LOW, SEED_HIGH = range(8)
+NUM_INTS = 8
+# Bits of a kind.
+IS_PLAIN, DRAWS, SEARCHES = 1, 2, 4
+
+
+class RowSettings(NamedTuple):
+    """Those arrays of `StepRows` that most launches read."""
+
+    ints: Any
+    floats: Any
+    top_p: Any
+
+
+class Scratch(NamedTuple):
+    """The tensors of a `Workspace`."""
+
+    adjusted: Any
+    """[R, V] logits with biases, penalties and masks."""
+    tops: Any
+    """[R, B] best of each block."""
+    sums: Any
+    """[2, R, NUM_BOUNDS] int64, weights above each bound of the two narrowings."""
+    listed: Any
+    """[R, LISTED] logits that were collected."""
+    found: Any
+    """[R, 4] int32: number of logits collected, least and greatest of their distances that lie in
+    the interval, and distance of the lowest logit kept."""
+    best: Any
+    """[R, B] best of each block, noise included, and its token."""
+    columns: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """All that a step's sampling depends on apart from logits: numpy arrays, then tensors."""
+
+    ints: Any
+    """[R, 8] int32: kind, index of the draw, top_k (0: all), bits of min_p's distance, row of
+    counts and row of masks (-1: none), the seed's two words."""
+    floats: Any
+    """[R, 4] float32: temperature, repetition, frequency and presence penalty."""
+    top_p: Any
+    """[R] float64."""
+    starts: Any
+    """[R, B + 1] int32, where the entries of each block of the vocabulary begin, by token id."""
+    entry_ids: Any
+    """[E] int32."""
+    entry_values: Any
+    """[E] float32, added to logits."""
+    masks: Any
+    """[masks, W] int32."""
+
+    @property
+    def settings(self) -> RowSettings:
+        return RowSettings(self.ints, self.floats, self.top_p)
+
+
+def num_blocks(vocab_size: int) -> int:
+    """Number of blocks of a row."""
+    return -(-vocab_size // block_size(vocab_size))
+
+
+def block_size(vocab_size: int) -> int:
+    """Number of tokens of a block."""
+    return min(BLOCK, max(1 << (vocab_size - 1).bit_length(), 16))
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """Returns the lower and the upper 32 bits."""
+    return seed & 0xFFFFFFFF, seed >> 32
+
+
+class Workspace:
+    """Memory in which the launches of up to `num_rows` rows leave things for one another."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        blocks = num_blocks(vocab_size)
+        self.num_rows, self.vocab_size = num_rows, vocab_size
+        self.num_blocks, self.block = blocks, block_size(vocab_size)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.scratch = Scratch(
+            adjusted=empty(num_rows, vocab_size),
+            tops=empty(num_rows, blocks),
+            sums=empty(2, num_rows, NUM_BOUNDS, dtype=torch.int64),
+            listed=empty(num_rows, LISTED),
+            found=empty(num_rows, 4, dtype=torch.int32),
+            best=empty(num_rows, blocks),
+            columns=empty(num_rows, blocks, dtype=torch.int32),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory."""
+        return sum(tensor.nbytes for tensor in self.scratch)
 
 
 @fused("sampling.likeliest")

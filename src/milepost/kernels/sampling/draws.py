@@ -22,6 +22,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.tiles import next_power_of_2
+from milepost.kernels.sampling import StepRows, Workspace
 from milepost.kernels.sampling.parts import (
     BEYOND,
     COUNTS,
@@ -37,7 +38,6 @@ from milepost.kernels.sampling.parts import (
     gumbel,
     top_of,
 )
-from milepost.kernels.sampling.rows import StepRows, Workspace
 from milepost.kernels.sampling.search import search
 
 

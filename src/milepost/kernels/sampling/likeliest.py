@@ -14,8 +14,8 @@ from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import next_power_of_2
+from milepost.kernels.sampling import block_size, num_blocks
 from milepost.kernels.sampling.parts import DRAWS, INTS, gumbel
-from milepost.kernels.sampling.rows import block_size, num_blocks
 
 
 class Noise(NamedTuple):

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from milepost.kernels.sampling import rows
+from milepost.kernels import sampling
 
-INTS = tl.constexpr(rows.NUM_INTS)
-INDEX, TOP_K, FLOOR = tl.constexpr(rows.INDEX), tl.constexpr(rows.TOP_K), tl.constexpr(rows.FLOOR)
-COUNTS, MASK = tl.constexpr(rows.COUNTS), tl.constexpr(rows.MASK)
-SEED_LOW, SEED_HIGH = tl.constexpr(rows.SEED_LOW), tl.constexpr(rows.SEED_HIGH)
-PLAIN, DRAWS = tl.constexpr(rows.IS_PLAIN), tl.constexpr(rows.DRAWS)
-SEARCHES = tl.constexpr(rows.SEARCHES)
-NUM_BOUNDS = tl.constexpr(rows.NUM_BOUNDS)
+INTS = tl.constexpr(sampling.NUM_INTS)
+INDEX, TOP_K = tl.constexpr(sampling.INDEX), tl.constexpr(sampling.TOP_K)
+FLOOR, COUNTS = tl.constexpr(sampling.FLOOR), tl.constexpr(sampling.COUNTS)
+MASK, SEED_LOW = tl.constexpr(sampling.MASK), tl.constexpr(sampling.SEED_LOW)
+SEED_HIGH, PLAIN = tl.constexpr(sampling.SEED_HIGH), tl.constexpr(sampling.IS_PLAIN)
+DRAWS, SEARCHES = tl.constexpr(sampling.DRAWS), tl.constexpr(sampling.SEARCHES)
+NUM_BOUNDS = tl.constexpr(sampling.NUM_BOUNDS)
 BEYOND = tl.constexpr(0x7F800001)
 """After every logit, minus infinity too; but not after NaN."""
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.tiles import next_power_of_2
+from milepost.kernels.sampling import LISTED, StepRows, Workspace
 from milepost.kernels.sampling.parts import (
     BEYOND,
     INTS,
@@ -31,7 +32,6 @@ from milepost.kernels.sampling.parts import (
     open_row,
 )
 from milepost.kernels.sampling.reference import MASS_OF_BEST
-from milepost.kernels.sampling.rows import LISTED, StepRows, Workspace
 
 _CHUNK = 2048
 """Logits that `settle` loads at a time."""

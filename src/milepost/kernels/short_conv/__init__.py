@@ -10,22 +10,55 @@ This is the door to the op: callers import it from here, whatever computes it.
 `ShortConvOperation.lay_out` chooses the kernels by the device's capabilities; what it returns is
 what `mix` goes by. `reference` is the definition, on any device.
 
-Legend: T tokens, C channels, J taps (kernel size).
+Legend: T tokens, S sequences, C channels, J taps (kernel size).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from milepost.kernels.layout.batch import Batch
+from milepost.kernels.layout.batch import Batch, padded
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.short_conv import items, reference
-from milepost.kernels.short_conv.items import ShortConvItems
-from milepost.kernels.short_conv.reference import ShortConvRows
+from milepost.kernels.short_conv import reference
+from milepost.kernels.short_conv.reference import (
+    ShortConvRows,
+    find_places,
+    find_recorded,
+    find_rows,
+    num_drafts,
+)
 
 __all__ = ["ShortConvOperation", "mix"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvItems:
+    """A step as the fused kernels take it: int32 arrays, in numpy from `lay_out`, on the device for
+    `mix`. T, S and the E states that are written are those of a capacity. Rows are the pool's, row
+    0 being zeros and row p + 1 beside page p, or slot p."""
+
+    token_sequence: Any
+    """[T], -1 for padding."""
+    sequence_begin: Any
+    """[S], the first token of each in the batch."""
+    sequence_row: Any
+    """[S], row of the state that each begins with."""
+    sequence_place: Any
+    """[S + 1], where each one's places begin, the last position first."""
+    place_end: Any
+    """[E], token of the batch before which a state stands."""
+    place_row: Any
+    """[E], row that it is written to."""
+    sequence_record: Any
+    """[S], row of the records."""
+    sequence_recorded: Any
+    """[S], drafts of its step before that each has taken since, -1 where it had none."""
+    sequence_drafts: Any
+    """[S]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +73,38 @@ class ShortConvOperation:
         """Items for the fused kernels, or rows for the reference."""
         if batch.chip is None:
             return reference.lay_out(batch, self.num_taps, in_slots=self.in_slots)
-        return items.lay_out(batch, in_slots=self.in_slots)
+        return _lay_out_items(batch, in_slots=self.in_slots)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's."""
         return ""
+
+
+def _lay_out_items(batch: Batch, *, in_slots: bool) -> ShortConvItems:
+    """The states that a step reads, and those it writes."""
+    capacity, count = batch.capacity, len(batch.starts)
+    owners, begins = np.arange(count), batch.lengths.cumsum() - batch.lengths
+    kept, written = find_places(batch, range(count), in_slots=in_slots)
+    begun = batch.slot_in if in_slots else find_rows(batch, owners, batch.starts)
+    recorded = find_recorded(batch, in_slots=in_slots)
+    # A state that is read may be overwritten by the first place; the others are written before.
+    order = np.lexsort((-kept[:, 1], kept[:, 0]))
+    (sequence, position), written = kept[order].T, written[order]
+    most = capacity.num_tokens // batch.page_size + 2 * capacity.num_sequences
+    most += capacity.num_exports if in_slots else 0
+    return ShortConvItems(
+        token_sequence=padded(owners.repeat(batch.lengths), capacity.num_tokens, -1),
+        sequence_begin=padded(begins, capacity.num_sequences, 0),
+        sequence_row=padded(begun, capacity.num_sequences, 0),
+        sequence_place=padded(
+            np.searchsorted(sequence, np.arange(count + 1)), capacity.num_sequences + 1, len(kept)
+        ),
+        place_end=padded(position - (batch.starts - begins)[sequence], most, 0),
+        place_row=padded(written, most, 0),
+        sequence_record=padded(batch.record_rows, capacity.num_sequences, -1),
+        sequence_recorded=padded(recorded, capacity.num_sequences, -1),
+        sequence_drafts=padded(num_drafts(batch), capacity.num_sequences, 0),
+    )
 
 
 def mix(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
-from milepost.kernels.short_conv.items import ShortConvItems
+from milepost.kernels.short_conv import ShortConvItems
 
 _ROWS, _BLOCK = 16, 128
 """Tokens and channels of a program."""

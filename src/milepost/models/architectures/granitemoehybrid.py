@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from milepost.kernels.products.moe import Scores
+from milepost.kernels.products import Scores
 from milepost.layers.attention import Attention
 from milepost.layers.mamba2 import Mamba2
 from milepost.layers.mlp import MLP

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import Lfm2Config, PreTrainedConfig
 
-from milepost.kernels.products.moe import Scores
+from milepost.kernels.products import Scores
 from milepost.layers.attention import Attention, AttentionNames, AttentionShapes
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertNames, ExpertShapes, MoE

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
-from milepost.kernels.products.moe import Scores
+from milepost.kernels.products import Scores
 from milepost.layers.attention import Attention, AttentionShapes
 from milepost.layers.mamba2 import Mamba2, Mamba2Shapes
 from milepost.layers.mlp import MLP

@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.activation import multiply_within
 from milepost.kernels.platform.gluon import load_box, round_block, thread_barrier
+from milepost.kernels.platform.numerics import multiply_within
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.experts import (
     BLOCK_M,

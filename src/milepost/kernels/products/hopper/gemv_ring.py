@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.activation import activate
 from milepost.kernels.platform.gluon import (
     launch_dependents,
     load_box,
@@ -24,6 +23,7 @@ from milepost.kernels.platform.gluon import (
     wait_for_inputs,
 )
 from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.numerics import activate
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.gemv_parts import (
     OUTPUTS_LAYOUT,

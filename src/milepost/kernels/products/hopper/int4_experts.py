@@ -21,8 +21,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.activation import activate
 from milepost.kernels.platform.gluon import load_box, thread_barrier
+from milepost.kernels.platform.numerics import activate
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.hopper.experts import (
     BLOCK_M,

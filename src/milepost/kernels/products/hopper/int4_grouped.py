@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.activation import activate
 from milepost.kernels.platform.gluon import thread_barrier
+from milepost.kernels.platform.numerics import activate
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.hopper import grouped

@@ -20,8 +20,8 @@ from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.hopper.gemv_parts import unpack
 from milepost.kernels.products.hopper.small_m import SmallShape
+from milepost.kernels.products.hopper.tiles import Int4Tiles
 from milepost.kernels.products.run_products import Multiplication
-from milepost.kernels.products.tiles import Int4Tiles
 
 _BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(BLOCK // 2)
 

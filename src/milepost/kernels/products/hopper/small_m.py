@@ -27,8 +27,8 @@ from milepost.kernels.platform.gluon import launch_dependents, load_box, wait_fo
 from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.platform.tiles import cdiv
 from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.hopper.tiles import RAW_BLOCK_K, RawTiles
 from milepost.kernels.products.run_products import Multiplication
-from milepost.kernels.products.tiles import RAW_BLOCK_K, RawTiles
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _MULTIPLYING, _LOADING = gl.constexpr(104), gl.constexpr(24)

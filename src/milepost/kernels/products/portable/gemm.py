@@ -18,12 +18,11 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.tensors import check_contiguous, check_rows
 from milepost.kernels.platform.tiles import cdiv, num_programs
 from milepost.kernels.products.forms.matrix import Packed, Raw
-from milepost.kernels.products.gemm_tiles import FEW
 from milepost.kernels.products.portable import multipliers
 from milepost.kernels.products.portable.rounding import readable, round_rows
+from milepost.kernels.products.portable.tiles import FEW, SplitTiles
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
 from milepost.kernels.products.run_products import Multiplication
-from milepost.kernels.products.tiles import SplitTiles
 
 
 def run(given: Multiplication, cut: SplitTiles) -> Tensor:

@@ -13,23 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.platform.activation import activate
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import activate
 from milepost.kernels.platform.tiles import Tiles, cdiv
 from milepost.kernels.products.expert_table import ROW_BY_ROW, SEARCHED
 from milepost.kernels.products.forms.quantised import Int4
-from milepost.kernels.products.gemm_tiles import FEW
 from milepost.kernels.products.grouping import Groups, group
-from milepost.kernels.products.portable import grouped_tiles, multipliers
+from milepost.kernels.products.portable import multipliers
 from milepost.kernels.products.portable.expert_parts import RowGroups, find_rows, load_routed
 from milepost.kernels.products.portable.rounding import RoundedRows, readable, round_rows
+from milepost.kernels.products.portable.tiles import FEW, choose_grouped
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
 from milepost.kernels.products.run_experts import RoutedRows
 
 
 def run(routed: RoutedRows) -> Tensor:
     """Returns partials [T, N, H]."""
-    return run_tiles(routed, *grouped_tiles.choose(routed))
+    return run_tiles(routed, *choose_grouped(routed))
 
 
 def run_tiles(routed: RoutedRows, up_tiles: Tiles, down_tiles: Tiles) -> Tensor:

@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from milepost.kernels.platform.activation import activate
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.numerics import decode, encode, scale_of
+from milepost.kernels.platform.numerics import activate, decode, encode, scale_of
 from milepost.kernels.platform.tiles import cdiv
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.forms.quantised import BLOCK, FP8

@@ -1,4 +1,5 @@
-"""Triton: rounds activations to float8 or int8, in a launch of its own or on the way.
+"""Triton: rounds activations to float8 or int8, in a launch of its own or on the way; and adds them
+up over the groups of four-bit weights, for zero points.
 
 On chips without arithmetic in float8 rows stay as they are; only Triton's interpreter rounds them
 without it, and multiplies the same numbers in float16.
@@ -21,10 +22,10 @@ from milepost.kernels.layout.emit import (
     as_activations,
     values_of,
 )
-from milepost.kernels.platform.activation import activate
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import (
+    activate,
     decode,
     encode,
     int8_scales,
@@ -35,7 +36,6 @@ from milepost.kernels.platform.tensors import FP8
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int4, Int8, Quantised
-from milepost.kernels.products.portable.sums import sum_rows
 
 RoundedRows = tuple[Tensor, Tensor | None]
 """Rows and, if they are rounded, their scales [D, R]; or their sums, for four bits."""
@@ -172,3 +172,36 @@ def widen(values, NATIVE: tl.constexpr):
     if not NATIVE:
         wide *= 256.0
     return wide
+
+
+_ROWS = 16
+"""Rows of a program."""
+
+
+def sum_rows(rows: Tensor, depth: int) -> Tensor:
+    """Returns sums [D, R] float32 of each `depth` inputs of `rows` [R, I]."""
+    num_rows, num_inputs = rows.shape
+    sums = rows.new_empty(num_inputs // depth, num_rows, dtype=torch.float32)
+    _sum_kernel[(cdiv(num_rows, _ROWS), len(sums))](
+        rows,
+        sums,
+        num_rows,
+        rows.stride(0),
+        DEPTH=depth,
+        ROWS=_ROWS,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+    return sums
+
+
+@quick
+@triton.jit(do_not_specialize=("num_rows",))
+def _sum_kernel(rows, sums, num_rows, stride, DEPTH: tl.constexpr, ROWS: tl.constexpr):
+    launch_dependents()
+    wait_for_inputs()
+    i_d, o_m = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = o_m < num_rows
+    p_x = rows + o_m.to(tl.int64)[:, None] * stride + i_d * DEPTH + tl.arange(0, DEPTH)[None, :]
+    b_x = tl.load(p_x, mask=is_row[:, None], other=0.0)
+    tl.store(sums + i_d * num_rows + o_m, tl.sum(b_x.to(tl.float32), 1), mask=is_row)

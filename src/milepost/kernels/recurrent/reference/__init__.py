@@ -2,8 +2,7 @@
 
 rows          a step's tokens, and what is done with them in which order
 delta         the delta rule of the next two, in the chunkwise form
-gated_delta   Gated DeltaNet
-kda           Kimi Delta Attention
+gated_delta   Gated DeltaNet and Kimi Delta Attention
 mamba2        Mamba2
 """
 
@@ -14,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from milepost.kernels.recurrent.reference import gated_delta, kda, mamba2
+from milepost.kernels.recurrent.reference import gated_delta, mamba2
 from milepost.kernels.recurrent.reference.rows import (
     MixerPieces,
     MixerRows,
@@ -35,8 +34,8 @@ __all__ = ["MixerPieces", "MixerRows", "lay_out_pieces", "lay_out_rows", "mix"]
 
 
 _MIXES: dict[type[Weights], Callable[..., Tensor]] = {
-    GatedDeltaWeights: gated_delta.mix,
-    KDAWeights: kda.mix,
+    GatedDeltaWeights: gated_delta.mix_gated_delta,
+    KDAWeights: gated_delta.mix_kda,
     Mamba2Weights: mamba2.mix,
 }
 

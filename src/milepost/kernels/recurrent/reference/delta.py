@@ -24,9 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from milepost.kernels.layout import slots
 from milepost.kernels.layout.chunks import ChunkRows
-from milepost.kernels.platform.tensors import accumulation_dtype, cast
+from milepost.kernels.platform.tensors import accumulation_dtype, cast, read_slots, write_slots
 from milepost.kernels.recurrent.reference.rows import Steps, carry_states
 
 _NORM_EPS = 1e-6
@@ -58,7 +57,7 @@ def decode(
     [D].
     """
     num_sequences, num_heads, value_dim = value.shape
-    state = slots.read(pool, slot_in, slot_out, accumulation_dtype(value.dtype))
+    state = read_slots(pool, slot_in, slot_out, accumulation_dtype(value.dtype))
     state = state.view(num_sequences * num_heads, -1, value_dim)
     paired = _pair_heads(_normalise(query_key), num_heads)
     query, key = paired[:, 0], paired[:, 1]
@@ -70,7 +69,7 @@ def decode(
     output = torch.addcmul(read, (query * key).sum(-1, keepdim=True), change)
     state.addcmul_(key[:, :, None], change[:, None, :])
 
-    slots.write(pool, slot_out, state.view(-1, *pool.shape[1:]))
+    write_slots(pool, slot_out, state.view(-1, *pool.shape[1:]))
     return cast(output.view(value.shape), value.dtype)
 
 

@@ -23,9 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.layout import slots
 from milepost.kernels.layout.chunks import ChunkRows
-from milepost.kernels.platform.tensors import accumulation_dtype, cast, rows_apart
+from milepost.kernels.platform.tensors import (
+    accumulation_dtype,
+    cast,
+    read_slots,
+    rows_apart,
+    write_slots,
+)
 from milepost.kernels.recurrent.reference.rows import MixerRows, Steps, carry_states, run
 from milepost.kernels.recurrent.structures import LayerStates
 from milepost.kernels.recurrent.weights import Mamba2Weights
@@ -99,10 +104,10 @@ def decode(
     b, c = (
         cast(each, dtype).repeat_interleave(heads // each.shape[1], 1) for each in b_c.unbind(1)
     )
-    state = slots.read(pool, slot_in, slot_out, dtype)
+    state = read_slots(pool, slot_in, slot_out, dtype)
     state.mul_((dt * rate).exp_()[..., None, None])
     state.addcmul_((x * dt[..., None])[..., None], b[:, :, None])
-    slots.write(pool, slot_out, state)
+    write_slots(pool, slot_out, state)
     return torch.matmul(state, c[..., None]).squeeze(-1).add_(x * skip[:, None])
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from milepost.kernels import conv
-from milepost.kernels.layout import slots
 from milepost.kernels.layout.batch import Batch, Ints
 from milepost.kernels.layout.chunks import ChunkRows, lay_out_chunks
+from milepost.kernels.platform.tensors import write_slots
 from milepost.kernels.recurrent.structures import LayerStates
 
 
@@ -211,7 +211,7 @@ def carry_states(
         advance(first, size, state[:size])
         for index, slot in exports:
             pool[slot].copy_(state[index])
-    slots.write(pool, slot_out.index_select(0, layout.order), state)
+    write_slots(pool, slot_out.index_select(0, layout.order), state)
 
 
 def _verify(steps: Steps, inputs: Sequence[Tensor], states: LayerStates, rows: MixerRows) -> Tensor:

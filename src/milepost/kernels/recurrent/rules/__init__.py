@@ -1,7 +1,6 @@
 """The rules: what a head's small weights are, how a token changes a state, and how its output is
 normed and gated.
 
-gated_delta   one decay and one beta per value head
-kda           one beta per head, one decay per key channel
+gated_delta   the delta rule, with one decay per value head, or one per key channel (KDA)
 mamba2        a time step per head
 """

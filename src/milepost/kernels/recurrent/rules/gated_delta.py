@@ -1,8 +1,11 @@
-"""Gated DeltaNet's rule: one decay and one beta per value head.
+"""The delta rule of Gated DeltaNet, with one decay and one beta per value head, and of Kimi Delta
+Attention, with one beta per head and one decay per key channel.
 
-Gated Delta Networks (arXiv 2412.06464), equation 10; as Qwen3-Next has it.
+Gated Delta Networks (arXiv 2412.06464), equation 10; as Qwen3-Next has it. Kimi Linear (arXiv
+2510.26692), section 3.1.
 
-Legend: U key heads, V value heads, K key_dim, W value_dim, O columns of a program.
+Legend: U key heads, V value heads, K key_dim, W value_dim, O columns of a program; of KDA H heads,
+each of K.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ from milepost.kernels.recurrent.structures import (
     ProjectedRows,
     tile_of,
 )
-from milepost.kernels.recurrent.weights import GatedDeltaWeights, KDAWeights
+from milepost.kernels.recurrent.weights import GatedDeltaWeights, KDAProjected, KDAWeights
 
 
 class DeltaWeights(NamedTuple):
-    """The small weights, as the kernels take them; `KDA` has the same."""
+    """The small weights, as the kernels take them."""
 
     conv: Any
     conv_bias: Any
@@ -37,9 +40,9 @@ class DeltaWeights(NamedTuple):
     norm_eps: Any
 
 
-def describe(rows: Tensor, weights: GatedDeltaWeights, recurrent_pool: Tensor) -> Mixer:
+def describe_gated_delta(rows: Tensor, weights: GatedDeltaWeights, recurrent_pool: Tensor) -> Mixer:
     """The mixer of `rows`: see `MixerProjections`."""
-    sizes = delta_sizes(weights, recurrent_pool, recurrent_pool.shape[1], weights.max_beta)
+    sizes = _delta_sizes(weights, recurrent_pool, recurrent_pool.shape[1], weights.max_beta)
     stride, channels, heads = rows.stride(0), sizes.channels, sizes.heads
     gates_end = channels + sizes.width
     return Mixer(
@@ -49,19 +52,19 @@ def describe(rows: Tensor, weights: GatedDeltaWeights, recurrent_pool: Tensor) -
             decays=ProjectedRows(rows[:, gates_end + heads :], stride, channels + heads),
             gate=ProjectedRows(rows[:, channels:], stride),
         ),
-        weights=delta_weights(weights),
+        weights=_delta_weights(weights),
         sizes=sizes,
         rule=MixerRule(open_head, strengths, advance, read, finish),
         rule_of=GatedDeltaWeights,
     )
 
 
-def delta_weights(weights: GatedDeltaWeights | KDAWeights) -> DeltaWeights:
+def _delta_weights(weights: GatedDeltaWeights | KDAWeights) -> DeltaWeights:
     decays = weights.decay_rate, weights.decay_bias
     return DeltaWeights(weights.conv, None, *decays, weights.norm, weights.norm_eps)
 
 
-def delta_sizes(
+def _delta_sizes(
     weights: GatedDeltaWeights | KDAWeights,
     recurrent_pool: Tensor,
     num_decays: int,
@@ -135,3 +138,68 @@ def finish(y, weight, gate, eps, WIDTH: tl.constexpr):
     """RMS norm of the rows of `y`, times SiLU of `gate`."""
     scale = tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) / WIDTH + eps)
     return y * scale * weight * silu(gate.to(tl.float32))
+
+
+def describe_kda(projected: KDAProjected, weights: KDAWeights, recurrent_pool: Tensor) -> Mixer:
+    """The mixer of `projected`."""
+    rows, decays, gate = projected
+    sizes = _delta_sizes(weights, recurrent_pool, decays.shape[1])
+    sizes = sizes._replace(least_decay=weights.least_decay)
+    stride, channels = rows.stride(0), sizes.channels
+    return Mixer(
+        inputs=MixerInputs(
+            mixed=ProjectedRows(rows, stride),
+            strengths=ProjectedRows(rows[:, channels:], stride, channels),
+            decays=ProjectedRows(decays, decays.stride(0), channels + sizes.heads),
+            gate=ProjectedRows(gate, gate.stride(0)),
+        ),
+        weights=_delta_weights(weights),
+        sizes=sizes,
+        rule=MixerRule(open_kda_head, kda_strengths, advance, read, finish_kda),
+        rule_of=KDAWeights,
+    )
+
+
+class KDAHead(NamedTuple):
+    """Weights that a program reads once."""
+
+    index: Any
+    channel: Any
+    """[K] of its decay inputs."""
+    decay_rate: Any
+    decay_bias: Any
+    """[K]"""
+
+
+@triton.jit
+def open_kda_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.constexpr):
+    """See `MixerRule`."""
+    # Channels beyond the head's last repeat it: the state has none of them.
+    channel = head * SIZES.shared + tl.minimum(o_shared, SIZES.shared - 1)
+    bias = tl.load(weights.decay_bias + channel)
+    return KDAHead(head, channel, tl.load(weights.decay_rate + head), bias)
+
+
+@triton.jit
+def kda_strengths(streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.constexpr):
+    """Beta, and the decay of each key channel [K, 1]; see `MixerRule`."""
+    b_beta = sigmoid(load_place(streams.strengths, head.index, place, VERIFIES))
+    wide = load_place(streams.decays, head.channel, place, VERIFIES).to(tl.float32)
+    wide += head.decay_bias
+    return b_beta, tl.exp(log_decays(wide, head.decay_rate, SIZES.least_decay))[:, None]
+
+
+@triton.jit
+def log_decays(x, rate, LEAST: tl.constexpr):
+    """The logarithms of decays: see `KDAWeights.least_decay`."""
+    if LEAST != 0:
+        return LEAST * sigmoid(-rate * x)
+    else:
+        return rate * softplus(x)
+
+
+@triton.jit
+def finish_kda(y, weight, gate, eps, WIDTH: tl.constexpr):
+    """RMS norm of the rows of `y`, times the sigmoid of `gate`."""
+    scale = tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) / WIDTH + eps)
+    return y * scale * weight * sigmoid(gate)

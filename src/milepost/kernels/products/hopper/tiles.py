@@ -1,74 +1,20 @@
-"""How dense products are cut up: the tiles of each kernel in `table`. Needs no Triton.
-
-The time of few rows is that of reading the weight once. A weight with few outputs is also cut along
-its inputs, so that every SM reads some of it.
-
-Legend: T tokens, I inputs, O outputs.
-"""
+"""How dense products are cut up for Hopper's kernels. Needs no Triton."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.tiles import Tiles, cdiv, choose_split_k, next_power_of_2
+from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 from milepost.kernels.products.forms.matrix import Epilogue
-from milepost.kernels.products.forms.quantised import BLOCK, Int8
-from milepost.kernels.products.gemm_tiles import MORE, OF_TENSOR_MEMORY, choose_gemm
+from milepost.kernels.products.forms.quantised import BLOCK
 
 if TYPE_CHECKING:
     from milepost.kernels.products.table import Product
 
 _NARROWEST = 8
 """Outputs that a tile of TMA can grow by: rows of its swizzle."""
-FEW_OUTPUTS = 1024
-"""Up to this many outputs, torch's GEMM leaves most SMs idle."""
-_LARGE = 4096
-"""Inputs of few rows from which on another stage pays off."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitTiles:
-    """Tiles, and parts along the inputs."""
-
-    tiles: Tiles
-    split_k: int
-
-
-_FEW_ROWS = Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, is_swapped=True)
-_MORE_ROWS = Tiles(block_m=64, block_n=32, block_k=128, num_warps=4, num_stages=4)
-FEW_ROWS = _FEW_ROWS.block_m
-
-
-def cut_raw(product: Product, chip: Chip) -> SplitTiles:
-    """Cuts the product of a few rows with raw weights. Unrounded ones were measured with the usual
-    number of stages only."""
-    weight, tiles = product.weight, _MORE_ROWS
-    if product.num_rows <= FEW_ROWS:
-        is_long = weight.num_inputs >= _LARGE and product.epilogue is not Epilogue.FLOAT32
-        tiles = replace(_FEW_ROWS, num_stages=5) if is_long else _FEW_ROWS
-    tiles = tiles.fitted(chip)
-    split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
-    return SplitTiles(tiles=tiles, split_k=split_k)
-
-
-_INVARIANT = Tiles(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=4)
-"""Tiles of raw weights whose order does not depend on the number of rows: sums of larger tiles are
-the same, those of other instructions may not be."""
-_INVARIANT_MANY = replace(_INVARIANT, block_m=128, block_n=128, num_warps=8)
-
-
-def cut_raw_invariant(product: Product, chip: Chip) -> SplitTiles:
-    """Cuts the product of any number of rows with raw weights, with one order for all. Tiles of few
-    rows are narrow, so that every SM has one."""
-    num_rows, num_outputs, tiles = product.num_rows, product.weight.num_outputs, _INVARIANT
-    if num_rows > _INVARIANT_MANY.block_m and num_outputs > FEW_OUTPUTS:
-        tiles = _INVARIANT_MANY
-    elif num_rows <= _INVARIANT.block_m:
-        block_n = 1 << max(4, (num_outputs // chip.num_sms).bit_length() - 1)
-        tiles = replace(_INVARIANT, block_n=min(block_n, _INVARIANT.block_n))
-    return SplitTiles(tiles=tiles.fitted(chip), split_k=1)
 
 
 RAW_BLOCK_K = 64
@@ -109,7 +55,7 @@ _FEW, _SOME, _MANY = range(1 << 11, 1 << 12), range(1 << 12, 1 << 13), range(1 <
 begin; with fewer of both, the portable kernel is as fast."""
 
 
-def cut_raw_hopper(product: Product, chip: Chip) -> RawTiles | None:
+def cut_raw(product: Product, chip: Chip) -> RawTiles | None:
     """Returns the tiles of a GEMM that Hopper's kernel is the fastest for, else None. Without
     `Epilogue.PARTIALS` a launch of its own adds split-K partials up."""
     num_rows, weight, sms = product.num_rows, product.weight, chip.num_sms
@@ -154,19 +100,6 @@ def _spread(num_outputs: int, num_sms: int, widest: int) -> int:
     return cdiv(cdiv(num_outputs, num_sms * rounds), _NARROWEST) * _NARROWEST
 
 
-def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
-    """Cuts the product of any number of rows with quantised weights."""
-    weight, num_rows = product.weight, product.num_rows
-    tiles, split_k = choose_gemm(num_rows, weight, chip), 1
-    if chip.capability[0] == 10:
-        tiles = OF_TENSOR_MEMORY.get(tiles, tiles)
-    tiles = tiles.fitted(chip, num_bytes=1 if weight.form is Int8 else 2)
-    has_parts = product.epilogue is Epilogue.PARTIALS and not weight.batch_invariant
-    if num_rows <= MORE.block_m and has_parts:
-        split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
-    return SplitTiles(tiles=tiles, split_k=split_k)
-
-
 MMA_M = 64
 """Tokens of the left operand; the GEMM's come first."""
 _FP8_ROWS, _INT4_ROWS = (16, 32, 64), (8, 16, 32)
@@ -204,7 +137,7 @@ class Fp8Tiles:
         return 8 if self.split_k == 1 else 6
 
 
-def cut_fp8_hopper(product: Product, chip: Chip) -> Fp8Tiles | None:
+def cut_fp8(product: Product, chip: Chip) -> Fp8Tiles | None:
     """Returns tiles that give each SM as much of the weight, or None if the kernel cannot do it."""
     block_m = next((rows for rows in _FP8_ROWS if product.num_rows <= rows), 0)
     weight = product.weight
@@ -253,7 +186,7 @@ class Int4Tiles:
         return 4 if self.block_m <= 16 else 6
 
 
-def cut_int4_hopper(product: Product, chip: Chip) -> Int4Tiles | None:
+def cut_int4(product: Product, chip: Chip) -> Int4Tiles | None:
     """Returns tiles that keep all SMs loading, or None if the kernel cannot do it."""
     block_m = next((rows for rows in _INT4_ROWS if product.num_rows <= rows), 0)
     weight = product.weight

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from milepost.kernels.layout import slots
+from milepost.kernels.platform.tensors import read_slots, write_slots
 from tests.kernels.mixers import space
 
 
@@ -18,7 +18,7 @@ def test_write_is_exact_and_leaves_the_others(dtype, shape, spacing):
     states.view(-1)[0] = float("inf")
     expected, where = pool.clone(), torch.tensor([4, 1, 5])
     expected[where] = states.to(dtype)
-    slots.write(pool, where, states)
+    write_slots(pool, where, states)
     assert torch.equal(pool[1:], expected[1:])
     assert pool[0].isnan().all()
 
@@ -30,9 +30,9 @@ def test_states_side_by_side_are_changed_in_place(places, is_own):
     pool = torch.randn(6, 4, 8)
     expected, where = pool.clone(), torch.tensor(places)
     expected[where] += 1
-    states = slots.read(pool, where, where, torch.float32)
+    states = read_slots(pool, where, where, torch.float32)
     assert (states.data_ptr() == pool[places[0]].data_ptr()) == is_own
-    slots.write(pool, where, states.add_(1))
+    write_slots(pool, where, states.add_(1))
     assert torch.equal(pool, expected)
 
 
@@ -42,10 +42,10 @@ def test_states_with_something_between_them_are_copies(places, is_own):
     pool = space(torch.randn(6, 4, 8), 16)
     expected, where = pool.clone(), torch.tensor(places)
     expected[where] += 1
-    states = slots.read(pool, where, where, torch.float32)
+    states = read_slots(pool, where, where, torch.float32)
     assert states.is_contiguous()
     assert (states.data_ptr() == pool[places[0]].data_ptr()) == is_own
-    slots.write(pool, where, states.add_(1))
+    write_slots(pool, where, states.add_(1))
     assert torch.equal(pool, expected)
 
 
@@ -55,14 +55,14 @@ def test_states_with_something_between_them_are_copies(places, is_own):
 def test_other_states_are_copies(slot_in, dtype):
     pool = torch.randn(6, 4, 8)
     before, slot_out = pool.clone(), torch.tensor([2, 3, 4])
-    states = slots.read(pool, torch.tensor(slot_in), slot_out, dtype)
+    states = read_slots(pool, torch.tensor(slot_in), slot_out, dtype)
     states.add_(1)
     assert torch.equal(pool, before)
-    slots.write(pool, slot_out, states)
+    write_slots(pool, slot_out, states)
     assert torch.equal(pool[slot_out], (before[slot_in].to(dtype) + 1).float())
 
 
 def test_write_takes_any_strides():
     pool, states = torch.zeros(4, 2, 8), torch.randn(2, 8, 2).transpose(1, 2)
-    slots.write(pool, torch.tensor([2, 0]), states)
+    write_slots(pool, torch.tensor([2, 0]), states)
     assert torch.equal(pool[[2, 0]], states)

@@ -1,0 +1,294 @@
+"""How products are cut up on any chip, dense ones and experts': the tiles of the kernels here.
+Needs no Triton.
+
+The time of few rows is that of reading the weight once. A weight with few outputs is also cut along
+its inputs, so that every SM reads some of it.
+
+Legend: T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tiles import Tiles, choose_split_k, next_power_of_2
+from milepost.kernels.products.expert_table import SEARCHED
+from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
+from milepost.kernels.products.forms.quantised import BLOCK, FourBits, Fp8, Int8
+
+if TYPE_CHECKING:
+    from milepost.kernels.products.expert_table import Mixture
+    from milepost.kernels.products.run_experts import RoutedRows
+    from milepost.kernels.products.table import Product
+
+FEW_OUTPUTS = 1024
+"""Up to this many outputs, torch's GEMM leaves most SMs idle."""
+
+
+def _tiles(
+    block_m: int,
+    block_n: int,
+    num_warps: int = 4,
+    num_stages: int = 4,
+    *,
+    block_k: int = BLOCK,
+    is_swapped: bool = True,
+) -> Tiles:
+    return Tiles(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        is_swapped=is_swapped,
+    )
+
+
+# --- one row --------------------------------------------------------------------------------------
+
+FEW_INPUTS = 128
+"""Inputs that a raw GEMV takes in one step of narrow programs."""
+_MANY_OUTPUTS = 4096
+"""Outputs from which on programs with half as many threads read faster."""
+
+
+class GemvTiles(NamedTuple):
+    """Outputs of a program and inputs of a step."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+NARROW = GemvTiles(block_n=32, block_k=FEW_INPUTS, num_warps=4)
+_GEMV_INPUTS = 2048
+"""Inputs of a step, at most."""
+_SMALL, _SMALL_EXPERT = 1 << 24, 1024
+"""Fewest weights of a matrix that is not small, and the largest size of a small expert."""
+_WEIGHTS, _FEW_WEIGHTS, _FOUR_BIT_WEIGHTS = 1 << 15, 1 << 14, 1 << 13
+"""Quantised weights that a program reads at a time. The more, the less it matters that each rounds
+its row; small matrices, and experts' last projections, need more programs. Rows are not rounded for
+four bits, and more programs share the work of unpacking."""
+
+
+def cut_gemv(product: Product, chip: Chip) -> GemvTiles:  # noqa: ARG001
+    """Cuts the product of one row."""
+    weight = product.weight
+    if weight.form is not Raw:
+        is_small = weight.num_weights < _SMALL
+        return _cut_quantised_row(weight, _FEW_WEIGHTS if is_small else _WEIGHTS)
+    if product.epilogue is Epilogue.FLOAT32:
+        block_n = 1 if weight.num_outputs <= FEW_OUTPUTS else 4
+        return GemvTiles(block_n=block_n, block_k=2048, num_warps=8)
+    if weight.num_inputs <= FEW_INPUTS:
+        return NARROW
+    if weight.num_inputs > 2048:
+        return GemvTiles(block_n=2, block_k=2048, num_warps=4)
+    if weight.num_outputs >= _MANY_OUTPUTS:
+        return GemvTiles(block_n=4, block_k=1024, num_warps=4)
+    return GemvTiles(block_n=4, block_k=2048, num_warps=8)
+
+
+def cut_expert_gemv(mixture: Mixture) -> tuple[GemvTiles, GemvTiles]:
+    """Cuts both projections of experts, row by row."""
+    up, down = mixture.weights
+    if mixture.form is not Raw:
+        up_tiles = _cut_quantised_row(up, _WEIGHTS, 1 + mixture.is_gated)
+        return up_tiles, _cut_quantised_row(down, _FEW_WEIGHTS)
+    block_k = 2048 if up.num_inputs <= 2048 else 1024
+    is_small = down.num_inputs <= _SMALL_EXPERT
+    block_n, depth = (8, 512) if is_small else (2, 2048)
+    return (
+        GemvTiles(block_n=4, block_k=block_k, num_warps=4),
+        GemvTiles(block_n=block_n, block_k=depth, num_warps=4),
+    )
+
+
+def _cut_quantised_row(weight: Matrix, num_weights: int, num_matrices: int = 1) -> GemvTiles:
+    """Cuts `num_matrices` that a program multiplies the same row by."""
+    block_k = min(next_power_of_2(weight.num_inputs), _GEMV_INPUTS)
+    has_bytes = weight.form in (Fp8, Int8)
+    num_weights = num_weights if has_bytes else _FOUR_BIT_WEIGHTS
+    block_n = num_weights // (num_matrices * block_k)
+    return GemvTiles(block_n=block_n, block_k=block_k, num_warps=8 if has_bytes else 4)
+
+
+# --- raw weights, few rows ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitTiles:
+    """Tiles, and parts along the inputs."""
+
+    tiles: Tiles
+    split_k: int
+
+
+_FEW_ROWS, _MORE_ROWS = _tiles(16, 64), _tiles(64, 32, is_swapped=False)
+FEW_ROWS = _FEW_ROWS.block_m
+_LONG = 4096
+"""Inputs of few rows from which on another stage pays off."""
+
+
+def cut_raw(product: Product, chip: Chip) -> SplitTiles:
+    """Cuts the product of a few rows with raw weights. Unrounded ones were measured with the usual
+    number of stages only."""
+    weight, tiles = product.weight, _MORE_ROWS
+    if product.num_rows <= FEW_ROWS:
+        is_long = weight.num_inputs >= _LONG and product.epilogue is not Epilogue.FLOAT32
+        tiles = replace(_FEW_ROWS, num_stages=5) if is_long else _FEW_ROWS
+    tiles = tiles.fitted(chip)
+    split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
+    return SplitTiles(tiles=tiles, split_k=split_k)
+
+
+_INVARIANT = _tiles(64, 64, block_k=64, is_swapped=False)
+"""Tiles of raw weights whose order does not depend on the number of rows: sums of larger tiles are
+the same, those of other instructions may not be."""
+_INVARIANT_MANY = replace(_INVARIANT, block_m=128, block_n=128, num_warps=8)
+
+
+def cut_raw_invariant(product: Product, chip: Chip) -> SplitTiles:
+    """Cuts the product of any number of rows with raw weights, with one order for all. Tiles of few
+    rows are narrow, so that every SM has one."""
+    num_rows, num_outputs, tiles = product.num_rows, product.weight.num_outputs, _INVARIANT
+    if num_rows > _INVARIANT_MANY.block_m and num_outputs > FEW_OUTPUTS:
+        tiles = _INVARIANT_MANY
+    elif num_rows <= _INVARIANT.block_m:
+        block_n = 1 << max(4, (num_outputs // chip.num_sms).bit_length() - 1)
+        tiles = replace(_INVARIANT, block_n=min(block_n, _INVARIANT.block_n))
+    return SplitTiles(tiles=tiles.fitted(chip), split_k=1)
+
+
+# --- quantised weights ----------------------------------------------------------------------------
+
+FEW = _tiles(16, 128, is_swapped=False)
+SOME, MORE = replace(FEW, block_m=32), replace(FEW, block_m=64)
+MANY = replace(FEW, block_m=128, num_warps=8)
+OF_TENSOR_MEMORY = {MORE: replace(MORE, num_warps=8), MANY: replace(MANY, block_n=64)}
+"""Tiles on sm_100, where a step's products come from tensor memory to be scaled: with the others a
+thread spills 650 to 1,200 bytes, with these none."""
+
+
+_EIGHT, _SIXTEEN, _THIRTY_TWO = _tiles(8, 128, 8), _tiles(16, 128, 8), _tiles(32, 64, 4)
+_SIXTY_FOUR, _SIXTY_FOUR_SPLIT = _tiles(64, 64, 4, 3), _tiles(64, 128, 8, 3)
+"""Tiles of four bits by their rows; the last are of weights that are cut along their inputs."""
+_SPLIT_OUTPUTS = 4096
+"""Most outputs of those."""
+_FEW_EXPERT = _tiles(8, 64, 4), _tiles(8, 128, 4)
+"""Tiles of both projections of experts with few rows."""
+_FEW_EACH = 6
+"""Rows of an expert on average, at most, whose tiles have eight: of more rows it would take two."""
+
+
+def choose_gemm(num_rows: float, weight: Matrix, chip: Chip) -> Tiles:
+    """Returns the tiles of a quantised GEMM with this many rows."""
+    if weight.form in (Fp8, Int8):
+        return next((each for each in (FEW, SOME, MORE) if num_rows <= each.block_m), MANY)
+    if num_rows <= _most_in_eights(weight, chip):
+        return _EIGHT
+    if num_rows <= _THIRTY_TWO.block_m:
+        return _SIXTEEN if num_rows <= _SIXTEEN.block_m else _THIRTY_TWO
+    return _SIXTY_FOUR_SPLIT if weight.num_outputs <= _SPLIT_OUTPUTS else _SIXTY_FOUR
+
+
+def choose_experts(rows_each: float, weight: Matrix, chip: Chip) -> tuple[Tiles, Tiles]:
+    """Returns the tiles of both projections of experts in four bits, with this many rows each."""
+    if rows_each > _FEW_EACH:
+        return _THIRTY_TWO, _THIRTY_TWO
+    if not _most_in_eights(weight, chip):
+        return replace(_SIXTEEN, block_n=64, num_warps=4), _SIXTEEN
+    return _FEW_EXPERT
+
+
+def _most_in_eights(weight: Matrix, chip: Chip) -> int:
+    """Returns how many rows are multiplied by eights. Hopper multiplies them by other instructions
+    than more, so with other bits, and 16 in two tiles are faster than in one; AMD's units do not
+    have so few."""
+    if weight.batch_invariant or chip.is_amd:
+        return 0
+    return 16 if chip.has_wide_mma else 8
+
+
+def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
+    """Cuts the product of any number of rows with quantised weights."""
+    weight, num_rows = product.weight, product.num_rows
+    tiles, split_k = choose_gemm(num_rows, weight, chip), 1
+    if chip.capability[0] == 10:
+        tiles = OF_TENSOR_MEMORY.get(tiles, tiles)
+    tiles = tiles.fitted(chip, num_bytes=1 if weight.form is Int8 else 2)
+    has_parts = product.epilogue is Epilogue.PARTIALS and not weight.batch_invariant
+    if num_rows <= MORE.block_m and has_parts:
+        split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
+    return SplitTiles(tiles=tiles, split_k=split_k)
+
+
+# --- grouped experts ------------------------------------------------------------------------------
+
+_LARGE = _tiles(64, 128, block_k=64, is_swapped=False)
+_REGIMES = (
+    (10, _tiles(16, 64, num_stages=3), _tiles(16, 128, num_stages=3)),
+    (32, _tiles(32, 64, num_stages=5, block_k=64), replace(_LARGE, block_m=32)),
+    (float("inf"), _LARGE, _LARGE),
+)
+"""Tiles of both projections, by the most rows of an expert, on average, that they are for."""
+_SEARCHED = replace(_REGIMES[0][1], block_k=64, num_stages=5), _REGIMES[0][2]
+"""Tiles of both projections of tokens that are not grouped."""
+_NARROWEST = 32
+"""Outputs of a tile, at least, if its order must be that of larger ones."""
+_FLOAT32 = _tiles(16, 32, num_stages=2, block_k=32, is_swapped=False)
+"""Tensor cores do not multiply float32 exactly."""
+
+
+def choose_grouped(routed: RoutedRows) -> tuple[Tiles, Tiles]:
+    """Returns the tiles of both projections of experts whose rows are grouped."""
+    if not isinstance(routed.up, Raw):
+        return _choose_quantised(routed)
+    up = down = _FLOAT32
+    if routed.rows.dtype != torch.float32:
+        if routed.up.batch_invariant:
+            # Only the largest tiles have the order of blocks that are larger still.
+            up = _spread(_LARGE, routed.size, routed)
+            down = _spread(_LARGE, routed.down.num_outputs, routed)
+        elif len(routed.experts) <= SEARCHED:
+            up, down = _SEARCHED
+        else:
+            _, up, down = next(each for each in _REGIMES if routed.rows_each <= each[0])
+    up = up.fitted(routed.chip, num_weights=2)
+    if not routed.is_gated:
+        # As many rows of weights in a tile as of gates and up projections together.
+        up = replace(up, block_n=2 * up.block_n)
+    return up, _dividing(down, routed.size).fitted(routed.chip)
+
+
+def _spread(tiles: Tiles, num_outputs: int, routed: RoutedRows) -> Tiles:
+    """Returns narrower tiles of the same order for tokens so few that SMs would be left over."""
+    block_n, num_hit = tiles.block_n, min(routed.num_routed, routed.num_experts)
+    while block_n > _NARROWEST and num_hit * num_outputs < routed.chip.num_sms * block_n:
+        block_n //= 2
+    return replace(tiles, block_n=block_n)
+
+
+def _dividing(tiles: Tiles, num_inputs: int) -> Tiles:
+    """Returns steps half as deep, twice as many under way, if only these are whole."""
+    half = tiles.block_k // 2
+    if num_inputs % tiles.block_k == 0 or num_inputs % half:
+        return tiles
+    return replace(tiles, block_k=half, num_stages=2 * tiles.num_stages)
+
+
+def _choose_quantised(routed: RoutedRows) -> tuple[Tiles, Tiles]:
+    """Chooses tiles whose left operand is the weight."""
+    chip, down = routed.chip, Matrix.of(routed.down)
+    if isinstance(routed.down, FourBits):
+        up_tiles, down_tiles = choose_experts(routed.rows_each, down, chip)
+        return up_tiles.fitted(chip, num_weights=1 + routed.is_gated), down_tiles.fitted(chip)
+    wide = choose_gemm(routed.rows_each, down, chip)
+    wide = wide.fitted(chip, num_bytes=1 if isinstance(routed.down, Int8) else 2)
+    wide = replace(wide, is_swapped=True)
+    # Gate and up projection have a sum each: with wide tiles more than there are registers.
+    return replace(wide, block_n=64, num_warps=8 if wide.block_m == MANY.block_m else 4), wide
