@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers  # its models are loaded when they are named, which takes seconds
 
+from tests.alice import alice, write_alice
 from tests.lfm3 import lfm3, lfm3_vl
 from tests.ling import ling, write_ling
 from tests.wrapped import INTERN, minicpm, write_intern
@@ -277,6 +278,7 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "kimi_linear": _kimi_linear,
     "bailing_hybrid": _ling,
     "bailing_hybrid_tiny": lambda **changes: _ling(**{"q_lora_rank": 18} | changes),
+    "alice_ai": lambda **changes: alice(_COMMON | _EXPERTS, **changes),
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "lfm3": lambda **changes: lfm3(_COMMON, **changes),
@@ -334,3 +336,5 @@ def write(model: PreTrainedModel, name: str, folder: Path) -> None:
         write_intern(folder)
     if name.startswith("bailing_hybrid"):
         write_ling(folder)
+    if name == "alice_ai":
+        write_alice(model, folder)

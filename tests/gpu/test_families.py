@@ -86,6 +86,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
     },
+    "alice_ai": {
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 128,
+        "moe_intermediate_size": 128,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "shared_expert_intermediate_size": 128,
+    },
     "lfm2": {"intermediate_size": 512},
     "lfm2_moe": {
         "intermediate_size": 512,

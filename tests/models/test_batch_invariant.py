@@ -126,6 +126,7 @@ LENGTHS = [200, 1, 63, 64, 65, 130, 17]
         ("kimi_linear", torch.bfloat16, None),
         ("bailing_hybrid", torch.float32, None),
         ("bailing_hybrid_tiny", torch.bfloat16, None),
+        ("alice_ai", torch.bfloat16, None),
         ("lfm2_moe", torch.float32, None),
         ("lfm3", torch.float32, None),
     ],

@@ -17,6 +17,7 @@ ARCHITECTURES = (
     "falcon_h1",
     "kimi_linear",
     "bailing_hybrid",
+    "alice_ai",
     "intern_s2_preview",
     "minicpmv4_6",
     "lfm3",

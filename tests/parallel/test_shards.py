@@ -71,6 +71,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 16,
         },
     ),
+    "alice_ai": (
+        "alice_ai",
+        EVEN
+        | {
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
     "bailing_hybrid": (
         "bailing_hybrid",
         EVEN | {"num_key_value_heads": 8, "moe_intermediate_size": 16, "num_local_experts": 12},
@@ -138,7 +150,7 @@ def test_ranks_answer_as_one_does(name, size, folder_of):
     assert expected.std() > 0.5, "flat logits would show nothing"
 
 
-@pytest.mark.parametrize("name", ["qwen3_next_joint", "kimi_linear", "bailing_hybrid"])
+@pytest.mark.parametrize("name", ["qwen3_next_joint", "kimi_linear", "bailing_hybrid", "alice_ai"])
 def test_whole_experts_on_each_rank_answer_as_one_does(name, folder_of):
     found = by_rank(folder_of(name), 2, splits_experts=True)
     assert relative_error(found[0], whole(folder_of(name))) < 1e-12

@@ -73,6 +73,9 @@ class KDA(nn.Module):
         shapes = self.shapes = replace(shapes, num_heads=self.head_cut.size)
         size, rank = shapes.size, shapes.head_dim
         self.forget = forget = "forget_gate." if kind.has("forget_gate.A_log") else ""
+        # AliceAI's name, for one rate a head; Kimi Linear's tensor has further dimensions.
+        self.has_flat_rates = shapes.is_full_rank or kind.has("a_log_bias")
+        self.rates = "a_log_bias" if kind.has("a_log_bias") else f"{forget}A_log"
         wide = (f"{forget}f_proj", "g_proj") if shapes.is_full_rank else ()
         narrow = () if wide else (f"{forget}f_a_proj", "g_a_proj")
         own = dict.fromkeys(("q_proj", "k_proj", "v_proj"), size)
@@ -147,10 +150,10 @@ class KDA(nn.Module):
         return KDAProjected(own, *both)
 
     def placements(self) -> WeightSlots:
-        by_head = (-1,) if self.shapes.is_full_rank else (1, 1, -1, 1)
+        by_head = (-1,) if self.has_flat_rates else (1, 1, -1, 1)
         rates = place_rates(self.decay_rate.view(by_head))
         tensors = {
-            f"{self.forget}A_log": cut_all(rates, self.head_cut, len(by_head) // 2),
+            self.rates: cut_all(rates, self.head_cut, len(by_head) // 2),
             f"{self.forget}dt_bias": cut_all(place_whole(self.decay_bias), self.cut),
             "o_norm.weight": place_whole(self.norm_weight),
             **self._convolutions(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,24 @@ from milepost.layers.linear import Begun
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import WeightSlot, WeightSlots, cut_all
 from milepost.parallel import Cut, Ranks
+
+
+class StreamNorm(Protocol):
+    """Makes what a block reads of the residual stream: a norm, or more. It is also a module."""
+
+    ranks: Ranks
+
+    def add(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        *,
+        emit: Emit = Emit.VALUES,
+        begun: Begun | None = None,
+    ) -> tuple[Tensor, Inputs]:
+        """Adds the output of the part before to the stream. Returns the stream and what the next
+        part reads of it: see `RMSNorm.add`."""
+        ...
 
 
 class RMSNorm(nn.Module):
@@ -144,6 +163,13 @@ def place_scale(scale: Tensor, offset: float) -> WeightSlot:
         scale.copy_(weight.to(scale.dtype) + offset)
 
     return WeightSlot(tuple(scale.shape[-1:]), store)
+
+
+def over_ranks(delta: Tensor, ranks: Ranks) -> Tensor:
+    """Returns a layer's output [T, N], or partials [T, P, N] of it on one rank. Partials of several
+    ranks are summed over P and all ranks."""
+    is_whole = ranks.is_alone or delta.dim() == 2
+    return delta if is_whole else ranks.all_reduce(delta.sum(1))
 
 
 def norm_over_ranks(

@@ -13,7 +13,7 @@ from milepost.kernels.layout.batch import Operation
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.linear import Linear
-from milepost.layers.norm import RMSNorm
+from milepost.layers.norm import RMSNorm, StreamNorm, over_ranks
 from milepost.layers.rotary import Rotary
 from milepost.parallel import ALONE
 
@@ -70,7 +70,7 @@ class ResidualBlock(nn.Module):
     """
 
     def __init__(
-        self, *parts: Part, pre: RMSNorm | None = None, post: RMSNorm | None = None
+        self, *parts: Part, pre: StreamNorm | None = None, post: RMSNorm | None = None
     ) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
@@ -92,12 +92,12 @@ class ResidualBlock(nn.Module):
         ends: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Adds `delta` [T, C], or partials of it, to the residual stream, and runs the parts.
-        Returns the residual stream [T, C] and what to add to it next: the norm that follows adds it
-        for less than a separate pass costs. If it `ends`, both have the rows of the sampled
-        positions only."""
+        Returns the residual stream [T, C], or as `pre` has it, and what to add to it next: the norm
+        that follows adds it for less than a separate pass costs. If it `ends`, both have the rows
+        of the sampled positions only."""
         rows: Inputs
         if self.pre is not None:
-            is_row = self._first is not None and len(hidden) == 1
+            is_row = self._first is not None and hidden.dim() == 2 and len(hidden) == 1
             begun = self._first.begin(hidden) if is_row else None
             hidden, rows = self.pre.add(hidden, delta, emit=self._emit, begun=begun)
         else:
@@ -125,7 +125,7 @@ class ResidualBlock(nn.Module):
 
     def _whole(self, partials: Tensor) -> Tensor:
         """Sums partials [T, P, C] over P and all ranks; returns [T, C] unchanged."""
-        return partials if partials.dim() == 2 else self._ranks.all_reduce(_add_up(partials))
+        return _add_up(over_ranks(partials, self._ranks))
 
 
 class Layer(nn.Module):

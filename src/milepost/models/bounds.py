@@ -23,6 +23,7 @@ _BOUNDS: dict[str, tuple[int, int]] = {
     "first_k_dense_replace": (0, MAX_LAYERS),
     "full_attention_interval": (1, MAX_LAYERS),
     "layer_group_size": (1, MAX_LAYERS),
+    "block_attn_res_block_size": (1, MAX_LAYERS),
     "decoder_sparse_step": (1, MAX_LAYERS),
     "mtp_num_hidden_layers": (0, MAX_LAYERS),
     "num_nextn_predict_layers": (0, MAX_LAYERS),

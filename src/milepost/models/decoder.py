@@ -21,7 +21,7 @@ from milepost.layers.embedding import embed, put
 from milepost.layers.linear import Linear
 from milepost.layers.moe import elsewhere_of
 from milepost.layers.mtp import MTPHead
-from milepost.layers.norm import RMSNorm
+from milepost.layers.norm import StreamNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import LastTokensPart, Layer, ResidualBlock
 from milepost.layers.rotary import num_positions
@@ -45,7 +45,7 @@ class DecoderParts:
     """The parts from which a decoder is assembled."""
 
     layers: list[Layer]
-    norm: RMSNorm
+    norm: StreamNorm
     """Norm after the last layer."""
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
