@@ -166,8 +166,7 @@ def check_number(name: str, value: object, low: float, high: float, instead: str
 def check_int(
     name: str, value: object, low: int, instead: str, *, high: float = float("inf")
 ) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         refuse(name, value, instead)
 
 
