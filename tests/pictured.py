@@ -73,24 +73,26 @@ _IDS: dict[str, Any] = {
 }
 
 
-def build(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Returns `qwen3_5` or `qwen3_5_moe` with a tower and random weights."""
+def build(name: str, dtype: torch.dtype = torch.float32, **text: Any) -> PreTrainedModel:
+    """Returns `qwen3_5` or `qwen3_5_moe` with a tower and random weights. `text` changes sizes of
+    its text part."""
     torch.manual_seed(0)
+    own = deepcopy(_TEXT) | text
     if name == "qwen3_5":
-        config = Qwen3_5Config(text_config=deepcopy(_TEXT), vision_config=_VISION, **_IDS)
+        config = Qwen3_5Config(text_config=own, vision_config=_VISION, **_IDS)
         model: PreTrainedModel = Qwen3_5ForConditionalGeneration(config)
     else:
-        moe = Qwen3_5MoeConfig(
-            text_config=deepcopy(_TEXT | _EXPERTS), vision_config=_VISION, **_IDS
-        )
+        moe = Qwen3_5MoeConfig(text_config=own | _EXPERTS, vision_config=_VISION, **_IDS)
         model = Qwen3_5MoeForConditionalGeneration(moe)
     checkpoints.randomise(model)
     return checkpoints.remembering(model).eval().to(dtype)
 
 
-def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def save(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, **text: Any
+) -> PreTrainedModel:
     """Builds the model and saves it in `folder`."""
-    model = build(name, dtype)
+    model = build(name, dtype, **text)
     model.save_pretrained(folder)
     return model
 

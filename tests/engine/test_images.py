@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-import numpy as np
 import pytest
-from PIL import Image
 
-from milepost import LLM, SamplingParams
+from milepost import SamplingParams
 from milepost.errors import InvalidRequestError
-from tests import pictured
-from tests.images.pictures import picture
-
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-TEXT = np.random.default_rng(0).integers(0, pictured.IMAGE, 4096).tolist()
+from tests.pictured_prompts import GREEDY, answer, asked, image, open_llm, save_folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    found = tmp_path_factory.mktemp("pictured")
-    pictured.save("qwen3_5", found)
-    own = pictured.SETTINGS
-    settings = {
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-        "patch_size": own.patch_size,
-        "size": {"shortest_edge": own.min_pixels, "longest_edge": own.max_pixels},
-    }
-    (found / "preprocessor_config.json").write_text(json.dumps(settings))
-    return found
-
-
-def open_llm(folder: Path, **options) -> LLM:
-    given = {"num_pages": 200, "num_slots": 24, "max_num_batched_tokens": 128, "dtype": "float64"}
-    return LLM(folder, skip_tokenizer_init=True, **{**given, **options})
+    return save_folder(tmp_path_factory.mktemp("pictured"))
 
 
 @pytest.fixture(scope="module")
@@ -47,30 +24,6 @@ def cold(folder):
 def llm(folder):
     with open_llm(folder) as llm:
         yield llm
-
-
-def image(rows: int, columns: int, seed: int = 0) -> Image.Image:
-    unit = pictured.SETTINGS.unit
-    return picture(rows * unit, columns * unit, seed)
-
-
-def asked(*parts, **own):
-    """A prompt of texts, each of that many tokens, and images."""
-    tokens, images = [], []
-    for part in parts:
-        if isinstance(part, int):
-            tokens += TEXT[:part]
-        elif isinstance(part, list):
-            tokens += part
-        else:
-            tokens += [pictured.START, pictured.IMAGE, pictured.END]
-            images.append(part)
-    return {"prompt_token_ids": tokens, "multi_modal_data": {"image": images}, **own}
-
-
-def answer(llm, prompt, params=GREEDY):
-    (output,) = llm.generate(prompt, params, use_tqdm=False)
-    return output.outputs[0].token_ids, output.cache_report
 
 
 def test_another_image_changes_the_answer(cold):
@@ -204,3 +157,34 @@ def test_drafts_behind_images_change_no_answer(folder, cold):
             ids, _ = answer(llm, asked(*parts), params)
             assert ids == answer(cold, asked(*parts), params)[0]
         assert llm.llm_engine.scheduler.stats.num_drafts
+
+
+@pytest.mark.parametrize("options", [{}, {"num_pages": 14, "num_slots": 7}], ids=["", "preempted"])
+def test_the_models_own_drafts_change_no_answer(options, tmp_path):
+    """Of prompts that share images and begin, end and resume at them; with room for all, and where
+    they preempt each other."""
+    save_folder(tmp_path, has_head=True)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    one, other = image(8, 8, 1), image(4, 16, 2)
+    prompts = [
+        asked(one, [5, 6, 7] * 9),
+        asked(30, one, [5, 6, 7] * 20, other, 3),
+        asked(30, one, [5, 6, 7] * 20, other, [8] * 30, one, 1),
+        asked(61, other, 2),
+    ]
+    drafting = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+    with (
+        open_llm(tmp_path, enable_prefix_caching=False) as cold,
+        open_llm(tmp_path, speculative_config=drafting, **options) as llm,
+    ):
+        expected = [answer(cold, prompt, params)[0] for prompt in prompts]
+        for _ in range(2):
+            found = llm.generate(prompts, params, use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in found] == expected
+        stats = llm.llm_engine.scheduler.stats
+        assert stats.num_draft_tokens
+        assert bool(stats.num_preemptions) == bool(options)
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            ids, report = answer(llm, prompt, params)
+            assert ids == tokens
+            assert options or report.images_reused
