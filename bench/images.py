@@ -2,9 +2,10 @@
 
     python bench/images.py --out images.jsonl
 
-Towers of the three published sizes with random weights in bfloat16, and pictures of 640x480, 1080p
-and 4K. The floor is the operations at the measured rate of GEMMs, attention included. Preparing a
-picture on one core of the host is timed too, beside transformers' Pillow processor.
+Towers of the three published sizes with random weights in bfloat16, and pictures of 512x512,
+640x480, 1080p and 4K; the small ones also several in one run of the tower, in milliseconds each.
+The floor is the operations at the measured rate of GEMMs, attention included. Preparing a picture
+on one core of the host is timed too, beside transformers' Pillow processor.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from bench.rows import provenance, write
 from milepost.images import ImageSettings, PreparedImage, normalisation, prepare
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower import Tower, TowerShapes
+from milepost.runner.pictures import FEW_PATCHES, MOST_PATCHES
 
-SIZES = {"640x480": (480, 640), "1080p": (1080, 1920), "4K": (2160, 3840)}
+SIZES = {"256 tokens": (512, 512), "640x480": (480, 640), "1080p": (1080, 1920), "4K": (2160, 3840)}
 TOWERS = {
     "small": (12, 768, 12, 3072, 1024),
     "medium": (24, 1024, 16, 4096, 2560),
@@ -66,11 +68,8 @@ def shapes_of(name: str) -> TowerShapes:
 
 def num_flops(shapes: TowerShapes, num_patches: int) -> tuple[int, int]:
     """Operations of the linear layers, and of attention."""
-    size, merged = shapes.hidden_size, shapes.hidden_size * shapes.merge_size**2
-    block = 4 * size**2 + 2 * size * shapes.feed_forward_size
-    merger = (merged**2 + merged * shapes.output_size) // shapes.merge_size**2
-    linear = 2 * num_patches * (shapes.depth * block + shapes.num_inputs * size + merger)
-    return linear, 4 * shapes.depth * num_patches**2 * size
+    linear = 2 * num_patches * shapes.num_weights // shapes.merge_size**2
+    return linear, 4 * shapes.depth * num_patches**2 * shapes.hidden_size
 
 
 def made(shapes: TowerShapes) -> Tower:
@@ -110,9 +109,25 @@ def on_the_device(images: dict[str, PreparedImage]) -> Iterator[dict[str, Any]]:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            tower(rows, table, prepared.grid)
+            tower(rows, table, [prepared.grid])
             peak = torch.cuda.max_memory_allocated() - before
-            own = median_ms(partial(tower, rows, table, prepared.grid))
+            own = median_ms(partial(tower, rows, table, [prepared.grid]))
+            # As many as one run takes, each with the bits that it has alone.
+            count = MOST_PATCHES // len(rows) if len(rows) <= FEW_PATCHES else 0
+            together = {
+                str(number): median_ms(
+                    partial(
+                        tower,
+                        rows.repeat(number, 1),
+                        table,
+                        [prepared.grid] * number,
+                        is_fixed=True,
+                    )
+                )
+                / number
+                for number in sorted({1, 4, count})
+                if number <= count
+            }
             # Of 4K it takes seconds an image.
             is_short = len(rows) <= _MOST_COMPARED
             other = median_ms(partial(reference, values, grid_thw=grid)) if is_short else None
@@ -123,6 +138,7 @@ def on_the_device(images: dict[str, PreparedImage]) -> Iterator[dict[str, Any]]:
                 "tokens": prepared.num_tokens,
                 "ms": own,
                 "images_per_s": 1e3 / own,
+                "ms_each_of_several": together,
                 "floor_ms": floor,
                 "times_floor": own / floor,
                 "attention_share_of_flops": attention / (linear + attention),

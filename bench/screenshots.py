@@ -51,9 +51,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "screenshots.jsonl")
     arguments = parser.parse_args()
+    from milepost import LLM
+
     options = dict(arguments.option)
     with tempfile.TemporaryDirectory() as folder:
-        llm = _open(Path(folder), arguments.model, arguments.seed, options)
+        llm = open_with_tower(LLM, Path(folder), arguments.model, seed=arguments.seed, **options)
     common = {**rows.provenance(), "model": arguments.model.name, "options": options}
     _converse(llm, 2, arguments.size, random.Random(-1))  # what the first images warm up
     llm.reset_prefix_cache()
@@ -66,11 +68,9 @@ def main() -> int:
     return 0
 
 
-def _open(folder: Path, model: Path, seed: int, options: dict[str, Any]) -> Any:
-    """Opens the text model with a vision tower before it."""
-    from milepost import LLM
-
-    text = json.loads((model / "config.json").read_text(encoding="utf-8"))
+def open_with_tower(make: Any, folder: Path, model: Path, **options: Any) -> Any:
+    """Opens the text model, with a vision tower before it, as an `LLM` or `AsyncLLM`."""
+    text = json.loads((model / "config.json").readtext_of(encoding="utf-8"))
     del text["architectures"]
     # Qwen3.5's text models have Qwen3-Next's shapes, and turn by time, row and column.
     text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
@@ -84,9 +84,9 @@ def _open(folder: Path, model: Path, seed: int, options: dict[str, Any]) -> Any:
         "vision_start_token_id": START,
         "vision_end_token_id": END,
     }
-    (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
-    given = {"max_num_seqs": 4, "max_model_len": 65536, "seed": seed, **options}
-    return LLM(folder, load_format="dummy", skip_tokenizer_init=True, **given)
+    (folder / "config.json").writetext_of(json.dumps(whole), encoding="utf-8")
+    given = {"max_num_seqs": 4, "max_model_len": 65536, **options}
+    return make(folder, load_format="dummy", skip_tokenizer_init=True, **given)
 
 
 def _converse(
@@ -96,10 +96,10 @@ def _converse(
     from milepost import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    tokens, images, found = _text(random_, SYSTEM_TOKENS), [], []
+    tokens, images, found = text_of(random_, SYSTEM_TOKENS), [], []
     for turn in range(num_turns):
-        tokens += [START, PAD, END, *_text(random_, TURN_TOKENS)]
-        images.append(_screenshot(size, random_))
+        tokens += [START, PAD, END, *text_of(random_, TURN_TOKENS)]
+        images.append(screenshot(size, random_))
         encoded = llm.llm_engine.scheduler.stats.num_encoded
         prompt = {"prompt_token_ids": tokens, "multi_modal_data": {"image": images}}
         began_s = time.perf_counter()
@@ -124,11 +124,11 @@ def _converse(
     return found
 
 
-def _text(random_: random.Random, num: int) -> list[int]:
+def text_of(random_: random.Random, num: int) -> list[int]:
     return [random_.randrange(10, 50_000) for _ in range(num)]
 
 
-def _screenshot(size: Sequence[int], random_: random.Random) -> bytes:
+def screenshot(size: Sequence[int], random_: random.Random) -> bytes:
     """Returns a PNG of flat rectangles."""
     from PIL import Image
 

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.kernels.timing import Row, parse, report, time_us
 
+from milepost.kernels.vision import Frames
 from milepost.kernels.vision.attention import HALVES, VisionTiles, attend
 
 PATCHES = {"640x480": 1200, "1080p": 8160, "4K": 32_640}
@@ -42,6 +43,8 @@ def rows() -> Iterator[Row]:
         for head_dim, num_heads in HEADS.items():
             shape = (num_patches, 3 * num_heads * head_dim)
             projected = torch.randn(shape, device="cuda").bfloat16()
+            starts = torch.tensor([0, num_patches], dtype=torch.int32, device="cuda")
+            frames = Frames(starts=starts, lengths=(num_patches,))
             turns = torch.randn(num_patches, head_dim // 2, device="cuda")
             angles = turns.cos(), turns.sin()
             row: Row = {
@@ -52,7 +55,7 @@ def rows() -> Iterator[Row]:
             }
             for tiles in dict.fromkeys(TILES):
                 yield row | _timed(
-                    partial(attend, projected, angles, num_heads, 1, tiles),
+                    partial(attend, projected, angles, num_heads, frames, tiles),
                     f"ours {tuple(tiles)}" + (" *" if tiles == HALVES else ""),
                 )
             heads = projected.view(num_patches, 3, num_heads, head_dim).permute(1, 2, 0, 3)

@@ -6,6 +6,8 @@ import pytest
 
 from milepost import SamplingParams
 from milepost.errors import InvalidRequestError
+from milepost.runner.recording import read_records
+from milepost.scheduler.plans import StepPlan
 from tests.pictured_prompts import GREEDY, answer, asked, image, open_llm, save_folder
 
 
@@ -188,3 +190,24 @@ def test_the_models_own_drafts_change_no_answer(options, tmp_path):
             ids, report = answer(llm, prompt, params)
             assert ids == tokens
             assert options or report.images_reused
+
+
+def test_large_images_are_encoded_over_several_steps_while_others_are_answered(
+    folder, cold, tmp_path
+):
+    """Nothing changes but when: the answers are those of each prompt alone, and steps with decodes
+    encode a part of an image each."""
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (60, 8, 8, 9)]
+    one, other = image(8, 8, 1), image(7, 9, 2)
+    prompts = [asked(40), asked(10, one, 90), asked(200, other, 3, one, 9), asked(10, one, 5)]
+    plans = tmp_path / "plans"
+    with open_llm(folder, record_plans=str(plans)) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.llm_engine.scheduler.stats.num_encoded == 2
+        assert not llm.llm_engine.runner.executor.pictures._under_way
+    for prompt, own, output in zip(prompts, params, found, strict=True):
+        assert output.outputs[0].token_ids == answer(cold, prompt, own)[0]
+    steps = [record for record in read_records(plans) if isinstance(record, StepPlan)]
+    parts = [step for step in steps if step.encode_part is not None]
+    assert len(parts) > 3
+    assert all(step.num_decodes for step in parts if not step.encode_part.is_last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -39,16 +40,18 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("size", HEADS)
-@pytest.mark.parametrize(("num_each", "num_frames"), [(256, 1), (1200, 1), (3001, 1), (300, 3)])
-def test_attend(num_each: int, num_frames: int, size: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("lengths", [(256,), (1200,), (3001,), (300, 300, 300), (1200, 64, 777)])
+def test_attend(lengths: tuple[int, ...], size: str, dtype: torch.dtype) -> None:
     num_heads, head_dim = HEADS[size]
-    num_patches = num_each * num_frames
+    num_patches = sum(lengths)
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+    frames = vision.Frames(starts=starts, lengths=lengths)
     projected = randn(num_patches, 3 * num_heads * head_dim, dtype=dtype)
     turns = randn(num_patches, head_dim // 2)
     angles = turns.cos(), turns.sin()
     wide = angles[0].double(), angles[1].double()
-    expected = reference.attend(projected.double(), wide, num_heads, num_frames)
-    attended = vision.attend(projected, angles, num_heads, num_frames)
+    expected = reference.attend(projected.double(), wide, num_heads, frames)
+    attended = vision.attend(projected, angles, num_heads, frames)
     assert relative_error(attended, expected) < TOLERANCES[dtype]
 
 
@@ -62,9 +65,10 @@ def test_what_stands_around_attention(width: int, dtype: torch.dtype) -> None:
     for output, wanted in zip(vision.add_norm(*given, 1e-6), expected, strict=True):
         assert relative_error(output, wanted) < TOLERANCES[dtype]
     index = torch.arange(700, device="cuda")
-    table, places = randn(2304, width, dtype=dtype), (index // 35, index % 35)
-    added = vision.add_positions(hidden, table, places, (20, 35))
-    wanted = reference.add_positions(hidden.double(), table.double(), places, (20, 35))
+    table = randn(2304, width, dtype=dtype)
+    places = vision.places_of(index // 35, 20, 48), vision.places_of(index % 35, 35, 48)
+    added = vision.add_positions(hidden, table, places)
+    wanted = reference.add_positions(hidden.double(), table.double(), places)
     assert relative_error(added, wanted) < TOLERANCES[dtype]
     up = randn(1000, width, dtype=dtype) * width**-0.5
     units = vision.multiply_gelu(hidden, up, randn(1000, dtype=dtype))
@@ -116,8 +120,8 @@ def test_embeddings_are_close_to_the_reference(size: str) -> None:
     own, exact = tower(size, torch.bfloat16, "cuda"), tower(size, torch.float64, "cpu")
     prepared = prepare(picture(300, 420), ImageSettings())
     rows = torch.from_numpy(prepared.rows)
-    expected = exact(rows, table.double(), prepared.grid)
-    found = own(rows.cuda(), table.cuda().bfloat16(), prepared.grid)
+    expected = exact(rows, table.double(), [prepared.grid])
+    found = own(rows.cuda(), table.cuda().bfloat16(), [prepared.grid])
     assert relative_error(found.cpu(), expected) < 2e-2
 
 
@@ -129,12 +133,32 @@ def test_an_embedding_is_the_same_bits_whatever_is_encoded_before_it() -> None:
 
     def encode(order: list[int]) -> dict[int, Tensor]:
         return {
-            index: own(torch.from_numpy(images[index].rows).cuda(), table, images[index].grid)
+            index: own(torch.from_numpy(images[index].rows).cuda(), table, [images[index].grid])
             for index in order
         }
 
     first, second = encode([0, 1, 2, 3]), encode([3, 1, 0, 2])
     assert all(torch.equal(first[index], second[index]) for index in first)
+
+
+@pytest.mark.parametrize("size", HEADS)
+def test_pictures_that_are_encoded_together_have_the_bits_of_each_alone(size: str) -> None:
+    own = tower(size, torch.bfloat16, "cuda")
+    table = torch.from_numpy(normalisation(ImageSettings())).cuda().bfloat16()
+    sizes = [(256, 256), (480, 640), (64, 2000), (256, 256), (900, 900)]
+    images = [prepare(picture(*each, seed), ImageSettings()) for seed, each in enumerate(sizes)]
+
+    def encode(*chosen: int) -> list[Tensor]:
+        rows = torch.cat([torch.from_numpy(images[each].rows) for each in chosen]).cuda()
+        made = own(rows, table, [images[each].grid for each in chosen], is_fixed=True)
+        return list(made.split([images[each].num_tokens for each in chosen]))
+
+    alone = [encode(index)[0] for index in range(len(images))]
+    for chosen in ((0, 1, 2, 3, 4), (4, 0), (3, 1, 2)):
+        for index, found in zip(chosen, encode(*chosen), strict=True):
+            assert torch.equal(found, alone[index])
+    library = own(torch.from_numpy(images[1].rows).cuda(), table, [images[1].grid])
+    assert relative_error(alone[1], library) < 2e-2
 
 
 def test_steps_with_pictures_are_close_to_those_of_the_reference(tmp_path: Path) -> None:

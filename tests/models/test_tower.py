@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def load(folder: Path, **options: Any) -> Decoder:
 def encode(model: Decoder, prepared: PreparedImage) -> Tensor:
     assert model.tower is not None
     table = torch.from_numpy(normalisation(SETTINGS)).to(model.dtype)
-    return model.tower(torch.from_numpy(prepared.rows), table, prepared.grid)
+    return model.tower(torch.from_numpy(prepared.rows), table, [prepared.grid])
 
 
 @torch.no_grad()
@@ -56,9 +57,42 @@ def test_frames_of_a_video_attend_to_themselves_alone(tmp_path: Path) -> None:
     rows = torch.cat([torch.from_numpy(each.rows) for each in pair])
     table = torch.from_numpy(normalisation(SETTINGS))
     assert model.tower is not None
-    both = model.tower(rows, table, (2, *pair[0].grid[1:]))
+    both = model.tower(rows, table, [(2, *pair[0].grid[1:])])
     one_by_one = torch.cat([encode(model, each) for each in pair])
     assert relative_error(both, one_by_one) < 1e-6
+
+
+def test_pictures_that_are_encoded_together_have_the_bits_of_each_alone(tmp_path: Path) -> None:
+    """In any order and beside any others, videos' frames among them; and all match transformers."""
+    images = [image(*size, seed) for seed, size in enumerate(SIZES)]
+    wanted = expected(save("qwen3_5", tmp_path), images)
+    tower, table = load(tmp_path).tower, torch.from_numpy(normalisation(SETTINGS))
+    assert tower is not None
+
+    def encoded(chosen: list[int]) -> list[Tensor]:
+        rows = torch.cat([torch.from_numpy(images[each].rows) for each in chosen])
+        made = tower(rows, table, [images[each].grid for each in chosen], is_fixed=True)
+        return list(made.split([images[each].num_tokens for each in chosen]))
+
+    alone = [encoded([each])[0] for each in range(len(images))]
+    for chosen in ([0, 1, 2, 3, 4, 5, 6], [6, 4, 2, 0], [5, 3], [1, 1]):
+        for each, own in zip(chosen, encoded(chosen), strict=True):
+            assert torch.equal(own, alone[each])
+            assert relative_error(own, wanted[each]) < 1e-5
+
+
+@pytest.mark.parametrize("edges", [[0, 1, 2, 3], [0, 2, 3], [0, 0, 3]])
+def test_a_picture_that_is_encoded_over_several_steps_has_the_same_bits(
+    edges: list[int], tmp_path: Path
+) -> None:
+    save("qwen3_5", tmp_path)
+    model, prepared = load(tmp_path), image(5, 4)
+    table = torch.from_numpy(normalisation(SETTINGS))
+    assert model.tower is not None
+    run = model.tower.begin(torch.from_numpy(prepared.rows), table, [prepared.grid])
+    for first, end in pairwise(edges):
+        model.tower.advance(run, list(model.tower.blocks)[first:end])
+    assert torch.equal(model.tower.end(run), encode(model, prepared))
 
 
 def test_a_still_picture_is_two_equal_frames(tmp_path: Path) -> None:
@@ -67,7 +101,7 @@ def test_a_still_picture_is_two_equal_frames(tmp_path: Path) -> None:
     rows = torch.from_numpy(still.rows).view(len(still.rows), 3, 1, -1)
     table = torch.from_numpy(normalisation(SETTINGS))
     assert model.tower is not None
-    doubled = model.tower(rows.expand(-1, -1, 2, -1).flatten(1), table, still.grid)
+    doubled = model.tower(rows.expand(-1, -1, 2, -1).flatten(1), table, [still.grid])
     assert torch.equal(doubled, encode(model, still))
 
 

@@ -7,20 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.images.pictures import pixels
 from tests.mtp import add_head
 from tests.numbers import relative_error
-from tests.pictured import IMAGE, Pictured, expected_logits, image, prompt, save
+from tests.pictured import IMAGE, SETTINGS, Pictured, expected_logits, image, prompt, save
 from tests.runner.pictured import give, open_runner, part, run
 from torch import Tensor
 
+from milepost.images.patches import from_frames
 from milepost.models import Decoder, LoadOptions, load_model
 from milepost.pictures import overlapping
+from milepost.runner.pictures import EncodedPictures, PicturePixels
 from milepost.runner.recording import Record
 from milepost.runner.replay import digest, replay
 from milepost.sampling_params import SamplingParams
-from milepost.scheduler.plans import SamplingPlan, StepPlan, StepSampling
+from milepost.scheduler.plans import EncodePart, SamplingPlan, StepPlan, StepSampling
 
 GIVEN = prompt(50, image(5, 7, 1), 20, image(6, 4, 2), 30)
+PAIRS = (1, 2), (3, 3)
+"""Seeds of the frames of two parts of a video."""
 LENGTH = len(GIVEN.token_ids)
 EDGES = [0, 64, 110, 128, LENGTH - 1, LENGTH]
 
@@ -95,7 +100,7 @@ def test_the_same_picture_is_encoded_once(model: Decoder, monkeypatch: pytest.Mo
     encoded = []
     forward = type(model.tower).forward
     monkeypatch.setattr(
-        type(model.tower), "forward", lambda *how: encoded.append(1) or forward(*how)
+        type(model.tower), "forward", lambda *how, **own: encoded.append(1) or forward(*how, **own)
     )
     twice = prompt(9, image(3, 4, 7), 5, image(3, 4, 7), 5)
     runner = open_runner(model)
@@ -114,6 +119,49 @@ def test_an_embedding_does_not_depend_on_what_is_encoded_with_it(model: Decoder)
     for picture in whole:
         alone.copy(StepPlan(sequences=(), encodes=(picture,)))
     logits = [run(runner, GIVEN, [0, LENGTH]) for runner in (alone, together)]
+    assert torch.equal(*logits)
+
+
+def test_small_pictures_of_a_step_are_one_run_of_the_tower(model: Decoder) -> None:
+    """With the bits that each has alone, whatever it stands beside, videos' frames too."""
+    frames = [from_frames([pixels(24, 32, seed) for seed in pair], SETTINGS) for pair in PAIRS]
+    given = prompt(3, image(2, 3, 1), 2, frames[0], image(4, 1, 2), frames[1], 4)
+    alone, together = (EncodedPictures(model.tower, SETTINGS, joins=True) for _ in range(2))
+    runs = []
+    for pictures in (alone, together):
+        for each in given.images:
+            pictures.take(each.identity, PicturePixels(rows=each.rows, grid=each.grid))
+    begin = model.tower.begin
+    model.tower.begin = lambda *how, **own: runs.append(how) or begin(*how, **own)
+    together.follow(StepPlan(sequences=(), encodes=tuple(given.pictures)))
+    assert len(runs) == 1
+    for each in given.pictures:
+        alone.follow(StepPlan(sequences=(), encodes=(each,)))
+    assert len(runs) == 1 + len(given.images)
+    for each in given.pictures:
+        assert torch.equal(*(own._embeddings[each.identity] for own in (alone, together)))
+
+
+def test_a_picture_that_is_encoded_in_parts_is_the_same(model: Decoder) -> None:
+    """Also if a step was taken back, and it is begun again or was encoded meanwhile."""
+    whole, parts = open_runner(model), open_runner(model)
+    give(whole, GIVEN)
+    whole.copy(StepPlan(sequences=(), encodes=tuple(GIVEN.pictures)))
+
+    def run_part(number: int, first: int, end: int) -> None:
+        own = EncodePart(picture=GIVEN.pictures[number], first=first, end=end, num_parts=5)
+        parts.copy(StepPlan(sequences=(), encode_part=own))
+
+    give(parts, GIVEN)
+    run_part(0, 0, 1)
+    give(parts, GIVEN)
+    for first, end in ((0, 1), (1, 2), (2, 5), (0, 1), (1, 5)):
+        run_part(0, first, end)
+    run_part(1, 0, 2)
+    parts.copy(StepPlan(sequences=(), drops=(GIVEN.pictures[1].identity,)))
+    give(parts, GIVEN)
+    parts.copy(StepPlan(sequences=(), encodes=GIVEN.pictures[1:]))
+    logits = [run(runner, GIVEN, [0, LENGTH]) for runner in (whole, parts)]
     assert torch.equal(*logits)
 
 

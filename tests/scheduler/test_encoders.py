@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from milepost.errors import InvalidPromptError
 from milepost.pictures import Picture
-from milepost.scheduler.encoders import SHARE_BESIDE_DECODES, Encoders
+from milepost.scheduler.encoders import SHARE_BESIDE_DECODES, Encoders, TowerCost
+from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.stats import SchedulerStats
 
 GRID = 64
@@ -34,7 +36,7 @@ def step(made: Encoders, *chunks, has_decodes: bool = False):
     """The ends of the chunks, the pictures that are dropped, and those that are encoded."""
     made.begin(has_decodes=has_decodes)
     ends = [made.reach(*chunk) for chunk in chunks]
-    drops, encodes = made.take()
+    drops, encodes, _ = made.take()
     return ends, "".join(chr(each[0]) for each in drops), names(encodes)
 
 
@@ -55,20 +57,31 @@ def test_a_step_ends_chunks_at_what_it_has_no_share_for():
     assert step(made, (prompt, 192, 1000), has_decodes=True) == ([400], "", "b")
 
 
-def test_a_picture_larger_than_the_share_is_encoded_alone():
+def test_a_picture_larger_than_a_step_is_encoded_alone_when_nobody_waits():
     made, large, small = encoders(), (picture("a", 10, 900),), (picture("b", 10),)
-    assert step(made, (large, 0, 500), (small, 0, 500), has_decodes=True) == ([500, 10], "", "a")
-    assert step(made, (small, 0, 500), has_decodes=True) == ([500], "", "b")
+    assert step(made, (large, 0, 500), (small, 0, 500)) == ([500, 10], "", "a")
+    assert step(made, (small, 0, 500)) == ([500], "", "b")
 
 
 def test_the_first_chunk_always_gets_a_grid_step():
     """However many pictures are in it: a chunk that is not the last ends on the grid."""
     made = encoders(max_step_tokens=8)
     many = tuple(picture(name, 10 * k, 8) for k, name in enumerate("abcdefghij"))
-    (end,), _, encoded = step(made, (many, 0, 100), has_decodes=True)
+    (end,), _, encoded = step(made, (many, 0, 100))
     assert (end, encoded) == (70, "abcdefg")
-    made.begin(has_decodes=True)
+    made.begin(has_decodes=False)
     assert made.reach(many, 64, 100) == 100
+
+
+def test_beside_decodes_each_step_encodes_a_share_and_in_the_end_all_that_a_chunk_reads():
+    """Without decodes a chunk would wait for nothing but its own pictures."""
+    made = encoders(max_step_tokens=64)
+    many = tuple(picture(name, 10 * k, 8) for k, name in enumerate("abcdefghij"))
+    ends = [step(made, (many, 0, 100), has_decodes=True)[0][0] for _ in range(5)]
+    assert ends == [20, 40, 60, 80, 100]
+    made = encoders(max_step_tokens=16)
+    ends = [parts(made, (many[:2], 0, 64))[0][0] for _ in range(5)]
+    assert ends == [0, 10, 10, 64, 64]
 
 
 def test_outputs_that_were_not_used_for_longest_are_dropped():
@@ -98,7 +111,7 @@ def test_what_a_step_that_was_cut_short_encoded_is_encoded_again():
     made, chunk = encoders(capacity=250), ((picture("a", 0),), 0, 64)
     made.begin(has_decodes=False)
     made.reach(*chunk)
-    made.roll_back(made.take()[1])
+    made.roll_back(StepPlan(sequences=(), encodes=made.take().encodes))
     assert step(made, chunk) == ([64], "", "a")
     assert step(made, chunk) == ([64], "", "")
 
@@ -110,3 +123,52 @@ def test_pictures_that_could_never_be_read_together_are_refused():
         made.check((picture("a", 0), picture("b", 101)))
     with pytest.raises(InvalidPromptError, match="151 tokens side by side"):
         made.check((picture("a", 0, 151),))
+
+
+def parts(made: Encoders, *chunks, has_decodes: bool = True):
+    """The ends of the chunks, the parts of a large picture, and the pictures encoded whole."""
+    made.begin(has_decodes=has_decodes)
+    ends = [made.reach(*chunk) for chunk in chunks]
+    _, encodes, part = made.take()
+    own = None
+    if part is not None:
+        own = names([part.picture]), part.first, part.end, part.num_parts
+    return ends, own, names(encodes)
+
+
+def test_a_picture_that_is_more_than_a_share_is_encoded_over_several_steps():
+    """Whoever asked for it, and in the order of those that ask; chunks end before it meanwhile."""
+    made, large = encoders(), ((picture("a", 10, 350),), 0, 400)
+    small, text = ((picture("b", 70),), 64, 200), ((), 0, 50)
+    assert parts(made, large, small, text) == ([10, 70, 50], ("a", 0, 1, 4), "")
+    assert parts(made, small, large) == ([70, 10], ("a", 1, 2, 4), "")
+    assert parts(made) == ([], ("a", 2, 3, 4), "")
+    assert made._stats.num_encoded == 0
+    assert parts(made, large, large) == ([400, 400], ("a", 3, 4, 4), "")
+    assert (made._stats.num_encoded, made._stats.num_encoder_hits) == (1, 1)
+    assert parts(made, large, small) == ([400, 200], None, "b")
+
+
+def test_what_is_left_of_a_picture_is_encoded_at_once_when_nobody_waits():
+    made, large = encoders(), ((picture("a", 10, 350),), 0, 400)
+    assert parts(made, large) == ([10], ("a", 0, 1, 4), "")
+    assert parts(made, large, has_decodes=False) == ([400], ("a", 1, 4, 4), "")
+    made = encoders()
+    assert parts(made, large, has_decodes=False) == ([400], None, "a")
+
+
+def test_a_picture_under_way_is_neither_dropped_nor_read():
+    made, large = encoders(capacity=400), ((picture("a", 10, 350),), 0, 400)
+    parts(made, large)
+    assert parts(made, ((picture("b", 5),), 0, 64)) == ([5], ("a", 1, 2, 4), "")
+    made.roll_back(StepPlan(sequences=()))
+    assert parts(made, large) == ([10], ("a", 0, 1, 4), ""), "nobody knows how far it came"
+
+
+def test_a_tower_costs_by_patches_and_by_pairs_of_a_frame():
+    still, frames = picture("a", 0, 100), replace(picture("b", 0, 100), grid=(4, 2, 50))
+    cost = TowerCost(linear=2.0, quadratic=0.1)
+    assert cost.of(still) == 100 * 2 + 100 * 100 * 0.1
+    assert cost.of(frames) == 100 * 2 + 4 * 25 * 25 * 0.1
+    made = Encoders(1000, 400, GRID, SchedulerStats(), cost)
+    assert parts(made, ((still,), 0, 200)) == ([0], ("a", 0, 1, 12), "")

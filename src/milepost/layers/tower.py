@@ -1,24 +1,32 @@
-"""A vision tower: from a picture's patches to one embedding for each of its tokens.
+"""A vision tower: from pictures' patches to one embedding for each of their tokens.
 
     patches -> embedded, with positions -> blocks of attention and feed-forward -> merged in fours
 
-A tower runs one picture at a time, so an embedding does not depend on which other pictures are
-encoded with it, bit for bit. Each rank has the whole tower.
+An embedding does not depend on which other pictures are encoded with it, bit for bit: a run of
+several pictures takes products whose order does not depend on the number of rows, and attention
+that is cut by pictures. One that is encoded alone may take a library's GEMM. Each rank has the
+whole tower.
 
-Legend: P patches, D hidden size, H heads, E head_dim, M patches merged into a token, C hidden size
-of the model.
+Legend: P patches of all pictures, N pictures, D hidden size, H heads, E head_dim, M patches merged
+into a token, C hidden size of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from milepost.kernels import vision
+from milepost.kernels import products, vision
+from milepost.kernels.platform.device import runs_triton
+from milepost.kernels.platform.tensors import Made, in_blocks
+from milepost.kernels.vision import Frames
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import WeightSlots, fill_matrix, place_whole
 
@@ -52,6 +60,46 @@ class TowerShapes:
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
+    @property
+    def num_weights(self) -> int:
+        """Weights that a token's patches are multiplied by, each patch counted."""
+        size, num_patches = self.hidden_size, self.merge_size**2
+        block = 4 * size**2 + 2 * size * self.feed_forward_size
+        merged = num_patches * size
+        merger = merged * (merged + self.output_size)
+        return num_patches * (self.num_inputs * size + self.depth * block) + merger
+
+
+Grid = tuple[int, int, int]
+"""Frames of a picture, and patches of a frame from top to bottom and from left to right."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TowerRun:
+    """A run of a tower, between two of its blocks."""
+
+    hidden: Tensor
+    """[P, D], the residual stream."""
+    delta: Tensor | None
+    """[P, D], to be added to it next."""
+    angles: tuple[Tensor, Tensor]
+    frames: Frames
+    is_fixed: bool
+    """Whether products take an order that does not depend on the number of rows."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds on the device."""
+        held = (self.hidden, self.delta, *self.angles, self.frames.starts)
+        return sum(each.nbytes for each in held if each is not None)
+
+
+def _by_rows(compute: Callable[..., Made], *rows: Tensor, is_fixed: bool) -> Made:
+    """Returns what `compute` makes of each row of `rows` [P, ...]. On a CPU, torch computes the
+    last numbers of a tensor by other instructions, so it gets blocks of rows if `is_fixed`."""
+    is_cut = is_fixed and not runs_triton(rows[0])
+    return in_blocks(compute, *rows) if is_cut else compute(*rows)
+
 
 class TowerLinear(nn.Module):
     """A projection with bias. `shape` is that of the checkpoint's weight, whose dimensions after
@@ -63,8 +111,20 @@ class TowerLinear(nn.Module):
         self.weight = kind.empty(shape[0], torch.Size(shape[1:]).numel())
         self.bias = kind.empty(shape[0])
 
-    def forward(self, rows: Tensor) -> Tensor:
-        return F.linear(rows, self.weight, self.bias)
+    def forward(self, rows: Tensor, *, is_fixed: bool) -> Tensor:
+        """Multiplies `rows` [P, I]; see `TowerRun.is_fixed`."""
+        if not is_fixed:
+            return F.linear(rows, self.weight, self.bias)
+        return products.multiply(
+            rows, products.Raw(values=self.weight, batch_invariant=True), self.bias
+        )
+
+    def gelu(self, rows: Tensor, *, is_fixed: bool) -> Tensor:
+        """Multiplies, and takes the GELU as a tanh approximates it."""
+        if not is_fixed:
+            return vision.multiply_gelu(rows, self.weight, self.bias)
+        multiplied = self(rows, is_fixed=True)
+        return _by_rows(partial(F.gelu, approximate="tanh"), multiplied, is_fixed=True)
 
     def placements(self) -> WeightSlots:
         weight = place_whole(self.weight.view(self._shape))
@@ -112,18 +172,15 @@ class TowerBlock(nn.Module):
         self.up = TowerLinear(kind.under("mlp.linear_fc1"), inner, size)
         self.down = TowerLinear(kind.under("mlp.linear_fc2"), size, inner)
 
-    def run(
-        self,
-        hidden: Tensor,
-        delta: Tensor | None,
-        angles: tuple[Tensor, Tensor],
-        num_frames: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the residual stream [P, D] and what is to be added to it next."""
-        hidden, normed = self.norm1.add(hidden, delta)
-        attended = vision.attend(self.qkv(normed), angles, self._num_heads, num_frames)
-        hidden, normed = self.norm2.add(hidden, self.proj(attended))
-        return hidden, self.down(vision.multiply_gelu(normed, self.up.weight, self.up.bias))
+    def advance(self, run: TowerRun) -> None:
+        """Takes a run on by this block."""
+        is_fixed = run.is_fixed
+        hidden, normed = self.norm1.add(run.hidden, run.delta)
+        projected = self.qkv(normed, is_fixed=is_fixed)
+        attended = vision.attend(projected, run.angles, self._num_heads, run.frames)
+        delta = self.proj(attended, is_fixed=is_fixed)
+        run.hidden, normed = self.norm2.add(hidden, delta)
+        run.delta = self.down(self.up.gelu(normed, is_fixed=is_fixed), is_fixed=is_fixed)
 
 
 class Merger(nn.Module):
@@ -136,10 +193,12 @@ class Merger(nn.Module):
         self.first = TowerLinear(kind.under("linear_fc1"), self._size, self._size)
         self.second = TowerLinear(kind.under("linear_fc2"), shapes.output_size, self._size)
 
-    def run(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
-        """Adds `delta` and merges."""
-        normed = self.norm.add(hidden, delta)[1]
-        return self.second(F.gelu(self.first(normed.view(-1, self._size))))
+    def end(self, run: TowerRun) -> Tensor:
+        """Returns the tokens of a run that has passed all blocks."""
+        normed = self.norm.add(run.hidden, run.delta)[1]
+        inner = self.first(normed.view(-1, self._size), is_fixed=run.is_fixed)
+        inner = _by_rows(F.gelu, inner, is_fixed=run.is_fixed)
+        return self.second(inner, is_fixed=run.is_fixed)
 
 
 class Tower(nn.Module):
@@ -161,39 +220,80 @@ class Tower(nn.Module):
 
     @torch.inference_mode()
     def forward(
-        self,
-        rows: Tensor,
-        table: Tensor,
-        grid: tuple[int, int, int],
-        blocks: Iterable[TowerBlock] | None = None,
+        self, rows: Tensor, table: Tensor, grids: Sequence[Grid], *, is_fixed: bool = False
     ) -> Tensor:
-        """Returns the embeddings [P / M, C] of a picture's tokens.
+        """Returns the embeddings [P / M, C] of the pictures' tokens: `begin`, all blocks, `end`."""
+        run = self.begin(rows, table, grids, is_fixed=is_fixed)
+        self.advance(run, self.blocks)
+        return self.end(run)
 
-        `rows` [P, bytes] are its patches, the M patches of a token one after the other, and `table`
-        [3, 256] has the value of each byte in each channel, in the tower's dtype. `grid` counts the
-        frames, and the patches of a frame from top to bottom and from left to right. `blocks`
-        replace the tower's blocks, as if it had no others.
+    @torch.inference_mode()
+    def begin(
+        self, rows: Tensor, table: Tensor, grids: Sequence[Grid], *, is_fixed: bool = False
+    ) -> TowerRun:
+        """Embeds the patches of pictures with these grids.
+
+        `rows` [P, bytes] are their patches, picture by picture, the M patches of a token one after
+        the other, and `table` [3, 256] has the value of each byte in each channel, in the tower's
+        dtype. `is_fixed` has products take an order that does not depend on the number of rows, so
+        that several pictures have the bits of each alone.
         """
-        shapes, (num_frames, *size) = self.shapes, grid
+        shapes = self.shapes
         values = vision.normalise(rows, table, shapes.num_frames, shapes.patch_size**2)
-        places = self._places(grid)
-        hidden = self.embedding(values)
-        hidden = vision.add_positions(hidden, self.positions, places, (size[0], size[1]))
-        angles, delta = vision.turned_angles(*places, self._frequencies), None
-        for block in self.blocks if blocks is None else blocks:
-            hidden, delta = block.run(hidden, delta, angles, num_frames)
-        return self.merger.run(hidden, delta)
+        places, entries = self._places(grids)
+        hidden = self.embedding(values, is_fixed=is_fixed)
+        return TowerRun(
+            hidden=vision.add_positions(hidden, self.positions, entries),
+            delta=None,
+            angles=_by_rows(
+                partial(vision.turned_angles, frequencies=self._frequencies),
+                *places,
+                is_fixed=is_fixed,
+            ),
+            frames=self._frames(grids),
+            is_fixed=is_fixed,
+        )
 
-    def _places(self, grid: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-        """Returns the row and the column of each patch [P], the patches of a token together."""
-        merge, (num_frames, rows, columns) = self.shapes.merge_size, grid
-        index = torch.arange(num_frames * rows * columns, device=self._frequencies.device)
+    @torch.inference_mode()
+    def advance(self, run: TowerRun, blocks: Iterable[TowerBlock]) -> None:
+        """Takes a run on by some of the tower's blocks."""
+        for block in blocks:
+            block.advance(run)
+
+    @torch.inference_mode()
+    def end(self, run: TowerRun) -> Tensor:
+        """Returns the embeddings of the tokens of a run that has passed all blocks."""
+        return self.merger.end(run)
+
+    def _frames(self, grids: Sequence[Grid]) -> Frames:
+        lengths = tuple(rows * columns for times, rows, columns in grids for _ in range(times))
+        return Frames(starts=self._sent([0, *accumulate(lengths)]).int(), lengths=lengths)
+
+    def _places(self, grids: Sequence[Grid]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Returns the row and the column of each patch [P], the patches of a token together, and
+        their places in the table of positions."""
+        merge, side = self.shapes.merge_size, round(self.shapes.num_positions**0.5)
+        lengths = [prod(grid) for grid in grids]
+        firsts = [0, *accumulate(lengths)][:-1]
+        shapes = [rows for _, rows, _ in grids], [columns for *_, columns in grids]
+        rows, columns, sizes, starts = self._sent([*shapes, lengths, firsts])
+        owner = torch.repeat_interleave(sizes, output_size=sum(lengths))
+        index = torch.arange(sum(lengths), device=owner.device) - starts[owner]
+        rows, columns = rows[owner], columns[owner]
         token, inner = index % (rows * columns) // merge**2, index % merge**2
         across = columns // merge
-        return (
-            token // across * merge + inner // merge,
-            token % across * merge + inner % merge,
+        row = token // across * merge + inner // merge
+        column = token % across * merge + inner % merge
+        return (row, column), (
+            vision.places_of(row, rows, side),
+            vision.places_of(column, columns, side),
         )
+
+    def _sent(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """Returns whole numbers on the device, without waiting for it."""
+        device = self._frequencies.device
+        sent = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return sent.to(device, non_blocking=True)
 
     def placements(self) -> WeightSlots:
         return {self.kind.full("pos_embed.weight"): place_whole(self.positions)}

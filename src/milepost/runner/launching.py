@@ -25,15 +25,15 @@ An H200 reaches 2.6e12 to 5e12."""
 def most_launched_tokens(model: Decoder, chip: Chip) -> int:
     """Returns the number of tokens up to which a prefill is bound by its launches."""
     flops = next(own for capability, own in _FLOPS if chip.capability >= capability)
+    return int(len(model.layers) * _LAUNCH_S * chip.num_sms * flops / (2 * num_weights(model)))
+
+
+def num_weights(model: Decoder) -> float:
+    """Counts the weights of layers that a token is multiplied by on this rank, at least 1; FP8 by
+    FP8 counts half, as it takes half as long."""
     layers: list[Layer] = list(model.layers)
-    num_weights = sum(map(_num_weights, layers))
-    return int(len(layers) * _LAUNCH_S * chip.num_sms * flops / (2 * max(num_weights, 1)))
-
-
-def _num_weights(layer: Layer) -> float:
-    """Counts the weights that a token is multiplied by; FP8 by FP8 counts half, as it takes half as
-    long."""
-    return sum(_of_module(module) for block in layer.blocks for module in block.modules())
+    blocks = [block for layer in layers for block in layer.blocks]
+    return max(sum(_of_module(module) for block in blocks for module in block.modules()), 1)
 
 
 def _of_module(module: nn.Module) -> float:

@@ -17,6 +17,9 @@ from milepost.runner.device import DeviceExecutor
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pools import allocate
 
+_SMALL_GRID = 1, 16, 16
+"""Patches of a picture that is encoded with others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstSteps:
@@ -39,6 +42,8 @@ class StepBytes:
     sampling: int = 0
     tower: int = 0
     """Encoding the largest picture, at the expense of no step."""
+    under_way: int = 0
+    """What stays of it between the steps that it is encoded over."""
     encoded: int = 0
     """Pictures that are kept encoded."""
 
@@ -48,7 +53,7 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        return max(self.without_pictures, self.tower) + self.encoded
+        return max(self.without_pictures + self.under_way, self.tower) + self.encoded
 
 
 def rehearsal(model: Decoder, shape: PoolShape, steps: FirstSteps) -> DeviceExecutor:
@@ -78,20 +83,29 @@ def measure_steps(executor: DeviceExecutor, steps: FirstSteps) -> StepBytes:
     )
 
 
-def measure_tower(tower: Tower, settings: ImageSettings) -> int:
+def measure_tower(tower: Tower, settings: ImageSettings) -> tuple[int, int]:
     """Measures the bytes that encoding the largest picture takes: those of one block and of what
-    stands around the blocks, since each uses the memory of the one before. Compiles the kernels."""
+    stands around the blocks, since each uses the memory of the one before; and those that stay
+    between steps while it is under way. Compiles the kernels, those for several pictures too."""
     shapes, device = tower.shapes, tower.positions.device
     down = isqrt(settings.max_tokens)
     grid = 1, down * shapes.merge_size, settings.max_tokens // down * shapes.merge_size
     num_bytes = shapes.num_channels * shapes.patch_size**2
     rows = torch.zeros(prod(grid), num_bytes, dtype=torch.uint8, device=device)
     table = torch.zeros(shapes.num_channels, 256, dtype=tower.positions.dtype, device=device)
+    small = rows[: prod(_SMALL_GRID)]
+    several = tower.begin(small, table, [_SMALL_GRID], is_fixed=True)
+    tower.advance(several, tower.blocks[:1])
+    tower.end(several)
+    del several
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    tower(rows, table, grid, tower.blocks[:1])
+    run = tower.begin(rows, table, [grid])
+    tower.advance(run, tower.blocks[:1])
+    tower.end(run)
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated(device) - before + rows.nbytes
+    peak = torch.cuda.max_memory_allocated(device) - before + rows.nbytes
+    return peak, run.num_bytes
 
 
 def _uncaptured(largest: Capacity, captured: Sequence[Capacity]) -> Iterator[Capacity]:

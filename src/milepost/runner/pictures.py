@@ -5,6 +5,7 @@ Which of them are kept is decided by plans alone (`StepPlan.encodes`, `StepPlan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +15,15 @@ from torch import Tensor
 
 from milepost.images import ImageSettings, normalisation
 from milepost.layers.context import PictureRows
-from milepost.layers.tower import Tower
+from milepost.layers.tower import Tower, TowerRun
 from milepost.models.decoder import Decoder
 from milepost.runner.positions import PicturePart, parts
-from milepost.scheduler.plans import StepPlan
+from milepost.scheduler.plans import EncodePart, StepPlan
+
+FEW_PATCHES = 4096
+"""Pictures of so many patches or fewer are encoded together. Larger ones keep a GPU busy alone."""
+MOST_PATCHES = 16_384
+"""Patches of one run of the tower, unless a single picture has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +34,30 @@ class PicturePixels:
     """[patches, bytes], as `images.prepare` makes them."""
     grid: tuple[int, int, int]
 
+    def widened(self, num_bytes: int, num_channels: int) -> NDArray[np.uint8]:
+        """Returns rows of `num_bytes`, in which a patch's one frame stands for several."""
+        if self.rows.shape[1] == num_bytes:
+            return self.rows
+        frames = self.rows.reshape(len(self.rows), num_channels, 1, -1)
+        times = num_bytes // self.rows.shape[1]
+        return np.repeat(frames, times, axis=2).reshape(len(self.rows), num_bytes)
+
 
 class EncodedPictures:
-    """Encodes pictures with a model's tower, and keeps the embeddings by identity."""
+    """Encodes pictures with a model's tower, and keeps the embeddings by identity.
 
-    def __init__(self, tower: Tower, settings: ImageSettings) -> None:
+    Small pictures of a step are encoded together if `joins`, by default on a GPU.
+    """
+
+    def __init__(self, tower: Tower, settings: ImageSettings, *, joins: bool | None = None) -> None:
         self._tower = tower
+        self._joins = tower.positions.is_cuda if joins is None else joins
         self._device, dtype = tower.positions.device, tower.positions.dtype
         self._table = torch.from_numpy(normalisation(settings)).to(self._device, dtype)
         self._pixels: dict[bytes, PicturePixels] = {}
         self._embeddings: dict[bytes, Tensor] = {}
+        self._under_way: dict[bytes, TowerRun] = {}
+        """The picture that is encoded over several steps."""
 
     @staticmethod
     def of(model: Decoder, settings: ImageSettings | None) -> EncodedPictures | None:
@@ -66,12 +86,22 @@ class EncodedPictures:
         for identity in plan.drops:
             self._pixels.pop(identity, None)
             self._embeddings.pop(identity, None)
-        for picture in plan.encodes:
-            if picture.identity in self._embeddings:
+            self._under_way.pop(identity, None)
+        if plan.encode_part is not None:
+            self._encode_part(plan.encode_part)
+        wanted = {each.identity: each for each in plan.encodes}
+        several: dict[bytes, PicturePixels] = {}
+        for identity in wanted:
+            if identity in self._embeddings:
                 continue
-            pixels = self._pixels.pop(picture.identity, None)
-            assert pixels is not None, "I1: the pixels of a picture come before its encoding"
-            self._embeddings[picture.identity] = self._encode(pixels)
+            pixels = self._take(identity)
+            if not self._joins or len(pixels.rows) > FEW_PATCHES:
+                self._embeddings[identity] = self._encode([pixels], is_fixed=False)
+                continue
+            if sum(len(each.rows) for each in (*several.values(), pixels)) > MOST_PATCHES:
+                self._encode_several(several)
+            several[identity] = pixels
+        self._encode_several(several)
 
     def embeddings_of(self, part: PicturePart) -> Tensor:
         """Returns the embeddings [N, C] of some of a picture's tokens."""
@@ -79,8 +109,49 @@ class EncodedPictures:
         assert whole is not None, "I2: a picture is encoded before its tokens are computed"
         return whole[part.first : part.first + len(part.tokens)]
 
-    def _encode(self, pixels: PicturePixels) -> Tensor:
-        return self._tower(self.send(pixels.rows), self._table, pixels.grid)
+    def _take(self, identity: bytes) -> PicturePixels:
+        pixels = self._pixels.pop(identity, None)
+        assert pixels is not None, "I1: the pixels of a picture come before its encoding"
+        return pixels
+
+    def _encode_several(self, several: dict[bytes, PicturePixels]) -> None:
+        """Encodes small pictures in one run, and forgets them here. A picture has the bits that it
+        has alone."""
+        if not several:
+            return
+        merged = self.merge_size**2
+        embeddings = self._encode([*several.values()], is_fixed=True)
+        lengths = [len(each.rows) // merged for each in several.values()]
+        self._embeddings.update(zip(several, embeddings.split(lengths), strict=True))
+        several.clear()
+
+    def _encode(self, pixels: Sequence[PicturePixels], *, is_fixed: bool) -> Tensor:
+        rows = self._send_all(pixels)
+        grids = [each.grid for each in pixels]
+        return self._tower(rows, self._table, grids, is_fixed=is_fixed)
+
+    def _encode_part(self, part: EncodePart) -> None:
+        """Runs some of the tower's blocks for a large picture."""
+        identity, tower = part.picture.identity, self._tower
+        if identity in self._embeddings:
+            return  # it was encoded by a step that the planner took back
+        if part.first == 0:
+            pixels = self._take(identity)
+            rows = self._send_all([pixels])
+            self._under_way[identity] = tower.begin(rows, self._table, [pixels.grid])
+        run, depth = self._under_way[identity], len(tower.blocks)
+        first, end = (depth * number // part.num_parts for number in (part.first, part.end))
+        tower.advance(run, list(tower.blocks)[first:end])
+        if part.is_last:
+            del self._under_way[identity]
+            self._embeddings[identity] = tower.end(run)
+
+    def _send_all(self, pixels: Sequence[PicturePixels]) -> Tensor:
+        """Returns the rows of pictures on the device. Still pictures and videos' frames have rows
+        of different lengths: then those of still ones are doubled."""
+        longest = max(each.rows.shape[1] for each in pixels)
+        rows = [each.widened(longest, self._tower.shapes.num_channels) for each in pixels]
+        return self.send(rows[0] if len(rows) == 1 else np.concatenate(rows))
 
     def send(self, values: NDArray[np.uint8] | NDArray[np.int64]) -> Tensor:
         """Returns the values on the device, without waiting for it."""

@@ -2,47 +2,94 @@
 
 Outputs are kept by the identities of pictures, up to a number of tokens; those not used for longest
 go first. A step encodes what its chunks reach, as far as its share of encoder work goes: then the
-chunk ends before the picture, and the steps of other requests go on. Knows no pixels.
+chunk ends before the picture, and the steps of other requests go on. A picture that is more work
+than a share is encoded over several steps, one such picture at a time. Knows no pixels.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from milepost.cache.placement import floor
 from milepost.errors import InvalidPromptError
 from milepost.pictures import Picture, overlapping
+from milepost.scheduler.plans import EncodePart, StepPlan
 from milepost.scheduler.stats import SchedulerStats
 
 SHARE_BESIDE_DECODES = 4
-"""A step with decodes encodes no more than this part of its tokens, or one picture. So a large
-picture delays the tokens of others once, and never do several together."""
+"""A step with decodes encodes as much as costs this part of its tokens. So pictures delay the
+tokens of others in each step by no more than a chunk of text does."""
+MAX_PARTS = 64
+"""Most steps that one picture is encoded over."""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerCost:
+    """Work of the vision tower, in tokens of text whose computation takes as many operations."""
+
+    linear: float = 1.0
+    """For each token of a picture."""
+    quadratic: float = 0.0
+    """For each pair of tokens of a frame, which attend to each other."""
+
+    def of(self, picture: Picture) -> float:
+        """Returns the work of a picture."""
+        num_each = picture.num_tokens / picture.grid[0]
+        return picture.num_tokens * (self.linear + self.quadratic * num_each)
+
+
+PLAIN_COST = TowerCost()
+"""A token of a picture costs as much as one of text."""
+
+
+class EncoderStep(NamedTuple):
+    """The work of a step on pictures."""
+
+    drops: tuple[bytes, ...]
+    """Identities."""
+    encodes: tuple[Picture, ...]
+    part: EncodePart | None
 
 
 class Encoders:
     """The encoder outputs on the device, and the encoder work of the step being planned.
 
-    `capacity` is in tokens; `max_step_tokens` is the token budget of a step, for the tower's tokens
-    too. Chunks end at multiples of `grid`.
+    `capacity` is in tokens of pictures; `max_step_tokens` is the token budget of a step, for the
+    work of the tower too. Chunks end at multiples of `grid`.
     """
 
     def __init__(
-        self, capacity: int, max_step_tokens: int, grid: int, stats: SchedulerStats
+        self,
+        capacity: int,
+        max_step_tokens: int,
+        grid: int,
+        stats: SchedulerStats,
+        cost: TowerCost = PLAIN_COST,
     ) -> None:
         self._capacity = capacity
         self._max_step_tokens = max_step_tokens
         self._grid = grid
         self._stats = stats
+        self._cost = cost
         self._kept: OrderedDict[bytes, int] = OrderedDict()
         """Tokens by identity, the one used last at the end."""
         self._unsure: set[bytes] = set()
         """Pictures of `_kept` that may not have been encoded, since their step was cut short."""
+        self._under_way: EncodePart | None = None
+        """The last part of a picture of `_kept` that further parts follow."""
+        self._unread: set[bytes] = set()
+        """Pictures of `_kept` that no chunk has read since they were encoded."""
         self._needed: dict[bytes, int] = {}
-        """Pictures of `_kept` that the step being planned reads."""
+        """Pictures of `_kept` that the step being planned reads or goes on with."""
         self._encodes: list[Picture] = []
+        self._part: EncodePart | None = None
         self._drops: dict[bytes, None] = {}
-        self._left = 0
+        self._left = 0.0
+        self._share = 0.0
 
     def check(self, pictures: Sequence[Picture]) -> None:
         """Raises InvalidPromptError if a grid step of a prompt needs more outputs than are kept."""
@@ -57,34 +104,52 @@ class Encoders:
                 )
 
     def begin(self, *, has_decodes: bool) -> None:
-        """Begin a step."""
+        """Begin a step; it goes on with a picture that is under way. Beside decodes the step's
+        share bounds the work, without them only that on further pictures."""
         self._needed.clear()
-        share = SHARE_BESIDE_DECODES if has_decodes else 1
-        self._left = self._max_step_tokens // share
+        self._left = self._max_step_tokens / (SHARE_BESIDE_DECODES if has_decodes else 1)
+        self._share = self._left if has_decodes else math.inf
+        before = self._under_way
+        if before is not None:
+            picture, num_parts = before.picture, before.num_parts
+            self._needed[picture.identity] = picture.num_tokens
+            self._kept.move_to_end(picture.identity)
+            self._run(picture, before.end, before.end + 1 if has_decodes else num_parts, num_parts)
 
     def reach(self, pictures: Sequence[Picture], start: int, end: int) -> int:
         """Returns how far a chunk from `start` to `end` may go: to its end, or to a picture that
-        this step cannot encode. The first chunk of a step to reach a picture gets a grid step.
+        this step cannot encode. Where nobody waits, the first chunk to reach a picture gets a grid
+        step, so that a step does some of the work.
         """
-        sure = start if self._encodes else floor(start, self._grid) + self._grid
+        is_first = not self._encodes and self._part is None and self._share == math.inf
+        sure = floor(start, self._grid) + self._grid if is_first else start
         for picture in overlapping(pictures, start, end):
             if not self._provide(picture, is_urgent=picture.offset < sure):
                 return max(picture.offset, start)
-            self._stats.num_encoder_hits += picture.offset >= start and picture not in self._encodes
+            is_hit = picture.offset >= start and picture.identity not in self._unread
+            self._stats.num_encoder_hits += is_hit
+            self._unread.discard(picture.identity)
         return end
 
-    def take(self) -> tuple[tuple[bytes, ...], tuple[Picture, ...]]:
+    def take(self) -> EncoderStep:
         """Returns the identities to drop, and the pictures to encode, in the planned step."""
-        drops, encodes = tuple(self._drops), tuple(self._encodes)
+        step = EncoderStep(tuple(self._drops), tuple(self._encodes), self._part)
         self._drops.clear()
         self._encodes.clear()
-        self._stats.num_encoded += len(encodes)
-        self._stats.encoded_tokens += sum(each.num_tokens for each in encodes)
-        return drops, encodes
+        self._part = None
+        whole = list(step.encodes)
+        if step.part is not None and step.part.is_last:
+            whole.append(step.part.picture)
+        self._stats.num_encoded += len(whole)
+        self._stats.encoded_tokens += sum(each.num_tokens for each in whole)
+        return step
 
-    def roll_back(self, encodes: Sequence[Picture]) -> None:
+    def roll_back(self, plan: StepPlan) -> None:
         """Note that a step was cut short: nobody knows what it has encoded."""
-        self._unsure.update(each.identity for each in encodes if each.identity in self._kept)
+        parts = (each.picture for each in (plan.encode_part, self._under_way) if each is not None)
+        cut = {each.identity for each in (*plan.encodes, *parts)}
+        self._unsure.update(cut.intersection(self._kept))
+        self._under_way = None
 
     def _provide(self, picture: Picture, *, is_urgent: bool) -> bool:
         """Have the step read a picture; False if it cannot. It is encoded unless it is kept."""
@@ -92,18 +157,30 @@ class Encoders:
         if identity in self._kept and identity not in self._unsure:
             self._kept.move_to_end(identity)
             self._needed[identity] = num_tokens
-            return True
-        if identity in self._drops or (num_tokens > self._left and not is_urgent):
+            return self._under_way is None or self._under_way.picture.identity != identity
+        cost = self._cost.of(picture)
+        num_parts = 1 if cost <= self._share else min(math.ceil(cost / self._share), MAX_PARTS)
+        is_full = cost / num_parts > self._left and not is_urgent
+        if identity in self._drops or is_full or (num_parts > 1 and self._part is not None):
             return False
         if sum(self._needed.values()) + num_tokens > self._capacity:
             return False
         self._unsure.discard(identity)
         self._kept[identity] = self._needed[identity] = num_tokens
         self._kept.move_to_end(identity)
-        self._left -= num_tokens
-        self._encodes.append(picture)
         self._make_room()
-        return True
+        self._run(picture, 0, 1, num_parts)
+        return num_parts == 1
+
+    def _run(self, picture: Picture, first: int, end: int, num_parts: int) -> None:
+        """Have the step run some of the parts of a picture."""
+        self._left -= self._cost.of(picture) * (end - first) / num_parts
+        self._unread.add(picture.identity)
+        if num_parts == 1:
+            self._encodes.append(picture)
+            return
+        self._part = EncodePart(picture=picture, first=first, end=end, num_parts=num_parts)
+        self._under_way = self._part if end < num_parts else None
 
     def _make_room(self) -> None:
         """Drop what was not used for longest, and is not needed, until the rest fits."""
@@ -113,4 +190,5 @@ class Encoders:
                 break
             over -= self._kept.pop(identity)
             self._unsure.discard(identity)
+            self._unread.discard(identity)
             self._drops[identity] = None

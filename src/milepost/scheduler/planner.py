@@ -78,7 +78,8 @@ class Planner:
         prefills: list[Request] = []
         for request in continuing:
             (decodes if request.num_left == 1 else prefills).append(request)
-        self.encoders.begin(has_decodes=bool(decodes))
+        # Those that wait for the outcome of a step with their drafts wait for this one too.
+        self.encoders.begin(has_decodes=any(map(_answers, self._running)))
         turn = self._admission.open(max_num_seqs)
         budget.give_decodes(decodes)
         budget.give_starved(prefills)
@@ -160,8 +161,8 @@ class Planner:
             sequences.append(sequence)
             num_exports -= len(sequence.exports)
         loads = self._outside.take_loads()
-        drops, encodes = self.encoders.take()
-        if not (sequences or loads or drops or encodes):
+        pictures = self.encoders.take()
+        if not (sequences or loads or any(pictures)):
             return StepPlan(sequences=())
         sequences.sort(key=place_in_batch)
         ended: tuple[int, ...] = ()
@@ -174,9 +175,16 @@ class Planner:
             ended=ended,
             stores=self._outside.take_stores(len(moves)),
             loads=loads,
-            drops=drops,
-            encodes=encodes,
+            drops=pictures.drops,
+            encodes=pictures.encodes,
+            encode_part=pictures.part,
         )
+
+
+def _answers(request: Request) -> bool:
+    """Whether a request has tokens, and its next one waits for steps alone."""
+    is_loading = request.allocation is not None and request.allocation.is_loading
+    return request.num_output_tokens > 0 and request.may_go_on and not is_loading
 
 
 def _order(request: Request) -> tuple[int, bool]:

@@ -138,6 +138,24 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
     arrivals: tuple[Arrival, ...]
 
 
+class EncodePart(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """A part of the tower's layers for one picture. Large pictures are encoded over several steps,
+    so that none takes long."""
+
+    picture: Picture
+    first: int
+    """Number of the first part that is run."""
+    end: int
+    """Number of the part after the last one that is run."""
+    num_parts: int
+    """Number of parts that the layers are cut into."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the picture is encoded after it."""
+        return self.end == self.num_parts
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """Sequences of one step, decodes first."""
 
@@ -154,13 +172,15 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
     """Identities of pictures whose pixels and embeddings are dropped first."""
     encodes: tuple[Picture, ...] = ()
     """Pictures to encode before anything is computed. The runner has their pixels."""
+    encode_part: EncodePart | None = None
+    """A large picture to go on encoding before those, or to begin with."""
 
     @property
     def only_copies(self) -> bool:
         """Whether the plan only copies or encodes pictures, and computes no tokens. Such a plan
         has no outcome.
         """
-        pictures = self.drops or self.encodes
+        pictures = self.drops or self.encodes or self.encode_part
         return not self.sequences and bool(self.moves or self.stores or self.loads or pictures)
 
     @property

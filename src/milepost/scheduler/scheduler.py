@@ -18,7 +18,7 @@ from milepost.config import check_budget
 from milepost.errors import QueueWaitError
 from milepost.scheduler.admission import Admission
 from milepost.scheduler.backlog import Backlog
-from milepost.scheduler.encoders import Encoders
+from milepost.scheduler.encoders import PLAIN_COST, Encoders, TowerCost
 from milepost.scheduler.lifecycle import Lifecycle
 from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.outside import Outside
@@ -46,6 +46,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         num_lookahead_tokens: int = 0,
         encoder_cache_size: int = 0,
+        tower_cost: TowerCost = PLAIN_COST,
         max_queue_wait_s: float | None = None,
     ) -> None:
         check_budget(
@@ -71,7 +72,9 @@ class Scheduler:
             self.running,
             self._admission,
             self.outside,
-            Encoders(encoder_cache_size, max_num_batched_tokens, cache.grid, self.stats),
+            Encoders(
+                encoder_cache_size, max_num_batched_tokens, cache.grid, self.stats, tower_cost
+            ),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             num_lookahead_tokens=num_lookahead_tokens,
@@ -286,7 +289,7 @@ class Scheduler:
         for step in steps:
             # Nobody knows whether the runner has come so far.
             self._planner.ended.extend(step.ended)
-            self._planner.encoders.roll_back(step.encodes)
+            self._planner.encoders.roll_back(step)
         self._steps.clear()
         for request in [one for one in self.running if moves or one.is_in_flight]:
             self._requests.take_back(request)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 
-from milepost.kernels.vision import attention, reference, triton
+from milepost.kernels.vision import Frames, attention, reference, triton
 from milepost.kernels.vision.attention import VisionTiles
 from tests.numbers import relative_error
 
@@ -27,8 +29,9 @@ def test_normalise(held: int) -> None:
 @pytest.mark.parametrize("size", [(1, 6), (4, 6), (12, 2)])
 def test_add_positions(size: tuple[int, int]) -> None:
     index = torch.arange(size[0] * size[1])
-    places = index // size[1], index % size[1]
-    arguments = randn(len(index), 20), randn(25, 20), places, size
+    rows, columns = index // size[1], index % size[1]
+    places = reference.places_of(rows, size[0], 5), reference.places_of(columns, size[1], 5)
+    arguments = randn(len(index), 20), randn(25, 20), places
     made, wanted = triton.add_positions(*arguments), reference.add_positions(*arguments)
     torch.testing.assert_close(made, wanted)
 
@@ -45,11 +48,26 @@ def test_add_norm(has_delta: bool, width: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 20, 64, 72, 80, 96])
-@pytest.mark.parametrize(("num_each", "num_frames"), [(1, 1), (16, 2), (37, 1), (33, 3)])
-def test_attend(num_each: int, num_frames: int, head_dim: int) -> None:
-    num_patches, num_heads = num_each * num_frames, 2
+@pytest.mark.parametrize("lengths", [(1,), (16, 16), (37,), (33, 1, 70)])
+def test_attend(lengths: tuple[int, ...], head_dim: int) -> None:
+    num_patches, num_heads, frames = sum(lengths), 2, frames_of(lengths)
     projected = randn(num_patches, 3 * num_heads * head_dim)
     angles = randn(num_patches, head_dim // 2).cos(), randn(num_patches, head_dim // 2).sin()
-    wanted = reference.attend(projected.clone(), angles, num_heads, num_frames)
-    made = attention.attend(projected, angles, num_heads, num_frames, SMALL)
+    wanted = reference.attend(projected.clone(), angles, num_heads, frames)
+    given = projected.clone()
+    made = attention.attend(projected, angles, num_heads, frames, SMALL)
     assert relative_error(made, wanted) < 1e-5
+    first = lengths[0]
+    alone = attention.attend(
+        given[:first].clone(),
+        (angles[0][:first], angles[1][:first]),
+        num_heads,
+        frames_of(lengths[:1]),
+        SMALL,
+    )
+    assert torch.equal(made[:first], alone), "whatever stands beside a frame"
+
+
+def frames_of(lengths: tuple[int, ...]) -> Frames:
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return Frames(starts=starts, lengths=lengths)

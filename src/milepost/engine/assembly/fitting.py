@@ -213,9 +213,11 @@ def bytes_of(
     if model.tower is None or settings is None:
         return found
     embedding_bytes = model.config.hidden_size * model.dtype.itemsize
+    tower, under_way = measure_tower(model.tower, settings)
     return replace(
         found,
-        tower=measure_tower(model.tower, settings),
+        tower=tower,
+        under_way=under_way,
         encoded=config.encoder_cache_size * embedding_bytes,
     )
 

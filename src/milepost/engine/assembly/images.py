@@ -12,10 +12,16 @@ from milepost.engine.media import ImageFacts
 from milepost.errors import UnsupportedModelError, how_to_install
 from milepost.images import ImageSettings, read_image_settings
 from milepost.models.configuration import load_config
+from milepost.models.decoder import Decoder
 from milepost.models.loading import has_pictures
+from milepost.runner.launching import num_weights
+from milepost.scheduler.encoders import TowerCost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_ATTENTION_TIMES = 2
+"""Time of an operation of attention in a tower, in those of a GEMM: 1.9 to 2.5 on an H200."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +51,15 @@ def image_settings_of(config: EngineConfig, folder: Path) -> ImageSettings:
     """Returns the checkpoint's settings for pictures, with the limits of the configuration. Raises
     ConfigError."""
     return read_image_settings(folder).with_pixels(*config.pixel_limits)
+
+
+def tower_cost(model: Decoder) -> TowerCost:
+    """Returns the work of a model's vision tower, by counting operations."""
+    if model.tower is None:
+        return TowerCost()
+    shapes, text = model.tower.shapes, num_weights(model)
+    pairs = 2 * shapes.depth * shapes.hidden_size * shapes.merge_size**4
+    return TowerCost(linear=shapes.num_weights / text, quadratic=_ATTENTION_TIMES * pairs / text)
 
 
 def image_facts(

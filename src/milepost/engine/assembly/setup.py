@@ -18,7 +18,7 @@ from milepost.config import EngineConfig
 from milepost.engine.assembly.auto import device_of, folder_of, load_options_of, runs_ahead
 from milepost.engine.assembly.bitwise import refuse_ranks, refuse_settings
 from milepost.engine.assembly.drafting import speculation_of
-from milepost.engine.assembly.images import image_facts
+from milepost.engine.assembly.images import image_facts, tower_cost
 from milepost.engine.assembly.rank import RankParts, build_rank
 from milepost.engine.assembly.team import Team
 from milepost.engine.assembly.tiering import RankTierState
@@ -98,6 +98,7 @@ def build(config: EngineConfig) -> EngineParts:
         max_num_seqs=own.config.max_num_seqs,
         max_num_batched_tokens=own.config.step_tokens(),
         encoder_cache_size=config.encoder_cache_size,
+        tower_cost=tower_cost(model),
         num_lookahead_tokens=_num_lookahead_tokens(config, model),
         max_queue_wait_s=config.max_queue_wait_s,
     )

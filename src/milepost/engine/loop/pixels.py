@@ -34,7 +34,10 @@ class PixelStore:
 
     def hand_over(self, plan: StepPlan, runner: Runner) -> None:
         """Gives the runner the pixels of the images that a plan encodes, before it is launched."""
-        for picture in plan.encodes:
+        begun = (
+            [plan.encode_part.picture] if plan.encode_part and not plan.encode_part.first else []
+        )
+        for picture in (*plan.encodes, *begun):
             holders = self._holders[picture.identity]
             runner.take_pixels(next(iter(holders.values())))
 

@@ -9,9 +9,18 @@ from __future__ import annotations
 
 from milepost.kernels.platform.tables import fused
 from milepost.kernels.vision import reference
-from milepost.kernels.vision.reference import turned_angles
+from milepost.kernels.vision.reference import Frames, places_of, turned_angles
 
-__all__ = ["add_norm", "add_positions", "attend", "multiply_gelu", "normalise", "turned_angles"]
+__all__ = [
+    "Frames",
+    "add_norm",
+    "add_positions",
+    "attend",
+    "multiply_gelu",
+    "normalise",
+    "places_of",
+    "turned_angles",
+]
 
 normalise = fused("vision.triton")(reference.normalise)
 add_positions = fused("vision.triton")(reference.add_positions)

@@ -3,7 +3,7 @@
 A head of 72 dimensions is multiplied as 64 and 16, the last half empty: the tensor cores take
 powers of two, and 128 would nearly double the work.
 
-Legend: P patches of one picture, N patches of one of its frames, H heads, E head_dim.
+Legend: P patches of one picture or of several, H heads, E head_dim.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.numerics import LOG2_E
 from milepost.kernels.platform.tensors import check_contiguous
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.vision.reference import Frames
 
 _MAIN = 64
 """Dimensions of a head that are multiplied first."""
@@ -46,10 +47,11 @@ def attend(
     projected: Tensor,
     angles: tuple[Tensor, Tensor],
     num_heads: int,
-    num_frames: int,
+    frames: Frames,
     tiles: VisionTiles | None = None,
 ) -> Tensor:
-    """As `reference.attend`: turns queries and keys in place, then attends."""
+    """As `reference.attend`: turns queries and keys in place, then attends. A patch's bits depend
+    on its own frame alone."""
     check_contiguous(projected=projected, cosines=angles[0], sines=angles[1])
     num_patches, width = projected.shape
     head_dim = width // (3 * num_heads)
@@ -69,11 +71,11 @@ def attend(
     if tiles is None and projected.element_size() == 2:
         tiles = HALVES_IN_TWO if rest else HALVES
     tiles = tiles or FLOATS
-    num_each = num_patches // num_frames
-    _attend_kernel[(cdiv(num_each, tiles.queries), num_heads, num_frames)](
+    most = cdiv(max(frames.lengths), tiles.queries)
+    _attend_kernel[(most, num_heads, len(frames.lengths))](
         projected,
         output,
-        num_each,
+        frames.starts,
         head_dim**-0.5,
         WIDTH=width,
         DIM=head_dim,
@@ -115,11 +117,11 @@ def _turn_kernel(
 
 
 @quick
-@triton.jit(do_not_specialize=("num_each",))
+@triton.jit
 def _attend_kernel(
     projected,
     output,
-    num_each,
+    starts,
     scale,
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
@@ -128,7 +130,11 @@ def _attend_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    first = tl.program_id(2).to(tl.int64) * num_each
+    frame = starts + tl.program_id(2)
+    first = tl.load(frame).to(tl.int64)
+    num_each = tl.load(frame + 1) - tl.load(frame)
+    if tl.program_id(0) * QUERIES >= num_each:  # of a frame that is shorter than another
+        return
     own = projected + first * WIDTH + tl.program_id(1) * DIM
     o_q = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     is_query = o_q < num_each

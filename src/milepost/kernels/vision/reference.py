@@ -1,16 +1,27 @@
 """Operations of vision towers in plain torch: the definition, on any device.
 
-Legend: P patches of one picture, N patches of one of its frames, B bytes of a patch, F frames of a
-patch, X pixels of a patch in one frame, D hidden size, H heads, E head_dim, O outputs.
+Legend: P patches of one picture or of several, F frames (of a patch, or of all pictures), B bytes
+of a patch, X pixels of a patch in one frame, D hidden size, H heads, E head_dim, O outputs.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.platform.tensors import accumulation_dtype, cast
+
+
+class Frames(NamedTuple):
+    """Frames that stand one after the other in a run of a tower. Each attends to itself alone."""
+
+    starts: Tensor
+    """[F + 1] int32 on the device: the first patch of each, and the number of all patches."""
+    lengths: tuple[int, ...]
+    """Patches of each."""
 
 
 def normalise(rows: Tensor, table: Tensor, num_frames: int, num_pixels: int) -> Tensor:
@@ -24,16 +35,21 @@ def normalise(rows: Tensor, table: Tensor, num_frames: int, num_pixels: int) -> 
     return values.expand(-1, -1, num_frames, -1).reshape(len(rows), -1)
 
 
-def add_positions(
-    hidden: Tensor, table: Tensor, places: tuple[Tensor, Tensor], size: tuple[int, int]
-) -> Tensor:
+def places_of(index: Tensor, count: Tensor | int, side: int) -> Tensor:
+    """Returns the places [P] float32 in a table with `side` entries of the rows `index` [P] of
+    pictures with `count` rows ([P], or a number); likewise for columns. The first and the last are
+    the table's first and last."""
+    last = count.clamp(min=2) - 1 if isinstance(count, Tensor) else max(count - 1, 1)
+    return index.to(torch.float32) * (side - 1) / last
+
+
+def add_positions(hidden: Tensor, table: Tensor, places: tuple[Tensor, Tensor]) -> Tensor:
     """Returns `hidden` [P, D] with the embeddings of the patches' places added, which are rows [P]
-    and columns [P] of a picture of `size` (rows, columns). The embeddings are those of `table`
+    and columns [P] of `table` as `places_of` returns them. The embeddings are those of `table`
     [side * side, D], a square whose corners are the picture's, with linear steps in between."""
     side = round(len(table) ** 0.5)
     near, shares = [], []
-    for index, count in zip(places, size, strict=True):
-        exact = index.to(torch.float32) * (side - 1) / max(count - 1, 1)
+    for exact in places:
         before = exact.floor()
         share = exact - before
         own = before.long()
@@ -57,19 +73,17 @@ def turned_angles(rows: Tensor, columns: Tensor, frequencies: Tensor) -> tuple[T
 
 
 def attend(
-    projected: Tensor, angles: tuple[Tensor, Tensor], num_heads: int, num_frames: int
+    projected: Tensor, angles: tuple[Tensor, Tensor], num_heads: int, frames: Frames
 ) -> Tensor:
     """Returns the attended values [P, H * E] of `projected` [P, 3 * H * E], queries, keys and
-    values one after the other. Each of the picture's `num_frames` attends to all of itself. Queries
-    and keys are turned by `angles`, cosines and sines [P, E / 2], where dimension i is paired with
-    i + E / 2. `projected` may be overwritten."""
+    values one after the other. Each frame attends to all of itself. Queries and keys are turned by
+    `angles`, cosines and sines [P, E / 2], where dimension i is paired with i + E / 2. `projected`
+    may be overwritten."""
     query, key, value = projected.unflatten(1, (3, num_heads, -1)).unbind(1)
     query, key = _turn(query, angles), _turn(key, angles)
-    per_frame = [
-        each.unflatten(0, (num_frames, -1)).transpose(1, 2) for each in (query, key, value)
-    ]
-    attended = F.scaled_dot_product_attention(*per_frame)
-    return attended.transpose(1, 2).reshape(len(projected), -1)
+    split = (each.transpose(0, 1)[None].split(frames.lengths, 2) for each in (query, key, value))
+    attended = [F.scaled_dot_product_attention(*each) for each in zip(*split, strict=True)]
+    return torch.cat(attended, 2)[0].transpose(0, 1).reshape(len(projected), -1)
 
 
 def _turn(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
