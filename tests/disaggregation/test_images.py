@@ -53,9 +53,9 @@ def test_the_decoder_encodes_nothing_that_was_prefilled(options, tmp_path):
         assert not connector_of(second).num_failed
         other = prompt(*PARTS[:3], image(4, 12, 3), PARTS[-1])
         expected, _ = answered(fleet, alone, other)
-        # The wrong parameters: what they name does not have this prompt.
+        # What these parameters name is no prompt with this image.
         ids, report = answered(fleet, second, other, job.kv_transfer_params)
         assert ids == expected
-        assert report.images_reused == 1
-        assert second.scheduler.stats.num_encoded == 1
+        assert report.reused <= other.pictures[1].offset
+        assert second.scheduler.stats.num_encoded == 2 - report.images_reused
         fleet.check()
