@@ -242,14 +242,11 @@ class Tower(nn.Module):
         values = vision.normalise(rows, table, shapes.num_frames, shapes.patch_size**2)
         places, entries = self._places(grids)
         hidden = self.embedding(values, is_fixed=is_fixed)
+        turn = partial(vision.turned_angles, frequencies=self._frequencies)
         return TowerRun(
             hidden=vision.add_positions(hidden, self.positions, entries),
             delta=None,
-            angles=_by_rows(
-                partial(vision.turned_angles, frequencies=self._frequencies),
-                *places,
-                is_fixed=is_fixed,
-            ),
+            angles=_by_rows(turn, *places, is_fixed=is_fixed),
             frames=self._frames(grids),
             is_fixed=is_fixed,
         )

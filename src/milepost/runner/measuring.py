@@ -43,7 +43,7 @@ class StepBytes:
     tower: int = 0
     """Encoding the largest picture, at the expense of no step."""
     under_way: int = 0
-    """What stays of it between the steps that it is encoded over."""
+    """Numbers of a picture that stay between the steps in which it is encoded."""
     encoded: int = 0
     """Pictures that are kept encoded."""
 

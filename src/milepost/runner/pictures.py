@@ -21,7 +21,7 @@ from milepost.runner.positions import PicturePart, parts
 from milepost.scheduler.plans import EncodePart, StepPlan
 
 FEW_PATCHES = 4096
-"""Pictures of so many patches or fewer are encoded together. Larger ones keep a GPU busy alone."""
+"""Pictures of up to this many patches are encoded together. Larger ones keep a GPU busy alone."""
 MOST_PATCHES = 16_384
 """Patches of one run of the tower, unless a single picture has more."""
 

@@ -59,7 +59,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting = Queue(cache)
         self.running: list[Request] = []
-        self.stats = SchedulerStats()
+        self.stats = stats = SchedulerStats()
         self.outside = Outside(cache)
         self._admission = Admission(cache, self.waiting, self.running, self.outside, self.stats)
         self._backlog = (
@@ -72,9 +72,7 @@ class Scheduler:
             self.running,
             self._admission,
             self.outside,
-            Encoders(
-                encoder_cache_size, max_num_batched_tokens, cache.grid, self.stats, tower_cost
-            ),
+            Encoders(encoder_cache_size, max_num_batched_tokens, cache.grid, stats, tower_cost),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             num_lookahead_tokens=num_lookahead_tokens,
