@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.kernels.timing import Row, parse, report, time_us
 
-from milepost.kernels.vision import Frames
+from milepost.kernels.vision import PictureFrames
 from milepost.kernels.vision.attention import HALVES, VisionTiles, attend
 
 PATCHES = {"640x480": 1200, "1080p": 8160, "4K": 32_640}
@@ -44,7 +44,7 @@ def rows() -> Iterator[Row]:
             shape = (num_patches, 3 * num_heads * head_dim)
             projected = torch.randn(shape, device="cuda").bfloat16()
             starts = torch.tensor([0, num_patches], dtype=torch.int32, device="cuda")
-            frames = Frames(starts=starts, lengths=(num_patches,))
+            frames = PictureFrames(starts=starts, lengths=(num_patches,))
             turns = torch.randn(num_patches, head_dim // 2, device="cuda")
             angles = turns.cos(), turns.sin()
             row: Row = {

@@ -45,7 +45,7 @@ def test_attend(lengths: tuple[int, ...], size: str, dtype: torch.dtype) -> None
     num_heads, head_dim = HEADS[size]
     num_patches = sum(lengths)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
-    frames = vision.Frames(starts=starts, lengths=lengths)
+    frames = vision.PictureFrames(starts=starts, lengths=lengths)
     projected = randn(num_patches, 3 * num_heads * head_dim, dtype=dtype)
     turns = randn(num_patches, head_dim // 2)
     angles = turns.cos(), turns.sin()

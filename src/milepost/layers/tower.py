@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from milepost.kernels import products, vision
 from milepost.kernels.platform.device import runs_triton
 from milepost.kernels.platform.tensors import Made, in_blocks
-from milepost.kernels.vision import Frames
+from milepost.kernels.vision import PictureFrames
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import WeightSlots, fill_matrix, place_whole
 
@@ -83,7 +83,7 @@ class TowerRun:
     delta: Tensor | None
     """[P, D], to be added to it next."""
     angles: tuple[Tensor, Tensor]
-    frames: Frames
+    frames: PictureFrames
     is_fixed: bool
     """Whether products take an order that does not depend on the number of rows."""
 
@@ -262,9 +262,9 @@ class Tower(nn.Module):
         """Returns the embeddings of the tokens of a run that has passed all blocks."""
         return self.merger.end(run)
 
-    def _frames(self, grids: Sequence[Grid]) -> Frames:
+    def _frames(self, grids: Sequence[Grid]) -> PictureFrames:
         lengths = tuple(rows * columns for times, rows, columns in grids for _ in range(times))
-        return Frames(starts=self._sent([0, *accumulate(lengths)]).int(), lengths=lengths)
+        return PictureFrames(starts=self._sent([0, *accumulate(lengths)]).int(), lengths=lengths)
 
     def _places(self, grids: Sequence[Grid]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Returns the row and the column of each patch [P], the patches of a token together, and

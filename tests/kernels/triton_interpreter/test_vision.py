@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from milepost.kernels.vision import Frames, attention, reference, triton
+from milepost.kernels.vision import PictureFrames, attention, reference, triton
 from milepost.kernels.vision.attention import VisionTiles
 from tests.numbers import relative_error
 
@@ -68,6 +68,6 @@ def test_attend(lengths: tuple[int, ...], head_dim: int) -> None:
     assert torch.equal(made[:first], alone), "whatever stands beside a frame"
 
 
-def frames_of(lengths: tuple[int, ...]) -> Frames:
+def frames_of(lengths: tuple[int, ...]) -> PictureFrames:
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return Frames(starts=starts, lengths=lengths)
+    return PictureFrames(starts=starts, lengths=lengths)

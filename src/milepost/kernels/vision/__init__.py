@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from milepost.kernels.platform.tables import fused
 from milepost.kernels.vision import reference
-from milepost.kernels.vision.reference import Frames, places_of, turned_angles
+from milepost.kernels.vision.reference import PictureFrames, places_of, turned_angles
 
 __all__ = [
-    "Frames",
+    "PictureFrames",
     "add_norm",
     "add_positions",
     "attend",

@@ -18,7 +18,7 @@ from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.numerics import LOG2_E
 from milepost.kernels.platform.tensors import check_contiguous
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
-from milepost.kernels.vision.reference import Frames
+from milepost.kernels.vision.reference import PictureFrames
 
 _MAIN = 64
 """Dimensions of a head that are multiplied first."""
@@ -47,7 +47,7 @@ def attend(
     projected: Tensor,
     angles: tuple[Tensor, Tensor],
     num_heads: int,
-    frames: Frames,
+    frames: PictureFrames,
     tiles: VisionTiles | None = None,
 ) -> Tensor:
     """As `reference.attend`: turns queries and keys in place, then attends. A patch's bits depend

@@ -15,7 +15,7 @@ from torch import Tensor
 from milepost.kernels.platform.tensors import accumulation_dtype, cast
 
 
-class Frames(NamedTuple):
+class PictureFrames(NamedTuple):
     """Frames that stand one after the other in a run of a tower. Each attends to itself alone."""
 
     starts: Tensor
@@ -73,7 +73,7 @@ def turned_angles(rows: Tensor, columns: Tensor, frequencies: Tensor) -> tuple[T
 
 
 def attend(
-    projected: Tensor, angles: tuple[Tensor, Tensor], num_heads: int, frames: Frames
+    projected: Tensor, angles: tuple[Tensor, Tensor], num_heads: int, frames: PictureFrames
 ) -> Tensor:
     """Returns the attended values [P, H * E] of `projected` [P, 3 * H * E], queries, keys and
     values one after the other. Each frame attends to all of itself. Queries and keys are turned by
