@@ -362,6 +362,6 @@ def _run_tower(head_dim: int) -> None:
     tower = Tower(shapes, ModuleScope(dtype=torch.bfloat16, device=device))
     table = torch.empty(3, 256, dtype=torch.bfloat16, device=device)
     for num_frames in (1, 2):  # a still picture, and a pair of a video's frames
-        rows = torch.empty(64, 768 * num_frames, dtype=torch.uint8, device=device)
+        rows = torch.empty(256, 768 * num_frames, dtype=torch.uint8, device=device)
         for is_fixed in (False, True):  # alone, and with others
-            tower(rows, table, [(1, 8, 8)], is_fixed=is_fixed)
+            tower(rows, table, [(1, 16, 16)], is_fixed=is_fixed)
