@@ -111,8 +111,7 @@ class Scheduler:
         self._requests.finish_load(self.outside.arrived(number))
 
     def failed(self, number: int) -> None:
-        """Notes that a load has failed, and writes nothing any more. The request computes what it
-        lacks."""
+        """Notes that a load has failed: the request computes what it lacks."""
         self._requests.finish_load(self.outside.failed(number))
 
     # --- requests ---------------------------------------------------------------------------------
