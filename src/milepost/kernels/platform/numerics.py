@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 from milepost.kernels.platform.tensors import FP8_MAX, INT8_MAX, LEAST_SCALE
 
@@ -12,6 +13,28 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(FP8_MAX)
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _INT8_MAX = tl.constexpr(INT8_MAX)
+_BIASES = tl.constexpr(2.0**120)
+"""Factor by which a number grows that moves from float8 to bfloat16 with its exponent's bits."""
+_TO_BFLOAT16 = tl.constexpr("""
+{
+    .reg .b32 low, high, sign, biases, zero;
+    mov.b32 biases, 0x7b807b80;
+    mov.b32 zero, 0x80008000;
+    prmt.b32 low, $2, 0, 0x1404;
+    prmt.b32 high, $2, 0, 0x3424;
+    and.b32 sign, low, 0x80008000;
+    shr.u32 low, low, 4;
+    and.b32 low, low, 0x07f007f0;
+    or.b32 low, low, sign;
+    and.b32 sign, high, 0x80008000;
+    shr.u32 high, high, 4;
+    and.b32 high, high, 0x07f007f0;
+    or.b32 high, high, sign;
+    fma.rn.bf16x2 $0, low, biases, zero;
+    fma.rn.bf16x2 $1, high, biases, zero;
+}
+""")
+"""Four bytes become two pairs of bfloat16, which are multiplied by 2^120."""
 
 
 @triton.jit
@@ -100,6 +123,23 @@ def decode(bits, NATIVE: tl.constexpr):
         wide = bits.to(tl.int16)
         values = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return values
+
+
+@triton.jit
+def decode_as(bits, TYPE: tl.constexpr):
+    """Turn bits of float8_e4m3fn into bfloat16; or into float16 divided by 256, whose exponents
+    reach no lower."""
+    if tl.bfloat16 == TYPE:
+        if is_cuda():
+            return tl.inline_asm_elementwise(
+                _TO_BFLOAT16, "=r,=r,r", [bits], tl.bfloat16, is_pure=True, pack=4
+            )
+        else:
+            wide = bits.to(tl.int16)
+            wide = ((wide & 0x80) << 8) | ((wide & 0x7F) << 4)
+            return wide.to(TYPE, bitcast=True) * _BIASES
+    else:
+        return decode(bits, False)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.tensors import check_contiguous, check_rows
 from milepost.kernels.platform.tiles import cdiv, num_programs
 from milepost.kernels.products.forms.matrix import Packed, Raw
-from milepost.kernels.products.portable import multipliers
+from milepost.kernels.products.portable import gemm_step
 from milepost.kernels.products.portable.rounding import readable, round_rows
 from milepost.kernels.products.portable.tiles import FEW, SplitTiles
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
@@ -58,7 +58,7 @@ def run(given: Multiplication, cut: SplitTiles) -> Tensor:
         rows.stride(0),
         0 if row_scales is None else row_scales.stride(0),
         output.stride(-2),
-        MULTIPLY=multipliers.for_tiles(weight, chip),
+        MULTIPLY=gemm_step.choose(weight),
         SHAPE=shape,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

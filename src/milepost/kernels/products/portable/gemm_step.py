@@ -2,26 +2,37 @@
 
 Quantised weights are the left operand: with few rows they fill the tensor cores' tall side. FP8:
 every BLOCK inputs the sum goes to float32 registers, times both scales; tensor cores keep some 14
-bits of a float8 sum. Int8: sums are integers, times both scales in the end. Four bits: numbers
-become the activations' type in registers, times their scales; sums of e2m1 are multiplied with
-their rows' factors.
+bits of a float8 sum. On chips without arithmetic in float8 its numbers become the activations' type
+in registers, which is exact, and rows stay as they are. Int8: sums are integers, times both scales
+in the end. Four bits: numbers become the activations' type in registers, times their scales; sums
+of e2m1 are multiplied with their rows' factors.
 
 Legend: K inputs of a step, M rows, N outputs.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from milepost.kernels.platform.numerics import decode, encode, scale_of
+from milepost.kernels.platform.numerics import decode, decode_as, encode, scale_of
+from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.forms.quantised import Quantised
 from milepost.kernels.products.portable import float4, int4, int8_step
 from milepost.kernels.products.portable.weights import (
     columns,
+    find_both,
     find_row,
     load_row_scale,
     load_scales,
 )
+
+
+def choose(weight: Raw | Quantised) -> Any:
+    """Returns the loop for a weight of this form."""
+    return multiply_raw if isinstance(weight, Raw) else multiply_quantised
 
 
 @triton.jit
@@ -88,11 +99,7 @@ def multiply_quantised(
     STEPS: tl.constexpr = (SHAPE.inputs + SHAPE.split_k * BLOCK_K - 1) // (SHAPE.split_k * BLOCK_K)
     o_x, o_w = columns(SHAPE)
     p_x += o_x[None, :]
-    gate = find_row(weight, expert, column, SHAPE)
-    up = gate
-    if SHAPE.is_gated:
-        # Up rows stand after the gates'.
-        up = find_row(weight, expert, column + SHAPE.outputs, SHAPE)
+    gate, up = find_both(weight, expert, column, SHAPE)
     p_gate, p_up = gate[0][:, None] + o_w[None, :], up[0][:, None] + o_w[None, :]
     IS_INT8: tl.constexpr = weight.numbers.dtype.element_ty == tl.int8
     if SHAPE.is_swapped:
@@ -121,18 +128,25 @@ def multiply_quantised(
         up_scales, row_scale = next_up_scales, next_row_scale
     if SHAPE.group == 0 and SHAPE.is_rounded and not SHAPE.has_block_scales:
         row_scale = tl.load(p_row_scale)[None, :]
-    return _finish(b_up, up, row_scale, SHAPE), _finish(b_gate, gate, row_scale, SHAPE)
+    TYPE: tl.constexpr = p_x.dtype.element_ty
+    return _finish(b_up, up, row_scale, TYPE, SHAPE), _finish(b_gate, gate, row_scale, TYPE, SHAPE)
 
 
 @triton.jit
-def _finish(acc, p_row, row_scale, SHAPE: tl.constexpr):
-    """Multiplies sums [N, M] by the factors that all inputs share."""
+def _finish(acc, p_row, row_scale, TYPE: tl.constexpr, SHAPE: tl.constexpr):
+    """Multiplies sums [N, M] of rows of a TYPE by the factors that all inputs share."""
     if SHAPE.group == 0 and not SHAPE.has_block_scales:
-        acc = acc.to(tl.float32) * (tl.load(p_row[1])[:, None] * row_scale)
+        scale = tl.load(p_row[1])[:, None]
+        if not SHAPE.is_decoded:
+            scale *= row_scale
+        acc = acc.to(tl.float32) * scale
     if SHAPE.group < 0:
         factor = factors(p_row[2])
         acc *= factor[:, None] if SHAPE.is_swapped else factor[None, :]
-    if not SHAPE.is_native:
+    if SHAPE.is_decoded:
+        if tl.bfloat16 != TYPE:
+            acc *= 256.0
+    elif not SHAPE.is_native:
         acc *= 65536.0
     return acc
 
@@ -154,6 +168,8 @@ def _add_step(acc, x, p_w, scales, i_k, SHAPE: tl.constexpr):
         return _add_weights(acc, x[0], p_w, scales, i_k, SHAPE)
     elif SHAPE.group:
         return _add_int4(acc, x, p_w, scales, i_k, SHAPE)
+    elif SHAPE.is_decoded:
+        return _add_decoded(acc, x[0], p_w, scales[0], i_k, SHAPE)
     else:
         return _add_fp8(acc, x, p_w, scales[0], i_k, SHAPE)
 
@@ -176,6 +192,17 @@ def _add_fp8(acc, x, p_w, scale, i_k, SHAPE: tl.constexpr):
     if SHAPE.has_block_scales:
         b_dot *= scale[:, None] * row_scale[None, :]
     return acc + b_dot
+
+
+@triton.jit
+def _add_decoded(acc, p_x, p_w, scale, i_k, SHAPE: tl.constexpr):
+    """Adds a step of FP8 weights in the rows' type, which is exact."""
+    b_x = tl.trans(tl.load(p_x + i_k))
+    b_w = decode_as(tl.load(p_w + i_k), b_x.dtype)
+    if SHAPE.has_block_scales:
+        return acc + tl.dot(b_w, b_x) * scale[:, None]
+    else:
+        return tl.dot(b_w, b_x, acc)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from milepost.kernels.platform.numerics import activate, sigmoid
 from milepost.kernels.platform.tensors import check_rows
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 from milepost.kernels.products.forms.matrix import Packed
-from milepost.kernels.products.portable import multipliers
+from milepost.kernels.products.portable import gemv_step
 from milepost.kernels.products.portable.gemv_step import multiply_raw
 from milepost.kernels.products.portable.tiles import NARROW, GemvTiles, cut_expert_gemv
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
@@ -41,7 +41,7 @@ def run(given: Multiplication, tiles: GemvTiles) -> Tensor:
         output,
         hidden.stride(0),
         output.stride(0),
-        MULTIPLY=multipliers.for_row(weight, given.chip),
+        MULTIPLY=gemv_step.choose(weight),
         SHAPE=ProductShape.of(weight, given.chip, block_n=tiles.block_n, block_k=tiles.block_k),
         num_warps=tiles.num_warps,
         **OVERLAPPED,
@@ -76,7 +76,7 @@ def project(
         output,
         rows.stride(0),
         output.stride(-2),
-        MULTIPLY=multipliers.for_row(weight, routed.chip),
+        MULTIPLY=gemv_step.choose(weight),
         SHAPE=ProductShape.of(weight, routed.chip, is_gated=is_gated, top_k=top_k, **tile),
         num_warps=tiles.num_warps,
         **OVERLAPPED,

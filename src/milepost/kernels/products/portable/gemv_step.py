@@ -10,18 +10,28 @@ block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from milepost.kernels.platform.launches import wait_for_inputs
-from milepost.kernels.platform.numerics import encode, scale_of
-from milepost.kernels.products.forms.quantised import BLOCK
-from milepost.kernels.products.portable import float4, int4
+from milepost.kernels.platform.numerics import decode, encode, scale_of
+from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.forms.quantised import BLOCK, Int8, Quantised
+from milepost.kernels.products.portable import float4, int4, int8_step
 from milepost.kernels.products.portable.gemm_step import factors
 from milepost.kernels.products.portable.rounding import widen
-from milepost.kernels.products.portable.weights import find_row
+from milepost.kernels.products.portable.weights import find_both, find_row
 
 _BLOCK = tl.constexpr(BLOCK)
+
+
+def choose(weight: Raw | Quantised) -> Any:
+    """Returns the sums for a weight of this form."""
+    if isinstance(weight, Int8):
+        return int8_step.multiply_row
+    return multiply_raw if isinstance(weight, Raw) else multiply_quantised
 
 
 @triton.jit
@@ -61,11 +71,7 @@ def multiply_quantised(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: 
     """Multiplies as `multiply_raw`, block by block."""
     BLOCKS: tl.constexpr = SHAPE.inputs // _BLOCK
     BLOCK_D: tl.constexpr = SHAPE.block_k // _BLOCK
-    gate = find_row(weight, expert, column, SHAPE)
-    up = gate
-    if SHAPE.is_gated:
-        # Up rows stand after the gates'.
-        up = find_row(weight, expert, column + SHAPE.outputs, SHAPE)
+    gate, up = find_both(weight, expert, column, SHAPE)
     ups = tl.zeros([column.shape[0]], tl.float32)
     gates = ups
     for i_d in tl.static_range(0, BLOCKS, BLOCK_D):
@@ -81,6 +87,9 @@ def multiply_quantised(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: 
     if SHAPE.group < 0:
         gates *= factors(gate[2])
         ups *= factors(up[2])
+    elif SHAPE.group == 0 and not SHAPE.has_block_scales:
+        gates *= tl.load(gate[1])
+        ups *= tl.load(up[1])
     return ups, gates
 
 
@@ -100,6 +109,9 @@ def _load_row(p_x, i_d, SHAPE: tl.constexpr):
         # What depends on a sum is widened before it is spread over the outputs, not after.
         one = tl.where(b_sum == b_sum, 1.0, b_sum)[:, None]
         return b_x * one, b_y * one, b_sum
+    elif SHAPE.is_decoded:
+        b_x *= 256.0  # weights are divided by as much
+        return b_x, b_x, b_x
     else:
         scale = scale_of(b_x, 1)
         # Times its scale here, so that numbers are widened once and not for every output.
@@ -138,8 +150,14 @@ def _dot(b_w, x, p_row, i_d, SHAPE: tl.constexpr):
         sums = tl.sum(low * b_x[None, :, :], 2) + tl.sum(high * b_y[None, :, :], 2)
         return tl.sum((sums - (zero + 128.0) * b_sum[None, :]) * scale, 1)
     else:
-        scale = tl.load(p_scale[:, None] + o_d[None, :], mask=is_input, other=0.0)
-        return tl.sum(tl.sum(widen(b_w, SHAPE.is_native) * b_x[None, :, :], 2) * scale, 1)
+        scale = 1.0
+        if SHAPE.has_block_scales:
+            scale = tl.load(p_scale[:, None] + o_d[None, :], mask=is_input, other=0.0)
+        if SHAPE.is_decoded:
+            numbers = decode(b_w, False).to(tl.float32)
+        else:
+            numbers = widen(b_w, SHAPE.is_native)
+        return tl.sum(tl.sum(numbers * b_x[None, :, :], 2) * scale, 1)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from milepost.kernels.platform.tiles import Tiles, cdiv
 from milepost.kernels.products.expert_table import ROW_BY_ROW, SEARCHED
 from milepost.kernels.products.forms.quantised import Int4
 from milepost.kernels.products.grouping import Groups, group
-from milepost.kernels.products.portable import multipliers
+from milepost.kernels.products.portable import gemm_step
 from milepost.kernels.products.portable.expert_parts import RowGroups, find_rows, load_routed
 from milepost.kernels.products.portable.rounding import RoundedRows, readable, round_rows
 from milepost.kernels.products.portable.tiles import FEW, choose_grouped
@@ -88,7 +88,7 @@ def project(
         values.stride(0) if is_up else None,
         0 if scales is None else scales.stride(0),
         capacity,
-        MULTIPLY=multipliers.for_tiles(weight, chip),
+        MULTIPLY=gemm_step.choose(weight),
         SHAPE=shape,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

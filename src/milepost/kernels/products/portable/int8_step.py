@@ -11,7 +11,7 @@ import triton.language as tl
 
 from milepost.kernels.platform.launches import wait_for_inputs
 from milepost.kernels.platform.numerics import int8_scales, round_int8
-from milepost.kernels.products.portable.weights import find_row
+from milepost.kernels.products.portable.weights import find_both
 
 _WIDTH = tl.constexpr(16)
 """Weights that a thread loads at once."""
@@ -39,11 +39,7 @@ def multiply_row(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.con
     PARTS: tl.constexpr = SHAPE.block_k // _WIDTH
     # A thread adds up the numbers that it loads at once.
     o_k = tl.arange(0, PARTS)[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
-    gate = find_row(weight, expert, column, SHAPE)
-    up = gate
-    if SHAPE.is_gated:
-        # Up rows stand after the gates'.
-        up = find_row(weight, expert, column + SHAPE.outputs, SHAPE)
+    gate, up = find_both(weight, expert, column, SHAPE)
     b_up = _load(up[0], 0, o_k, SHAPE)
     if EARLY:
         wait_for_inputs()

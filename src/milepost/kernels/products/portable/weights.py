@@ -69,6 +69,8 @@ class ProductShape(NamedTuple):
     has_block_scales: bool = False
     is_native: bool = True
     """Whether the chip multiplies FP8, if the form is that."""
+    is_decoded: bool = False
+    """Whether FP8 is multiplied in the rows' type, for the chip does not round rows to it."""
     is_static: bool = False
     """Whether the checkpoint sets the scale of all activations."""
     is_rounded: bool = False
@@ -105,6 +107,7 @@ class ProductShape(NamedTuple):
             scale_rows=weight.rows,
             has_block_scales=weight.depth == BLOCK,
             is_native=chip.has_fp8,
+            is_decoded=not chip.rounds_to_fp8,
             is_static=weight.input_scale is not None,
             is_swapped=True,
         )
@@ -141,6 +144,17 @@ def find_row(weight, expert, row, SHAPE: tl.constexpr):
             ZEROS: tl.constexpr = SHAPE.depths if SHAPE.group > 0 else 1
             p_zero = weight.zeros + (expert * HEIGHT + row) * ZEROS
         return p_w, p_scale, p_zero
+
+
+@triton.jit
+def find_both(weight, expert, column, SHAPE: tl.constexpr):
+    """Returns the rows of the gates of the outputs `column` [N], and theirs: see `find_row`."""
+    gate = find_row(weight, expert, column, SHAPE)
+    up = gate
+    if SHAPE.is_gated:
+        # Up rows stand after the gates'.
+        up = find_row(weight, expert, column + SHAPE.outputs, SHAPE)
+    return gate, up
 
 
 @triton.jit
