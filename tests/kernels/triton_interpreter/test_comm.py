@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from milepost.kernels.comm import one_shot, reference, two_shot
+from milepost.kernels import comm
+from milepost.kernels.comm import one_shot, two_shot
 from tests.kernels.comm_cases import boxes, mails
 from tests.numbers import relative_error
 
@@ -51,12 +52,12 @@ def test_all_ranks_go_on_with_the_same_sum(size, dtype):
         found = on_all(ranks, kept, add_norm)
         for parts in zip(*found, strict=True):
             assert all(torch.equal(each, parts[0]) for each in parts)
-        expected = reference.add_norm(own, partials, scale, 1e-6, 0.5)
+        expected = comm.add_norm(own, partials, scale, 1e-6, 0.5)
         for one, other in zip(found[0], expected, strict=True):
             assert relative_error(one.float(), other.float()) < bound
         sums = on_all(ranks, kept, add_up)
         assert all(torch.equal(each, sums[0]) for each in sums)
-        assert relative_error(sums[0].float(), reference.add_up(firsts).float()) < bound
+        assert relative_error(sums[0].float(), comm.add_up(firsts).float()) < bound
     for mail, signals in zip(ranks, kept[size:], strict=True):
         assert mail.turns[:3].tolist() == [4, 2, 0]
         heard = signals[:3, [rank for rank in range(size) if rank != mail.rank]]
@@ -97,7 +98,7 @@ def test_of_many_rows_each_is_added_up_by_one_rank(size, dtype):
         found = on_all(ranks, kept, share, num_sent=2)
         for parts in zip(*found, strict=True):
             assert all(torch.equal(each, parts[0]) for each in parts)
-        expected = reference.add_norm(hidden, partials, scale, 1e-6, 0.5)
+        expected = comm.add_norm(hidden, partials, scale, 1e-6, 0.5)
         for one, other in zip(found[0], expected, strict=True):
             assert relative_error(one.float(), other.float()) < bound
     for one in ranks:

@@ -96,6 +96,19 @@ def _choose_by_keys(b_logits, o_e, o_n, is_e, dtype: tl.constexpr, CHOSEN: tl.co
 
 
 @triton.jit
+def _choose_by_scores(b_scores, is_left, o_e, o_n, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr):
+    """Returns the experts with the largest scores among those that are left, the first of equal
+    ones."""
+    b_experts = tl.zeros_like(o_n)
+    for n in tl.static_range(CHOSEN):
+        best = tl.max(tl.where(is_left, b_scores, float("-inf")))
+        expert = tl.min(tl.where((b_scores == best) & is_left, o_e, EXPERTS - 1))
+        is_left &= o_e != expert
+        b_experts = tl.where(o_n == n, expert, b_experts)
+    return b_experts
+
+
+@triton.jit
 def _source(i_t, num_real):
     """Returns the token whose logits are read: padding repeats the last one."""
     i_source = i_t
@@ -161,16 +174,11 @@ def _route_kernel(
     if BY_KEYS:
         b_experts, b_chosen = _choose_by_keys(b_logits, o_e, o_n, is_e, rounded, CHOSEN)
     else:
-        b_left = tl.where(is_e, _score(b_logits, top, SIGMOID) / total + b_bias, float("-inf"))
+        b_scores = tl.where(is_e, _score(b_logits, top, SIGMOID) / total + b_bias, float("-inf"))
         is_left = is_e
         if GROUPS > 1:
-            is_left &= _is_in_best_group(b_left, o_e, EXPERTS // GROUPS, GROUPS, GROUPS_CHOSEN)
-        b_experts = tl.zeros_like(o_n)
-        for n in tl.static_range(CHOSEN):
-            best = tl.max(tl.where(is_left, b_left, float("-inf")))
-            expert = tl.min(tl.where((b_left == best) & is_left, o_e, EXPERTS - 1))
-            is_left &= o_e != expert
-            b_experts = tl.where(o_n == n, expert, b_experts)
+            is_left &= _is_in_best_group(b_scores, o_e, EXPERTS // GROUPS, GROUPS, GROUPS_CHOSEN)
+        b_experts = _choose_by_scores(b_scores, is_left, o_e, o_n, EXPERTS, CHOSEN)
         # Looking their logits up again takes less than a sum for each.
         b_chosen = _add_up(p_row + b_experts, part_stride, is_chosen, rounded, PARTS)
     b_weights = tl.where(is_chosen, _score(b_chosen, top, SIGMOID), 0.0)

@@ -136,13 +136,7 @@ def update_kernel(
             zeros = tl.zeros(o_own.shape, output.base.dtype.element_ty)
             tl.store(output.base + i_sequence * WIDTH + o_output, zeros, is_own)
         return
-    if SIZES.shared_stride == 1:
-        o_state = o_own[:, None] * SIZES.own_stride + o_s[None, :]
-        in_state = is_own[:, None] & is_s[None, :]
-    else:
-        o_state = o_s[:, None] * SIZES.shared_stride + o_own[None, :]
-        in_state = is_s[:, None] & is_own[None, :]
-    o_state += i_head * (SIZES.shared * SIZES.own)
+    o_state, in_state = _find_states(i_head, o_s, o_own, is_s, is_own, SIZES)
     source = tl.load(sequences.slot_in + i_sequence).to(tl.int64)
     p_read, p_written = states.base + source * states.stride, states.base + written * states.stride
     b_state = tl.load(p_read + o_state, in_state, 0).to(tl.float32)
@@ -214,6 +208,19 @@ def update_kernel(
         if arrived == SIZES.group // HEADS - 1:
             tl.store(p_arrivals, 0)
             _finish_unit(inputs.gate, output, weights, i_sequence, i_unit, SIZES, FINISH)
+
+
+@triton.jit
+def _find_states(i_head, o_s, o_own, is_s, is_own, SIZES: tl.constexpr):
+    """Returns places of some heads' states in a slot, in memory's order of rows and columns, and
+    which of them there are."""
+    if SIZES.shared_stride == 1:
+        o_state = o_own[:, None] * SIZES.own_stride + o_s[None, :]
+        in_state = is_own[:, None] & is_s[None, :]
+    else:
+        o_state = o_s[:, None] * SIZES.shared_stride + o_own[None, :]
+        in_state = is_s[:, None] & is_own[None, :]
+    return o_state + i_head * (SIZES.shared * SIZES.own), in_state
 
 
 @triton.jit
