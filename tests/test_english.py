@@ -27,8 +27,7 @@ DONE = (
     *("kernels/norm", "kernels/products/forms", "kernels/products/__init__.py"),
     *(f"kernels/products/{name}.py" for name in ("describe", "library", "table")),
     *(f"kernels/products/{name}.py" for name in ("expert_table", "experts_reference", "grouping")),
-    *(f"kernels/products/{name}.py" for name in ("routing", "run_experts")),
-    *("kernels/products/run_products.py", "kernels/products/hopper", "kernels/products/portable"),
+    *(f"kernels/products/{name}" for name in ("hopper", "portable", "routing.py", "run.py")),
 )
 """Packages and modules whose sentences are checked. The list grows until it names them all."""
 

@@ -42,8 +42,7 @@ from milepost.kernels.products.grouping import group
 from milepost.kernels.products.portable import gemm, gemv, grouped
 from milepost.kernels.products.portable.rounding import round_rows
 from milepost.kernels.products.portable.tiles import GemvTiles, SplitTiles
-from milepost.kernels.products.run_experts import RoutedRows
-from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.run import Multiplication, RoutedRows
 
 EXPERTS, CHOSEN = 257, 8
 COPY_GBPS = 4280

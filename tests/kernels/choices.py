@@ -10,7 +10,7 @@ from torch import Tensor
 from milepost.kernels.layout.emit import Inputs, as_activations
 from milepost.kernels.products import Epilogue, Form, Raw
 from milepost.kernels.products.expert_table import EXPERTS
-from milepost.kernels.products.run_products import Multiplication, run
+from milepost.kernels.products.run import Multiplication, run_product
 from milepost.kernels.products.table import PRODUCTS
 
 TABLES = PRODUCTS, EXPERTS
@@ -41,7 +41,9 @@ def run_kernel(
     epilogue: Epilogue = Epilogue.PARTIALS,
 ) -> Tensor | None:
     """The product by the kernel that the table chooses, in a place if there is one."""
-    return run(multiplication(rows, weight, bias, into=into, beside=beside, epilogue=epilogue))
+    return run_product(
+        multiplication(rows, weight, bias, into=into, beside=beside, epilogue=epilogue)
+    )
 
 
 def multiplication(

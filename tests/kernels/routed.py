@@ -13,7 +13,7 @@ from milepost.kernels.layout.emit import as_activations
 from milepost.kernels.platform.device import probe
 from milepost.kernels.products import mix
 from milepost.kernels.products.forms.matrix import Form, Raw
-from milepost.kernels.products.run_experts import RoutedRows
+from milepost.kernels.products.run import RoutedRows
 
 
 def as_routed(

@@ -13,7 +13,7 @@ from milepost.kernels.platform.device import CHIPS, probe
 from milepost.kernels.platform.tables import RowRange, row
 from milepost.kernels.products import Epilogue, describe
 from milepost.kernels.products.forms.quantised import Fp8, multiply
-from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.run import Multiplication
 from milepost.kernels.products.table import PRODUCTS, Product
 from tests.kernels.choices import forget, multiplication, run_kernel
 from tests.kernels.quantised_cases import make_fp8, make_rows

@@ -15,7 +15,7 @@ from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.grouping import Groups, group_few, group_many
 from milepost.kernels.products.portable import gemv, grouped, grouped_large
 from milepost.kernels.products.portable.tiles import GemvTiles
-from milepost.kernels.products.run_experts import mix
+from milepost.kernels.products.run import run_mixture
 from tests.kernels.routed import as_routed, poisoned_outputs
 from tests.numbers import relative_error
 
@@ -34,7 +34,7 @@ def make(num_tokens: int, num_experts: int, hidden_size: int = HIDDEN, size: int
 
 
 def partials(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    parts = mix(hidden, weights, experts, Raw(values=up), Raw(values=down))
+    parts = run_mixture(hidden, weights, experts, Raw(values=up), Raw(values=down))
     assert parts is not None
     return parts
 
@@ -347,6 +347,6 @@ def test_what_experts_multiply_stays_within_a_limit(num_tokens: int) -> None:
     weights, experts = reference.route(logits, 2, normalise=True)
     given = hidden, weights, experts
     expected = reference.apply(*given, up, down, limit=0.8)
-    parts = mix(*given[:2], experts.int(), Raw(values=up), Raw(values=down), limit=0.8)
+    parts = run_mixture(*given[:2], experts.int(), Raw(values=up), Raw(values=down), limit=0.8)
     assert relative_error(parts.sum(1), expected) < 1e-5
     assert relative_error(expected, reference.apply(*given, up, down)) > 0.1

@@ -16,10 +16,7 @@ from milepost.kernels.norm import triton as norm_triton
 from milepost.kernels.norm.reference import silu_mul
 from milepost.kernels.platform.device import Chip, probe
 from milepost.kernels.platform.tiles import Tiles
-from milepost.kernels.products import (
-    experts_reference,
-    run_experts,
-)
+from milepost.kernels.products import experts_reference
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.forms.quantised import (
     FP8,
@@ -38,7 +35,7 @@ from milepost.kernels.products.portable import (
     rounding as triton_rounding,
 )
 from milepost.kernels.products.portable.tiles import SplitTiles
-from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.run import Multiplication, run_mixture
 from tests.kernels.choices import forget, multiplication, run_kernel
 from tests.kernels.quantised_cases import (
     check,
@@ -117,7 +114,7 @@ def test_fp8_experts_without_fp8(without_fp8, num_tokens: int, up_rows: int, dep
     up = make_fp8(3, up_rows, 256, rows=rows, depth=depth)
     down = make_fp8(3, 256, 128, rows=rows, seed=2)
     given = (*route(num_tokens, 3, 0.1), up, down)
-    check_experts(run_experts.mix(as_activations(given[0]), *given[1:]), *given)
+    check_experts(run_mixture(as_activations(given[0]), *given[1:]), *given)
 
 
 @pytest.mark.parametrize("input_scale", [None, 0.02])
@@ -279,7 +276,7 @@ def test_fp8_experts(
     up = make_fp8(3, up_rows, 256, rows=rows, depth=depth, input_scale=input_scale)
     down = make_fp8(3, 256, 128, rows=rows, input_scale=input_scale, seed=2)
     given = (*route(num_tokens, 3, 0.1), up, down)
-    check_experts(run_experts.mix(as_activations(given[0]), *given[1:]), *given)
+    check_experts(run_mixture(as_activations(given[0]), *given[1:]), *given)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 24, 180])
@@ -294,7 +291,7 @@ def test_int8_experts(
     up = make_int8(3, up_rows, 256, input_scale=input_scales[0])
     down = make_int8(3, 256, 128, seed=2, input_scale=input_scales[1])
     given = (*route(num_tokens, 3, 0.1), up, down)
-    check_experts(run_experts.mix(as_activations(given[0]), *given[1:]), *given)
+    check_experts(run_mixture(as_activations(given[0]), *given[1:]), *given)
 
 
 @pytest.mark.parametrize("is_swapped", [False, True], ids=["rows left", "weights left"])
@@ -328,7 +325,7 @@ def test_int4_experts(num_tokens: int, up_rows: int, group: int) -> None:
     down = make_int4(3, 256, 128, group=group, seed=2)
     given = (*route(num_tokens, 3, 0.01), up, down)
     for limit in (0.0, 0.02):
-        mixed = run_experts.mix(as_activations(given[0]), *given[1:], limit=limit)
+        mixed = run_mixture(as_activations(given[0]), *given[1:], limit=limit)
         check_experts(mixed, *given, limit=limit)
 
 
@@ -338,7 +335,7 @@ def test_fp4_experts(num_tokens: int, up_rows: int, group: int) -> None:
     up = make_fp4(3, up_rows, 256, group=group)
     down = make_fp4(3, 256, 128, group=group, seed=2)
     given = (*route(num_tokens, 3), up, down)
-    check_experts(run_experts.mix(as_activations(given[0]), *given[1:]), *given)
+    check_experts(run_mixture(as_activations(given[0]), *given[1:]), *given)
 
 
 @pytest.mark.parametrize("up_rows", [512, 256])
@@ -385,7 +382,7 @@ def test_products_read_what_a_norm_rounded(monkeypatch, num_tokens: int) -> None
     chip = probe(hidden.device)
     lines = triton_rounding.round_lines(plain, weight, chip)
     product = run_kernel(plain, weight)
-    mixed = run_experts.mix(plain, shares, experts, up, down)
+    mixed = run_mixture(plain, shares, experts, up, down)
     with monkeypatch.context() as only:
         only.setattr(triton_rounding, "quantise", None)
         found = triton_rounding.round_lines(normed, weight, chip)
@@ -393,7 +390,7 @@ def test_products_read_what_a_norm_rounded(monkeypatch, num_tokens: int) -> None
     assert [each.shape for each in found] == [each.shape for each in lines]
     assert torch.equal(found[0][:num_tokens].float(), lines[0][:num_tokens].float())
     assert torch.equal(found[1][:, :num_tokens], lines[1][:, :num_tokens])
-    assert torch.equal(run_experts.mix(normed, shares, experts, up, down), mixed)
+    assert torch.equal(run_mixture(normed, shares, experts, up, down), mixed)
 
 
 @pytest.mark.parametrize(("block_rows", "most_alone"), [(8, 512), (16, 512), (8, 0)])

@@ -12,10 +12,10 @@ from milepost.kernels.attention import PagedKV
 from milepost.kernels.attention import run as attention
 from milepost.kernels.attention.portable import prepare
 from milepost.kernels.norm import triton as norm
-from milepost.kernels.products import run_experts
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.portable import gemm
 from milepost.kernels.products.portable.tiles import SplitTiles
+from milepost.kernels.products.run import run_mixture
 from milepost.kernels.recurrent import KDAProjected, LayerStates, mix
 from tests.kernels.choices import multiplication
 
@@ -69,7 +69,7 @@ CALLS: dict[str, tuple[str, Callable[[], object]]] = {
             multiplication(ROWS, Raw(values=ROWS.T)), SplitTiles(tiles=None, split_k=1)
         ),
     ),
-    "moe": ("down", lambda: run_experts.mix(ROWS, CHOSEN, CHOSEN, UP, DOWN)),
+    "moe": ("down", lambda: run_mixture(ROWS, CHOSEN, CHOSEN, UP, DOWN)),
 }
 
 

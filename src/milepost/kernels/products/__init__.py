@@ -1,8 +1,8 @@
 """Products of rows with a weight of any form, and routed experts: `multiply`, `route` and `mix`.
 
 This is the door: layers import products from here, whatever computes them. What becomes of an
-output is its epilogue. `table` says which kernel runs, `run_products` runs it; where no kernel
-does, the definition in plain torch does.
+output is its epilogue. `table` says which kernel runs, and `run` runs it; where none does, the
+definition in plain torch does.
 
 Legend: T tokens, I inputs, O outputs, R raw outputs, P split-K partials, H heads, X experts, N
 experts of a token.
@@ -34,7 +34,7 @@ from milepost.kernels.products.forms.matrix import (
     RawForm,
 )
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
-from milepost.kernels.products.run_products import Multiplication, run
+from milepost.kernels.products.run import Multiplication, run_mixture, run_product
 from milepost.kernels.products.table import PRODUCTS, Product
 
 _HEAD_ROWS = 64
@@ -93,7 +93,7 @@ def multiply(
     if beside is not None:
         return _multiply_beside(given, beside)
     if epilogue is Epilogue.GATED:
-        gated = run(given) if _runs_kernels(given) else None
+        gated = run_product(given) if _runs_kernels(given) else None
         if gated is not None:
             return gated
         product = _multiply(given._replace(epilogue=Epilogue.NONE))
@@ -102,7 +102,7 @@ def multiply(
 
 
 def _multiply(given: Multiplication) -> Tensor:
-    product = run(given) if _runs_kernels(given) else None
+    product = run_product(given) if _runs_kernels(given) else None
     if product is not None:
         return product
     product = _define(values_of(given.rows), given.weight, given.bias, given.epilogue)
@@ -114,7 +114,7 @@ def _multiply_beside(given: Multiplication, beside: Raw) -> Tensor:
     assert given.bias is None, "products beside each other have no bias"
     values = given.rows.values
     if values is not None and values.dtype == beside.values.dtype and _runs_kernels(given):
-        both = run(given._replace(epilogue=Epilogue.BESIDE))
+        both = run_product(given._replace(epilogue=Epilogue.BESIDE))
         if both is not None:
             return both
     into, split = given.into, given.weight.num_outputs
@@ -253,9 +253,7 @@ def mix(
     not 0: see `norm.silu_mul`."""
     given = as_activations(rows)
     if given.values is None or (given.values.dim() == 2 and runs_triton(given.values)):
-        from milepost.kernels.products import run_experts
-
-        mixed = run_experts.mix(given, routing_weights, experts, up, down, limit=limit)
+        mixed = run_mixture(given, routing_weights, experts, up, down, limit=limit)
         if mixed is not None:
             return mixed
     hidden = values_of(given)

@@ -9,7 +9,7 @@ from torch import Tensor
 from milepost.kernels.layout.emit import LINE
 from milepost.kernels.products.forms.matrix import Epilogue, Raw
 from milepost.kernels.products.forms.quantised import FourBits, Fp8
-from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.run import Multiplication
 
 
 def run(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001

@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from milepost.kernels.platform.gluon import launch_dependents, wait_for_inputs
 from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.products.portable.gathering import Gathered, GatheredLists
-from milepost.kernels.products.run_experts import RoutedRows
+from milepost.kernels.products.run import RoutedRows
 
 BLOCK_M = 8
 _M = gl.constexpr(BLOCK_M)

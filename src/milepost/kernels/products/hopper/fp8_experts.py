@@ -42,7 +42,7 @@ from milepost.kernels.products.hopper.experts import (
 from milepost.kernels.products.portable.gathering import gather
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_lines
-from milepost.kernels.products.run_experts import RoutedRows
+from milepost.kernels.products.run import RoutedRows
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _SCALES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

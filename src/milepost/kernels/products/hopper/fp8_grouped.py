@@ -35,7 +35,7 @@ from milepost.kernels.products.hopper.grouped import GroupedForm, find_block, op
 from milepost.kernels.products.portable.expert_parts import RowBase
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_rows
-from milepost.kernels.products.run_experts import RoutedRows
+from milepost.kernels.products.run import RoutedRows
 
 _ROWS, _STAGES = 64, 4
 """Rows of a group of warps, half of a block's."""

@@ -41,7 +41,7 @@ from milepost.kernels.products.hopper.small_m import (
 )
 from milepost.kernels.products.hopper.tiles import MMA_M, Fp8Tiles
 from milepost.kernels.products.portable.rounding import round_lines
-from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.run import Multiplication
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _RAW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

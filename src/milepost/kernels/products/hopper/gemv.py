@@ -37,8 +37,7 @@ from milepost.kernels.products.hopper.gemv_parts import (
     to_outputs,
     width_of,
 )
-from milepost.kernels.products.run_experts import RoutedRows
-from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.run import Multiplication, RoutedRows
 
 _HELD, _DOWN_HELD = 4, 5
 """Blocks of a row that a thread holds at a time; half as many of two rows, gate and up."""

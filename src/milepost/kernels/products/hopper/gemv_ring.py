@@ -36,7 +36,7 @@ from milepost.kernels.products.hopper.gemv_parts import (
     operand_layout,
     own_products,
 )
-from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.run import Multiplication
 
 _PROGRAMS, _STAGES, _REGISTERS = 2, 3, 120
 """Programs of an SM, and stages and registers that leave it room for them."""

@@ -29,7 +29,7 @@ from milepost.kernels.products.forms.quantised import BLOCK
 from milepost.kernels.products.grouping import Groups
 from milepost.kernels.products.hopper.experts import ExpertOutput, ExpertScales
 from milepost.kernels.products.portable.expert_parts import RowBase, RowGroups
-from milepost.kernels.products.run_experts import RoutedRows
+from milepost.kernels.products.run import RoutedRows
 
 _REGISTERS = 168
 """Registers of a thread, before multiplying and loading threads share them out."""

@@ -47,7 +47,7 @@ from milepost.kernels.products.hopper.int4_fragments import (
     scales_of,
 )
 from milepost.kernels.products.portable.gathering import gather
-from milepost.kernels.products.run_experts import RoutedRows
+from milepost.kernels.products.run import RoutedRows
 
 _STEP, _STAGES = 2 * BLOCK, 3
 """Inputs of a step, and stages."""

@@ -37,7 +37,7 @@ from milepost.kernels.products.hopper.grouped import (
     open_bars,
 )
 from milepost.kernels.products.portable.expert_parts import RowBase
-from milepost.kernels.products.run_experts import RoutedRows
+from milepost.kernels.products.run import RoutedRows
 
 _STAGES = {64: 6, 128: 4}
 """Stages by a block's rows: as many as there is room for."""

@@ -21,7 +21,7 @@ from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.hopper.gemv_parts import unpack
 from milepost.kernels.products.hopper.small_m import SmallShape
 from milepost.kernels.products.hopper.tiles import Int4Tiles
-from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.run import Multiplication
 
 _BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(BLOCK // 2)
 

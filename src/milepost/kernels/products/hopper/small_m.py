@@ -28,7 +28,7 @@ from milepost.kernels.platform.launches import OVERLAPPED, quick
 from milepost.kernels.platform.tiles import cdiv
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.hopper.tiles import RAW_BLOCK_K, RawTiles
-from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.run import Multiplication
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _MULTIPLYING, _LOADING = gl.constexpr(104), gl.constexpr(24)

@@ -22,7 +22,7 @@ from milepost.kernels.products.portable import gemm_step
 from milepost.kernels.products.portable.rounding import readable, round_rows
 from milepost.kernels.products.portable.tiles import FEW, SplitTiles
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
-from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.run import Multiplication
 
 
 def run(given: Multiplication, cut: SplitTiles) -> Tensor:

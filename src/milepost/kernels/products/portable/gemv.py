@@ -24,8 +24,7 @@ from milepost.kernels.products.portable import gemv_step
 from milepost.kernels.products.portable.gemv_step import multiply_raw
 from milepost.kernels.products.portable.tiles import NARROW, GemvTiles, cut_expert_gemv
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
-from milepost.kernels.products.run_experts import RoutedRows
-from milepost.kernels.products.run_products import Multiplication
+from milepost.kernels.products.run import Multiplication, RoutedRows
 
 
 def run(given: Multiplication, tiles: GemvTiles) -> Tensor:

@@ -24,7 +24,7 @@ from milepost.kernels.products.portable.expert_parts import RowGroups, find_rows
 from milepost.kernels.products.portable.rounding import RoundedRows, readable, round_rows
 from milepost.kernels.products.portable.tiles import FEW, choose_grouped
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
-from milepost.kernels.products.run_experts import RoutedRows
+from milepost.kernels.products.run import RoutedRows
 
 
 def run(routed: RoutedRows) -> Tensor:

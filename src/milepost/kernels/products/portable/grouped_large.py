@@ -26,7 +26,7 @@ from milepost.kernels.products.grouping import Groups, group_many
 from milepost.kernels.products.portable.expert_parts import RowBase, RowGroups, find_block
 from milepost.kernels.products.portable.rounding import RoundedRows, readable, round_rows
 from milepost.kernels.products.portable.weights import ProductShape
-from milepost.kernels.products.run_experts import RoutedRows
+from milepost.kernels.products.run import RoutedRows
 
 BLOCK_M = 128
 _BLOCK_N = 128

@@ -22,7 +22,7 @@ from milepost.kernels.products.forms.quantised import BLOCK, FourBits, Fp8, Int8
 
 if TYPE_CHECKING:
     from milepost.kernels.products.expert_table import Mixture
-    from milepost.kernels.products.run_experts import RoutedRows
+    from milepost.kernels.products.run import RoutedRows
     from milepost.kernels.products.table import Product
 
 FEW_OUTPUTS = 1024

@@ -26,7 +26,7 @@ from milepost.kernels.products.portable.weights import (
     find_row,
     load_scales,
 )
-from milepost.kernels.products.run_experts import RoutedRows, run_chosen
+from milepost.kernels.products.run import RoutedRows, run_chosen
 
 _BLOCK_N = 64
 """Outputs of a program."""
