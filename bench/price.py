@@ -173,6 +173,15 @@ KERNELS: dict[str, Kernel] = {
     ),
     "delta_states": Kernel(forms=FORMS, steps=MANY, without=_without("recurrent.hopper.chunk_h")),
     "delta_outputs": Kernel(forms=FORMS, steps=MANY, without=_without("recurrent.hopper.chunk_o")),
+    "pairs": Kernel(
+        forms=FORMS, steps=ONE, without=lambda: PRODUCTS.without("raw gemv of two rows")
+    ),
+    "heads": Kernel(forms=FORMS, steps=ONE, without=lambda: PRODUCTS.without("raw gemv of heads")),
+    "group_few": Kernel(
+        forms=FORMS,
+        steps=(*FEW, 512),
+        without=lambda: mock.patch("milepost.kernels.products.grouping.MANY_ROUTED", 0),
+    ),
     "attention_wide": Kernel(forms=FORMS, steps=MANY, without=_without("attention.hopper.wide")),
     "quick": Kernel(forms=FORMS, steps=MANY, without=_ordinary_launches),
     "hopper": Kernel(forms=FORMS, steps=(*ONE, *FEW, *MANY), without=_no_hopper),
