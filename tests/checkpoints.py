@@ -13,6 +13,7 @@ import transformers  # its models are loaded when they are named, which takes se
 from tests.alice import alice, write_alice
 from tests.lfm3 import lfm3, lfm3_vl
 from tests.ling import ling, write_ling
+from tests.qwen4 import qwen4
 from tests.wrapped import INTERN, minicpm, write_intern
 
 if TYPE_CHECKING:
@@ -283,6 +284,7 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "lfm2_moe": _lfm2_moe,
     "lfm3": lambda **changes: lfm3(_COMMON, **changes),
     "lfm3_vl": lambda **changes: lfm3_vl(_COMMON, **changes),
+    "qwen4_exp": lambda **changes: qwen4(_COMMON | _EXPERTS, **changes),
     "qwen3_5": _qwen3_5,
     "qwen3_5_tied": lambda: _qwen3_5(tie_word_embeddings=True, num_key_value_heads=6),
     "qwen3_5_moe": _qwen3_5_moe,

@@ -18,6 +18,7 @@ ARCHITECTURES = (
     "kimi_linear",
     "bailing_hybrid",
     "alice_ai",
+    "qwen4_exp",
     "intern_s2_preview",
     "minicpmv4_6",
     "lfm3",

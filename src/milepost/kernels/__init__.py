@@ -4,13 +4,14 @@ Imports go up this list only:
 
     chips, launches, numbers                      platform
     where a step's tokens and states lie          layout
-    norms, attention over depth                   norm, residual
+    norms, attention over depth, streams          norm, residual, hyper
     products, routed experts                      products
     short convolutions                            conv, short_conv
     token mixers                                  recurrent
     attention, latent attention                   attention
     vision towers                                 vision
     drafts, samples, single rows                  mtp, sampling, rows
+    n-gram tables                                 ngrams
     sums over ranks                               comm
     what bits depend on                           numerics_identity
 

@@ -2,9 +2,9 @@
 the folder `quantised`:
 
     putting together   parts, context, parameters
-    mixers             attention, mla, gated_delta, kda, mamba2, short_conv
+    mixers             attention, indexer, mla, gated_delta, kda, mamba2, short_conv
     feed-forwards      mlp, moe
-    around them        embedding, norm, residual, rotary, positions, mtp
+    around them        embedding, ngrams, norm, residual, hyper, rotary, positions, mtp
     pictures           tower
     weights            weights, linear, weight_slots, kv_scales
 """

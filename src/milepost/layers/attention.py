@@ -1,5 +1,5 @@
 """Grouped-query attention: optional norms on query and key heads, optional rotary positions, an
-optional sigmoid output gate, an optional sliding window.
+optional sigmoid output gate, an optional sliding window or indexer.
 
 Legend: T tokens, C hidden size, H query heads, G KV heads, E head_dim, P split-K partials.
 """
@@ -14,10 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import attention
-from milepost.kernels.attention import AttentionLayout, AttentionOperation, PagedKV
+from milepost.kernels.attention import (
+    AttentionLayout,
+    AttentionOperation,
+    AttentionRows,
+    PagedKV,
+    Selection,
+)
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
 from milepost.layers.context import AttentionSpec, Context
+from milepost.layers.indexer import Indexer
 from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
 from milepost.layers.norm import HeadNorms, NormedPart, norm_over_ranks
@@ -81,12 +88,13 @@ class Attention(nn.Module):
         *,
         rotary: Rotary | None,
         names: AttentionNames = AttentionNames(),
+        indexer: Indexer | None = None,
     ) -> None:
         super().__init__()
         heads = kind.ranks.share(shapes.num_heads, f"{kind.path} num_attention_heads")
         kv_heads = kind.ranks.share_few(shapes.num_kv_heads, f"{kind.path} num_key_value_heads")
         shapes = replace(shapes, num_heads=heads.size, num_kv_heads=kv_heads.size)
-        self.shapes, self.rotary = shapes, rotary
+        self.shapes, self.rotary, self.indexer = shapes, rotary, indexer
         self._batch_invariant = kind.batch_invariant
         num_heads, num_kv_heads, head_dim = heads.size, kv_heads.size, shapes.head_dim
         query, kv = num_heads * head_dim, num_kv_heads * head_dim
@@ -127,7 +135,10 @@ class Attention(nn.Module):
     def spec(self) -> AttentionSpec:
         shapes = self.shapes
         return AttentionSpec(
-            num_kv_heads=shapes.num_kv_heads, head_dim=shapes.head_dim, window=shapes.window
+            num_kv_heads=shapes.num_kv_heads,
+            head_dim=shapes.head_dim,
+            rows_each=2 if self.indexer is None else 3,
+            window=shapes.window,
         )
 
     @cached_property
@@ -140,6 +151,7 @@ class Attention(nn.Module):
             norm="each" if shapes.norm == "each" else "none",
             first_row=shapes.first_row,
             window=shapes.window,
+            is_indexed=self.indexer is not None,
             batch_invariant=self._batch_invariant,
         )
 
@@ -151,18 +163,20 @@ class Attention(nn.Module):
     @property
     def first(self) -> Linear | None:
         """The projection that the preceding norm's launch may also compute: see `Block`."""
-        return None if self.qkv_gate.is_raw else self.qkv_gate
+        return None if self.qkv_gate.is_raw or self.indexer is not None else self.qkv_gate
 
     @property
     def reads(self) -> Emit:
         """See `Part`."""
-        return self.qkv_gate.reads
+        readers = (self.qkv_gate, self.indexer)
+        return Emit.joined(each.reads for each in readers if each is not None)
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Returns the output, or split-K partials [T, P, C] of it."""
         layout = ctx.step.layouts[self.operation]
         query, projected = self._prepare(rows, ctx, number, layout)
-        return self._attend(query, self._gate(projected), ctx, number, layout)
+        selection = self._select(rows, ctx, number)
+        return self._attend(query, self._gate(projected), ctx, number, layout, selection)
 
     def run_last_tokens(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Returns the output of the sampled positions only, or partials of it; writes the KV of all
@@ -171,8 +185,20 @@ class Attention(nn.Module):
         query, projected = self._prepare(rows, ctx, number, step.layouts[self.operation])
         gate = self._gate(projected)
         gate = None if gate is None else gate[step.last_tokens]
+        selection = self._select(rows, ctx, number)
+        selection = None if selection is None else selection.part(step.last_tokens)
         layout = step.layouts[self.ending]
-        return self._attend(query[step.last_tokens], gate, ctx, number, layout)
+        return self._attend(query[step.last_tokens], gate, ctx, number, layout, selection)
+
+    def _select(self, rows: Inputs, ctx: Context, number: int) -> Selection | None:
+        """Writes index keys; returns what tokens select by, if they do not attend to all."""
+        if self.indexer is None:
+            return None
+        layout = ctx.step.layouts[self.operation]
+        assert isinstance(layout, AttentionRows), "no fused kernel has an indexer"
+        assert self.rotary is not None, "blocks are turned as their first tokens"
+        angles = ctx.angles[self.rotary]
+        return self.indexer.select(rows, PagedKV(ctx.kv[number]), layout, self.rotary, angles)
 
     def _gate(self, projected: Tensor) -> Tensor | None:
         """Returns a gate for each entry of the output [T, H * E], if there are any."""
@@ -189,12 +215,15 @@ class Attention(nn.Module):
         ctx: Context,
         number: int,
         layout: AttentionLayout,
+        selection: Selection | None = None,
     ) -> Tensor:
         shapes = self.shapes
         scale = shapes.head_dim**-0.5 if shapes.scale is None else shapes.scale
         tables = ctx.tables if shapes.window is None else ctx.window_tables
         kv = PagedKV(ctx.kv[number], tables, self.kv_scales.values)
-        attended = attention.attend(query, gate, kv, layout, scale, emit=self.out.reads)
+        attended = attention.attend(
+            query, gate, kv, layout, scale, emit=self.out.reads, selection=selection
+        )
         return self.out(attended, epilogue=Epilogue.PARTIALS)
 
     def store(self, rows: Inputs, ctx: Context, number: int) -> None:

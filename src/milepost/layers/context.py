@@ -27,9 +27,15 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     rows_each: int = 2
-    """Rows per token: two for its key and value, or one for the latent of both."""
+    """Rows per token: two for its key and value, one for the latent of both, or three with an index
+    key after key and value."""
     window: int | None = None
     """Tokens that a token attends to, if not all before it: its KV lies in pages of windows."""
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether pages hold index keys."""
+        return self.rows_each > 2
 
     @property
     def takes_drafts(self) -> bool:

@@ -48,6 +48,8 @@ class GatedDeltaShapes:
     max_beta: float = 1.0
     """Upper bound of beta. Above 1, a token may reverse the value that the state holds for its
     key."""
+    gates_by_sigmoid: bool = False
+    """Whether outputs are multiplied by the sigmoid of their gate, not by its SiLU."""
 
     @property
     def keys_size(self) -> int:
@@ -132,6 +134,7 @@ class GatedDelta(nn.Module):
             ),
             conv_width=shapes.conv_width,
             batch_invariant=kind.batch_invariant,
+            has_kernels=not shapes.gates_by_sigmoid,
         )
 
     def _own(self, shapes: GatedDeltaShapes) -> GatedDeltaShapes:
@@ -182,6 +185,7 @@ class GatedDelta(nn.Module):
             norm=self.norm_weight,
             norm_eps=self.shapes.norm_eps,
             max_beta=self.shapes.max_beta,
+            gates_by_sigmoid=self.shapes.gates_by_sigmoid,
         )
         mixed = recurrent.mix(
             self.projection(rows, launch_dependents=ctx.decodes),

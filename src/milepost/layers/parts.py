@@ -5,6 +5,7 @@ Legend: T tokens, C hidden size, P split-K partials.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -61,6 +62,25 @@ class LastTokensPart(Protocol):
         ...
 
 
+class Block(Protocol):
+    """A step from one residual stream to the next. It is also a module, and has its parts."""
+
+    parts: nn.ModuleList
+
+    def run(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        ctx: Context,
+        numbers: tuple[int, ...],
+        *,
+        ends: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the residual stream and what is still to be added to it: see
+        `ResidualBlock.run`."""
+        ...
+
+
 class ResidualBlock(nn.Module):
     """One addition to the residual stream: a norm before it, parts side by side, a norm after it.
 
@@ -104,34 +124,24 @@ class ResidualBlock(nn.Module):
             if delta is not None:  # partials are float32, the residual stream is not
                 hidden = (hidden + self._whole(delta)).to(hidden.dtype)
             rows = hidden
-        outputs = [
-            self._run(part, rows, ctx, number, ends=ends)
-            for part, number in zip(self.parts, numbers, strict=True)
-        ]
+        added = run_parts(self.parts, rows, ctx, numbers, ends=ends)
         if ends:
             hidden = hidden[ctx.step.last_tokens]
-        added = outputs[0] if len(outputs) == 1 else sum(map(_add_up, outputs))
-        if not self._ranks.is_alone and added.dim() == 2:
-            added = added[:, None]
+        if not self._ranks.is_alone:
+            added = partials(added)
         if self.post is not None:
             added = self.post(self._whole(added))
         return hidden, added
 
-    def _run(self, part: Part, rows: Inputs, ctx: Context, number: int, *, ends: bool) -> Tensor:
-        if ends and isinstance(part, LastTokensPart):
-            return part.run_last_tokens(rows, ctx, number)
-        output = part.run(rows, ctx, number)
-        return output[ctx.step.last_tokens] if ends else output
-
-    def _whole(self, partials: Tensor) -> Tensor:
+    def _whole(self, delta: Tensor) -> Tensor:
         """Sums partials [T, P, C] over P and all ranks; returns [T, C] unchanged."""
-        return _add_up(over_ranks(partials, self._ranks))
+        return add_up(over_ranks(delta, self._ranks))
 
 
 class Layer(nn.Module):
     """Blocks one after another, with the numbers of their parts' caches."""
 
-    def __init__(self, *blocks: ResidualBlock) -> None:
+    def __init__(self, *blocks: Block) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.numbers: list[tuple[int, ...]] = []
@@ -153,6 +163,26 @@ class Layer(nn.Module):
         return tuple((type(part), part.operation) for block in self.blocks for part in block.parts)
 
 
-def _add_up(partials: Tensor) -> Tensor:
+def run_parts(
+    parts: Iterable[Part], rows: Inputs, ctx: Context, numbers: tuple[int, ...], *, ends: bool
+) -> Tensor:
+    """Returns the sum [T, C] of what parts make of the same `rows`, or the partials of a single
+    one; if they are the last to run (`ends`), of the sampled positions only."""
+    outputs = []
+    for part, number in zip(parts, numbers, strict=True):
+        if ends and isinstance(part, LastTokensPart):
+            outputs.append(part.run_last_tokens(rows, ctx, number))
+        else:
+            output = part.run(rows, ctx, number)
+            outputs.append(output[ctx.step.last_tokens] if ends else output)
+    return outputs[0] if len(outputs) == 1 else sum(map(add_up, outputs))
+
+
+def partials(output: Tensor) -> Tensor:
+    """Returns a rank's output [T, C] as partials [T, 1, C], which other ranks' are added to."""
+    return output[:, None] if output.dim() == 2 else output
+
+
+def add_up(output: Tensor) -> Tensor:
     """Sums partials [T, P, C] over P; returns [T, C] unchanged."""
-    return partials if partials.dim() == 2 else partials.sum(1)
+    return output if output.dim() == 2 else output.sum(1)

@@ -7,7 +7,7 @@ Legend: T tokens, C hidden size, R rows that logits are computed for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -21,9 +21,10 @@ from milepost.layers.embedding import embed, put
 from milepost.layers.linear import Linear
 from milepost.layers.moe import elsewhere_of
 from milepost.layers.mtp import MTPHead
+from milepost.layers.ngrams import NgramPart
 from milepost.layers.norm import StreamNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import LastTokensPart, Layer, ResidualBlock
+from milepost.layers.parts import Block, LastTokensPart, Layer
 from milepost.layers.rotary import num_positions
 from milepost.layers.tower import Tower
 from milepost.layers.weight_slots import (
@@ -117,6 +118,12 @@ class Decoder(nn.Module):
         )
         """The distinct operations of all mixers."""
         self._rotaries = _once(part.rotary for part in own)
+        self._carried_size = config.hidden_size if self.mtp is not None else 0
+        for part in own:
+            if isinstance(part, NgramPart):
+                assert self.mtp is None, "a head has all that slots carry to itself"
+                part.carried_from = self._carried_size
+                self._carried_size += part.carried_size
 
     @property
     def num_positions(self) -> int:
@@ -139,13 +146,19 @@ class Decoder(nn.Module):
 
     @property
     def carried_size(self) -> int:
-        """Number of values in the model's dtype that each slot carries for the head."""
-        return self.config.hidden_size if self.mtp is not None else 0
+        """Number of values in the model's dtype that each slot carries, for the head or for parts
+        with such states."""
+        return self._carried_size
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all parameters together."""
         return sum(parameter.nbytes for parameter in self.parameters())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of tables that stay in host memory."""
+        return sum(module.host_bytes for module in self.modules() if isinstance(module, NgramPart))
 
     @property
     def mixers_without_drafts(self) -> tuple[str, ...]:
@@ -176,6 +189,8 @@ class Decoder(nn.Module):
         If `ctx.last_tokens_only`, returns hidden states [R, C] of the step's `last_tokens` only.
         """
         self._turn(ctx)
+        if ctx.step.token_ids is not token_ids:
+            ctx = replace(ctx, step=replace(ctx.step, token_ids=token_ids))
         hidden, delta = put(self._embed(token_ids), ctx.pictures), None
         for index, layer in enumerate(self.layers if layers is None else layers):
             if before is not None:
@@ -264,7 +279,7 @@ class Decoder(nn.Module):
                 yield module
 
 
-def _last_with_cache(layers: list[Layer]) -> tuple[Layer, ResidualBlock] | None:
+def _last_with_cache(layers: list[Layer]) -> tuple[Layer, Block] | None:
     blocks = ((layer, block) for layer in reversed(layers) for block in reversed(layer.blocks))
     has_cache = (each for each in blocks if any(part.spec for part in each[1].parts))
     return next(has_cache, None)

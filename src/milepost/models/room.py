@@ -18,6 +18,7 @@ from milepost.models.decoder import Decoder
 GIB = 2**30
 _WEIGHTS_SHARE = 0.8
 """Largest share of free memory for weights that leaves enough for a useful cache."""
+_HOST = torch.device("cpu")
 _MEMINFO = Path("/proc/meminfo")
 """File in which Linux says how much memory can be taken without swapping."""
 
@@ -34,6 +35,12 @@ def check_room(outline: Decoder, kind: ModuleScope, *, is_quantised: bool) -> No
             if isinstance(module, Linear):
                 module.placements()
     needed = outline.num_bytes
+    host = available_bytes(_HOST)
+    if host is not None and outline.host_bytes > host - (kind.device == _HOST) * needed:
+        raise ConfigError(
+            f"tables of n-grams take {outline.host_bytes / GIB:.1f} GiB of host memory, and "
+            f"{host / GIB:.1f} GiB are free: use a machine with more"
+        )
     if needed > free:
         gc.collect()  # an engine that nobody holds any more may still exist, in reference cycles
         free = available_bytes(kind.device) or 0

@@ -10,6 +10,7 @@ from milepost.engine.assembly.tiering import staging_bytes
 from milepost.errors import ConfigError
 from milepost.kernels.platform.device import why_reference
 from milepost.kernels.platform.tensors import FP8
+from milepost.layers.context import AttentionSpec
 from milepost.models.configuration import resolve_dtype
 from milepost.models.decoder import Decoder
 from milepost.models.early import check_length
@@ -108,6 +109,13 @@ def pool_shape(
     config: EngineConfig, model: Decoder, device: torch.device, kv_dtype: torch.dtype | None
 ) -> PoolShape:
     """Returns the shapes of a page and a slot of the model, with room for what drafts record."""
+    is_indexed = any(
+        spec.is_indexed for spec in model.layer_specs if isinstance(spec, AttentionSpec)
+    )
+    if is_indexed and kv_dtype is not None:
+        raise ConfigError(
+            "kv_cache_dtype='fp8': pages hold index keys, which have no scales; leave it out"
+        )
     state_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     if config.mamba_ssm_cache_dtype != "auto":
         state_dtype = resolve_dtype(config.mamba_ssm_cache_dtype, model.config)

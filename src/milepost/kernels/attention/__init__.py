@@ -18,7 +18,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from milepost.kernels.attention import items, reference, rows, table
+from milepost.kernels.attention import indexed, items, reference, rows, table
+from milepost.kernels.attention.indexed import Selection
 from milepost.kernels.attention.items import AttentionItems, Tiling
 from milepost.kernels.attention.pages import PagedKV, rows_per_page
 from milepost.kernels.attention.reference import TurnedEntries
@@ -37,6 +38,7 @@ __all__ = [
     "HeadNorm",
     "LatentOperation",
     "PagedKV",
+    "Selection",
     "TurnedEntries",
     "attend",
     "prepare",
@@ -62,6 +64,8 @@ class AttentionOperation:
     """KV before this position is not attended to."""
     window: int | None = None
     """Tokens that a token attends to, itself the last; None: all before it."""
+    is_indexed: bool = False
+    """Whether tokens attend to what an indexer selects: see `indexed`."""
     last_tokens_only: bool = False
     """Only the tokens after which a prefill samples attend."""
     batch_invariant: bool = False
@@ -103,8 +107,9 @@ class AttentionOperation:
         return _lay_out(batch, tiling)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
-        """The fused kernels run on every chip that runs Triton's."""
-        return ""
+        """The fused kernels run on every chip that runs Triton's, but none attends by an
+        indexer."""
+        return "no fused kernel attends to what an indexer selects" if self.is_indexed else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,9 +201,13 @@ def attend(
     *,
     emit: Emit = Emit.VALUES,
     shared_query: Tensor | None = None,
+    selection: Selection | None = None,
 ) -> Inputs:
-    """Attend to pages and gate: see `reference.attend`. The output is handed on as `emit` asks."""
+    """Attend to pages and gate: see `reference.attend`, or with a `selection` `indexed.attend`. The
+    output is handed on as `emit` asks."""
     if isinstance(layout, AttentionRows):
+        if selection is not None:
+            return indexed.attend(query, gate, kv, layout, scale, selection)
         return reference.attend(query, gate, kv, layout, scale, shared_query)
     from milepost.kernels.attention import run
 

@@ -4,7 +4,8 @@ A layer's pool is [pages, 2, page_size, G, E]: a page's keys, then its values. P
 apart if they hold other layers too, or are padded. So KV is addressed by *rows* of the memory, each
 a key or a value of one token: a token's key is in row page * page_rows + offset, its value
 page_size rows later. Latent attention keeps one row per token, from which keys and values are made:
-its pools are [pages, 1, page_size, 1, E].
+its pools are [pages, 1, page_size, 1, E]. An attention layer with an indexer has a third row per
+token, [pages, 3, page_size, G, E], whose first entries are its index key.
 
 Rows may be float8_e4m3fn: numbers divided by a scale that is set once for a head's keys or values,
 so what is written for a token depends on nothing else.

@@ -27,6 +27,9 @@ class GatedDeltaWeights:
     norm_eps: float
     max_beta: float = 1.0
     """Factor of a beta's sigmoid."""
+    gates_by_sigmoid: bool = False
+    """Whether outputs are multiplied by the sigmoid of their gate, not by its SiLU: so far by the
+    reference alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

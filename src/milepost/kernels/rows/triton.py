@@ -5,6 +5,7 @@ Legend: T rows that are taken, V rows of the table, N numbers of each.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,7 +21,8 @@ def take(table: Tensor, places: Tensor) -> Tensor:
     """Rows [T, N] of `table` [V, N] at `places` [T]."""
     check_contiguous(table=table, places=places)
     num_rows, size = len(places), table.shape[1]
-    output = table.new_empty(num_rows, size)
+    # The table may lie in pinned host memory.
+    output = torch.empty(num_rows, size, dtype=table.dtype, device=places.device)
     block = min(_BLOCK, next_power_of_2(size))
     _take_kernel[(num_rows, cdiv(size, block))](
         table, places, output, SIZE=size, BLOCK=block, num_warps=4, **OVERLAPPED

@@ -50,10 +50,13 @@ def _split(inputs: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gated_norm(hidden: Tensor, gate: Tensor, weights: GatedDeltaWeights) -> Tensor:
-    """Norm of each head of `hidden` [T, V, W], times SiLU of `gate`, in `hidden`'s type."""
+    """Norm of each head of `hidden` [T, V, W], times SiLU of `gate`, or its sigmoid, in `hidden`'s
+    type."""
     weight = weights.norm
     normed = F.rms_norm(cast(hidden, weight.dtype), weight.shape, weight, weights.norm_eps)
-    return cast(normed.mul_(F.silu(cast(gate, weight.dtype))), hidden.dtype)
+    wide = cast(gate, weight.dtype)
+    opened = wide.sigmoid() if weights.gates_by_sigmoid else F.silu(wide)
+    return cast(normed.mul_(opened), hidden.dtype)
 
 
 def mix_kda(

@@ -42,6 +42,7 @@ class DeltaWeights(NamedTuple):
 
 def describe_gated_delta(rows: Tensor, weights: GatedDeltaWeights, recurrent_pool: Tensor) -> Mixer:
     """The mixer of `rows`: see `MixerProjections`."""
+    assert not weights.gates_by_sigmoid, "an operation with other gates runs on the reference"
     sizes = _delta_sizes(weights, recurrent_pool, recurrent_pool.shape[1], weights.max_beta)
     stride, channels, heads = rows.stride(0), sizes.channels, sizes.heads
     gates_end = channels + sizes.width

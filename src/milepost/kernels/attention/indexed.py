@@ -1,0 +1,126 @@
+"""Attention to what an indexer selects, in plain torch: the definition, on any device.
+
+A token attends to the tokens of a few blocks of `ratio` neighbours, those whose mean index key
+scores highest for its index queries, and to all tokens after the last whole block (Qwen Sparse
+Attention, Qwen3.8-Flash-Next). Of equal scores the earlier block wins.
+
+Index keys lie in pages as they were projected, after keys and values, in the first entries of a
+row of their own: a page that is shared brings them back with the rest.
+
+Legend: T tokens, n tokens of a sequence, B whole blocks, H query heads, G KV heads, E head_dim, I
+index heads, K entries of an index key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from milepost.kernels.attention.pages import PagedKV, as_rows, read_rows, write_rows
+from milepost.kernels.attention.rows import AttentionRows
+from milepost.kernels.platform.tensors import accumulation_dtype, cast
+
+_QUERY_TILE = 512
+"""Queries at a time: bounds the memory of masks and scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Says which tokens others attend to."""
+
+    query: Tensor
+    """[T, I, K], index queries, normed and turned."""
+    pool: Callable[[Tensor], Tensor]
+    """Makes index keys [B, K] of blocks from those of their tokens [n, K] as they lie in pages."""
+    ratio: int
+    """Tokens of a block."""
+    budget: int
+    """Most tokens that are selected besides those after the last whole block."""
+
+    def part(self, rows: slice | Tensor) -> Selection:
+        """Returns the selection of some of the tokens."""
+        others = {"ratio": self.ratio, "budget": self.budget}
+        return Selection(query=self.query[rows], pool=self.pool, **others)
+
+
+def store(kv: PagedKV, keys: Tensor, rows: AttentionRows) -> None:
+    """Writes index keys [T, K] of the tokens that `rows` names to their rows of the pool."""
+    _, _, page_size, num_heads, head_dim = kv.pool.shape
+    own = F.pad(keys.index_select(0, rows.tokens), (0, num_heads * head_dim - keys.shape[1]))
+    places = as_rows(kv.pool)[2 * page_size :]
+    write_rows(places, rows.kv_rows, own.unflatten(1, (num_heads, head_dim)), None)
+
+
+def attend(
+    query: Tensor,
+    gate: Tensor | None,
+    kv: PagedKV,
+    rows: AttentionRows,
+    scale: float,
+    selection: Selection,
+) -> Tensor:
+    """Attends from `query` [T, H, E] as `reference.attend` does, to what is selected; returns
+    [T, H * E]."""
+    output, first = torch.empty_like(query), 0
+    for decodes in rows.decodes:
+        longest = decodes.mask.shape[-1]
+        for kv_rows, mask in zip(decodes.kv_rows.split(longest), decodes.mask, strict=True):
+            own = slice(first, first + 1)
+            num = int(mask.sum())
+            output[own] = _attend(
+                query[own], kv, kv_rows[:num], num - 1, scale, selection.part(own)
+            )
+            first += 1
+    for sequence in rows.prefills:
+        begin = first + sequence.first
+        own = slice(begin, begin + sequence.length)
+        start, given = sequence.start, (scale, selection.part(own))
+        output[own] = _attend(query[own], kv, sequence.kv_rows, start, *given)
+    flat = output.flatten(1)
+    return flat if gate is None else flat.mul_(gate.sigmoid())
+
+
+def _attend(
+    query: Tensor, kv: PagedKV, kv_rows: Tensor, start: int, scale: float, selection: Selection
+) -> Tensor:
+    """Attends from one sequence's tokens from position `start` on to its `kv_rows` [n]."""
+    memory, page_size = as_rows(kv.pool), kv.pool.shape[2]
+    keys, values, index_keys = (
+        read_rows(memory[part * page_size :], kv_rows, query.dtype, None) for part in range(3)
+    )
+    pooled = selection.pool(index_keys.flatten(1)[:, : selection.query.shape[-1]])
+    heads = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+    parts = []
+    for first in range(0, len(query), _QUERY_TILE):
+        own = slice(first, first + _QUERY_TILE)
+        mask = select(selection.part(own), pooled, start + first, len(kv_rows))
+        attended = F.scaled_dot_product_attention(
+            query[own].transpose(0, 1)[None], *heads, attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        parts.append(attended[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def select(selection: Selection, pooled: Tensor, start: int, num_tokens: int) -> Tensor:
+    """Returns [T, num_tokens], where tokens from position `start` on attend, given the keys of the
+    sequence's whole blocks, `pooled` [B, K]."""
+    query, ratio, num_blocks = selection.query, selection.ratio, len(pooled)
+    positions = torch.arange(start, start + len(query), device=query.device)[:, None]
+    whole = (positions + 1) // ratio
+    places = torch.arange(num_tokens, device=query.device)
+    mask = (places >= whole * ratio) & (places <= positions)
+    if num_blocks:
+        wide = accumulation_dtype(query.dtype)
+        products = torch.einsum("tik,bk->tib", cast(query, wide), cast(pooled, wide))
+        blocks = torch.arange(num_blocks, device=query.device)
+        scores = products.relu().sum(1).masked_fill(blocks >= whole, -torch.inf)
+        best = scores.sort(dim=1, descending=True, stable=True).indices
+        best = best[:, : selection.budget // ratio]
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
+        chosen &= blocks < whole
+        mask[:, : num_blocks * ratio] |= chosen.repeat_interleave(ratio, 1)
+    return mask

@@ -1,0 +1,108 @@
+"""Hyper-connections: what stands between the residual streams and a part.
+
+Legend: T tokens, S streams, C hidden size, P split-K partials, R low rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from milepost.kernels import hyper
+from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.layers.context import Context
+from milepost.layers.linear import Begun, Linear
+from milepost.layers.norm import over_ranks, place_scale
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import Part, add_up, partials, run_parts
+from milepost.layers.weight_slots import WeightSlots
+
+
+class HyperConnection(nn.Module):
+    """Mixes the streams for a part, and says how much of its output each of them gets. The one
+    after the last layer (`is_last`) only mixes; it stands where other models have a norm."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_streams: int,
+        rank: int,
+        kind: ModuleScope,
+        *,
+        eps: float,
+        is_last: bool = False,
+    ) -> None:
+        super().__init__()
+        self.kind, self.eps, self.rank, self.ranks = kind, eps, rank, kind.ranks
+        size = num_streams * hidden_size
+        self.scale = kind.empty_precise(num_streams, hidden_size)
+        sections = [("input_mix_weight_down", rank)]
+        if not is_last:
+            sections.append(("block_inject_weight", num_streams))
+        self.down = Linear(size, sections, kind)
+        self.up = Linear(rank, (("input_mix_weight_up", size),), kind)
+
+    def open(self, hidden: Tensor) -> Tensor:
+        """Returns the streams [T, S, C]; `hidden` may be the embedding [T, C], which they all begin
+        as."""
+        num_streams = len(self.scale)
+        return hidden if hidden.dim() == 3 else hidden[:, None].expand(-1, num_streams, -1)
+
+    def mix(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what a part reads [T, C], and logits [T, S] of the streams' shares of its
+        output, [T, 0] after the last layer."""
+        num_streams = len(self.scale)
+        normed = hyper.norm(streams, self.scale, self.eps)
+        both = self.down(normed.flatten(1)) / num_streams
+        low, shares = both[:, : self.rank], both[:, self.rank :]
+        return hyper.mix(normed, self.up(F.silu(low))), shares
+
+    def add(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        *,
+        emit: Emit = Emit.VALUES,  # noqa: ARG002
+        begun: Begun | None = None,  # noqa: ARG002
+    ) -> tuple[Tensor, Inputs]:
+        """Mixes the streams after the last layer, whose output they have: see `StreamNorm`."""
+        assert delta is None, "blocks add their outputs themselves"
+        streams = self.open(hidden)
+        return streams, self.mix(streams)[0]
+
+    def placements(self) -> WeightSlots:
+        scale = place_scale(self.scale.view(-1), 1.0)
+        return {self.kind.full("hc_norm.weight"): scale}
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
+        """Sets the scale to 1."""
+        self.scale.fill_(1)
+
+
+class HyperBlock(nn.Module):
+    """One part between the residual streams; a `Block`."""
+
+    def __init__(self, part: Part, connection: HyperConnection) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([part])
+        self.connection = connection
+
+    def run(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        ctx: Context,
+        numbers: tuple[int, ...],
+        *,
+        ends: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Returns the streams [T, S, C] with the part's output. See `Block`."""
+        assert delta is None, "blocks add their outputs themselves"
+        streams = self.connection.open(hidden)
+        rows, shares = self.connection.mix(streams)
+        output = run_parts(self.parts, rows, ctx, numbers, ends=ends)
+        output = over_ranks(partials(output), self.connection.ranks)
+        if ends:
+            streams, shares = streams[ctx.step.last_tokens], shares[ctx.step.last_tokens]
+        return hyper.inject(streams, add_up(output), shares), None

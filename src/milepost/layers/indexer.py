@@ -1,0 +1,91 @@
+"""The indexer of an attention layer: small queries and keys by which a token selects the blocks of
+tokens that it attends to. See `kernels.attention.indexed`.
+
+Legend: T tokens, n tokens of a sequence, B whole blocks, I index heads, K entries of an index key,
+O rotated entries of K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from milepost.errors import ConfigError
+from milepost.kernels.attention import AttentionRows, PagedKV, indexed
+from milepost.kernels.attention.indexed import Selection
+from milepost.kernels.attention.reference import turn
+from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.platform.tensors import accumulation_dtype, cast
+from milepost.layers.linear import Linear
+from milepost.layers.norm import RMSNorm
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.rotary import Rotary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerShapes:
+    """Sizes of an indexer, which has one key head."""
+
+    num_heads: int
+    head_dim: int
+    ratio: int
+    """Tokens of a block."""
+    budget: int
+    """Most tokens in the blocks that a token selects."""
+
+
+class Indexer(nn.Module):
+    """Makes a step's index queries, and writes its index keys to the layer's pages; each rank has
+    all of it."""
+
+    def __init__(
+        self, shapes: IndexerShapes, hidden_size: int, kind: ModuleScope, eps: float
+    ) -> None:
+        super().__init__()
+        if kind.batch_invariant:
+            raise ConfigError(
+                f"batch_invariant: {kind.path} selects what is attended to, which is not supported"
+            )
+        self.shapes, size = shapes, shapes.head_dim
+        sections = (("index_qk_proj", (shapes.num_heads + 1) * size),)
+        self.projection = Linear(hidden_size, sections, kind)
+        self.query_norm, self.key_norm = (
+            RMSNorm(size, eps, kind.under(f"{letter}_layernorm"), offset=1.0) for letter in "qk"
+        )
+
+    @property
+    def reads(self) -> Emit:
+        """The form of rows that it reads."""
+        return self.projection.reads
+
+    def select(
+        self,
+        rows: Inputs,
+        kv: PagedKV,
+        layout: AttentionRows,
+        rotary: Rotary,
+        angles: tuple[Tensor, Tensor],
+    ) -> Selection:
+        """Writes index keys; returns what the step's tokens select by. `angles` are those of their
+        positions."""
+        shapes = self.shapes
+        queries, keys = self.projection(rows).split(
+            (shapes.num_heads * shapes.head_dim, shapes.head_dim), -1
+        )
+        indexed.store(kv, keys, layout)
+        queries = self.query_norm(queries.unflatten(-1, (-1, shapes.head_dim)))
+
+        def pool(own: Tensor) -> Tensor:
+            """Means of whole blocks, normed, and turned as the first token of each."""
+            num_blocks = len(own) // shapes.ratio
+            blocks = own[: num_blocks * shapes.ratio].unflatten(0, (num_blocks, shapes.ratio))
+            means = cast(cast(blocks, accumulation_dtype(own.dtype)).mean(1), own.dtype)
+            starts = torch.arange(num_blocks, device=own.device) * shapes.ratio
+            turned = turn(self.key_norm(means)[:, None], *rotary.angles(starts, own.dtype))
+            return turned[:, 0]
+
+        return Selection(
+            query=turn(queries, *angles), pool=pool, ratio=shapes.ratio, budget=shapes.budget
+        )

@@ -1,0 +1,260 @@
+"""N-gram embeddings that a layer adds to its residual streams: a shared value a token, gated for
+each stream by how its key fits the stream, and a dilated short convolution of that. The table of
+embeddings lies in host memory, since each token reads a few rows of it.
+
+Legend: T tokens, F sequences, S streams, C hidden size, E entries of a token's embeddings, D tokens
+that the convolution reaches back, O order of the largest n-gram.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import count, islice
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from milepost.errors import ConfigError, WeightsError
+from milepost.kernels import hyper, ngrams
+from milepost.kernels.layout.emit import Emit
+from milepost.kernels.ngrams import NgramOperation, Sequences
+from milepost.layers.context import Context
+from milepost.layers.linear import Linear
+from milepost.layers.norm import place_scale
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.weight_slots import WeightSlot, WeightSlots, fill_matrix, place_whole
+
+_NORMS = ("norm_key", "norm_query", "norm_conv")
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramShapes:
+    """Sizes of a layer's n-gram embeddings."""
+
+    hidden_size: int
+    num_streams: int
+    embedding_size: int
+    """Entries of all of a token's embeddings together."""
+    conv_width: int
+    order: int
+    """Tokens of the largest n-grams; also the dilation of the convolution."""
+    heads_each: int
+    """Embeddings that a token has for each order from 2 on."""
+    least_rows: int
+    """Each of them has a prime number of rows, from this number on."""
+    divisor: int
+    """The table's rows are padded to a multiple of it."""
+    num_shards: int
+    """Tensors that a checkpoint's table is cut into."""
+    vocab_size: int
+    stop_id: int
+    """The token that no n-gram reaches back beyond."""
+    seed: int
+    index: int
+    """Number of such layers before this one."""
+    norm_eps: float
+
+    @property
+    def reach(self) -> int:
+        """Tokens that the convolution reaches back."""
+        return (self.conv_width - 1) * self.order
+
+
+class NgramPart(nn.Module):
+    """Makes what n-grams add to the streams [T, S, C]; a `Part` that reads them as they are. Its
+    states are carried beside those in the step's slots."""
+
+    spec = None
+    rotary = None
+    reads = Emit.VALUES
+
+    def __init__(self, shapes: NgramShapes, kind: ModuleScope) -> None:
+        super().__init__()
+        if kind.ranks.size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={kind.ranks.size}: {kind.path} has a table of n-grams, "
+                "which is not split; supported is 1"
+            )
+        self.shapes, self.kind, self.operation = shapes, kind, NgramOperation()
+        self.size = shapes.num_streams * shapes.hidden_size
+        self.key = Linear(shapes.embedding_size, (("key_proj", self.size),), kind)
+        self.value = Linear(shapes.embedding_size, (("value_proj", shapes.hidden_size),), kind)
+        size = shapes.num_streams, shapes.hidden_size
+        self.scales = nn.ParameterDict({name: kind.empty_precise(*size) for name in _NORMS})
+        self.conv_weight = kind.empty(self.size, shapes.conv_width)
+        self.multipliers = multipliers_of(shapes)
+        self.sizes = sizes_of(shapes)
+        every = [size for own in self.sizes for size in own]
+        num_rows = -(-sum(every) // shapes.divisor) * shapes.divisor
+        width = shapes.embedding_size // len(every)
+        is_gpu = kind.device.type == "cuda"
+        where = "cpu" if is_gpu else kind.device
+        # No parameter: it stays in host memory, and is not counted among the device's weights.
+        self.table = torch.empty(num_rows, width, dtype=kind.dtype, device=where, pin_memory=is_gpu)
+        self.carried_from = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the table."""
+        return self.table.nbytes
+
+    @property
+    def carried_size(self) -> int:
+        """Numbers of a state: inputs of the convolution, then digits of ids."""
+        return self.shapes.reach * self.size + (self.shapes.order - 1) * ngrams.NUM_DIGITS
+
+    def run(self, streams: Tensor, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
+        """Returns what is added to the streams; reads and writes what slots carry."""
+        shapes, carried = self.shapes, ctx.carried
+        assert carried is not None, "slots carry what n-grams reach back to"
+        rows = ctx.step.layouts[self.operation]
+        columns = slice(self.carried_from, self.carried_from + self.carried_size)
+        sequences = Sequences.of(rows, carried, columns)
+        inputs_end = shapes.reach * self.size
+        inputs_before = sequences.states[:, :inputs_end].unflatten(1, (shapes.reach, self.size))
+        digits = sequences.states[:, inputs_end:].unflatten(1, (shapes.order - 1, -1))
+        ids = ctx.step.token_ids[:, None]
+        ids_before = ngrams.decode_ids(digits, -1)[:, :, None]
+        every = torch.arange(len(ids), device=ids.device)
+        values = self._gate(streams, self._embed(sequences, ids, ids_before, every))
+        inputs = hyper.norm(values, self.scales["norm_conv"], shapes.norm_eps).flatten(1)
+        output = values.flatten(1) + self._convolve(sequences, inputs, inputs_before, every)
+
+        def states_after(tokens: Tensor) -> Tensor:
+            given = sequences, inputs, inputs_before, tokens
+            reached = [ngrams.continued(*given, back) for back in reversed(range(shapes.reach))]
+            given = sequences, ids, ids_before, tokens
+            last = [ngrams.continued(*given, back) for back in reversed(range(shapes.order - 1))]
+            digits = ngrams.encode_ids(torch.cat(last, 1), inputs.dtype)
+            return torch.cat((*reached, digits.flatten(1)), 1)
+
+        kept = rows.targets[:, 0].long()
+        drafts = (rows.recorded[:, 0] >= 0).nonzero()[:, 0]
+        recorded = states_after(drafts)
+        ngrams.keep(states_after(kept[kept >= 0]), recorded, carried, rows, columns)
+        return output.view_as(streams)
+
+    def _embed(self, sequences: Sequences, ids: Tensor, before: Tensor, every: Tensor) -> Tensor:
+        """Returns the embeddings [T, E]."""
+        stop, order = self.shapes.stop_id, self.shapes.order
+        found = [ngrams.continued(sequences, ids, before, every, back) for back in range(order)]
+        own = [torch.where(each < 0, stop, each)[:, 0] for each in found]
+        places = ngrams.hash_ids(own, stop, self.multipliers, self.sizes)
+        return ngrams.take_from_host(self.table, places.flatten()).view(len(ids), -1)
+
+    def _gate(self, streams: Tensor, embedded: Tensor) -> Tensor:
+        """Returns the value times each stream's gate [T, S, C]."""
+        key, eps = self.key(embedded).view_as(streams), self.shapes.norm_eps
+        key = hyper.norm(key, self.scales["norm_key"], eps)
+        query = hyper.norm(streams, self.scales["norm_query"], eps)
+        fit = (key * query).sum(-1, keepdim=True) / math.sqrt(self.shapes.hidden_size)
+        fit = fit.abs().clamp_min(1e-6).sqrt() * fit.sign()
+        return fit.sigmoid() * self.value(embedded)[:, None]
+
+    def _convolve(
+        self, sequences: Sequences, inputs: Tensor, before: Tensor, every: Tensor
+    ) -> Tensor:
+        taps, total = self.shapes.conv_width, torch.zeros_like(inputs)
+        for tap in range(taps):
+            back = (taps - 1 - tap) * self.shapes.order
+            found = ngrams.continued(sequences, inputs, before, every, back)
+            total += found * self.conv_weight[:, tap]
+        return F.silu(total)
+
+    def placements(self) -> WeightSlots:
+        own = {f"{name}.weight": place_scale(self.scales[name].view(-1), 1.0) for name in _NORMS}
+        own["conv1d.weight"] = place_whole(self.conv_weight.unsqueeze(1))
+        path = "ple_embedding.ngram_embedding"
+        if self.kind.has(f"{path}.weight"):
+            own[f"{path}.weight"] = place_whole(self.table)
+        else:
+            for index, rows in enumerate(self.table.chunk(self.shapes.num_shards)):
+                own[f"{path}.shard_{index}.weight"] = place_whole(rows)
+        every = [size for sizes in self.sizes for size in sizes]
+        offsets = [sum(every[:index]) for index in range(len(every))]
+        known = {"layer_multipliers": self.multipliers, "ngram_heads_vocab_sizes": every}
+        for name, numbers in (*known.items(), ("ngram_heads_offsets", offsets)):
+            if self.kind.has(f"ple_embedding.{name}"):
+                own[f"ple_embedding.{name}"] = self._check(name, numbers)
+        return {self.kind.full(name): place for name, place in own.items()}
+
+    def _check(self, name: str, numbers: list[int]) -> WeightSlot:
+        """Places numbers that follow from the configuration: a file may have no others."""
+
+        def compare(values: Tensor) -> None:
+            if values.tolist() != numbers:
+                raise WeightsError(
+                    f"{self.kind.full('ple_embedding')}.{name} has other numbers than its "
+                    "config.json leads to: n-grams are hashed in another way"
+                )
+
+        return WeightSlot((len(numbers),), compare, types=("I64",))
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        """Fills the table with one number: random ones would take minutes."""
+        for scale in self.scales.values():
+            scale.fill_(1)
+        fill_matrix(self.conv_weight, self.shapes.conv_width**-0.5, generator)
+        self.table.fill_(spread)
+
+
+class NgramBlock(nn.Module):
+    """Adds what n-grams say to the streams; a `Block`."""
+
+    def __init__(self, part: NgramPart) -> None:
+        super().__init__()
+        self.part = part
+        self.parts = nn.ModuleList([part])
+
+    def run(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        ctx: Context,
+        numbers: tuple[int, ...],
+        *,
+        ends: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Returns the streams [T, S, C]; `hidden` may be the embedding [T, C]. See `Block`."""
+        assert delta is None, "blocks add their outputs themselves"
+        assert not ends, "attention follows"
+        streams = hidden
+        if hidden.dim() == 2:
+            streams = hidden[:, None].expand(-1, self.part.shapes.num_streams, -1)
+        return streams + self.part.run(streams, ctx, numbers[0]), None
+
+
+def multipliers_of(shapes: NgramShapes) -> list[int]:
+    """Returns odd factors of the ids of an n-gram, from the seed; no product exceeds 63 bits."""
+    bound = max(1, ((1 << 63) - 1) // max(shapes.vocab_size, 1) // 2)
+    gamma, base = 0x9E3779B97F4A7C15, shapes.seed + 10007 * shapes.index
+    return [
+        2 * (_splitmix(base + gamma * (place + 1)) % bound) + 1 for place in range(shapes.order)
+    ]
+
+
+def _splitmix(number: int) -> int:
+    """SplitMix64 (Steele, Lea and Flood, 2014)."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)
+
+
+def sizes_of(shapes: NgramShapes) -> list[list[int]]:
+    """Returns the rows of each of a token's embeddings, by order: primes that no other layer's
+    have."""
+    each, num_orders = shapes.heads_each, shapes.order - 1
+    first = shapes.index * num_orders * each
+    primes = filter(_is_prime, count(max(shapes.least_rows, 2)))
+    own = list(islice(primes, first, first + num_orders * each))
+    return [own[place : place + each] for place in range(0, len(own), each)]
+
+
+def _is_prime(number: int) -> bool:
+    if number % 2 == 0:
+        return number == 2
+    return all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))

@@ -1,0 +1,135 @@
+"""Qwen3.8-Flash-Next: Gated DeltaNet, and attention to what an indexer selects, with experts in
+every layer; hyper-connections in place of the residual sum, and n-gram embeddings from host memory
+in a few layers. The text part, on the reference kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from milepost.errors import UnsupportedModelError
+from milepost.layers.attention import Attention
+from milepost.layers.gated_delta import SEPARATE, GatedDelta
+from milepost.layers.hyper import HyperBlock, HyperConnection
+from milepost.layers.indexer import Indexer, IndexerShapes
+from milepost.layers.moe import MoE
+from milepost.layers.ngrams import NgramBlock, NgramPart, NgramShapes
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import Layer
+from milepost.layers.rotary import Rotary
+from milepost.models.architecture import Architecture, attention_shapes, gated_delta_shapes
+from milepost.models.architectures.qwen3_next import QWEN_SPELLINGS, expert_shapes
+from milepost.models.decoder import DecoderParts
+from milepost.models.names import listed_layers, take_same
+
+_LINEAR, _INDEXED = "linear_attention", "indexed_attention"
+
+
+def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
+    rotary, experts = (
+        Rotary(config, kind.device),
+        expert_shapes(config, normalise=config.norm_topk_prob),
+    )
+    layers, with_ngrams = [], list(config.ple_layer_ids)
+    for index, layer_type in enumerate(config.layer_types):
+        own, blocks = kind.under(f"layers.{index}"), []
+        if index + 1 in with_ngrams:
+            shapes = _ngram_shapes(config, with_ngrams.index(index + 1))
+            blocks.append(NgramBlock(NgramPart(shapes, own.under("ple"))))
+        if layer_type == _LINEAR:
+            mixer = GatedDelta(_delta_shapes(config), own.under("linear_attn"), SEPARATE)
+        else:
+            mixer = _attention(config, own.under("self_attn"), rotary)
+        mlp = MoE(config.hidden_size, experts, own.under("mlp"))
+        blocks.append(HyperBlock(mixer, _connection(config, own.under("attn_hyper_connection"))))
+        blocks.append(HyperBlock(mlp, _connection(config, own.under("mlp_hyper_connection"))))
+        layers.append(Layer(*blocks))
+    mixer = _connection(config, kind.under("hyper_connection_mixer"), is_last=True)
+    return DecoderParts(layers=layers, norm=mixer)
+
+
+def _attention(config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary) -> Attention:
+    indexer = IndexerShapes(
+        num_heads=config.indexer_n_heads,
+        head_dim=config.indexer_head_dim,
+        ratio=config.indexer_compress_ratio,
+        budget=config.indexer_budget,
+    )
+    shapes = attention_shapes(config, norm="each", norm_offset=1.0, gate="entries")
+    if indexer.head_dim > shapes.num_kv_heads * shapes.head_dim:
+        raise UnsupportedModelError(
+            f"indexer_head_dim={indexer.head_dim} is more than num_key_value_heads * head_dim="
+            f"{shapes.num_kv_heads * shapes.head_dim}: index keys have a key's room in a page"
+        )
+    own = Indexer(indexer, config.hidden_size, kind.under("indexer"), config.rms_norm_eps)
+    return Attention(shapes, kind, rotary=rotary, indexer=own)
+
+
+def _delta_shapes(config: PreTrainedConfig) -> Any:
+    gate = config.output_gate_type or config.hidden_act
+    return gated_delta_shapes(config, gates_by_sigmoid=gate == "sigmoid")
+
+
+def _connection(config: PreTrainedConfig, kind: ModuleScope, **others: bool) -> HyperConnection:
+    sizes = config.hidden_size, config.hc_count, config.hc_lowrank
+    return HyperConnection(*sizes, kind, eps=config.rms_norm_eps, **others)
+
+
+def _ngram_shapes(config: PreTrainedConfig, index: int) -> NgramShapes:
+    stop = config.eos_token_id
+    return NgramShapes(
+        hidden_size=config.hidden_size,
+        num_streams=config.hc_count,
+        embedding_size=config.ple_embed_dim,
+        conv_width=config.ple_conv_kernel_size,
+        order=config.ngram_size,
+        heads_each=config.heads_per_ngram,
+        least_rows=config.ngram_vocab_size_base,
+        divisor=config.make_ngram_vocab_size_divisible_by,
+        num_shards=config.split_ngram_parts,
+        vocab_size=config.vocab_size,
+        stop_id=stop[0] if isinstance(stop, list) else stop,
+        seed=config.seed,
+        index=index,
+        norm_eps=config.rms_norm_eps,
+    )
+
+
+def _settle(settings: dict[str, Any]) -> None:
+    """Converts `full_attention_interval` to layer types, and gives attention the name that
+    transformers has for it."""
+    interval, count = (
+        settings.pop("full_attention_interval", None),
+        settings.get("num_hidden_layers"),
+    )
+    if interval is not None and isinstance(count, int):
+        places = list(range(interval - 1, count, interval))
+        listed = listed_layers(settings, places, "full_attention_interval", _LINEAR)
+        settings["layer_types"] = _renamed(settings.get("layer_types"))
+        where = f"full_attention_interval={interval}"
+        take_same(settings, "layer_types", where, _renamed(listed))
+    settings["layer_types"] = _renamed(settings.get("layer_types"))
+
+
+def _renamed(layer_types: Any) -> Any:
+    if not isinstance(layer_types, list):
+        return layer_types
+    return [_INDEXED if each == "full_attention" else each for each in layer_types]
+
+
+ARCHITECTURES = (
+    Architecture(
+        model_types=("qwen4_exp", "qwen4_exp_text"),
+        build=_parts,
+        layer_types=(_LINEAR, _INDEXED),
+        spellings=QWEN_SPELLINGS,
+        settle=_settle,
+        requirements={
+            "output_gate_type": (
+                lambda value: value in (None, "silu", "swish", "sigmoid"),
+                "silu or sigmoid",
+            ),
+        },
+    ),
+)
