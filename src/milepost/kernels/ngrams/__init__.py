@@ -13,7 +13,7 @@ from torch import Tensor
 
 from milepost.kernels.layout.batch import Batch
 from milepost.kernels.mtp import CarryRows
-from milepost.kernels.mtp.rows import lay_out
+from milepost.kernels.mtp.reference import lay_out
 from milepost.kernels.ngrams.reference import (
     NUM_DIGITS,
     Sequences,
