@@ -6,7 +6,7 @@ from __future__ import annotations
 from transformers import AutoConfig, PreTrainedConfig, Qwen3NextConfig
 
 from milepost.errors import UnsupportedModelError
-from milepost.kernels.products.moe import Scores
+from milepost.kernels.products.routing import Scores
 from milepost.layers.attention import Attention
 from milepost.layers.kda import KDA, KDAShapes
 from milepost.layers.moe import ExpertShapes, MoE
