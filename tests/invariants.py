@@ -153,6 +153,9 @@ def _expected_windows(
         live.update(page for page in allocation.window_table if page != HOLE)
         live.update(allocation.pinned_window)
         live.update(allocation.loading_windows)
+    for loan in cache.loans:
+        kept = {checkpoint.slot: checkpoint.windows for checkpoint in checkpoints}
+        assert loan.slot is None or kept[loan.slot] == loan.windows, "O4: what is lent is kept"
     window, size = cache.config.window, cache.page_size
     for checkpoint in checkpoints:
         position = checkpoint.position

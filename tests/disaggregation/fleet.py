@@ -113,7 +113,7 @@ def running(*engines: Engine) -> Iterator[Fleet]:
 def sizes(engine: Engine) -> tuple[int, int]:
     """Bytes of a page and of a state, on all ranks."""
     hello = connector_of(engine)._links.hello
-    pages, slots = map(sum, hello.layout.piece_bytes)
+    pages, slots, _ = map(sum, hello.layout.piece_bytes)
     return pages * hello.num_ranks, slots * hello.num_ranks
 
 

@@ -33,15 +33,6 @@ from tests.invariants import check
 from tests.models.resuming import Resuming
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-EXCHANGED = {
-    "kv_transfer_config": {
-        "kv_ip": "127.0.0.1",
-        "kv_port": 0,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"transport": "socket", "peers": ["127.0.0.0/8"]},
-    }
-}
-
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no_full_attention": {
@@ -214,15 +205,9 @@ def test_what_left_the_device_comes_back_with_its_windows(tiny, tmp_path, sizes)
         llm.llm_engine.close()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [EXCHANGED, {"cache_memory": "shared"}],
-    ids=lambda options: next(iter(options)),
-)
-def test_what_windows_do_not_do_yet_is_refused_by_name(options, tiny):
-    sizes = {} if "cache_memory" in options else {"num_pages": 16, "num_slots": 4}
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        open_llm(tiny.folder, **(sizes | options))
+def test_one_memory_for_windows_too_is_refused_by_name(tiny):
+    with pytest.raises(ConfigError, match="cache_memory"):
+        open_llm(tiny.folder, cache_memory="shared")
 
 
 def test_pools_of_windows_are_sized_by_slots(tiny):

@@ -151,10 +151,12 @@ class AllRanks:
             transfer.is_own_over = self._own.cancel(transfer.own)
         return transfer.is_own_over and transfer.others.done()
 
-    def lend(self, lease: str, pages: tuple[int, ...], slot: int | None) -> None:
+    def lend(
+        self, lease: str, pages: tuple[int, ...], slot: int | None, windows: tuple[int, ...] = ()
+    ) -> None:
         """Lends on all ranks. A fence requested afterwards passes once all ranks know."""
-        self._own.lend(lease, pages, slot)
-        self._ask(Lend(lease=lease, pages=pages, slot=slot))
+        self._own.lend(lease, pages, slot, windows)
+        self._ask(Lend(lease=lease, pages=pages, slot=slot, windows=windows))
 
     def end_loan(self, lease: str) -> None:
         self._own.end_loan(lease)
@@ -201,4 +203,4 @@ def fencing(
 
 def _counts(endpoint: RankEndpoint) -> list[list[int]]:
     """Returns the counts of pages and slots in each row, which determine the pieces' numbers."""
-    return [[row.count for row in rows] for rows in (endpoint.layout.pages, endpoint.layout.slots)]
+    return [[row.count for row in rows] for rows in endpoint.layout.kinds]

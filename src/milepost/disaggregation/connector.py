@@ -146,14 +146,15 @@ class Connector:
         arrivals = load.arrivals
         pages = tuple(arrival.id for arrival in arrivals if arrival.what != "state")
         num_all = -(-load.position // self._cache.page_size)
-        slot = next((arrival.id for arrival in arrivals if arrival.what == "state"), None)
+        states = [arrival for arrival in arrivals if arrival.what == "state"]
         return Pull(
             number=load.number,
             remote=remote,
             key=arrivals[-1].key,
             first=num_all - len(pages),
             pages=pages,
-            slot=slot,
+            slot=states[0].id if states else None,
+            windows=states[0].windows if states else (),
             is_ready=is_ready,
         )
 

@@ -33,6 +33,18 @@ class Lease:
     expires_at: float
 
 
+def granted(id_: str, key: bytes, loan: Loan) -> Granted:
+    """Returns what a reader is told of a lease."""
+    return Granted(
+        lease=id_,
+        position=loan.position,
+        key=key,
+        pages=loan.pages,
+        slot=loan.slot,
+        windows=loan.windows,
+    )
+
+
 class Leases:
     """Leases, valid for `length_s` from the grant and from each heartbeat, unless they
     `are_final`.
@@ -144,9 +156,10 @@ class Lending:
         page = chain.digests(depth)[depth - 1] if depth else chain.root
         tail = chain.content(depth * self._cache.page_size, loan.position)
         key, id_ = checkpoint_key(page, tail), uuid.uuid4().hex
-        self._transport.lend(id_, loan.pages, loan.slot)  # the fence must come later
+        # The fence must come later.
+        self._transport.lend(id_, loan.pages, loan.slot, loan.windows)
         self.leases.grant(id_, loan, key, page, self._fence())
-        return Granted(lease=id_, position=loan.position, key=key, pages=loan.pages, slot=loan.slot)
+        return granted(id_, key, loan)
 
     def take_back(self) -> None:
         """Takes back the loans of leases that are over."""

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from milepost.disaggregation.door import Complaints, Door
-from milepost.disaggregation.leases import Leases
+from milepost.disaggregation.leases import Leases, granted
 from milepost.disaggregation.messages import (
     ENCODER,
     MAX_QUESTION_BYTES,
@@ -182,11 +182,8 @@ class Lender:
         if len(self._claims) >= MAX_CLAIMS:
             self.reply(who, number, Declined(f"{MAX_CLAIMS} claims wait"))
             return
-        loan = lease.loan
-        granted = Granted(
-            lease=id_, position=loan.position, key=lease.key, pages=loan.pages, slot=loan.slot
-        )
-        self._claims.append((self._clock(), lease.is_ready, who, number, granted))
+        answer = granted(id_, lease.key, lease.loan)
+        self._claims.append((self._clock(), lease.is_ready, who, number, answer))
         self.grant_ready()
 
     def grant_ready(self) -> None:

@@ -22,7 +22,7 @@ from milepost.cache.tree import TOKEN_BYTES, Chain
 from milepost.errors import InvalidPromptError
 from milepost.pictures import Picture, check_pictures
 
-VERSION = 3
+VERSION = 4
 MAX_QUESTION_BYTES = 16 * 2**20
 """Most bytes in a frame of a question; the longest has four bytes for each token of a prompt."""
 MAX_ANSWER_BYTES = 4 * 2**20
@@ -51,25 +51,37 @@ class MemoryRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Position in memory of the pieces of each page and each slot, which have one piece in each
-    row, at the index of their id. Raises ValueError if there are more pieces than can be numbered.
+    """Position in memory of the pieces of each page, each slot and each page of windows, which have
+    one piece in each row of their kind, at the index of their id. Raises ValueError if there are
+    more pieces than can be numbered.
     """
 
     pages: list[MemoryRows]
     slots: list[MemoryRows]
+    windows: list[MemoryRows] = []
 
     def __post_init__(self) -> None:
         if self.num_pieces > MAX_PIECES:
             raise ValueError(f"{self.num_pieces} pieces of memory: use {MAX_PIECES} at most")
 
     @property
+    def kinds(self) -> tuple[list[MemoryRows], ...]:
+        """Rows of pages, of slots and of pages of windows; pieces are counted in this order."""
+        return self.pages, self.slots, self.windows
+
+    @property
+    def rows(self) -> list[MemoryRows]:
+        """All rows, in the order in which their pieces are counted."""
+        return [row for rows in self.kinds for row in rows]
+
+    @property
     def num_pieces(self) -> int:
-        return sum(row.count for row in (*self.pages, *self.slots))
+        return sum(row.count for row in self.rows)
 
     @property
     def piece_bytes(self) -> list[list[int]]:
         """Sizes of the pieces, which must be the same on both engines."""
-        return [[row.length for row in rows] for rows in (self.pages, self.slots)]
+        return [[row.length for row in rows] for rows in self.kinds]
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -118,6 +130,8 @@ class Granted(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Key of the state at that position, which stands for all tokens before it."""
     pages: tuple[Number, ...]
     slot: Number | None
+    windows: tuple[Number, ...] = ()
+    """Pages of windows that the state needs."""
 
 
 class Gone(msgspec.Struct, tag=True, frozen=True):

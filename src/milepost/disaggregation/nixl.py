@@ -120,7 +120,9 @@ class Nixl:
             return False
         return True
 
-    def lend(self, lease: str, pages: tuple[int, ...], slot: int | None) -> None:
+    def lend(
+        self, lease: str, pages: tuple[int, ...], slot: int | None, windows: tuple[int, ...] = ()
+    ) -> None:
         pass  # whoever has the metadata can read all registered memory, without a check
 
     def end_loan(self, lease: str) -> None:
@@ -133,10 +135,7 @@ class Nixl:
     def _listed(self, name: str, layout: Layout, device: int | None = None) -> Any:
         """Returns a list of all pieces of an engine's memory, in which they go by number."""
         device = self._device if device is None else device
-        rows = [
-            (row.address, row.length, device, row.stride, row.count)
-            for row in (*layout.pages, *layout.slots)
-        ]
+        rows = [(row.address, row.length, device, row.stride, row.count) for row in layout.rows]
         return self._agent.prep_xfer_dlist(name, np.array(rows, np.uint64), self._kind)
 
 

@@ -48,11 +48,12 @@ class ReadPart(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
 
 
 class Lend(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Lets others read these pages and this slot under a lease."""
+    """Lets others read these pages, this slot and these pages of windows under a lease."""
 
     lease: str
     pages: tuple[int, ...]
     slot: int | None
+    windows: tuple[int, ...]
 
 
 class EndLoan(msgspec.Struct, frozen=True, array_like=True, tag=True):

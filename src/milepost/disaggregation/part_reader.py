@@ -95,8 +95,8 @@ class PartReader:
             case Filled(slot=slot, position=position):
                 self._runner.filled(slot, position)
                 self._answer(ticket, True)
-            case Lend(lease=lease, pages=pages, slot=slot):
-                self._transport.lend(lease, pages, slot)
+            case Lend(lease=lease, pages=pages, slot=slot, windows=windows):
+                self._transport.lend(lease, pages, slot, windows)
                 self._answer(ticket, True)
             case EndLoan(lease=lease):
                 self._transport.end_loan(lease)

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pull:
     """A fetch of the parts that a request lacks: the lent pages from number `first` on into
-    `pages`, and the state into `slot`.
+    `pages`, and the state into `slot` and the pages of `windows`.
     """
 
     number: int
@@ -47,6 +47,7 @@ class Pull:
     first: int
     pages: tuple[int, ...]
     slot: int | None
+    windows: tuple[int, ...]
     is_ready: Callable[[], bool]
     """Whether nothing here uses that memory any more."""
     granted: Granted | None = None
@@ -206,12 +207,12 @@ class Pulls:
         peer = pull.peer
         assert peer is not None, "somebody has answered"
         pages = granted.pages[pull.first : pull.first + len(pull.pages)]
-        slot = granted.slot if pull.slot is not None else None
+        state = (None, ()) if pull.slot is None else (granted.slot, granted.windows)
         try:
             if peer.is_over:
                 raise TransferError("the other engine was let go of")
-            local = pieces_of(self._layout, pull.pages, pull.slot)
-            there = pieces_of(peer.layout, pages, slot)
+            local = pieces_of(self._layout, pull.pages, pull.slot, pull.windows)
+            there = pieces_of(peer.layout, pages, *state)
             if len(local) != len(there):
                 raise TransferError("less is lent than that")
             pull.began_at = self._clock()
@@ -229,9 +230,9 @@ class Pulls:
             pull.num_bytes = self._num_bytes(pull)
 
     def _num_bytes(self, pull: Pull) -> int:
-        pages, slots = map(sum, self._layout.piece_bytes)
-        own = pages * len(pull.pages) + (slots if pull.slot is not None else 0)
-        return own * self._num_ranks
+        nums = len(pull.pages), int(pull.slot is not None), len(pull.windows)
+        each = map(sum, self._layout.piece_bytes)
+        return self._num_ranks * sum(size * num for size, num in zip(each, nums, strict=True))
 
     def _confirm(self, pull: Pull) -> None:
         """Confirms a finished read: it counts if the lease was valid until now."""

@@ -28,17 +28,18 @@ class RegisteredMemory:
 
 
 def memory_of(pools: Pools) -> RegisteredMemory:
-    """Returns the layout and memory of the pages and slots of `pools`."""
+    """Returns the layout and memory of the pages and slots of `pools`, and of pages of windows."""
     pages = [_row(pools.all_kv)] if pools.all_kv is not None else []
     if pools.all_conv is not None:  # zeros first, then one row for each page
         pages += [_row(layer[1:]) for layer in pools.all_conv]
     slots = [_row(tensor) for tensor in _states(pools)]
-    tensors = [pools.all_kv, pools.all_conv, *_states(pools)]
+    windows = [_row(pools.all_windows)] if pools.all_windows is not None else []
+    tensors = [pools.all_kv, pools.all_conv, pools.all_windows, *_states(pools)]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     ranges = {storage.data_ptr(): storage.nbytes() for storage in storages}
     (device,) = {tensor.device for tensor in tensors if tensor is not None}
     return RegisteredMemory(
-        layout=Layout(pages=pages, slots=slots),
+        layout=Layout(pages=pages, slots=slots, windows=windows),
         ranges=sorted(ranges.items()),
         device=None if device.type == "cpu" else device.index or 0,
     )
@@ -46,8 +47,7 @@ def memory_of(pools: Pools) -> RegisteredMemory:
 
 def _states(pools: Pools) -> Iterator[Tensor]:
     for state in pools.states.values():
-        yield state.recurrent
-        yield state.conv
+        yield from (part for part in (state.recurrent, state.conv) if part.numel())
     if pools.carried is not None:
         yield pools.carried.states
 
@@ -74,35 +74,40 @@ def pieces(rows: list[MemoryRows], ids: tuple[int, ...], first: int) -> list[int
     return found
 
 
-def pieces_of(layout: Layout, pages: tuple[int, ...], slot: int | None) -> list[int]:
-    """Returns the numbers of all pieces of these pages and this slot."""
-    num_before = sum(row.count for row in layout.pages)
-    slots = () if slot is None else (slot,)
-    return pieces(layout.pages, pages, 0) + pieces(layout.slots, slots, num_before)
+def pieces_of(
+    layout: Layout, pages: tuple[int, ...], slot: int | None, windows: tuple[int, ...] = ()
+) -> list[int]:
+    """Returns the numbers of all pieces of these pages, this slot and these pages of windows."""
+    found, first = [], 0
+    ids = pages, () if slot is None else (slot,), windows
+    for rows, own in zip(layout.kinds, ids, strict=True):
+        found += pieces(rows, own, first)
+        first += sum(row.count for row in rows)
+    return found
 
 
 class PieceViews:
     """All pieces of main memory, by number."""
 
     def __init__(self, layout: Layout) -> None:
-        self._rows = (*layout.pages, *layout.slots)
-        self._num_page_rows = len(layout.pages)
+        self._rows = layout.rows
+        self._kinds = [kind for kind, rows in enumerate(layout.kinds) for _ in rows]
         self._firsts: list[int] = []
         self._num = 0
         for row in self._rows:
             self._firsts.append(self._num)
             self._num += row.count
 
-    def num_of(self, num_pages: int, num_slots: int) -> int:
-        num_slot_rows = len(self._rows) - self._num_page_rows
-        return self._num_page_rows * num_pages + num_slot_rows * num_slots
+    def num_of(self, *nums: int) -> int:
+        """Returns the number of pieces of these numbers of pages, slots and pages of windows."""
+        return sum(nums[kind] for kind in self._kinds)
 
-    def owner(self, number: int) -> tuple[bool, int]:
-        """Returns whether a piece belongs to a page, and the id of its page or slot. Raises
-        IndexError.
+    def owner(self, number: int) -> tuple[int, int]:
+        """Returns the kind that a piece belongs to, by its place among `Layout.kinds`, and the id
+        of its page or slot. Raises IndexError.
         """
         index, id_ = self._find(number)
-        return index < self._num_page_rows, id_
+        return self._kinds[index], id_
 
     def view(self, number: int) -> memoryview:
         """Returns the bytes of a piece. Raises IndexError."""

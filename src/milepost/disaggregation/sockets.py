@@ -14,7 +14,6 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import dataclass
 
 import msgspec
 
@@ -45,10 +44,8 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
 _ADDRESSES = msgspec.msgpack.Decoder(_Address)
 
 
-@dataclass(frozen=True, slots=True)
-class _Lent:
-    pages: frozenset[int]
-    slot: int | None
+_Lent = tuple[frozenset[int], ...]
+"""Ids that are lent, by kind: see `Layout.kinds`."""
 
 
 class _RefusedError(Exception):
@@ -125,9 +122,12 @@ class Sockets:
     def cancel(self, transfer: SocketReading) -> bool:
         return transfer.cancel()
 
-    def lend(self, lease: str, pages: tuple[int, ...], slot: int | None) -> None:
+    def lend(
+        self, lease: str, pages: tuple[int, ...], slot: int | None, windows: tuple[int, ...] = ()
+    ) -> None:
+        slots = () if slot is None else (slot,)
         with self._lock:
-            self._lent[bytes.fromhex(lease)] = _Lent(frozenset(pages), slot)
+            self._lent[bytes.fromhex(lease)] = tuple(map(frozenset, (pages, slots, windows)))
 
     def end_loan(self, lease: str) -> None:
         with self._lock:
@@ -215,7 +215,7 @@ class Sockets:
             lent = self._lent.get(lease)
         if lent is None:
             raise _RefusedError("it has no lease")
-        most = self._pieces.num_of(len(lent.pages), int(lent.slot is not None))
+        most = self._pieces.num_of(*map(len, lent))
         if num > most:
             raise _RefusedError(f"it asks for {num} pieces of memory, of {most}")
         asked = bytearray(4 * num)
@@ -224,10 +224,10 @@ class Sockets:
 
     def _lent_view(self, lent: _Lent, number: int) -> memoryview:
         try:
-            is_page, id_ = self._pieces.owner(number)
+            kind, id_ = self._pieces.owner(number)
         except IndexError as error:
             raise _RefusedError(str(error)) from error
-        if id_ not in lent.pages if is_page else id_ != lent.slot:
+        if id_ not in lent[kind]:
             raise _RefusedError(f"it asks for piece {number} of memory, which is not lent to it")
         return self._pieces.view(number)
 

@@ -64,9 +64,11 @@ class Transport(Protocol):
         """
         ...
 
-    def lend(self, lease: str, pages: tuple[int, ...], slot: int | None) -> None:
-        """Lets others read these pages and this slot under a lease. May be called from any thread,
-        like `end_loan`.
+    def lend(
+        self, lease: str, pages: tuple[int, ...], slot: int | None, windows: tuple[int, ...] = ()
+    ) -> None:
+        """Lets others read these pages, this slot and these pages of windows under a lease. May be
+        called from any thread, like `end_loan`.
         """
         ...
 

@@ -20,6 +20,8 @@ class Loan:
     pages: tuple[int, ...]
     slot: int | None
     """None in models without states in slots."""
+    windows: tuple[int, ...] = ()
+    """Pages of windows that the state needs; they stay as long as its slot is pinned."""
 
 
 class Loans:
@@ -54,7 +56,8 @@ class Loans:
         num_pages, tail = -(-match.state_length // match.path.chain.page_size), match.tail
         pages = (*match.path.pages[: num_pages - len(tail)], *tail)
         slot = next(iter(match.slots), None)
-        loan = Loan(position=match.state_length, pages=pages, slot=slot)
+        windows = () if match.checkpoint is None else match.checkpoint.windows
+        loan = Loan(position=match.state_length, pages=pages, slot=slot, windows=windows)
         self._pages.update(pages)
         self._slots.update(match.slots)
         if self.share > most:

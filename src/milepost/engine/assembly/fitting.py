@@ -17,7 +17,6 @@ from milepost.config import EngineConfig
 from milepost.engine.assembly.auto import kv_dtype_of
 from milepost.engine.assembly.bitwise import refuse_states
 from milepost.engine.assembly.sizing import pool_shape, sizes_of
-from milepost.engine.assembly.tiering import refuse_windows
 from milepost.errors import KernelError
 from milepost.images import ImageSettings
 from milepost.kernels.platform.device import describe, probe, why_reference
@@ -117,7 +116,6 @@ def shape_of(
     shape = pool_shape(config, model, device, kv_dtype_of(config, model.dtype, whole))
     reason = why_reference(device, model.dtype, model.operations)
     refuse_states(config, shape, is_fused=not reason)
-    refuse_windows(config, shape)
     return shape
 
 

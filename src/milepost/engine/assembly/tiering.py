@@ -35,17 +35,6 @@ SHARE_UNDER_WAY = 1 / 16
 states, within those bounds."""
 
 
-def refuse_windows(config: EngineConfig, shape: PoolShape) -> None:
-    """Raises ConfigError for what would send states elsewhere without their windows."""
-    if not shape.windows:
-        return
-    if config.kv_exchange is not None:
-        raise ConfigError(
-            f"kv_transfer_config: the model has layers with a sliding window of {shape.window} "
-            "tokens, whose KV is not exchanged with other engines; leave it out"
-        )
-
-
 def staging_bytes(config: EngineConfig, shape: PoolShape, pool_bytes: int) -> int:
     """Returns the device memory for copies on their way to the host."""
     if not config.has_tiers:
