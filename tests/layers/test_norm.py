@@ -75,3 +75,16 @@ def test_float64_sums_are_float64() -> None:
     hidden = torch.randn(4, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = hidden / hidden.square().mean(-1, keepdim=True).sqrt()
     assert relative_error(norm(hidden), expected) < 1e-15
+
+
+@pytest.mark.parametrize("num_parts", [0, 1, 3])
+def test_a_sum_of_partials_is_normed_as_it_would_be_whole(num_parts: int) -> None:
+    norm = RMSNorm(SIZE, EPS, kind(torch.bfloat16))
+    norm.placements()["weight"].store(torch.linspace(0.5, 2, SIZE))
+    output = torch.randn(5, *[num_parts] * (num_parts > 0), SIZE)
+    before = output.clone()
+    found = norm.norm_sum(output)
+    whole = output.sum(1) if num_parts else output
+    assert torch.allclose(found, norm(whole), atol=1e-6)
+    assert found.dtype == output.dtype, "what follows adds it in float32"
+    assert torch.equal(output, before)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from milepost.kernels import norm
-from milepost.kernels.layout.emit import Activations, Emit, Inputs
+from milepost.kernels.layout.emit import Activations, Emit, Inputs, values_of
 from milepost.kernels.platform.tensors import cast
 from milepost.layers.linear import Begun
 from milepost.layers.parameters import ModuleScope
@@ -95,6 +95,15 @@ class RMSNorm(nn.Module):
             return total, Activations(values=normed, projected=begun.projected)
         is_invariant = self.kind.batch_invariant
         return norm.add_norm(hidden, delta, *how, emit=emit, batch_invariant=is_invariant)
+
+    def norm_sum(self, output: Tensor) -> Tensor:
+        """Norms an output [T, N], or the sum of its partials [T, P, N], in one launch; `multiplier`
+        is not applied."""
+        first, rest = output, None
+        if output.dim() == 3:
+            first, rest = output[:, 0], output[:, 1:] if output.shape[1] > 1 else None
+        how = {"batch_invariant": self.kind.batch_invariant}
+        return values_of(norm.add_norm(first, rest, self.scale, self.eps, **how)[1])
 
     def placements(self) -> WeightSlots:
         return {self.kind.full("weight"): place_scale(self.scale, self.offset)}

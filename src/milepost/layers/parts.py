@@ -130,7 +130,7 @@ class ResidualBlock(nn.Module):
         if not self._ranks.is_alone:
             added = partials(added)
         if self.post is not None:
-            added = self.post(self._whole(added))
+            added = self.post.norm_sum(over_ranks(added, self._ranks))
         return hidden, added
 
     def _whole(self, delta: Tensor) -> Tensor:
