@@ -33,7 +33,6 @@ from torch import Tensor
 from milepost import LLM, SamplingParams
 from milepost.kernels import attention, norm, products, recurrent
 from milepost.kernels.layout.emit import Activations
-from milepost.kernels.products import moe
 from milepost.runner.graphs import Graphs
 
 Row = dict[str, Any]
@@ -42,7 +41,7 @@ _OPERATIONS = (
     (products, "multiply"),
     (products, "mix"),
     (products, "gate"),
-    (moe, "route"),
+    (products, "route"),
     (norm, "add_norm"),
     (attention, "prepare"),
     (attention, "attend"),
