@@ -1,7 +1,6 @@
 """`AsyncLLM` answers as `LLM` does, from an event loop."""
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from milepost import LLM, AsyncLLM, SamplingParams
 from milepost.config import EngineConfig
 from milepost.engine.processes import starting
 from milepost.errors import ConfigError, EngineDeadError, InvalidRequestError
-from tests import chatmodel
+from tests import chatmodel, forked
 
 OPTIONS = {"cpu_cache_gib": 0.02, "max_num_seqs": 4, "max_model_len": 2048, "device": "cpu"}
 PROMPTS = ["the quick brown fox " * 8, "the lazy dog", {"prompt_token_ids": list(range(10, 90))}]
@@ -37,10 +36,8 @@ def runner():
 @pytest.fixture(scope="module")
 def llm(folder, runner):
     """One engine for all tests, forked from a process that has imported what it needs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["milepost.engine.processes.engine"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(starting, "CONTEXT", context)
+        patch.setattr(starting, "CONTEXT", forked.context())
         llm = AsyncLLM(folder, **OPTIONS)
         runner.run(llm.start())
         yield llm

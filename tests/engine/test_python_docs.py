@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import multiprocessing
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from starlette.testclient import TestClient
 import milepost
 from milepost import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from milepost.engine.processes import starting
+from tests import forked
 
 PAGE = Path(milepost.__file__).parents[2] / "docs" / "python.md"
 BLOCK = re.compile(
@@ -22,11 +22,9 @@ BLOCK = re.compile(
 @pytest.fixture(scope="module")
 def ran():
     """The names that all examples leave, and (what each printed, what the page says)."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["milepost.engine.processes.engine"])
     names, printed = {}, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(starting, "CONTEXT", context)
+        patch.setattr(starting, "CONTEXT", forked.context())
         for example, said in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
             out = io.StringIO()
             with contextlib.redirect_stdout(out):

@@ -8,6 +8,7 @@ import os
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from tests import chatmodel
+from tests import chatmodel, forked
 
 FLAGS = {
     "--port": "0",
@@ -37,9 +38,10 @@ post = functools.partial(httpx.post, verify=NO_TLS)
 class Server:
     """A running `milepost serve`."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | forked.Program
     url: str
     log: list[str] = field(default_factory=list)
+    pid_file: Path | None = None
 
     def client(self, key: str = "none") -> openai.OpenAI:
         http = httpx.Client(verify=NO_TLS, timeout=60)
@@ -63,6 +65,8 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """The process that holds the engine: the child that is no resource tracker."""
+        if self.pid_file is not None:
+            return int(self.pid_file.read_text())
         (pid,) = self.children(b"spawn_main")
         return pid
 
@@ -82,43 +86,41 @@ def _content(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def serving(folder: Path | None, *flags: str) -> Iterator[Server]:
-    """A server that takes requests, until the end of the block; without a folder, of our model."""
-    command = [
-        sys.executable,
-        "-m",
-        "milepost",
-        "serve",
-        *([str(folder)] if folder else []),
-        *flags,
-    ]
+def serving(folder: Path | None, *flags: str, forks: bool = True) -> Iterator[Server]:
+    """A server that takes requests, until the end of the block; without a folder, of our model.
+
+    Unless it `forks` (`tests.forked`), it is started as users start it.
+    """
+    arguments = ["serve", *([str(folder)] if folder else []), *flags]
     for flag, value in FLAGS.items():
-        command += [flag, value] if flag not in flags else []
-    process = subprocess.Popen(
-        command,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    server = Server(process, "")
-    reading = threading.Thread(target=_read, args=(process.stderr, server.log))
-    reading.start()
-    try:
-        line = process.stdout.readline()
-        assert line.startswith("Milepost listens on "), (line, server.log)
-        server.url = line.split()[-1]
-        yield server
-    finally:
-        process.terminate()
+        arguments += [flag, value] if flag not in flags else []
+    with tempfile.TemporaryDirectory() as own:
+        pid_file = Path(own) / "pid"
+        process = forked.Program(arguments, ENVIRONMENT, pid_file) if forks else _program(arguments)
+        server = Server(process, "", pid_file=pid_file if forks else None)
+        reading = threading.Thread(target=_read, args=(process.stderr, server.log))
+        reading.start()
         try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        reading.join()
-        process.stdout.close()
-        process.stderr.close()
+            line = process.stdout.readline()
+            assert line.startswith("Milepost listens on "), (line, server.log)
+            server.url = line.split()[-1]
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            reading.join()
+            process.stdout.close()
+            process.stderr.close()
+
+
+def _program(arguments: list[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "milepost", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=ENVIRONMENT, text=True, **pipes)
 
 
 def _read(stream, lines: list[str]) -> None:
@@ -133,8 +135,9 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(folder) -> Iterator[Server]:
-    with serving(folder) as running:
-        yield running
+    """As users start it."""
+    with serving(folder, forks=False) as server:
+        yield server
 
 
 @pytest.fixture

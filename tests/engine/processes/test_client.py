@@ -29,7 +29,7 @@ from milepost.errors import (
     UnsupportedModelError,
 )
 from milepost.sampling_params import SamplingParams
-from tests import chatmodel
+from tests import chatmodel, forked
 
 LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -70,9 +70,7 @@ def engines_are_forked(monkeypatch):
     """From a process that has imported what they need, which takes seconds. The first test starts
     its engine as a server does.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["milepost.engine.processes.engine"])
-    monkeypatch.setattr(starting, "CONTEXT", context)
+    monkeypatch.setattr(starting, "CONTEXT", forked.context())
 
 
 def run(config, scenario, **options):

@@ -1,0 +1,141 @@
+"""Processes forked from one that has imported what they need: to start Python, torch and
+transformers anew takes each of them seconds.
+
+A test that says so starts a server or an engine as users do. For all others it begins where the
+imports end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from multiprocessing import forkserver, reduction, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from milepost.__main__ import run
+from milepost.engine.parent import without_main
+from milepost.engine.processes import starting
+
+NEEDED = ["milepost.engine.processes.engine", "milepost.server.run", "tests.forked"]
+
+
+def context() -> ForkServerContext:
+    """Returns what takes the place of `starting.CONTEXT`."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(NEEDED)
+    return found
+
+
+class Program:
+    """A command line of `milepost` in a forked process, as `subprocess.Popen` would have it. The
+    process of its engine is forked too; its id is in `pid_file`.
+    """
+
+    def __init__(
+        self, arguments: list[str], environment: Mapping[str, str], pid_file: Path
+    ) -> None:
+        forks = context()
+        (out, writes_out), (err, writes_err) = os.pipe(), os.pipe()
+        given = _Given(environment, writes_out, writes_err)
+        with without_main():
+            forkserver.ensure_running()
+            address = forkserver._forkserver._forkserver_address
+            self._process = forks.Process(target=_run, args=(arguments, given, address, pid_file))
+            self._process.start()
+        os.close(writes_out)
+        os.close(writes_err)
+        self.stdout, self.stderr = os.fdopen(out), os.fdopen(err)
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("milepost", timeout or 0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class _Given:
+    """Sent to a process, it becomes its environment and its standard output and error."""
+
+    def __init__(self, environment: Mapping[str, str], out: int, err: int) -> None:
+        self._environment, self._fds = dict(environment), (out, err)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _take, (self._environment, *map(reduction.DupFd, self._fds))
+
+
+def _take(environment: Mapping[str, str], out: Any, err: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, given in ((1, out), (2, err)):
+        own = given.detach()
+        os.dup2(own, number)
+        if own != number:
+            os.close(own)
+
+
+def _run(arguments: list[str], given: None, address: str, pid_file: Path) -> None:
+    forkserver.connect_to_new_process = _Elsewhere(address).connect_to_new_process
+    _Engine.pid_file = pid_file
+    starting.CONTEXT = _Context()
+    sys.argv = ["milepost", *arguments]
+    gc.freeze()  # what was imported stays, and its pages stay shared
+    try:
+        sys.exit(run())
+    finally:
+        atexit._run_exitfuncs()
+
+
+class _Elsewhere(forkserver.ForkServer):
+    """The process to fork from, which another program has started and will end."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._forkserver_address = address
+        _, self._forkserver_alive_fd = os.pipe()
+
+    def ensure_running(self) -> None:
+        resource_tracker.ensure_running()
+
+
+class _Engine(ForkServerProcess):
+    """Has its parent's environment, and writes where its parent does."""
+
+    pid_file: Path
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._given = _Given(os.environ, 1, 2)
+
+    def start(self) -> None:
+        super().start()
+        self.pid_file.write_text(str(self.pid))
+
+
+class _Context(ForkServerContext):
+    Process = _Engine
