@@ -7,10 +7,10 @@ Times are of one call within a CUDA graph of many, in microseconds, the median o
 the sum alone (`sum_us`; of more than 512 rows NCCL's, too), and with the residual and the norm
 behind it (`norm_us`), of so many partials on each rank as the layer behind leaves (experts one for
 each of a token's); `nccl` is NCCL's all-reduce and the norm's own launch, `local_us` what one GPU
-takes for its own partials. `link_us` is how long a peer's rows take at 450 GB/s. Says first whether
-both return the same on all ranks. One JSON row for each number of rows, the most first, for which
-memory is shared. With --apart no GPU may access another's memory, as on two cards without NVLink:
-NCCL does all.
+takes for its own partials. `link_us` is how long a peer's rows take at 450 GB/s. Says first
+whether both return the same on all ranks, and the first rows by themselves the bits that they have
+among all. One JSON row for each number of rows, the most first, for which memory is shared. With
+--apart no GPU may access another's memory, as on two cards without NVLink: NCCL does all.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ def measure(
     everywhere = torch.empty(hosts_size(link), *ours[1].shape, **like)
     torch.distributed.all_gather_into_tensor(everywhere, ours[1])
     is_same = all(torch.equal(each, everywhere[0]) for each in everywhere)
+    few = min(num_rows, 16)
+    alone = link.add_norm(hidden[:few], parts[:few], scale, 1e-6, 1.0)
     error = float((ours[1].float() - theirs[1].float()).abs().max())
     times = {f"{name}_us": time_in_graph(way) for name, way in ways.items()}
     num_bytes = values.nbytes
@@ -109,6 +111,7 @@ def measure(
         "parts": num_parts,
         "bytes": num_bytes,
         "is_same_on_all": is_same,
+        "is_same_alone": all(torch.equal(a, b[:few]) for a, b in zip(alone, ours, strict=True)),
         "largest_error": error,
         **times,
         "link_us": (hosts_size(link) - 1) * num_bytes / LINK_BYTES_PER_S * 1e6,

@@ -28,6 +28,8 @@ from milepost.parallel import Ranks
 class NoLink:
     """A `Link` to ranks that all have what this one has, and that nobody waits for."""
 
+    order = ""
+
     def __init__(self, size: int) -> None:
         self._size = size
 

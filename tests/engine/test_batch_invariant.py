@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from milepost.config import EngineConfig
-from milepost.engine.assembly.bitwise import refuse_ranks, refuse_states
+from milepost.engine.assembly.bitwise import facts_of, refuse_states
 from milepost.engine.assembly.sizing import pool_shape
 from milepost.errors import ConfigError
 from milepost.models import load_model
+from milepost.parallel import ALONE, Ranks
 from tests.engines import save_tiny
 
 
@@ -56,12 +61,19 @@ def test_settings_that_break_the_promise_are_refused_by_name(gated_delta, option
     gated_delta.open(**options)
 
 
-def test_several_gpus_are_refused():
-    config = EngineConfig(batch_invariant=True, tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2 on GPUs"):
-        refuse_ranks(config, torch.device("cuda"))
-    refuse_ranks(config, torch.device("cpu"))
-    refuse_ranks(EngineConfig(tensor_parallel_size=2), torch.device("cuda"))
+def test_keys_say_how_ranks_are_added_up():
+    config, device = EngineConfig(batch_invariant=True), torch.device("cpu")
+    gathered, kernels = (SimpleNamespace(order=order) for order in ("gathered", "by kernels"))
+    teams = [
+        ALONE,
+        Ranks(size=2, link=gathered),
+        Ranks(size=2, link=gathered, splits_experts=True),
+        Ranks(size=2, link=kernels),
+    ]
+    found = [facts_of(config, device, each, is_fused=False) for each in teams]
+    assert all(one != other for one, other in combinations(found, 2))
+    second = replace(teams[1], rank=1)
+    assert facts_of(config, device, second, is_fused=False) == found[1]
 
 
 def test_heads_without_a_kernel_are_refused_on_a_gpu(tmp_path):

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from milepost.engine.assembly import setup
+from tests.engine.drawing import run
 from tests.engines import ask, cached, save_tiny, tokens
 from tests.parallel.team import ThreadTeam
 from tests.parallel.test_equality import SIZES
+from tests.small_tokenizer import train_tokenizer
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -24,3 +26,18 @@ def test_two_ranks_have_the_same_bits(dtype, tmp_path, monkeypatch):
             for one, other in zip(alone, together, strict=True):
                 assert one.outputs[0].logprobs == other.outputs[0].logprobs
         assert min(cached(together)) >= 64
+
+
+@pytest.mark.parametrize(("family", "dtype", "seed"), [("qwen3_next", "bfloat16", 1)])
+def test_drawn_traffic_on_two_ranks(family, dtype, seed, tmp_path, monkeypatch):
+    """All features together: each token's bits are those of a cold run alone, on two ranks too."""
+    monkeypatch.setattr(setup, "Team", ThreadTeam)
+    tokenizer = train_tokenizer()
+    folder = tmp_path / "model"
+    save_tiny(
+        folder, family, torch.float32, vocab_size=len(tokenizer) + len(tokenizer) % 2, **SIZES
+    )
+    tokenizer.save_pretrained(folder)
+    modes = {"batch_invariant": True, "dtype": dtype, "tensor_parallel_size": 2}
+    with pytest.MonkeyPatch.context() as patches:  # undone before the answers are compared
+        run(seed, folder, family, tmp_path / "kept", patches, num_requests=8, **modes)

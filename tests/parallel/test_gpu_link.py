@@ -60,6 +60,26 @@ def apart() -> Link:
     return Link(Hosts(), torch.device("cpu"), can_access=lambda *_: False)
 
 
+def test_in_the_bitwise_mode_ranks_are_added_up_in_their_order():
+    """Of three numbers the order of the sum can be seen; NCCL would choose one by their number."""
+    pytest.importorskip("triton", reason="a link has kernels in triton")
+
+    class Ordered(Link):
+        def _gather(self, gathered: torch.Tensor, values: torch.Tensor) -> None:
+            gathered.copy_(torch.stack([1e8 * values, -1e8 * values, values]))
+
+    hosts = Hosts()
+    hosts.size = 3
+    reach = {"can_access": lambda *_: False}
+    link = Ordered(hosts, torch.device("cpu"), **reach, batch_invariant=True)
+    ones, partials = torch.ones(1000, 64), torch.ones(1000, 1, 64)
+    assert torch.equal(link.all_reduce(ones.clone()), ones)
+    added, _ = link.add_norm(ones, partials, torch.ones(64), 1e-6, 1.0)
+    assert torch.equal(added, 2 * ones)
+    assert link.order == "gathered"
+    assert link.sums == []
+
+
 def test_every_pair_is_asked():
     asked = []
     assert not why_apart(2, 3, lambda *pair: not asked.append(pair))

@@ -48,6 +48,7 @@ class ThreadLink:
 
     meeting: Meeting
     rank: int
+    order: str = ""
 
     def all_reduce(self, values: Tensor) -> Tensor:
         return sum(self.meeting.exchange(self.rank, values.clone()))

@@ -254,15 +254,17 @@ class Attention(nn.Module):
 
     def _norm_whole(self, projected: Tensor, norms: HeadNorms) -> None:
         """Norms all queries as one and all keys as one, in place."""
-        ranks, first = norms.kind.ranks, 0
+        kind, first = norms.kind, 0
         parts = []
         for column, heads in enumerate(norms.groups.values()):
             size = heads.size * self.shapes.head_dim
             values, scale = (
                 each.narrow(-1, first, size) for each in (projected, norms.scale.flatten())
             )
-            parts.append(NormedPart(values, scale, column=column, num_features=ranks.size * size))
+            parts.append(
+                NormedPart(values, scale, column=column, num_features=kind.ranks.size * size)
+            )
             first += size
-        normed = norm_over_ranks(parts, self.shapes.norm_eps, len(parts), ranks)
+        normed = norm_over_ranks(parts, self.shapes.norm_eps, len(parts), kind)
         for part, values in zip(parts, normed, strict=True):
             part.values.copy_(values)

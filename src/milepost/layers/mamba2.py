@@ -168,10 +168,9 @@ class Mamba2(nn.Module):
 
     def _norm(self, mixed: Tensor, scale: Tensor) -> Tensor:
         """Norms a group whose heads are split over several ranks."""
-        ranks = self.kind.ranks
-        num_features = mixed.shape[1] * ranks.size // self._num_groups
+        num_features = mixed.shape[1] * self.kind.ranks.size // self._num_groups
         own = NormedPart(mixed, scale, column=self._group, num_features=num_features)
-        return norm_over_ranks([own], self.shapes.norm_eps, self._num_groups, ranks)[0]
+        return norm_over_ranks([own], self.shapes.norm_eps, self._num_groups, self.kind)[0]
 
     def placements(self) -> WeightSlots:
         heads, channels = self.head_cut, self.channel_cut

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 
 from milepost.kernels import norm
 from milepost.kernels.layout.emit import Activations, Emit, Inputs, values_of
-from milepost.kernels.platform.tensors import cast
+from milepost.kernels.platform.tensors import cast, in_blocks
 from milepost.layers.linear import Begun
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import WeightSlot, WeightSlots, cut_all
 from milepost.parallel import Cut, Ranks
+
+_ROWS = 512
+"""Rows whose squares are added up at a time where bits must not depend on their number."""
 
 
 class StreamNorm(Protocol):
@@ -182,7 +185,7 @@ def over_ranks(delta: Tensor, ranks: Ranks) -> Tensor:
 
 
 def norm_over_ranks(
-    parts: Sequence[NormedPart], eps: float, num_columns: int, ranks: Ranks
+    parts: Sequence[NormedPart], eps: float, num_columns: int, kind: ModuleScope
 ) -> list[Tensor]:
     """Returns norms [T, N] of `parts`, each over features that are split over the ranks. All ranks
     together have `num_columns` different parts."""
@@ -190,9 +193,16 @@ def norm_over_ranks(
     # Ranks exchange rows in whole pieces of 16 bytes.
     squares = wide[0].new_zeros(len(wide[0]), num_columns + -num_columns % 4)
     for part, values in zip(parts, wide, strict=True):
-        squares[:, part.column] = values.square().sum(-1) / part.num_features
-    means = ranks.all_reduce(squares)
+        # On a GPU torch adds a row up by as many threads as the number of rows leaves for it.
+        is_split = kind.batch_invariant and values.is_cuda
+        sums = in_blocks(_add_squares, values, size=_ROWS) if is_split else _add_squares(values)
+        squares[:, part.column] = sums / part.num_features
+    means = kind.ranks.all_reduce(squares)
     return [
         cast(values * (means[:, part.column, None] + eps).rsqrt() * part.scale, part.values.dtype)
         for part, values in zip(parts, wide, strict=True)
     ]
+
+
+def _add_squares(values: Tensor) -> Tensor:
+    return values.square().sum(-1)

@@ -15,9 +15,11 @@ from milepost.parallel.ranks import Ranks
 META = torch.device("meta")
 
 
-def first_of(size: int, *, splits_experts: bool = False) -> Ranks:
+def first_of(size: int, *, splits_experts: bool = False, batch_invariant: bool = False) -> Ranks:
     """Returns the first of `size` ranks, whose memory the others could reach if it had any."""
-    link = _AbsentLink(_AbsentHosts(size=size), META) if size > 1 else None
+    link = None
+    if size > 1:
+        link = _AbsentLink(_AbsentHosts(size=size), META, batch_invariant=batch_invariant)
     return Ranks(size=size, link=link, splits_experts=splits_experts)
 
 

@@ -36,6 +36,8 @@ class GlooLink:
     """A `Link` over gloo. A call that misses a rank for `timeout_s` raises EngineDeadError with the
     text of `why_lost`, which says what happened to the rank."""
 
+    order = ""
+
     def __init__(
         self,
         store: dist.Store,

@@ -3,7 +3,9 @@ one launch with the norm that reads it. One that no norm reads goes through NCCL
 rows, and so do all if a GPU cannot access another's memory: over PCIe then, by the driver's own
 copies or through pinned host memory, whatever NCCL finds. All can be captured in graphs.
 
-NCCL returns the same bits on all ranks too: it adds up each piece on one of them.
+NCCL returns the same bits on all ranks too: it adds up each piece on one of them. But on which, and
+so in which order, depends on how much it adds up. With `batch_invariant` it only gathers what all
+ranks have, and each rank adds that up in rank order, as the kernels do.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from torch import Tensor
 from milepost.errors import ConfigError
 from milepost.kernels import comm, norm
 from milepost.kernels.comm import NUM_SLOTS, RankBuffers
+from milepost.kernels.comm.reference import add_up
+from milepost.kernels.layout.emit import values_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +66,7 @@ class GpuLink:
     """A `Link` of this process's `device`, next to the link of the `hosts`.
 
     torch allows one default process group per process, and this link takes it. Raises ConfigError
-    if there is one already.
+    if there is one already. With `batch_invariant` sums have one order for any number of rows.
     """
 
     def __init__(
@@ -70,8 +74,11 @@ class GpuLink:
         hosts: Hosts,
         device: torch.device,
         can_access: CanAccess = torch.cuda.can_device_access_peer,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         self._hosts, self._device = hosts, device
+        self._batch_invariant = batch_invariant
         self._open_group()
         self._reaches = self._agree_on_reach(can_access)
         # Imported here because triton need not be installed on machines without a GPU.
@@ -90,6 +97,10 @@ class GpuLink:
         mail = self._mail(values.shape[-1], values.dtype) if values.dim() == 2 else None
         if mail is not None and mail.holds(values):
             return self._one_shot.add_up(values, mail)
+        if self._batch_invariant:
+            gathered = values.new_empty(self._hosts.size, *values.shape)
+            self._gather(gathered, values)
+            return add_up(gathered.unbind())
         self._sum(values)
         return values
 
@@ -111,7 +122,15 @@ class GpuLink:
             return self._two_shot.share_norm(hidden, partials, scale, eps, boxes, multiplier)
         own = partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
         own = self.all_reduce(own.to(hidden.dtype))
-        return norm.add_norm(hidden, own, scale, eps, multiplier)
+        how = {"batch_invariant": self._batch_invariant}
+        added, normed = norm.add_norm(hidden, own, scale, eps, multiplier, **how)
+        return added, values_of(normed)
+
+    @property
+    def order(self) -> str:
+        """See `Link.order`. The kernels add to the residual stream before they round, and norm with
+        fewer threads."""
+        return "by kernels" if any(self._mails.values()) else "gathered"
 
     def least(self, value: int) -> int:
         return self._hosts.least(value)

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 class Link(Protocol):
     """Collective operations between ranks. All ranks make each call, in the same order."""
 
+    @property
+    def order(self) -> str:
+        """Names how sums are made, if their bits depend on more than the number of ranks."""
+        ...
+
     def all_reduce(self, values: Tensor) -> Tensor:
         """Returns the sum of all ranks' values; `values` may be overwritten."""
         ...
@@ -93,6 +98,11 @@ class Ranks:
     def all_gather(self, values: Tensor) -> Tensor:
         """See `Link.all_gather`."""
         return values if self.is_alone else self._reached.all_gather(values)
+
+    @property
+    def order(self) -> str:
+        """See `Link.order`."""
+        return "" if self.is_alone else self._reached.order
 
     def add_norm(
         self, hidden: Tensor, partials: Tensor, scale: Tensor, eps: float, multiplier: float

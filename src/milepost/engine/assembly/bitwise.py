@@ -15,6 +15,7 @@ from milepost.errors import ConfigError
 from milepost.kernels.numerics_identity import numerics_identity
 from milepost.kernels.platform.device import hopper_kernels
 from milepost.kernels.platform.tensors import accumulation_dtype
+from milepost.parallel import Ranks
 from milepost.runner.pool_shape import PoolShape
 
 
@@ -25,16 +26,6 @@ def refuse_settings(config: EngineConfig) -> None:
     wanted = config.speculative_config
     if wanted is not None and wanted.rejection_sample_method == "synthetic":
         raise _refused("rejection_sample_method='synthetic' accepts drafts at random; leave it out")
-
-
-def refuse_ranks(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for several GPUs: the order of NCCL's sums depends on how much is summed,
-    and those of many rows go through it."""
-    if config.batch_invariant and device.type == "cuda" and config.tensor_parallel_size > 1:
-        raise _refused(
-            f"tensor_parallel_size={config.tensor_parallel_size} on GPUs: their sums have no order "
-            "that is the same for any number of rows; use 1"
-        )
 
 
 def refuse_states(config: EngineConfig, shape: PoolShape, *, is_fused: bool) -> None:
@@ -57,13 +48,16 @@ def refuse_states(config: EngineConfig, shape: PoolShape, *, is_fused: bool) -> 
 
 
 def facts_of(
-    config: EngineConfig, device: torch.device, *, is_fused: bool
+    config: EngineConfig, device: torch.device, ranks: Ranks, *, is_fused: bool
 ) -> Mapping[str, str | int]:
     """Returns what the bits depend on besides the model; empty in the default mode."""
     if not config.batch_invariant:
         return {}
     with hopper_kernels(config.hopper_kernels):
-        return {**numerics_identity(device), "fused": is_fused}
+        facts = {**numerics_identity(device), "fused": is_fused}
+    if not ranks.is_alone:
+        facts |= {"sums": ranks.order, "whole_experts": ranks.splits_experts}
+    return facts
 
 
 def _refused(why: str) -> ConfigError:

@@ -120,7 +120,11 @@ def outline_of(config: EngineConfig) -> Outline:
     from milepost.parallel.absent import first_of
 
     folder = folder_of(replace(config, load_format="dummy"))
-    ranks = first_of(config.tensor_parallel_size, splits_experts=config.enable_expert_parallel)
+    ranks = first_of(
+        config.tensor_parallel_size,
+        splits_experts=config.enable_expert_parallel,
+        batch_invariant=config.batch_invariant,
+    )
     options = load_options_of(config, folder, GPU, ranks)
     model, whole = outline(folder, replace(options, device=META))
     settings = image_settings_of(config, folder) if model.tower is not None else None

@@ -80,14 +80,14 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     folder = folder_of(config)
     device = device_of(config.device, ranks.rank)
     if device.type == "cuda" and not ranks.is_alone:
-        ranks = _reaching(ranks, device, team)
+        ranks = _reaching(config, ranks, device, team)
     model, whole = load_model(folder, load_options_of(config, folder, device, ranks))
     weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.pack()
     settings = image_settings_of(config, folder) if model.tower is not None else None
     fitted = fit(config, model, whole, device, ranks, settings)
     config, shape, sizes = fitted.config, fitted.shape, fitted.sizes
-    facts = facts_of(config, device, is_fused=fitted.steps is not None)
+    facts = facts_of(config, device, ranks, is_fused=fitted.steps is not None)
     identity = _identity(config, folder, shape, model.num_positions, facts)
     cache = _cache(config, shape, sizes, identity)
     max_model_len = max_model_len_of(config, model, shape, cache.capacity)
@@ -130,7 +130,7 @@ def _access(config: EngineConfig, pools: Pools, ranks: Ranks) -> PoolAccess | No
     return access
 
 
-def _reaching(ranks: Ranks, device: torch.device, team: Team | None) -> Ranks:
+def _reaching(config: EngineConfig, ranks: Ranks, device: torch.device, team: Team | None) -> Ranks:
     """Returns the ranks with a link between their GPUs."""
     # Imported where it is used: machines without a GPU need not have what it needs.
     from milepost.parallel.gpu import GpuLink
@@ -138,7 +138,8 @@ def _reaching(ranks: Ranks, device: torch.device, team: Team | None) -> Ranks:
     assert isinstance(ranks.link, GlooLink), "hosts reach each other first"
     index = device.index or 0
     torch.cuda.set_device(index)
-    link = GpuLink(ranks.link, torch.device("cuda", index))
+    own = torch.device("cuda", index)
+    link = GpuLink(ranks.link, own, batch_invariant=config.batch_invariant)
     if team is not None:
         team.closing.append(link.close)
     return replace(ranks, link=link)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
 from milepost.engine.assembly.auto import device_of, folder_of, load_options_of, runs_ahead
-from milepost.engine.assembly.bitwise import refuse_ranks, refuse_settings
+from milepost.engine.assembly.bitwise import refuse_settings
 from milepost.engine.assembly.drafting import speculation_of
 from milepost.engine.assembly.images import image_facts, tower_cost
 from milepost.engine.assembly.rank import RankParts, build_rank
@@ -154,7 +154,6 @@ def _check_settings(config: EngineConfig, folder: Path) -> None:
 def _check_split(config: EngineConfig, folder: Path) -> None:
     """Raises ConfigError for a number of ranks that the model does not allow, before any starts."""
     device, size = device_of(config.device), config.tensor_parallel_size
-    refuse_ranks(config, device)
     if device.type == "cuda" and size > torch.cuda.device_count():
         raise ConfigError(
             f"tensor_parallel_size={size}: torch sees {torch.cuda.device_count()} GPUs here"
