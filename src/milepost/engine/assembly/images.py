@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def takes_images(config: EngineConfig, folder: Path) -> bool:
     """Whether the checkpoint's vision tower is loaded: if it has one, images are allowed, and
-    Pillow is installed. The bitwise mode takes none: nobody has compared the tower's bits."""
+    Pillow is installed."""
     if not config.max_images:
         return False
     whole = load_config(folder, config.overrides)
@@ -37,9 +37,6 @@ def takes_images(config: EngineConfig, folder: Path) -> bool:
             logger.warning(
                 "images are refused: the vision tower of model_type=%r is not run", whole.model_type
             )
-        return False
-    if config.batch_invariant:
-        logger.warning("images are refused: batch_invariant makes no promise about them yet")
         return False
     if find_spec("PIL") is None:
         logger.warning("images are refused, since Pillow is missing: %s", how_to_install("images"))
