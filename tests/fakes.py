@@ -274,7 +274,8 @@ class FakeRunner:
     def _verify(self, sequence: SequencePlan, history: list[bytes]) -> list[int]:
         """Compute the last token and drafts: their KV is written, the state stays before them."""
         tokens = memoryview(sequence.tokens).cast("I").tolist()
-        assert len(history) == sequence.start + 2, "drafts stand behind the chain's last token"
+        if sequence.samples:
+            assert len(history) == sequence.start + 2, "drafts stand behind the chain's last token"
         if sequence.fold:
             self._write(sequence.slot_out, history[sequence.start], sequence.start)
         state, states, run = history[sequence.start], [], []
@@ -287,6 +288,9 @@ class FakeRunner:
             self._write_window(sequence, position, state)
             if len(run) == index and (not run or run[-1] == token):
                 run.append(next_token(state, self.vocab_size))
+        if not sequence.samples:
+            own = history[sequence.start + 1 : sequence.end + 1]
+            assert states == own, "drafts that nothing is sampled behind are the answer's own"
         self.records[sequence.number] = states
         self._check_kv(sequence, history, sequence.start + 1)
         return run

@@ -15,7 +15,7 @@ from milepost.engine.assembly.sizing import pool_shape
 from milepost.errors import ConfigError
 from milepost.models import load_model
 from milepost.parallel import ALONE, Ranks
-from tests.engines import save_tiny
+from tests.engines import ask_all, sampled, save_tiny, tokens
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,30 @@ def test_settings_that_break_the_promise_are_refused_by_name(gated_delta, option
     with pytest.raises(ConfigError, match=message):
         gated_delta.open(batch_invariant=True, **options)
     gated_delta.open(**options)
+
+
+def test_a_preempted_answer_is_computed_again_in_pieces(gated_delta):
+    """An engine that verifies drafts takes the tokens that it knows as drafts."""
+    prompts = [tokens(40 + 17 * number, number) for number in range(4)]
+    wishes = [sampled(100, temperature=number % 2) for number in range(4)]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 50}
+    llm = gated_delta.open(
+        batch_invariant=True,
+        num_pages=9,
+        num_slots=8,
+        max_model_len=320,
+        max_num_batched_tokens=70,
+        speculative_config=drafts,
+    )
+    stats = llm.llm_engine.scheduler.stats
+    alone = [ask_all(llm, [each], [wish])[0] for each, wish in zip(prompts, wishes, strict=True)]
+    assert not stats.num_preemptions
+    num_alone = stats.decode_tokens
+    together = ask_all(llm, prompts, wishes)
+    assert stats.num_preemptions
+    assert [each.logprobs for each in together] == [each.logprobs for each in alone]
+    assert stats.decode_tokens - 2 * num_alone > 20
+    assert not stats.num_draft_tokens, "nothing is looked up"
 
 
 def test_keys_say_how_ranks_are_added_up():

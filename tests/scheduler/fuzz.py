@@ -269,6 +269,7 @@ class Fuzz:
             marks=marks,
             priority=rng.choice([0, 0, 0, 1, -1]),
         )
+        request.most_replayed = self.num_drafts
         if rng.random() < 0.2:
             request.stop_token_ids = frozenset({rng.randrange(VOCAB_SIZE)})
             request.min_tokens = rng.choice([0, 3])

@@ -100,16 +100,24 @@ def test_an_answer_that_finds_no_room_is_computed_once():
     assert engine.rest() == 1
 
 
-def test_a_request_that_lost_its_place_computes_its_answer_by_decodes_again():
+@pytest.mark.parametrize("num_drafts", [0, 1, 5])
+def test_a_request_that_lost_its_place_computes_its_answer_by_decodes_again(num_drafts):
+    """An engine that verifies drafts takes the tokens that it knows as such."""
     engine = Engine(num_pages=16)
     requests = [engine.add([number] * 70, max_tokens=90) for number in (1, 2)]
-    loop, num_steps = Loop(engine.scheduler, engine.runner), 0
+    for request in requests:
+        request.most_replayed = num_drafts
+    loop, num_steps, replayed = Loop(engine.scheduler, engine.runner), 0, []
     while engine.scheduler.has_work:
-        loop.step(is_ahead=num_steps % 3 > 0)
+        plan = loop.step(is_ahead=num_steps % 3 > 0)
         num_steps += 1
+        replayed += [s.num_drafts for s in plan.sequences if s.num_drafts]
     assert engine.scheduler.stats.num_preemptions
     for request, token in zip(requests, (1, 2), strict=True):
         assert request.output_token_ids == cold_answer([token] * 70, 90, 4, GRID)
+    assert max(replayed, default=0) == num_drafts
+    assert bool(num_drafts) == (sum(replayed) > 20)
+    assert not engine.scheduler.stats.num_draft_tokens, "nobody drafted any"
 
 
 @pytest.mark.parametrize("further", [16, 1000])

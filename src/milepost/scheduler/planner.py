@@ -88,7 +88,7 @@ class Planner:
         self._admission.close(budget, turn)
         budget.give_one_each(decodes)
         for request in decodes:
-            if request.drafts and request in budget.given:
+            if (request.drafts or request.most_replayed) and request in budget.given:
                 self._give_drafts(request, budget)
         budget.note_idle(continuing)
         return budget
@@ -132,15 +132,18 @@ class Planner:
 
     def _give_drafts(self, request: Request, budget: Budget) -> None:
         """Has a decode's drafts verified, up to as many as the answer may have after its next
-        token."""
+        token, or the tokens computed again that the answer is known to have there."""
         allocation = request.allocation
         assert allocation is not None
-        stand = request.drafts_from == request.num_tokens == allocation.planned + 1
         is_ready = allocation.state is State.READY and not request.is_at_prompt
-        if not (stand and is_ready) or self._cache.mode == "all":
+        if not is_ready or self._cache.mode == "all":
             return
-        most = request.max_tokens - request.num_output_tokens - 1
-        num_drafts = min(most, len(request.drafts), budget.left)
+        num_drafts = request.num_replayed
+        if request.drafts_from == request.num_tokens == allocation.planned + 1:
+            num_drafts = min(
+                request.max_tokens - request.num_output_tokens - 1, len(request.drafts)
+            )
+        num_drafts = min(num_drafts, budget.left)
         if num_drafts > 0 and self._cache.extend(allocation, allocation.planned + 1 + num_drafts):
             budget.give_drafts(request, num_drafts)
 

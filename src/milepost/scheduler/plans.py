@@ -79,7 +79,7 @@ class SequencePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     fold: int = 0
     """Number of accepted tokens, computed earlier, to fold into the state first."""
     num_drafts: int = 0
-    """Number of drafts among the last tokens."""
+    """Number of drafts among the last tokens. If nothing is sampled, they are known to be right."""
     is_prompt: bool = False
     """Whether prefill's kernels serve this part, though it may have but one token."""
     pictures: tuple[Picture, ...] = ()
@@ -99,7 +99,7 @@ class SequencePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
 
     @property
     def drafts(self) -> Sequence[int]:
-        """Ids of the drafts, which are the last tokens and may be rejected."""
+        """Ids of the drafts, which are the last tokens and may be rejected if it samples."""
         return array("I", self.tokens)[self.num_tokens - self.num_drafts :]
 
     @property

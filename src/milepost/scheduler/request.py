@@ -51,6 +51,8 @@ class Request:
     is_bitwise: bool = False
     """Whether prefills compute its prompt's tokens and decodes its answer's, also after a
     preemption."""
+    most_replayed: int = 0
+    """Most drafts of a step, if it is bitwise: its answer may be computed again as such."""
     keeps_history: bool = False
     """Whether the runner keeps its tokens, because sampling reads them."""
     number: int = -1
@@ -130,6 +132,15 @@ class Request:
         """Whether the next tokens of a running bitwise request are its prompt's."""
         assert self.allocation is not None
         return self.is_bitwise and self.allocation.planned < self.num_prompt_tokens
+
+    @property
+    def num_replayed(self) -> int:
+        """Tokens of its answer after the next one that a step may compute again, as drafts known to
+        be right, when it returns. The last token is left to a step that samples."""
+        assert self.allocation is not None
+        if not self.most_replayed or self.is_at_prompt:
+            return 0
+        return min(self.most_replayed, max(self.num_tokens - self.allocation.planned - 2, 0))
 
     @property
     def is_in_flight(self) -> bool:

@@ -260,7 +260,7 @@ class Scheduler:
         """Commits what a step has computed; of drafts only those that were accepted."""
         assert request.allocation is not None
         position = sequence.end
-        if sequence.num_drafts:
+        if sequence.num_drafts and sequence.samples:
             num_tokens = len(result.tokens[sequence.number])
             position = min(sequence.start + num_tokens, request.num_tokens)
             self.stats.verified(sequence.num_drafts, num_tokens - 1)

@@ -29,8 +29,9 @@ def plan_sequence(
     end = start + num_tokens
     is_ahead = num_tokens > 0 and start == request.num_tokens
     samples = num_tokens > 0 and end >= request.num_tokens and request.max_tokens > 0
-    tokens = b"" if is_ahead else chain.token_bytes(start, end)
-    if num_drafts:
+    num_known = min(num_drafts, request.num_tokens - end)
+    tokens = b"" if is_ahead else chain.token_bytes(start, end + max(num_known, 0))
+    if num_drafts > num_known:
         tokens += array("I", request.drafts[:num_drafts]).tobytes()
     if samples and num_lookahead_tokens:
         longest = request.num_prompt_tokens + request.max_tokens

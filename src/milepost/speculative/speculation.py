@@ -63,7 +63,7 @@ class Speculation:
                 num_accepted=num_tokens[sequence.number] - 1,
             )
             for sequence in plan.sequences
-            if sequence.num_drafts
+            if sequence.num_drafts and sequence.samples
         ]
         computing = [s for s in plan.sequences if s.num_tokens]
         decodes = [s for s in computing if s.num_tokens == 1 + s.num_drafts and s.samples]

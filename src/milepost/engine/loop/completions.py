@@ -140,7 +140,7 @@ class RunningCompletions:
         request."""
         for sequence in plan.sequences:
             known = self._known.get(sequence.number)
-            if sequence.num_drafts and known is not None:
+            if sequence.num_drafts and sequence.samples and known is not None:
                 known[1].verified(sequence.num_drafts, num_tokens[sequence.number] - 1)
 
     def possible(self, request: Request, drafts: Sequence[int]) -> Sequence[int]:

@@ -47,6 +47,8 @@ class Intake:
         self._texts = texts
         self._limits = parts.limits
         self._end_token_ids = parts.end_token_ids
+        drafts = config.speculative_config if parts.speculation is not None else None
+        self._most_replayed = drafts.num_tokens if drafts is not None else 0
         self._chain = parts.scheduler.cache.chain
         self._rules = RuleBook(parts.tokenizer, parts.limits.vocab_size, parts.end_token_ids)
         self.forms: Forms | None = None
@@ -149,6 +151,7 @@ class Intake:
         )
         request.num_prompt_logprobs = params.prompt_logprobs if index == 0 else None
         request.is_bitwise = self._config.batch_invariant
+        request.most_replayed = self._most_replayed if request.is_bitwise else 0
         request.keeps_history = params.has_penalties
         return request
 
