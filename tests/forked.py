@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from milepost.__main__ import run
-from milepost.engine.parent import without_main
+from milepost.engine.ending import without_main
 from milepost.engine.processes import starting
 
 NEEDED = ["milepost.engine.processes.engine", "milepost.server.run", "tests.forked"]

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from milepost.errors import ConfigError
 from milepost.kernels import comm, norm
-from milepost.kernels.comm import NUM_SLOTS, RankBuffers
-from milepost.kernels.comm.reference import add_up
+from milepost.kernels.comm import NUM_SLOTS, RankBuffers, add_up
 from milepost.kernels.layout.emit import values_of
 
 logger = logging.getLogger(__name__)
