@@ -354,7 +354,7 @@ EXPERTS = {
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts(num_tokens: int, name: str) -> None:
     """The last two have so many rows an expert that FP8 in blocks is multiplied in tall ones, and
-    four bits are made 16 first."""
+    four bits are scaled before they are multiplied, or made 16 first."""
     up, down = (to("cuda", each) for each in EXPERTS[name]())
     hidden, shares, experts = (each.cuda() for each in route(num_tokens, 16))
     given = hidden.bfloat16(), shares.bfloat16(), experts, up, down

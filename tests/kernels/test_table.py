@@ -48,6 +48,10 @@ def int4(num_outputs: int, num_inputs: int, group: int = 128) -> Matrix:
     return Matrix(form=Int4, num_outputs=num_outputs, num_inputs=num_inputs, group=group)
 
 
+def fp4(num_outputs: int, num_inputs: int) -> Matrix:
+    return Matrix(form=Fp4, num_outputs=num_outputs, num_inputs=num_inputs, group=16)
+
+
 def int8(num_outputs: int, num_inputs: int) -> Matrix:
     return Matrix(form=Int8, num_outputs=num_outputs, num_inputs=num_inputs)
 
@@ -106,9 +110,12 @@ def test_kernels_as_they_were_measured(weight, num_rows, on_hopper, elsewhere):
             int4(1024, 2048, 32),
             int4(2048, 512, 32),
             8192,
+            "int4 grouped, wide",
             "16-bit weights made first, raw grouped",
-            None,
         ),
+        (fp4(1024, 2048), fp4(2048, 512), 512, "grouped", None),
+        (fp4(1024, 2048), fp4(2048, 512), 2048, "fp4 grouped, wide", "grouped"),
+        (fp4(1024, 2048), fp4(2048, 512), 8192, "16-bit weights made first, raw grouped", None),
     ],
 )
 def test_experts_kernels_as_they_were_measured(up, down, num_tokens, on_hopper, elsewhere):

@@ -318,7 +318,7 @@ def test_four_bits_may_be_scaled_before_they_are_multiplied(
         check_experts(grouped.run_tiles(as_routed(*given), tiles, tiles), *given)
 
 
-@pytest.mark.parametrize("num_tokens", [2, 24])
+@pytest.mark.parametrize("num_tokens", [2, 24, 60])
 @pytest.mark.parametrize(("up_rows", "group"), [(256, 32), (256, 128), (128, 64)])
 def test_int4_experts(num_tokens: int, up_rows: int, group: int) -> None:
     up = make_int4(3, up_rows, 256, group=group)
@@ -329,7 +329,7 @@ def test_int4_experts(num_tokens: int, up_rows: int, group: int) -> None:
         check_experts(mixed, *given, limit=limit)
 
 
-@pytest.mark.parametrize("num_tokens", [2, 24, 180])
+@pytest.mark.parametrize("num_tokens", [2, 24, 60, 180])
 @pytest.mark.parametrize(("up_rows", "group"), [(256, 16), (128, 16), (256, 32)])
 def test_fp4_experts(num_tokens: int, up_rows: int, group: int) -> None:
     up = make_fp4(3, up_rows, 256, group=group)

@@ -112,10 +112,15 @@ _RAW_ROOM: Condition[Mixture] = (
 _RAW_WHOLE: Condition[Mixture] = ("sizes are no whole steps", lambda it, _:
     it.has_16_bits and it.down.num_inputs % 64 == it.up.num_inputs % 128 == 0)
 
+_WIDE: Condition[Mixture] = ("matrix units read weights from registers", lambda _, chip:
+    chip.has_wide_mma)
+
 _RAW, _QUANTISED, _INT8 = (Raw,), (Fp8, Int4, Fp4), (Int8,)
 _FEW = RowRange(most=ROW_BY_ROW, unit=_IN_ALL)
 _MANY = RowRange(above=_TALL, unit=_EACH)
+_SOME = RowRange(above=_TALL, most=_UNPACKED, unit=_EACH)
 _FIXED: dict[str, Any] = {"batch_invariant": True}
+_MEMORY: dict[str, Any] = {"needs": "wgmma or tcgen05", "entry": "run_many"}
 
 EXPERTS: KernelTable[Mixture] = KernelTable(
     row("raw gemv", "products.portable.gemv", _RAW, "lanes, tree", rows=_FEW,
@@ -142,6 +147,10 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
         _ROOM, _WHOLE, rows=_MANY, needs=HOPPER, **_FIXED),
     row("fp8 grouped, tall", "products.portable.grouped_large", (Fp8,), "128 seq",
         _ROOM, _WHOLE, rows=_MANY, needs="TMA", **_FIXED),
+    row("int4 grouped, wide", "products.portable.grouped", (Int4,), "64 seq", _WIDE,
+        rows=_MANY, **_MEMORY),
+    row("fp4 grouped, wide", "products.portable.grouped", (Fp4,), "64 seq", _WIDE,
+        rows=_SOME, **_MEMORY),
     row("16-bit weights made first, raw grouped", "products.portable.unpack",
         (Int4, Fp4), "64 seq", rows=RowRange(above=_UNPACKED, unit=_EACH)),
     row("int8 grouped", "products.portable.grouped", _INT8, "int32, exact", **_FIXED),

@@ -22,7 +22,7 @@ from milepost.kernels.products.grouping import Groups, group
 from milepost.kernels.products.portable import gemm_step
 from milepost.kernels.products.portable.expert_parts import RowGroups, find_rows, load_routed
 from milepost.kernels.products.portable.rounding import RoundedRows, readable, round_rows
-from milepost.kernels.products.portable.tiles import FEW, choose_grouped
+from milepost.kernels.products.portable.tiles import FEW, choose_grouped, choose_many
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
 from milepost.kernels.products.run import RoutedRows
 
@@ -30,6 +30,11 @@ from milepost.kernels.products.run import RoutedRows
 def run(routed: RoutedRows) -> Tensor:
     """Returns partials [T, N, H]."""
     return run_tiles(routed, *choose_grouped(routed))
+
+
+def run_many(routed: RoutedRows) -> Tensor:
+    """Returns partials [T, N, H] of many rows an expert, for weights of four bits."""
+    return run_tiles(routed, *choose_many(routed))
 
 
 def run_tiles(routed: RoutedRows, up_tiles: Tiles, down_tiles: Tiles) -> Tensor:
