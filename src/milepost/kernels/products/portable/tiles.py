@@ -179,8 +179,7 @@ _SIXTY_FOUR, _SIXTY_FOUR_SPLIT = _tiles(64, 64, 4, 3), _tiles(64, 128, 8, 3)
 """Tiles of four bits by their rows; the last are of weights that are cut along their inputs."""
 _SPLIT_OUTPUTS = 4096
 """Most outputs of those."""
-WIDE = replace(_tiles(64, 128, 4, 3), is_swapped=False, scales_first=True)
-"""Tiles of both projections of experts with many rows, in four bits."""
+_WIDE = replace(_tiles(64, 128, 4, 3), is_swapped=False, scales_first=True)
 _FEW_EXPERT = _tiles(8, 64, 4), _tiles(8, 128, 4)
 """Tiles of both projections of experts with few rows."""
 _FEW_EACH = 6
@@ -269,8 +268,7 @@ def choose_grouped(routed: RoutedRows) -> tuple[Tiles, Tiles]:
 
 def choose_many(routed: RoutedRows) -> tuple[Tiles, Tiles]:
     """Chooses the tiles of both projections for many rows an expert, in four bits."""
-    up = WIDE.fitted(routed.chip, num_weights=1 + routed.is_gated)
-    return up, WIDE.fitted(routed.chip)
+    return _WIDE.fitted(routed.chip, num_weights=1 + routed.is_gated), _WIDE.fitted(routed.chip)
 
 
 def _spread(tiles: Tiles, num_outputs: int, routed: RoutedRows) -> Tiles:
