@@ -75,12 +75,22 @@ def test_what_is_lent_stays_while_all_else_goes(tiny, fleet):
     fleet.check()
 
 
-def test_conversations_that_go_back_and_forth(tiny, fleet):
-    history, engines = tokens(30, 4), list(fleet.engines)
-    for turn in range(4):
-        first, second = engines[turn % 2], engines[1 - turn % 2]
-        job = fleet.decode(second, history, fleet.prefill(first, history), greedy(11))
-        output = job.completions[0].request.output_token_ids
-        assert output == tiny.expected(history, greedy(11))
-        history = [*history, *output, *tokens(37, 20 + turn)]
-    fleet.check()
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cache_host_gib": 0.02, "num_pages": 24, "num_slots": 4}],
+    ids=["in memory", "host memory too"],
+)
+def test_conversations_that_go_back_and_forth(tiny, options):
+    """What another engine has, this one, or its host memory."""
+    engines = [open_engine(tiny.folder, "socket", **(OPTIONS | options)) for _ in range(2)]
+    with running(*engines) as fleet:
+        histories = [tokens(30, 4), tokens(90, 5)]
+        for turn in range(4):
+            first, second = engines[turn % 2], engines[1 - turn % 2]
+            for number, history in enumerate(histories):
+                job = fleet.decode(second, history, fleet.prefill(first, history), greedy(11))
+                output = job.completions[0].request.output_token_ids
+                assert output == tiny.expected(history, greedy(11))
+                histories[number] = [*history, *output, *tokens(37, 20 + turn + 10 * number)]
+        assert any(connector_of(engine).num_fetched for engine in engines)
+        fleet.check()

@@ -81,7 +81,7 @@ class HyperConnection(nn.Module):
 
 
 class HyperBlock(nn.Module):
-    """One part between the residual streams; a `Block`."""
+    """One part between the residual streams; a `LayerBlock`."""
 
     def __init__(self, part: Part, connection: HyperConnection) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class HyperBlock(nn.Module):
         *,
         ends: bool = False,
     ) -> tuple[Tensor, None]:
-        """Returns the streams [T, S, C] with the part's output. See `Block`."""
+        """Returns the streams [T, S, C] with the part's output. See `LayerBlock`."""
         assert delta is None, "blocks add their outputs themselves"
         streams = self.connection.open(hidden)
         rows, shares = self.connection.mix(streams)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from milepost.errors import ConfigError, WeightsError
 from milepost.kernels import hyper, ngrams
 from milepost.kernels.layout.emit import Emit
-from milepost.kernels.ngrams import NgramOperation, Sequences
+from milepost.kernels.ngrams import NgramOperation, NgramSequences
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
 from milepost.layers.norm import place_scale
@@ -112,7 +112,7 @@ class NgramPart(nn.Module):
         assert carried is not None, "slots carry what n-grams reach back to"
         rows = ctx.step.layouts[self.operation]
         columns = slice(self.carried_from, self.carried_from + self.carried_size)
-        sequences = Sequences.of(rows, carried, columns)
+        sequences = NgramSequences.of(rows, carried, columns)
         inputs_end = shapes.reach * self.size
         inputs_before = sequences.states[:, :inputs_end].unflatten(1, (shapes.reach, self.size))
         digits = sequences.states[:, inputs_end:].unflatten(1, (shapes.order - 1, -1))
@@ -137,7 +137,9 @@ class NgramPart(nn.Module):
         ngrams.keep(states_after(kept[kept >= 0]), recorded, carried, rows, columns)
         return output.view_as(streams)
 
-    def _embed(self, sequences: Sequences, ids: Tensor, before: Tensor, every: Tensor) -> Tensor:
+    def _embed(
+        self, sequences: NgramSequences, ids: Tensor, before: Tensor, every: Tensor
+    ) -> Tensor:
         """Returns the embeddings [T, E]."""
         stop, order = self.shapes.stop_id, self.shapes.order
         found = [ngrams.continued(sequences, ids, before, every, back) for back in range(order)]
@@ -155,7 +157,7 @@ class NgramPart(nn.Module):
         return fit.sigmoid() * self.value(embedded)[:, None]
 
     def _convolve(
-        self, sequences: Sequences, inputs: Tensor, before: Tensor, every: Tensor
+        self, sequences: NgramSequences, inputs: Tensor, before: Tensor, every: Tensor
     ) -> Tensor:
         taps, total = self.shapes.conv_width, torch.zeros_like(inputs)
         for tap in range(taps):
@@ -202,7 +204,7 @@ class NgramPart(nn.Module):
 
 
 class NgramBlock(nn.Module):
-    """Adds what n-grams say to the streams; a `Block`."""
+    """Adds what n-grams say to the streams; a `LayerBlock`."""
 
     def __init__(self, part: NgramPart) -> None:
         super().__init__()
@@ -218,7 +220,7 @@ class NgramBlock(nn.Module):
         *,
         ends: bool = False,
     ) -> tuple[Tensor, None]:
-        """Returns the streams [T, S, C]; `hidden` may be the embedding [T, C]. See `Block`."""
+        """Returns the streams [T, S, C]; `hidden` may be the embedding [T, C]. See `LayerBlock`."""
         assert delta is None, "blocks add their outputs themselves"
         assert not ends, "attention follows"
         streams = hidden

@@ -62,7 +62,7 @@ class LastTokensPart(Protocol):
         ...
 
 
-class Block(Protocol):
+class LayerBlock(Protocol):
     """A step from one residual stream to the next. It is also a module, and has its parts."""
 
     parts: nn.ModuleList
@@ -141,7 +141,7 @@ class ResidualBlock(nn.Module):
 class Layer(nn.Module):
     """Blocks one after another, with the numbers of their parts' caches."""
 
-    def __init__(self, *blocks: Block) -> None:
+    def __init__(self, *blocks: LayerBlock) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.numbers: list[tuple[int, ...]] = []

@@ -24,7 +24,7 @@ from milepost.layers.mtp import MTPHead
 from milepost.layers.ngrams import NgramPart
 from milepost.layers.norm import StreamNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Block, LastTokensPart, Layer
+from milepost.layers.parts import LastTokensPart, Layer, LayerBlock
 from milepost.layers.rotary import num_positions
 from milepost.layers.tower import Tower
 from milepost.layers.weight_slots import (
@@ -279,7 +279,7 @@ class Decoder(nn.Module):
                 yield module
 
 
-def _last_with_cache(layers: list[Layer]) -> tuple[Layer, Block] | None:
+def _last_with_cache(layers: list[Layer]) -> tuple[Layer, LayerBlock] | None:
     blocks = ((layer, block) for layer in reversed(layers) for block in reversed(layer.blocks))
     has_cache = (each for each in blocks if any(part.spec for part in each[1].parts))
     return next(has_cache, None)

@@ -16,7 +16,7 @@ from milepost.kernels.mtp import CarryRows
 from milepost.kernels.mtp.reference import lay_out
 from milepost.kernels.ngrams.reference import (
     NUM_DIGITS,
-    Sequences,
+    NgramSequences,
     continued,
     decode_ids,
     encode_ids,
@@ -28,7 +28,7 @@ from milepost.kernels.platform.device import Chip, runs_triton
 __all__ = [
     "NUM_DIGITS",
     "NgramOperation",
-    "Sequences",
+    "NgramSequences",
     "continued",
     "decode_ids",
     "encode_ids",

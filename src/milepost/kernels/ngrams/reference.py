@@ -23,7 +23,7 @@ NUM_DIGITS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Sequences:
+class NgramSequences:
     """How a step's tokens fall to sequences, and what each of these begins with."""
 
     begins: Tensor
@@ -34,7 +34,7 @@ class Sequences:
     """[F, size], carried from the tokens before."""
 
     @classmethod
-    def of(cls, rows: CarryRows, carried: Carried, columns: slice) -> Sequences:
+    def of(cls, rows: CarryRows, carried: Carried, columns: slice) -> NgramSequences:
         """Reads these columns of what slots, or records of accepted drafts, carry."""
         where, place = rows.sources.long().unbind(1)
         begins = (where >= 0).nonzero()[:, 0]
@@ -47,7 +47,7 @@ class Sequences:
 
 
 def continued(
-    sequences: Sequences, values: Tensor, before: Tensor, tokens: Tensor, back: int
+    sequences: NgramSequences, values: Tensor, before: Tensor, tokens: Tensor, back: int
 ) -> Tensor:
     """Returns [n, N]: of `values` [T, N] those `back` tokens before each of `tokens` [n], or from
     the state `before` [F, D, N] where that lies before the step."""
