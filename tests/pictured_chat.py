@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from copy import deepcopy
 from io import BytesIO
 from pathlib import Path
@@ -19,12 +20,15 @@ from tests import chatmodel, checkpoints, pictured
 from tests.images.pictures import picture
 
 MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+VIDEO_MARK = "<|video_pad|>"
 VOCAB_SIZE = chatmodel.VOCAB_SIZE + 8
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = chatmodel.make_tokenizer()
-    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in MARKS])
+    tokenizer.add_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in (*MARKS, VIDEO_MARK)]
+    )
     return tokenizer
 
 
@@ -38,7 +42,7 @@ def save(folder: Path) -> Path:
         text_config=text,
         vision_config=pictured._VISION,
         image_token_id=image,
-        video_token_id=VOCAB_SIZE - 1,
+        video_token_id=tokenizer.convert_tokens_to_ids(VIDEO_MARK),
         vision_start_token_id=start,
         vision_end_token_id=end,
     )
@@ -53,6 +57,15 @@ def save(folder: Path) -> Path:
         "size": {"shortest_edge": own.min_pixels, "longest_edge": 16 * own.max_pixels},
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    videos = {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "patch_size": own.patch_size,
+        "size": {"shortest_edge": 2 * own.min_pixels, "longest_edge": 16 * own.max_pixels},
+        "fps": 2,
+        "min_frames": 4,
+        "max_frames": 12,
+    }
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
     return folder
 
 
@@ -67,6 +80,14 @@ def encoded(shown: Image.Image, kind: str = "PNG") -> str:
     file = BytesIO()
     shown.save(file, kind, **({"lossless": True} if kind == "WEBP" else {}))
     return base64.b64encode(file.getvalue()).decode()
+
+
+def animation(frames: Sequence[Image.Image], ms: int, kind: str = "PNG") -> bytes:
+    """An animation as a file."""
+    file, own = BytesIO(), {"lossless": True} if kind == "WEBP" else {}
+    first, *rest = frames
+    first.save(file, kind, save_all=True, append_images=rest, duration=ms, **own)
+    return file.getvalue()
 
 
 def data_url(shown: Image.Image, kind: str = "PNG") -> str:

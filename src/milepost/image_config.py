@@ -19,8 +19,8 @@ class ImageConfig:
     language_model_only: bool = False
     """Leave the vision tower of the checkpoint out, and refuse images."""
     limit_mm_per_prompt: str | None = None
-    """Largest number of images in a prompt: a JSON object such as {"image": 4}; 0 refuses images
-    and leaves the tower out. By default 999."""
+    """Largest number of images and of videos in a prompt: a JSON object such as {"image": 4,
+    "video": 1}. No image at all leaves the tower out. By default 999 of each."""
     mm_processor_kwargs: str | None = None
     """Limits on an image's size after resizing, in pixels: a JSON object such as {"min_pixels":
     65536, "max_pixels": 1048576}. By default the checkpoint's own. A larger image is made smaller;
@@ -53,20 +53,28 @@ class ImageConfig:
             "allowed_local_media_path='': name a directory, or leave it out",
         )
         # Both are checked as they are read.
-        assert self.max_images >= 0
+        assert min(self.max_images, self.max_videos) >= 0
         assert len(self.pixel_limits) == 2
 
     @property
     def max_images(self) -> int:
         """Largest number of images in a prompt; 0 without a tower."""
-        if self.language_model_only:
-            return 0
+        return 0 if self.language_model_only else self._most("image")
+
+    @property
+    def max_videos(self) -> int:
+        """Largest number of videos in a prompt; 0 without a tower."""
+        return self._most("video") if self.max_images else 0
+
+    def _most(self, kind: str) -> int:
         given = json.loads(self.limit_mm_per_prompt or "{}")
-        most = given.get("image", DEFAULT_MAX_IMAGES)
+        most = given.get(kind, DEFAULT_MAX_IMAGES)
         if isinstance(most, dict):  # vLLM also takes the sizes to expect, which nothing needs here
             most = most.get("count", DEFAULT_MAX_IMAGES)
         if isinstance(most, bool) or not isinstance(most, int) or most < 0:
-            raise ConfigError(f'limit_mm_per_prompt={given}: use {{"image": NUMBER}}, 0 or more')
+            raise ConfigError(
+                f'limit_mm_per_prompt={given}: use {{"image": NUMBER, "video": NUMBER}}, 0 or more'
+            )
         return most
 
     @property

@@ -25,7 +25,9 @@ def prompt(*parts, **own):
     made = asked(*parts)
     plain = Prompt(token_ids=made["prompt_token_ids"], **own)
     images = [Given(each) for each in made["multi_modal_data"]["image"]]
-    return Embedded(FACTS, MediaRules(), 99).put_in(plain, images)
+    media = Embedded(FACTS, MediaRules(), 99).prepare(images)
+    assert media is not None
+    return media.put_in(plain)
 
 
 def answered(fleet, engine, given, params=None):

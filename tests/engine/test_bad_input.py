@@ -113,7 +113,7 @@ BAD_PROMPTS = {
     ),
     "video": (
         prompt(tokens(9), multi_modal_data={"video": 1}),
-        "multi_modal_data with",
+        "1 video: this model is served without videos",
     ),
     "both": (prompt(tokens(9), prompt="text"), "either 'prompt' or 'prompt_token_ids', not both"),
     "neither": ({}, "either 'prompt' or 'prompt_token_ids'"),

@@ -107,7 +107,9 @@ def test_what_is_no_prompt_with_images_is_refused(llm, folder):
     one = image(8, 8)
     for prompt, message in (
         ({"prompt_token_ids": [1, 2], "multi_modal_data": {"image": one}}, "a place for 0 images"),
-        ({**asked(3, one, 4), "multi_modal_data": {"video": one}}, "multi_modal_data with"),
+        ({**asked(3, one, 4), "multi_modal_data": {"audio": one}}, "multi_modal_data with"),
+        ({**asked(3, 4), "multi_modal_data": {"video": one}}, "a video of type Image: use a URL"),
+        ({**asked(3, 4), "multi_modal_data": {"video": {"frames": one}}}, "no list of 1 to 768"),
         ({**asked(3, one, 4), "multi_modal_data": {"image": "ftp://a/b"}}, "use a data: URL"),
         ({**asked(3, one, 4), "multi_modal_data": {"image": b"GIF"}}, "supported are PNG"),
     ):

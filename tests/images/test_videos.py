@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import (
+    Qwen3VLVideoProcessor,
+    smart_resize,
+)
 
 from milepost.errors import ConfigError, InvalidPromptError
-from milepost.images import ImageSettings, prepare, read_video_settings
-from milepost.images.videos import _fit, prepare_video
+from milepost.images import (
+    FrameSampling,
+    ImageSettings,
+    prepare,
+    read_frame_sampling,
+    read_video_settings,
+)
+from milepost.images.videos import _fit, prepare_animation, prepare_video
 from tests.images.pictures import encoded, picture
+from tests.pictured_chat import animation
 
 SMALL = ImageSettings(min_pixels=4_096, max_pixels=65_536)
 sides = st.integers(1, 1500)
@@ -82,6 +93,54 @@ def test_what_is_no_video_is_refused(
         prepare_video([picture(*size) for size in sizes], times, SMALL)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF"])
+@pytest.mark.parametrize(("count", "ms"), [(3, 100), (9, 250), (50, 40), (40, 500)])
+def test_frames_of_an_animation_are_those_of_the_reference(kind: str, count: int, ms: int) -> None:
+    frames = [picture(40, 60, seed).quantize(64).convert("RGB") for seed in range(count)]
+    metadata = SimpleNamespace(total_num_frames=count, fps=1000 / ms)
+    own = SimpleNamespace(fps=2, min_frames=4, max_frames=24)
+    chosen = Qwen3VLVideoProcessor.sample_frames(own, metadata).tolist()
+    sampling = FrameSampling(max_frames=24)
+    parts = prepare_animation(animation(frames, ms, kind), SMALL, sampling)
+    times = [index * ms / 1000 for index in chosen]
+    expected = prepare_video([frames[index] for index in chosen], times, SMALL)
+    assert [part.seconds for part in parts] == pytest.approx([each.seconds for each in expected])
+    assert [part.image.grid for part in parts] == [part.image.grid for part in expected]
+    for part, wanted in zip(parts, expected, strict=True):
+        assert kind == "GIF" or np.array_equal(part.image.rows, wanted.image.rows)
+
+
+@given(st.integers(2, 5000), st.floats(0.02, 5000), st.floats(0.1, 60))
+def test_as_many_frames_are_taken_as_by_the_reference(count: int, end_s: float, fps: float) -> None:
+    own = SimpleNamespace(fps=fps, min_frames=4, max_frames=768)
+    metadata = SimpleNamespace(total_num_frames=count, fps=count / end_s)
+    expected = Qwen3VLVideoProcessor.sample_frames(own, metadata).tolist()
+    assert FrameSampling(fps=fps).chosen(count, end_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (encoded(picture(40, 60)), "is a PNG file of one picture: send it as an image"),
+        (encoded(picture(40, 60), "JPEG"), "is a JPEG file of one picture"),
+        (b"\0\0\0\x18ftypmp42", "is a MP4 file: supported are PNG"),
+        (animation([picture(30, 30, seed) for seed in range(9)], 100)[:-900], "cut short"),
+        (b"GIF89a" + b"\xff" * 50, "cut short"),
+    ],
+)
+def test_what_is_no_animation_is_refused(data: bytes, words: str) -> None:
+    with pytest.raises(InvalidPromptError, match=words):
+        prepare_animation(data, SMALL, FrameSampling())
+
+
+def test_pixels_of_all_frames_are_counted_before_any_are_decoded() -> None:
+    data = animation([picture(40, 60, seed) for seed in range(17)], 100)
+    with pytest.raises(InvalidPromptError, match="17 frames of 60 x 40 pixels: at most 38400 pix"):
+        prepare_animation(data, SMALL, FrameSampling(), max_decoded=2400)
+    with pytest.raises(InvalidPromptError, match="60 x 40 pixels: at most 2399 are decoded"):
+        prepare_animation(data, SMALL, FrameSampling(), max_decoded=2399)
+
+
 def test_settings_of_videos_are_read(tmp_path: Path) -> None:
     own = read_video_settings(tmp_path)
     assert (own.min_pixels, own.max_pixels) == (4096, 25_165_824)
@@ -95,3 +154,10 @@ def test_settings_of_videos_are_read(tmp_path: Path) -> None:
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(flat))
     with pytest.raises(ConfigError, match="video_processor_type='Another'"):
         read_video_settings(tmp_path)
+    flat |= {"video_processor_type": "Qwen3VLVideoProcessor", "fps": 1, "max_frames": 8}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(flat))
+    assert read_frame_sampling(tmp_path) == FrameSampling(fps=1, max_frames=8)
+    for own, words in (({"fps": 0}, "fps=0"), ({"cap_pixels_per_frame": True}, "cap_pixels")):
+        (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(flat | own))
+        with pytest.raises(ConfigError, match=words):
+            read_frame_sampling(tmp_path)

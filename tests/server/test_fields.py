@@ -346,15 +346,24 @@ def test_images_are_refused_by_a_model_without_them(http):
     assert "1 image: this model is served for text only" in error["message"]
 
 
-@pytest.mark.parametrize("kind", ["input_audio", "video_url"])
-def test_only_text_and_images_are_served(http, kind):
+def test_videos_are_refused_by_a_model_without_them(http):
+    part = {"type": "video_url", "video_url": {"url": "data:image/gif;base64,AAAA"}}
+    response = chat(http, messages=[{"role": "user", "content": [part]}])
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "messages")
+    assert "1 video: this model is served without videos" in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "file"])
+def test_only_text_images_and_videos_are_served(http, kind):
     """And the message says so, rather than which types there are."""
     part = {"type": kind, kind: {"url": "http://127.0.0.1/x.png"}}
     content = [{"type": "text", "text": "what is this?"}, part]
     response = chat(http, messages=[{"role": "user", "content": content}])
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "messages[0].content[1].type")
-    assert f"'{kind}' is not supported: only text and images are served" in error["message"]
+    expected = f"'{kind}' is not supported: only text, images and video_url are served"
+    assert expected in error["message"]
 
 
 def test_arguments_of_calls_may_be_objects(http):

@@ -9,7 +9,15 @@ from os import PathLike
 from typing import TYPE_CHECKING, Self, Unpack
 
 from milepost.config import EngineConfig
-from milepost.engine.media import Given, MediaRules, Preparer, images_in, images_of
+from milepost.engine.media import (
+    Given,
+    Media,
+    MediaRules,
+    Preparer,
+    check_media,
+    images_in,
+    images_of,
+)
 from milepost.engine.metrics import Metric
 from milepost.engine.options import (
     CHAT_OPTIONS,
@@ -26,9 +34,15 @@ from milepost.engine.processes import (
     Stream,
     start_with_tokenizer,
 )
-from milepost.engine.prompts import ChatMessages, Prompt, PromptLike, read_prompt, rendered_prompt
+from milepost.engine.prompts import (
+    ChatMessages,
+    Prompt,
+    PromptLike,
+    encoding,
+    read_prompt,
+    rendered_prompt,
+)
 from milepost.engine.text import Encoder, text_length
-from milepost.engine.validation import check_num_images
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
 from milepost.vllm_keywords import GENERATE, with_vllm_keywords
@@ -158,38 +172,41 @@ class AsyncLLM:
     async def _read(self, prompt: PromptLike) -> Prompt:
         encoder = await self._encoder.get()
         plain, images = images_in(prompt)
+        media = await self._prepared(images)
+        tokenizer = encoder.tokenizer
+        if media is not None:
+            # Texts of videos among token ids are short.
+            plain = media.into_plain(plain, encoding(tokenizer))
         text = plain.get("prompt") if isinstance(plain, Mapping) else plain
-        if encoder.tokenizer is None or not isinstance(text, str):
-            return await self._with_images(read_prompt(plain, None), images)
-
-        def read(tokenizer: PreTrainedTokenizerBase) -> Prompt:
+        if tokenizer is None or not isinstance(text, str):
+            found = read_prompt(plain, None)
+        else:
             encoder.check(text)
-            return read_prompt(plain, tokenizer)
+            found = await encoder.with_tokenizer(partial(read_prompt, plain), len(text))
+        return found if media is None else media.put_in(found)
 
-        return await self._with_images(await encoder.with_tokenizer(read, len(text)), images)
-
-    async def _with_images(self, prompt: Prompt, images: Sequence[Given]) -> Prompt:
-        """Returns a prompt with its images. Raises InvalidPromptError."""
-        check_num_images(len(images), self._client.limits.max_images)
+    async def _prepared(self, images: Sequence[Given]) -> Media | None:
+        """Returns images and videos for a prompt; None if there are none. Raises
+        InvalidPromptError."""
+        facts = self._client.info.images
+        check_media(images, facts, self._client.limits.max_images)
         if not images:
-            return prompt
+            return None
+        assert facts is not None, "images are refused without a tower"
         if self._preparer is None:
-            facts = self._client.info.images
-            assert facts is not None, "images are refused without a tower"
             most = self._client.limits.max_model_len
             self._preparer = Preparer(facts, MediaRules.of(self.config), most)
-        return await self._preparer.put_in(prompt, images)
+        return Media(facts, await self._preparer.prepare(images))
 
     async def _render(self, messages: ChatMessages, options: ChatOptions) -> Prompt:
         encoder, given = await self._encoder.get(), compose_options(options)
         messages, images = images_of(messages)
-        check_num_images(len(images), self._client.limits.max_images)
-        facts = self._client.info.images
-        given["image_text"] = "" if facts is None else facts.text
+        media = await self._prepared(images)
+        given["image_texts"] = [] if media is None else media.texts
         size = text_length([messages, given.get("tools")])
         rendered = await encoder.encode_chat(messages, size, given, is_cut=False)
         prompt = rendered_prompt(rendered, self.config.max_cache_marks, options.get("cache_salt"))
-        return await self._with_images(prompt, images)
+        return prompt if media is None else media.put_in(prompt)
 
     async def _answers(
         self,

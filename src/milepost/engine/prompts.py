@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -78,6 +78,15 @@ def read_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None) -
         cache_salt=_read_salt(prompt.get("cache_salt")),
         cache_marks=_read_marks(prompt.get("cache_marks")),
     )
+
+
+def encoding(
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Callable[[str], list[int]] | None:
+    """Returns what tokenizes a part of a text, if there is a tokenizer."""
+    if tokenizer is None:
+        return None
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def rendered_prompt(rendered: ChatPrompt, max_marks: int, salt: object) -> Prompt:

@@ -7,7 +7,14 @@ import threading
 from milepost.engine.loop import Engine
 from milepost.engine.media import Embedded, MediaRules, images_in, images_of
 from milepost.engine.options import ChatOptions, compose_options
-from milepost.engine.prompts import ChatMessages, Prompt, PromptLike, read_prompt, rendered_prompt
+from milepost.engine.prompts import (
+    ChatMessages,
+    Prompt,
+    PromptLike,
+    encoding,
+    read_prompt,
+    rendered_prompt,
+)
 from milepost.engine.text import chat
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import check_unicode
@@ -26,9 +33,12 @@ class PromptReader:
     def plain(self, prompt: PromptLike) -> Prompt:
         """Reads a prompt. Raises InvalidRequestError."""
         rest, images = images_in(prompt)
+        media = self._images.prepare(images)
         with self._tokenizing:
+            if media is not None:
+                rest = media.into_plain(rest, encoding(self._tokenizer))
             found = read_prompt(rest, self._tokenizer)
-        return self._images.put_in(found, images)
+        return found if media is None else media.put_in(found)
 
     def numbered(self, index: int, prompt: PromptLike) -> Prompt:
         """Reads a prompt of several. Raises InvalidRequestError, naming its index."""
@@ -45,11 +55,11 @@ class PromptReader:
                 "chat needs a tokenizer, and skip_tokenizer_init=True loaded none"
             )
         told, images = images_of(messages)
-        self._images.check(images)
-        given = {**compose_options(options), "image_text": self._images.text}
+        media = self._images.prepare(images)
+        given = {**compose_options(options), "image_texts": [] if media is None else media.texts}
         composed = chat.compose(tokenizer, told, check=check_unicode, **given)
         with self._tokenizing:
             rendered = chat.tokenized(tokenizer, composed)
         most = self._config.max_cache_marks
         prompt = rendered_prompt(rendered, most, options.get("cache_salt"))
-        return self._images.put_in(prompt, images)
+        return prompt if media is None else media.put_in(prompt)

@@ -14,18 +14,26 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from milepost.errors import missing
-from milepost.images.settings import ImageSettings, read_image_settings, read_video_settings
+from milepost.images.settings import (
+    FrameSampling,
+    ImageSettings,
+    read_frame_sampling,
+    read_image_settings,
+    read_video_settings,
+)
 from milepost.images.sizes import num_tokens_of
 
 if TYPE_CHECKING:
     from milepost.images.patches import PreparedImage, normalisation, prepare
 
 __all__ = [
+    "FrameSampling",
     "ImageSettings",
     "PreparedImage",
     "normalisation",
     "num_tokens_of",
     "prepare",
+    "read_frame_sampling",
     "read_image_settings",
     "read_video_settings",
 ]

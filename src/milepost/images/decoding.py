@@ -8,7 +8,8 @@ that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import BytesIO
 
 from PIL import GifImagePlugin, Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
@@ -19,6 +20,10 @@ from milepost.images.headers import format_of, webp_size
 MAX_PIXELS = 2**26
 """Largest number of pixels that are decoded by default: 8192 x 8192. A pixel takes up to 16 bytes
 meanwhile."""
+
+_ANIMATION_TIMES = 16
+_FRAME_S = 0.1
+"""How long browsers show a picture of an animation that does not say it."""
 
 _OPENERS: dict[str, Callable[[BytesIO], ImageFile.ImageFile]] = {
     "PNG": PngImagePlugin.PngImageFile,
@@ -38,6 +43,51 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 """Orientation -> how the picture is turned upright."""
+
+
+class Animation:
+    """A file's pictures, opened by its own class of Pillow. Raises InvalidPromptError for a file of
+    one picture, and for pictures of more than `max_pixels`, each or (at 16 times as many) together.
+    """
+
+    def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS) -> None:
+        self._kind, self._num_bytes = format_of(data), len(data)
+        if self._kind == "WEBP":
+            refuse_size(webp_size(data), max_pixels)
+        with self._reading():
+            self._file = _OPENERS[self._kind](BytesIO(data))
+            refuse_size(self._file.size, max_pixels)
+            self.num_frames = int(getattr(self._file, "n_frames", 1))
+        self._max_pixels = max_pixels
+        if self.num_frames < 2:
+            raise InvalidPromptError(
+                f"the video is a {_shown(self._kind)} file of one picture: send it as an image"
+            )
+        width, height = self._file.size
+        if width * height * self.num_frames > _ANIMATION_TIMES * max_pixels:
+            raise InvalidPromptError(
+                f"the video has {self.num_frames} frames of {width} x {height} pixels: at most "
+                f"{_ANIMATION_TIMES * max_pixels} pixels are decoded; make it smaller or shorter"
+            )
+
+    def frames(self) -> Iterator[tuple[Image.Image, float]]:
+        """Yields each picture, upright and in RGB, with the seconds that it is shown."""
+        for index in range(self.num_frames):
+            with self._reading():
+                self._file.seek(index)
+                self._file.load()
+                refuse_size(self._file.size, self._max_pixels)
+                shown, ms = upright(self._file), self._file.info.get("duration")
+            yield shown, float(ms) / 1000 if ms else _FRAME_S
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except InvalidPromptError:
+            raise
+        except Exception as error:  # noqa: BLE001 - decoders of untrusted bytes fail in any way
+            raise _unreadable(self._kind, self._num_bytes, error) from None
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -103,9 +153,13 @@ def refuse_size(size: tuple[int, int], max_pixels: int) -> None:
 
 
 def _unreadable(kind: str, num_bytes: int, error: Exception) -> InvalidPromptError:
-    name = "WebP" if kind == "WEBP" else kind
+    name = _shown(kind)
     if isinstance(error, MemoryError):
         return InvalidPromptError(f"the {name} image of {num_bytes} bytes needs too much memory")
     return InvalidPromptError(
         f"the {name} image of {num_bytes} bytes cannot be decoded: it is damaged or cut short"
     )
+
+
+def _shown(kind: str) -> str:
+    return "WebP" if kind == "WEBP" else kind

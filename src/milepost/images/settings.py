@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ _PROCESSORS = (
     "Qwen3VLImageProcessor",
 )
 _VIDEO_PROCESSORS = ("Qwen3VLVideoProcessor",)
+_VIDEO_FILE = "video_preprocessor_config.json", "video_processor"
 _ONLY: dict[str, tuple[Any, ...]] = {
     "do_resize": (None, True),
     "do_rescale": (None, True),
@@ -83,6 +84,31 @@ class ImageSettings:
         return replace(self, **{name: value for name, value in own.items() if value is not None})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameSampling:
+    """How many frames of a video are taken; the defaults are those of Qwen3.5."""
+
+    fps: float = 2.0
+    """Frames a second."""
+    min_frames: int = 4
+    max_frames: int = 768
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.fps) or not 0 < self.fps <= 1000:
+            raise ConfigError(f"fps={self.fps!r} is no number above 0, up to 1000")
+        for name in ("min_frames", "max_frames"):
+            _check_whole(name, getattr(self, name), 2**16)
+
+    def chosen(self, num_frames: int, seconds: float) -> list[int]:
+        """Returns the indices of the frames to take, evenly from the first to the last."""
+        wanted = int(num_frames / (num_frames / seconds) * self.fps)
+        count = min(max(wanted, self.min_frames), self.max_frames, num_frames)
+        if count == 1:
+            return [0]
+        step = (num_frames - 1) / (count - 1)
+        return [*(round(index * step) for index in range(count - 1)), num_frames - 1]
+
+
 def read_image_settings(folder: Path) -> ImageSettings:
     """Reads the settings of the folder's image processor: `preprocessor_config.json`, or the part
     `image_processor` of `processor_config.json`. Without either, they are Qwen3.5's. Raises
@@ -95,22 +121,42 @@ def read_video_settings(folder: Path) -> ImageSettings:
     """Reads the settings of the folder's video processor, whose limits are those of all frames
     together: `video_preprocessor_config.json`, or the part `video_processor` of
     `processor_config.json`. See `read_image_settings`."""
-    own = _find(folder, "video_preprocessor_config.json", "video_processor", _VIDEO_PROCESSORS)
+    own = _find(folder, *_VIDEO_FILE, _VIDEO_PROCESSORS)
     return ImageSettings(**{"min_pixels": 4096, "max_pixels": 25_165_824} | own)
+
+
+def read_frame_sampling(folder: Path) -> FrameSampling:
+    """Reads how many frames of a video are taken, from the file of `read_video_settings`."""
+    found = next(_parts(folder, *_VIDEO_FILE), None)
+    if found is None:
+        return FrameSampling()
+    path, raw = found
+    with reading(path):
+        if raw.get("cap_pixels_per_frame"):
+            raise UnsupportedModelError("cap_pixels_per_frame=True is not supported")
+        names = [field.name for field in fields(FrameSampling)]
+        return FrameSampling(**{name: raw[name] for name in names if raw.get(name) is not None})
 
 
 def _find(folder: Path, file: str, part: str, kinds: Sequence[str]) -> dict[str, Any]:
     """Returns the settings that differ from the defaults, by the names of `ImageSettings`."""
+    for path, raw in _parts(folder, file, part):
+        with reading(path):
+            return _read(raw, f"{part}_type", kinds)
+    return {}
+
+
+def _parts(folder: Path, file: str, part: str) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """Yields the settings in the folder's files. The first ones count."""
     for name in (file, NESTED):
         path = folder / name
         if not path.exists():
             continue
         raw = read_object(path)
-        with reading(path):
-            if name == NESTED and not isinstance(raw.get(part), Mapping):
-                continue
-            return _read(raw[part] if name == NESTED else raw, f"{part}_type", kinds)
-    return {}
+        if name != NESTED:
+            yield path, raw
+        elif isinstance(raw.get(part), Mapping):
+            yield path, raw[part]
 
 
 def _read(raw: Mapping[str, Any], key: str, kinds: Sequence[str]) -> dict[str, Any]:

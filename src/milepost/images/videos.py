@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from milepost.errors import InvalidPromptError
 from milepost.images import decoding
 from milepost.images.patches import PreparedImage, from_frames, resize
-from milepost.images.settings import ImageSettings
+from milepost.images.settings import FrameSampling, ImageSettings
 from milepost.images.sizes import resized
 
 MAX_FRAMES = 768
@@ -19,7 +21,7 @@ MAX_FRAMES = 768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VideoPart:
+class FrameGroup:
     """Some frames of a video, and the text before them."""
 
     image: PreparedImage
@@ -38,7 +40,7 @@ def prepare_video(
     settings: ImageSettings,
     *,
     max_decoded: int = decoding.MAX_PIXELS,
-) -> list[VideoPart]:
+) -> list[FrameGroup]:
     """Prepares frames, given as files or pictures of Pillow's, with their times in seconds. The
     last frame is repeated until groups are full. `settings` are those of `read_video_settings`, and
     `max_decoded` limits the pixels of a frame. Raises InvalidPromptError."""
@@ -61,14 +63,44 @@ def prepare_video(
         )
     ((width, height),) = sizes
     size = _fit(height, width, len(frames), settings)
-    pixels = [resize(picture, size) for picture in upright]
-    padding = -len(frames) % each
-    pixels += pixels[-1:] * padding
-    padded = [*times, *times[-1:] * padding] if padding else list(times)
+    return _parts([resize(picture, size) for picture in upright], list(times), settings)
+
+
+def prepare_animation(
+    data: bytes,
+    settings: ImageSettings,
+    sampling: FrameSampling,
+    *,
+    max_decoded: int = decoding.MAX_PIXELS,
+) -> list[FrameGroup]:
+    """Prepares the frames of an animated GIF, WebP or PNG file that `sampling` takes, each with the
+    time at which it is first shown. Raises InvalidPromptError."""
+    times: list[float] = []
+    end = 0.0
+    for _, shown_s in decoding.Animation(data, max_decoded).frames():
+        times.append(end)
+        end += shown_s
+    chosen = sampling.chosen(len(times), end)
+    pixels: list[NDArray[np.uint8]] = []
+    size = None
+    for index, (frame, _) in enumerate(decoding.Animation(data, max_decoded).frames()):
+        if index in chosen:
+            size = size or _fit(frame.height, frame.width, len(chosen), settings)
+            pixels.append(resize(frame, size))
+    return _parts(pixels, [times[index] for index in chosen], settings)
+
+
+def _parts(
+    pixels: list[NDArray[np.uint8]], times: list[float], settings: ImageSettings
+) -> list[FrameGroup]:
+    """Groups resized frames; the last one is repeated until groups are full."""
+    each = settings.temporal_patch_size
+    padding = -len(pixels) % each
+    pixels, times = pixels + pixels[-1:] * padding, times + times[-1:] * padding
     return [
-        VideoPart(
+        FrameGroup(
             image=from_frames(pixels[first : first + each], settings),
-            seconds=(padded[first] + padded[first + each - 1]) / 2,
+            seconds=(times[first] + times[first + each - 1]) / 2,
         )
         for first in range(0, len(pixels), each)
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from milepost.server import custom
 from milepost.server.parsing import lark
-from milepost.server.parts import ImagePart, Message, TextPart
+from milepost.server.parts import ImagePart, Message, TextPart, VideoPart
 from milepost.server.protocol import ChatRequest
 from milepost.server.tools import NamedToolChoice, Tool, ToolCall
 
@@ -54,8 +54,8 @@ def _content(message: Message) -> str | list[dict[str, Any]]:
     return [_part(part) for part in message.content]
 
 
-def _part(part: TextPart | ImagePart) -> dict[str, Any]:
-    if isinstance(part, ImagePart):
+def _part(part: TextPart | ImagePart | VideoPart) -> dict[str, Any]:
+    if isinstance(part, ImagePart | VideoPart):
         plain = part.plain
     else:
         plain = {"type": "text", "text": part.text if part.type == "text" else part.refusal}

@@ -61,6 +61,27 @@ class ImagePart(Body):
         return {"type": "image_url", "image_url": url, "detail": detail}
 
 
+class VideoUrl(Body):
+    """A video by its URL, most often a data: URL of an animation."""
+
+    url: str
+
+
+class VideoPart(Body):
+    """A video, as vLLM has it."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl | str
+    uuid: unread(str) = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The part as `engine.media` reads it."""
+        url = self.video_url
+        return {"type": "video_url", "video_url": url.url if isinstance(url, VideoUrl) else url}
+
+
 class OtherPart(Body):
     """A part of any other type."""
 
@@ -69,7 +90,9 @@ class OtherPart(Body):
     @field_validator("type")
     @classmethod
     def _is_not_served(cls, value: str) -> str:
-        raise ValueError(f"{value[:32]!r} is not supported: only text and images are served")
+        raise ValueError(
+            f"{value[:32]!r} is not supported: only text, images and video_url are served"
+        )
 
 
 class TextPart(Body):
@@ -87,7 +110,7 @@ class TextPart(Body):
         return self
 
 
-AnyPart: Any = tagged(TextPart, ImagePart, OtherPart, other=lambda _: OtherPart)
+AnyPart: Any = tagged(TextPart, ImagePart, VideoPart, OtherPart, other=lambda _: OtherPart)
 
 
 class Message(Body):

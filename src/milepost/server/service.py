@@ -30,7 +30,7 @@ from milepost.errors import (
 from milepost.sampling_params import SamplingParams
 from milepost.server.config import ServerConfig, read_object
 from milepost.server.errors import TOO_LONG, HttpError
-from milepost.server.images import ChatImages
+from milepost.server.images import ChatImages, put_in
 from milepost.server.logprobs import TokenBytes
 from milepost.server.messages import for_template
 from milepost.server.metrics import RequestMetrics
@@ -187,13 +187,13 @@ class Service:
             "chat_template_kwargs": template_kwargs,
             "add_generation_prompt": body.add_generation_prompt is not False,
             "continue_final_message": bool(body.continue_final_message),
-            "image_text": self._images.text,
         }
         with naming("messages"):
-            told, images = self._images.of(messages)
+            told, media = await self._images.of(messages)
+            options["image_texts"] = [] if media is None else media.texts
             size = text_length([told, tools, documents])
             rendered = await self.encoder.encode_chat(told, size, options, is_cut=is_cut)
-            return await self._images.put_in(rendered, images)
+            return rendered if media is None else put_in(rendered, media)
 
     async def token_bytes(self) -> TokenBytes:
         """Returns the bytes of the vocabulary, read at the first call. Raises as

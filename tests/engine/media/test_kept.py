@@ -1,7 +1,8 @@
 """Prepared images are kept by what they were made of, within a number of bytes."""
 
-from milepost.engine.media.kept import KeptImages, key_of
-from milepost.engine.media.process import PreparedPicture
+from milepost.engine.media.kept import KeptImages
+from milepost.engine.media.prepared import PreparedPicture, Unprepared
+from milepost.images import FrameSampling, ImageSettings
 from milepost.runner.recording import PictureRecord
 
 
@@ -12,7 +13,7 @@ def prepared(num_bytes):
 
 def test_the_images_used_last_are_kept():
     kept = KeptImages(max_bytes=100)
-    keys = [key_of(b"%d" % number, None) for number in range(3)]
+    keys = [b"%d" % number for number in range(3)]
     for key in keys[:2]:
         kept.put(key, prepared(40))
         kept.put(key, prepared(40))
@@ -25,4 +26,15 @@ def test_the_images_used_last_are_kept():
 
 
 def test_a_file_with_another_limit_is_another_image():
-    assert len({key_of(b"a", None), key_of(b"a", 100), key_of(b"b", None)}) == 3
+    own = ImageSettings()
+    asked = [
+        Unprepared(b"a", own),
+        Unprepared(b"a", own, 100),
+        Unprepared(b"b", own),
+        Unprepared(b"a", own, sampling=FrameSampling()),
+        Unprepared([b"a"], own, sampling=FrameSampling(), times=(0.0,)),
+        Unprepared([b"a"], own, sampling=FrameSampling(), times=(1.0,)),
+        Unprepared([b"ab", b"c"], own, sampling=FrameSampling(), times=(0.0, 1.0)),
+        Unprepared([b"a", b"bc"], own, sampling=FrameSampling(), times=(0.0, 1.0)),
+    ]
+    assert len({each.key for each in asked}) == len(asked)

@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from milepost.config import EngineConfig
-from milepost.engine.media import ImageFacts
+from milepost.engine.media import ImageFacts, VideoFacts
 from milepost.errors import UnsupportedModelError, how_to_install
-from milepost.images import ImageSettings, read_image_settings
+from milepost.images import (
+    ImageSettings,
+    read_frame_sampling,
+    read_image_settings,
+    read_video_settings,
+)
 from milepost.models.configuration import load_config
 from milepost.models.decoder import Decoder
 from milepost.models.loading import has_pictures
@@ -65,10 +70,28 @@ def image_facts(
     """Returns how images enter prompts of a model whose vision tower is loaded. Raises
     UnsupportedModelError for a checkpoint that does not name its tokens."""
     whole = load_config(folder, config.overrides)
-    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
-    ids = [getattr(whole, name, None) for name in names]
-    if ids[1] is None:
+
+    def text_of(*names: str) -> str:
+        ids = [getattr(whole, name, None) for name in names]
+        known = [id_ for id_ in ids if id_ is not None]
+        return "".join(tokenizer.convert_ids_to_tokens(known)) if tokenizer is not None else ""
+
+    start, end = "vision_start_token_id", "vision_end_token_id"
+    token_id = getattr(whole, "image_token_id", None)
+    if token_id is None:
         raise UnsupportedModelError("config.json has a vision tower and no image_token_id")
-    known = [id_ for id_ in ids if id_ is not None]
-    text = "".join(tokenizer.convert_ids_to_tokens(known)) if tokenizer is not None else ""
-    return ImageFacts(settings=image_settings_of(config, folder), token_id=ids[1], text=text)
+    video, video_id = None, getattr(whole, "video_token_id", None)
+    if video_id is not None:
+        video = VideoFacts(
+            settings=read_video_settings(folder),
+            sampling=read_frame_sampling(folder),
+            token_id=video_id,
+            text=text_of(start, "video_token_id", end),
+            max_videos=config.max_videos,
+        )
+    return ImageFacts(
+        settings=image_settings_of(config, folder),
+        token_id=token_id,
+        text=text_of(start, "image_token_id", end),
+        video=video,
+    )

@@ -1,16 +1,16 @@
-"""Images of a request on their way to a prompt. Imports no torch.
+"""Images and videos of a request on their way to a prompt. Imports no torch.
 
 what a model takes               facts
 from URLs to bytes               urls, addresses, fetching
-from bytes to pixels, apart      process, preparing, kept
-into the prompt's tokens         expanding, given
+from bytes to pixels, apart      prepared, process, preparing, kept
+into the prompt's tokens         given, filling, expanding
 all of it in one process         here
 """
 
 from __future__ import annotations
 
-from milepost.engine.media.expanding import expand, expanded
-from milepost.engine.media.facts import ImageFacts
+from milepost.engine.media.facts import ImageFacts, VideoFacts
+from milepost.engine.media.filling import Media, check_media
 from milepost.engine.media.given import Given, images_in, images_of
 from milepost.engine.media.here import Embedded
 from milepost.engine.media.preparing import Preparer
@@ -20,10 +20,11 @@ __all__ = [
     "Embedded",
     "Given",
     "ImageFacts",
+    "Media",
     "MediaRules",
     "Preparer",
-    "expand",
-    "expanded",
+    "VideoFacts",
+    "check_media",
     "images_in",
     "images_of",
 ]

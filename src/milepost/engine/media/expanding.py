@@ -1,11 +1,12 @@
 """Puts prepared images into the tokens of a prompt: one token stands for each, and is repeated as
-often as the image has tokens. Pure.
+often as the image has tokens. A group of a video's frames is such an image, with a token of its
+own. Pure.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from milepost.pictures import Picture
 from milepost.runner.recording import PictureRecord
 
 
-class Prepared(Protocol):
+class Expandable(Protocol):
     """An image as the tower reads it."""
 
     @property
@@ -48,22 +49,30 @@ class Expansion:
         return position + self.grown[bisect_left(self.places, position)]
 
 
-def expand(given: Sequence[int], images: Sequence[Prepared], token_id: int) -> Expansion:
-    """Inserts images into tokens, in which `token_id` stands for each. Raises InvalidPromptError if
-    their numbers differ."""
-    places = [place for place, token in enumerate(given) if token == token_id]
-    if len(places) != len(images):
-        raise InvalidPromptError(
-            f"the prompt has a place for {len(places)} images (token {token_id}), and "
-            f"{len(images)} came with it"
-        )
+Waiting = Mapping[int, Sequence[Expandable]]
+"""Images by the token that stands for each, in the order of the prompt."""
+
+
+def expand(given: Sequence[int], waiting: Waiting) -> Expansion:
+    """Inserts images into tokens. Raises InvalidPromptError if there are not as many as tokens that
+    stand for them."""
+    places = [place for place, token in enumerate(given) if token in waiting]
+    for token_id, own in waiting.items():
+        count = sum(given[place] == token_id for place in places)
+        if count != len(own):
+            raise InvalidPromptError(
+                f"the prompt has a place for {count} images (token {token_id}), and "
+                f"{len(own)} came with it"
+            )
+    queues = {token_id: iter(own) for token_id, own in waiting.items()}
+    images = [next(queues[given[place]]) for place in places]
     tokens: list[int] = []
     pictures: list[Picture] = []
     done, grown = 0, [0]
     for place, image in zip(places, images, strict=True):
         tokens += given[done:place]
         pictures.append(_placed(image, len(tokens)))
-        tokens += [token_id] * image.num_tokens
+        tokens += [given[place]] * image.num_tokens
         done = place + 1
         grown.append(len(tokens) - done)
     records = {image.record.identity: image.record for image in images}
@@ -76,11 +85,11 @@ def expand(given: Sequence[int], images: Sequence[Prepared], token_id: int) -> E
     )
 
 
-def expanded(prompt: Prompt, images: Sequence[Prepared], token_id: int) -> Prompt:
+def expanded(prompt: Prompt, waiting: Waiting) -> Prompt:
     """Returns a prompt with its images, and marks moved along. Raises InvalidPromptError."""
-    if not images:
+    if not any(waiting.values()):
         return prompt
-    found = expand(prompt.token_ids, images, token_id)
+    found = expand(prompt.token_ids, waiting)
     return replace(
         prompt,
         token_ids=found.token_ids,
@@ -90,7 +99,7 @@ def expanded(prompt: Prompt, images: Sequence[Prepared], token_id: int) -> Promp
     )
 
 
-def _placed(image: Prepared, offset: int) -> Picture:
+def _placed(image: Expandable, offset: int) -> Picture:
     return Picture(
         identity=image.record.identity,
         offset=offset,

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import msgspec
 
-from milepost.images.settings import ImageSettings
+from milepost.images.settings import FrameSampling, ImageSettings
 
 LOW_DETAIL_TOKENS = 256
 """Largest number of tokens of an image with `detail: low`."""
+
+
+class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """How videos enter the prompts of one model: each group of frames as a text with its time, and
+    one picture."""
+
+    settings: ImageSettings
+    sampling: FrameSampling
+    token_id: int
+    """The token that stands for a video in a prompt, and then for each token of its frames."""
+    text: str
+    """The text of a group of frames after its time: what a chat template writes for a video. Empty
+    without a tokenizer."""
+    max_videos: int
+    """Largest number of videos in a prompt."""
 
 
 class ImageFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +34,8 @@ class ImageFacts(msgspec.Struct, frozen=True, kw_only=True):
     the image."""
     text: str
     """The text that a chat template writes for an image; empty without a tokenizer."""
+    video: VideoFacts | None = None
+    """None if the model takes no videos."""
 
     @property
     def low_pixels(self) -> int:

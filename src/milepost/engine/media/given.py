@@ -1,4 +1,4 @@
-"""Finds the images of a conversation, in the forms in which clients send them."""
+"""Finds the images and videos of a conversation, in the forms in which clients send them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from milepost.errors import InvalidPromptError
 
 KINDS = ("image_url", "input_image", "image", "image_pil")
 """Types of parts that are images: OpenAI's two, Hugging Face's, and vLLM's own."""
+VIDEOS = ("video_url", "video")
+"""Types of parts that are videos: vLLM's, and Hugging Face's."""
 DETAILS = (None, "auto", "low", "high")
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """An image as it came."""
+    """An image or a video as it came."""
 
     source: Any
-    """A URL, the bytes of a file, or an image of Pillow's."""
+    """A URL, the bytes of a file, or an image of Pillow's. Of a video also its frames: a mapping
+    with a list of such `frames`, and their `times` in seconds or `fps`."""
     is_low: bool = False
     """Whether the image should take few tokens (`detail: low`)."""
+    is_video: bool = False
 
 
 def images_of(messages: Sequence[Any]) -> tuple[Sequence[Any], list[Given]]:
-    """Returns messages whose image parts only say that there is one, and the images in order.
-    Raises InvalidPromptError for an image part without an image.
+    """Returns messages in which a part with an image or a video only says so, and the images and
+    videos in order. Raises InvalidPromptError for such a part without one.
     """
     found: list[Given] = []
     if not any(_is_image(part) for message in messages for part in _parts(message)):
@@ -38,21 +42,24 @@ def images_of(messages: Sequence[Any]) -> tuple[Sequence[Any], list[Given]]:
 
 
 def images_in(prompt: Any) -> tuple[Any, list[Given]]:
-    """Returns a plain prompt without its `multi_modal_data`, and the images in that. Raises
-    InvalidPromptError for anything but images.
+    """Returns a plain prompt without its `multi_modal_data`, and the images and videos in that.
+    Raises InvalidPromptError for anything else.
     """
     if not isinstance(prompt, Mapping) or prompt.get("multi_modal_data") is None:
         return prompt, []
     data = prompt["multi_modal_data"]
     rest = {key: value for key, value in prompt.items() if key != "multi_modal_data"}
-    if not isinstance(data, Mapping) or any(key != "image" for key in data):
+    if not isinstance(data, Mapping) or any(key not in ("image", "video") for key in data):
         raise InvalidPromptError(
             f"multi_modal_data with {sorted(data) if isinstance(data, Mapping) else data!r}: use "
-            '{"image": IMAGE}, or a list of images'
+            '{"image": IMAGE, "video": VIDEO}, or lists of them'
         )
-    images = data.get("image")
-    images = images if isinstance(images, list | tuple) else [] if images is None else [images]
-    return rest, [Given(image) for image in images]
+    images = [Given(image) for image in _listed(data.get("image"))]
+    return rest, images + [Given(video, is_video=True) for video in _listed(data.get("video"))]
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, list | tuple) else [] if given is None else [given]
 
 
 def _parts(message: Any) -> Sequence[Any]:
@@ -61,7 +68,7 @@ def _parts(message: Any) -> Sequence[Any]:
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in KINDS
+    return isinstance(part, Mapping) and part.get("type") in (*KINDS, *VIDEOS)
 
 
 def _placeholder(part: Any, found: list[Given]) -> Any:
@@ -69,14 +76,15 @@ def _placeholder(part: Any, found: list[Given]) -> Any:
         return part
     kind = part["type"]
     source, detail = part.get(kind if kind != "input_image" else "image_url"), part.get("detail")
-    if isinstance(source, Mapping):
+    if isinstance(source, Mapping) and kind != "video":
         source, detail = source.get("url"), source.get("detail", detail)
-    if source is None and kind == "image":
+    if source is None and kind in ("image", "video"):
         source = part.get("url")
     if source is None:
-        raise InvalidPromptError(f"a part of type {kind!r} has no image: give it a URL")
+        what = "video" if kind in VIDEOS else "image"
+        raise InvalidPromptError(f"a part of type {kind!r} has no {what}: give it a URL")
     if detail not in DETAILS:
         raise InvalidPromptError(f"detail={str(detail)[:32]!r}: use auto, low or high")
-    found.append(Given(source, is_low=detail == "low"))
+    found.append(Given(source, is_low=detail == "low", is_video=kind in VIDEOS))
     marked = {"cache_control": part["cache_control"]} if part.get("cache_control") else {}
     return {"type": "image", **marked}

@@ -6,17 +6,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from hashlib import blake2b
 
-from milepost.engine.media.process import PreparedPicture
+from milepost.engine.media.prepared import Prepared
 
 MAX_BYTES = 2**30
 """Number of bytes of prepared images to keep."""
-
-
-def key_of(data: bytes, max_pixels: int | None) -> bytes:
-    """Returns the key of what a file is prepared to."""
-    return blake2b(b"%d " % (max_pixels or 0) + data, digest_size=32).digest()
 
 
 class KeptImages:
@@ -26,23 +20,23 @@ class KeptImages:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self.num_bytes = 0
-        self._images: OrderedDict[bytes, PreparedPicture] = OrderedDict()
+        self._images: OrderedDict[bytes, Prepared] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: bytes) -> PreparedPicture | None:
+    def get(self, key: bytes) -> Prepared | None:
         """Returns an image, if it is kept."""
         with self._lock:
             if key in self._images:
                 self._images.move_to_end(key)
             return self._images.get(key)
 
-    def put(self, key: bytes, image: PreparedPicture) -> None:
+    def put(self, key: bytes, image: Prepared) -> None:
         """Keeps an image, and forgets those that were not used for longest."""
         with self._lock:
             if key in self._images:
                 return
             self._images[key] = image
-            self.num_bytes += len(image.record.rows)
+            self.num_bytes += image.num_bytes
             while self.num_bytes > self._max_bytes:
                 _, old = self._images.popitem(last=False)
-                self.num_bytes -= len(old.record.rows)
+                self.num_bytes -= old.num_bytes

@@ -1,18 +1,16 @@
-"""Prepares the images of requests in processes of their own, a few at a time."""
+"""Prepares the images and videos of requests in processes of their own, a few at a time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 
-from milepost.engine.media.expanding import expanded
 from milepost.engine.media.facts import ImageFacts
 from milepost.engine.media.given import Given
-from milepost.engine.media.kept import KeptImages, key_of
-from milepost.engine.media.process import PreparedPicture, PreparingProcess, Unprepared
+from milepost.engine.media.kept import KeptImages
+from milepost.engine.media.prepared import Prepared, Unprepared, sources_of
+from milepost.engine.media.process import PreparingProcess
 from milepost.engine.media.urls import MediaRules, load
-from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidPromptError
 
 NUM_PROCESSES = 2
@@ -35,7 +33,7 @@ class Preparer:
         for each in self._all:
             self._idle.put_nowait(each)
 
-    async def prepare(self, images: Sequence[Given]) -> list[PreparedPicture]:
+    async def prepare(self, images: Sequence[Given]) -> list[Prepared]:
         """Loads and prepares images. Raises InvalidPromptError for an image that fails, and as soon
         as they are too many for one prompt."""
         tasks = [asyncio.ensure_future(self._prepare(each)) for each in images]
@@ -55,24 +53,19 @@ class Preparer:
             await asyncio.gather(*tasks, return_exceptions=True)
         return [task.result() for task in tasks]
 
-    async def put_in(self, prompt: Prompt, images: Sequence[Given]) -> Prompt:
-        """Returns the prompt with its images. Raises InvalidPromptError."""
-        return expanded(prompt, await self.prepare(images), self.facts.token_id)
-
-    async def _prepare(self, given: Given) -> PreparedPicture:
-        max_pixels = self.facts.low_pixels if given.is_low else None
+    async def _prepare(self, given: Given) -> Prepared:
         async with self._loading:
-            data = await load(given, self._rules)
-        if not isinstance(data, bytes):  # an image of Pillow's has been decoded
-            make = partial(PreparedPicture.of, data, self.facts.settings, max_pixels)
-            return await asyncio.to_thread(make)
-        key = key_of(data, max_pixels)
+            loaded = [await load(each, self._rules) for each in sources_of(given)]
+        asked = Unprepared.of(given, loaded, self.facts)
+        key = asked.key
+        if key is None:  # images of Pillow's have been decoded
+            return await asyncio.to_thread(asked.prepared)
         found = self._kept.get(key)
         if found is not None:
             return found
         process = await self._idle.get()
         try:
-            found = await process.prepare(Unprepared(data, self.facts.settings, max_pixels))
+            found = await process.prepare(asked)
         finally:
             self._idle.put_nowait(process)
         self._kept.put(key, found)

@@ -1,49 +1,21 @@
-"""Prepares images in a process of its own, which can be ended: decoders of untrusted bytes may take
-long, take memory, or crash. `PreparingProcess` is the other side, in an event loop.
+"""Prepares images and videos in a process of its own, which can be ended: decoders of untrusted
+bytes may take long, take memory, or crash. `PreparingProcess` is the other side, in an event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import msgspec
 
 from milepost.engine.child import Child, answer, bound_memory, messages
+from milepost.engine.media.prepared import Prepared, PreparedPicture, PreparedVideo, Unprepared
 from milepost.errors import InvalidPromptError, InvalidRequestError
-from milepost.images.settings import ImageSettings
-from milepost.runner.recording import PictureRecord
 
 MAX_BYTES = 2 * 2**30
 """Number of bytes that the process may allocate."""
 TIMEOUT_S = 20.0
 """Longest time to prepare one image. The largest takes a second or two."""
-
-
-class Unprepared(msgspec.Struct, array_like=True, frozen=True):
-    """A file to prepare."""
-
-    data: bytes
-    settings: ImageSettings
-    max_pixels: int | None
-
-
-class PreparedPicture(msgspec.Struct, array_like=True, frozen=True, tag="prepared"):
-    """An image as the tower reads it."""
-
-    record: PictureRecord
-    num_tokens: int
-    num_positions: int
-
-    @staticmethod
-    def of(data: Any, settings: ImageSettings, max_pixels: int | None) -> PreparedPicture:
-        """Prepares a file's bytes, or an image of Pillow's, in this process. Raises
-        InvalidPromptError."""
-        from milepost.images import prepare
-
-        made = prepare(data, settings, max_pixels=max_pixels)
-        record = PictureRecord(identity=made.identity, rows=made.rows.tobytes(), grid=made.grid)
-        return PreparedPicture(record, made.num_tokens, made.num_positions)
 
 
 class _Refusal(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
@@ -57,9 +29,9 @@ class PreparingProcess:
         self._child = Child("milepost.engine.media")
         self._killed: asyncio.subprocess.Process | None = None
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(PreparedPicture | _Refusal)
+        self._decoder = msgspec.msgpack.Decoder(PreparedPicture | PreparedVideo | _Refusal)
 
-    async def prepare(self, asked: Unprepared) -> PreparedPicture:
+    async def prepare(self, asked: Unprepared) -> Prepared:
         """Raises InvalidPromptError. When its caller is cancelled the work ends at once."""
         try:
             if self._child.pid is None:
@@ -98,7 +70,7 @@ class PreparingProcess:
 
 def main() -> None:
     """Prepares one image after the other, until the input ends."""
-    import milepost.images.patches  # noqa: F401 - what Pillow loads is no image's memory
+    import milepost.images.videos  # noqa: F401 - what Pillow loads is no image's memory
 
     decoder, encoder = msgspec.msgpack.Decoder(Unprepared), msgspec.msgpack.Encoder()
     bound_memory(MAX_BYTES)
@@ -106,9 +78,9 @@ def main() -> None:
         answer(encoder.encode(_answer(decoder.decode(message))))
 
 
-def _answer(asked: Unprepared) -> PreparedPicture | _Refusal:
+def _answer(asked: Unprepared) -> Prepared | _Refusal:
     try:
-        return PreparedPicture.of(asked.data, asked.settings, asked.max_pixels)
+        return asked.prepared()
     except InvalidRequestError as error:
         return _Refusal(str(error))
     except MemoryError:

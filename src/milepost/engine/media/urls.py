@@ -102,7 +102,7 @@ def _read_data(url: str, rules: MediaRules) -> bytes:
     kind = head[5:].lower().split(";")
     if not comma or kind[-1] != "base64":
         raise InvalidPromptError(f"image URL {shown(url)}: use data:image/png;base64,...")
-    if kind[0] and not kind[0].startswith("image/"):
+    if kind[0] and not kind[0].startswith(("image/", "video/")):
         raise InvalidPromptError(f"image URL {shown(url)}: {kind[0]!r} is no image")
     rules.check_size(len(body) * 3 // 4 - 2)
     try:

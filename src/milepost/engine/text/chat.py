@@ -164,16 +164,16 @@ def compose(
     continue_final_message: bool = False,
     special: re.Pattern[str] | None = None,
     check: Callable[[str], None] | None = None,
-    image_text: str = "",
+    image_texts: Sequence[str] = (),
 ) -> Composed:
     """The text of a conversation. With `continue_final_message` it ends inside the last message, so
     that the answer goes on with it, and `add_generation_prompt` does nothing.
 
     A message, or a text part of one, with a `cache_control` gets a mark at its end; so does what
     the template itself marks: the end of the system prompt and tools, and of the last message.
-    A part that is an image is written as `image_text`, if the model takes images. What matches
-    `special` in messages, tools or arguments is read as text. `check` may refuse the
-    text before the marks in it are looked for.
+    Parts that are images are written as `image_texts`, in order. What matches `special` in
+    messages, tools or arguments is read as text. `check` may refuse the text before the marks in it
+    are looked for.
 
     Raises InvalidRequestError if there is no template, if it refuses the conversation, or if a
     message has something other than text.
@@ -186,8 +186,8 @@ def compose(
     if special is not None:
         messages, tools = cut(messages, special), cut(tools, special)
         template_kwargs = cut(template_kwargs, special)
-    if image_text:
-        messages = with_image_texts(messages, image_text)
+    if image_texts:
+        messages = with_image_texts(messages, image_texts)
     conversation = BoundTemplate(tokenizer, tools, template_kwargs)
     joint = joint_of(conversation, messages)
     messages, checked, text = _taken(conversation, messages, ending, joint)

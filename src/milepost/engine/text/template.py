@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,21 +86,22 @@ def as_text(message: ChatMessage, joint: str) -> dict[str, Any]:
     return {**own, "content": content} if "content" in message else own
 
 
-def with_image_texts(messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
-    """Returns messages with `text` for each image part. Templates write the same for an image, and
+def with_image_texts(messages: Sequence[ChatMessage], texts: Sequence[str]) -> list[ChatMessage]:
+    """Returns messages with a text for each image part. Templates write the same for an image, and
     add nothing between it and the texts beside it.
     """
+    left = iter(texts)
     return [
-        {**message, "content": [_with_text(part, text) for part in parts_of(message)]}
+        {**message, "content": [_with_text(part, left) for part in parts_of(message)]}
         if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
         else message
         for message in messages
     ]
 
 
-def _with_text(part: Any, text: str) -> Any:
+def _with_text(part: Any, left: Iterator[str]) -> Any:
     is_image = isinstance(part, Mapping) and part.get("type") == "image"
-    return {**part, "type": "text", "text": text} if is_image else part
+    return {**part, "type": "text", "text": next(left)} if is_image else part
 
 
 def _part_text(part: object) -> str:

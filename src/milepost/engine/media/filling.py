@@ -1,0 +1,121 @@
+"""Puts images and videos into prompts: into the text before it is tokenized, and then into the
+tokens. Pure.
+
+A chat template writes one text for each image. For a video it would not know the times of the
+frames, so their texts are made here, and stand where the template's would. In a plain prompt they
+replace what a template writes for a video.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from milepost.engine.media.expanding import Expansion, expand, expanded
+from milepost.engine.media.facts import ImageFacts, VideoFacts
+from milepost.engine.media.given import Given
+from milepost.engine.media.prepared import Prepared, PreparedPicture, PreparedVideo
+from milepost.engine.prompts import Prompt
+from milepost.engine.validation import check_num_images
+from milepost.errors import InvalidPromptError
+
+
+def check_media(given: Sequence[Given], facts: ImageFacts | None, max_images: int) -> None:
+    """Raises InvalidPromptError for more images or videos than a prompt may have."""
+    num_videos = sum(each.is_video for each in given)
+    check_num_images(len(given) - num_videos, max_images)
+    if not num_videos:
+        return
+    video = facts.video if facts is not None else None
+    shown = "1 video" if num_videos == 1 else f"{num_videos} videos"
+    if video is None or not video.max_videos:
+        raise InvalidPromptError(f"{shown}: this model is served without videos")
+    if num_videos > video.max_videos:
+        raise InvalidPromptError(f"{shown}: use {video.max_videos} or fewer (limit_mm_per_prompt)")
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """The images and videos of one prompt, prepared."""
+
+    facts: ImageFacts
+    found: Sequence[Prepared]
+
+    @property
+    def texts(self) -> list[str]:
+        """Texts of all of them, in order, as they stand in a conversation."""
+        return [self._text(each) for each in self.found]
+
+    def into_plain(self, prompt: Any, encode: Callable[[str], list[int]] | None) -> Any:
+        """Returns a plain prompt, as callers give it, with the texts of its videos. `encode`
+        tokenizes these where the prompt has token ids. Raises InvalidPromptError."""
+        texts = [self._text(each) for each in self.found if isinstance(each, PreparedVideo)]
+        if not texts:
+            return prompt
+        video = self.facts.video
+        assert video is not None, "videos are refused before"
+        if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
+            return {**prompt, "prompt": _in_text(prompt["prompt"], video.text, texts)}
+        tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        if encode is None or not isinstance(tokens, list):
+            raise InvalidPromptError(
+                "a video needs a tokenizer, and a prompt that is a text or a list of token ids"
+            )
+        ids = _in_tokens(tokens, video, encode(video.text), [encode(text) for text in texts])
+        return {**prompt, "prompt_token_ids": ids}
+
+    def into(self, token_ids: Sequence[int]) -> Expansion:
+        """Returns tokens with all images and frames in them. Raises InvalidPromptError."""
+        return expand(token_ids, self._waiting())
+
+    def put_in(self, prompt: Prompt) -> Prompt:
+        """Returns the prompt with all images and frames in it. Raises InvalidPromptError."""
+        return expanded(prompt, self._waiting())
+
+    def _waiting(self) -> dict[int, list[PreparedPicture]]:
+        pictures = [each for each in self.found if isinstance(each, PreparedPicture)]
+        videos = [each for each in self.found if isinstance(each, PreparedVideo)]
+        waiting = {self.facts.token_id: pictures}
+        if self.facts.video is not None:
+            frames = [picture for each in videos for picture in each.pictures]
+            waiting[self.facts.video.token_id] = frames
+        return waiting
+
+    def _text(self, prepared: Prepared) -> str:
+        if isinstance(prepared, PreparedPicture):
+            return self.facts.text
+        assert self.facts.video is not None, "videos are refused before"
+        return prepared.text(self.facts.video.text)
+
+
+def _in_text(prompt: str, mark: str, texts: Sequence[str]) -> str:
+    pieces = prompt.split(mark) if mark else [prompt]
+    _check_places(len(pieces) - 1, len(texts), mark)
+    return pieces[0] + "".join(text + piece for text, piece in zip(texts, pieces[1:], strict=True))
+
+
+def _in_tokens(
+    given: list[int], video: VideoFacts, mark: list[int], texts: Sequence[list[int]]
+) -> list[int]:
+    """Replaces `mark`, or the video's token without the others around it."""
+    places = [place for place, token in enumerate(given) if token == video.token_id]
+    _check_places(len(places), len(texts), f"token {video.token_id}")
+    before = mark.index(video.token_id) if video.token_id in mark else 0
+    found: list[int] = []
+    done = 0
+    for place, text in zip(places, texts, strict=True):
+        start, end = place - before, place - before + len(mark)
+        if start < done or given[start:end] != mark:
+            start, end = place, place + 1
+        found += given[done:start] + text
+        done = end
+    return found + given[done:]
+
+
+def _check_places(num_places: int, num_videos: int, mark: str) -> None:
+    if num_places != num_videos:
+        raise InvalidPromptError(
+            f"the prompt has a place for {num_places} videos ({mark}), and {num_videos} came with "
+            "it"
+        )

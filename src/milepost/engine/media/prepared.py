@@ -1,0 +1,159 @@
+"""Images and videos before and after they are prepared, as processes send them to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from milepost.engine.media.facts import ImageFacts
+from milepost.engine.media.given import Given
+from milepost.errors import InvalidPromptError
+from milepost.images.settings import FrameSampling, ImageSettings
+from milepost.runner.recording import PictureRecord
+
+if TYPE_CHECKING:
+    from milepost.images import PreparedImage
+
+MAX_FRAMES = 768
+"""Largest number of frames of a video that are given one by one."""
+
+
+class PreparedPicture(msgspec.Struct, array_like=True, frozen=True, tag="prepared"):
+    """An image as the tower reads it."""
+
+    record: PictureRecord
+    num_tokens: int
+    num_positions: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of its pixels."""
+        return len(self.record.rows)
+
+    @staticmethod
+    def of(image: PreparedImage) -> PreparedPicture:
+        """Takes over a prepared image."""
+        record = PictureRecord(identity=image.identity, rows=image.rows.tobytes(), grid=image.grid)
+        return PreparedPicture(record, image.num_tokens, image.num_positions)
+
+
+class PreparedVideo(msgspec.Struct, array_like=True, frozen=True, tag="video"):
+    """A video as the tower reads it."""
+
+    pictures: tuple[PreparedPicture, ...]
+    """Its groups of frames."""
+    times: tuple[str, ...]
+    """The text before each of them."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of its frames, without those of the times."""
+        return sum(each.num_tokens for each in self.pictures)
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of its pixels."""
+        return sum(each.num_bytes for each in self.pictures)
+
+    def text(self, after_time: str) -> str:
+        """Returns the text that stands for the video in a prompt, with `after_time` for each
+        group."""
+        return "".join(time + after_time for time in self.times)
+
+
+Prepared = PreparedPicture | PreparedVideo
+
+
+class Unprepared(msgspec.Struct, array_like=True, frozen=True, dict=True):
+    """An image or a video to prepare."""
+
+    data: Any
+    """The bytes of a file, or an image of Pillow's; or the frames of a video, in a list."""
+    settings: ImageSettings
+    max_pixels: int | None = None
+    sampling: FrameSampling | None = None
+    """Says that it is a video, and what to take of an animation."""
+    times: tuple[float, ...] = ()
+    """Seconds of each frame, if they are in a list."""
+
+    @staticmethod
+    def of(given: Given, loaded: Sequence[Any], facts: ImageFacts) -> Unprepared:
+        """Takes what has been loaded of an image or a video: see `sources_of`. Raises
+        InvalidPromptError."""
+        if not given.is_video:
+            max_pixels = facts.low_pixels if given.is_low else None
+            return Unprepared(loaded[0], facts.settings, max_pixels)
+        video = facts.video
+        assert video is not None, "videos are refused before"
+        if not isinstance(given.source, Mapping):
+            return Unprepared(loaded[0], video.settings, sampling=video.sampling)
+        times = _times_of(given.source, len(loaded))
+        return Unprepared(list(loaded), video.settings, sampling=video.sampling, times=times)
+
+    @cached_property
+    def key(self) -> bytes | None:
+        """A hash of all that it is prepared from; None if images of Pillow's are in it."""
+        files = self.data if isinstance(self.data, list) else [self.data]
+        if not all(isinstance(each, bytes) for each in files):
+            return None
+        facts = self.max_pixels, self.sampling is not None, self.times, [*map(len, files)]
+        digest = blake2b(repr(facts).encode(), digest_size=32)
+        for each in files:
+            digest.update(each)
+        return digest.digest()
+
+    def prepared(self) -> Prepared:
+        """Prepares it in this process. Raises InvalidPromptError."""
+        from milepost.images import prepare
+        from milepost.images.videos import prepare_animation, prepare_video
+
+        if self.sampling is None:
+            image = prepare(self.data, self.settings, max_pixels=self.max_pixels)
+            return PreparedPicture.of(image)
+        if isinstance(self.data, list):
+            parts = prepare_video(self.data, self.times, self.settings)
+        elif isinstance(self.data, bytes):
+            parts = prepare_animation(self.data, self.settings, self.sampling)
+        else:
+            raise InvalidPromptError(
+                f"a video of type {type(self.data).__name__}: use a URL, the bytes of a GIF, WebP "
+                'or PNG file, or {"frames": [...], "fps": 2}'
+            )
+        pictures = tuple(PreparedPicture.of(part.image) for part in parts)
+        return PreparedVideo(pictures, tuple(part.text for part in parts))
+
+
+def sources_of(given: Given) -> list[Given]:
+    """Returns what has to be loaded of an image or a video: itself, or its frames. Raises
+    InvalidPromptError."""
+    if not (given.is_video and isinstance(given.source, Mapping)):
+        return [given]
+    frames = given.source.get("frames")
+    if not isinstance(frames, list | tuple) or not 1 <= len(frames) <= MAX_FRAMES:
+        raise InvalidPromptError(
+            f'a video whose frames are no list of 1 to {MAX_FRAMES}: use {{"frames": [...], '
+            '"fps": 2}, or "times" in seconds'
+        )
+    return [Given(frame) for frame in frames]
+
+
+def _times_of(source: Mapping[str, Any], count: int) -> tuple[float, ...]:
+    """Returns the seconds of frames, which `times` list or `fps` says."""
+    times, fps = source.get("times"), source.get("fps")
+    if times is None and _is_number(fps) and fps > 0:
+        return tuple(index / fps for index in range(count))
+    is_list = isinstance(times, list | tuple) and all(map(_is_number, times))
+    if not is_list or any(not 0 <= each < 1e6 for each in times):
+        raise InvalidPromptError(
+            f"a video of {count} frames with times={str(times)[:80]} and fps={str(fps)[:80]}: use "
+            "one time for each, in seconds, or the frames a second"
+        )
+    return tuple(map(float, times))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
