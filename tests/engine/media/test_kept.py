@@ -37,4 +37,4 @@ def test_a_file_with_another_limit_is_another_image():
         Unprepared([b"ab", b"c"], own, sampling=FrameSampling(), times=(0.0, 1.0)),
         Unprepared([b"a", b"bc"], own, sampling=FrameSampling(), times=(0.0, 1.0)),
     ]
-    assert len({each.key for each in asked}) == len(asked)
+    assert len({each.find_key() for each in asked}) == len(asked)

@@ -38,7 +38,7 @@ class Embedded:
         assert self._facts is not None, "images are refused before"
         loaded = [self._load(each) for each in sources_of(given)]
         asked = Unprepared.of(given, loaded, self._facts)
-        key = asked.key
+        key = asked.find_key()
         if key is None:
             return asked.prepared()
         found = self._kept.get(key)

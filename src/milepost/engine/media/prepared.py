@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +67,7 @@ class PreparedVideo(msgspec.Struct, array_like=True, frozen=True, tag="video"):
 Prepared = PreparedPicture | PreparedVideo
 
 
-class Unprepared(msgspec.Struct, array_like=True, frozen=True, dict=True):
+class Unprepared(msgspec.Struct, array_like=True, frozen=True):
     """An image or a video to prepare."""
 
     data: Any
@@ -94,9 +93,8 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True, dict=True):
         times = _times_of(given.source, len(loaded))
         return Unprepared(list(loaded), video.settings, sampling=video.sampling, times=times)
 
-    @cached_property
-    def key(self) -> bytes | None:
-        """A hash of all that it is prepared from; None if images of Pillow's are in it."""
+    def find_key(self) -> bytes | None:
+        """Returns a hash of all that it is prepared from; None if images of Pillow's are in it."""
         files = self.data if isinstance(self.data, list) else [self.data]
         if not all(isinstance(each, bytes) for each in files):
             return None

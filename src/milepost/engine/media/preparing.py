@@ -57,7 +57,7 @@ class Preparer:
         async with self._loading:
             loaded = [await load(each, self._rules) for each in sources_of(given)]
         asked = Unprepared.of(given, loaded, self.facts)
-        key = asked.key
+        key = await asyncio.to_thread(asked.find_key)
         if key is None:  # images of Pillow's have been decoded
             return await asyncio.to_thread(asked.prepared)
         found = self._kept.get(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 from collections.abc import Collection
@@ -47,13 +48,13 @@ class MediaRules:
 
 
 async def load(given: Given, rules: MediaRules) -> Any:
-    """Returns the bytes of an image, or the image itself if it is no URL. Raises
-    InvalidPromptError.
+    """Returns the bytes of an image, or the image itself if it is no URL. Megabytes of base64 or of
+    a file keep a thread busy rather than the event loop. Raises InvalidPromptError.
     """
     if not isinstance(given.source, str):
         return load_here(given, rules)
-    if _split(given.source).scheme not in ("http", "https"):
-        return load_here(given, rules)
+    if not is_remote(given):
+        return await asyncio.to_thread(load_here, given, rules)
     from milepost.engine.media.fetching import fetch
 
     return await fetch(given.source, rules)
