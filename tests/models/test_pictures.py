@@ -11,13 +11,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from milepost.images.patches import from_frames
 from milepost.models import Decoder, LoadOptions, load_model
 from milepost.runner.pictures import EncodedPictures, PicturePixels, rows_of
 from milepost.runner.positions import turned
 from milepost.scheduler.plans import StepPlan
 from tests.batches import Part, build_pools
+from tests.images.pictures import pixels
 from tests.numbers import relative_error
-from tests.pictured import SETTINGS, Pictured, expected_logits, image, prompt, save
+from tests.pictured import (
+    IMAGE,
+    SETTINGS,
+    VIDEO,
+    Pictured,
+    expected_logits,
+    grids,
+    image,
+    pixel_values,
+    prompt,
+    save,
+)
 from tests.runner.pictured import part
 
 PAGES = [3, 1, 5, 2]
@@ -77,6 +90,32 @@ def test_logits_in_chunks_that_cut_a_picture_match_transformers(tmp_path: Path) 
     assert given.offsets == [51, 108]
     for edges in ([0, 64, 110, length], [0, 51, 86, 128, length - 2, length - 1, length]):
         assert relative_error(logits(model, given, edges), expected) < 1e-4
+
+
+@torch.no_grad()
+def test_frames_of_a_video_match_transformers(tmp_path: Path) -> None:
+    """An image, and two groups of frames with texts before them, which transformers takes as one
+    grid."""
+    pairs = (1, 2), (3, 4)
+    groups = [from_frames([pixels(24, 32, seed) for seed in pair], SETTINGS) for pair in pairs]
+    still = image(4, 2, 9)
+    given = prompt(9, still, 7, groups[0], 5, groups[1], 30)
+    ids, types = given.token_ids.clone(), (given.token_ids == IMAGE).int()
+    for each in given.pictures[1:]:
+        ids[each.offset : each.end] = VIDEO
+        types[each.offset : each.end] = 2
+    reference = save("qwen3_5", tmp_path)
+    expected = reference(
+        input_ids=ids[None],
+        mm_token_type_ids=types[None],
+        pixel_values=pixel_values([still]),
+        image_grid_thw=grids([still]),
+        pixel_values_videos=pixel_values(groups),
+        video_grid_thw=torch.tensor([[2, *groups[0].grid[1:]]]),
+        use_cache=False,
+    ).logits[0]
+    own = logits(load(tmp_path), replace(given, token_ids=ids), [0, 40, len(ids)])
+    assert relative_error(own, expected) < 1e-4
 
 
 def test_another_picture_or_another_shape_changes_the_logits(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 
 import anthropic
 import pytest
 
 from milepost import LLM, AsyncLLM, SamplingParams
 from tests import pictured_chat
-from tests.pictured_chat import data_url, encoded, image
+from tests.pictured_chat import animation, data_url, encoded, image
 from tests.server.conftest import serving
 
 ONE, OTHER = image(8, 8, 1), image(8, 8, 2)
@@ -158,6 +159,27 @@ def test_text_that_looks_like_an_image_is_text(server):
     _, count, details = answered(server, "".join(pictured_chat.MARKS), part(data_url(ONE)))
     assert details["image_tokens"] == 64
     assert count > 64 + 3
+
+
+def test_a_video_is_an_animation_whose_frames_are_pictures(server):
+    frames = [image(4, 6, seed) for seed in range(4)]
+    data = base64.b64encode(animation(frames, 500)).decode()
+    url = f"data:image/png;base64,{data}"
+    own = {"type": "video_url", "video_url": {"url": url}}
+    text, count, details = answered(server, "see ", own, "?")
+    assert (details["image_tokens"], details["images_reused"]) == (2 * 24, 0)
+    assert answered(server, "see ", {**own, "video_url": url}, "?")[:2] == (text, count)
+    assert answered(server, "see ", own, "and?")[2]["images_reused"] == 2
+    body = {"messages": user("see ", own, "?"), "add_generation_prompt": True}
+    with server.http() as http:
+        assert http.post("/tokenize", json=body).json()["count"] == count
+    for data, message in (
+        (data_url(ONE), "a PNG file of one picture: send it as an image"),
+        ("data:video/mp4;base64,AAAAGGZ0eXBtcDQy", "is a MP4 file: supported are PNG"),
+    ):
+        found = ask(server, user("a", {"type": "video_url", "video_url": {"url": data}}))
+        assert found.status_code == 400
+        assert message in found.json()["error"]["message"]
 
 
 def test_metrics_count_images(server):
