@@ -179,6 +179,18 @@ def _lfm2(**changes: Any) -> PreTrainedModel:
     return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**(sizes | own | changes)))
 
 
+def _lfm2_vl(**changes: Any) -> PreTrainedModel:
+    """LFM2 beside parts that are not run."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    outer = {"projector_hidden_size": 8, "tie_word_embeddings": False}
+    config = transformers.Lfm2VlConfig(
+        text_config=_lfm2(**changes).config,
+        vision_config={"model_type": "siglip2_vision_model", "num_hidden_layers": 1, **vision},
+        **outer,
+    )
+    return transformers.Lfm2VlForConditionalGeneration(config)
+
+
 def _lfm2_moe(**changes: Any) -> PreTrainedModel:
     sizes = {name: _COMMON[name] for name in _COMMON if not name.startswith(("linear", "head"))}
     own = {
@@ -282,6 +294,7 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "alice_ai": lambda **changes: alice(_COMMON | _EXPERTS, **changes),
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
+    "lfm2_vl": _lfm2_vl,
     "lfm3": lambda **changes: lfm3(_COMMON, **changes),
     "lfm3_vl": lambda **changes: lfm3_vl(_COMMON, **changes),
     "qwen4_exp": lambda **changes: qwen4(_COMMON | _EXPERTS, **changes),

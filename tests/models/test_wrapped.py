@@ -19,6 +19,7 @@ WRAPPED = {
     "intern_s2_preview": ("qwen3_5_moe_text", "model.visual.", "time_series"),
     "minicpmv4_6": ("qwen3_5_text", "model.vision_tower.", "model.merger."),
     "minicpmv4_7": ("qwen3_5_text", "model.vision_tower.", "model.merger."),
+    "lfm2_vl": ("lfm2", "model.vision_tower.", "model.multi_modal_projector."),
     "lfm3_vl": ("lfm3", "model.vision_tower.", "model.multi_modal_projector."),
 }
 
@@ -69,7 +70,7 @@ def test_a_head_that_is_not_in_the_checkpoint_is_refused(name: str, tmp_path: Pa
         load_model(tmp_path, LoadOptions(head="mtp"))
 
 
-@pytest.mark.parametrize("name", ["intern_s2_preview", "minicpmv4_6"])
+@pytest.mark.parametrize("name", ["intern_s2_preview", "minicpmv4_6", "lfm2_vl"])
 def test_images_are_refused_and_the_log_says_why(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

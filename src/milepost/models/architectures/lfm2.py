@@ -4,6 +4,7 @@ heads; a feed-forward after each, with experts in all layers but the first few."
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from transformers import Lfm2Config, PreTrainedConfig
@@ -170,7 +171,14 @@ def _family(
     )
 
 
+_PLAIN = _family(model_types=("lfm2",), build=_dense, settle=_settle_dense)
 ARCHITECTURES = (
-    _family(model_types=("lfm2",), build=_dense, settle=_settle_dense),
+    _PLAIN,
+    replace(  # the text part of LFM2-VL and LFM2.5-VL
+        _PLAIN,
+        model_types=("lfm2_vl",),
+        text_types=("lfm2",),
+        skipped=(r"(model\.)?vision_tower\.", r"(model\.)?multi_modal_projector\."),
+    ),
     _family(model_types=("lfm2_moe",), build=_sparse, settle=_settle_sparse),
 )
