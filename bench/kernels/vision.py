@@ -43,8 +43,7 @@ def rows() -> Iterator[Row]:
         for head_dim, num_heads in HEADS.items():
             shape = (num_patches, 3 * num_heads * head_dim)
             projected = torch.randn(shape, device="cuda").bfloat16()
-            starts = torch.tensor([0, num_patches], dtype=torch.int32, device="cuda")
-            frames = PictureFrames(starts=starts, lengths=(num_patches,))
+            frames = PictureFrames(starts=None, lengths=(num_patches,))
             turns = torch.randn(num_patches, head_dim // 2, device="cuda")
             angles = turns.cos(), turns.sin()
             row: Row = {

@@ -28,6 +28,9 @@ class ImageConfig:
     encoder_cache_size: int = 32768
     """Image tokens whose encoder outputs stay on the device, for requests that need them again
     before the prefix cache has their tokens."""
+    encode_images_together: bool = False
+    """Encode the small images of a step, of up to 1024 tokens, in one run of the vision tower. An
+    image has the same bits beside any others; one alone may take longer than without this."""
     allowed_media_domains: Sequence[str] | None = None
     """Hosts from which images given as http(s) URLs may be fetched. May be given several times; by
     default none, and images come as data: URLs."""

@@ -72,6 +72,7 @@ class EngineOptions(TypedDict, total=False):
     limit_mm_per_prompt: Json | None
     mm_processor_kwargs: Json | None
     encoder_cache_size: int
+    encode_images_together: bool
     allowed_media_domains: Sequence[str] | None
     allowed_local_media_path: str | None
     kv_events_config: KVEventsConfig | Json | None

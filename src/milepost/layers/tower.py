@@ -2,10 +2,9 @@
 
     patches -> embedded, with positions -> blocks of attention and feed-forward -> merged in fours
 
-An embedding does not depend on which other pictures are encoded with it, bit for bit: a run of
-several pictures takes products whose order does not depend on the number of rows, and attention
-that is cut by pictures. One that is encoded alone may take a library's GEMM. Each rank has the
-whole tower.
+An embedding does not depend on what is encoded with it, bit for bit: several pictures take products
+of one order for any number of rows, and attention that is cut by pictures. A single one may take a
+library's GEMM. Each rank has the whole tower.
 
 Legend: P patches of all pictures, N pictures, D hidden size, H heads, E head_dim, M patches merged
 into a token, C hidden size of the model.
@@ -76,10 +75,9 @@ Grid = tuple[int, int, int]
 
 @dataclass(slots=True, kw_only=True)
 class TowerRun:
-    """A run of a tower, between two of its blocks."""
+    """A run of a tower, between two of its blocks, with the residual stream [P, D]."""
 
     hidden: Tensor
-    """[P, D], the residual stream."""
     delta: Tensor | None
     """[P, D], to be added to it next."""
     angles: tuple[Tensor, Tensor]
@@ -90,7 +88,7 @@ class TowerRun:
     @property
     def num_bytes(self) -> int:
         """Bytes that it holds on the device."""
-        held = (self.hidden, self.delta, *self.angles, self.frames.starts)
+        held = (self.hidden, self.delta, *self.angles)
         return sum(each.nbytes for each in held if each is not None)
 
 
@@ -123,8 +121,8 @@ class TowerLinear(nn.Module):
         """Multiplies, and takes the GELU as a tanh approximates it."""
         if not is_fixed:
             return vision.multiply_gelu(rows, self.weight, self.bias)
-        multiplied = self(rows, is_fixed=True)
-        return _by_rows(partial(F.gelu, approximate="tanh"), multiplied, is_fixed=True)
+        gelu = partial(F.gelu, approximate="tanh")
+        return _by_rows(gelu, self(rows, is_fixed=True), is_fixed=True)
 
     def placements(self) -> WeightSlots:
         weight = place_whole(self.weight.view(self._shape))
@@ -238,16 +236,16 @@ class Tower(nn.Module):
         dtype. `is_fixed` has products take an order that does not depend on the number of rows, so
         that several pictures have the bits of each alone.
         """
-        shapes = self.shapes
+        shapes, places = self.shapes, self._places(grids)
         values = vision.normalise(rows, table, shapes.num_frames, shapes.patch_size**2)
-        places, entries = self._places(grids)
+        assert is_fixed or len(grids) == 1, "several pictures take one order"
         hidden = self.embedding(values, is_fixed=is_fixed)
         turn = partial(vision.turned_angles, frequencies=self._frequencies)
         return TowerRun(
-            hidden=vision.add_positions(hidden, self.positions, entries),
+            hidden=self._with_positions(hidden, places, grids),
             delta=None,
             angles=_by_rows(turn, *places, is_fixed=is_fixed),
-            frames=self._frames(grids),
+            frames=self._frames(grids, is_fixed=is_fixed),
             is_fixed=is_fixed,
         )
 
@@ -262,35 +260,37 @@ class Tower(nn.Module):
         """Returns the embeddings of the tokens of a run that has passed all blocks."""
         return self.merger.end(run)
 
-    def _frames(self, grids: Sequence[Grid]) -> PictureFrames:
+    def _frames(self, grids: Sequence[Grid], *, is_fixed: bool) -> PictureFrames:
         lengths = tuple(rows * columns for times, rows, columns in grids for _ in range(times))
-        return PictureFrames(starts=self._sent([0, *accumulate(lengths)]).int(), lengths=lengths)
+        if not is_fixed:
+            return PictureFrames(starts=None, lengths=lengths)
+        device = self._frequencies.device
+        starts, is_cuda = [0, *accumulate(lengths)], device.type == "cuda"
+        sent = torch.tensor(starts, dtype=torch.int32, pin_memory=is_cuda)
+        return PictureFrames(starts=sent.to(device, non_blocking=True), lengths=lengths)
 
-    def _places(self, grids: Sequence[Grid]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Returns the row and the column of each patch [P], the patches of a token together, and
-        their places in the table of positions."""
-        merge, side = self.shapes.merge_size, round(self.shapes.num_positions**0.5)
+    def _with_positions(
+        self, hidden: Tensor, places: tuple[Tensor, Tensor], grids: Sequence[Grid]
+    ) -> Tensor:
+        """Adds the positions of each picture's patches."""
         lengths = [prod(grid) for grid in grids]
-        firsts = [0, *accumulate(lengths)][:-1]
-        shapes = [rows for _, rows, _ in grids], [columns for *_, columns in grids]
-        rows, columns, sizes, starts = self._sent([*shapes, lengths, firsts])
-        owner = torch.repeat_interleave(sizes, output_size=sum(lengths))
-        index = torch.arange(sum(lengths), device=owner.device) - starts[owner]
-        rows, columns = rows[owner], columns[owner]
+        parts = zip(*(each.split(lengths) for each in (hidden, *places)), grids, strict=True)
+        add, table = vision.add_positions, self.positions
+        added = [add(own, table, (row, column), grid[1:]) for own, row, column, grid in parts]
+        return added[0] if len(added) == 1 else torch.cat(added)
+
+    def _places(self, grids: Sequence[Grid]) -> tuple[Tensor, Tensor]:
+        """Returns the row and the column of each patch [P], the patches of a token together."""
+        rows, columns = zip(*map(self._places_of, grids), strict=True)
+        return torch.cat(rows), torch.cat(columns)
+
+    def _places_of(self, grid: Grid) -> tuple[Tensor, Tensor]:
+        merge, (num_frames, rows, columns) = self.shapes.merge_size, grid
+        index = torch.arange(num_frames * rows * columns, device=self._frequencies.device)
         token, inner = index % (rows * columns) // merge**2, index % merge**2
         across = columns // merge
         row = token // across * merge + inner // merge
-        column = token % across * merge + inner % merge
-        return (row, column), (
-            vision.places_of(row, rows, side),
-            vision.places_of(column, columns, side),
-        )
-
-    def _sent(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        """Returns whole numbers on the device, without waiting for it."""
-        device = self._frequencies.device
-        sent = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-        return sent.to(device, non_blocking=True)
+        return row, token % across * merge + inner % merge
 
     def placements(self) -> WeightSlots:
         return {self.kind.full("pos_embed.weight"): place_whole(self.positions)}

@@ -83,21 +83,23 @@ def measure_steps(executor: DeviceExecutor, steps: FirstSteps) -> StepBytes:
     )
 
 
-def measure_tower(tower: Tower, settings: ImageSettings) -> tuple[int, int]:
+def measure_tower(tower: Tower, settings: ImageSettings, *, joins: bool = False) -> tuple[int, int]:
     """Measures the bytes that encoding the largest picture takes: those of one block and of what
     stands around the blocks, since each uses the memory of the one before; and those that stay
-    between steps while it is under way. Compiles the kernels, those for several pictures too."""
+    between steps while it is under way. Compiles the kernels; those for several pictures too if it
+    `joins` them."""
     shapes, device = tower.shapes, tower.positions.device
     down = isqrt(settings.max_tokens)
     grid = 1, down * shapes.merge_size, settings.max_tokens // down * shapes.merge_size
     num_bytes = shapes.num_channels * shapes.patch_size**2
     rows = torch.zeros(prod(grid), num_bytes, dtype=torch.uint8, device=device)
     table = torch.zeros(shapes.num_channels, 256, dtype=tower.positions.dtype, device=device)
-    small = rows[: prod(_SMALL_GRID)]
-    several = tower.begin(small, table, [_SMALL_GRID], is_fixed=True)
-    tower.advance(several, tower.blocks[:1])
-    tower.end(several)
-    del several
+    if joins:
+        small = rows[: prod(_SMALL_GRID)]
+        several = tower.begin(small, table, [_SMALL_GRID], is_fixed=True)
+        tower.advance(several, tower.blocks[:1])
+        tower.end(several)
+        del several
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run = tower.begin(rows, table, [grid])

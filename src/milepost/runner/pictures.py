@@ -44,14 +44,12 @@ class PicturePixels:
 
 
 class EncodedPictures:
-    """Encodes pictures with a model's tower, and keeps the embeddings by identity.
+    """Encodes pictures with a model's tower, and keeps the embeddings by identity."""
 
-    Small pictures of a step are encoded together if `joins`, by default on a GPU.
-    """
-
-    def __init__(self, tower: Tower, settings: ImageSettings, *, joins: bool | None = None) -> None:
+    def __init__(self, tower: Tower, settings: ImageSettings, *, joins: bool = False) -> None:
         self._tower = tower
-        self._joins = tower.positions.is_cuda if joins is None else joins
+        self.joins = joins
+        """Whether small pictures of a step are one run of the tower."""
         self._device, dtype = tower.positions.device, tower.positions.dtype
         self._table = torch.from_numpy(normalisation(settings)).to(self._device, dtype)
         self._pixels: dict[bytes, PicturePixels] = {}
@@ -95,7 +93,7 @@ class EncodedPictures:
             if identity in self._embeddings:
                 continue
             pixels = self._take(identity)
-            if not self._joins or len(pixels.rows) > FEW_PATCHES:
+            if not self.joins or len(pixels.rows) > FEW_PATCHES:
                 self._embeddings[identity] = self._encode([pixels], is_fixed=False)
                 continue
             if sum(len(each.rows) for each in (*several.values(), pixels)) > MOST_PATCHES:

@@ -211,7 +211,7 @@ def bytes_of(
     if model.tower is None or settings is None:
         return found
     embedding_bytes = model.config.hidden_size * model.dtype.itemsize
-    tower, under_way = measure_tower(model.tower, settings)
+    tower, under_way = measure_tower(model.tower, settings, joins=config.encode_images_together)
     return replace(
         found,
         tower=tower,

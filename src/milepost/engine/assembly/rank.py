@@ -96,6 +96,8 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     # Without slots to bound them: those in their seats, and those whose last step is not read yet.
     num_requests = sizes.num_slots if shape.uses_slots else 2 * config.max_num_seqs
     executor = _executor(model, pools, fitted.steps, num_requests, max_model_len, settings)
+    if executor.pictures is not None:
+        executor.pictures.joins = config.encode_images_together
     runner = Runner(
         executor,
         pools,

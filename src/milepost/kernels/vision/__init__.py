@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from milepost.kernels.platform.tables import fused
 from milepost.kernels.vision import reference
-from milepost.kernels.vision.reference import PictureFrames, places_of, turned_angles
+from milepost.kernels.vision.reference import PictureFrames, turned_angles
 
 __all__ = [
     "PictureFrames",
@@ -18,7 +18,6 @@ __all__ = [
     "attend",
     "multiply_gelu",
     "normalise",
-    "places_of",
     "turned_angles",
 ]
 

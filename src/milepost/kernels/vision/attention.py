@@ -71,12 +71,13 @@ def attend(
     if tiles is None and projected.element_size() == 2:
         tiles = HALVES_IN_TWO if rest else HALVES
     tiles = tiles or FLOATS
-    most = cdiv(max(frames.lengths), tiles.queries)
-    _attend_kernel[(most, num_heads, len(frames.lengths))](
+    most, num_frames = max(frames.lengths), len(frames.lengths)
+    _attend_kernel[(cdiv(most, tiles.queries), num_heads, num_frames)](
         projected,
         output,
-        frames.starts,
+        most,
         head_dim**-0.5,
+        frames.starts,
         WIDTH=width,
         DIM=head_dim,
         MAIN=main,
@@ -117,12 +118,13 @@ def _turn_kernel(
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=("num_each",))
 def _attend_kernel(
     projected,
     output,
-    starts,
+    num_each,
     scale,
+    starts,
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
     MAIN: tl.constexpr,
@@ -130,11 +132,12 @@ def _attend_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    frame = starts + tl.program_id(2)
-    first = tl.load(frame).to(tl.int64)
-    num_each = tl.load(frame + 1) - tl.load(frame)
-    if tl.program_id(0) * QUERIES >= num_each:  # of a frame that is shorter than another
-        return
+    if starts is None:
+        first = tl.program_id(2).to(tl.int64) * num_each
+    else:
+        begin = tl.load(starts + tl.program_id(2))
+        num_each = tl.load(starts + tl.program_id(2) + 1) - begin
+        first = begin.to(tl.int64)
     own = projected + first * WIDTH + tl.program_id(1) * DIM
     o_q = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     is_query = o_q < num_each

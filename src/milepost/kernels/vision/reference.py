@@ -18,8 +18,9 @@ from milepost.kernels.platform.tensors import accumulation_dtype, cast
 class PictureFrames(NamedTuple):
     """Frames that stand one after the other in a run of a tower. Each attends to itself alone."""
 
-    starts: Tensor
-    """[F + 1] int32 on the device: the first patch of each, and the number of all patches."""
+    starts: Tensor | None
+    """[F + 1] int32 on the device: the first patch of each, and the number of all patches. None for
+    those of one picture, which are equally long."""
     lengths: tuple[int, ...]
     """Patches of each."""
 
@@ -35,21 +36,16 @@ def normalise(rows: Tensor, table: Tensor, num_frames: int, num_pixels: int) -> 
     return values.expand(-1, -1, num_frames, -1).reshape(len(rows), -1)
 
 
-def places_of(index: Tensor, count: Tensor | int, side: int) -> Tensor:
-    """Returns the places [P] float32 in a table with `side` entries of the rows `index` [P] of
-    pictures with `count` rows ([P], or a number); likewise for columns. The first and the last are
-    the table's first and last."""
-    last = count.clamp(min=2) - 1 if isinstance(count, Tensor) else max(count - 1, 1)
-    return index.to(torch.float32) * (side - 1) / last
-
-
-def add_positions(hidden: Tensor, table: Tensor, places: tuple[Tensor, Tensor]) -> Tensor:
+def add_positions(
+    hidden: Tensor, table: Tensor, places: tuple[Tensor, Tensor], size: tuple[int, int]
+) -> Tensor:
     """Returns `hidden` [P, D] with the embeddings of the patches' places added, which are rows [P]
-    and columns [P] of `table` as `places_of` returns them. The embeddings are those of `table`
+    and columns [P] of a picture of `size` (rows, columns). The embeddings are those of `table`
     [side * side, D], a square whose corners are the picture's, with linear steps in between."""
     side = round(len(table) ** 0.5)
     near, shares = [], []
-    for exact in places:
+    for index, count in zip(places, size, strict=True):
+        exact = index.to(torch.float32) * (side - 1) / max(count - 1, 1)
         before = exact.floor()
         share = exact - before
         own = before.long()

@@ -1,8 +1,8 @@
 """Operations around a vision tower's attention on a GPU: those of `reference`, each in one
 launch.
 
-Legend: P patches of one picture or of several, B bytes of a patch, F frames of a patch, X pixels of
-a patch in one frame, D hidden size, O outputs.
+Legend: P patches of one picture, B bytes of a patch, F frames of a patch, X pixels of a patch in
+one frame, D hidden size, O outputs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def _normalise_kernel(
     tl.store(output + patch * OUTPUTS + place, number, mask=mask)
 
 
-def add_positions(hidden: Tensor, table: Tensor, places: tuple[Tensor, Tensor]) -> Tensor:
+def add_positions(
+    hidden: Tensor, table: Tensor, places: tuple[Tensor, Tensor], size: tuple[int, int]
+) -> Tensor:
     """As `reference.add_positions`; sums are float32."""
     check_contiguous(hidden=hidden, table=table)
     num_patches, width = hidden.shape
@@ -74,6 +76,8 @@ def add_positions(hidden: Tensor, table: Tensor, places: tuple[Tensor, Tensor]) 
         table,
         *places,
         output,
+        max(size[0] - 1, 1),
+        max(size[1] - 1, 1),
         SIDE=round(len(table) ** 0.5),
         SIZE=width,
         COLUMNS=next_power_of_2(width),
@@ -83,13 +87,15 @@ def add_positions(hidden: Tensor, table: Tensor, places: tuple[Tensor, Tensor]) 
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=("last_row", "last_column"))
 def _add_positions_kernel(
     hidden,
     table,
     rows,
     columns,
     output,
+    last_row,
+    last_column,
     SIDE: tl.constexpr,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -97,7 +103,8 @@ def _add_positions_kernel(
     patch = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, COLUMNS)
     mask = place < SIZE
-    row, column = tl.load(rows + patch), tl.load(columns + patch)
+    row = tl.load(rows + patch).to(tl.float32) * (SIDE - 1) / last_row.to(tl.float32)
+    column = tl.load(columns + patch).to(tl.float32) * (SIDE - 1) / last_column.to(tl.float32)
     top, left = tl.floor(row), tl.floor(column)
     down, right = row - top, column - left
     first, before = top.to(tl.int32), left.to(tl.int32)
