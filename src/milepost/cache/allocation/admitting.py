@@ -1,16 +1,16 @@
-"""Admits a request: finds room for it, and builds its allocation in one of three ways."""
+"""Admits a request: finds room for it, and builds its allocation."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
 from milepost.cache.allocation.states import Allocation, State
-from milepost.cache.allocation.windows import NOTHING, Windows, WindowStart
+from milepost.cache.allocation.windows import NOTHING, Windows
 from milepost.cache.eviction import LOOK_AHEAD, HoldBack, Reclaimer
 from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import PromptFacts
 from milepost.cache.plans import PageCopy
-from milepost.cache.tree import CacheConfig, Checkpoint, End, Match, Reservation
+from milepost.cache.tree import CacheConfig, End, Match, Reservation
 
 MOST_GROWTH = 0.2
 """Known paths grow by no more than this share of them meanwhile."""
@@ -44,15 +44,10 @@ class Admitter:
         self._reclaimer.change()
         is_first = reservation is None or reservation.is_first
         end = self._begin(match, reservation, is_first=is_first)
-        checkpoint = match.checkpoint
-        begun = NOTHING if self._windows is None else self._windows.begin(checkpoint)
-        if checkpoint is not None:
+        if match.checkpoint is not None:
             self._reclaimer.stats.checkpoints_used += 1
-            self._tree.use(checkpoint, end)
-        if checkpoint is not None and takes_over:
-            allocation = self._taking_over(match, checkpoint, end, begun)
-        else:
-            allocation = self._resumed(match, end, begun)
+            self._tree.use(match.checkpoint, end)
+        allocation = self._make(match, end, takes_over=takes_over)
         allocation.facts.marks = marks
         allocation.is_first = is_first
         return allocation
@@ -154,64 +149,34 @@ class Admitter:
         num_own = sum(pages.live_refs(id_) == pages.cached_refs(id_) == 1 for id_ in match.tail)
         return self._storage.has_room(fresh - num_own, 0)
 
-    # --- one of three ways ------------------------------------------------------------------------
+    # --- allocations ------------------------------------------------------------------------------
 
-    def _resumed(self, match: Match, end: End, begun: WindowStart) -> Allocation:
-        """Build an allocation whose first step reads the checkpoint's slot and a copy of its tail;
-        without a checkpoint it reads zeros, or the states that lie beside its pages.
+    def _make(self, match: Match, end: End, *, takes_over: bool) -> Allocation:
+        """Build the allocation of a pinned match. Its first step reads the checkpoint's slot and a
+        copy of its tail; without a checkpoint it reads zeros, or the states that lie beside its
+        pages. A checkpoint that is taken over becomes the request's own slot, and so does its tail
+        page if nobody else needs it.
         """
-        source = match.checkpoint
-        return self._make(
-            match,
-            end,
-            begun,
-            slot_in=source.slot if source is not None else ZERO_SLOT,
-            slot_out=self._reclaimer.allocate_slot() if self._slots_each else ZERO_SLOT,
-            source=source,
-            pinned_tail=match.tail,
-        )
-
-    def _taking_over(
-        self, match: Match, checkpoint: Checkpoint, end: End, begun: WindowStart
-    ) -> Allocation:
-        """Build an allocation of a pinned match whose checkpoint nobody else reads: the slot
-        becomes the request's own, and so does the tail page if nobody else needs it.
-        """
-        self._reclaimer.evict_checkpoint(checkpoint, "taken")
-        slot, tail = checkpoint.slot, match.tail
-        if match.state_length <= match.kv_length:  # a full page that matches has its KV
-            self._pages.unpin(tail)
-            tail = ()
-        if tail and self._is_ours_alone(tail[0]):
-            return self._make(match, end, begun, slot_in=slot, slot_out=slot, own_tail=tail)
-        return self._make(match, end, begun, slot_in=slot, slot_out=slot, pinned_tail=tail)
-
-    def _is_ours_alone(self, page: int) -> bool:
-        """Whether nobody has the page but who has just pinned it: a state that is kept inside a
-        page may lie in one that a running request still fills.
-        """
-        return self._pages.live_refs(page) == 1 and not self._pages.cached_refs(page)
-
-    def _make(
-        self,
-        match: Match,
-        end: End,
-        begun: WindowStart,
-        *,
-        slot_in: int,
-        slot_out: int,
-        source: Checkpoint | None = None,
-        pinned_tail: tuple[int, ...] = (),
-        own_tail: tuple[int, ...] = (),
-    ) -> Allocation:
-        chain, position = match.path.chain, match.state_length
-        table = [*match.path.pages, *own_tail]
-        missing = -(-len(chain) // self._page_size) - len(table)
-        table += self._reclaimer.allocate_pages(missing)
+        chain, position, size = match.path.chain, match.state_length, self._page_size
+        source, tail, table = match.checkpoint, match.tail, [*match.path.pages]
+        begun = NOTHING if self._windows is None else self._windows.begin(source)
+        slot_in = source.slot if source is not None else ZERO_SLOT
+        slot_out = slot_in
+        if source is not None and takes_over:
+            self._reclaimer.evict_checkpoint(source, "taken")
+            source = None
+            if position <= match.kv_length:  # a full page that matches has its KV
+                self._pages.unpin(tail)
+                tail = ()
+            if tail and self._is_ours_alone(tail[0]):
+                table, tail = [*table, *tail], ()
+        elif self._slots_each:
+            slot_out = self._reclaimer.allocate_slot()
+        table += self._reclaimer.allocate_pages(-(-len(chain) // size) - len(table))
         copy = None
-        if pinned_tail and position > match.kv_length:
-            target, num_tokens = table[match.path.num_pages], position % self._page_size
-            copy = PageCopy(source=pinned_tail[0], target=target, num_tokens=num_tokens)
+        if tail and position > match.kv_length:
+            target = table[match.path.num_pages]
+            copy = PageCopy(source=tail[0], target=target, num_tokens=position % size)
         has_copied = copy is None and begun.copy is None
         owns_state = slot_in == slot_out != ZERO_SLOT and has_copied
         return Allocation(
@@ -226,7 +191,7 @@ class Admitter:
             write_from=max(match.kv_length, position),
             source=source,
             page_copy=copy,
-            pinned_tail=pinned_tail,
+            pinned_tail=tail,
             window_table=[*begun.table],
             window_copy=begun.copy,
             pinned_window=begun.pinned,
@@ -241,3 +206,9 @@ class Admitter:
                 max_rounded_off=self._config.max_rounded_off,
             ),
         )
+
+    def _is_ours_alone(self, page: int) -> bool:
+        """Whether nobody has the page but who has just pinned it: a state that is kept inside a
+        page may lie in one that a running request still fills.
+        """
+        return self._pages.live_refs(page) == 1 and not self._pages.cached_refs(page)
