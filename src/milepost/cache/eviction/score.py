@@ -163,20 +163,17 @@ class Score:
         worth least of it. Asked again when a checkpoint is used, its neighbours on the path change,
         or requests that wait for it come or go.
         """
-        fork = self._fork_at(checkpoint)
+        fork, replay = self._fork_at(checkpoint), _half_magnitude(checkpoint.replay_tokens)
         if checkpoint.reservations:
             is_sure = checkpoint.kind == Kind.PREEMPTED
-            replay = _half_magnitude(checkpoint.replay_tokens)
             due = checkpoint.reservations.first().due
             return ("awaited", is_sure, fork is not None, replay), -due
-        returns = min(checkpoint.end.num_returns, MAX_RETURNS)
         checkpoint.saved = self._saved(checkpoint)
-        saved = _half_magnitude(checkpoint.saved)
-        if fork is None:
-            return (returns, saved), checkpoint.end.time
-        fork_returns = min(fork.num_returns, MAX_RETURNS)
-        replay = _half_magnitude(checkpoint.replay_tokens)
-        return (returns, saved, fork_returns, replay), checkpoint.end.time
+        returns = min(checkpoint.end.num_returns, MAX_RETURNS)
+        name: tuple[int, ...] = (returns, _half_magnitude(checkpoint.saved))
+        if fork is not None:
+            name = (*name, min(fork.num_returns, MAX_RETURNS), replay)
+        return name, checkpoint.end.time
 
     def of(self, checkpoint: Checkpoint) -> float:
         """Tokens that a checkpoint is expected to save."""
