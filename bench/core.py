@@ -19,7 +19,7 @@ from collections.abc import Callable
 from milepost.cache import Allocation, Cache, Kind
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
-from milepost.simulator.loop import outcome
+from milepost.simulator.fleet import outcome
 
 PAGE_SIZE = 64
 PROMPT_TOKENS = 100_000

@@ -39,7 +39,7 @@ from milepost.sampling_params import SamplingParams
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
-from milepost.simulator.loop import outcome
+from milepost.simulator.fleet import outcome
 
 VOCAB_SIZE = 151_936
 PARAMS = SamplingParams(max_tokens=1)

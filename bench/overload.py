@@ -29,7 +29,7 @@ from milepost.scheduler.admission import Admission
 from milepost.scheduler.planner import Planner
 from milepost.simulator.clients import Patience
 from milepost.simulator.cost import read_cost
-from milepost.simulator.loop import EngineLimits, Replay
+from milepost.simulator.fleet import EngineLimits, Fleet, Shape
 from milepost.simulator.made import MADE, make_trace
 from milepost.simulator.policies import POLICIES
 from milepost.simulator.results import GOOD_S, percentile
@@ -112,8 +112,8 @@ def run(arguments: argparse.Namespace, name: str, num_sessions: int) -> dict[str
     )
     patience = Patience(timeout_s=arguments.timeout_s)
     with _first_come(wanted.is_first_come):
-        replay = Replay(trace, memory, cost, closed=True, limits=limits, patience=patience)
-        found = replay.run()
+        shape = Shape(limits=limits)
+        found = Fleet(trace, lambda: memory, cost, shape, closed=True, patience=patience).run()
     asked, stats = found.asked, memory.stats
     return {
         "row": name,

@@ -31,8 +31,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from milepost.ray import CostRouter, routed
 from milepost.simulator.cost import CostModel
-from milepost.simulator.fleet import Fleet, Shape
-from milepost.simulator.loop import EngineLimits
+from milepost.simulator.fleet import EngineLimits, Fleet, Shape
 from milepost.simulator.policies import POLICIES
 from milepost.simulator.trace import read_trace
 

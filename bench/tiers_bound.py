@@ -17,7 +17,7 @@ import sys
 from array import array
 
 from milepost.simulator.cost import CostModel, read_cost
-from milepost.simulator.loop import Replay
+from milepost.simulator.fleet import Fleet, Shape
 from milepost.simulator.policies import AUTO
 from milepost.simulator.tiers import TierSizes
 from milepost.simulator.trace import Trace, TraceRequest
@@ -54,18 +54,14 @@ def turn_seconds(cost: CostModel, gib: float, tiers: TierSizes | None) -> tuple[
     """Of a turn but the first, in the median, and the hit rate of all."""
     num_pages, num_slots = cost.split(int(gib * 2**30), PAGE_SIZE, 64)
     cache = AUTO.memory(cost, num_pages=num_pages, num_slots=num_slots, page_size=PAGE_SIZE)
-    replay = Replay(conversations(), cache, cost, closed=False, tiers=tiers)
+    fleet = Fleet(conversations(), lambda: cache, cost, Shape(), closed=False, tiers=tiers)
     ends: dict[int, float] = {}
-    step = replay._step
 
-    def noted() -> int:
-        begun_s = replay._now_s
-        num_ended = step()
-        ends[int(begun_s // TURN_S)] = replay._now_s % TURN_S
-        return num_ended
+    def note(_num_over: int) -> None:
+        turn, since_s = divmod(fleet.now_s, TURN_S)
+        ends[int(turn)] = since_s
 
-    replay._step = noted  # type: ignore[method-assign]
-    stats = replay.run().cache.stats
+    stats = fleet.run(note).only.cache.stats
     return statistics.median(list(ends.values())[1:]), stats.hits / stats.queries
 
 

@@ -30,7 +30,7 @@ from rich.table import Table
 from traffic import SIZES, read
 
 from milepost.simulator.cost import CostModel, read_cost
-from milepost.simulator.loop import Replay
+from milepost.simulator.fleet import Fleet, Shape
 from milepost.simulator.results import MemoryGib, run_row
 
 NEAR = 0.003
@@ -138,7 +138,7 @@ def run(folder: Path, cell: Cell) -> dict[str, Any]:
     sizes = cell.sizes(cost, trace.page_size)
     cache = ALL_POLICIES[cell.policy].memory(cost, page_size=trace.page_size, **sizes)
     closed = trace.requests[0].session is not None
-    replayed = Replay(trace, cache, cost, closed=closed).run()
+    replayed = Fleet(trace, lambda: cache, cost, Shape(), closed=closed).run()
     memory = MemoryGib(device=cell.gib)
     bound = trace.bound()
     row = run_row(trace, cell.policy, replayed, bound, memory=memory, seed=cell.seed, **sizes)

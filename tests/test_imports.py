@@ -196,7 +196,7 @@ def test_nothing_of_the_core_names_an_annex():
         "from milepost.cli.bench import command",
         "from milepost.cli import simulate",
         "def f():\n    from milepost.kv_events import EventPublisher",
-        "import_module('milepost.simulator.loop')",
+        "import_module('milepost.simulator.fleet')",
         "import_module('milepost.cli.simulate')",
     ],
 )

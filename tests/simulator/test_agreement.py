@@ -18,9 +18,10 @@ from milepost.engine.loop.core import Engine
 from milepost.engine.prompts import Prompt
 from milepost.sampling_params import SamplingParams
 from milepost.simulator.cost import read_cost
-from milepost.simulator.loop import EngineLimits, Replay
+from milepost.simulator.fleet import EngineLimits
 from milepost.simulator.trace import Trace, TraceRequest
 from tests.checkpoints import save
+from tests.simulator.traces import one_engine
 
 POOLS = {"num_pages": 40, "num_slots": 5}
 ONE_MEMORY = {"cpu_cache_gib": 0.001, "cache_memory": "shared"}
@@ -111,7 +112,7 @@ def test_the_simulator_plans_what_the_engine_plans(tmp_path, memory):
     if memory is ONE_MEMORY:
         storage = UnifiedPool(engines.slots.capacity, engines.storage.pages_a_slot)
     cache = Cache(storage=storage)
-    replay = Replay(
+    replay = one_engine(
         trace_of(asked, 6),
         cache,
         read_cost("hybrid-35b-a3b-h200"),
@@ -119,7 +120,7 @@ def test_the_simulator_plans_what_the_engine_plans(tmp_path, memory):
         limits=EngineLimits(**LIMITS),
     )
     simulated: list = []
-    recorded(replay.run_so_far.scheduler, simulated)
+    recorded(replay.engines[0].scheduler, simulated)
     replay.run()
     assert stats.hits > 0
     assert simulated == plans

@@ -7,11 +7,11 @@ import pytest
 from milepost.cache import Cache
 from milepost.simulator.clients import Clients, Patience
 from milepost.simulator.cost import read_cost
-from milepost.simulator.loop import EngineLimits, Replay
+from milepost.simulator.fleet import EngineLimits
 from milepost.simulator.made import MADE, make_trace
 from milepost.simulator.policies import POLICIES
 from milepost.simulator.seeds import faster
-from tests.simulator.traces import Maker
+from tests.simulator.traces import Maker, one_engine
 
 COST = read_cost("hybrid-35b-a3b-h200")
 
@@ -79,9 +79,9 @@ def crowd(limits, patience=None):
     """60 prompts at once of 1,281 tokens each, one at a time, with answers of 100 tokens."""
     trace = sessions(60, num_turns=1, output_length=100, arrival_s=0.0)
     cache = Cache(num_pages=2000, num_slots=80, page_size=64)
-    found = Replay(trace, cache, COST, closed=True, limits=limits, patience=patience).run()
+    found = one_engine(trace, cache, COST, closed=True, limits=limits, patience=patience).run()
     assert not cache.allocations
-    assert not found.scheduler.has_work
+    assert not found.only.scheduler.has_work
     return found
 
 
@@ -99,7 +99,7 @@ def test_an_engine_that_limits_the_wait_serves_nobody_later():
     """Whoever is told to come again comes later, and then the first are done."""
     limits = EngineLimits(max_num_seqs=1, max_queue_wait_s=1.0)
     found = crowd(limits, Patience(max_retries=20))
-    asked, stats = found.asked, found.scheduler.stats
+    asked, stats = found.asked, found.only.scheduler.stats
     assert asked.num_refusals == stats.num_refused_early + stats.num_ended_late > 0
     assert stats.num_refused_early > stats.num_ended_late, "most are told at once"
     assert len(found.ttft_s) + asked.num_given_up == 60
@@ -138,6 +138,6 @@ def test_the_bound_counts_answers_and_no_replay_comes_above_it(name):
     trace.link_answers()
     assert trace.bound() > prompts_alone
     cache = POLICIES["auto"].memory(COST, num_pages=10_000, num_slots=2000, page_size=64)
-    Replay(trace, cache, COST, closed=True).run()
+    one_engine(trace, cache, COST, closed=True).run()
     reused = cache.stats.hits / cache.stats.queries
     assert 0.95 * trace.bound() < reused <= trace.bound()

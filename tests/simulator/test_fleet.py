@@ -11,10 +11,9 @@ from milepost.cache import Cache
 from milepost.simulator.cost import read_cost
 from milepost.simulator.fleet import ROUTINGS, Fleet, Shape
 from milepost.simulator.fleet.routing import ByPrefix, Pages, Traffic
-from milepost.simulator.loop import Replay
 from milepost.simulator.tiers import TierSizes
 from milepost.simulator.trace import TraceRequest
-from tests.simulator.traces import Maker
+from tests.simulator.traces import Maker, one_engine
 
 COST = read_cost("hybrid-35b-a3b-h200")
 PAGE_BYTES = 64 * COST.page_token_bytes
@@ -56,11 +55,11 @@ def run(trace, routing, num_engines, **options):
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_one_engine_is_the_simulator(routing):
+def test_one_engine_is_the_same_for_any_routing(routing):
     trace = conversations(6, 4, gap_s=0.05)
-    alone = Replay(trace, cache(), COST, closed=False).run()
+    alone = one_engine(trace, cache(), COST, closed=False).run()
     fleet = run(trace, routing, 1)
-    stats = alone.cache.stats
+    stats = alone.only.cache.stats
     assert (fleet.hits, fleet.queries) == (stats.hits, stats.queries)
     assert fleet.ttft_s == alone.ttft_s
     assert fleet.end_s == alone.end_s
@@ -87,7 +86,7 @@ def test_a_thousand_engines():
 def test_what_is_lacking_moves_between_pools_and_nothing_else():
     trace = conversations(1, 2, gap_s=30.0, output_length=70)
     fleet = fleet_of(trace, "session", 2, num_prefill=1, bytes_per_s=1e9)
-    front, back = fleet._engines
+    front, back = fleet.engines
     found = fleet.run()
     first = 20 * PAGE_BYTES + COST.state_bytes
     # Who prefills the next turn reads the answer's end, who decodes it what is new then.
@@ -98,7 +97,7 @@ def test_what_is_lacking_moves_between_pools_and_nothing_else():
     assert found.hits == 20 * 64 + 1 + 70 - 1, "the first prompt and its answer, but its last token"
     alone = run(conversations(1, 2, gap_s=30.0, output_length=70), "session", 1)
     assert found.ttft_s[0] - alone.ttft_s[0] == pytest.approx(first / 1e9, rel=0.3)
-    for engine in fleet._engines:
+    for engine in fleet.engines:
         assert not engine.cache.loans
         assert not engine.cache.allocations
 
@@ -117,7 +116,7 @@ def test_random_traffic_ends_and_gives_everything_back(num_prefill):
     assert len(found.ttft_s) == 80
     assert found.num_refused == 0
     assert bool(found.moved_bytes) == bool(num_prefill)
-    for engine in fleet._engines:
+    for engine in fleet.engines:
         assert not engine.cache.loans
         assert not engine.cache.allocations
     pools = [pool for pool in (fleet._front, fleet._back) if pool is not None]
@@ -203,4 +202,4 @@ def test_an_engine_that_has_lent_its_memory_waits_until_it_is_read():
 
     fleet = fleet_of(trace, "session", 3, make_cache=little, num_prefill=1, bytes_per_s=1e8)
     assert len(fleet.run().ttft_s) == 6
-    assert not any(engine.cache.loans or engine.scheduler.has_work for engine in fleet._engines)
+    assert not any(engine.cache.loans or engine.scheduler.has_work for engine in fleet.engines)

@@ -7,16 +7,15 @@ from milepost.errors import TraceError
 from milepost.scheduler.plans import SequencePlan, StepPlan
 from milepost.simulator import read_trace
 from milepost.simulator.cost import read_cost, shipped_costs
-from milepost.simulator.loop import Replay
 from milepost.simulator.results import MemoryGib, percentile, run_row
-from tests.simulator.traces import DATA, Maker
+from tests.simulator.traces import DATA, Maker, one_engine
 
 COST = read_cost("hybrid-35b-a3b-h200")
 
 
 def run(trace, *, closed=False, num_pages=2000, num_slots=32, **options):
     cache = Cache(num_pages=num_pages, num_slots=num_slots, page_size=trace.page_size)
-    return Replay(trace, cache, COST, closed=closed, **options).run()
+    return one_engine(trace, cache, COST, closed=closed, **options).run()
 
 
 def decodes(count, start):
@@ -84,9 +83,9 @@ def test_a_request_that_never_fits_is_refused_and_its_session_goes_on():
 
 def test_the_state_at_an_answers_end_is_used_by_the_next_turn():
     trace = read_trace(DATA / "agent-excerpt.jsonl.gz")
-    unseen = run(trace, closed=True, num_pages=20_000).cache.stats
+    unseen = run(trace, closed=True, num_pages=20_000).only.cache.stats
     trace.link_answers()
-    seen = run(trace, closed=True, num_pages=20_000).cache.stats
+    seen = run(trace, closed=True, num_pages=20_000).only.cache.stats
     assert seen.hits > unseen.hits
     assert seen.queries == unseen.queries == trace.input_tokens
 

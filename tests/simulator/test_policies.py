@@ -15,11 +15,11 @@ from slots import replay
 from milepost.cache import Cache
 from milepost.simulator import read_trace
 from milepost.simulator.cost import read_cost
-from milepost.simulator.loop import EngineLimits, Replay
+from milepost.simulator.fleet import EngineLimits
 from milepost.simulator.policies import CachePolicy
 from milepost.simulator.results import percentile
 from tests.invariants import check
-from tests.simulator.traces import DATA, TRACES, Maker, needs_traces, round_robin
+from tests.simulator.traces import DATA, TRACES, Maker, needs_traces, one_engine, round_robin
 
 COST = read_cost("hybrid-35b-a3b-h200")
 
@@ -47,7 +47,9 @@ def test_every_policy_adds_up_and_is_deterministic(policy):
     for _ in range(2):
         cache = policy.memory(COST, num_pages=600, num_slots=20, page_size=512)
         room = cache.room
-        run = Replay(trace, cache, COST, closed=False, limits=EngineLimits(max_num_seqs=8)).run()
+        run = one_engine(
+            trace, cache, COST, closed=False, limits=EngineLimits(max_num_seqs=8)
+        ).run()
         check_memory(cache)
         stats = cache.stats
         assert stats.hits + sum(stats.lost.values()) == stats.queries
@@ -68,7 +70,7 @@ def test_no_policy_reuses_more_than_the_bound(policy):
     trace = conversation(200)
     most = trace.bound() * trace.input_tokens + 1
     cache = policy.memory(COST, num_pages=10_000, num_slots=10_000, page_size=512)
-    Replay(trace, cache, COST, closed=False).run()
+    one_engine(trace, cache, COST, closed=False).run()
     assert cache.stats.hits <= most
     if isinstance(policy, CachePolicy):
         assert replay(trace, 10_000, policy=policy).stats.hits <= most
@@ -115,7 +117,7 @@ def live_sessions(num_sessions, num_turns, num_pages=100, num_more=2):
 
 def in_time(trace, policy, num_pages, num_slots=200, **options):
     cache = ALL_POLICIES[policy].cache(num_pages=num_pages, num_slots=num_slots, page_size=64)
-    run = Replay(trace, cache, read_cost("hybrid-35b-a3b-h200"), closed=True, **options).run()
+    run = one_engine(trace, cache, read_cost("hybrid-35b-a3b-h200"), closed=True, **options).run()
     return run, cache.stats.hits / cache.stats.queries
 
 

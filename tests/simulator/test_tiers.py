@@ -4,9 +4,8 @@ import pytest
 
 from milepost.cache import Cache
 from milepost.simulator.cost import read_cost
-from milepost.simulator.loop import Replay
 from milepost.simulator.tiers import TierSizes
-from tests.simulator.traces import Maker
+from tests.simulator.traces import Maker, one_engine
 
 COST = read_cost("hybrid-35b-a3b-h200")
 PAGE_BYTES = 64 * COST.page_token_bytes
@@ -26,7 +25,7 @@ def conversations(num: int, num_turns: int = 2):
 
 def run(trace, tiers=None, **options):
     cache = Cache(num_pages=NUM_PAGES + 20, num_slots=40, page_size=64)
-    return Replay(trace, cache, COST, closed=False, tiers=tiers, **options).run()
+    return one_engine(trace, cache, COST, closed=False, tiers=tiers, **options).run()
 
 
 def sizes(*, host=4.0, disk=0.0, **rates):
@@ -38,8 +37,8 @@ def sizes(*, host=4.0, disk=0.0, **rates):
 def test_what_leaves_the_device_comes_back_at_the_rate_of_the_link():
     trace = conversations(2)
     without, beside = run(trace), run(trace, sizes(host_bytes_per_s=8e9))
-    assert without.cache.stats.hits == 0
-    stats = beside.cache.stats
+    assert without.only.cache.stats.hits == 0
+    stats = beside.only.cache.stats
     assert stats.hits == stats.loaded["host"] > 2 * 0.9 * NUM_PAGES * 64
     assert stats.hits + sum(stats.lost.values()) == stats.queries
     copied_s = (NUM_PAGES * PAGE_BYTES + COST.state_bytes) / 8e9
@@ -50,14 +49,14 @@ def test_what_leaves_the_device_comes_back_at_the_rate_of_the_link():
 
 def test_a_link_that_is_slower_than_computing_is_not_used():
     trace = conversations(2)
-    assert not run(trace, sizes(host_bytes_per_s=1e9)).cache.stats.loaded
+    assert not run(trace, sizes(host_bytes_per_s=1e9)).only.cache.stats.loaded
 
 
 def test_what_host_memory_has_no_room_for_comes_from_the_disk():
     trace = conversations(6)
     rates = {"host_bytes_per_s": 20e9, "disk_bytes_per_s": 4e9}
-    host = run(trace, sizes(host=1.0, **rates)).cache.stats
-    disk = run(trace, sizes(host=1.0, disk=8.0, **rates)).cache.stats
+    host = run(trace, sizes(host=1.0, **rates)).only.cache.stats
+    disk = run(trace, sizes(host=1.0, disk=8.0, **rates)).only.cache.stats
     assert disk.loaded["disk"] > 0
     assert disk.hits > host.hits
 
@@ -75,7 +74,7 @@ def test_prompts_that_are_loaded_are_no_backlog():
     seconds = []
     for tiers in (None, TierSizes(host_bytes=int(1e11))):
         cache = Cache(num_pages=12 * 36, num_slots=40, page_size=64)
-        done = Replay(trace, cache, COST, closed=False, tiers=tiers).run()
+        done = one_engine(trace, cache, COST, closed=False, tiers=tiers).run()
         seconds.append(done.end_s - 2000.0)
     assert seconds[1] < 0.5 * seconds[0]
 

@@ -6,10 +6,10 @@ from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator import read_trace
 from milepost.simulator.chain import TraceChain
 from milepost.simulator.cost import read_cost
-from milepost.simulator.loop import Replay, outcome
+from milepost.simulator.fleet import outcome
 from milepost.simulator.policies import POLICIES, Pooled
 from milepost.simulator.vllm import OnePool
-from tests.simulator.traces import DATA, Maker
+from tests.simulator.traces import DATA, Maker, one_engine
 
 COST = read_cost("hybrid-35b-a3b-h200")
 
@@ -23,7 +23,7 @@ def reused(trace, cache, **options):
     """Tokens that the requests reused, one after the other."""
     for number, request in enumerate(trace.requests):
         request.arrival_s = 1000.0 * number
-    Replay(trace, cache, COST, closed=False, **options).run()
+    one_engine(trace, cache, COST, closed=False, **options).run()
     cache.check()
     return cache.stats.hits
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from milepost.scheduler.memory import PrefixMemory
+from milepost.simulator.cost import CostModel
+from milepost.simulator.fleet import EngineLimits, Fleet, Shape
 from milepost.simulator.trace import Trace, TraceRequest
 
 DATA = Path(__file__).parent.parent / "data"
@@ -15,6 +19,18 @@ TRACES = os.environ.get("MILEPOST_TRACES")
 """Folder with the whole recorded traces; the tests that need it are skipped without."""
 
 needs_traces = pytest.mark.skipif(TRACES is None, reason="MILEPOST_TRACES names no folder")
+
+
+def one_engine(
+    trace: Trace,
+    cache: PrefixMemory,
+    cost: CostModel,
+    *,
+    limits: EngineLimits | None = None,
+    **options: Any,
+) -> Fleet:
+    """A fleet of one."""
+    return Fleet(trace, lambda: cache, cost, Shape(limits=limits or EngineLimits()), **options)
 
 
 class Maker:

@@ -9,10 +9,8 @@ from typing import Any
 
 from milepost.cli.display import seconds
 from milepost.errors import ConfigError, missing
-from milepost.simulator.fleet.results import FleetRow
-from milepost.simulator.results import ResultRow
+from milepost.simulator.results import FleetRow, ResultRow, Row
 
-Row = ResultRow | FleetRow
 _STYLES = ("-", "--", ":", "-.")
 
 

@@ -21,11 +21,10 @@ from milepost.cli.simulate_settings import GIB, Settings
 from milepost.cli.simulate_tables import WIDTH, goodput_table, hits_table, rest_table
 from milepost.errors import InvalidRequestError
 from milepost.simulator.cost import CostModel, read_cost
-from milepost.simulator.fleet.results import FleetRow, fleet_means
-from milepost.simulator.loop import Replay
+from milepost.simulator.fleet import Fleet, Shape
 from milepost.simulator.made import MADE, make_trace
 from milepost.simulator.policies import CachePolicy, Pooled
-from milepost.simulator.results import MemoryGib, ResultRow, means, run_row
+from milepost.simulator.results import FleetRow, MemoryGib, ResultRow, means, run_row
 from milepost.simulator.search import smallest
 from milepost.simulator.seeds import faster, reseeded
 from milepost.simulator.trace import Trace, read_trace
@@ -90,7 +89,7 @@ def command(screen: Screen) -> Callable[..., None]:
             rows = _rows_of_search(settings, policies, run)
         _write(rows, screen, settings, bound)
         if settings.plot is not None:
-            plot.draw(_means(rows), settings.plot, bound)
+            plot.draw(means(rows), settings.plot, bound)
 
     return simulate
 
@@ -143,12 +142,13 @@ def _row(
 ) -> ResultRow:
     sizes = cost.split(int(cell.gib * GIB), trace.page_size, settings.max_num_seqs)
     memory = {"num_pages": sizes[0], "num_slots": sizes[1]}
-    run = Replay(
+    cache = cell.policy.memory(cost, **memory, page_size=trace.page_size)
+    run = Fleet(
         trace,
-        cell.policy.memory(cost, **memory, page_size=trace.page_size),
+        lambda: cache,
         cost,
+        Shape(limits=settings.limits),
         closed=_is_closed(trace, settings),
-        limits=settings.limits,
         tiers=settings.tiers,
         patience=settings.patience,
     ).run(advance)
@@ -197,7 +197,7 @@ def _write(rows: list[Any], screen: Screen, settings: Settings, bound: float) ->
             raise InvalidRequestError(f"--json {path}: {error.strerror}") from error
     width = None if screen.answers.isatty() else WIDTH
     console = Console(file=screen.answers, highlight=False, width=width)
-    shown = _means(rows)
+    shown = means(rows)
     if isinstance(rows[0], FleetRow):
         console.print(fleet_table(shown))
     else:
@@ -206,8 +206,3 @@ def _write(rows: list[Any], screen: Screen, settings: Settings, bound: float) ->
     if settings.counts_goodput:
         console.print(goodput_table(shown))
     console.print(f"{rows[0].trace}: {rows[0].requests} requests, bound {100 * bound:.1f} %")
-
-
-def _means(rows: Sequence[Any]) -> list[Any]:
-    """Returns one row for each line of the table: means over the seeds."""
-    return fleet_means(rows) if isinstance(rows[0], FleetRow) else means(rows)

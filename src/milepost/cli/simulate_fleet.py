@@ -13,9 +13,8 @@ from milepost.cli.simulate_settings import GIB, Settings
 from milepost.cli.simulate_tables import plain_table
 from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet import Fleet, Shape
-from milepost.simulator.fleet.results import FleetRow, fleet_row
 from milepost.simulator.policies import CachePolicy, Pooled
-from milepost.simulator.results import MemoryGib
+from milepost.simulator.results import FleetRow, MemoryGib, fleet_row
 from milepost.simulator.seeds import reseeded
 from milepost.simulator.trace import Trace
 
@@ -62,10 +61,10 @@ def run_fleet(
         memory = MemoryGib(device=gib, host=settings.host_gib, disk=settings.disk_gib)
         yield fleet_row(
             seeded,
+            policy.name,
             run,
             bound,
-            shape,
-            policy=policy.name,
+            shape=shape,
             routing=routing,
             memory=memory,
             seed=seed,

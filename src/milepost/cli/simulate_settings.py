@@ -12,8 +12,7 @@ from cyclopts import Parameter
 from milepost.cli.flags import Whole, WholeOrNone, whole
 from milepost.errors import InvalidRequestError
 from milepost.simulator.clients import Patience
-from milepost.simulator.fleet import ROUTINGS
-from milepost.simulator.loop import EngineLimits
+from milepost.simulator.fleet import ROUTINGS, EngineLimits
 from milepost.simulator.policies import POLICIES, CachePolicy, Pooled
 from milepost.simulator.tiers import TierSizes
 

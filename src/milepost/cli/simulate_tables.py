@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from milepost.cli.display import seconds
-from milepost.simulator.fleet.results import FleetRow
-from milepost.simulator.results import GOOD_S, ResultRow
+from milepost.simulator.results import GOOD_S, FleetRow, ResultRow
 
 WIDTH = 80
 """Width of tables if the output is not a terminal."""

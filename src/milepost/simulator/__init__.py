@@ -3,9 +3,8 @@
 Pure: no torch, no wall clock. See docs/simulator.md. Its modules:
 
     traffic         trace, made, seeds, clients
-    one engine      loop, chain, cost, tiers
+    engines         fleet, chain, cost, tiers
     comparisons     policies, vllm, search, results
-    many engines    fleet
 """
 
 from milepost.simulator.trace import Trace, TraceRequest, read_trace

@@ -1,4 +1,4 @@
-"""The report of a replay: one row for each policy and memory size."""
+"""The report of a run: one row for each policy and size of memory, or routing of a fleet."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import Any, TypeVar
 
-from milepost.simulator.clients import Goodput
-from milepost.simulator.loop import Replayed
+from milepost.simulator.fleet import FleetRun, Shape
 from milepost.simulator.trace import Trace
 
-Row = TypeVar("Row")
+AnyRow = TypeVar("AnyRow", bound="Row")
+
+_SETTING = ("engines", "prefill_engines", "gib", "policy", "routing")
+"""Fields that rows of different seeds share."""
 
 REFUSED = "refused"
 """Reason for the tokens of requests that need more memory than there is. They count as queries, or
@@ -33,16 +35,14 @@ class MemoryGib:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResultRow:
-    """One replay. Lost tokens and hits add up to the queries."""
+class Row:
+    """One run of a trace, by one engine or many."""
 
     trace: str
     policy: str
     seed: int = 0
-    num_slots: int
-    num_pages: int
     gib: float
-    """Memory of the device for KV and states together."""
+    """Memory of each device for KV and states together."""
     host_gib: float = 0.0
     disk_gib: float = 0.0
     requests: int
@@ -50,23 +50,15 @@ class ResultRow:
     """Prompt tokens, each request once."""
     hits: int
     hit_rate: float
-    loaded: dict[str, int]
-    """Hits that came from host memory or a disk, by source."""
     share_of_bound: float
     """Hits relative to those with a state at every page and unlimited KV."""
-    lost: dict[str, int]
     ttft_p50_s: float | None
     ttft_p90_s: float | None
     ttft_p99_s: float | None
     gpu_hours: float
-    """Time in which steps ran."""
+    """Time in which steps ran, of all engines."""
     gpu_hours_saved: float
     """Time that prefilling the hits would have taken besides."""
-    prefill_tokens: int
-    checkpoints_made: int
-    checkpoints_used: int
-    checkpoints_evicted_unused: int
-    preemptions: int = 0
     refused: int = 0
     asked: int
     """Requests of the trace that were sent; those of ended sessions are not."""
@@ -80,10 +72,39 @@ class ResultRow:
     virtual_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultRow(Row):
+    """A run of one engine. Lost tokens and hits add up to the queries."""
+
+    num_slots: int
+    num_pages: int
+    loaded: dict[str, int]
+    """Hits that came from host memory or a disk, by source."""
+    lost: dict[str, int]
+    prefill_tokens: int
+    checkpoints_made: int
+    checkpoints_used: int
+    checkpoints_evicted_unused: int
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetRow(Row):
+    """A run of many engines with one routing."""
+
+    routing: str
+    engines: int
+    prefill_engines: int
+    moved_bytes: int
+    """Bytes that engines read from each other."""
+    busiest: float
+    """Time of the busiest engine's steps relative to the mean."""
+
+
 def run_row(
     trace: Trace,
     policy: str,
-    run: Replayed,
+    run: FleetRun,
     bound: float,
     *,
     num_pages: int,
@@ -91,64 +112,89 @@ def run_row(
     memory: MemoryGib,
     seed: int = 0,
 ) -> ResultRow:
-    """Makes the row of a replay; the numbers of pages and slots are those of two pools."""
-    stats, cached = run.scheduler.stats, run.cache.stats
-    p50, p90, p99 = (percentile(run.ttft_s, share) for share in (0.5, 0.9, 0.99))
-    queries = cached.queries + run.refused_tokens
-    rate = cached.hits / queries if queries else 0.0
+    """Makes the row of one engine's run; the numbers of pages and slots are those of two pools.
+    `bound` is the share of the prompts that a state at every page and unlimited KV would reuse."""
+    stats, cached = run.only.scheduler.stats, run.only.cache.stats
     lost = {reason.value: count for reason, count in cached.lost.items() if count}
     return ResultRow(
-        trace=trace.name,
-        policy=policy,
-        seed=seed,
+        **_common(trace, policy, run, bound, memory, seed),
         num_slots=num_slots,
         num_pages=num_pages,
-        gib=memory.device,
-        host_gib=memory.host,
-        disk_gib=memory.disk,
-        requests=len(trace.requests),
-        queries=queries,
-        hits=cached.hits,
-        hit_rate=rate,
         loaded=dict(cached.loaded),
-        share_of_bound=rate / bound if bound else 0.0,
         lost=lost | ({REFUSED: run.refused_tokens} if run.refused_tokens else {}),
-        ttft_p50_s=p50,
-        ttft_p90_s=p90,
-        ttft_p99_s=p99,
-        gpu_hours=run.busy_s / 3600,
-        gpu_hours_saved=run.saved_s / 3600,
         prefill_tokens=stats.prefill_tokens,
         checkpoints_made=cached.checkpoints_made,
         checkpoints_used=cached.checkpoints_used,
         checkpoints_evicted_unused=cached.checkpoints_evicted_unused,
         preemptions=stats.num_preemptions,
-        refused=run.num_refused,
-        virtual_s=run.end_s,
-        **counts_of(run.asked),
     )
 
 
-def counts_of(asked: Goodput) -> dict[str, int]:
-    """Returns the fields of a row that count what clients asked and got."""
+def fleet_row(
+    trace: Trace,
+    policy: str,
+    run: FleetRun,
+    bound: float,
+    *,
+    shape: Shape,
+    routing: str,
+    memory: MemoryGib,
+    seed: int = 0,
+) -> FleetRow:
+    """Makes the row of a fleet's run; `memory` is that of each engine, `bound` as for `run_row`."""
+    return FleetRow(
+        **_common(trace, policy, run, bound, memory, seed),
+        routing=routing,
+        engines=shape.num_engines,
+        prefill_engines=shape.num_prefill,
+        moved_bytes=run.moved_bytes,
+        busiest=run.busiest,
+    )
+
+
+def _common(
+    trace: Trace, policy: str, run: FleetRun, bound: float, memory: MemoryGib, seed: int
+) -> dict[str, Any]:
+    """Returns the fields of all rows."""
+    p50, p90, p99 = (percentile(run.ttft_s, share) for share in (0.5, 0.9, 0.99))
+    rate = run.hits / run.queries if run.queries else 0.0
     return {
-        "asked": asked.num_asked,
-        "good": asked.num_within(GOOD_S),
-        "retries": asked.num_retries,
-        "queue_refusals": asked.num_refusals,
-        "given_up": asked.num_given_up,
+        "trace": trace.name,
+        "policy": policy,
+        "seed": seed,
+        "gib": memory.device,
+        "host_gib": memory.host,
+        "disk_gib": memory.disk,
+        "requests": len(trace.requests),
+        "queries": run.queries,
+        "hits": run.hits,
+        "hit_rate": rate,
+        "share_of_bound": rate / bound if bound else 0.0,
+        "ttft_p50_s": p50,
+        "ttft_p90_s": p90,
+        "ttft_p99_s": p99,
+        "gpu_hours": run.busy_s / 3600,
+        "gpu_hours_saved": run.saved_s / 3600,
+        "refused": run.num_refused,
+        "asked": run.asked.num_asked,
+        "good": run.asked.num_within(GOOD_S),
+        "retries": run.asked.num_retries,
+        "queue_refusals": run.asked.num_refusals,
+        "given_up": run.asked.num_given_up,
+        "virtual_s": run.end_s,
     }
 
 
-def means(rows: Sequence[ResultRow]) -> list[ResultRow]:
-    """Returns one row for each policy and size: means over the seeds, counts rounded."""
-    groups: dict[tuple[str, float], list[ResultRow]] = {}
+def means(rows: Sequence[AnyRow]) -> list[AnyRow]:
+    """Returns one row for each setting: means over the seeds, counts rounded."""
+    groups: dict[tuple[object, ...], list[AnyRow]] = {}
     for row in rows:
-        groups.setdefault((row.policy, row.gib), []).append(row)
-    return [mean_of(group) for group in groups.values()]
+        setting = tuple(getattr(row, name, None) for name in _SETTING)
+        groups.setdefault(setting, []).append(row)
+    return [_mean(group) for group in groups.values()]
 
 
-def mean_of(group: Sequence[Row]) -> Row:
+def _mean(group: Sequence[AnyRow]) -> AnyRow:
     """Returns the mean of rows that differ only in their seeds."""
     if len(group) == 1:
         return group[0]

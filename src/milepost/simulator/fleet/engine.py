@@ -1,34 +1,76 @@
-"""One engine of a fleet: the real scheduler and cache, and the end of its step."""
+"""One engine in virtual time: the real scheduler and cache, and the end of its step."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from math import inf
+
 from milepost.cache import Cache
-from milepost.scheduler.plans import StepPlan
+from milepost.scheduler.memory import PrefixMemory
+from milepost.scheduler.plans import StepPlan, StepResult
 from milepost.scheduler.request import Progress, Request
+from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet.transfers import Transfers
-from milepost.simulator.loop import EngineLimits, outcome
 from milepost.simulator.tiers import Copies, TierSizes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Settings of an engine's scheduler."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    max_queue_wait_s: float | None = None
+
+    def scheduler(self, cache: PrefixMemory) -> Scheduler:
+        """Makes a scheduler with these settings."""
+        return Scheduler(
+            cache,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_queue_wait_s=self.max_queue_wait_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Number and settings of the engines."""
+
+    num_engines: int = 1
+    num_prefill: int = 0
+    """Number of these engines that only prefill; the others then only decode."""
+    limits: EngineLimits = field(default_factory=EngineLimits)
+    bytes_per_s: float = 50e9
+    """Bandwidth of each engine's link, for reads from other engines."""
+
+
 class FleetEngine:
-    """One engine; the fleet tells it the time."""
+    """One engine; the fleet tells it the time. With `bytes_per_s` it reads from other engines. Only
+    a `Cache` has tiers and transfers."""
 
     def __init__(
         self,
         number: int,
-        cache: Cache,
+        cache: PrefixMemory,
         cost: CostModel,
         *,
         limits: EngineLimits,
-        bytes_per_s: float,
+        bytes_per_s: float | None = None,
         tiers: TierSizes | None = None,
     ) -> None:
         self.number = number
         self.cache = cache
         self.scheduler = limits.scheduler(cache)
-        self.transfers = Transfers(self.scheduler, cache, cost, bytes_per_s)
-        self._copies = Copies(self.scheduler, cache, tiers, cost) if tiers is not None else None
+        self.transfers: Transfers | None = None
+        self._copies: Copies | None = None
+        if bytes_per_s is not None:
+            assert isinstance(cache, Cache), "other memories lend nothing"
+            self.transfers = Transfers(self.scheduler, cache, cost, bytes_per_s)
+        if tiers is not None:
+            assert isinstance(cache, Cache), "other memories have no tiers"
+            self._copies = Copies(self.scheduler, cache, tiers, cost)
+        self._outside = [each for each in (self.transfers, self._copies) if each is not None]
         self._cost = cost
         self._step: tuple[StepPlan, float] | None = None
         self._end_s = 0.0
@@ -43,13 +85,13 @@ class FleetEngine:
         if self._step is not None:
             return self._end_s
         if not self.scheduler.has_work:
-            return float("inf")
-        return min(self.transfers.next_s, self._copies.next_s if self._copies else float("inf"))
+            return inf
+        return min((part.next_s for part in self._outside), default=inf)
 
     @property
     def is_stuck(self) -> bool:
         """Whether its work waits for memory that others have borrowed."""
-        return self.next_s == float("inf") and self.scheduler.has_work
+        return self.next_s == inf and self.scheduler.has_work
 
     def run(self, now_s: float) -> list[Progress]:
         """Takes what is over by now, and begins the next step; returns the requests' progress."""
@@ -61,9 +103,8 @@ class FleetEngine:
             self._step = None
             found = self.scheduler.update(plan, outcome(plan, seconds))
             self.scheduler.outside.tell()
-        self.transfers.settle(now_s)
-        if self._copies is not None:
-            self._copies.settle(now_s)
+        for part in self._outside:
+            part.settle(now_s)
         if self.scheduler.has_work:
             self._begin(now_s)
         return found
@@ -77,9 +118,19 @@ class FleetEngine:
         plan = self.scheduler.schedule()
         if self._copies is not None:
             self._copies.begin(plan, now_s)
-        self.transfers.fetch(plan, now_s)
+        if self.transfers is not None:
+            self.transfers.fetch(plan, now_s)
         if plan.sequences:
             seconds = self._cost.step_time_s(plan)
             self._step = plan, seconds
             self._end_s = now_s + seconds
             self.busy_s += seconds
+
+
+def outcome(plan: StepPlan, seconds: float = 1.0) -> StepResult:
+    """Makes a runner's report of a step that took this long; every token is 0."""
+    return StepResult(
+        tokens={s.number: [0] for s in plan.sequences if s.samples},
+        written=plan.written,
+        seconds=seconds,
+    )

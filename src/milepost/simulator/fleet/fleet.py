@@ -1,4 +1,5 @@
-"""A trace through many engines: arrivals are routed, and each engine runs its own steps.
+"""The virtual-time loop: a trace through engines with the real scheduler and cache, and a cost
+model in place of a model. Arrivals are routed, and each engine runs its own steps.
 
 Engines may be of one kind, or some may only prefill and the others decode. A request is then sent
 to an engine that prefills all but the prompt's last token, and after that to one that decodes and
@@ -9,41 +10,30 @@ prefill reads it from there if it is deeper than its own.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 
 from milepost.cache import Cache
 from milepost.cache.allocation import Loan
 from milepost.errors import InvalidRequestError, QueueWaitError
+from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.request import FinishReason, Progress, Request
 from milepost.simulator.chain import TraceChain
 from milepost.simulator.clients import Clients, Goodput, Patience
 from milepost.simulator.cost import CostModel
-from milepost.simulator.fleet.engine import FleetEngine
-from milepost.simulator.fleet.pool import EnginePool
-from milepost.simulator.loop import EngineLimits
+from milepost.simulator.fleet.engine import FleetEngine, Shape
+from milepost.simulator.fleet.routing import EnginePool
 from milepost.simulator.tiers import TierSizes
 from milepost.simulator.trace import Trace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Number and settings of the engines."""
-
-    num_engines: int
-    num_prefill: int = 0
-    """Number of these engines that only prefill; the others then only decode."""
-    limits: EngineLimits = field(default_factory=EngineLimits)
-    bytes_per_s: float = 50e9
-    """Bandwidth of each engine's link, for reads from other engines."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FleetRun:
     """Outcome of one run."""
 
+    engines: Sequence[FleetEngine]
     asked: Goodput
     queries: int = 0
     """Prompt tokens."""
@@ -51,6 +41,8 @@ class FleetRun:
     """Prompt tokens that no engine computed for this request."""
     num_refused: int = 0
     """Requests that no engine could ever hold."""
+    refused_tokens: int = 0
+    """Their prompt tokens."""
     moved_bytes: int = 0
     """Bytes that engines read from each other."""
     busiest: float = 0.0
@@ -60,6 +52,13 @@ class FleetRun:
     saved_s: float = 0.0
     """Time that prefilling the hits would have taken besides."""
     end_s: float = 0.0
+    """Time at which the last step ended."""
+
+    @property
+    def only(self) -> FleetEngine:
+        """The engine of a fleet of one."""
+        (engine,) = self.engines
+        return engine
 
     @property
     def ttft_s(self) -> list[float]:
@@ -82,16 +81,17 @@ class _Sent:
 
 
 class Fleet:
-    """One trace through one fleet; `make_cache` makes the memory of each engine."""
+    """One trace through one fleet; `make_cache` makes the memory of each engine. An engine that is
+    alone may have any memory that a scheduler can run in."""
 
     def __init__(
         self,
         trace: Trace,
-        make_cache: Callable[[], Cache],
+        make_cache: Callable[[], PrefixMemory],
         cost: CostModel,
         shape: Shape,
         *,
-        routing: str,
+        routing: str = "round-robin",
         closed: bool,
         tiers: TierSizes | None = None,
         patience: Patience | None = None,
@@ -102,12 +102,12 @@ class Fleet:
                 make_cache(),
                 cost,
                 limits=shape.limits,
-                bytes_per_s=shape.bytes_per_s,
+                bytes_per_s=shape.bytes_per_s if shape.num_prefill else None,
                 tiers=tiers,
             )
             for number in range(shape.num_engines)
         ]
-        self._engines = engines
+        self.engines = engines
         self._front = EnginePool(engines[: shape.num_prefill] or engines, routing)
         self._back = (
             EnginePool(engines[shape.num_prefill :], routing) if shape.num_prefill else None
@@ -122,48 +122,50 @@ class Fleet:
         self._decoded: dict[object, FleetEngine] = {}
         """The engine that decoded each conversation's last answer."""
         self._wakes: list[tuple[float, int]] = []
-        self._now_s = 0.0
+        self.now_s = 0.0
         self._num_done = 0
-        self._run = FleetRun(asked=self._clients.asked)
+        self._run = FleetRun(engines=engines, asked=self._clients.asked)
 
     def run(self, on_done: Callable[[int], None] | None = None) -> FleetRun:
         """Runs everything; `on_done` is told how many requests are over."""
         while True:
             wake_s = self._wakes[0][0] if self._wakes else inf
-            self._now_s = min(self._clients.next_s, wake_s)
-            if self._now_s == inf:
+            self.now_s = min(self._clients.next_s, wake_s)
+            if self.now_s == inf:
                 return self._finished()
-            for number in self._clients.timed_out(self._now_s):
+            for number in self._clients.timed_out(self.now_s):
                 self._abort(number)
-            for number in self._clients.due(self._now_s):
+            for number in self._clients.due(self.now_s):
                 self._send(number)
-            while self._wakes and self._wakes[0][0] <= self._now_s:
+            while self._wakes and self._wakes[0][0] <= self.now_s:
                 self._wake(heapq.heappop(self._wakes)[1])
             if on_done is not None:
                 on_done(self._num_done)
 
     def _finished(self) -> FleetRun:
         run = self._run
-        assert not any(engine.is_stuck for engine in self._engines), "they wait for each other"
+        assert not any(engine.is_stuck for engine in self.engines), "they wait for each other"
         for engine in self._front.engines:
             run.queries += engine.cache.stats.queries
             run.hits += engine.cache.stats.hits
-        busy = [engine.busy_s for engine in self._engines]
+        run.queries += run.refused_tokens
+        busy = [engine.busy_s for engine in self.engines]
         run.busiest = max(busy) * len(busy) / sum(busy) if any(busy) else 0.0
-        run.busy_s, run.saved_s = sum(busy), sum(engine.saved_s for engine in self._engines)
-        run.moved_bytes = sum(engine.transfers.num_bytes for engine in self._engines)
+        run.busy_s, run.saved_s = sum(busy), sum(engine.saved_s for engine in self.engines)
+        links = (engine.transfers for engine in self.engines)
+        run.moved_bytes = sum(link.num_bytes for link in links if link is not None)
         return run
 
     def _wake(self, at: int) -> None:
-        engine = self._engines[at]
-        for progress in engine.run(self._now_s):
+        engine = self.engines[at]
+        for progress in engine.run(self.now_s):
             self._progress(engine, progress)
-            self._run.end_s = self._now_s
+            self._run.end_s = self.now_s
         for request, error in engine.scheduler.take_late():
             if request.finish_reason is None:
                 number = self._sent[engine, request.number].number
                 self._abort(number)
-                self._clients.refused(number, self._now_s, error.retry_after_s)
+                self._clients.refused(number, self.now_s, error.retry_after_s)
         self._push(engine)
 
     def _push(self, engine: FleetEngine, now_s: float | None = None) -> None:
@@ -215,16 +217,16 @@ class Fleet:
             engine.add(request)
         except QueueWaitError as error:
             self._end(sent)
-            self._clients.refused(number, self._now_s, error.retry_after_s)
+            self._clients.refused(number, self.now_s, error.retry_after_s)
             return None
         except InvalidRequestError:
             self._end(sent)
             self._run.num_refused += 1
-            self._run.queries += asked.input_length
+            self._run.refused_tokens += asked.input_length
             self._over(number)
             return None
         self._sent[engine, request.number] = self._at[number] = sent
-        self._push(engine, self._now_s)
+        self._push(engine, self.now_s)
         return sent
 
     def _lend(self, lender: FleetEngine, sent: _Sent) -> None:
@@ -232,15 +234,18 @@ class Fleet:
         borrower, chain = sent.pool.engines[sent.at], sent.request.chain
         if lender is borrower:
             return
-        loan = lender.cache.lend(chain)
+        cache, transfers = lender.cache, borrower.transfers
+        assert isinstance(cache, Cache)
+        assert transfers is not None
+        loan = cache.lend(chain)
         if loan is not None:
-            borrower.transfers.want(sent.request, loan, partial(self._take_back, lender, loan))
+            transfers.want(sent.request, loan, partial(self._take_back, lender, cache, loan))
 
-    def _take_back(self, lender: FleetEngine, loan: Loan) -> None:
+    def _take_back(self, lender: FleetEngine, cache: Cache, loan: Loan) -> None:
         """Ends a loan, and wakes a lender that had no room before."""
-        lender.cache.take_back(loan)
+        cache.take_back(loan)
         if lender.is_stuck:
-            self._push(lender, self._now_s)
+            self._push(lender, self.now_s)
 
     def _progress(self, engine: FleetEngine, progress: Progress) -> None:
         request = progress.request
@@ -249,7 +254,7 @@ class Fleet:
             self._begun(sent)
             assert request.report is not None, "a request with a token was admitted"
             if not sent.prefills:
-                self._clients.begun(sent.number, self._now_s)
+                self._clients.begun(sent.number, self.now_s)
             if sent.pool is self._front:
                 engine.saved_s += self._cost.prefill_s(0, request.report.state_length)
         if progress.finish_reason is None:
@@ -280,8 +285,8 @@ class Fleet:
         self._end(sent)
         engine = sent.pool.engines[sent.at]
         engine.scheduler.finish(sent.request, FinishReason.ABORT)
-        self._push(engine, self._now_s)
+        self._push(engine, self.now_s)
 
     def _over(self, number: int) -> None:
         self._num_done += 1
-        self._clients.done(number, self._now_s)
+        self._clients.done(number, self.now_s)
