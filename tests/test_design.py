@@ -72,3 +72,32 @@ def test_the_types_on_the_way_exist():
     text = "".join(path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py"))
     for name in re.findall(r"`([A-Z]\w+)`", types):
         assert f"class {name}" in text, name
+
+
+ROW = re.compile(r"^\| [^|]+\? \| (.*) \|$", re.M)
+FILE = re.compile(r"`([\w/]+\.py)`")
+NAME = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)?)`")
+
+
+def defines(name, file):
+    """Whether a module defines a name, or a class in it the method."""
+    body = ast.parse((SOURCE / file).read_text(encoding="utf-8")).body
+    owner, _, last = name.rpartition(".")
+    if owner:
+        body = [n for top in body if getattr(top, "name", "") == owner for n in top.body]
+    targets = [n.target.id for n in body if isinstance(n, ast.AnnAssign)]
+    return last in (*targets, *(getattr(node, "name", None) for node in body))
+
+
+def test_what_answers_a_strangers_questions_is_where_the_page_says():
+    answers = ROW.findall(PAGE)
+    assert len(answers) == 6
+    for answer in answers:
+        files = FILE.findall(answer)
+        names = [name for name in NAME.findall(answer) if not name.endswith(".py")]
+        assert files
+        assert names
+        for file in files:
+            assert (SOURCE / file).is_file(), file
+        for name in names:
+            assert any(defines(name, file) for file in files), name
