@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milepost.server.custom import CustomInput
+from milepost.server.tools import CustomInput
 
 
 def read(text, cuts=()):

@@ -1,8 +1,8 @@
 """A small process of ours that answers one message after the other, and can be killed over one.
 
-`Child` is the side that starts it, in an event loop. The process is a module's `main`, which reads
-messages from its standard input and writes its answers to standard output, as frames. It ends when
-its input does.
+`Child` is the side that starts it, in an event loop. The process runs a package's `process.main`,
+which reads messages from its standard input and writes its answers to standard output, as frames.
+It ends when its input does.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from milepost.logs import LogSetup, current, set_up
 
 
 class Child:
-    """A process that runs `python -m <module>`; `start` before `ask`, `close` at the end."""
+    """A process that runs `main` of a package's module `process`; `start` before `ask`, `close` at
+    the end."""
 
-    def __init__(self, module: str) -> None:
-        self._module = module
+    def __init__(self, package: str) -> None:
+        self._package = package
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -34,8 +35,8 @@ class Child:
     async def start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-m",
-            self._module,
+            "-c",
+            f"from {self._package}.process import main; main()",
             *self._log_words(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -43,7 +44,7 @@ class Child:
         )
 
     def _log_words(self) -> list[str]:
-        setup, name = current(), self._module.rpartition(".")[2]
+        setup, name = current(), self._package.rpartition(".")[2]
         return [] if setup is None else replace(setup, process=name).words()
 
     async def ask(self, message: bytes, timeout_s: float | None = None) -> bytes | None:

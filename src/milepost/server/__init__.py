@@ -6,9 +6,9 @@
     OpenAI endpoints         completions, chat, conversation
     before the application   connections, gate, callers
     a body, read             bodies, fields, protocol, parts, tools, unknown
-    its meaning              messages, images, custom, templates, forms, parameters
+    its meaning              messages, images, templates, forms, parameters
     the way to the engine    service, generation, observers
-    its answer               answers, stream, blocks, logprobs, errors, transfer
+    its answer               answers, stream, logprobs, errors, transfer
     figures                  metrics, vllm_metrics, http_metrics
     traces                   tracing, spans
     files of requests        batch

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from milepost.server import custom
 from milepost.server.parsing import lark
 from milepost.server.parts import ImagePart, Message, TextPart, VideoPart
 from milepost.server.protocol import ChatRequest
-from milepost.server.tools import NamedToolChoice, Tool, ToolCall
+from milepost.server.tools import INPUT, NamedToolChoice, Tool, ToolCall, as_function
 
 _NOT_FOR_TEMPLATES = {"content", "tool_calls", "reasoning", "refusal", "annotations"}
 
@@ -28,7 +27,7 @@ def tools_for_template(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | N
 
 def _tool(tool: Tool) -> dict[str, Any]:
     if tool.custom is not None and tool.type == "custom":
-        return custom.as_function(tool.custom)
+        return as_function(tool.custom)
     return tool.model_dump(exclude_none=True, exclude={"custom"})
 
 
@@ -70,7 +69,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     plain: dict[str, Any] = {"type": "function"} if call.id is None else {"id": call.id}
     plain["type"] = "function"
     if call.custom is not None and call.type == "custom":
-        given = {custom.FIELD: call.custom.input or ""}
+        given = {INPUT: call.custom.input or ""}
         return {**plain, "function": {"name": call.custom.name, "arguments": given}}
     assert call.function is not None, "a call of a function has one"
     return {**plain, "function": call.function.model_dump()}

@@ -9,9 +9,7 @@ sampled (`runner.acceptance`).
 
 from __future__ import annotations
 
-from milepost.speculative.drafter import Drafter, DraftWish
-from milepost.speculative.head import HeadDrafter
-from milepost.speculative.methods import FirstOf
+from milepost.speculative.drafter import Drafter, DraftWish, FirstOf, HeadDrafter
 from milepost.speculative.ngram import NgramDrafter
 from milepost.speculative.policy import Adaptive, Always, Policy
 from milepost.speculative.speculation import Speculation

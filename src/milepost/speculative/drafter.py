@@ -1,8 +1,9 @@
-"""The interface of all drafters."""
+"""The interface of all drafters, and the two that pass on drafts of others: those of the model's
+own head, and of the first of several drafters that has some."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -39,3 +40,55 @@ class Drafter(Protocol):
         """Forgets a request that is over. Its answer is whole by then, and may be one for which
         nothing was drafted."""
         ...
+
+
+class HeadDrafter:
+    """Holds the drafts made after the last step."""
+
+    method = "mtp"
+
+    def __init__(self) -> None:
+        self._drafts: Mapping[int, Sequence[int]] = {}
+        """Maps a request's number to the drafts that may follow its tokens."""
+
+    def learn(self, drafts: Mapping[int, Sequence[int]]) -> None:
+        """Replaces all earlier drafts by those of the latest step."""
+        self._drafts = drafts
+
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
+        return [self._drafts.get(wish.request.number, ())[: wish.most] for wish in wishes]
+
+    def is_ready(self, _request: Request) -> bool:
+        """Always true: the head drafts after any token."""
+        return True
+
+    def forget(self, _request: Request) -> None:
+        """Does nothing: the head keeps nothing per request."""
+
+
+class FirstOf:
+    """Asks `drafters` in turn, each only for the requests that earlier ones had no drafts for."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        assert drafters, "somebody drafts"
+        self._drafters = drafters
+        self.method = ", ".join(drafter.method for drafter in drafters)
+
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
+        found: list[Sequence[int]] = [()] * len(wishes)
+        open_ = list(range(len(wishes)))
+        for drafter in self._drafters:
+            drafts = drafter.propose([wishes[index] for index in open_])
+            for index, tokens in zip(open_, drafts, strict=True):
+                found[index] = tokens
+            open_ = [index for index in open_ if not found[index]]
+            if not open_:
+                break
+        return found
+
+    def is_ready(self, request: Request) -> bool:
+        return any(drafter.is_ready(request) for drafter in self._drafters)
+
+    def forget(self, request: Request) -> None:
+        for drafter in self._drafters:
+            drafter.forget(request)

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
-from milepost.speculative.drafter import Drafter, DraftWish
-from milepost.speculative.head import HeadDrafter
+from milepost.speculative.drafter import Drafter, DraftWish, HeadDrafter
 from milepost.speculative.policy import Policy, Standing, Verified
 
 AllowedDrafts = Callable[[Request, Sequence[int]], Sequence[int]]

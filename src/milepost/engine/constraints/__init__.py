@@ -3,7 +3,7 @@ Its modules:
 
     one answer's masks          guide, guidance, restrictions
     forms as grammars           grammars
-    in a process of its own     process, __main__
+    in a process of its own     process
 """
 
 from milepost.engine.constraints.grammars import (

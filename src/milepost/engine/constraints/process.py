@@ -1,6 +1,6 @@
 """Tries out forms in a process of its own, which is killed when one takes too long.
 
-The process (`python -m milepost.engine.constraints`) compiles a form as an engine would, and
+The process (`main`) compiles a form as an engine would, and
 makes the first masks. It answers with what is wrong, if anything. The engine compiles again what
 has passed, so anything slow there would have been slow here first. Messages are JSON. The process
 ends when its input does (`child`), or by an alarm of its own.

@@ -2,7 +2,7 @@
 Its modules:
 
     rendering a conversation    chat, template, marks, roles, conversations
-    in a process of its own     process, __main__
+    in a process of its own     process
     for many callers            encoder, lanes
     tokens of a text            tokenizer, lengths
     text of tokens              detokenizer, token_texts

@@ -1,7 +1,7 @@
 """Renders conversations and tokenizes texts in a process of its own, which can be ended.
 
 A megabyte of text takes a tokenizer one to ten seconds, and nothing can interrupt it; a chat
-template may take for ever (`conversations`). The process (`python -m milepost.engine.text`)
+template may take for ever (`conversations`). The process (`main`)
 imports `tokenizers`, and transformers with the first conversation, so it starts quickly. Memory
 that a text needed is returned to the system.
 

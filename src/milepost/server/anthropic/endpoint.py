@@ -15,9 +15,9 @@ from starlette.responses import Response
 
 from milepost.engine.processes import Delta
 from milepost.server import conversation
+from milepost.server.answers import AnswerBlock, Blocks, Step
 from milepost.server.anthropic.convert import has_breakpoints, to_chat
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from milepost.server.blocks import AnswerBlock, Blocks, Step
 from milepost.server.conversation import ChatTurn
 from milepost.server.errors import HttpError, anthropic_body_of
 from milepost.server.protocol import ChatRequest

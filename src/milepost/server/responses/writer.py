@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from milepost.engine.processes import Delta
 from milepost.server import errors, logprobs
-from milepost.server.blocks import AnswerBlock, Blocks, Step
+from milepost.server.answers import AnswerBlock, Blocks, Step
 from milepost.server.conversation import ChatTurn
 from milepost.server.logprobs import TokenBytes, TokensOfTexts
 from milepost.server.responses.protocol import ResponsesRequest

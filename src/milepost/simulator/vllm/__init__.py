@@ -3,8 +3,7 @@
 Its modules:
 
     pool      the memory that the scheduler runs requests in
-    hold      one running request's blocks, and where its states are saved
-    blocks    equal blocks with one eviction queue
+    blocks    equal blocks with one eviction queue, and those of one running request
 """
 
 from milepost.simulator.vllm.pool import OnePool

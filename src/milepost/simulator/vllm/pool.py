@@ -23,8 +23,7 @@ from milepost.cache.placement import Kind, Mode, floor
 from milepost.cache.plans import Export, PageMove
 from milepost.cache.report import CacheReport, Stats, explain
 from milepost.cache.tree import HYBRID, Chain, Match, Path, Reservation, grid_of
-from milepost.simulator.vllm.blocks import BlockPool, Key, Place
-from milepost.simulator.vllm.hold import Hold, aligned_ends, new_allocation
+from milepost.simulator.vllm.blocks import BlockPool, Hold, Key, Place, aligned_ends, new_allocation
 
 
 class OnePool:
