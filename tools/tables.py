@@ -24,8 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from milepost.cli.flags import SHORT, field_docs
 from milepost.config import EngineConfig
-from milepost.engine.metric_texts import TEXTS
-from milepost.engine.metrics import Metric
+from milepost.engine.metrics import TEXTS, Metric
 from milepost.kernels.attention import describe as attention
 from milepost.kernels.products import describe
 from milepost.kernels.products.expert_table import EXPERTS

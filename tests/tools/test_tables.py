@@ -11,7 +11,7 @@ import pytest
 
 from milepost import LLM
 from milepost.config import EngineConfig
-from milepost.engine.metric_texts import TEXTS
+from milepost.engine.metrics import TEXTS
 from milepost.simulator.policies import POLICIES
 
 ROOT = Path(__file__).parents[2]

@@ -7,6 +7,5 @@ Six rooms, each used through its `__init__`; a room uses only those above it: `t
     prompts and outputs         prompts, validation, outputs, bit_checks
     what can be seen            metrics, facts
     what annexes bring          off_device, watcher
-    help texts of metrics       metric_texts
     any process of ours         child, ending, heap
 """

@@ -1,4 +1,4 @@
-"""The engine's metrics under vLLM's names, with the prefix `milepost:`."""
+"""The engine's metrics under vLLM's names, with the prefix `milepost:`, and their help texts."""
 
 from __future__ import annotations
 
@@ -133,3 +133,69 @@ def _counter(name: str, value: float, **labels: str) -> Metric:
 
 def _gauge(name: str, value: float, **labels: str) -> Metric:
     return Metric(name=f"milepost:{name}", value=value, kind="gauge", labels=labels)
+
+
+TEXTS = {
+    "checkpoints_declined": "States inside long prompts that were not kept: they would save less "
+    "than what they displace.",
+    "checkpoints_evicted": "Evicted states by cause: slots or pages were needed, the slot was "
+    "taken over by the request that resumed from it, or the cache was reset.",
+    "checkpoints_evicted_unused": "States that were evicted before any request resumed from them.",
+    "checkpoints_made": "States that were saved.",
+    "checkpoints_skipped": "States that were not saved because there was no slot.",
+    "checkpoints_used": "Times that a request resumed from a saved state.",
+    "decode_tokens": "Tokens computed by decodes.",
+    "external_prefix_cache_hits": "Prompt tokens reused from host memory, disk or another engine.",
+    "external_prefix_cache_queries": "Prompt tokens that the device did not have, if there is "
+    "anywhere else to look.",
+    "image_encoder_hits": "Images of a step whose encoder outputs were still on the device.",
+    "image_encoder_tokens": "Tokens of images that the vision encoder computed.",
+    "image_tokens": "Prompt tokens of images.",
+    "image_tokens_reused": "Prompt tokens of images that were reused.",
+    "images_encoded": "Images that the vision encoder computed.",
+    "images_reused": "Images all of whose tokens were reused.",
+    "iteration_tokens_total": "Tokens computed in a step.",
+    "kv_cache_cached_perc": "Share of the pages that only the cache holds.",
+    "kv_cache_usage_perc": "Share of the pages that running requests hold.",
+    "kv_leases_expired": "Loans to other engines that ended before they were released.",
+    "kv_leases_granted": "Prompts lent to other engines.",
+    "kv_leases_refused": "Prompts that were not lent, since too much was lent already.",
+    "kv_transfer_bytes": "Bytes fetched from other engines.",
+    "kv_transfer_failures": "Fetches from other engines that failed.",
+    "kv_transfer_read_seconds": "Seconds in which data of other engines was read.",
+    "kv_transfer_seconds": "Seconds of all fetches from other engines.",
+    "kv_transfers": "Fetches from other engines.",
+    "num_preemptions": "Times that a running request lost its pages.",
+    "num_requests_running": "Running requests.",
+    "num_requests_waiting": "Waiting requests.",
+    "num_requests_waiting_by_reason": "Waiting requests: for room, or for something they deferred "
+    "to.",
+    "num_steps": "Steps of the engine.",
+    "pages_duplicate": "Pages that two requests computed at the same time.",
+    "pages_evicted": "Evicted pages.",
+    "prefix_cache_hits": "Prompt tokens that were reused.",
+    "prefix_cache_loaded_tokens": "Prompt tokens that were loaded, by where from.",
+    "prefix_cache_local_hits": "Prompt tokens reused from the device.",
+    "prefix_cache_lost_tokens": "Prompt tokens that were computed, by the reason.",
+    "prefix_cache_queries": "Prompt tokens of admitted requests.",
+    "prefix_waits": "Times that a request waited a step for a prefix that another one computes.",
+    "prompt_tokens_computed": "Tokens computed by prefills.",
+    "queue_wait_refused": "Requests refused on arrival or ended while waiting, since they would "
+    "have waited too long.",
+    "resumed_hits": "Tokens of preempted requests that were reused on their return.",
+    "resumed_tokens": "Tokens of preempted requests on their return.",
+    "spec_decode_num_accepted_tokens": "Accepted drafts.",
+    "spec_decode_num_accepted_tokens_per_pos": "Accepted drafts by their position in the run.",
+    "spec_decode_num_draft_tokens": "Drafts that were verified.",
+    "spec_decode_num_drafts": "Runs of drafts that were verified.",
+    "state_cache_cached_perc": "Share of the state slots that only the cache holds.",
+    "state_cache_usage_perc": "Share of the state slots that running requests hold.",
+    "tier_disk_rests": "Times that a directory which did not respond was left unused.",
+    "tier_failed_loads": "Loads of which a part could not be read.",
+    "tier_items": "Pages and states in a tier.",
+    "tier_loads": "Loads from host memory or disk.",
+    "tier_states_too_late": "States that were evicted before there was room to copy them.",
+    "tier_stored_items": "Pages and states copied to host memory.",
+    "tier_usage_perc": "Share of a tier's capacity in use.",
+    "tier_written_items": "Pages and states written to disk.",
+}

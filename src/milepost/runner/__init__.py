@@ -2,7 +2,7 @@
 
 Its modules:
 
-    a step                  runner, in_flight, plain, device, graphs, graph_split
+    a step                  runner, in_flight, plain, device, graphs
     its arrays              arrays, staging, tables, records, histories, counts
     its pictures            pictures, positions
     what it chooses         sampling, sampler, choice, prompt_scores

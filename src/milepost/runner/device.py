@@ -29,8 +29,7 @@ from milepost.runner import arrays
 from milepost.runner.arrays import Capacity, Geometry
 from milepost.runner.choice import Drafts, choice_of
 from milepost.runner.device_drafting import DeviceDrafting
-from milepost.runner.graph_split import GraphSplit
-from milepost.runner.graphs import Graphs, SplitHere, StepOutputs, exact_capacity
+from milepost.runner.graphs import Graphs, GraphSplit, SplitHere, StepOutputs, exact_capacity
 from milepost.runner.in_flight import InFlightStep
 from milepost.runner.pictures import EncodedPictures, rows_of
 from milepost.runner.pools import Pools

@@ -2,8 +2,9 @@
 
 A prompt that hits the cache leaves a few dozen tokens to compute. The kernels of such a step take
 longer to launch one by one than to run; a graph launches them at once. A graph is captured for each
-capacity of a ladder, and runs any step that fits, padded. A graph may be in two pieces: the first
-runs while the host lays out the arrays of the second.
+capacity of a ladder, and runs any step that fits, padded. A graph of a prefill may be in two
+pieces, cut before the first layer that reads page tables: the first runs while the host sends new
+page ids and lays out attention for the second.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.layout.batch import Capacity, Operation
 from milepost.kernels.recurrent import CHUNK
+from milepost.layers.context import AttentionSpec
+from milepost.layers.parts import Layer
+from milepost.models.decoder import Decoder
 from milepost.scheduler.budget import max_num_exports
 from milepost.scheduler.plans import StepPlan
 
@@ -228,3 +232,28 @@ def exact_capacity(plan: StepPlan) -> Capacity:
         num_drafts=num_drafts or int(plan.verifies),
         is_exact=True,
     )
+
+
+class GraphSplit:
+    """The two pieces of one model."""
+
+    def __init__(self, model: Decoder) -> None:
+        layers: list[Layer] = list(model.layers)
+        own = [_attention(layer) for layer in layers]
+        self.num_first = next((index for index, found in enumerate(own) if found), 0)
+        """Number of layers in the first piece; 0 if there is only one piece."""
+        late = {operation for found in own for operation in found}
+        late.update(model.ending)
+        self.first = tuple(each for each in model.operations if each not in late)
+        """Operations that are laid out for the first piece."""
+        self.second = tuple(each for each in model.operations if each in late)
+
+    def cut(self, capacity: Capacity) -> bool:
+        """Whether such a step is cut. Decodes are not: they are laid out while the step before them
+        runs."""
+        return self.num_first > 0 and not capacity.decodes
+
+
+def _attention(layer: Layer) -> list[Operation | None]:
+    parts = (part for block in layer.blocks for part in block.parts)
+    return [part.operation for part in parts if isinstance(part.spec, AttentionSpec)]

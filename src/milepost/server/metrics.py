@@ -27,8 +27,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from milepost.engine.metric_texts import TEXTS
-from milepost.engine.metrics import Metric
+from milepost.engine.metrics import TEXTS, Metric
 from milepost.server.http_metrics import HttpMetrics
 from milepost.server.vllm_metrics import ExposedMetrics
 
