@@ -10,8 +10,8 @@ from milepost.server import parts as openai
 from milepost.server import tools
 from milepost.server.anthropic.protocol import (
     AnthropicMessage,
-    Block,
     CallBlock,
+    ContentBlock,
     CountTokensRequest,
     ImageBlock,
     MessagesRequest,
@@ -92,10 +92,10 @@ def _messages(message: AnthropicMessage) -> list[openai.Message]:
     return [*results, *rest] or [openai.Message(role=message.role, content="")]
 
 
-def _assistant(content: Sequence[Block]) -> list[openai.Message]:
+def _assistant(content: Sequence[ContentBlock]) -> list[openai.Message]:
     """Returns an assistant's message, divided at the results of tools that another server ran."""
     messages: list[openai.Message] = []
-    said: list[Block] = []
+    said: list[ContentBlock] = []
     for block in content:
         if isinstance(block, Result):
             messages += [_said(said), _result(block)] if said else [_result(block)]
@@ -105,7 +105,7 @@ def _assistant(content: Sequence[Block]) -> list[openai.Message]:
     return [*messages, _said(said)] if said or not messages else messages
 
 
-def _said(content: Sequence[Block]) -> openai.Message:
+def _said(content: Sequence[ContentBlock]) -> openai.Message:
     calls = [
         tools.ToolCall(
             id=block.id, function=tools.FunctionCall(name=block.name, arguments=block.arguments)

@@ -189,7 +189,7 @@ def _other(kind: Any) -> type[Body]:
     return ServerResultBlock if is_result else OtherBlock
 
 
-Block: Any = tagged(
+ContentBlock: Any = tagged(
     TextBlock,
     ImageBlock,
     SearchResultBlock,
@@ -206,7 +206,7 @@ Block: Any = tagged(
 
 class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[Many[Block], Field(max_length=MAX_PARTS)]
+    content: str | Annotated[Many[ContentBlock], Field(max_length=MAX_PARTS)]
 
 
 class ClientTool(Body):
