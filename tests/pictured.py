@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,27 +74,33 @@ _IDS: dict[str, Any] = {
 }
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, **text: Any) -> PreTrainedModel:
-    """Returns `qwen3_5` or `qwen3_5_moe` with a tower and random weights. `text` changes sizes of
-    its text part."""
+def build(name: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> PreTrainedModel:
+    """Returns `qwen3_5` or `qwen3_5_moe` with a tower and random weights; `sizes` are of its
+    text."""
     torch.manual_seed(0)
-    own = deepcopy(_TEXT) | text
+    text = deepcopy(_TEXT) | sizes
     if name == "qwen3_5":
-        config = Qwen3_5Config(text_config=own, vision_config=_VISION, **_IDS)
+        config = Qwen3_5Config(text_config=text, vision_config=_VISION, **_IDS)
         model: PreTrainedModel = Qwen3_5ForConditionalGeneration(config)
     else:
-        moe = Qwen3_5MoeConfig(text_config=own | _EXPERTS, vision_config=_VISION, **_IDS)
+        moe = Qwen3_5MoeConfig(text_config=text | _EXPERTS, vision_config=_VISION, **_IDS)
         model = Qwen3_5MoeForConditionalGeneration(moe)
     checkpoints.randomise(model)
     return checkpoints.remembering(model).eval().to(dtype)
 
 
 def save(
-    name: str, folder: Path, dtype: torch.dtype = torch.float32, **text: Any
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, **sizes: Any
 ) -> PreTrainedModel:
-    """Builds the model and saves it in `folder`."""
-    model = build(name, dtype, **text)
+    """Builds the model and saves it in `folder`, with settings for its pictures."""
+    model = build(name, dtype, **sizes)
     model.save_pretrained(folder)
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "patch_size": SETTINGS.patch_size,
+        "size": {"shortest_edge": SETTINGS.min_pixels, "longest_edge": SETTINGS.max_pixels},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,6 @@ def save_folder(
     pictured.save("qwen3_5", folder, dtype, **text)
     if has_head:
         add_head(folder)
-    own = pictured.SETTINGS
-    settings = {
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-        "patch_size": own.patch_size,
-        "size": {"shortest_edge": own.min_pixels, "longest_edge": own.max_pixels},
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
 
 

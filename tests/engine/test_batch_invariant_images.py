@@ -53,7 +53,7 @@ def check_bits(seed: int, folder: Path, **options: Any) -> None:  # noqa: F811
     little = {
         "num_pages": 12,
         "num_slots": rng.choice([4, 9]),
-        "encoder_cache_size": rng.choice([81, 400]),
+        "encoder_cache_size": rng.choice([240, 400]),
         "cache_host_gib": rng.choice([None, 0.02]),
         "max_num_batched_tokens": rng.choice([70, 130]),
         "speculative_config": rng.choice([None, {"method": "ngram", "num_speculative_tokens": 3}]),
