@@ -170,13 +170,13 @@ def make_int8(*shape: int) -> Int8:
     return Int8(values=values, scales=scales)
 
 
-def make_int4(*shape: int) -> Int4:
+def make_int4(*shape: int, group: int = GROUP) -> Int4:
     *lead, num_inputs = shape
-    groups = *lead, num_inputs // GROUP
+    groups = *lead, num_inputs // group
     packed = torch.randint(0, 256, (*lead, num_inputs // 2), device="cuda", dtype=torch.uint8)
     scales = torch.full(groups, 0.004, device="cuda", dtype=torch.bfloat16)
     zeros = torch.full(groups, 8, device="cuda", dtype=torch.uint8)
-    return Int4(packed=packed, scales=scales, zeros=zeros, group=GROUP)
+    return Int4(packed=packed, scales=scales, zeros=zeros, group=group)
 
 
 def make_fp4(*shape: int) -> Fp4:

@@ -29,7 +29,8 @@ from torch import Tensor
 from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench.kernels.quantised import FORMS, HIDDEN, SHAPES, SIZE, bytes_of
+from bench.kernels import quantised
+from bench.kernels.quantised import HIDDEN, SHAPES, SIZE, bytes_of
 
 from milepost.kernels import products
 from milepost.kernels.layout.emit import as_activations
@@ -44,6 +45,7 @@ from milepost.kernels.products.portable.rounding import round_rows
 from milepost.kernels.products.portable.tiles import GemvTiles, SplitTiles
 from milepost.kernels.products.run import Multiplication, RoutedRows
 
+FORMS = quantised.FORMS | {"int4, 32": partial(quantised.make_int4, group=32)}
 EXPERTS, CHOSEN = 257, 8
 COPY_GBPS = 4280
 """Of an H200, measured."""
@@ -89,7 +91,7 @@ def time_experts(form: str, counts: list[int]) -> Iterator[dict[str, Any]]:
             named = {"op": "up" if is_up else "down", "tokens": num_tokens}
             floor = bytes_of(weight) * touched / EXPERTS / COPY_GBPS / 1e3
             calls = {
-                each: project(draws, parse(each, weight), is_up=is_up)
+                each: project(draws, parse(each), is_up=is_up)
                 for each in (few if num_tokens <= 128 else many).split()
             }
             if num_tokens <= 4:
@@ -180,7 +182,7 @@ def time_dense(form: str, counts: list[int]) -> Iterator[dict[str, Any]]:
 
 
 def run_dense(hidden: Tensor, weight: Quantised, name: str) -> Tensor:
-    chip, tiles = probe(hidden.device), parse(name, weight)
+    chip, tiles = probe(hidden.device), parse(name)
     split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
     given = Multiplication(as_activations(hidden), weight, epilogue=Epilogue.PARTIALS)
     return gemm.run(given, SplitTiles(tiles=tiles, split_k=split_k))
@@ -195,15 +197,14 @@ def run_chosen(hidden: Tensor, weight: Quantised, allowed: bool) -> Tensor:
         return multiply(hidden, weight, epilogue=Epilogue.PARTIALS)
 
 
-def parse(name: str, weight: Quantised) -> Tiles:
+def parse(name: str) -> Tiles:
     """Returns the tiles that are written so."""
     sizes, num_warps, num_stages, *how = name.split(",")
     block_m, block_n = map(int, sizes.split("x"))
-    group = getattr(weight, "group", 128)
     return Tiles(
         block_m=block_m,
         block_n=block_n,
-        block_k=64 if group == 32 else 128,
+        block_k=128,
         num_warps=int(num_warps),
         num_stages=int(num_stages),
         is_swapped=how != ["u"],

@@ -80,13 +80,17 @@ class Mixture:
     def has_whole_groups(self) -> bool:
         return all(each.has_whole_groups for each in self.weights)
 
+    @property
+    def has_whole_steps(self) -> bool:
+        return all(each.has_whole_steps for each in self.weights)
+
 
 # Conditions of kernels, each after the reason that is shown where it does not hold.
 # fmt: off
 _BLOCKS: Condition[Mixture] = ("scales are not of whole blocks", lambda it, _:
     it.has_whole_groups)
 _KEPT: Condition[Mixture] = (_BLOCKS[0], lambda it, chip:
-    it.has_whole_groups or (it.form is Fp8 and not chip.rounds_to_fp8))
+    it.has_whole_steps or (it.form is Fp8 and not chip.rounds_to_fp8))
 _BLOCKED: Condition[Mixture] = ("scales are not of whole blocks", lambda it, _:
     it.up.is_blocked and it.down.is_blocked)
 _GATED: Condition[Mixture] = ("sizes are no whole steps, or without gates", lambda it, _:

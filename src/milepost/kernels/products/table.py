@@ -78,7 +78,7 @@ _CONTIGUOUS: Condition[Product] = "rows are not contiguous", lambda it, _: it.is
 _ALIGNED: Condition[Product] = "rows are not aligned", lambda it, _: it.alignment >= 16
 _ROW: Condition[Product] = "scales are not of whole blocks", lambda it, _: it.is_row
 _KEPT_ROW: Condition[Product] = (_ROW[0], lambda it, chip:
-    it.is_row or (it.form is Fp8 and not chip.rounds_to_fp8))
+    it.weight.has_whole_steps or (it.form is Fp8 and not chip.rounds_to_fp8))
 _EXACT: Condition[Product] = ("bias may be added in another way", lambda it, _:
     not (it.weight.batch_invariant and it.has_bias))
 _ROWS: Condition[Product] = ("one row", lambda it, _:

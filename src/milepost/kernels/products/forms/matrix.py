@@ -147,3 +147,8 @@ class Matrix(NamedTuple):
         if self.form is Fp8:
             return self.depth == BLOCK and not self.has_input_scale
         return self.form is not Int4 or self.group % BLOCK == 0
+
+    @property
+    def has_whole_steps(self) -> bool:
+        """Whether scales belong to whole blocks of inputs, or to halves or quarters of them."""
+        return self.has_whole_groups or (self.form is Int4 and self.group in (32, 64))

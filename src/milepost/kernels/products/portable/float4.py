@@ -51,6 +51,24 @@ UNIT = tl.constexpr(128.0)
 _OF_BFLOAT16 = tl.constexpr(2.0**127)
 _OF_FLOAT16 = tl.constexpr(2.0**15)
 """2^126 and 2^14, over UNIT; times 256, by which scales are too small as they are decoded."""
+_OF_ROWS = tl.constexpr(2.0**63)
+_WIDE, _PLAIN = tl.constexpr(2.0**64), tl.constexpr(2.0**-48)
+"""Factors that keep products with rows off float32's ends: wide numbers are then over 2^62."""
+
+
+def _widening(half: str) -> tl.constexpr:
+    """Returns PTX that makes float32 of the halves of four bytes: those of bfloat16, widened."""
+    pairs = (
+        f"prmt.b32 pair, half, 0, {order}; mul.lo.u32 pair, pair, 0x1040; "
+        f"and.b32 pair, pair, 0x81c081c0; shl.b32 ${i}, pair, 16; "
+        f"and.b32 ${i + 1}, pair, 0xffff0000;"
+        for i, order in ((0, "0x4140"), (2, "0x4342"))
+    )
+    half = half.replace("$2", "$4")
+    return tl.constexpr("{ .reg .b32 half, pair; " + half + " ".join(pairs) + " }")
+
+
+LOW_WIDE, HIGH_WIDE = _widening(int4.LOW), _widening(int4.HIGH)
 
 
 @triton.jit
@@ -78,6 +96,31 @@ def _weights(q, scale):
     K: tl.constexpr = q.shape[1]
     G: tl.constexpr = scale.shape[1]
     return tl.reshape(tl.reshape(q, [N, G, K // G]) * scale[:, :, None], [N, K])
+
+
+@triton.jit
+def widen(b_w, PTX: tl.constexpr):
+    """Returns the numbers in the low and in the high halves of bytes in float32, for rows times
+    `row_factor`, and sums times `wide_scales`."""
+    if PTX:
+        return int4.take_wide(b_w, LOW_WIDE), int4.take_wide(b_w, HIGH_WIDE)
+    else:
+        q = b_w.to(tl.int16)
+        return numbers(q & 15, tl.float16).to(tl.float32), numbers(q >> 4, tl.float16).to(
+            tl.float32
+        )
+
+
+@triton.jit
+def row_factor(PTX: tl.constexpr):
+    """Returns what a row is multiplied by before it meets wide numbers."""
+    return _WIDE if PTX else _PLAIN
+
+
+@triton.jit
+def wide_scales(bits):
+    """Returns the scales of float8's bits for sums of wide numbers, over UNIT: float32."""
+    return decode(bits, False).to(tl.float32) * _OF_ROWS
 
 
 @triton.jit

@@ -45,7 +45,7 @@ def _widening(half: str) -> tl.constexpr:
     )
 
 
-_LOW_WIDE, _HIGH_WIDE = _widening(LOW), _widening(HIGH)
+LOW_WIDE, HIGH_WIDE = _widening(LOW), _widening(HIGH)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def high(b_w, TYPE: tl.constexpr, PTX: tl.constexpr):
 def widen(b_w, PTX: tl.constexpr):
     """Returns the numbers in the low and in the high halves of bytes, plus 128, in float32."""
     if PTX:
-        return _widen(b_w, _LOW_WIDE), _widen(b_w, _HIGH_WIDE)
+        return take_wide(b_w, LOW_WIDE), take_wide(b_w, HIGH_WIDE)
     else:
         b_w = b_w.to(tl.int32)
         low = ((b_w & 15) << 16) | 0x43000000
@@ -85,7 +85,8 @@ def widen(b_w, PTX: tl.constexpr):
 
 
 @triton.jit
-def _widen(b_w, HOW: tl.constexpr):
+def take_wide(b_w, HOW: tl.constexpr):
+    """Returns what code makes of four bytes of b_w at a time, in float32."""
     return tl.inline_asm_elementwise(
         HOW, "=r,=r,=r,=r,r", [b_w], dtype=tl.float32, is_pure=True, pack=4
     )
@@ -136,6 +137,14 @@ def offset(TYPE: tl.constexpr):
 @triton.jit
 def weights(numbers, scale, zero):
     """Returns the weights of numbers [N, K] as `low` and `high` return them, in their type, for
-    scales and zero points [N]."""
+    scales and zero points [N] of all of them, or [N, G] of groups."""
     zero = (zero.to(tl.float32) + offset(numbers.dtype)).to(numbers.dtype)
-    return (numbers - zero[:, None]) * scale.to(numbers.dtype)[:, None]
+    scale = scale.to(numbers.dtype)
+    if len(scale.shape) == 1:
+        return (numbers - zero[:, None]) * scale[:, None]
+    else:
+        N: tl.constexpr = numbers.shape[0]
+        K: tl.constexpr = numbers.shape[1]
+        G: tl.constexpr = scale.shape[1]
+        q = tl.reshape(numbers, [N, G, K // G])
+        return tl.reshape((q - zero[:, :, None]) * scale[:, :, None], [N, K])

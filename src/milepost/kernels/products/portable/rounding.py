@@ -35,7 +35,7 @@ from milepost.kernels.platform.numerics import (
 from milepost.kernels.platform.tensors import FP8
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 from milepost.kernels.products.forms.matrix import Raw
-from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int4, Int8, Quantised
+from milepost.kernels.products.forms.quantised import BLOCK, FP4_LANE, Fp8, Int4, Int8, Quantised
 
 RoundedRows = tuple[Tensor, Tensor | None]
 """Rows and, if they are rounded, their scales [D, R]; or their sums, for four bits."""
@@ -91,7 +91,8 @@ def round_rows(rows: Inputs, weight: Raw | Quantised, chip: Chip, *, are_few: bo
     """Returns rows as a GEMM takes them: few are rounded, or added up, on the way, since a launch
     costs more; of more rows, each program would do so again with the same ones."""
     rows = as_activations(rows)
-    if isinstance(weight, Int4) and (weight.batch_invariant or not are_few):
+    is_summed = isinstance(weight, Int4) and weight.group >= FP4_LANE
+    if is_summed and (weight.batch_invariant or not are_few):
         values = values_of(rows)
         return values, sum_rows(values, min(weight.group, BLOCK))
     keeps_rows = isinstance(weight, Fp8) and not chip.rounds_to_fp8

@@ -17,7 +17,15 @@ import triton.language as tl
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.products.forms.matrix import Raw
-from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int8, Quantised
+from milepost.kernels.products.forms.quantised import (
+    BLOCK,
+    FP4_LANE,
+    Fp4,
+    Fp8,
+    Int4,
+    Int8,
+    Quantised,
+)
 from milepost.kernels.products.portable.rounding import readable
 
 
@@ -94,13 +102,13 @@ class ProductShape(NamedTuple):
             return shape._replace(depths=1, is_static=is_static, is_swapped=True)
         if not isinstance(weight, Fp8):
             group = weight.group if isinstance(weight, Int4) else -weight.group
-            if 0 < group < BLOCK:
-                # A step has a group in bytes' low halves, and one in their high halves.
-                shape = shape._replace(block_k=2 * group)
-            has_ptx = not chip.is_amd and chip.arch != "cpu"
-            is_swapped = shape.is_swapped or not shape.scales_first
             return shape._replace(
-                group=group, depths=depths, is_swapped=is_swapped, has_ptx=has_ptx
+                group=group,
+                depths=depths,
+                is_swapped=shape.is_swapped or not shape.scales_first,
+                # A step has several small groups, whose sums would be as many as their weights.
+                scales_first=shape.scales_first or 0 < group < FP4_LANE,
+                has_ptx=not chip.is_amd and chip.arch != "cpu",
             )
         return shape._replace(
             depths=depths,
@@ -161,8 +169,8 @@ def find_both(weight, expert, column, SHAPE: tl.constexpr):
 def load_scales(p_row, i_k, SHAPE: tl.constexpr):
     """Loads the scales [N] of the step from input i_k on, for rows from `find_row`; those that a
     form does not have, or not for a whole step, are anything. Int4 has scales and zero points of
-    the groups in bytes' low halves, then of those in their high halves; e2m1 has both halves'
-    scales [N, G].
+    the groups in bytes' low halves, then of those in their high halves, [N, G] if these are
+    several; e2m1 has both halves' scales [N, G].
 
     They are loaded a step ahead: no loop has them brought ahead by itself, and each step would wait
     for them."""
@@ -170,6 +178,9 @@ def load_scales(p_row, i_k, SHAPE: tl.constexpr):
     i_k = tl.minimum(i_k, SHAPE.inputs - SHAPE.block_k)
     if SHAPE.group > 0:
         place, scales = i_k // SHAPE.group, ()
+        if 2 * SHAPE.group < SHAPE.block_k:
+            place += 2 * tl.arange(0, SHAPE.block_k // (2 * SHAPE.group))[None, :]
+            p_scale, p_zero = p_scale[:, None], p_zero[:, None]
         for half in tl.static_range(2):
             both = place + (half if SHAPE.group < SHAPE.block_k else 0)
             scales += (tl.load(p_scale + both), tl.load(p_zero + both))
