@@ -161,7 +161,9 @@ KERNELS: dict[str, Kernel] = {
         without=_without("products.portable.grouped_large"),
         beside=_no_hopper,
     ),
-    "rounded": Kernel(forms=("fp8",), steps=FEW + MANY, without=_put(emit, "runs_gluon", _never)),
+    "rounded": Kernel(
+        forms=("fp8",), steps=FEW + MANY, without=_put(emit, "reads_rounded", _never)
+    ),
     "round_gated": Kernel(
         forms=("fp8",), steps=FEW + MANY, without=_put(products, "rounds_gated", _never)
     ),

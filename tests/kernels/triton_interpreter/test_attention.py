@@ -142,7 +142,7 @@ def test_pages_may_lie_far_apart(head_dim: int) -> None:
 def test_results_bring_their_rounding_along(monkeypatch, name: str, head_dim: int) -> None:
     """The same numbers as a launch of their own makes of them. Of many tokens no others are
     written, of few all are."""
-    monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(emit, "reads_rounded", lambda _: True)
     step = Step(replace(CASES[name], head_dim=head_dim, dtype=torch.float16))
     items = step.on_device(step.items())
     is_cut = name in ("shared_and_prefill", "mixed")
@@ -161,7 +161,7 @@ def test_results_bring_their_rounding_along(monkeypatch, name: str, head_dim: in
 
 
 def test_a_row_and_results_over_float8_are_not_rounded(monkeypatch) -> None:
-    monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(emit, "reads_rounded", lambda _: True)
     for case in (CASES["split_decode"], replace(CASES["mixed"], has_float8=True)):
         step = Step(replace(case, head_dim=128, dtype=torch.float16))
         given = step.query, step.gate, step.kv()

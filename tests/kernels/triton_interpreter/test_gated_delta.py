@@ -140,7 +140,7 @@ def test_prefill_padding_changes_nothing() -> None:
 def test_prefill_brings_its_rounding_along(monkeypatch, num_tokens: int) -> None:
     """The same numbers as a launch of their own makes of it, of padding too; of many tokens there
     are no others."""
-    monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(emit, "reads_rounded", lambda _: True)
     shapes = Shapes(key_heads=1, value_heads=2, key_dim=16, value_dim=128)
     weights, projected = make_weights(shapes, torch.float16), make_projected(shapes, num_tokens)
     batch = Batch(starts=[3], lengths=[num_tokens - 5], slot_in=[1], slot_out=[3])
@@ -160,7 +160,7 @@ def test_prefill_brings_its_rounding_along(monkeypatch, num_tokens: int) -> None
 
 
 def test_only_heads_of_a_block_are_rounded(monkeypatch) -> None:
-    monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(emit, "reads_rounded", lambda _: True)
     shapes = Shapes(key_heads=1, value_heads=2, key_dim=16, value_dim=64)
     batch = Batch(starts=[3], lengths=[70], slot_in=[1], slot_out=[3])
     projected, weights = make_projected(shapes, 70, torch.float16), make_weights(shapes)

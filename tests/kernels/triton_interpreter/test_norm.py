@@ -67,7 +67,7 @@ def test_heads_are_gated() -> None:
 @pytest.mark.parametrize("size", [128, 384, 1024])
 def test_a_norm_brings_its_rounding_along(monkeypatch, size: int) -> None:
     """The same numbers as a launch of their own makes of it, in whole lines of rows."""
-    monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(emit, "reads_rounded", lambda _: True)
     hidden, delta, scale = randn(5, size).half(), randn(5, 2, size), randn(size)
     expected = triton.add_norm(hidden, delta, scale, EPS)
     total, found = triton.add_norm(hidden, delta, scale, EPS, emit=Emit.BOTH)
@@ -88,7 +88,7 @@ def test_a_norm_brings_its_rounding_along(monkeypatch, size: int) -> None:
 @pytest.mark.parametrize("num_tokens", [64, 66])
 def test_many_rounded_rows_may_be_alone(monkeypatch, num_tokens: int) -> None:
     """Some products of few read the rows themselves."""
-    monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(emit, "reads_rounded", lambda _: True)
     hidden, delta, scale = randn(num_tokens, 256).half(), randn(num_tokens, 256), randn(256)
     kept = triton.add_norm(hidden, delta, scale, EPS, emit=Emit.BOTH)
     total, normed = triton.add_norm(hidden, delta, scale, EPS, emit=Emit.FP8)

@@ -373,7 +373,7 @@ def test_a_chip_without_float8_is_told(arch: tuple[int, int], native: bool) -> N
 def test_products_read_what_a_norm_rounded(monkeypatch, num_tokens: int) -> None:
     """The same bits as where they round it themselves, and no launch of their own for it; the last
     line of rows need not be full."""
-    monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(emit, "reads_rounded", lambda _: True)
     hidden, shares, experts = route(num_tokens, 3, 0.1)
     weight, up, down = make_fp8(256, 256), make_fp8(3, 256, 256), make_fp8(3, 256, 128, seed=2)
     scale = torch.full((256,), 4e-3)

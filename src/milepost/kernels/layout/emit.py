@@ -16,7 +16,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from milepost.kernels.platform.device import runs_gluon
+from milepost.kernels.platform.device import Placed, probe
 from milepost.kernels.platform.tensors import BLOCK, FP8
 
 LINE = 4
@@ -134,12 +134,17 @@ def values_of(rows: Inputs) -> Tensor:
     return rows.values
 
 
+def reads_rounded(placed: Placed) -> bool:
+    """Whether FP8 products read rows that their producer rounded: where the chip multiplies FP8."""
+    return placed.is_cuda and probe(placed.device).has_fp8
+
+
 def room_for(num_rows: int, size: int, like: Tensor, emit: Emit) -> Fp8Rows | None:
-    """Unfilled rows in FP8 that products on Hopper read; None where nobody does, or where products
-    round rows themselves. Many may be alone if nobody reads values."""
+    """Unfilled rows in FP8 that products read; None where nobody does, or where products round rows
+    themselves. Many may be alone if nobody reads values."""
     if emit is Emit.VALUES or num_rows <= 1 or size % BLOCK or like.element_size() != 2:
         return None
-    if not runs_gluon(like):
+    if not reads_rounded(like):
         return None
     padded = -(-num_rows // LINE) * LINE
     return Fp8Rows(

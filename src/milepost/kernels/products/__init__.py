@@ -18,8 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels import norm
-from milepost.kernels.layout.emit import FEW, Activations, Emit, Inputs, as_activations, values_of
-from milepost.kernels.platform.device import probe, runs_gluon, runs_triton
+from milepost.kernels.layout.emit import (
+    FEW,
+    Activations,
+    Emit,
+    Inputs,
+    as_activations,
+    reads_rounded,
+    values_of,
+)
+from milepost.kernels.platform.device import probe, runs_triton
 from milepost.kernels.platform.tensors import accumulation_dtype, cast, in_blocks
 from milepost.kernels.products import experts_reference
 from milepost.kernels.products.expert_table import EXPERTS
@@ -218,11 +226,11 @@ def gate(gate_up: Tensor, emit: Emit = Emit.VALUES, *, batch_invariant: bool = F
 
 def rounds_gated(gate_up: Tensor) -> bool:
     """Whether gated columns are rounded to FP8 as they are made: for products of many rows, or of
-    some on Hopper, which read rounded ones."""
+    some where these read rounded ones."""
     is_whole = gate_up.dim() == 2 and gate_up.shape[-1] % (2 * BLOCK) == 0
     if not is_whole or gate_up.element_size() != 2 or gate_up.stride(-1) != 1:
         return False
-    is_read = len(gate_up) > FEW or (len(gate_up) > 1 and runs_gluon(gate_up))
+    is_read = len(gate_up) > FEW or (len(gate_up) > 1 and reads_rounded(gate_up))
     return is_read and runs_triton(gate_up) and probe(gate_up.device).rounds_to_fp8
 
 

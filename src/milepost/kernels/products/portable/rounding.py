@@ -100,10 +100,10 @@ def round_rows(rows: Inputs, weight: Raw | Quantised, chip: Chip, *, are_few: bo
         return values_of(rows), None
     if isinstance(weight, Int8):
         return quantise(values_of(rows), weight.num_inputs, chip, dtype=torch.int8)
-    if are_few and weight.depth == BLOCK and rows.values is not None:
-        return rows.values, None
     if weight.depth == BLOCK and rows.fp8 is not None:
         return rows.fp8.filled
+    if are_few and weight.depth == BLOCK:
+        return values_of(rows), None
     return quantise(values_of(rows), weight.depth, chip)
 
 
