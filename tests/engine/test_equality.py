@@ -37,12 +37,15 @@ from tests.numbers import relative_error
 DTYPES = [torch.float64, torch.float32]
 
 
-def with_tiny(name: str, values: list[object], in_float32: object) -> pytest.MarkDecorator:
+def with_model(model: str, name: str, values: list[object], in_float32: object):
     """All values in float64, where answers are exact, and one in float32: what they stand for has
     nothing to do with the type."""
     cases = [*((torch.float64, value) for value in values), (torch.float32, in_float32)]
     ids = [f"{str(dtype)[6:]}-{value}" for dtype, value in cases]
-    return pytest.mark.parametrize(("tiny", name), cases, indirect=["tiny"], ids=ids)
+    return pytest.mark.parametrize((model, name), cases, indirect=[model], ids=ids)
+
+
+with_tiny = functools.partial(with_model, "tiny")
 
 
 EACH_PAGE_SIZE = with_tiny("page_size", [16, 64, 128], 64)
@@ -92,12 +95,14 @@ def test_answers_are_worth_comparing(tiny):
     assert all(len(set(each)) > NUM_TOKENS // 2 for each in answers)
 
 
-@pytest.mark.parametrize(
-    ("layer", "part"),
+@with_tiny(
+    "where",
     [(0, "conv"), (0, "recurrent"), (1, "conv"), (1, "recurrent"), (2, "kv")],
+    (1, "recurrent"),
 )
-def test_answers_would_show_wrong_contents(tiny, layer, part):
+def test_answers_would_show_wrong_contents(tiny, where):
     """A hit on a state or KV of another prompt, in one layer alone, is seen."""
+    layer, part = where
     llm = tiny.open()
     ask(llm, tokens(500))
     ask(llm, tokens(500, seed=1))
@@ -262,7 +267,7 @@ def test_neighbours(tiny):
     tiny.check(outputs)
 
 
-@pytest.mark.parametrize("budget", [128, 130, 8192])
+@with_tiny("budget", [128, 130, 8192], 8192)
 def test_prefix_shared_within_a_batch(tiny, budget):
     """Those behind wait for the first one's state."""
     llm = tiny.open(max_num_batched_tokens=budget)
@@ -283,8 +288,9 @@ def test_pages_computed_twice_within_a_batch(tiny):
     tiny.check(outputs)
 
 
-@pytest.mark.parametrize(("page_size", "num_pages"), [(16, 72), (64, 18), (128, 11)])
-def test_preempted_and_resumed(tiny, page_size, num_pages):
+@with_tiny("pages", [(16, 72), (64, 18), (128, 11)], (64, 18))
+def test_preempted_and_resumed(tiny, pages):
+    page_size, num_pages = pages
     llm = tiny.open(num_pages=num_pages, page_size=page_size, max_num_batched_tokens=256)
     params = greedy(60)
     outputs = ask(llm, *(tokens(220 + 10 * i, seed=i) for i in range(4)), params=params)
@@ -306,14 +312,10 @@ def test_preempted_in_the_middle_of_its_prompt(tiny):
 # --- what becomes of the cache --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("pools", "cause"),
-    [({"num_slots": 4}, "slots"), ({"num_pages": 14}, "pages")],
-    ids=["slots", "pages"],
-)
-def test_eviction_and_return(tiny, pools, cause):
+@with_tiny("cause", ["slots", "pages"], "slots")
+def test_eviction_and_return(tiny, cause):
     """Prompts go round; what was evicted is computed again, what was not is a hit."""
-    llm = tiny.open(**pools)
+    llm = tiny.open(**({"num_slots": 4} if cause == "slots" else {"num_pages": 14}))
     prompts = siblings(200, 100, 3) + [tokens(300, seed=20 + i) for i in range(2)]
     outputs = []
     for index in (0, 1, 0, 2, 1, 3, 4, 0, 0, 2, 3, 1, 4, 4, 0):
@@ -382,7 +384,7 @@ def test_abort_in_mid_stream(tiny):
     tiny.check(outputs)
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@with_tiny("num_steps", [1, 2, 3], 2)
 def test_abort_in_mid_prefill(tiny, num_steps):
     llm = tiny.open(max_num_batched_tokens=130)
     job = llm.llm_engine.add(*_read(tokens(500)))
@@ -395,7 +397,7 @@ def test_abort_in_mid_prefill(tiny, num_steps):
     tiny.check(outputs)
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
+@with_tiny("layer", [0, 1, 2], 1)
 def test_interrupt_in_mid_step(tiny, layer, monkeypatch):
     """A step that was cut short has written some layers' states: none of it may be used again."""
     llm = tiny.open()
@@ -512,7 +514,7 @@ def test_exported_state_is_what_the_prefill_leaves(tiny):
     llm.llm_engine.abort(job)
 
 
-@pytest.mark.parametrize("position", [64, 192, 448])
+@with_tiny("position", [64, 192, 448], 192)
 def test_exported_state_is_that_of_a_prefill_that_ends_there(tiny, position):
     """A longer prefill's export and a shorter one's state: the same but for the rounding of matrix
     products of other shapes.
@@ -526,7 +528,7 @@ def test_exported_state_is_that_of_a_prefill_that_ends_there(tiny, position):
         assert relative_error(tensor, left[name]) < bound, name
 
 
-@pytest.mark.parametrize("position", [64, 192, 448])
+@with_model("dense", "position", [64, 192, 448], 192)
 def test_exported_state_is_that_of_a_prefill_of_the_same_shape(dense, position):
     """Where the matrix products have the same rows: the shorter prefill's batch is filled up with a
     prompt that makes it as long. In float64 bit for bit; in float32 some CPUs add up the products
