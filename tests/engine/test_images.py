@@ -211,5 +211,5 @@ def test_large_images_are_encoded_over_several_steps_while_others_are_answered(
         assert output.outputs[0].token_ids == answer(cold, prompt, own)[0]
     steps = [record for record in read_records(plans) if isinstance(record, StepPlan)]
     parts = [step for step in steps if step.encode_part is not None]
-    assert len(parts) > 3
+    assert len(parts) >= 3, "as many as the tower has layers"
     assert all(step.num_decodes for step in parts if not step.encode_part.is_last)

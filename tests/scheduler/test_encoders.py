@@ -172,3 +172,6 @@ def test_a_tower_costs_by_patches_and_by_pairs_of_a_frame():
     assert cost.of(frames) == 100 * 2 + 4 * 25 * 25 * 0.1
     made = Encoders(1000, 400, GRID, SchedulerStats(), cost)
     assert parts(made, ((still,), 0, 200)) == ([0], ("a", 0, 1, 12), "")
+    shallow = TowerCost(linear=2.0, quadratic=0.1, depth=3)
+    made = Encoders(1000, 400, GRID, SchedulerStats(), shallow)
+    assert parts(made, ((still,), 0, 200)) == ([0], ("a", 0, 1, 3), ""), "a layer each"

@@ -23,8 +23,6 @@ from milepost.scheduler.stats import SchedulerStats
 SHARE_BESIDE_DECODES = 4
 """A step with decodes encodes as much as costs this part of its tokens. So pictures delay the
 tokens of others in each step by no more than a chunk of text does."""
-MAX_PARTS = 64
-"""Most steps that one picture is encoded over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +33,8 @@ class TowerCost:
     """For each token of a picture."""
     quadratic: float = 0.0
     """For each pair of tokens of a frame, which attend to each other."""
+    depth: int = 64
+    """Number of the tower's layers, and so the most steps that one picture is encoded over."""
 
     def of(self, picture: Picture) -> float:
         """Returns the work of a picture."""
@@ -159,8 +159,10 @@ class Encoders:
             self._needed[identity] = num_tokens
             return self._under_way is None or self._under_way.picture.identity != identity
         cost = self._cost.of(picture)
-        num_parts = 1 if cost <= self._share else min(math.ceil(cost / self._share), MAX_PARTS)
-        is_full = cost / num_parts > self._left and not is_urgent
+        num_parts = (
+            1 if cost <= self._share else min(math.ceil(cost / self._share), self._cost.depth)
+        )
+        is_full = min(cost / num_parts, self._share) > self._left and not is_urgent
         if identity in self._drops or is_full or (num_parts > 1 and self._part is not None):
             return False
         if sum(self._needed.values()) + num_tokens > self._capacity:

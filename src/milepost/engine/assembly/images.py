@@ -61,7 +61,11 @@ def tower_cost(model: Decoder) -> TowerCost:
         return TowerCost()
     shapes, text = model.tower.shapes, num_weights(model)
     pairs = 2 * shapes.depth * shapes.hidden_size * shapes.merge_size**4
-    return TowerCost(linear=shapes.num_weights / text, quadratic=_ATTENTION_TIMES * pairs / text)
+    return TowerCost(
+        linear=shapes.num_weights / text,
+        quadratic=_ATTENTION_TIMES * pairs / text,
+        depth=shapes.depth,
+    )
 
 
 def image_facts(
