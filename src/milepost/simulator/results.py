@@ -199,7 +199,7 @@ def _mean(group: Sequence[AnyRow]) -> AnyRow:
     if len(group) == 1:
         return group[0]
     values: dict[str, Any] = {}
-    for name in (field.name for field in fields(group[0])):  # type: ignore[arg-type]
+    for name in (field.name for field in fields(group[0])):
         held = [getattr(row, name) for row in group]
         if name in ("lost", "loaded"):
             keys = dict.fromkeys(key for counts in held for key in counts)
