@@ -11,6 +11,7 @@ import atexit
 import gc
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -104,6 +105,8 @@ def _run(arguments: list[str], given: None, address: str, pid_file: Path) -> Non
     _Engine.pid_file = pid_file
     starting.CONTEXT = _Context()
     sys.argv = ["milepost", *arguments]
+    # What a shell starts in the background ignores Ctrl-C, and so does what is forked from it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.freeze()  # what was imported stays, and its pages stay shared
     try:
         sys.exit(run())

@@ -52,7 +52,10 @@ def test_pictures_that_cannot_be_are_refused(pictures, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"limit_mm_per_prompt": '{"image": -1}'}, 'use {"image": NUMBER}, 0 or more'),
+        (
+            {"limit_mm_per_prompt": '{"image": -1}'},
+            'use {"image": NUMBER, "video": NUMBER}, 0 or more',
+        ),
         ({"limit_mm_per_prompt": '{"image": {"count": "2"}}'}, "0 or more"),
         ({"limit_mm_per_prompt": "2"}, "use a JSON object"),
         ({"mm_processor_kwargs": '{"max_pixel": 4}'}, "unknown field 'max_pixel': use min_pixels"),

@@ -292,7 +292,8 @@ def test_without_files_transfers_fail_and_engines_go_on(tiny, fleet, caplog):
         for sock in taken:
             sock.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert "no socket for 127.0.0.1" in caplog.text
+    # A file that was closed meanwhile leaves room for one socket, whose connection is not taken.
+    assert any(words in caplog.text for words in ("no socket for 127.0.0.1", "no answer within"))
     params = fleet.prefill(first, tokens(200, 2))
     assert not is_computed(tiny, fleet, tokens(200, 2), params)
     connector_of(first).leases.end()

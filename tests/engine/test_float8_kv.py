@@ -23,7 +23,7 @@ WAYS = {
     "mark": partial(ways.test_mark, page_size=64),
     "answer_end": partial(ways.test_answer_end, page_size=128),
     "inside_a_page": partial(ways.test_two_resume_from_the_same_place_inside_a_page, page_size=64),
-    "preempted": partial(ways.test_preempted_and_resumed, page_size=64, num_pages=18),
+    "preempted": partial(ways.test_preempted_and_resumed, pages=(64, 18)),
     "slot_taken_over": ways.test_slot_taken_over,
     "tail_page_taken_over": ways.test_tail_page_taken_over,
 }

@@ -22,6 +22,9 @@ OPERATIONS: tuple[str, ...] = (
     "vision",
     "rows",
     "comm",
+    "ngrams",
+    "hyper",
+    "residual",
 )
 BEFORE = (*LOWER, *OPERATIONS, "numerics_identity.py")
 MIXERS = {"recurrent", "conv"}

@@ -74,7 +74,7 @@ def test_tied_weights_count_once(tmp_path, monkeypatch):
 )
 def test_what_would_help_on_a_gpu_is_named(monkeypatch, dtype, needed, words):
     kind = ModuleScope(dtype=dtype, device=torch.device("cuda"))
-    outline = SimpleNamespace(num_bytes=needed * room.GIB)
+    outline = SimpleNamespace(num_bytes=needed * room.GIB, host_bytes=0)
     monkeypatch.setattr(room, "available_bytes", lambda _device: 139 * room.GIB)
     with pytest.raises(ConfigError, match=words) as refused:
         room.check_room(outline, kind, is_quantised=False)

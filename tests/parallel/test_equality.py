@@ -22,7 +22,7 @@ from tests.parallel.team import ThreadTeam
 CASES = {
     "hit": partial(one.test_hit, page_size=16),
     "answer_end": partial(one.test_answer_end, page_size=64),
-    "preempted": partial(one.test_preempted_and_resumed, page_size=64, num_pages=18),
+    "preempted": partial(one.test_preempted_and_resumed, pages=(64, 18)),
     "aborted": one.test_abort_in_mid_stream,
 }
 SIZES = {

@@ -35,12 +35,8 @@ def check_room(outline: Decoder, kind: ModuleScope, *, is_quantised: bool) -> No
             if isinstance(module, Linear):
                 module.placements()
     needed = outline.num_bytes
-    host = available_bytes(_HOST)
-    if host is not None and outline.host_bytes > host - (kind.device == _HOST) * needed:
-        raise ConfigError(
-            f"tables of n-grams take {outline.host_bytes / GIB:.1f} GiB of host memory, and "
-            f"{host / GIB:.1f} GiB are free: use a machine with more"
-        )
+    if outline.host_bytes:
+        _check_host(outline.host_bytes, beside=needed if kind.device == _HOST else 0)
     if needed > free:
         gc.collect()  # an engine that nobody holds any more may still exist, in reference cycles
         free = available_bytes(kind.device) or 0
@@ -52,6 +48,17 @@ def check_room(outline: Decoder, kind: ModuleScope, *, is_quantised: bool) -> No
             f"the weights take {needed / GIB:.1f} GiB {name} and {kind.device} has "
             f"{free / GIB:.1f} GiB free: {(needed - free) / GIB:.1f} GiB are missing; "
             f"{advice}use a smaller model or a device with more memory, or end what else uses it"
+        )
+
+
+def _check_host(num_bytes: int, *, beside: int) -> None:
+    """Raises ConfigError if host memory has no room for `num_bytes` of tables beside weights that
+    take `beside` bytes of it."""
+    free = available_bytes(_HOST)
+    if free is not None and num_bytes > free - beside:
+        raise ConfigError(
+            f"tables of n-grams take {num_bytes / GIB:.1f} GiB of host memory, and "
+            f"{free / GIB:.1f} GiB are free: use a machine with more"
         )
 
 

@@ -19,7 +19,7 @@ from milepost.kernels.mtp.reference import Carried, CarryRows, lay_out
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import fused
 
-__all__ = ["Carried", "CarryOperation", "CarryRows", "join", "keep"]
+__all__ = ["Carried", "CarryOperation", "CarryRows", "join", "keep", "lay_out"]
 
 join = fused("mtp.triton")(reference.join)
 keep = fused("mtp.triton")(reference.keep)

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from milepost.kernels.layout.batch import Batch
-from milepost.kernels.mtp import CarryRows
-from milepost.kernels.mtp.reference import lay_out
+from milepost.kernels.mtp import CarryRows, lay_out
 from milepost.kernels.ngrams.reference import (
     NUM_DIGITS,
     NgramSequences,
@@ -23,7 +20,8 @@ from milepost.kernels.ngrams.reference import (
     hash_ids,
     keep,
 )
-from milepost.kernels.platform.device import Chip, runs_triton
+from milepost.kernels.platform.device import Chip
+from milepost.kernels.rows import take_from_host
 
 __all__ = [
     "NUM_DIGITS",
@@ -49,13 +47,3 @@ class NgramOperation:
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """No kernel takes states in and keeps them yet."""
         return "n-gram embeddings have no fused kernel yet"
-
-
-def take_from_host(table: Tensor, places: Tensor) -> Tensor:
-    """Returns rows [T, N], where `places` [T] are, of a `table` [V, N] in host memory, which is
-    pinned if they are on a GPU."""
-    if not runs_triton(places):
-        return table[places]
-    from milepost.kernels.rows import triton
-
-    return triton.take(table, places)
