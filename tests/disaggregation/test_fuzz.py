@@ -277,6 +277,7 @@ def test_a_thousand_requests_that_name_others_end_nothing(tiny):
 def test_without_files_transfers_fail_and_engines_go_on(tiny, fleet, caplog):
     """A connection cannot be accepted, nor a socket made."""
     first, _ = fleet.engines
+    tiny.expected(tokens(200), greedy(4))  # its engine reads files
     params = fleet.prefill(first, tokens(200))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     probe = socket.socket()
