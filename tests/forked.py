@@ -105,7 +105,8 @@ def _run(arguments: list[str], given: None, address: str, pid_file: Path) -> Non
     _Engine.pid_file = pid_file
     starting.CONTEXT = _Context()
     sys.argv = ["milepost", *arguments]
-    # What a shell starts in the background ignores Ctrl-C, and so does what is forked from it.
+    # What forks may have begun where Ctrl-C is blocked, or ignored as in the background.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.freeze()  # what was imported stays, and its pages stay shared
     try:
