@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 """The protocol's name for a reference to an element."""
@@ -67,7 +68,9 @@ class Browser:
             " : setTimeout(look, 20)); look();"
         )
         is_true = self._post(f"{self._session}/execute/async", {"script": script, "args": []})
-        assert is_true, f"not true within {PATIENCE_S} s: {test}"
+        if not is_true:
+            seen = self.run("return document.body.innerText")
+            pytest.fail(f"not true within {PATIENCE_S} s: {test}\nThe page says: {seen[:2000]}")
 
     def type(self, selector: str, keys: str) -> None:
         """Keys to an element."""

@@ -21,6 +21,13 @@ def browser():
         yield opened
 
 
+@pytest.fixture(scope="module")
+def server(folder):
+    """A server of its own: what other tests left in the shared one keeps no page waiting."""
+    with serving(folder) as own:
+        yield own
+
+
 @pytest.fixture
 def page(browser, server):
     """The page of a real server."""
