@@ -4,6 +4,7 @@ them by the thousand."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import resource
 import socket
 from random import Random
@@ -278,6 +279,7 @@ def test_without_files_transfers_fail_and_engines_go_on(tiny, fleet, caplog):
     """A connection cannot be accepted, nor a socket made."""
     first, _ = fleet.engines
     tiny.expected(tokens(200), greedy(4))  # its engine reads files
+    gc.collect()  # a file of an earlier test, closed meanwhile, would leave room for a socket
     params = fleet.prefill(first, tokens(200))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     probe = socket.socket()
@@ -293,8 +295,7 @@ def test_without_files_transfers_fail_and_engines_go_on(tiny, fleet, caplog):
         for sock in taken:
             sock.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    # A file that was closed meanwhile leaves room for one socket, whose connection is not taken.
-    assert any(words in caplog.text for words in ("no socket for 127.0.0.1", "no answer within"))
+    assert "no socket for 127.0.0.1" in caplog.text
     params = fleet.prefill(first, tokens(200, 2))
     assert not is_computed(tiny, fleet, tokens(200, 2), params)
     connector_of(first).leases.end()

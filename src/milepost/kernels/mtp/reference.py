@@ -82,9 +82,9 @@ class _TokenPlaces(NamedTuple):
     begins: Ints
     """[S], where each begins."""
     computing: Ints
-    """Those that have tokens."""
+    """Sequences that have tokens in this step."""
     firsts: Ints
-    """Their first tokens."""
+    """First tokens of those sequences."""
     lasts: Ints
     """[S], the token that a sequence's slot stands for, -1 where it has none. Drafts are no part of
     what a slot stands for: of a sequence that decodes it is the first."""

@@ -32,7 +32,7 @@ IS_PLAIN, DRAWS, SEARCHES = 1, 2, 4
 
 
 class RowSettings(NamedTuple):
-    """Those arrays of `StepRows` that most launches read."""
+    """Holds the arrays of `StepRows` that most launches read."""
 
     ints: Any
     floats: Any
