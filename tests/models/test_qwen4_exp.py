@@ -96,6 +96,18 @@ def num_rows(folder):
     return len(part.table)
 
 
+@pytest.mark.parametrize("word", ["full_attention", "qwen_sparse_attention", "indexed_attention"])
+def test_layers_with_an_indexer_may_have_any_of_their_names(word, tmp_path):
+    """Published checkpoints have the first, those that transformers has saved the second (5.17) or
+    the third; quantised exports come from both."""
+    token_ids = random_tokens(80)
+    expected = expected_logits(save("qwen4_exp", tmp_path), token_ids)
+    kinds = ["linear_attention", "linear_attention", word, "linear_attention"]
+    configure(tmp_path, layer_types=kinds, full_attention_interval=3)
+    model, _ = load_model(tmp_path)
+    assert relative_error(step(model, build_pools(model), token_ids, 0, 80), expected) < 1e-5
+
+
 def test_answers_with_drafts_are_those_without_them(tmp_path):
     """Cold, resumed at a page and inside one; the states of n-grams are recorded for drafts."""
     save("qwen4_exp", tmp_path, torch.float64, vocab_size=VOCAB_SIZE)

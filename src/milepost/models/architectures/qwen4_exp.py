@@ -23,7 +23,10 @@ from milepost.models.architectures.qwen3_next import QWEN_SPELLINGS, expert_shap
 from milepost.models.decoder import DecoderParts
 from milepost.models.names import listed_layers, take_same
 
-_LINEAR, _INDEXED = "linear_attention", "indexed_attention"
+_LINEAR, _FULL = "linear_attention", "full_attention"
+# Published checkpoints call the layers with an indexer `full_attention`. transformers saves them by
+# a name of its own: the first of these up to 5.17, the second since.
+_SAVED = "qwen_sparse_attention", "indexed_attention"
 
 
 def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
@@ -98,31 +101,27 @@ def _ngram_shapes(config: PreTrainedConfig, index: int) -> NgramShapes:
 
 def _settle(settings: dict[str, Any]) -> None:
     """Converts `full_attention_interval` to layer types, and gives attention the name that
-    transformers has for it."""
-    interval, count = (
-        settings.pop("full_attention_interval", None),
-        settings.get("num_hidden_layers"),
-    )
+    published checkpoints have for it, which every version of transformers reads."""
+    settings["layer_types"] = _renamed(settings.get("layer_types"))
+    interval = settings.pop("full_attention_interval", None)
+    count = settings.get("num_hidden_layers")
     if interval is not None and isinstance(count, int):
         places = list(range(interval - 1, count, interval))
         listed = listed_layers(settings, places, "full_attention_interval", _LINEAR)
-        settings["layer_types"] = _renamed(settings.get("layer_types"))
-        where = f"full_attention_interval={interval}"
-        take_same(settings, "layer_types", where, _renamed(listed))
-    settings["layer_types"] = _renamed(settings.get("layer_types"))
+        take_same(settings, "layer_types", f"full_attention_interval={interval}", listed)
 
 
 def _renamed(layer_types: Any) -> Any:
     if not isinstance(layer_types, list):
         return layer_types
-    return [_INDEXED if each == "full_attention" else each for each in layer_types]
+    return [_FULL if each in _SAVED else each for each in layer_types]
 
 
 ARCHITECTURES = (
     Architecture(
         model_types=("qwen4_exp", "qwen4_exp_text"),
         build=_parts,
-        layer_types=(_LINEAR, _INDEXED),
+        layer_types=(_LINEAR, _FULL, *_SAVED),
         spellings=QWEN_SPELLINGS,
         settle=_settle,
         requirements={
