@@ -62,7 +62,7 @@ def ling(**settings: Any) -> PreTrainedModel:
     model = transformers.BailingHybridForCausalLM(config)
     for index, layer in enumerate(model.model.layers):
         if layer.block_type == "full_attention" and rank:
-            layer.self_attn.q_proj = _narrow(layer.self_attn.q_proj, rank)
+            _narrow(layer.self_attn, rank)
         if hasattr(layer.mlp, "experts"):
             limits = [(*given.get(name, ()), *[0] * count)[index] for name in LIMITS]
             _limit(layer.mlp, *limits)
@@ -77,15 +77,18 @@ def ling(**settings: Any) -> PreTrainedModel:
     return model
 
 
-def _narrow(projection: nn.Linear, rank: int) -> nn.Sequential:
-    """Returns a query's projection by way of a latent, which is normed."""
-    narrow, wide = (
-        nn.Linear(*sizes, bias=False)
-        for sizes in ((projection.in_features, rank), (rank, projection.out_features))
-    )
+def _narrow(attention: nn.Module, rank: int) -> None:
+    """Gives attention queries by way of a latent, which is normed, unless transformers has done so
+    (from 5.24 on); and projections of a size that matters."""
+    projection = attention.q_proj
+    if projection is None:
+        narrow, wide = attention.q_a_proj, attention.q_b_proj
+    else:
+        narrow = nn.Linear(projection.in_features, rank, bias=False)
+        wide = nn.Linear(rank, projection.out_features, bias=False)
+        attention.q_proj = nn.Sequential(narrow, nn.RMSNorm(rank, 1e-6), wide)
     for each in (narrow, wide):
         nn.init.normal_(each.weight, std=0.2)
-    return nn.Sequential(narrow, nn.RMSNorm(rank, 1e-6), wide)
 
 
 def _limit(mlp: nn.Module, limit: float, shared_limit: float) -> None:
