@@ -1,6 +1,5 @@
-"""Allocations, one for each running request: how they are admitted, their states, and what they
-publish.
-"""
+"""Allocations: the pages, slots and states that each running request holds, from admission to
+release."""
 
 from milepost.cache.allocation.admitting import Admitter
 from milepost.cache.allocation.lending import Loan, Loans

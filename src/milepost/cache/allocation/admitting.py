@@ -1,4 +1,4 @@
-"""Admits a request: finds room for it, and builds its allocation."""
+"""Admits requests: finds room for a prompt and builds the request's allocation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from milepost.cache.plans import PageCopy
 from milepost.cache.tree import CacheConfig, End, Match, Reservation
 
 MOST_GROWTH = 0.2
-"""Known paths grow by no more than this share of them meanwhile."""
+"""Cap on the expected growth of known paths, as a share of the pages that they hold."""
 
 
 class Admitter:
-    """Takes pages and slots, which the reclaimer frees."""
+    """Builds allocations from pages and slots, which the reclaimer frees where none are left."""
 
     def __init__(self, config: CacheConfig, reclaimer: Reclaimer, windows: Windows | None) -> None:
         self._config = config
@@ -35,9 +35,8 @@ class Admitter:
     def admit(
         self, match: Match, marks: tuple[int, ...], reservation: Reservation | None
     ) -> Allocation | None:
-        """Pin a match and allocate what the prompt needs beside it; None, and nothing has changed,
-        if there is no room.
-        """
+        """Pins a match and allocates the pages and the slot that the prompt needs besides. Returns
+        None, and changes nothing, if there is no room."""
         takes_over = self._find_room(match)
         if takes_over is None:
             return None
@@ -53,7 +52,8 @@ class Admitter:
         return allocation
 
     def _begin(self, match: Match, reservation: Reservation | None, *, is_first: bool) -> End:
-        """Where the request's path will end; a preempted one's return is no news of its path."""
+        """Returns the end of the request's path. The score learns nothing from a preempted request
+        that comes back."""
         end = reservation.end if reservation is not None else None
         if not is_first:
             return end or End(position=len(match.path.chain), time=self._score.clock)
@@ -65,9 +65,8 @@ class Admitter:
     # --- room -------------------------------------------------------------------------------------
 
     def _find_room(self, match: Match) -> bool | None:
-        """Pin a match and say whether its checkpoint has to be taken over; None, and nothing is
-        pinned, if there is no room.
-        """
+        """Pins a match and returns whether its checkpoint must be taken over to make room. Returns
+        None, and pins nothing, if there is no room."""
         fresh = self._num_fresh(match)
         if not self._may_have_room(match, fresh):
             return None
@@ -80,27 +79,26 @@ class Admitter:
         return None
 
     def _num_fresh(self, match: Match) -> int:
-        """Number of pages that a prompt needs beside those found."""
+        """Returns the number of pages that a prompt needs besides those found in the cache."""
         return -(-len(match.path.chain) // self._page_size) - match.path.num_pages
 
     def _may_have_room(self, match: Match, fresh: int) -> bool:
-        """Whether there can be room once the match is pinned, found without pinning it: a request
-        may wait for long, and ask in every step. Costs the logarithm of the path's pages.
-        """
+        """Whether there can be room once the match is pinned. It is checked without pinning
+        anything, since a waiting request may ask in every step. Costs the logarithm of the path's
+        pages."""
         pages, slots = self._revived(match)
         wanted_pages, wanted_slots = fresh + pages, slots + self._slots_each
         if self._storage.has_room(wanted_pages, wanted_slots):
             return True
         if not slots:
             return False
-        # Taken over, the checkpoint leaves its slot, and its tail, which needs no copy then.
+        # A checkpoint that is taken over provides its slot, and its tail page needs no copy.
         return self._storage.has_room(wanted_pages - len(match.tail), slots)
 
     def displaced(self, match: Match) -> float:
-        """Tokens likely to be asked for soon that would be evicted for this match, or for what
-        known paths grow by meanwhile. Cached paths have their part of that growth already, so it
-        counts as far as the prompt is new.
-        """
+        """Returns how many tokens likely to be asked for soon would be evicted by this match, or by
+        the growth of known paths in the meantime. Cached paths already have their share of that
+        growth, so it counts only in proportion to how much of the prompt is new."""
         num_tokens, size = len(match.path.chain), self._page_size
         fresh, (pages, slots) = self._num_fresh(match), self._revived(match)
         held = self._hold_back.beside(match.checkpoint, match.version)
@@ -120,10 +118,11 @@ class Admitter:
         return displaced
 
     def _revived(self, match: Match) -> tuple[int, int]:
-        """Pages and slots of a match that are only cached, and no room once they are pinned."""
+        """Returns the numbers of the match's pages and slots that are merely cached. Pinning the
+        match takes them out of the room that is left."""
         path, pages, nodes = match.path, self._pages, self._tree.nodes
         digests = path.chain.digests(path.num_pages)
-        # Whoever holds a page holds all before it.
+        # A request that holds a page holds all pages before it.
         first = bisect_left(
             range(path.num_pages),
             True,
@@ -142,7 +141,8 @@ class Admitter:
         self._slots.unpin(match.slots)
 
     def _can_take_over(self, match: Match, fresh: int) -> bool:
-        """Whether using up the (pinned) checkpoint itself makes the room that is missing."""
+        """Whether there is room if the request takes over the (pinned) checkpoint instead of
+        copying it."""
         if match.checkpoint is None or self._slots.live_refs(match.checkpoint.slot) > 1:
             return False
         pages = self._pages
@@ -152,11 +152,10 @@ class Admitter:
     # --- allocations ------------------------------------------------------------------------------
 
     def _make(self, match: Match, end: End, *, takes_over: bool) -> Allocation:
-        """Build the allocation of a pinned match. Its first step reads the checkpoint's slot and a
-        copy of its tail; without a checkpoint it reads zeros, or the states that lie beside its
-        pages. A checkpoint that is taken over becomes the request's own slot, and so does its tail
-        page if nobody else needs it.
-        """
+        """Builds the allocation of a pinned match. Its first step reads the checkpoint's slot and a
+        copy of its tail page; without a checkpoint it reads zeros, or the states stored beside its
+        pages. A checkpoint that is taken over becomes the request's own slot, and its tail page
+        becomes the request's too if nobody else needs it."""
         chain, position, size = match.path.chain, match.state_length, self._page_size
         source, tail, table = match.checkpoint, match.tail, [*match.path.pages]
         begun = NOTHING if self._windows is None else self._windows.begin(source)
@@ -165,7 +164,7 @@ class Admitter:
         if source is not None and takes_over:
             self._reclaimer.evict_checkpoint(source, "taken")
             source = None
-            if position <= match.kv_length:  # a full page that matches has its KV
+            if position <= match.kv_length:  # a matching full page has its KV
                 self._pages.unpin(tail)
                 tail = ()
             if tail and self._is_ours_alone(tail[0]):
@@ -208,7 +207,6 @@ class Admitter:
         )
 
     def _is_ours_alone(self, page: int) -> bool:
-        """Whether nobody has the page but who has just pinned it: a state that is kept inside a
-        page may lie in one that a running request still fills.
-        """
+        """Whether nobody but the caller, who has just pinned it, holds the page. A checkpoint
+        inside a page may lie in one that a running request is still filling."""
         return self._pages.live_refs(page) == 1 and not self._pages.cached_refs(page)

@@ -1,4 +1,5 @@
-"""Lends parts of the cache to outside readers: pinned until they are done."""
+"""Lends parts of the cache to readers outside the engine, and keeps them pinned until they are
+returned."""
 
 from __future__ import annotations
 
@@ -12,27 +13,26 @@ from milepost.cache.tree import Match
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Loan:
-    """`position` tokens' pages, which may hold more at the end, and their state. Pinned until it is
-    given back; nobody writes what it names.
-    """
+    """The pages and the state of a prefix of `position` tokens, pinned until they are returned.
+    Nobody writes to them meanwhile. The last page may hold further tokens."""
 
     position: int
     pages: tuple[int, ...]
     slot: int | None
-    """None in models without states in slots."""
+    """The state's slot; None in models without states in slots."""
     windows: tuple[int, ...] = ()
-    """Pages of windows that the state needs; they stay as long as its slot is pinned."""
+    """Sliding-window pages of the state. They stay as long as its slot is pinned."""
 
 
 class Loans:
-    """The loans not taken back yet, and the share of the memory that they hold."""
+    """The outstanding loans, and the share of the memory that they hold."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._loans: dict[Loan, None] = {}
         self._pages: Counter[int] = Counter()
         self._slots: Counter[int] = Counter()
-        """Lent pages and slots, with the number of their loans."""
+        """Lent pages and slots -> number of loans that include them."""
         self.num_refused = 0
 
     def __len__(self) -> int:
@@ -43,16 +43,16 @@ class Loans:
 
     @property
     def share(self) -> float:
-        """The part of the memory that is lent, 0 to 1: of pages or of slots, whichever is more, or
-        of a unified pool's units."""
+        """The share of the memory that is lent, from 0 to 1: of pages or of slots, whichever is
+        larger, or of a unified pool's units."""
         pages = len(self._pages) / max(self._storage.pages.capacity, 1)
         slots = len(self._slots) / max(self._storage.slots.capacity, 1)
         return pages + slots if self._storage.pages_a_slot else max(pages, slots)
 
     def lend(self, match: Match, most: float) -> Loan | None:
-        """Pin what a match would resume from, with the state's own tail even where a full page has
-        its KV too: it stays cached as long as the state, and so is no room for others. None if the
-        share would become more than `most`."""
+        """Pins what a match would resume from. That includes the state's own tail page, even if a
+        full page holds the same KV: it stays cached as long as the state does, so it is no room for
+        others. Returns None if the lent share would exceed `most`."""
         num_pages, tail = -(-match.state_length // match.path.chain.page_size), match.tail
         pages = (*match.path.pages[: num_pages - len(tail)], *tail)
         slot = next(iter(match.slots), None)
@@ -70,7 +70,7 @@ class Loans:
         return loan
 
     def take_back(self, loan: Loan) -> None:
-        """Unpin what was lent."""
+        """Unpins the pages and the slot of a loan."""
         del self._loans[loan]
         self._forget(loan)
         self._storage.pages.unpin(loan.pages)

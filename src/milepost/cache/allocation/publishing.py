@@ -1,6 +1,6 @@
 """Turns what a request has computed into cached pages and checkpoints.
 
-Adds nodes and checkpoints to the tree, and cached references to the pools, for pages and slots that
+Adds nodes and checkpoints to the tree, and cached references in the pools, for pages and slots that
 the request still holds.
 """
 
@@ -14,7 +14,7 @@ from milepost.cache.tree import Checkpoint, Node
 
 
 class Publisher:
-    """Publishes into the tree what lies in the pools."""
+    """Publishes the pages and states of running requests in the tree."""
 
     def __init__(self, page_size: int, reclaimer: Reclaimer, windows: Windows | None) -> None:
         self._page_size = page_size
@@ -25,13 +25,12 @@ class Publisher:
         self._stats = reclaimer.stats
 
     def publish_pages(self, allocation: Allocation) -> None:
-        """Give each page that has become full its node; a page that another request published first
-        stays ours.
-        """
+        """Adds a node for each page that has become full. If another request published an equal
+        page first, its node is used, and the page computed here stays private."""
         chain, path = allocation.chain, allocation.path
         num_full = min(allocation.committed, chain.shared_end) // self._page_size
         if len(path) == num_full:
-            return  # most often
+            return  # the usual case: no page has become full
         for digest in chain.digests(num_full)[len(path) : num_full]:
             known = self._tree.nodes.get(digest)
             if known is None:
@@ -44,7 +43,7 @@ class Publisher:
             self._pages.keep(pages)
 
     def _join(self, allocation: Allocation, node: Node) -> None:
-        """Follow a node that another request published; the page computed here stays our own."""
+        """Adds another request's node to the path. The page computed here stays private."""
         self._pages.pin((node.page,))
         allocation.path_pins.append(node.page)
         self._stats.pages_duplicate += 1
@@ -53,9 +52,8 @@ class Publisher:
     def publish_state(
         self, allocation: Allocation, position: int, slot: int, kind: Kind
     ) -> Checkpoint | None:
-        """Turn a live slot into a checkpoint of the request's path; None, and it is given back, if
-        the state is known already.
-        """
+        """Turns a live slot into a checkpoint on the request's path. If the state is cached
+        already, frees the slot and returns None."""
         depth = position // self._page_size
         node = allocation.path[depth - 1] if depth else self._tree.root(allocation.chain)
         tail = allocation.chain.content(depth * self._page_size, position)

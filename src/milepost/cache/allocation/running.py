@@ -1,4 +1,5 @@
-"""Changes allocations of running requests: plan, commit, load, release."""
+"""Changes the allocations of running requests: plans and commits their steps, loads, and releases
+them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from milepost.cache.tree import CacheConfig, checkpoint_key
 
 
 class Running:
-    """Changes allocations, and what of the memory and the tree they bear on."""
+    """Changes allocations, and the pools and the tree along with them."""
 
     def __init__(
         self,
@@ -39,9 +40,8 @@ class Running:
         self._change = reclaimer.change
 
     def extend(self, allocation: Allocation, num_tokens: int) -> bool:
-        """Make the page table cover `num_tokens`; False if there is no room, and then nothing has
-        changed.
-        """
+        """Makes the page table cover `num_tokens`. Returns False, and changes nothing, if there is
+        no room."""
         missing = -(-num_tokens // self._page_size) - len(allocation.page_table)
         if missing <= 0:
             return True
@@ -52,9 +52,8 @@ class Running:
         return True
 
     def add_branch_point(self, allocation: Allocation, position: int) -> None:
-        """Ask a running prefill to keep the state at a grid position that no step planned so far
-        passes, for others to resume.
-        """
+        """Asks a running prefill to keep the state at a grid position, for others to resume from.
+        No step planned so far may have passed it."""
         assert position > allocation.planned, "A2: a branch point is asked for before it is passed"
         if position not in allocation.facts.branch_points:
             allocation.facts.branch_points = (*allocation.facts.branch_points, position)
@@ -62,11 +61,12 @@ class Running:
     def take_exports(
         self, allocation: Allocation, end: int, most: int | None = None, num_drafts: int = 0
     ) -> list[Export]:
-        """Plan the chunk that ends at `end` and `num_drafts` drafts after it; returns slots for the
-        deepest states to keep in it, at most `most`. Without any token it folds in what is
-        committed.
+        """Plans the chunk that ends at `end` and the `num_drafts` drafts after it. Returns the
+        exports of the states to keep in it: the deepest, at most `most` of them. A chunk without
+        tokens only folds in what is committed.
 
-        Takes only slots that are free or cached: a state without one is skipped, never waited for.
+        Takes only slots that are free or merely cached. A state for which there is none is skipped;
+        nothing waits for a slot.
         """
         start = allocation.planned
         assert start < end or allocation.num_unfolded, "A3: chunks are planned one after the other"
@@ -110,12 +110,13 @@ class Running:
         return start < allocation.facts.prompt_length or keeps_answers
 
     def commit(self, allocation: Allocation, position: int, written: Mapping[int, int]) -> None:
-        """Note that a step has run: `position` tokens of the request are final, with their KV.
+        """Records that a step has run: `position` tokens of the request are final and have their
+        KV.
 
-        `written` is the runner's report: slot -> tokens that its contents have consumed; a step
-        that verifies drafts may leave the state where it was. Publishes the pages that became full
-        and the exported states, and lets go of the checkpoint that was read. Exports of a further
-        step in flight lie after `position`, and stay.
+        `written` is the runner's report: slot -> number of tokens that its state has consumed. A
+        step that verifies drafts may leave the state where it was. Publishes the pages that became
+        full and the exported states, and unpins the checkpoint that was read. Exports of a later
+        step in flight lie after `position`; they stay.
         """
         assert position >= allocation.committed, "A4: what is committed stays so"
         if self._slots_each and not allocation.is_verifying:
@@ -127,7 +128,7 @@ class Running:
         allocation.committed = position
         allocation.planned = max(allocation.planned, position)
         if not allocation.num_steps:
-            allocation.kv_length = allocation.planned = position  # what drafts left is no KV
+            allocation.kv_length = allocation.planned = position  # KV of rejected drafts is void
         self._fold(allocation, written)
         if self._config.enabled:
             self._publisher.publish_pages(allocation)
@@ -137,7 +138,7 @@ class Running:
             self._windows.pass_by(allocation)
 
     def _publish_exports(self, allocation: Allocation, written: Mapping[int, int]) -> None:
-        """Publish the states that the request has passed."""
+        """Publishes the exported states at or before the committed position."""
         position = allocation.committed
         passed = [export for export in allocation.exports if export.position <= position]
         del allocation.exports[: len(passed)]
@@ -149,14 +150,14 @@ class Running:
             self._publisher.publish_state(allocation, held, export.slot, export.kind)
 
     def _held(self, slot: int, written: Mapping[int, int]) -> int:
-        """Tokens that a slot holds by the runner's report."""
+        """Returns the number of tokens in a slot's state, as the runner reports it."""
         assert slot != ZERO_SLOT, "S1: slot 0 is never written"
         assert self._slots.live_refs(slot), f"S2: slot {slot} was written while no request held it"
         assert not self._slots.cached_refs(slot), f"S3: slot {slot} was written while it was cached"
         return written[slot]
 
     def _fold(self, allocation: Allocation, written: Mapping[int, int]) -> None:
-        """Note how far the state has come."""
+        """Updates the position of the request's state."""
         if not self._slots_each:
             allocation.state_length = allocation.committed
         elif allocation.slot_out in written:
@@ -166,10 +167,10 @@ class Running:
     # --- what comes from outside ------------------------------------------------------------------
 
     def load(self, allocation: Allocation, position: int) -> None:
-        """Find what is to be filled from outside so that an admitted request goes on at `position`,
-        before the end of its prompt: full pages, a tail's, and its slot. Until `loaded` or
-        `load_failed` nothing is planned for it, and it keeps what it would have resumed from.
-        """
+        """Lists, in `arrivals`, what must be filled from outside for an admitted request to
+        continue at `position`, which is before the end of its prompt: full pages, a tail page, and
+        its slot. Nothing is planned for the request until `loaded` or `load_failed`. It keeps the
+        checkpoint that it would have resumed from."""
         size, chain = self._page_size, allocation.chain
         assert allocation.committed < position < len(chain), "A8: what is loaded lies ahead"
         assert not allocation.has_taken_over, "A8: what it would go back to stays"
@@ -192,7 +193,8 @@ class Running:
         allocation.arrivals = tuple(arrivals)
 
     def loaded(self, allocation: Allocation) -> None:
-        """Note that all of it is there: it is cached like what the request computed itself."""
+        """Records that a load is complete. What was loaded is cached as if the request had computed
+        it."""
         self._change()
         allocation.happens(Transition.LOADED)
         self._end_reading(allocation)
@@ -209,9 +211,8 @@ class Running:
                 self._keep_loaded(allocation)
 
     def _keep_loaded(self, allocation: Allocation) -> None:
-        """Make a checkpoint of a state that was loaded, for others to resume from, where there is a
-        free slot to go on in.
-        """
+        """Makes a loaded state a checkpoint that others can resume from. The caller has made sure
+        that a slot is free for the request to continue in."""
         slot, position = allocation.slot_out, allocation.state_length
         self._slots.pin((slot,))
         checkpoint = self._publisher.publish_state(allocation, position, slot, Kind.LOADED)
@@ -222,9 +223,8 @@ class Running:
         allocation.slot_in, allocation.slot_out = slot, self._reclaimer.allocate_slot()
 
     def load_failed(self, allocation: Allocation) -> None:
-        """Note that a load failed and writes nothing any more: the request goes on from what it was
-        admitted with.
-        """
+        """Records that a load failed; nothing writes to its pages any more. The request continues
+        from what it was admitted with."""
         allocation.happens(Transition.LOAD_FAILED)
         if self._windows is not None:
             self._windows.load_failed(allocation)
@@ -232,7 +232,7 @@ class Running:
         allocation.planned = allocation.kv_length = allocation.committed
 
     def _end_reading(self, allocation: Allocation) -> None:
-        """Unpin the checkpoint that the first step has read."""
+        """Unpins the checkpoint that the first step has read."""
         if allocation.pinned_tail:
             self._pages.unpin(allocation.pinned_tail)
             allocation.pinned_tail = ()
@@ -243,10 +243,11 @@ class Running:
             self._windows.end_reading(allocation)
 
     def release(self, allocation: Allocation, kind: Kind | None = None) -> None:
-        """Take back all that a request holds. With a `kind`, its live state becomes a checkpoint
-        first, of `state_length` tokens, if it has one of its own.
+        """Frees everything that a request holds. If `kind` is given, its live state, at
+        `state_length` tokens, becomes a checkpoint first, provided that the request has a state of
+        its own.
 
-        Exports that were not committed are given up. Pages computed twice become free.
+        Exports that were not committed are dropped. Pages that were computed twice become free.
         """
         is_ready = allocation.state is State.READY
         assert kind is None or not allocation.is_in_flight, "A9: a state that is being written"

@@ -2,12 +2,12 @@
 
     tokens    |------------------------------|----|..........|
               0                              s    c          k
-    s  state_length   what the slot has folded in
-    c  committed      ids that are final, with their KV
-    k  kv_length      KV that the steps in flight write; after `planned` it is drafts'
+    s  state_length   tokens that the state in the slot has consumed
+    c  committed      tokens that are final and have their KV
+    k  kv_length      end of the KV that steps in flight write; after `planned` it is of drafts
 
-Without drafts s == c between two steps. Pages are published up to c, a state at s: to get one at c,
-the tokens between are folded in first.
+Without drafts s == c between two steps. Pages are published up to c, and a state at s. To publish a
+state at c, the tokens in between are folded into it first.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from milepost.cache.tree import Chain, Checkpoint, End, Node
 
 
 class State(StrEnum):
-    """Where an allocation stands."""
+    """Stages of an allocation's life."""
 
-    __hash__ = str.__hash__  # an enumeration's own runs in Python
+    __hash__ = str.__hash__  # faster: Enum.__hash__ is written in Python
 
     ADMITTED = "admitted"
-    """Holds all that its first step reads: others' state, perhaps, and a page to copy."""
+    """It holds all that its first step reads: perhaps the state of a checkpoint, and a page to
+    copy."""
     LOADING = "loading"
     """Its pages and its slot are being filled from outside."""
     READY = "ready"
-    """Its own slot holds its state."""
+    """Its own slot holds its state, and no step is in flight."""
     RUNNING = "running"
-    """A step in flight writes what it holds; or two."""
+    """One step in flight writes its pages and slot, or two."""
     ENDED = "ended"
-    """Holds nothing."""
+    """It holds nothing any more."""
 
 
 class Transition(StrEnum):
@@ -53,7 +54,7 @@ class Transition(StrEnum):
     LOADED = "loaded"
     LOAD_FAILED = "load_failed"
     KEPT = "kept"
-    """The state that was loaded became a checkpoint, which its first step reads."""
+    """The loaded state became a checkpoint, which the first step reads."""
     RELEASED = "released"
 
 
@@ -71,14 +72,15 @@ TRANSITIONS = {
     (State.READY, Transition.RELEASED): State.ENDED,
     (State.RUNNING, Transition.RELEASED): State.ENDED,
 }
-"""All that may happen. What is being loaded is not released: somebody writes into it."""
+"""All permitted transitions. An allocation that is being loaded cannot be released, since its pages
+are being written from outside."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Allocation:
     """Pages, slots and path that one running request holds, from `admit` to `release`.
 
-    `page_table` is append-only; so is `window_table`, but for what becomes a HOLE.
+    `page_table` is append-only. So is `window_table`, except that entries become HOLE.
     """
 
     chain: Chain
@@ -86,57 +88,56 @@ class Allocation:
     state: State
     page_table: list[int]
     path: list[Node]
-    """Nodes of the full pages committed so far; the path's pages are pinned."""
+    """Nodes of the full pages committed so far; their pages are pinned."""
     slot_in: int
-    """The slot that the next step to be planned reads: the checkpoint's, the zero slot, or its own.
-    """
+    """The slot that the next step to be planned reads: the checkpoint's, the zero slot, or the
+    request's own."""
     slot_out: int
-    """Its own, which every step writes."""
+    """The request's own slot, which every step writes."""
     state_length: int
     committed: int = field(init=False)
     planned: int = field(init=False)
-    """Tokens that are committed once the steps in flight have run, drafts not counted."""
+    """Tokens that will be committed once the steps in flight have run, without drafts."""
     kv_length: int = field(init=False)
     write_from: int
-    """KV of tokens before this is in shared pages and must not be written."""
+    """KV of tokens before this position is in shared pages and must not be written."""
     source: Checkpoint | None
-    """The checkpoint that is read, pinned until the first commit."""
+    """The checkpoint that the first step reads, pinned until the first commit."""
     page_copy: PageCopy | None
-    """To be done before the next step to be planned."""
+    """A page to copy before the next step to be planned runs."""
     pinned_tail: tuple[int, ...]
-    """The tail page of the checkpoint that is read, pinned until the first commit."""
+    """The tail page of `source`, pinned until the first commit."""
     end: End
-    """Where the path ends, for the worth of its checkpoints."""
+    """The end of the request's path, which decides what its checkpoints are worth."""
     deepest_state: int = field(init=False)
     """Position of the deepest checkpoint that the request resumed from or made."""
     facts: PromptFacts
     num_steps: int = 0
-    """In flight."""
+    """Number of steps in flight."""
     arrivals: tuple[Arrival, ...] = ()
-    """Pages and slots to be filled from outside before the request goes on."""
+    """Pages and slots that must be filled from outside before the request continues."""
     is_first: bool = True
-    """Whether its request was never admitted before."""
+    """Whether the request had never been admitted before."""
     path_pins: list[int] = field(default_factory=list)
-    """Pages of the path that are pinned besides the table's: the request computed them a second
-    time.
-    """
+    """Pages of `path` that are pinned besides those of the table: others published them first, and
+    the request computed them a second time."""
     window_table: list[int] = field(default_factory=list)
-    """Pages of layers with a sliding window, HOLEs for those before it."""
+    """Pages of the layers with a sliding window; HOLE for each page before the window."""
     window_copy: PageCopy | None = None
-    """Copies one window page to another, before the next step to be planned."""
+    """A window page to copy before the next step to be planned runs."""
     loading_windows: tuple[int, ...] = ()
-    """Window pages of the loaded state, which are filled from outside."""
+    """Window pages that a state being loaded fills from outside."""
     pinned_window: tuple[int, ...] = ()
-    """Window page that `window_copy` reads, pinned until the first commit."""
+    """The window page that `window_copy` reads, pinned until the first commit."""
     exports: list[Export] = field(default_factory=list)
-    """Taken for the steps in flight, not yet committed; by position."""
+    """Exports of the steps in flight that are not yet committed, by position."""
 
     def __post_init__(self) -> None:
-        """It begins where it resumes."""
+        """Sets all positions to the one that the request resumes from."""
         self.committed = self.planned = self.kv_length = self.deepest_state = self.state_length
 
     def happens(self, transition: Transition) -> None:
-        """Go over to the next state."""
+        """Makes a transition to the next state. Asserts that it is permitted."""
         following = TRANSITIONS.get((self.state, transition))
         assert following is not None, f"A5: {transition} of an allocation that is {self.state}"
         self.state = following
@@ -147,7 +148,8 @@ class Allocation:
 
     @property
     def has_taken_over(self) -> bool:
-        """Whether what its first step, not yet planned, reads lies in the slot that it writes."""
+        """Whether the first step, which is not planned yet, reads and writes the same slot: the
+        request took over the checkpoint."""
         return self.slot_in == self.slot_out != ZERO_SLOT
 
     @property
@@ -156,10 +158,12 @@ class Allocation:
 
     @property
     def is_verifying(self) -> bool:
-        """Whether a step in flight verifies drafts: nobody knows yet where the next one begins."""
+        """Whether a step in flight verifies drafts. Until it is over, nobody knows where the next
+        step begins."""
         return self.kv_length > self.planned
 
     @property
     def num_unfolded(self) -> int:
-        """Committed tokens for the next step to be planned to fold into the state first."""
+        """Number of committed tokens that the next step to be planned folds into the
+        state first."""
         return 0 if self.state is State.RUNNING else self.committed - self.state_length
