@@ -1,7 +1,7 @@
-"""Where free ids are kept: in a list, or, for pages of a unified pool, in units, and
-each unit holds one slot or some pages.
+"""Keeps the ids that are free: in a list or, for the pages of a unified pool, by unit. A unit holds
+one slot or several pages.
 
-Knows nothing of references. Which ids are handed out depends on the calls alone.
+Knows nothing of references. The ids handed out depend only on the calls.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 
 class FreeList:
-    """`total` ids from `first` up to `end`. The id given last is taken first."""
+    """Free ids out of `total`, numbered from `first` to before `end`. The id freed last is taken
+    first."""
 
     def __init__(self, total: int, first: int = 0) -> None:
         self.first = first
@@ -32,11 +33,11 @@ class FreeList:
 
 
 class FreePages:
-    """Pages of a unified pool: unit u is the pages from u x `each` on. `units` are those that hold
-    nothing, from 1 on: unit 0 is the zero slot's.
+    """Free pages of a unified pool. Unit u consists of the pages from u x `each` on. `units` are
+    the units that hold nothing; they start at 1, since unit 0 holds the zero slot.
 
-    Long runs get whole units, and what is left over goes where pages are in use already, so that
-    few units are held by few pages. A unit whose pages are all free is given up at once.
+    Long runs get whole units, and the rest goes into units that already hold pages, so that few
+    units are kept by few pages. A unit returns to `units` as soon as all its pages are free.
     """
 
     def __init__(self, units: FreeList, each: int) -> None:
@@ -44,7 +45,7 @@ class FreePages:
         self._each = each
         self._loose: dict[int, list[int]] = {}
         self.num_loose = 0
-        """Free pages in units that hold others."""
+        """Number of free pages in units that also hold pages in use."""
         self.first = each
         self.end = units.end * each
 
@@ -52,16 +53,17 @@ class FreePages:
         return self.num_loose + self._each * len(self._units)
 
     def loose(self) -> Iterator[tuple[int, int]]:
-        """Units that hold pages and have free ones too, and how many of those."""
+        """Yields the units with both free pages and others, with their numbers of free pages."""
         return ((unit, len(found)) for unit, found in self._loose.items())
 
     def held_in(self, unit: int) -> list[int]:
-        """Pages of a unit that are not free."""
+        """Returns the pages of a unit that are not free."""
         free = set(self._loose.get(unit, ()))
         return [id_ for id_ in range(unit * self._each, (unit + 1) * self._each) if id_ not in free]
 
     def take_outside(self, unit: int, num: int) -> list[int]:
-        """Take `num` pages of other units that hold pages; the caller has made sure of them."""
+        """Takes `num` loose pages outside a unit. The caller has made sure that there
+        are enough."""
         own = self._loose.pop(unit, None)
         ids: list[int] = []
         while len(ids) < num:
@@ -86,7 +88,7 @@ class FreePages:
         return ids
 
     def _take_loose(self, ids: list[int], num: int) -> None:
-        """Add free pages of one unit, up to `num` ids in all."""
+        """Adds free pages of one unit to `ids`, until there are `num` or the unit has no more."""
         unit, found = next(reversed(self._loose.items()))
         some = found[: len(ids) - num - 1 : -1]
         del found[-len(some) :]

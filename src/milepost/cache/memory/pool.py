@@ -1,13 +1,13 @@
 """Ids of pages or slots, each with two reference counts.
 
-A *live* reference belongs to a running request, a *cached* one to the tree. An id without any is
-free; with a live one it is used; with cached ones alone it is cached and may be reclaimed by
-whoever drops those.
+A *live* reference belongs to a running request, a *cached* one to the tree. An id with a live
+reference is used. One with cached references only is merely cached, and becomes free when they are
+dropped. One without references is free.
 
-Invariant P1: what is counted as used and as cached is what has such references, and the rest is
-free.
-Knows nothing of what an id stands for, and never evicts; an order of what may go hears of pins
-through `watch`. Methods take many ids at once: a request of 100,000 tokens has 1,563 pages.
+Invariant P1: `num_used` and `num_cached` count the ids with such references; all others are free.
+
+Knows nothing of what an id stands for, and never evicts; `watch` reports pins to an order of
+eviction. Methods take many ids at once: a request of 100,000 tokens has 1,563 pages.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from collections.abc import Collection, Iterable, Mapping
 from milepost.cache.memory.free import FreeIds
 
 ZERO_SLOT = 0
-"""Holds zeros, is what a fresh request reads, and is never handed out."""
+"""The slot that holds zeros, which a fresh request reads. It is never handed out."""
 
 
 class Pool:
-    """The ids of `free`, all free at the start.
+    """A pool of the ids of `free`, which are all free at the start.
 
-    `num_let_go` counts how often one of them ceased to be used.
+    `num_let_go` counts how often an id has lost its last live reference.
     """
 
     def __init__(self, free: FreeIds) -> None:
         self.first, self.end = free.first, free.end
-        """Ids that there may ever be, and the one above them."""
+        """One more than the largest id. `first` is the smallest."""
         self.num_used = 0
         self.num_cached = 0
         self.num_let_go = 0
@@ -39,9 +39,8 @@ class Pool:
         self._changed: list[object] = []
 
     def watch(self, things: Mapping[int, object], changed: list[object]) -> None:
-        """From now on append to `changed` the thing that a pinned or unpinned id stands for, if
-        `things` has one.
-        """
+        """From now on, appends to `changed` what each pinned or unpinned id stands for, if `things`
+        has it."""
         self._watched, self._changed = things, changed
 
     @property
@@ -50,21 +49,22 @@ class Pool:
 
     @property
     def total(self) -> int:
-        """Ids that there are; in a unified pool it changes with what the other kind has."""
+        """Number of ids now. In a unified pool it changes with the number of ids of the
+        other kind."""
         return len(self._free) + self.num_used + self.num_cached
 
     @property
     def capacity(self) -> int:
-        """The most ids that there may be."""
+        """Largest number of ids that there may be."""
         return self.end - self.first
 
     @property
     def room(self) -> int:
-        """Number of ids to be had if everything that is only cached gives way."""
+        """Number of ids available if everything that is merely cached is evicted."""
         return len(self._free) + self.num_cached
 
     def is_idle(self, first: int, end: int) -> bool:
-        """Whether some of these ids are cached, and none is used."""
+        """Whether some of the ids [first, end) are cached and none is used."""
         return any(self._cached_refs[first:end]) and not any(self._live_refs[first:end])
 
     def live_refs(self, id_: int) -> int:
@@ -74,7 +74,8 @@ class Pool:
         return self._cached_refs[id_]
 
     def allocate(self, num: int) -> list[int]:
-        """Take free ids with one live reference each; the caller has made sure of them."""
+        """Takes free ids and gives each one live reference. The caller has made sure that there are
+        enough."""
         assert num <= len(self._free), "P3: no more is allocated than is free"
         ids = self._free.take(num)
         live = self._live_refs
@@ -84,7 +85,7 @@ class Pool:
         return ids
 
     def pin(self, ids: Collection[int]) -> None:
-        """Add a live reference to each id; none of them is free."""
+        """Adds a live reference to each id. None of them may be free."""
         live = self._live_refs
         num_revived = 0
         for id_ in ids:
@@ -98,7 +99,7 @@ class Pool:
         self._note(ids)
 
     def unpin(self, ids: Collection[int]) -> None:
-        """Drop a live reference from each id; an id without references becomes free."""
+        """Drops a live reference from each id. An id without references becomes free."""
         live, cached = self._live_refs, self._cached_refs
         num_cached = 0
         freed = []
@@ -122,23 +123,22 @@ class Pool:
         self._changed.extend(map(watched.__getitem__, filter(watched.__contains__, ids)))
 
     def move(self, source: int, target: int) -> None:
-        """Hand the references of a cached id to one that was taken from the free ones; the first
-        becomes free.
-        """
+        """Passes the references of a cached id to `target`, an id just taken from the free ones.
+        The source becomes free."""
         assert not self._live_refs[source], f"P5: id {source} is used, so it stays where it is"
         self._cached_refs[target] = self._cached_refs[source]
         self._cached_refs[source] = 0
         self._free.give((source,))
 
     def keep(self, ids: Iterable[int]) -> None:
-        """Add a cached reference to ids that are used; they stay used."""
+        """Adds a cached reference to each id. All of them must be in use, and stay so."""
         live, cached = self._live_refs, self._cached_refs
         for id_ in ids:
             assert live[id_], f"P4: id {id_} is not used, so its contents may be anything"
             cached[id_] += 1
 
     def drop(self, id_: int) -> None:
-        """Drop a cached reference; an id without references becomes free."""
+        """Drops a cached reference. An id without references becomes free."""
         refs = self._cached_refs[id_] - 1
         assert refs >= 0, f"P2: id {id_} is dropped more often than kept"
         self._cached_refs[id_] = refs

@@ -1,7 +1,7 @@
-"""The memory of pages and slots: two pools of fixed sizes, or a unified one, whose boundary moves.
+"""The memory of pages and slots: two pools of fixed sizes, or a unified pool, whose boundary moves.
 
-Says what there is room for. An *idle* unit of a unified pool holds nothing that a running request
-holds, so it can be had for either kind once what it caches is evicted.
+Says what there is room for. An *idle* unit of a unified pool holds cached pages only, none that a
+running request holds. It is available for pages or a slot once these are evicted.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from milepost.cache.memory.free import FreeList, FreePages
 from milepost.cache.memory.pool import Pool
 
 USUAL_SHARE = 1 / 8
-"""Usual share of slots among a unified pool's units; decides only how much is remembered."""
+"""Usual share of slots among a unified pool's units. It decides only how much history is
+remembered."""
 
 
 class Split:
-    """Two pools whose sizes are set."""
+    """Two pools of fixed sizes."""
 
     pages_a_slot = 0
 
@@ -25,33 +26,34 @@ class Split:
         self.pages = Pool(FreeList(num_pages))
         self.slots = Pool(FreeList(num_slots, first=1))
         self.max_pages = num_pages
-        """That one request can have when it is alone."""
+        """Largest number of pages that a request can have when it is alone."""
         self.usual_slots = num_slots
-        """About as many as there mostly are."""
+        """About the usual number of slots."""
 
     @property
     def num_loose_pages(self) -> int:
-        """Free pages that don't make up a free unit."""
+        """Number of free pages outside free units."""
         return self.pages.num_free
 
     @property
     def room(self) -> tuple[int, int]:
-        """Pages, or slots, to be had if everything that is only cached gives way."""
+        """Numbers of pages and of slots available if everything that is merely cached
+        is evicted."""
         return self.pages.room, self.slots.room
 
     def is_free(self, num_pages: int, num_slots: int) -> bool:
-        """Whether so much is free at once."""
+        """Whether this many pages and slots are free now, without evicting anything."""
         return num_pages <= self.pages.num_free and num_slots <= self.slots.num_free
 
     def has_room(self, num_pages: int, num_slots: int) -> bool:
-        """Whether so much can be had if everything that is only cached gives way."""
+        """Whether this many pages and slots can be had if everything that is merely cached is
+        evicted."""
         return num_pages <= self.pages.room and num_slots <= self.slots.room
 
 
 class UnifiedPool:
-    """`num_units` units besides the zero slot's, each for one slot, of its number, or `pages_each`
-    pages. It answers what `Split` does.
-    """
+    """A pool of `num_units` units besides the zero slot's. Each holds `pages_each` pages or one
+    slot, which has the unit's number. The methods are those of `Split`."""
 
     def __init__(self, num_units: int, pages_each: int) -> None:
         self.num_units = num_units
@@ -66,7 +68,8 @@ class UnifiedPool:
 
     @property
     def room(self) -> tuple[int, int]:
-        """Slots are counted by their bytes, though not all pages that stay may stand together."""
+        """Numbers of pages and of slots. Slots are counted by their bytes, although the remaining
+        pages may be too scattered for that many."""
         pages = self.pages.room + self.pages_a_slot * self.slots.num_cached
         return pages, pages // self.pages_a_slot
 
@@ -75,9 +78,8 @@ class UnifiedPool:
         return left >= 0 and num_pages <= self._free_pages.num_loose + left * self.pages_a_slot
 
     def has_room(self, num_pages: int, num_slots: int) -> bool:
-        """Slots take idle units; pages can have the rest of those, and all that no request holds in
-        other units.
-        """
+        """Whether there is room: slots take idle units, and pages the other idle units and all
+        other pages that no request holds."""
         slots = self.slots
         if num_pages > self.pages.room + self.pages_a_slot * (slots.num_cached - num_slots):
             return False
@@ -89,7 +91,7 @@ class UnifiedPool:
         return self._free_pages.num_loose
 
     def unit_to_clear(self) -> int | None:
-        """Finds the unit with the fewest pages among those that only the cache holds pages of."""
+        """Returns the unit with the fewest pages among those whose pages are merely cached."""
         emptiest, most = None, 0
         for unit, num_free in self._free_pages.loose():
             if num_free > most and self._is_idle(unit):
@@ -97,9 +99,8 @@ class UnifiedPool:
         return emptiest if emptiest is not None else next(self._idle_page_units(), None)
 
     def make_way(self, unit: int) -> list[tuple[int, int]]:
-        """Free such a unit: each of its pages and the one that takes its place, whose contents are
-        to be copied. There are as many free pages in other units that hold pages.
-        """
+        """Frees such a unit. Returns each of its pages with the page that replaces it, to which the
+        contents must be copied. Other units that hold pages must have enough free ones."""
         sources = self._free_pages.held_in(unit)
         targets = self._free_pages.take_outside(unit, len(sources))
         moves = list(zip(sources, targets, strict=True))
@@ -108,9 +109,8 @@ class UnifiedPool:
         return moves
 
     def _has_idle_page_units(self, num: int) -> bool:
-        """Whether `num` units hold cached pages alone. If too few did, it looks again only once
-        some page has been let go: whoever waits may ask in every step.
-        """
+        """Whether `num` units hold cached pages only. After a no, it looks again only when a page
+        has been let go, since a waiting request may ask in every step."""
         num_missed, num_let_go = self._missed
         if num >= num_missed and num_let_go == self.pages.num_let_go:
             return False
@@ -123,7 +123,7 @@ class UnifiedPool:
         return filter(self._is_idle, range(1, self.num_units + 1))
 
     def _is_idle(self, unit: int) -> bool:
-        """Whether it holds pages, and only the cache holds those."""
+        """Whether the unit holds pages, and all of them are merely cached."""
         return self.pages.is_idle(unit * self.pages_a_slot, (unit + 1) * self.pages_a_slot)
 
 
@@ -131,14 +131,13 @@ Storage = Split | UnifiedPool
 
 
 def pages_in_place(page_bytes: int, slot_bytes: int) -> int:
-    """The pages to set in the place of a slot: those that fit, or one more if that leaves less
-    unused.
-    """
+    """Returns how many pages replace a slot in a unit: as many as fit, or one more if that wastes
+    less."""
     few, rest = divmod(slot_bytes, page_bytes)
     return few if few and rest <= page_bytes - rest else few + 1
 
 
 def fit(num_bytes: int, *, page_bytes: int, slot_bytes: int) -> UnifiedPool:
-    """Returns a unified pool of `num_bytes` bytes."""
+    """Returns a unified pool that takes at most `num_bytes` bytes besides the zero slot's unit."""
     pages_each = pages_in_place(page_bytes, slot_bytes)
     return UnifiedPool(num_bytes // max(slot_bytes, pages_each * page_bytes), pages_each)
