@@ -10,14 +10,14 @@ Digests are keys, the same in every process, of 16 bytes each:
                 blake2b(that + the token ids of its tail, person="milepost state")
 
 Token ids are packed little-endian uint32. So one digest stands for a page and everything before it,
-and two models or two salts never meet. The identity is 16 bytes, or none where keys leave no
-process.
+and two models or two salts never share one. The identity is 16 bytes, or empty if keys never leave
+the process.
 
-The tokens of a picture all have one id, whatever it shows. So where a page or tail has tokens of a
+All tokens of a picture have the same id, whatever it shows. So if a page or tail has tokens of a
 picture, a record precedes the first of them: a word that is no token id, the number of the
-picture's tokens before the page, and its identity. Tokens with their records are the *content* of a
-page or tail. All that is hashed, compared or kept with a key is content; without pictures it is the
-tokens alone. The content of a tail is a prefix of that of every longer tail.
+picture's tokens before the page, and the picture's identity. Tokens with their records are the
+*content* of a page or tail. Whatever is hashed, compared or stored with a key is content; without
+pictures that is the tokens alone. The content of a tail is a prefix of that of every longer tail.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from milepost.pictures import Picture, overlapping
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
 RECORD = 2**32 - 1
-"""The word that a picture's record begins with."""
+"""The word that begins a picture's record."""
 RECORD_BYTES = 24
-"""Length of a record: six words."""
+"""Bytes of a record: six words."""
 
 assert array("I").itemsize == TOKEN_BYTES
 assert byteorder == "little", "keys are made of little-endian token ids"
 
 
 class Chain:
-    """A copy of token ids with the digests of their full pages, extended as tokens are appended.
+    """A copy of token ids with the digests of their full pages; both grow as tokens are appended.
 
-    Nothing past `shared_end` is shared with others: no page and no state after it is published or
+    Nothing after `shared_end` is shared with other requests: no page or state there is published or
     reused. Raises OverflowError for a token id outside uint32.
     """
 
@@ -75,9 +75,8 @@ class Chain:
         self.tokens.extend(tokens)
 
     def digests(self, num_pages: int) -> list[bytes]:
-        """Digests of at least the first `num_pages` full pages; hashes only pages not hashed
-        before.
-        """
+        """Returns the digests of at least the first `num_pages` full pages. Hashes only pages not
+        hashed before."""
         known = self._digests
         if len(known) < num_pages:
             self._extend(num_pages)
@@ -88,8 +87,7 @@ class Chain:
         return self._digests
 
     def learn(self, digests: Sequence[bytes]) -> None:
-        """Takes over digests of the first pages, for those not hashed yet; they belong to equal
-        tokens after the same prefix."""
+        """Appends digests of the next pages, taken from equal tokens after the same prefix."""
         self._digests.extend(digests)
 
     @property
@@ -99,21 +97,22 @@ class Chain:
 
     @property
     def last_resume(self) -> int:
-        """The deepest position to resume from: at least the last token is computed."""
+        """The deepest position to resume from. At least the last token is computed."""
         return min(len(self.tokens) - 1, self.shared_end)
 
     def full_digests(self) -> list[bytes]:
-        """Digests of all full pages that may be shared."""
+        """Returns the digests of all full pages that may be shared."""
         num = self.num_pages
         known = self.digests(num)
         return known if len(known) == num else known[:num]
 
     def token_bytes(self, start: int, end: int) -> bytes:
-        """Token ids of [start, end) as packed uint32."""
+        """Returns the token ids [start, end) as packed uint32."""
         return self.tokens[start:end].tobytes()
 
     def content(self, start: int, end: int) -> bytes:
-        """Content of [start, end), a part of one page from its start on."""
+        """Returns the content of [start, end), which begins at the start of a page and lies in that
+        page."""
         data = self.token_bytes(start, end)
         if not self.pictures:
             return data
@@ -125,7 +124,7 @@ class Chain:
         return b"".join((*pieces, self.token_bytes(done, end)))
 
     def page_contents(self, first: int, end: int) -> Iterator[bytes]:
-        """Contents of the full pages [first, end)."""
+        """Yields the contents of the full pages [first, end)."""
         size = self.page_size
         if self.pictures and first * size < self.pictures[-1].end:
             return (self.content(page * size, (page + 1) * size) for page in range(first, end))
@@ -143,20 +142,21 @@ class Chain:
 
 
 def root_key(identity: bytes, salt: str) -> bytes:
-    """Key that all keys of one model under one salt are chained from."""
+    """Returns the key from which all keys of one model under one salt are chained."""
     seed = identity + salt.encode()
     return blake2b(seed, digest_size=DIGEST_BYTES, person=b"milepost").digest()
 
 
 def checkpoint_key(page: bytes, tail: bytes) -> bytes:
-    """Key of a state after a page, or a root, and the content of the `tail` past it."""
+    """Returns the key of a state: `page` is the key of its last full page or of the root, and
+    `tail` the content after it."""
     if not tail:
         return page
     return blake2b(page + tail, digest_size=DIGEST_BYTES, person=b"milepost state").digest()
 
 
 def num_tokens(content: bytes) -> int:
-    """Number of tokens in a content, or in the beginning of one."""
+    """Returns the number of tokens in a content, or in the beginning of one."""
     words = memoryview(content).cast("I")
     return len(words) - sum(
         min(RECORD_BYTES // TOKEN_BYTES, len(words) - place) for place in _records(words)
@@ -164,13 +164,13 @@ def num_tokens(content: bytes) -> int:
 
 
 def num_before_pictures(contents: bytes) -> int:
-    """Number of tokens in a run of contents that precede the first picture's."""
+    """Returns the number of tokens before the first picture in a run of contents."""
     words = memoryview(contents).cast("I")
     return next(_records(words), len(words))
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
-    """Number of tokens that two contents share from the start."""
+    """Returns the number of tokens that two contents share from the start."""
     pairs = zip(memoryview(a).cast("I"), memoryview(b).cast("I"), strict=False)
     num = next(
         (index for index, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)) // TOKEN_BYTES
@@ -179,13 +179,13 @@ def common_tokens(a: bytes, b: bytes) -> int:
 
 
 def _record(picture: Picture, start: int) -> bytes:
-    """The record of a picture in what begins at `start`."""
+    """Returns a picture's record for content that begins at position `start`."""
     head = array("I", (RECORD, max(start - picture.offset, 0)))
     return head.tobytes() + picture.identity
 
 
 def _records(words: memoryview[int]) -> Iterator[int]:
-    """Yields where the records begin, in words. Most contents have none."""
+    """Yields the places of the records, in words. Most contents have none."""
     if RECORD.to_bytes(TOKEN_BYTES, "little") not in words.tobytes():
         return
     place = 0

@@ -1,8 +1,8 @@
 """The prefix tree: nodes, found by their chained digests, and the history of evicted keys.
 
-Knows nothing of pools: callers keep reference counts in step. Every change that affects what may be
-evicted is noted in `changed`, and its events in the outbox, here and not by callers. Every walk is
-a loop; a path may be 100,000 nodes deep.
+Knows nothing of pools: callers keep the reference counts up to date. The tree itself records every
+change that affects eviction in `changed`, and the events in the outbox. Every walk is a loop, since
+a path may be 100,000 nodes deep.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Tree:
     """Nodes by digest and page, checkpoints by slot and tail page, roots by salt, and up to
     `max_history` evicted keys.
 
-    `leaves` are the nodes without children, by page. `changed` collects the nodes that have won or
-    lost their only child or a checkpoint, and the checkpoints that have come or gone, that were
-    used, whose links have changed, or whose tail page has become a node's or ceased to be one;
-    whoever needs it empties it.
+    `leaves` are the nodes without children, by page. `changed` collects nodes that have won or lost
+    their only child or a checkpoint. It also collects checkpoints that were added, removed or used,
+    whose links have changed, or whose tail page has become a node's or ceased to be one. Its reader
+    empties it.
     """
 
     def __init__(self, max_history: int, outbox: Outbox) -> None:
@@ -43,23 +43,23 @@ class Tree:
         self._answered: OrderedDict[bytes, None] = OrderedDict()
         """Digests of pages that finished requests computed but did not share."""
         self.answers: deque[tuple[Chain, End]] = deque(maxlen=MAX_ANSWERS)
-        """Requests that are over, the newest last, whose answers may be computed as prompts."""
+        """Finished requests, the newest last, whose answers may be computed again as prompts."""
         self._max_history = max_history
 
     def deepest(self, chain: Chain) -> Node | None:
-        """Returns the end of the longest known prefix, the root if nothing matches; None without a
-        root. Costs the logarithm of the pages whose digests are known, and the other pages that
-        match: those have the digests of the pages there, which need not be computed."""
+        """Returns the end of the longest known prefix: a node, the root if nothing matches, or None
+        if there is no root. Costs the logarithm of the number of known digests, plus the other
+        matching pages, whose digests are copied from the tree instead of being computed."""
         root, known, num_pages = self.roots.get(chain.root), chain.known_digests(), chain.num_pages
         num_known = min(len(known), num_pages)
-        # Only leaves are evicted, so after a page that is missing all are.
+        # Only leaves are evicted, so all pages after a missing one are missing too.
         depth = bisect_left(known, True, hi=num_known, key=lambda key: key not in self.nodes)
         node = self.nodes[known[depth - 1]] if depth else root
         if depth < num_known or node is None:
             return node
         run = []
         for content in chain.page_contents(depth, num_pages):
-            child = node.last_child  # most often
+            child = node.last_child  # usually the one that matches
             if child is None or child.content != content:
                 child = node.child(content)
                 if child is None:
@@ -70,7 +70,7 @@ class Tree:
         return node
 
     def root(self, chain: Chain) -> Node:
-        """Returns the root of a chain, and makes it if there is none."""
+        """Returns the root of a chain, which is made if there is none."""
         root = self.roots.get(chain.root)
         if root is None:
             root = self.roots[chain.root] = Node(chain.root, NO_PAGE, None, b"")
@@ -103,8 +103,8 @@ class Tree:
         return run
 
     def remove(self, run: Sequence[Node]) -> None:
-        """Removes a node without children, and those above it that lose their last child, none with
-        checkpoints. Remembers their digests."""
+        """Removes a node without children, and nodes above it that lose their last child, the
+        deepest first. None may have checkpoints. Remembers their digests."""
         above = run[-1].parent
         assert above is not None, "T4: a root is not evicted"
         del self.leaves[run[0].page]
@@ -125,7 +125,7 @@ class Tree:
         self.outbox.pages_went(run)
 
     def attach(self, checkpoint: Checkpoint) -> None:
-        """Attaches a checkpoint to its node, and links it with those above and below."""
+        """Attaches a checkpoint to its node and links it with those above and below."""
         node = checkpoint.node
         if node.checkpoints is NO_CHECKPOINTS:
             node.checkpoints = {}
@@ -148,7 +148,7 @@ class Tree:
             self.changed.append(here)
 
     def detach(self, checkpoint: Checkpoint, score: float) -> None:
-        """Removes a checkpoint; `score` is what it was expected to save, in tokens."""
+        """Removes a checkpoint. `score` is the number of tokens that it was expected to save."""
         node = checkpoint.node
         del node.checkpoints[checkpoint.tail]
         del self.at_slot[checkpoint.slot]
@@ -176,10 +176,9 @@ class Tree:
                 checkpoint.tail_page = target
 
     def num_seen(self, chain: Chain, depth: int) -> int:
-        """Number of leading pages that are known, evicted ones included; the first `depth` are.
-        Costs the logarithm of its pages.
-        """
-        # A page is evicted after all deeper ones, and so is remembered for longer.
+        """Returns how many leading pages are known, including evicted ones; at least the first
+        `depth` are. Costs the logarithm of the number of pages."""
+        # A page is evicted after all deeper ones, so it is also remembered for longer.
         nodes, history = self.nodes, self._history
 
         def is_new(digest: bytes) -> bool:
@@ -187,11 +186,11 @@ class Tree:
 
         num_full = len(chain) // chain.page_size
         if depth == num_full or is_new(chain.digests(depth + 1)[depth]):
-            return depth  # most often: deeper ones need no digests yet
+            return depth  # the usual case, which needs no digests of deeper pages
         return bisect_left(chain.digests(num_full), True, lo=depth, key=is_new)
 
     def note_answer(self, chain: Chain, end: End) -> None:
-        """Remembers the pages of a finished request that did not share them all."""
+        """Remembers the pages of a finished request that it did not share."""
         num_full = len(chain) // chain.page_size
         for digest in chain.digests(num_full)[chain.num_pages : num_full]:
             if digest not in self.nodes:
@@ -202,8 +201,8 @@ class Tree:
         self.answers.append((chain, end))
 
     def num_answered(self, chain: Chain, depth: int) -> int:
-        """Number of leading pages that were computed, if only for an answer; the first `depth` are
-        known."""
+        """Returns how many leading pages were computed before, if only for an answer; at least the
+        first `depth` were."""
         num_full = len(chain) // chain.page_size
         if self._answered:
             while depth < num_full and chain.digests(depth + 1)[depth] in self._answered:
@@ -232,9 +231,8 @@ class Tree:
 
 
 def _count_reaching(node: Node, change: int) -> int:
-    """Count a checkpoint of a node that has come (1) or gone (-1); returns how many nodes, itself
-    and above, have become reachable by that, or cannot be reached any more.
-    """
+    """Counts a checkpoint that was added to a node (1) or removed (-1). Returns how many nodes,
+    from this one upwards, became reachable or unreachable by that."""
     num = 0
     for here in node.ancestors():
         before = here.num_reaching

@@ -1,6 +1,7 @@
 """The kinds of layers: what each keeps of a sequence, where, and what it needs in order to resume.
 
-A model is a tuple of kinds; they are asked in turn until all agree. A new kind is one more class.
+A model is a tuple of kinds. Each is asked in turn until all agree on a position. A new kind is one
+more class.
 """
 
 from __future__ import annotations
@@ -18,28 +19,27 @@ Where = Literal["slot", "page", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """Facts of all layers of one kind together; bytes are those of one rank."""
+    """Facts about all layers of one kind together. Bytes are those of one rank."""
 
     grid: int = 1
-    """A prefill can keep this kind's states at its multiples."""
+    """A prefill can keep this kind's states at multiples of this."""
     where: Where = "none"
-    """The place of a state: in a slot, beside each page, or none."""
+    """Where a state is stored: in a slot, beside each page, or nowhere."""
     state_bytes: int = 0
     page_bytes: int = 0
-    """Bytes of a page's KV, and of the state beside it."""
+    """Bytes of a page's KV and of the state stored beside it."""
     window: int = 0
-    """Tokens back that a sliding window reads, the newest among them; 0: there is none."""
+    """Number of tokens that a sliding window reads, the newest included; 0 without a window."""
 
     def longest_usable(self, path: Path, limit: int) -> int:
-        """The largest position up to `limit` at which layers of this kind can resume; 0 is always
-        one.
-        """
+        """Returns the largest position up to `limit` at which layers of this kind can resume; 0 is
+        always possible."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttention(LayerKind):
-    """Needs the KV of every token before it: resident pages, or a checkpoint's tail page."""
+    """Needs the KV of every token before it, from resident pages or a checkpoint's tail page."""
 
     def longest_usable(self, path: Path, limit: int) -> int:
         if limit <= path.kv_length:
@@ -50,9 +50,8 @@ class FullAttention(LayerKind):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrent(LayerKind):
-    """Needs a state after exactly that many tokens, from a slot. The default grid is the chunk of
-    the kernels of Gated DeltaNet and KDA.
-    """
+    """Needs a state after exactly that many tokens, from a slot. The default grid is the chunk size
+    of the Gated DeltaNet and KDA kernels."""
 
     grid: int = 64
     where: Where = "slot"
@@ -64,9 +63,8 @@ class Recurrent(LayerKind):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow(Recurrent):
-    """Attention to the last `window` tokens: the KV of those is a part of the state, in pages of
-    their own (`allocation/windows.py`). It can be kept anywhere.
-    """
+    """Attention to the last `window` tokens. Their KV is part of the state, in pages of their own
+    (`allocation/windows.py`), and can be kept anywhere."""
 
     grid: int = 1
     window: int = 4096
@@ -74,9 +72,8 @@ class SlidingWindow(Recurrent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvolution(LayerKind):
-    """A state of a few rows, kept beside each page as it is at the page's end: every page boundary
-    can be resumed. Its grid is the tokens of a page.
-    """
+    """A state of a few rows, stored beside each page as of the page's end. So every page boundary
+    can be resumed. Its grid is a page."""
 
     where: Where = "page"
 
@@ -90,7 +87,7 @@ HYBRID: tuple[LayerKind, ...] = (FullAttention(), Recurrent())
 
 
 def longest_usable(kinds: Sequence[LayerKind], path: Path, limit: int) -> int:
-    """Lowers the limit until every kind of layer can resume there."""
+    """Lowers the limit until every kind of layer can resume there, and returns it."""
     while True:
         lowered = limit
         for kind in kinds:
@@ -111,16 +108,18 @@ def window_of(kinds: Sequence[LayerKind]) -> int:
 
 
 def window_pages(window: int, page_size: int) -> int:
-    """Returns the most pages that one state needs: those of the last `window - 1` tokens."""
+    """Returns the largest number of pages that one state needs: those of the last `window - 1`
+    tokens."""
     return (window + page_size - 3) // page_size + 1 if window > 1 else 0
 
 
 def num_window_pages(
     window: int, page_size: int, *, num_states: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> int:
-    """Returns the pages that windows need at most: those of every state, running requests' among
-    them; and for what two steps under way write, whole pages of their tokens, one that is begun for
-    each request and step, and one that a request's own window needs more than a state."""
+    """Returns the largest number of window pages needed at once. They are those of every state,
+    including running requests'; the pages that two steps in flight write; a page begun per request
+    and step; and one more per request, since its window reaches one token further than a state's.
+    """
     if not window:
         return 0
     under_way = 2 * -(-max_num_batched_tokens // page_size) + 3 * max_num_seqs
@@ -128,9 +127,8 @@ def num_window_pages(
 
 
 class CacheConfig:
-    """Configuration of a cache: tokens of a page, kinds of layers, mode. `grid` in place of theirs
-    is for comparisons. A `bitwise` cache shares what prefills leave on the grid, and nothing else.
-    """
+    """Configuration of a cache: tokens per page, kinds of layers, mode. `grid` replaces that of the
+    kinds, for comparisons. A `bitwise` cache shares only what prefills leave on the grid."""
 
     def __init__(
         self,
@@ -151,7 +149,7 @@ class CacheConfig:
         self.max_rounded_off = 1.0 if bitwise else MAX_ROUNDED_OFF
         self.enabled = mode != "none"
         self.slots_each = 1 if any(kind.where == "slot" for kind in kinds) else 0
-        """Slots of a running request: 0 for models without states in slots."""
+        """Number of slots per running request: 0 in models without states in slots."""
         self.window = window_of(kinds)
         are_beside = any(kind.where == "page" for kind in kinds)
         assert not (self.window and are_beside), "what lies beside pages goes with no state"

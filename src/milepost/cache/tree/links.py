@@ -1,10 +1,10 @@
-"""Links each checkpoint with the next shallower one on its path, and keeps these links as
-checkpoints come and go.
+"""Links each checkpoint with the next shallower one on its path, and updates the links as
+checkpoints are added and removed.
 
-A link upward is always to the deepest checkpoint above. Of many checkpoints on one node only the
-newest few are looked at, and of several known continuations below a new checkpoint only the newest.
-The link of another one may then skip the new checkpoint, which makes its recomputation look more
-expensive than it is.
+A link upward always leads to the deepest checkpoint above. To bound the cost, only the newest few
+of many checkpoints on one node are considered, and only the newest of several known continuations
+below a new checkpoint. The links of the others may then skip the new checkpoint, which overstates
+what recomputing them costs.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from itertools import islice
 from milepost.cache.tree.nodes import Checkpoint, Node
 
 MAX_TAILS_COMPARED = 8
-"""Newest tails looked at: thousands of short prompts may end inside a node's next page."""
+"""Number of tails compared, the newest ones: thousands of short prompts may end inside the same
+page."""
 
 
 def link(checkpoint: Checkpoint) -> list[Checkpoint]:
-    """Links a checkpoint that was attached. Returns those whose links have changed."""
+    """Links a checkpoint that was just attached. Returns the checkpoints whose links
+    have changed."""
     above = _nearest_above(checkpoint)
     moved = [c for c in _nearest_below(checkpoint) if c.above is above]
     for deeper in moved:
@@ -35,7 +37,7 @@ def link(checkpoint: Checkpoint) -> list[Checkpoint]:
 
 
 def unlink(checkpoint: Checkpoint) -> list[Checkpoint]:
-    """Unlinks a checkpoint. Returns those whose links have changed."""
+    """Unlinks a checkpoint. Returns the checkpoints whose links have changed."""
     above, below = checkpoint.above, checkpoint.below
     for deeper in below:
         deeper.above = above

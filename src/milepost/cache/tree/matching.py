@@ -1,4 +1,4 @@
-"""Finds how much of a prompt is cached, and says why the rest is lost. Read-only."""
+"""Finds how much of a prompt is cached, and explains why the rest is not. Read-only."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from milepost.cache.tree.path import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Cached part of a prompt. Valid until the cache next changes."""
+    """The cached part of a prompt. Valid until the cache next changes."""
 
     path: Path
     checkpoint: Checkpoint | None
     branch_points: tuple[int, ...]
-    """Positions that lack a state although their KV is there."""
+    """Positions whose KV is cached but whose state is not; it will be kept."""
     num_seen: int
-    """Number of the prompt's pages that are resident or were evicted."""
+    """Number of the prompt's pages that are cached or were evicted."""
     report: CacheReport
     version: int
     state_length: int
-    """The position to resume from: the checkpoint's, if the model has states in slots."""
+    """The position to resume from. In models with states in slots it is the checkpoint's."""
 
     @property
     def kv_length(self) -> int:
@@ -36,18 +36,18 @@ class Match:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Slot of the checkpoint to resume from, if there is one."""
+        """The slot of the checkpoint to resume from, if there is one."""
         return (self.checkpoint.slot,) if self.checkpoint is not None else ()
 
     @property
     def tail(self) -> tuple[int, ...]:
-        """The page of that checkpoint's last tokens, if it has one."""
+        """The checkpoint's tail page, if it has one."""
         page = self.checkpoint.tail_page if self.checkpoint is not None else None
         return (page,) if page is not None else ()
 
 
 class Finder:
-    """Looks prompts up in `tree`. Where nothing is cached, nothing is ever found."""
+    """Looks prompts up in `tree`. If caching is off, it never finds anything."""
 
     def __init__(self, tree: Tree, config: CacheConfig) -> None:
         self._tree = tree
@@ -55,10 +55,10 @@ class Finder:
         self._last_walk: tuple[object, Node | None] = (None, None)
 
     def find(self, chain: Chain, limit: int | None, version: int) -> Match:
-        """Find the cached part of a prompt, in a cache of this version.
+        """Finds the cached part of a prompt. `version` is the cache's current version.
 
-        Where the prompt's digests are known, costs the logarithm of its pages, the resident pages
-        after the state that it resumes from, and the evicted ones that are remembered.
+        If the prompt's digests are known, this costs the logarithm of its pages, plus the resident
+        pages after the state to resume from, plus the evicted pages that are remembered.
         """
         last = chain.last_resume
         limit = last if limit is None else min(limit, last)
@@ -79,9 +79,9 @@ class Finder:
         )
 
     def _branch_points(self, shared: int, position: int) -> tuple[int, ...]:
-        """Finds where to keep states for what is shared with others and not covered by a state: on
-        the grid, and at its very end where the grid would give up too much of it.
-        """
+        """Returns where to keep states for the prefix that is shared with others beyond the last
+        state: at its last grid position, and also at its very end if the grid would give up too
+        much of it."""
         if not self._config.slots_each:
             return ()
         on_grid = floor(shared, self._config.grid)
@@ -91,17 +91,16 @@ class Finder:
         return (*found, shared) if is_short else found
 
     def _path(self, chain: Chain, version: int) -> Path:
-        """A prompt that arrives is looked up twice, most often in one state of the cache: its walk
-        over hundreds of pages is kept.
-        """
+        """Returns the prompt's path. A new prompt is looked up twice, usually without a change in
+        between, so the last walk, over perhaps hundreds of pages, is kept."""
         moment = (chain, len(chain), version)
         if self._last_walk[0] != moment:
             self._last_walk = (moment, self._tree.deepest(chain))
         return Path(chain, self._last_walk[1])
 
     def _last_place(self, resident: int, reused: int, branch_points: tuple[int, ...]) -> int:
-        """The last position in `resident` tokens at which a state is kept."""
-        if not self._config.slots_each:  # beside a page that is there lies its state
+        """Returns the last position within `resident` tokens at which a state is kept."""
+        if not self._config.slots_each:  # each resident page has its state beside it
             return reused
         kept = branch_points if self._config.mode == "auto" else ()
         return max(floor(resident, self._config.grid), *kept, 0)
@@ -117,7 +116,7 @@ class Finder:
     ) -> CacheReport:
         num_tokens, last = len(path.chain), path.chain.last_resume
         num_given_up = path.evicted_position(reused)
-        if limit < last:  # a deeper state has to give way to the request itself
+        if limit < last:  # a deeper state must make room for the request itself
             num_given_up = max(num_given_up, longest_usable(self._config.kinds, path, last))
         report = explain(
             num_tokens,
@@ -136,7 +135,8 @@ class Finder:
         return report if self._config.enabled else report.with_lost(Lost.DISABLED, num_tokens)
 
     def _tokens_past_nodes(self, path: Path) -> int:
-        """Number of tokens that agree with a known page or tail after the last matching page."""
+        """Returns the number of tokens after the last matching page that agree with a known page or
+        tail."""
         end = path.end
         if end is None:
             return 0

@@ -1,8 +1,8 @@
-"""Elements of the prefix tree: one node for each full page, and the checkpoints that hang on
-nodes, with their ends and reservations. They change through the tree (index.py) and the links.
+"""Elements of the prefix tree: one node per full page, and the checkpoints that hang on nodes, with
+their ends and reservations. They are changed by the tree (index.py) and the links.
 
-A node's `num_reaching` counts its own checkpoints and those children below which there is one. At 0
-no resume can ever use the node's page for a state: it is a stray.
+A node's `num_reaching` counts its own checkpoints, plus the children with a checkpoint at or below
+them. At 0 no resume can use the node's page: it is a stray.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from milepost.cache.tree.chain import checkpoint_key
 class Node:
     """A full page of a known prefix, or a root (depth 0, no page). Compared and hashed by identity.
 
-    `checkpoints` are keyed by their tails: several continuations may have ended inside the next
-    page. `children` stand in the order of their contents, so those most alike are side by side;
-    `last_child` is the newest, or the only one.
+    `checkpoints` are keyed by their tails, since several continuations may end inside the next
+    page. `children` are sorted by content, so similar ones are adjacent; `last_child` is the
+    newest, or the only one.
     """
 
     digest: bytes
@@ -50,7 +50,7 @@ class Node:
         return next((child for child in self.alike(content) if child.content == content), None)
 
     def alike(self, content: bytes) -> list[Node]:
-        """Returns the children, two at most, that begin most like `content`."""
+        """Returns the children whose content begins most like `content`; at most two."""
         place = bisect_left(self.children, content, key=_content)
         return self.children[max(place - 1, 0) : place + 1]
 
@@ -78,35 +78,34 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class End:
-    """The end of the newest request on a path, which the path's checkpoints share; or a point where
-    paths part, with the time when one last did."""
+    """The end of the newest request on a path, shared by the path's checkpoints. Or a fork, with
+    the time at which a prompt last left the path there."""
 
     position: int
     time: int
     """Time of the end, counted in requests."""
     num_returns: int = 0
-    """Times that the path was returned to before."""
+    """How often the path had been returned to before."""
     counted_age: int = 0
-    """Age up to which its wait for a return has been counted."""
+    """Age up to which the wait for a return has been counted."""
     has_returned: bool = False
-    """Whether a request that continues it has arrived, which may still wait."""
+    """Whether a request that continues the path has arrived. It may still be waiting."""
     grown_from: int | None = None
     """End position of the path that this one continues."""
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A waiting request's claim on what it will resume from: a return that is known before it
-    happens, so what it needs is worth more than what may or may not be asked for.
-    """
+    """A waiting request's claim on the checkpoint that it will resume from. This return is certain,
+    so the checkpoint is worth more than one that may or may not be asked for."""
 
     due: int
-    """Time of its turn if all before it go first, counted in requests."""
+    """Clock of the score at its turn, if all requests before it go first."""
     is_first: bool = True
-    """Whether the request was never admitted before."""
+    """Whether the request has never been admitted before."""
     checkpoint: Checkpoint | None = None
     end: End | None = None
-    """The end that the request's path will have, as learned when it arrived."""
+    """The end that the request's path will have, made when it arrived."""
 
     def move(self, checkpoint: Checkpoint | None) -> None:
         """Moves the reservation to a checkpoint, or to none."""
@@ -126,29 +125,30 @@ class Checkpoint:
     node: Node
     kind: str
     tail: bytes
-    """Content past the node, if it is inside a page."""
+    """The content after the node's page, if the position is inside the next page."""
     tail_page: int | None
     """The checkpoint's own page, which holds the KV of the tail."""
     end: End
     windows: tuple[int, ...] = ()
-    """Pages with the last tokens' KV of layers with a sliding window."""
+    """Pages with the KV of the last tokens in layers with a sliding window."""
     num_uses: int = 0
     used_at: int = field(init=False)
     saved: float = 0.0
-    """Tokens expected to be saved each time the path is continued; kept here by the score."""
+    """Number of tokens expected to be saved each time the path is continued. The score stores it
+    here."""
     above: Checkpoint | None = None
-    """The next shallower one on its path."""
+    """The next shallower checkpoint on its path."""
     below: dict[Checkpoint, None] = field(default_factory=dict)
-    """The checkpoints whose next one above is this one; the path that was used last comes last."""
+    """The checkpoints whose `above` is this one; the one on the path used last comes last."""
     reservations: Order[Reservation] = field(default_factory=Order)
-    """Reservations of waiting requests that would resume here, the earliest first."""
+    """Reservations of waiting requests that will resume here, the earliest first."""
 
     def __post_init__(self) -> None:
         self.used_at = self.end.time
 
     @property
     def key(self) -> bytes:
-        """Key of this state, equal in every process."""
+        """The key of this state, equal in every process."""
         return checkpoint_key(self.node.digest, self.tail)
 
     @property
@@ -158,7 +158,8 @@ class Checkpoint:
 
     @property
     def replay_tokens(self) -> int:
-        """Tokens to compute again without this checkpoint: back to the next one above."""
+        """Number of tokens to compute again without this checkpoint: those since the next one
+        above."""
         return self.position - (self.above.position if self.above is not None else 0)
 
 
@@ -169,4 +170,4 @@ def _content(node: Node) -> bytes:
 NO_PAGE: Final = -1
 NO_CHILDREN: Final[list[Node]] = []
 NO_CHECKPOINTS: Final[dict[bytes, Checkpoint]] = {}
-"""An empty mapping that all nodes without children or checkpoints share; never written."""
+"""Empty collections shared by all nodes without children or checkpoints. Never written."""

@@ -1,4 +1,4 @@
-"""Page moves and events that wait to be taken; events are recorded once somebody listens."""
+"""Page moves and events that wait to be taken. Events are recorded only once somebody listens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from milepost.cache.tree.nodes import Checkpoint, Node
 
 
 class Outbox:
-    """Moves and events that nobody has taken yet. The tree reports each change right after it."""
+    """Page moves and events that nobody has taken yet. The tree reports each change
+    right after it."""
 
     def __init__(self, page_size: int, *, needs_states: bool) -> None:
         self._page_size = page_size
@@ -31,7 +32,7 @@ class Outbox:
         self.is_open = False
 
     def open(self, nodes: Collection[Node], checkpoints: Iterable[Checkpoint]) -> None:
-        """Begins to record events, starting with those of what is cached already."""
+        """Starts recording events, beginning with those of what is cached already."""
         self.is_open = True
         for node in nodes:
             self.pages_came([node])
@@ -59,8 +60,7 @@ class Outbox:
             self._reached(run)
 
     def state_came(self, checkpoint: Checkpoint, num_reached: int) -> None:
-        """Records a cached state. It makes `num_reached` nodes reachable: its own and those above
-        it."""
+        """Records a cached state. It makes `num_reached` nodes reachable, from its own upwards."""
         if not self.is_open:
             return
         self._events.append(
@@ -77,8 +77,8 @@ class Outbox:
         self._reached(_upwards(checkpoint.node, num_reached)[::-1])
 
     def state_went(self, checkpoint: Checkpoint, score: float, num_lost: int) -> None:
-        """Records the departure of a state. `num_lost` nodes become unreachable: its own and those
-        above it."""
+        """Records an evicted state. It leaves `num_lost` nodes unreachable, from its
+        own upwards."""
         if not self.is_open:
             return
         facts = {
@@ -93,7 +93,7 @@ class Outbox:
         self._lost(_upwards(checkpoint.node, num_lost))
 
     def pages_went(self, run: Sequence[Node]) -> None:
-        """Records that a run of pages leaves, the deepest first."""
+        """Records that a run of pages was evicted, the deepest first."""
         if not self.is_open:
             return
         if not self._needs_states:
@@ -105,7 +105,7 @@ class Outbox:
             self._depart("page", node.page, 0.0, position=position, **facts)
 
     def cleared(self) -> None:
-        """Records that nothing is cached any more, and drops what nobody has taken."""
+        """Records that the cache was reset, and drops what nobody has taken."""
         self.moves.clear()
         if self.is_open:
             self._events = [Cleared()]
@@ -137,5 +137,5 @@ class Outbox:
 
 
 def _upwards(node: Node, num: int) -> list[Node]:
-    """Yields this many nodes from here upwards, without the root."""
+    """Returns the first `num` nodes from here upwards, without the root."""
     return [above for above in islice(node.ancestors(), num) if not above.is_root]

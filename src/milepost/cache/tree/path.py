@@ -10,8 +10,8 @@ from milepost.cache.tree.nodes import Checkpoint, Node
 
 
 class Path:
-    """A prompt's known prefix: its chain and the deepest node that matches, the root itself if need
-    be. To look from there upwards costs what is looked at; `nodes` costs the whole path.
+    """A prompt's known prefix: its chain and the deepest node that matches, or the root if none
+    does. Walks go from there upwards, so they cost what they visit; `nodes` costs the whole path.
     """
 
     def __init__(self, chain: Chain, end: Node | None) -> None:
@@ -44,7 +44,7 @@ class Path:
         return [node.page for node in self.nodes]
 
     def _upwards(self) -> Iterator[Node]:
-        """Yields the matching nodes, the deepest first, the root last."""
+        """Yields the matching nodes from the deepest to the root."""
         return iter(()) if self.end is None else self.end.ancestors()
 
     def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
@@ -56,7 +56,8 @@ class Path:
         return None
 
     def deepest_on(self, node: Node, limit: int) -> Checkpoint | None:
-        """Returns the deepest matching checkpoint on `node`, up to `limit`."""
+        """Returns the deepest checkpoint on `node`, up to `limit`, whose tail matches
+        the prompt."""
         start = node.depth * self.chain.page_size
         if not node.checkpoints or limit < start:
             return None
@@ -68,9 +69,8 @@ class Path:
         return None
 
     def evicted_position(self, above: int) -> int:
-        """Position of the deepest state after `above` that was evicted from this path; 0 if none is
-        known.
-        """
+        """Returns the position of the deepest state after `above` that was evicted from this path;
+        0 if none is remembered."""
         for node in self._upwards():
             start, tail = node.depth * self.chain.page_size, node.evicted_tail
             if start + self.chain.page_size <= above:
