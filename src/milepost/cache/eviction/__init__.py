@@ -1,4 +1,4 @@
-"""Eviction: scores of checkpoints, orders of what may go, and making room."""
+"""Eviction: what each checkpoint is worth, which one goes first, and making room."""
 
 from milepost.cache.eviction.hold_back import LOOK_AHEAD, HoldBack
 from milepost.cache.eviction.reclaim import Reclaimer

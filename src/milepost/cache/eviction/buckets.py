@@ -1,9 +1,11 @@
-"""Orders of what may be evicted, which find the lowest score without looking at everything.
+"""Orders of checkpoints that may be evicted. They find the lowest score without looking at every
+checkpoint.
 
-The score of a checkpoint falls as it ages, each at its own rate, so no fixed key orders them all.
-But of checkpoints that are alike (in one *bucket*) the one used longest ago has the lowest, or, in
-cycles longer than the memory, the one used last. So only the ends of each bucket are compared, and
-scored again only when the bucket has changed or their scores may have: most buckets are left alone.
+Scores fall with age, each at its own rate, so no fixed key sorts them. But among checkpoints that
+are alike (in one *bucket*), the least recently used one has the lowest score or, in cycles longer
+than the memory, the most recently used one. So only the two ends of each bucket are compared. They
+are scored again only when the bucket has changed or their scores may have, so most buckets are left
+alone.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from milepost.cache.tree import Checkpoint
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """Checkpoints in order of last use. `least` is the oldest or the newest, whichever was worth
-    less when last looked at, and what it was worth then: about the same until `until`, unless the
-    bucket changes.
-    """
+    """Checkpoints in order of last use. `least` is the oldest or the newest of them, whichever had
+    the lower score when last looked at, with that score. It stays about right until the clock
+    reaches `until`, unless the bucket changes."""
 
     checkpoints: Order[Checkpoint] = field(default_factory=Order)
     least: tuple[Checkpoint, float] | None = None
     until: int = 0
 
     def look(self, value: Callable[[Checkpoint], float], score: Score) -> tuple[Checkpoint, float]:
-        """The oldest or the newest, whichever is worth less, and what it is worth now."""
+        """Scores the oldest and the newest checkpoint. Returns the one worth less, with
+        its score."""
         assert self.checkpoints, "E2: an empty bucket is dropped"
         oldest, newest = self.checkpoints.first(), self.checkpoints.last()
         least, steady = (oldest, value(oldest)), score.steady(oldest)
@@ -42,9 +44,8 @@ class Bucket:
 
 
 class Buckets:
-    """Checkpoints in their buckets, each bucket in order of last use. `value` is what is lost with
-    a checkpoint, which `score` says how long to rely on.
-    """
+    """Checkpoints in buckets, each in order of last use. `value` returns what the loss of a
+    checkpoint costs, and `score.steady` for how long that stays about the same."""
 
     def __init__(self, score: Score, value: Callable[[Checkpoint], float]) -> None:
         self._score = score
@@ -59,7 +60,8 @@ class Buckets:
         return checkpoint in self._bucket_of
 
     def push(self, checkpoint: Checkpoint, name: Hashable, time: float) -> None:
-        """Put a checkpoint where it belongs, wherever it was."""
+        """Puts a checkpoint into the bucket `name`, in order of `time`; removes it from where it
+        was."""
         if self._bucket_of.get(checkpoint, name) != name:
             self.discard(checkpoint)
         self._bucket_of[checkpoint] = name
@@ -80,7 +82,7 @@ class Buckets:
             del self._buckets[name]
 
     def victim(self) -> tuple[Checkpoint, float] | None:
-        """The checkpoint that is worth least, and what it is worth."""
+        """Returns the checkpoint that is worth least, with its value; None if there is none."""
         value, score = self._value, self._score
         clock, looked_at = score.clock, set[Bucket]()
         while self._buckets:

@@ -1,6 +1,5 @@
-"""Estimates how much of the cache is likely to be asked for soon: a request that displaces some of
-it costs others their hits.
-"""
+"""Estimates how much of the cache is likely to be asked for soon. A request that displaces some of
+it costs others their hits."""
 
 from __future__ import annotations
 
@@ -12,42 +11,39 @@ from milepost.cache.memory import Storage
 from milepost.cache.tree import Checkpoint, Tree, upwards
 
 LOOK_AHEAD = 256
-"""Requests within which somebody is likely to ask for what counts, and for whose growth a newcomer
-leaves room.
-"""
+"""Number of requests to look ahead: what is likely to be asked for by then counts, and a newcomer
+leaves room for what grows by then."""
 
 LOOKS_A_CHANGE = 64
-"""Paths looked at for each change of the cache since the last look: a quarter of what an admission
-takes to plan.
-"""
+"""Number of paths looked at per change of the cache since the last look. That takes a quarter of
+the time that planning an admission takes."""
 
 MAX_LOOKS = 1024
-"""Paths looked at in one go, about a millisecond. If there are more, what is known of some is as
-old as the last round.
-"""
+"""Largest number of paths looked at in one go, about a millisecond. If there are more, some
+estimates are as old as the last round."""
 
 
 @dataclass(slots=True)
 class Likely:
-    """Cached slots at the ends of likely paths, and the tokens of those paths."""
+    """Number of cached slots at the ends of paths likely to be asked for, and the tokens of those
+    paths."""
 
     num_slots: int = 0
     num_tokens: int = 0
     counted: dict[Checkpoint, int] = field(default_factory=dict)
-    """Tokens after the next shallower one, for each checkpoint whose pages are not in use."""
+    """Checkpoints whose pages are not in use -> tokens since the next shallower checkpoint."""
 
 
 class Held(NamedTuple):
-    """Cached pages and slots that are likely to be asked for soon."""
+    """Numbers of cached pages and slots that are likely to be asked for soon."""
 
     num_pages: int
     num_slots: int
 
 
 class HoldBack:
-    """Goes through the paths in rounds; a round takes several changes of the cache if there are
-    many.
-    """
+    """Looks at all paths in rounds. If there are many, one round spans several changes of the
+    cache."""
 
     def __init__(self, tree: Tree, storage: Storage, score: Score, page_size: int) -> None:
         self._tree = tree
@@ -62,9 +58,9 @@ class HoldBack:
         """Result of the last full round."""
 
     def beside(self, own: Checkpoint | None, version: int) -> Held:
-        """Cached pages and slots that are likely to be asked for soon, in a cache of this version,
-        without the pages of the checkpoint `own` and those above it.
-        """
+        """Returns how many cached pages and slots are likely to be asked for soon, without the
+        pages of the checkpoint `own` and of those above it. `version` is the cache's current
+        version."""
         if self._version != version:
             num_looks = min((version - self._version) * LOOKS_A_CHANGE, MAX_LOOKS)
             self._version = version
@@ -75,7 +71,7 @@ class HoldBack:
         return Held(num_pages, min(likely.num_slots, self._slots.num_cached))
 
     def _go_on(self, most: int) -> None:
-        """Look at the next `most` paths; if there are no more than that, at all of them."""
+        """Looks at the next `most` paths, or at all of them if there are no more than that."""
         at_slot, live_refs = self._tree.at_slot, self._slots.live_refs
         if not self._ahead or most >= len(at_slot):
             self._ahead, self._found = list(at_slot.values()), Likely()
@@ -89,9 +85,8 @@ class HoldBack:
             self._last = self._found
 
     def _count(self, checkpoint: Checkpoint) -> int:
-        """Add a path by its deepest checkpoint if it is likely to be asked for; returns how many
-        checkpoints were added.
-        """
+        """Counts a path, given by its deepest checkpoint, if it is likely to be asked for. Returns
+        how many checkpoints were added."""
         if not self._score.is_expected(checkpoint, LOOK_AHEAD):
             return 0
         found, live_pages, num_before = self._found, self._pages.live_refs, len(self._found.counted)
@@ -99,7 +94,7 @@ class HoldBack:
         for here in upwards(checkpoint):
             node = here.node
             if here in found.counted or (not node.is_root and live_pages(node.page)):
-                break  # it counts already, or its pages are in use anyway
+                break  # already counted, or its pages are in use anyway
             found.counted[here] = here.replay_tokens
             found.num_tokens += here.replay_tokens
         return len(found.counted) - num_before

@@ -1,17 +1,17 @@
-"""Makes room in the pools by evicting what is only cached.
+"""Makes room in the pools by evicting what is merely cached.
 
-Owns the three orders of what may go: strays (pages no resume can reach), carriers (checkpoints
-whose eviction frees a page), and states (checkpoints whose slot can be freed). Changes the tree and
-the pools, and counts what it evicts.
+Owns three orders of eviction: strays (pages that no resume can reach), carriers (checkpoints whose
+eviction frees a page), and states (checkpoints whose slot can be freed). Changes the tree and the
+pools, and counts what it evicts.
 
-The orders are never stale when read: the tree notes each change of children and checkpoints, the
-pools each pin of a leaf and of a checkpoint's slot, all in one list, and that list is processed
-before an order is read. A change costs one entry, however long the path.
+The orders are never stale when read: the tree records each change of children and checkpoints, and
+the pools each pin of a leaf or of a checkpoint's slot, all in one list, which is processed before
+an order is read. A change costs one entry, however long the path.
 
-In a unified pool every checkpoint carries pages, since its slot can become some; so there carriers
-are states, and the lowest score for its bytes goes first, whichever kind is needed. Scattered free
-memory is of no use to a slot, and states would have to go though there is room for them; so cached
-pages that no running request holds are moved together.
+In a unified pool every checkpoint carries pages, since its slot can become pages. So carriers are
+the same as states, and the lowest score per byte goes first, whichever kind of memory is needed. A
+slot needs a contiguous unit, so scattered free pages could force states out although there is room
+for them. Cached pages that no running request holds are therefore moved together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from milepost.cache.tree import Checkpoint, End, Node, Reservation, Tree
 
 
 class Reclaimer:
-    """Evicts from `tree` to free ids of `pages` and `slots`."""
+    """Evicts from `tree` to free pages and slots of `storage`."""
 
     def __init__(
         self,
@@ -48,25 +48,24 @@ class Reclaimer:
         self.score = score
         self._page_size = page_size
         self.strays: OrderedDict[Node, None] = OrderedDict()
-        """Those that became strays first go first; like the other orders right once settled."""
+        """Strays, the oldest first. Like the other orders, up to date only after `settle`."""
         self.carriers = Buckets(score, self._score_per_page)
         self.states = self.carriers if storage.pages_a_slot else Buckets(score, score.of)
         self._unranked: dict[Checkpoint, None] = {}
-        """Whose place in the orders has changed."""
+        """Checkpoints whose place in the orders has changed."""
         self.version = 0
-        """Version of what is cached: matches of an earlier one are outdated."""
+        """Version of the cache's content. A match of an earlier version is outdated."""
         self._pages.watch(tree.leaves, tree.changed)
         self._slots.watch(tree.at_slot, tree.changed)
 
     def change(self) -> None:
-        """Note that a verb changes what there is."""
+        """Records that the cache is about to change, which makes earlier matches outdated."""
         self.version += 1
         self.settle()
 
     def settle(self) -> None:
-        """Bring the orders in step with all that has changed. Whoever reads them does so first; to
-        do it after each verb keeps the list short.
-        """
+        """Updates the orders with all recorded changes. Call it before reading an order; calling it
+        after each change keeps the list short."""
         if self.tree.changed:
             self._settle_nodes()
         if self._unranked:
@@ -75,29 +74,31 @@ class Reclaimer:
             self._unranked.clear()
 
     def _settle_nodes(self) -> None:
-        """The strays alone: what becomes of checkpoints while a path goes is asked at its end."""
+        """Updates the strays only. Checkpoints are ranked later, so that evicting a path ranks them
+        once."""
         changed, unranked = self.tree.changed, self._unranked
         for thing in dict.fromkeys(changed):
             if isinstance(thing, Checkpoint):
                 unranked[thing] = None
             elif isinstance(thing, Node):
                 self._rank(thing)
-                # The others there carry a page whatever becomes of the node's.
+                # Those with a tail carry their own page, whatever happens to the node's.
                 at_end = thing.checkpoints.get(b"")
                 if at_end is not None and not self._is_carrier_known(at_end):
                     unranked[at_end] = None
         changed.clear()
 
     def _is_carrier_known(self, checkpoint: Checkpoint) -> bool:
-        """Whether the carriers are right about a checkpoint, as far as its node goes."""
+        """Whether a checkpoint's place among the carriers is right as far as its node
+        is concerned."""
         carriers = self.carriers
         return carriers is self.states or (checkpoint in carriers) == self._carries_page(checkpoint)
 
     def allocate_pages(self, num: int) -> list[int]:
-        """Pages with one live reference each; evicts what is missing.
+        """Returns `num` pages with one live reference each, and evicts as needed.
 
-        The caller has checked that there is room. Strays go before a free unit is broken, which a
-        slot may need whole.
+        The caller has checked that there is room. Strays are evicted before a free unit is split
+        into pages, since a slot may need the whole unit.
         """
         while (missing := num - self.storage.num_loose_pages) > 0:
             if not self._evict_strays(missing):
@@ -108,9 +109,8 @@ class Reclaimer:
         return self._pages.allocate(num)
 
     def allocate_slot(self) -> int:
-        """A slot with one live reference; evicts if none is free. The caller has checked that there
-        is room.
-        """
+        """Returns a slot with one live reference, and evicts if none is free. The caller has
+        checked that there is room."""
         if isinstance(self.storage, UnifiedPool):
             self._free_unit(self.storage)
         elif not self._slots.num_free:
@@ -119,7 +119,8 @@ class Reclaimer:
         return slot
 
     def is_worth_a_slot(self, end: End, position: int, above: int) -> bool:
-        """Whether a state that nobody has asked for is worth more than the least valuable one."""
+        """Whether a state that nobody has asked for is worth more than the least valuable
+        checkpoint. `position` is its own, `above` that of the state before it."""
         if self._slots.num_free:
             return True
         self.settle()
@@ -130,19 +131,20 @@ class Reclaimer:
         return self.score.of_sparse(end, position, above) / pages > least[1]
 
     def claim(self, reservation: Reservation, checkpoint: Checkpoint | None) -> None:
-        """Hang a waiting request's reservation on what it would resume from; None: on nothing."""
+        """Moves a waiting request's reservation to the checkpoint that it would resume from, or to
+        none."""
         self.tree.changed += [c for c in (reservation.checkpoint, checkpoint) if c is not None]
         reservation.move(checkpoint)
 
     def _rank(self, node: Node) -> None:
-        """Bring the orders in step with a node whose children, checkpoints or pins have changed."""
+        """Updates the strays for a node whose children, checkpoints or pins have changed."""
         if not node.num_reaching and self._is_leaf(node):
             self.strays.setdefault(node)
         else:
             self.strays.pop(node, None)
 
     def _rank_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Bring the orders in step with one checkpoint."""
+        """Updates the orders for one checkpoint."""
         is_kept = self.tree.at_slot.get(checkpoint.slot) is checkpoint
         if not is_kept or self._slots.live_refs(checkpoint.slot):
             self.states.discard(checkpoint)
@@ -158,7 +160,8 @@ class Reclaimer:
             self.carriers.discard(checkpoint)
 
     def evict_checkpoint(self, checkpoint: Checkpoint, cause: str) -> None:
-        """Take a checkpoint out; its slot, tail page and windows lose their cached references."""
+        """Evicts a checkpoint: its slot, tail page and window pages lose their cached references.
+        `cause` is a key of `Stats.checkpoints_evicted`."""
         score = self.score.of(checkpoint)
         self.score.evicted(checkpoint)
         self.stats.evicted(cause, used=checkpoint.num_uses > 0)
@@ -176,7 +179,7 @@ class Reclaimer:
                 self._windows.drop(page)
 
     def evict_everything(self) -> None:
-        """Take out every checkpoint and page that no running request holds."""
+        """Evicts every checkpoint and page that no running request holds."""
         self.settle()
         for checkpoint in list(self.states):
             self.evict_checkpoint(checkpoint, "reset")
@@ -191,9 +194,8 @@ class Reclaimer:
         return node.num_reaching == 1 and self._is_leaf(node)
 
     def _free_unit(self, unified: UnifiedPool) -> None:
-        """Evict what is worth least for its bytes until those of a slot are free, and move what is
-        left between them out of their way.
-        """
+        """Evicts what is worth least per byte until enough pages for a slot are free, and moves the
+        remaining pages so that these form a unit."""
         while not self._slots.num_free:
             missing = unified.pages_a_slot - unified.num_loose_pages
             found = self._evict_strays(missing) if missing > 0 else self._clear_unit(unified)
@@ -201,9 +203,8 @@ class Reclaimer:
                 self._evict_victim(self.states, "slots")
 
     def _clear_unit(self, unified: UnifiedPool) -> bool:
-        """Free the unit that holds the fewest pages and none in use, by moving its pages; False if
-        there is no such unit. Enough pages are free in other units.
-        """
+        """Frees the unit with the fewest pages, none of them in use, by moving its pages elsewhere.
+        Returns False if there is no such unit. Other units must have enough free pages."""
         unit = unified.unit_to_clear()
         if unit is None:
             return False
@@ -212,9 +213,9 @@ class Reclaimer:
         return True
 
     def _score_per_page(self, checkpoint: Checkpoint) -> float:
-        """The score for each page that becomes free, at once or as a stray, or in place of the
-        slot. A page that has come into use is noticed when its bucket is next looked at.
-        """
+        """Returns the score per page that the checkpoint's eviction frees: at once, as strays, or
+        in place of its slot. A page that has come into use counts once its bucket is next looked
+        at."""
         pages = self.storage.pages_a_slot or 1
         node = checkpoint.node
         is_used = not node.is_root and self._pages.live_refs(node.page)
@@ -229,9 +230,8 @@ class Reclaimer:
         self.evict_checkpoint(found[0], cause)
 
     def _evict_strays(self, num: int) -> bool:
-        """Evict the oldest stray, and of the parents that become strays as many as make `num`, so
-        that a path goes in one piece; False if there is none.
-        """
+        """Evicts the oldest stray, and then parents that become strays until `num` pages are free,
+        so that a path goes in one piece. Returns False if there is no stray."""
         self._settle_nodes()
         if not self.strays:
             return False
@@ -252,10 +252,10 @@ class Reclaimer:
         return True
 
     def _is_leaf(self, node: Node) -> bool:
-        """Whether nothing but its checkpoints keeps a page in the cache."""
+        """Whether only its checkpoints, if any, keep a page in the cache."""
         is_leaf = self.tree.leaves.get(node.page) is node
         return is_leaf and not self._pages.live_refs(node.page)
 
     def _is_bare(self, node: Node) -> bool:
-        """Whether nothing but its children keeps a page in the cache."""
+        """Whether only its children keep a page in the cache."""
         return not (node.num_reaching or node.is_root or self._pages.live_refs(node.page))

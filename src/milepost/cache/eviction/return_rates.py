@@ -1,9 +1,10 @@
-"""Learns from known paths how likely a return is at which age, and how far back paths are left.
+"""Learns from known paths how likely a return is at which age, and how far from their ends paths
+are left.
 
 Pure counting; knows nothing of checkpoints. Ages count requests, not seconds. The prior chance of a
-return is 1 / (age + AGE_OFFSET), a Lomax law. Evidence makes it more or less likely: overall, by
-number of earlier returns, and by magnitude of the age. Where returns come late and all at once (a
-cycle), the chance looks ahead to the best time to wait until, as a Gittins index does.
+return is 1 / (age + AGE_OFFSET), a Lomax law. Evidence scales it: overall, by number of earlier
+returns, and by magnitude of the age. Where returns come late and all at once (a cycle), the chance
+looks ahead to the best age to wait for, as a Gittins index does.
 """
 
 from __future__ import annotations
@@ -13,31 +14,32 @@ from math import inf, log
 from operator import mul, truediv
 
 AGE_OFFSET = 16.0
-"""Requests over which a return stays about as likely as at once: traffic is interleaved."""
+"""Age in requests up to which a return stays about as likely as at age 0, since conversations are
+interleaved."""
 PRIOR_EVENTS = 4.0
-"""Weight of the prior in each learned ratio, in events. For ages: where one return is expected; a
-range of ages in which fewer are expected learns from fewer.
-"""
+"""Weight of the prior in each learned ratio, in events. For a range of ages it is the number of
+returns that the prior expects there, so a range where few are expected learns faster."""
 PRIOR_CUTS = 0.1
-"""Cuts for each return to the end, before there is evidence."""
+"""Prior number of cuts per return to the end."""
 MAX_RETURNS = 2
-"""Earlier returns are told apart up to this many."""
+"""Numbers of earlier returns are distinguished up to this one."""
 MAGNITUDES = 24
 
 
 def _width(low: int, high: int) -> float:
-    """Returns that the prior expects between two ages."""
+    """Returns the number of returns that the prior expects between two ages."""
     return log((high + AGE_OFFSET) / (low + AGE_OFFSET))
 
 
 AGES = [1 << m >> 1 for m in range(MAGNITUDES + 1)]
-"""Where each magnitude begins, and where the last one ends."""
+"""First age of each magnitude, and the end of the last one."""
 STARTS = [log(low + AGE_OFFSET) for low in AGES[:-1]]
 WIDTHS = list(map(_width, AGES, AGES[1:]))
 
 
 class Ratio:
-    """Events seen to events expected. Starts from one, with the weight of `prior` events."""
+    """Ratio of events seen to events expected. It starts at one, with the weight of
+    `prior` events."""
 
     __slots__ = ("_expected", "_seen", "value")
 
@@ -52,9 +54,9 @@ class Ratio:
 
 
 class ReturnRates:
-    """How much more often than 1 / (age + AGE_OFFSET) something returns.
+    """Learns how many times more often than 1 / (age + AGE_OFFSET) something returns.
 
-    The curve that follows from the counts is derived when somebody asks, from all evidence so far.
+    The curve is derived from all counts so far when it is first needed after a change.
     """
 
     def __init__(self) -> None:
@@ -65,9 +67,8 @@ class ReturnRates:
         self._curve: list[tuple[float, float, float, float]] = []
 
     def chance(self, num_returns: int, age: int) -> float:
-        """Chance of a return for each request until then, if one waits for the best time: returns
-        may be unlikely now and come all at a later age.
-        """
+        """Returns the chance of a return per request, averaged up to the age that makes it highest:
+        returns may be unlikely now and all come at a later age."""
         ratio, _, until, events = self._at(age)
         rate = ratio / (age + AGE_OFFSET)
         if until > age:
@@ -75,14 +76,15 @@ class ReturnRates:
         return self._level(num_returns) * rate
 
     def expected(self, num_returns: int, age: int, later: int) -> float:
-        """Number of returns to expect between two ages."""
+        """Returns the number of returns to expect between two ages."""
         ratio, before, _, _ = self._at(age)
         ratio_later, before_later, _, _ = self._at(later)
         events = before_later + ratio_later * log(later + AGE_OFFSET)
         return self._level(num_returns) * (events - before - ratio * log(age + AGE_OFFSET))
 
     def observe(self, num_returns: int, since: int, age: int, *, returned: bool) -> None:
-        """Note that something waited from age `since` to `age`, and then returned or waits on."""
+        """Records a wait from age `since` to `age`, after which the path was returned to, or was
+        not yet."""
         level, own = self._level(num_returns), self._own[min(num_returns, MAX_RETURNS)]
         last = _magnitude(age)
         for m in range(_magnitude(since), last + 1):
@@ -103,11 +105,10 @@ class ReturnRates:
         return self._curve[_magnitude(age)]
 
     def _derive(self) -> list[tuple[float, float, float, float]]:
-        """For each magnitude of age: how much likelier returns are than by the prior; how many are
-        expected up to an age; until when to wait for the most of them a request, and how many are
-        expected from an age until then. Of the second and fourth, what ratio x
-        log(age + AGE_OFFSET) is added to or taken from.
-        """
+        """Returns for each magnitude of age: the factor on the prior; the returns expected before
+        an age; the age to wait for, which maximises returns per request; and the returns expected
+        from an age until then. Callers add factor x log(age + AGE_OFFSET) to the second, and
+        subtract it from the fourth."""
         ratios = list(map(truediv, self._returned, self._expected))
         starts, widths = list(map(mul, ratios, STARTS)), list(map(mul, ratios, WIDTHS))
         before = list(accumulate(widths, initial=0.0))
@@ -125,9 +126,8 @@ class ReturnRates:
 
 
 class Cuts:
-    """Counts returns that leave a path before its end, for each one to the end, by magnitude of the
-    tokens between.
-    """
+    """Counts the returns that leave a path before its end, per return to the end, by magnitude of
+    the number of tokens in between."""
 
     def __init__(self) -> None:
         self.num_continued = PRIOR_EVENTS
@@ -137,11 +137,13 @@ class Cuts:
         self._counts[_magnitude(num_tokens)] += 1
 
     def rate(self, over: int, up_to: int) -> float:
-        """Cuts above `over` tokens, up to and with `up_to`, for each return to the end."""
+        """Returns the number of cuts of more than `over` and at most `up_to` tokens, per return to
+        the end."""
         return (self._under(up_to + 1) - self._under(over + 1)) / self.num_continued
 
     def _under(self, num_tokens: int) -> float:
-        """Number of cuts of fewer tokens; within a magnitude they count as even."""
+        """Returns the number of cuts of fewer tokens. Those within one magnitude are
+        spread evenly."""
         magnitude = _magnitude(num_tokens)
         low, high = AGES[magnitude : magnitude + 2]
         part = self._counts[magnitude] * (num_tokens - low) / (high - low)

@@ -1,14 +1,15 @@
-"""The score of a checkpoint: the tokens that it is expected to save, learned from what returns.
+"""The score of a checkpoint: the number of tokens that it is expected to save, learned from what
+returns.
 
-Owns the memory of where known paths ended and where they forked, and the counts learned from it.
-Knows nothing of pools, and evicts nothing. No knob: the constants are priors, which evidence
-overrides.
+Remembers where known paths ended and where they forked, and the counts learned from that. Knows
+nothing of pools, and evicts nothing. There is nothing to tune: the constants are priors, which
+evidence overrides.
 
 A request *returns* to a known path in one of two ways. It continues where the path ended (the next
 turn of a chat, an agent's next step), or it leaves the path some tokens before that end (an edited
-message, another question to the same document). So a checkpoint is needed again
+message, another question about the same document). So a checkpoint is needed again
 
-- if nothing deeper is left on its path, whenever the path is continued, and
+- if it is the deepest one left on its path, whenever the path is continued, and
 - whenever the path is left between this checkpoint and the next deeper one;
 - at a fork, also whenever yet another prompt leaves the path there.
 
@@ -16,9 +17,9 @@ message, another question to the same document). So a checkpoint is needed again
     cuts                             |--- few ---|     b serves paths cut back by no more than this
                       |------ b's loss costs a to b -----
 
-How likely a return is at which age is learned for ends and for forks (return_rates.py), whether
-their states are still cached or not. Score = that chance x share of the returns that need the state
-x tokens to compute again without it.
+How likely a return is at which age is learned for ends and for forks (return_rates.py), whether or
+not their states are still cached. Score = that chance x share of the returns that need the state x
+tokens to compute again without it.
 """
 
 from __future__ import annotations
@@ -33,24 +34,25 @@ from milepost.cache.placement import SPARSE, Kind, floor
 from milepost.cache.tree import MAX_TAILS_COMPARED, Chain, Checkpoint, End, Node, num_tokens
 
 EVEN_ODDS = log(4 / 3)
-"""Returns to expect where one return is a quarter as likely as none: from there on a path counts
-as likely to be asked for."""
+"""Expected returns above which a path counts as likely to be asked for: there, one return is a
+quarter as likely as none."""
 MEMORY = 4
-"""Ends and forks remembered for each slot."""
+"""Number of ends, and of forks, remembered per slot."""
 STEADY = 32
-"""A score stays about the same while an age grows by one part in this many."""
+"""A score stays about the same while its age grows by one part in this many."""
 PRIOR_GROWTH = 1024.0
-"""Tokens by which a request makes a known path longer, before there is evidence."""
+"""Prior for the number of tokens by which a request lengthens a known path."""
 PRIOR_REQUESTS = 32
 """Weight of `PRIOR_GROWTH`, in requests."""
 GROWTH_REQUESTS = 256
-"""Requests over which growth is averaged."""
+"""Number of requests over which growth is averaged."""
 MAX_WALK = 4096
-"""Pages looked at to find where a path ended that a request leaves."""
+"""Largest number of pages walked to find the end of a path that a request leaves."""
 
 
 class Known:
-    """The latest places of one kind that requests may return to, and how often they do."""
+    """The newest places of one kind (ends, or forks) that requests may return to, and how often
+    they do."""
 
     def __init__(self, size: int) -> None:
         self.places: OrderedDict[bytes, End] = OrderedDict()
@@ -58,7 +60,8 @@ class Known:
         self._size = size
 
     def remember(self, digest: bytes, end: End, clock: int) -> None:
-        """Add the latest place. If there are too many, the oldest is forgotten: nobody returned."""
+        """Adds a place. If there are too many, the oldest is dropped and counts as never returned
+        to."""
         self.places[digest] = end
         self.places.move_to_end(digest)
         if len(self.places) > self._size:
@@ -66,18 +69,18 @@ class Known:
             self.observe(old, clock, returned=False)
 
     def observe(self, end: End, clock: int, *, returned: bool) -> None:
-        """Count the part of a place's wait that was not counted yet."""
+        """Counts the part of a place's wait that has not been counted yet."""
         age = clock - end.time
         self.rates.observe(end.num_returns, end.counted_age, age, returned=returned)
         end.counted_age = age
 
     def chance(self, end: End, clock: int) -> float:
-        """Chance of a return to a place with the next request."""
+        """Returns the chance that the next request returns to a place."""
         return self.rates.chance(end.num_returns, clock - end.time)
 
 
 class Score:
-    """Scores checkpoints; learns from every request. The clock counts requests."""
+    """Scores checkpoints, and learns from every request. Its clock counts requests."""
 
     def __init__(self, num_slots: int, grid: int) -> None:
         self.clock = 0
@@ -90,9 +93,9 @@ class Score:
     # --- what happens -----------------------------------------------------------------------------
 
     def arrive(self, chain: Chain, nodes: Sequence[Node], num_seen: int) -> End:
-        """Note a new request, and learn what it returns to: the first `num_seen` of its pages were
-        seen before, and `nodes` are still cached. It may wait for long before it begins.
-        """
+        """Records a new request and learns which path it returns to. The first `num_seen` of its
+        pages were seen before, and `nodes` are those still cached. It may wait long before it
+        begins. Returns the end of its path, to be passed to `begin`."""
         end = End(position=len(chain), time=self.clock)
         if num_seen == len(nodes) and nodes and nodes[-1].children:
             end.num_returns = self._leave(chain, nodes)
@@ -102,14 +105,13 @@ class Score:
         return end
 
     def begin(self, end: End) -> None:
-        """Note that a request is admitted, which arrived before."""
+        """Records the admission of a request whose arrival was recorded before."""
         self.clock += 1
         end.time = self.clock
 
     def _continue(self, end: End, chain: Chain, last: Node | None, digest: bytes) -> None:
-        """Note that a prompt, which ends at `end`, holds a known path to its last full page. It may
-        part from the path after that page, and so need an earlier state.
-        """
+        """Records that a prompt, which ends at `end`, contains a known path up to its last full
+        page. It may differ from the path after that page, and then needs an earlier state."""
         before = self._ends.places.pop(digest, None)
         if before is None:
             return
@@ -121,9 +123,8 @@ class Score:
             self._cuts.observe(before.position - last.depth * chain.page_size)
 
     def _leave(self, chain: Chain, nodes: Sequence[Node]) -> int:
-        """Note that a prompt leaves a known path before its end; returns how often that path was
-        returned to, if most of it is shared.
-        """
+        """Records that a prompt leaves a known path before its end. Returns how often that path was
+        returned to, or 0 if little of it is shared."""
         position = len(nodes) * chain.page_size
         at = floor(position, self._grid) // chain.page_size
         if at and self._return_to_fork(nodes[at - 1].digest, position):
@@ -136,7 +137,7 @@ class Score:
         return before.num_returns + 1 if cut < position else 0
 
     def _return_to_fork(self, digest: bytes, position: int) -> bool:
-        """Note a fork; returns whether it was known."""
+        """Records a fork. Returns whether it was known."""
         fork, here = self._forks.places.get(digest), End(position=position, time=self.clock)
         if fork is not None:
             self._forks.observe(fork, self.clock, returned=True)
@@ -145,24 +146,23 @@ class Score:
         return fork is not None
 
     def ended(self, end: End, node: Node, position: int) -> None:
-        """Note where a request's path ends, now that it is over."""
+        """Records where the path of a finished request ends."""
         end.position = position
         grown = max(position - end.grown_from, 0) if end.grown_from is not None else 0
         self._growth += (grown - self._growth) / min(PRIOR_REQUESTS + self.clock, GROWTH_REQUESTS)
         self._ends.remember(node.digest, end, self.clock)
 
     def evicted(self, checkpoint: Checkpoint) -> None:
-        """Note that a checkpoint is about to go."""
+        """Records that a checkpoint is about to be evicted."""
         if checkpoint.deeper is None and not checkpoint.end.has_returned:
             self._ends.observe(checkpoint.end, self.clock, returned=False)
 
     # --- what it is worth -------------------------------------------------------------------------
 
     def bucket(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
-        """A bucket and the place in it: the first or the last checkpoint of a bucket is always
-        worth least of it. Asked again when a checkpoint is used, its neighbours on the path change,
-        or requests that wait for it come or go.
-        """
+        """Returns a checkpoint's bucket and its place in it, chosen so that the first or the last
+        of a bucket is always worth least. Call it again when the checkpoint is used, its neighbours
+        on the path change, or reservations on it come or go."""
         fork, replay = self._fork_at(checkpoint), _half_magnitude(checkpoint.replay_tokens)
         if checkpoint.reservations:
             is_sure = checkpoint.kind == Kind.PREEMPTED
@@ -176,7 +176,7 @@ class Score:
         return name, checkpoint.end.time
 
     def of(self, checkpoint: Checkpoint) -> float:
-        """Tokens that a checkpoint is expected to save."""
+        """Returns the number of tokens that a checkpoint is expected to save."""
         if not checkpoint.reservations:
             return self._of_unawaited(checkpoint)
         if checkpoint.kind == Kind.PREEMPTED:
@@ -186,9 +186,8 @@ class Score:
         return max(sure, self._of_unawaited(checkpoint))
 
     def steady(self, checkpoint: Checkpoint) -> int:
-        """Requests for which the score stays about the same while its bucket does; 0 if it may
-        change at any time.
-        """
+        """Returns for how many requests the score stays about the same while its bucket does; 0 if
+        it may change at any time."""
         age = self.clock - checkpoint.end.time
         return 0 if checkpoint.reservations else 1 + age // STEADY
 
@@ -201,16 +200,17 @@ class Score:
         return self._ends.rates.expected(end.num_returns, age, age + within) > EVEN_ODDS
 
     def growth(self, within: int) -> float:
-        """Tokens by which known paths are expected to grow within this many requests."""
+        """Returns the number of tokens by which known paths are expected to grow within this many
+        requests."""
         return self._growth * within
 
     def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:
-        """The score for each of `num_pages` pages that the checkpoint's loss frees."""
+        """Returns the score per page if evicting the checkpoint frees `num_pages` pages."""
         return self.of(checkpoint) / num_pages
 
     def of_sparse(self, end: End, position: int, above: int) -> float:
-        """Tokens that a state inside a prompt, which nobody has asked for yet, is expected to save.
-        `above` is the position of the state before it."""
+        """Returns the number of tokens that a state inside a prompt, which nobody has asked for
+        yet, is expected to save. `above` is the position of the state before it."""
         back = max(end.position - position, 0)
         needed = self._cuts.rate(max(back - SPARSE, 0), back)
         return needed * self._ends.rates.chance(end.num_returns, 0) * (position - above)
@@ -226,7 +226,7 @@ class Score:
         return None if checkpoint.tail else self._forks.places.get(checkpoint.node.digest)
 
     def _saved(self, checkpoint: Checkpoint) -> float:
-        """Tokens expected to be saved for each time that the path is continued."""
+        """Returns the number of tokens expected to be saved each time the path is continued."""
         end, deeper = checkpoint.end.position, checkpoint.deeper
         back = max(end - checkpoint.position, 0)
         nearer = min(max(end - deeper.position, 0), back) if deeper is not None else 0
@@ -235,9 +235,8 @@ class Score:
 
 
 def _has_parted(chain: Chain, node: Node, position: int) -> bool:
-    """Whether a path that ended at `position`, after its last full page, held other tokens there;
-    False if that is not known any more.
-    """
+    """Whether a path that ended at `position`, after its last full page, had other tokens there.
+    False if that is no longer known."""
     start = node.depth * chain.page_size
     own = chain.content(start, position)
     if position == start or own in node.checkpoints or own == node.evicted_tail:
@@ -247,12 +246,12 @@ def _has_parted(chain: Chain, node: Node, position: int) -> bool:
 
 
 def _half_magnitude(num: float) -> int:
-    """Rounds to the same for numbers within about a factor of 1.4."""
+    """Returns an equal number for numbers within a factor of about 1.4."""
     return round(2 * log2(num)) if num > 0 else -99
 
 
 def _newest_leaf(node: Node) -> Node:
-    """Finds the end of the path that was last added below a node."""
+    """Returns the end of the path that was last added below a node."""
     for _ in range(MAX_WALK):
         if node.last_child is None:
             break
