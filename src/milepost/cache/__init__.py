@@ -1,6 +1,5 @@
-"""The prefix cache of a hybrid model: pure Python, no tensors, no clock, no I/O. See README.md
-here.
-"""
+"""The prefix cache of a hybrid model: pure Python without tensors, clock or I/O. See README.md in
+this folder."""
 
 from milepost.cache.allocation import Allocation
 from milepost.cache.cache import Cache

@@ -1,7 +1,7 @@
 """The prefix cache: token ids and facts in, plans out.
 
-Owns the pools, the tree and the allocations. Performs no I/O, knows no tensors and no clock: the
-same calls make the same plans in any process. `match` is read-only; the other methods keep the
+Owns the pools, the tree and the allocations. Performs no I/O, and knows no tensors and no clock:
+the same calls make the same plans in any process. `match` is read-only; the other methods keep the
 invariants listed in README.md.
 """
 
@@ -33,12 +33,12 @@ from milepost.pictures import Picture
 class Cache:
     """Pages, slots and the prefix tree of one engine.
 
-    `num_slots` counts usable slots, without the zero slot; `storage` in place of the two numbers
-    may be a unified pool, whose boundary between pages and slots moves. Of kinds with sliding
-    windows `num_windows` counts the pages of those: see `num_window_pages`. `mode="none"` reuses
-    nothing and keeps nothing. `kinds` are the model's, and so is `identity`, which goes into all
-    keys; `grid` in place of theirs, `placement` and `score` in place of the mode's own are for
-    comparisons. A `bitwise` cache shares what prefills leave on the grid, and nothing else.
+    `num_slots` counts usable slots, without the zero slot. `storage` may replace both numbers, for
+    instance with a unified pool, whose boundary between pages and slots moves. `num_windows` is the
+    number of pages for layers with a sliding window: see `num_window_pages`. `mode="none"` reuses
+    nothing and keeps nothing. `kinds` are the model's kinds of layers, and `identity` stands for
+    the model in all keys. `grid` replaces that of the kinds, `placement` and `score` those of the
+    mode: for comparisons only. A `bitwise` cache shares only what prefills leave on the grid.
     """
 
     def __init__(
@@ -97,20 +97,21 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest request, its answer included, that can run when it is alone."""
+        """Length in tokens of the longest request, its answer included, that can run when it is
+        alone."""
         return self.storage.max_pages * self.page_size
 
     @property
     def room(self) -> tuple[int, int]:
-        """Pages and slots to be had if everything that is only cached gives way."""
+        """Numbers of pages and of slots available if everything that is merely cached
+        is evicted."""
         return self.storage.room
 
     def chain(
         self, tokens: Iterable[int], salt: str = "", pictures: Sequence[Picture] = ()
     ) -> Chain:
-        """The tokens of a prompt, and the pictures among them, in the form that the other verbs
-        take; its answer extends it.
-        """
+        """Returns the tokens of a prompt, and the pictures among them, as the `Chain` that the
+        other methods take. The caller extends it with the answer's tokens."""
         chain = Chain(tokens, self.page_size, salt, self.identity, pictures)
         if self.config.bitwise:
             chain.shared_end = floor(len(chain), self.grid)
@@ -119,10 +120,10 @@ class Cache:
     # --- match ------------------------------------------------------------------------------------
 
     def match(self, chain: Chain, limit: int | None = None) -> Match:
-        """Find the cached part of a prompt; changes nothing.
+        """Finds the cached part of a prompt. Changes nothing.
 
-        A prompt that waits may be matched again and again: once its digests are known, that costs
-        the logarithm of its pages, and the pages after the state to resume from. At least the last
+        A waiting prompt may be matched again and again: once its digests are known, that costs the
+        logarithm of its pages, plus the pages after the state to resume from. At least the last
         token is left to compute; `limit` lowers the position to resume from further.
         """
         return self._finder.find(chain, limit, self.reclaimer.version)
@@ -130,10 +131,10 @@ class Cache:
     # --- wait -------------------------------------------------------------------------------------
 
     def expect(self, chain: Chain, num_ahead: int, *, first_time: bool = True) -> Reservation:
-        """Reserve what a waiting request would resume from, to be kept in preference to what nobody
-        is known to ask for; `num_ahead` others go first. For `refresh`, `admit` and `forget`. What
-        it returns to is learned now, however long it waits.
-        """
+        """Reserves what a waiting request would resume from, so that it is evicted after what
+        nobody is known to ask for. `num_ahead` other requests go first. Pass the reservation to
+        `refresh`, `admit` and `forget`. The score learns now which path the request returns to,
+        however long it then waits."""
         due = self.score.clock + num_ahead + 1
         reservation = Reservation(due=due, is_first=first_time)
         match = self.match(chain)
@@ -143,23 +144,22 @@ class Cache:
         return reservation
 
     def refresh(self, reservation: Reservation, match: Match) -> None:
-        """Note what a waiting request would resume from by now. Costs the logarithm of those that
-        wait for the same; until then its reservation passes on by itself when a state goes.
-        """
+        """Updates a reservation with what the waiting request would resume from by now. Costs the
+        logarithm of the number of requests that wait for the same checkpoint. Between calls, a
+        reservation moves up the path by itself when its checkpoint is evicted."""
         if match.checkpoint is not reservation.checkpoint:
             self.reclaimer.claim(reservation, match.checkpoint)
 
     def forget(self, reservation: Reservation) -> None:
-        """Note that a request waits no longer."""
+        """Cancels the reservation of a request that no longer waits."""
         self.reclaimer.claim(reservation, None)
 
     # --- admit ------------------------------------------------------------------------------------
 
     def displaced(self, match: Match) -> float:
-        """Tokens likely to be asked for soon that would be evicted if a match of this moment were
-        admitted, or for what known paths grow by meanwhile. Costs a look at hold_back.MAX_LOOKS
-        states if the cache has changed since somebody asked last.
-        """
+        """Returns how many tokens likely to be asked for soon would be evicted if a current match
+        were admitted, or by the growth of known paths in the meantime. Costs a look at up to
+        hold_back.MAX_LOOKS states if the cache has changed since the last call."""
         return self._admitter.displaced(match)
 
     def admit(
@@ -171,17 +171,15 @@ class Cache:
         reservation: Reservation | None = None,
         load_to: int | None = None,
     ) -> Allocation | None:
-        """Reserve all that the prompt needs: pages for every token, and one slot to write.
+        """Reserves all that the prompt needs: pages for every token, and one slot to write.
 
-        Returns None if there is no room, and then nothing has changed. `match` must be of this
-        moment. Room is found by evicting what is only cached; if that falls short by the very
-        checkpoint to resume from, the request takes over its slot and tail page. The request's
-        `reservation`, if it has waited, says what was learned when it arrived, and whether it was
-        admitted before. With `load_to` it is
-        loading what lies before that position, its `arrivals`, unless it took over a checkpoint;
-        then `loaded`, or `load_failed` once nobody writes it any more.
-
-        None costs no more than a match.
+        Returns None, and changes nothing, if there is no room; that costs no more than a match.
+        `match` must be current. Room is made by evicting what is merely cached. If only the
+        checkpoint to resume from is left to evict, the request takes over its slot and tail page.
+        The `reservation` of a request that has waited says what was learned when it arrived, and
+        whether it was admitted before. With `load_to`, the request loads what lies before that
+        position (its `arrivals`), unless it took over a checkpoint; then call `loaded`, or
+        `load_failed` once nothing writes to the pages any more.
         """
         assert match.version == self.reclaimer.version, "A1: admit needs a match of this moment"
         assert match.path.chain is chain, "A1: and of this prompt"
@@ -198,62 +196,61 @@ class Cache:
     # --- while it runs ----------------------------------------------------------------------------
 
     def extend(self, allocation: Allocation, num_tokens: int) -> bool:
-        """Make the page table cover `num_tokens`; False if there is no room, and then nothing has
-        changed.
-        """
+        """Makes the page table cover `num_tokens`. Returns False, and changes nothing, if there is
+        no room."""
         return self._running.extend(allocation, num_tokens)
 
     def add_branch_point(self, allocation: Allocation, position: int) -> None:
-        """Ask a running prefill to keep the state at a grid position that no step planned so far
-        passes, for others to resume.
-        """
+        """Asks a running prefill to keep the state at a grid position, for others to resume from.
+        No step planned so far may have passed it."""
         self._running.add_branch_point(allocation, position)
 
     def take_exports(
         self, allocation: Allocation, end: int, most: int | None = None, num_drafts: int = 0
     ) -> list[Export]:
-        """Plan the chunk that ends at `end` and `num_drafts` drafts after it; returns slots for the
-        states to keep in it, at most `most`. Without any token it folds in what is committed.
-        """
+        """Plans the chunk that ends at `end` and the `num_drafts` drafts after it. Returns the
+        exports of the states to keep in it, at most `most`. A chunk without tokens only folds in
+        what is committed."""
         return self._running.take_exports(allocation, end, most, num_drafts)
 
     def take_moves(self) -> tuple[PageMove, ...]:
-        """Copies of pages that all plans from now on suppose: to be made before anything else."""
+        """Returns the copies of pages that all later plans rely on: make them before
+        anything else."""
         return self.outbox.take_moves()
 
     def commit(self, allocation: Allocation, position: int, written: Mapping[int, int]) -> None:
-        """Note that a step has run: `position` tokens of the request are final, with their KV.
-        `written` is the runner's report: slot -> tokens that its contents have consumed.
+        """Records that a step has run: `position` tokens of the request are final and have their
+        KV. `written` is the runner's report: slot -> number of tokens that its state has consumed.
         """
         self._running.commit(allocation, position, written)
 
     def loaded(self, allocation: Allocation, sources: Mapping[str, int] | None = None) -> None:
-        """Note that a load is complete; `sources` counts the tokens that came from each."""
+        """Records that a load is complete; `sources` maps each source to the number of tokens
+        loaded from it."""
         self._running.loaded(allocation)
         report = allocation.report
         allocation.report = report.with_loaded(allocation.committed, sources or {})
         self.stats.admitted(allocation.report, first_time=allocation.is_first)
 
     def load_failed(self, allocation: Allocation) -> None:
-        """Note that a load failed; the request computes what it lacks."""
+        """Records that a load failed. The request computes the missing tokens."""
         position = allocation.planned
         self._running.load_failed(allocation)
         allocation.report = allocation.report.with_lost(Lost.LATE_COPY, position)
         self.stats.admitted(allocation.report, first_time=allocation.is_first)
 
     def release(self, allocation: Allocation, kind: Kind | None = None) -> None:
-        """Take back all that a request holds. With a `kind`, its live state becomes a checkpoint
-        first, of `state_length` tokens, if it has one of its own.
-        """
+        """Frees everything that a request holds. If `kind` is given, its live state, at
+        `state_length` tokens, becomes a checkpoint first, provided that the request has a state of
+        its own."""
         self._running.release(allocation, kind)
         del self.allocations[allocation]
 
     # --- lend -------------------------------------------------------------------------------------
 
     def lend(self, chain: Chain, limit: int | None = None, most: float = 1.0) -> Loan | None:
-        """Keep what a prompt would resume from where it is, for others to read, until `take_back`;
-        None if nothing is cached, or more than the part `most` of the memory would be lent.
-        """
+        """Pins what a prompt would resume from, for others to read, until `take_back`. Returns None
+        if nothing is cached, or if more than the share `most` of the memory would be lent."""
         match = self.match(chain, limit)
         if not match.state_length:
             return None
@@ -261,27 +258,26 @@ class Cache:
         return self.loans.lend(match, most)
 
     def take_back(self, loan: Loan) -> None:
-        """Note that nobody reads on."""
+        """Records that a loan's reader is done."""
         self.reclaimer.change()
         self.loans.take_back(loan)
 
     # --- events -----------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Record what comes and goes from now on, and first what is there; for `take_events`."""
+        """Starts recording what is added and evicted, beginning with what is cached already; see
+        `take_events`."""
         if not self.outbox.is_open:
             self.outbox.open(self.tree.nodes.values(), self.tree.at_slot.values())
 
     def take_events(self) -> tuple[Event, ...]:
-        """Returns what has come, become reachable or gone since the last call, in that order. Call
-        it with each plan: that plan's step may overwrite what leaves, no earlier step does.
-        """
+        """Returns, in order, what was cached, became reachable or was evicted since the last call.
+        Call it with each plan: its step is the first that may overwrite what was evicted."""
         return self.outbox.take_events()
 
     def reset(self) -> bool:
-        """Forget everything cached; False, and nothing happens, while requests are running or
-        others read what is cached.
-        """
+        """Drops everything cached. Returns False, and changes nothing, while requests are running
+        or loans are outstanding."""
         if self.allocations or self.loans:
             return False
         self.reclaimer.change()

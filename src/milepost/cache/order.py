@@ -1,4 +1,4 @@
-"""Items in order of a key that may change. Knows nothing of what they are."""
+"""A sorted collection of items whose keys may change."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ T = TypeVar("T")
 
 
 class Order(Generic[T]):
-    """Items by ascending key; equal keys in the order of their pushes. Push again to move an
-    item.
-    """
+    """Items by ascending key; items with equal keys in the order in which they were pushed. Push an
+    item again to change its key."""
 
     __slots__ = ("_places", "_serial", "_sorted")
 
@@ -28,7 +27,7 @@ class Order(Generic[T]):
         return iter(self._places)
 
     def push(self, item: T, key: float) -> None:
-        """Put an item in its place, wherever it was; one whose key is the same stays there."""
+        """Inserts an item, or moves it if its key has changed."""
         place = self._places.get(item)
         if place is not None:
             if place[0] == key:
@@ -44,9 +43,9 @@ class Order(Generic[T]):
             del self._sorted[bisect_left(self._sorted, place)]
 
     def first(self) -> T:
-        """The item with the smallest key, where there is one."""
+        """Returns the item with the smallest key. The order must not be empty."""
         return self._sorted[0][2]
 
     def last(self) -> T:
-        """The first of the items with the largest key, where there is one."""
+        """Returns the first item among those with the largest key. The order must not be empty."""
         return self._sorted[bisect_left(self._sorted, self._sorted[-1][:1])][2]

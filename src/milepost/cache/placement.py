@@ -1,8 +1,9 @@
-"""Where a prefill keeps states: pure functions from facts about a prompt to export positions.
+"""Decides where a prefill keeps states: pure functions from facts about a prompt to export
+positions.
 
-Positions are on the grid, but for marks and branch points that it would round off too far. A policy
-answers for one prefill chunk (start, end] at a time, because `align` depends on where chunks end;
-the positions of `auto` and `all` do not.
+Positions are on the grid, except for marks and branch points that rounding would move too far. A
+policy answers for one prefill chunk (start, end] at a time, because `align` depends on where chunks
+end; the positions of `auto` and `all` do not.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import Literal
 from milepost.pictures import Picture, past_picture
 
 SPARSE = 4096
-"""Distance of the states that are kept inside a long prompt, where there is nothing better to keep.
-"""
+"""Distance in tokens between states inside a long prompt that has no marks or branch points."""
 
 MAX_ROUNDED_OFF = 0.1
-"""Share of a prefix that rounding its end to the grid may give up: a state off the grid costs a
-short chunk of its own, and is worth it for short prefixes alone."""
+"""Largest share of a prefix that rounding its end down to the grid may give up. A state off the
+grid costs a short chunk of its own, which pays only for short prefixes."""
 
 MIN_OFF_GRID = 16
-"""Fewer tokens are not worth a slot: nearly all chats share those with which templates begin."""
+"""Shortest prefix that gets a state off the grid. Nearly all chats share the few tokens that
+templates begin with, and those are not worth a slot."""
 
 Mode = Literal["auto", "none", "align", "all"]
 
@@ -43,65 +44,65 @@ class Kind(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class PromptFacts:
-    """Facts that placement may know about a prompt. Positions are token counts from its start."""
+    """The facts about a prompt that placement uses. Positions count tokens from its start."""
 
     prompt_length: int
     grid: int
-    """A prefill can export a state at its multiples."""
+    """A prefill can export states at multiples of this."""
     marks: tuple[int, ...] = ()
     branch_points: tuple[int, ...] = ()
     block_size: int = 512
     new_from: int = 0
-    """Tokens before this are in the cache, so what is worth keeping there is known."""
+    """Tokens before this position are cached, so states worth keeping there exist already."""
     max_rounded_off: float = MAX_ROUNDED_OFF
-    """1: states are kept on the grid alone."""
+    """See `MAX_ROUNDED_OFF`. At 1, states are kept on the grid only."""
     pictures: Sequence[Picture] = ()
 
 
 Placement = Callable[[PromptFacts, int, int], dict[int, Kind]]
-"""(facts, start, end) -> kind by position, for positions with start < position <= end."""
+"""A function (facts, start, end) that maps positions to kinds, for start < position <= end."""
 
 
 def floor(position: int, step: int) -> int:
-    """The largest multiple of `step` that is not above `position`."""
+    """Returns the largest multiple of `step` up to `position`."""
     return position - position % step
 
 
 def gives_up_too_much(length: int, kept: int, most: float = MAX_ROUNDED_OFF) -> bool:
-    """Whether a prefix of `length` deserves a state at its very end, beside that at `kept`, where
-    the share `most` may be given up."""
+    """Whether a prefix of `length` tokens should have a state at its very end besides the one at
+    `kept`, because it would otherwise lose more than the share `most`."""
     return length >= MIN_OFF_GRID and length - kept > length * most
 
 
 def rounded(position: int, step: int, most: float = MAX_ROUNDED_OFF) -> int:
-    """The grid position to keep for `position`, or itself if rounding would give up too much."""
+    """Returns the grid position to keep for `position`, or `position` itself if rounding gives up
+    too much."""
     on_grid = floor(position, step)
     return position if gives_up_too_much(position, on_grid, most) else on_grid
 
 
 def place_none(_facts: PromptFacts, _start: int, _end: int) -> dict[int, Kind]:
-    """Keep nothing."""
+    """Keeps no state."""
     return {}
 
 
 def place_align(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
-    """The last block boundary inside each prefill chunk."""
+    """Keeps the state at the last block boundary inside each prefill chunk."""
     position = floor(min(end, facts.prompt_length - 1), facts.block_size)
     return {position: Kind.BOUNDARY} if position > start else {}
 
 
 def place_all(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
-    """Every block boundary, of the answer too."""
+    """Keeps the state at every block boundary, including those in the answer."""
     first = floor(start, facts.block_size) + facts.block_size
     return dict.fromkeys(range(first, end + 1, facts.block_size), Kind.BOUNDARY)
 
 
 def place_auto(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
-    """Place states at branch points, marks and the prompt's end, and sparse ones in a long prompt,
-    which the cache declines if they are worth less than what they would displace. The answer's end
-    needs no export. None is inside a picture: who resumes there has all of it encoded again, so the
-    state is kept at the picture's end.
-    """
+    """Keeps states at branch points, marks and the prompt's end, and sparse ones in a long prompt.
+    The cache declines sparse states that are worth less than what they would displace. The answer's
+    end needs no export. No state is inside a picture: a request that resumed there would encode the
+    whole picture again, so the state is kept at the picture's end."""
     grid, last_token = facts.grid, facts.prompt_length - 1
     last = floor(last_token, grid)
     step = max(floor(SPARSE, grid), grid)

@@ -1,4 +1,4 @@
-"""Orders to the runner: exports, copies, moves, arrivals. All can be sent as bytes."""
+"""Instructions to the runner: exports, copies, moves, arrivals. All can be sent as bytes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ import msgspec
 from milepost.cache.placement import Kind
 
 What = Literal["page", "tail", "state"]
-"""A full page, the page of a checkpoint's last tokens, or a slot."""
+"""A full page, a checkpoint's tail page, or the state in a slot."""
 
 
 class PageMove(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Copy the KV of page `source` to page `target`, in every layer: what is cached there stands in
-    the target from now on, and the source may be overwritten.
-    """
+    """Copies the KV of page `source` to page `target`, in every layer. What is cached there is in
+    the target from then on, and the source may be overwritten."""
 
     source: int
     target: int
 
 
 class PageCopy(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Copy the KV of the first `num_tokens` tokens of page `source` to page `target`, in every
-    layer.
-    """
+    """Copies the KV of the first `num_tokens` tokens of page `source` to page `target`, in every
+    layer."""
 
     source: int
     target: int
@@ -32,7 +30,7 @@ class PageCopy(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Write the state after exactly `position` tokens to `slot`."""
+    """Writes the state after exactly `position` tokens to `slot`."""
 
     position: int
     slot: int
@@ -40,14 +38,14 @@ class Export(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
 
 
 HOLE = -1
-"""Stands in a table of windows' pages for one that is older than the window, and is not held."""
+"""Entry in a table of window pages for a page that is older than the window and is not held."""
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Something that is to be filled from outside: by its key, to where."""
+    """A page or slot to be filled from outside: what belongs there, and its key."""
 
     key: bytes
     what: What
     id: int
     windows: tuple[int, ...] = ()
-    """Pages of windows that a state needs besides its slot."""
+    """Window pages that a state needs besides its slot."""

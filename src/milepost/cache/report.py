@@ -1,4 +1,4 @@
-"""Reasons why prompt tokens were not reused, and the counters that add them up.
+"""Why prompt tokens were not reused, and the counters of a cache.
 
 Invariant R1: reused + sum(lost) == prompt_tokens, for each request and for the sums.
 """
@@ -11,36 +11,32 @@ from enum import StrEnum
 
 
 class Lost(StrEnum):
-    """Reasons, in the order in which they apply along a prompt after its reused part."""
+    """Reasons why prompt tokens were computed, in the order in which they apply after the reused
+    part."""
 
     DISABLED = "disabled"
     """Prefix caching is off, for the engine or the request."""
     LATE_COPY = "late_copy"
-    """In a tier, or another engine has them, but the copy did not come, or would have come too
-    late.
-    """
+    """In a tier or on another engine, but the copy failed or would have come too late."""
     NOT_WORTH_LOADING = "not_worth_loading"
-    """In a tier, but sooner computed than loaded."""
+    """In a tier, but computed sooner than loaded."""
     CHECKPOINT_EVICTED = "checkpoint_evicted"
-    """A state after these tokens was evicted, or has to give way to the request itself, which finds
-    no room beside it.
-    """
+    """The state after these tokens was evicted, or had to make room for the request itself."""
     NO_CHECKPOINT = "no_checkpoint"
-    """Their KV is there; no state was kept after them, but one is kept from now on."""
+    """Their KV is cached, but no state had been kept after them. One is kept from now on."""
     GRID = "grid"
     """Seen before, but after the last position at which a state is kept."""
     UNDER_PAGE = "under_page"
-    """Seen before, but fewer than fill a page, and too few to keep a state for."""
+    """Seen before, but less than a page, and too few tokens to keep a state for."""
     KV_EVICTED = "kv_evicted"
-    """Their KV was there and has been evicted."""
+    """Their KV was cached but has been evicted."""
     NOT_CANONICAL = "not_canonical"
-    """Computed before, but only for an answer or at the end of a prompt, where the bits are not
-    those of a prompt that goes on. In the bitwise mode alone.
-    """
+    """Computed before, but only as an answer or at the end of a prompt, which leaves other bits
+    than a prompt that goes on. Bitwise mode only."""
     UNSEEN = "unseen"
-    """Not seen before, under this salt."""
+    """Not seen before under this salt."""
     LAST_TOKEN = "last_token"
-    """All of the prompt was seen; the last token is always computed, for its logits."""
+    """The whole prompt was seen, but the last token is always computed, for its logits."""
 
 
 PHRASES: Mapping[Lost, str] = {
@@ -56,28 +52,28 @@ PHRASES: Mapping[Lost, str] = {
     Lost.UNSEEN: "not seen before",
     Lost.LAST_TOKEN: "needed to start the answer",
 }
-"""After a number of tokens: why they were computed."""
+"""Reason -> why tokens were computed, in words that follow their number."""
 
 PLACES: Mapping[str, str] = {"host": "host memory", "disk": "disk"}
-"""Where tokens were loaded from, in words."""
+"""Source of loaded tokens -> its name in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheReport:
-    """Where a request's prompt tokens came from; the losses add up to what was not reused."""
+    """Where a request's prompt tokens came from. The losses add up to what was not reused."""
 
     prompt_tokens: int
     """Length of the prompt."""
     kv_length: int
-    """Tokens whose KV was in the cache, counted from the start."""
+    """Number of tokens, from the start, whose KV was cached."""
     state_length: int
     """Position of the checkpoint that the request resumed from."""
     reused: int
     """Prompt tokens that were not computed again."""
     lost: dict[Lost, int]
-    """Prompt tokens that were computed, by reason."""
+    """Reason -> number of prompt tokens that were computed for it."""
     loaded: dict[str, int] = field(default_factory=dict)
-    """Those of the reused tokens that came from outside the device, by where they came from."""
+    """Source outside the device -> number of reused tokens that were loaded from it."""
     images: tuple[tuple[int, int], ...] = ()
     """First token and end of each image in the prompt."""
 
@@ -92,7 +88,8 @@ class CacheReport:
         return self.prompt_tokens - self.reused
 
     def hint(self, page_size: int) -> str | None:
-        """Says why a prompt under one page got nothing from a cache that is on; None otherwise."""
+        """Explains why a prompt under one page got nothing from a cache that is on; None for other
+        prompts."""
         if self.reused or self.prompt_tokens >= page_size or Lost.DISABLED in self.lost:
             return None
         tokens = "token is" if self.prompt_tokens == 1 else "tokens are"
@@ -108,16 +105,17 @@ class CacheReport:
 
     @property
     def image_tokens_reused(self) -> int:
-        """Number of those that were not computed again."""
+        """Number of image tokens that were not computed again."""
         return sum(max(min(end, self.reused) - first, 0) for first, end in self.images)
 
     @property
     def images_reused(self) -> int:
-        """Images that the encoder did not have to see, since all of their tokens were reused."""
+        """Number of images that were not encoded, since all of their tokens were reused."""
         return sum(end <= self.reused for _, end in self.images)
 
     def with_loaded(self, position: int, loaded: Mapping[str, int]) -> CacheReport:
-        """The report once tokens up to `position` have come from outside, counted by source."""
+        """Returns the report after tokens up to `position` were loaded; `loaded` counts them by
+        source."""
         assert sum(loaded.values()) <= position - self.reused, "R1: what is loaded was lost"
         return replace(
             self,
@@ -128,14 +126,14 @@ class CacheReport:
         )
 
     def with_lost(self, reason: Lost, end: int) -> CacheReport:
-        """The report with `reason` for the lost tokens up to position `end`."""
+        """Returns the report with `reason` for the lost tokens up to position `end`."""
         num_tokens = min(end, self.prompt_tokens) - self.reused
         if num_tokens <= 0:
             return self
         return replace(self, lost={reason: num_tokens, **_without_first(self.lost, num_tokens)})
 
     def head(self) -> str:
-        """Says what was reused, and what of it was loaded from where."""
+        """Says how many tokens were reused, and how many of them were loaded from where."""
         head = f"{self.reused} of {self.prompt_tokens} prompt tokens from the cache"
         if self.loaded:
             head += f" ({self.origins(self.loaded)})"
@@ -145,16 +143,17 @@ class CacheReport:
 
     @staticmethod
     def origins(loaded: Mapping[str, int]) -> str:
-        """In words what came from where, such as "1472 from host memory, 64 from disk"."""
+        """Returns the numbers by source in words, such as "1472 from host memory, 64 from disk"."""
         return ", ".join(f"{num} from {PLACES.get(place, place)}" for place, num in loaded.items())
 
     def reasons(self) -> list[str]:
-        """The losses in words, the largest first."""
+        """Returns the losses in words, the largest first."""
         losses = sorted(self.lost.items(), key=lambda loss: -loss[1])
         return [f"{count} {PHRASES[reason]}" for reason, count in losses if count]
 
     def __str__(self) -> str:
-        """One line, such as "1472 of 2200 prompt tokens from the cache; computed 728: ..."."""
+        """Returns one line, such as "1472 of 2200 prompt tokens from the cache;
+        computed 728: ..."."""
         head = self.head()
         if not self.computed:
             return head
@@ -162,7 +161,7 @@ class CacheReport:
 
 
 def _without_first(lost: Mapping[Lost, int], num_tokens: int) -> dict[Lost, int]:
-    """Losses, in the order in which they stand in the prompt, but for the first tokens."""
+    """Returns losses, in the prompt's order, without the first `num_tokens` tokens."""
     left = {}
     for reason, count in lost.items():
         taken = min(count, num_tokens)
@@ -184,12 +183,14 @@ def explain(
     page_size: int,
     answered: int = 0,
 ) -> CacheReport:
-    """Split the tokens that were not reused by reason; the first that applies to a token names it.
+    """Splits the tokens that were not reused by reason. The first reason that applies to a token
+    counts.
 
-    But for `page_size` all are ends of prefixes, in tokens: `kv_length` and `resident` of the KV
-    that is there, in full pages and counting tokens inside a page, `last_place` of that up to where
-    a state is kept, `checkpoint_evicted` of what had a state at its end, `evicted` of the pages
-    that were there, `answered` of those that were computed for answers.
+    All arguments except `page_size` are ends of prefixes, in tokens. The KV that is cached reaches
+    to `kv_length` in full pages, and to `resident` with tokens inside a page. `last_place` is the
+    last position up to there at which a state is kept. `checkpoint_evicted` is the end of the
+    deepest evicted state, `evicted` that of the pages that were cached, and `answered` that of the
+    pages computed for answers.
     """
     is_under_page = reused == 0 and resident < page_size
     ends = (
@@ -219,42 +220,42 @@ def explain(
 
 @dataclass(slots=True, kw_only=True)
 class Stats:
-    """Counters of one cache since its start or the last reset."""
+    """Counters of one cache since it was made."""
 
     image_tokens: int = 0
     """Image tokens among the queries."""
     image_tokens_reused: int = 0
     images_reused: int = 0
-    """Images that needed no encoder, since all of their tokens were reused."""
+    """Images that were not encoded, since all of their tokens were reused."""
     queries: int = 0
-    """Prompt tokens of admitted requests, each request once."""
+    """Prompt tokens of admitted requests; each request counts once."""
     hits: int = 0
-    """Those of them that were reused."""
+    """Prompt tokens among the queries that were reused."""
     lost: dict[Lost, int] = field(default_factory=lambda: dict.fromkeys(Lost, 0))
     loaded: dict[str, int] = field(default_factory=dict)
-    """Those of the reused tokens that came from outside the device, by where they came from."""
+    """Source outside the device -> number of reused tokens that were loaded from it."""
     resumed_tokens: int = 0
-    """Tokens of preempted requests on their return."""
+    """Tokens of preempted requests that were admitted again."""
     resumed_hits: int = 0
-    """Those of them that were reused."""
+    """Reused tokens among `resumed_tokens`."""
     checkpoints_made: int = 0
     checkpoints_used: int = 0
-    """Times that a request resumed from a checkpoint."""
+    """How often a request resumed from a checkpoint."""
     checkpoints_skipped: int = 0
-    """Exports that found no slot."""
+    """States that were not kept, since there was no slot for them."""
     checkpoints_declined: int = 0
-    """Sparse states that would have been worth less than what they displace."""
+    """Sparse states that were not kept, since they were worth less than what they would
+    displace."""
     checkpoints_evicted: dict[str, int] = field(default_factory=dict)
-    """Counts by cause: slots, pages, taken (its slot went to the request that resumed from it),
-    reset.
-    """
+    """Counts by cause: slots, pages, taken (the request that resumed from it took its
+    slot), reset."""
     checkpoints_evicted_unused: int = 0
     pages_evicted: int = 0
     pages_duplicate: int = 0
-    """Pages computed twice by requests that ran side by side."""
+    """Pages that requests running side by side computed twice."""
 
     def admitted(self, report: CacheReport, *, first_time: bool) -> None:
-        """Count an admission; a preempted request's return is counted apart."""
+        """Counts an admission. A preempted request that comes back is counted separately."""
         if not first_time:
             self.resumed_tokens += report.prompt_tokens
             self.resumed_hits += report.reused
@@ -271,7 +272,7 @@ class Stats:
 
     @property
     def num_evicted(self) -> int:
-        """Checkpoints, for whatever cause."""
+        """Number of checkpoints evicted for any cause."""
         return sum(self.checkpoints_evicted.values())
 
     def evicted(self, cause: str, *, used: bool) -> None:
