@@ -72,8 +72,8 @@ class Admission:
         self._running = running
 
     def _pass_over(self, request: Request, turn: AdmissionRound, *, has_room: bool = True) -> bool:
-        """Records that a request keeps waiting, because there are no tokens or no room for it or
-        because it is held back. Returns False, the outcome of its admission."""
+        """Records that a request keeps waiting: there are no tokens or no room for it, or it is
+        held back. Returns False, the outcome of its admission."""
         turn.passed_over.append(request)
         turn.num_passed_over += 1
         if not has_room:
@@ -119,7 +119,7 @@ class Admission:
         return request.num_left if runs else self._waiting.num_left(request)
 
     def ran(self, num_tokens: int, seconds: float) -> None:
-        """Records a step's duration, and its number of prompt tokens."""
+        """Records a step's duration in seconds, and how many prompt tokens it computed."""
         self.now_s += seconds
         is_busy = min(num_tokens / (2 * STEP_TOKENS), 1.0)
         self.busy_share += (is_busy - self.busy_share) * min(seconds / BUSY_S, 1.0)
@@ -128,7 +128,8 @@ class Admission:
             self.token_s += (latest - self.token_s) / NEWS if self.token_s else latest
 
     def consider(self, request: Request, budget: Budget, turn: AdmissionRound) -> bool:
-        """Admits a waiting request if it can begin in this step."""
+        """Admits a waiting request if it can begin in this step. Returns whether it was
+        admitted."""
         if self._awaits(request):
             turn.num_passed_over += 1
             return False
@@ -195,7 +196,7 @@ class Admission:
             turn.passed_over[0].blocked_at = None
 
     def _awaits(self, request: Request) -> bool:
-        """Whether the prefix that a request waits for is still to come."""
+        """Whether the prefix that a request waits for is still being computed."""
         if request.awaits is None or not request.awaits.is_pending:
             return False
         self._stats.num_waits += 1
@@ -268,14 +269,15 @@ class Admission:
         return turn.last_priority <= request.priority and not self.has_waited_long(request)
 
     def held_back_s(self, request: Request, match: Match) -> float:
-        """Returns for how many seconds at least a request is held back, as far as is known now."""
+        """Returns the minimum number of seconds for which a request will be held back, by what is
+        known now."""
         displaced = self._cache.displaced(match) if self._running else 0.0
         return max(self._until_s(request, displaced) - self.now_s, 0.0) if displaced else 0.0
 
     def _until_s(self, request: Request, displaced: float) -> float:
-        """Returns the time at which a request has waited for as long as all who wait lose by what
-        it displaces. Each second of computing that again delays them while prompts are computed,
-        and costs nobody anything otherwise."""
+        """Returns the time at which a request has waited for as long as the others lose by what it
+        displaces. They lose the time to compute that again, multiplied by the number of those who
+        wait and by the share of time in which the engine computes prompts."""
         since_s = max(request.queued_s, self._displaced_s)
         lost_s = displaced * self.token_s * len(self._waiting) * self.busy_share
         return min(since_s + lost_s, request.queued_s + MAX_HOLD_BACK_S)

@@ -1,4 +1,4 @@
-"""Bounds the admissions of one step, and records what became of the requests that it looked at."""
+"""Limits the admissions of one step, and records what became of the requests that it considered."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from milepost.scheduler.request import Request
 
 MAX_PASSED_OVER = 128
-"""Number of waiting requests that a step passes over before it looks at no more."""
+"""Number of waiting requests that a step passes over before it stops looking."""
 
 MAX_LOOKS = 16
-"""Number of prompts that a step looks up in the cache without admitting them."""
+"""Largest number of prompts that a step looks up in the cache without admitting them."""
 
 MAX_CHANGES = 64
 """Largest number of requests begun in a step plus states evicted for them; further requests wait
@@ -23,7 +23,7 @@ class AdmissionRound:
     """The admissions of one step."""
 
     num_seats: int
-    """Requests that may yet begin."""
+    """Number of requests that may still begin."""
     bypassed: list[Request] = field(default_factory=list)
     """Requests without room, the most urgent first."""
     begun: list[Request] = field(default_factory=list)
@@ -41,7 +41,7 @@ class AdmissionRound:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody else is admitted in this step."""
+        """Whether no further request is admitted in this step."""
         return (
             not self.num_seats
             or self.is_held

@@ -30,7 +30,7 @@ LEAST_MEASURED_S = 1.0
 
 
 class Backlog:
-    """Watches the requests of `waiting`: none is to wait longer than `max_wait_s`."""
+    """Watches the requests of `waiting`. None of them should wait longer than `max_wait_s`."""
 
     def __init__(
         self, waiting: Queue, admission: Admission, stats: SchedulerStats, max_wait_s: float
@@ -48,11 +48,11 @@ class Backlog:
         self._had_queue = False
 
     def add(self, request: Request) -> None:
-        """Notes a request that begins to wait."""
+        """Records that a request has begun to wait."""
         self._arrived.append(request)
 
     def ran(self, seconds: float) -> None:
-        """Notes the duration of a step; it counts if requests waited before it or after it."""
+        """Records the duration of a step. It counts if requests waited before or after the step."""
         begun = self._waiting.cost_begun - self._cost_begun
         self._cost_begun = self._waiting.cost_begun
         if self._had_queue or self._waiting:
@@ -75,9 +75,8 @@ class Backlog:
             )
 
     def take_late(self) -> list[tuple[Request, QueueWaitError]]:
-        """Returns requests that have waited too long and have never begun, each once, and what to
-        tell their clients. Looks at the waiting requests once, however many are late.
-        """
+        """Returns requests that have waited too long and have never begun, each once, with the
+        errors for their clients. Goes through the waiting requests once, however many are late."""
         late = self._pop_late()
         if not late:
             return []
@@ -98,9 +97,8 @@ class Backlog:
         return late
 
     def _too_late(self, request: Request, order: QueueOrder) -> QueueWaitError:
-        """Returns the error for a request that has waited too long. If it comes again it waits for
-        those that would go first, or for what it was last held back for.
-        """
+        """Returns the error for a request that has waited too long. Its retry time is the time that
+        the requests ahead of it need, or the time for which it was last held back."""
         cost = self._cost(request)
         wait_s = self._seconds(order.cost_ahead(request.priority, cost) - cost)
         held_s = (request.held_until_s or 0.0) - self._admission.now_s

@@ -1,12 +1,12 @@
 """The tokens of one step, and how they are shared out.
 
 Each decode gets one, and a grid step is left for a prefill. Decodes that get none because of that
-go first in the next step: `max_num_batched_tokens` is at least a grid step and at least
+go first in the next step. `max_num_batched_tokens` is at least a grid step and at least
 `max_num_seqs` (`milepost.config.check_budget`), so
 
-- a decode has its token in one of two steps,
-- the first prefill, or the first waiting request that finds a seat and room, has a grid step in one
-  of two, and any other running prefill within MAX_IDLE_STEPS + 2 x max_num_seqs.
+- a decode gets its token in at least every other step,
+- the first prefill, or the first waiting request that finds a seat and room, gets a grid step in
+  at least every other step, and any other running prefill within MAX_IDLE_STEPS + 2 x max_num_seqs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from milepost.scheduler.encoders import Encoders
 from milepost.scheduler.request import Request
 
 MAX_IDLE_STEPS = 16
-"""Number of steps that a running prefill may get no tokens because others are more urgent. Then it
-gets a grid step before them."""
+"""Number of steps in which a running prefill may get no tokens because others are more urgent. Then
+it gets a grid step before them."""
 
 
 def max_num_exports(max_num_seqs: int, max_num_batched_tokens: int, grid: int) -> int:
@@ -41,7 +41,7 @@ class Budget:
         self.given: dict[Request, int] = {}
         """Number of tokens that each request gets."""
         self.num_drafts: dict[Request, int] = {}
-        """Number of drafts of each request that are verified besides."""
+        """Number of drafts of each request that are verified in addition."""
 
     @property
     def has_prefill(self) -> bool:
@@ -66,14 +66,15 @@ class Budget:
         self.give_one_each(others if self.left < self.grid else others[: self.left - self.grid])
 
     def give_one_each(self, decodes: Iterable[Request]) -> None:
-        """Gives a token to each request that has none yet, as long as there are any."""
+        """Gives a token to each request that has none yet, while tokens are left."""
         for request in decodes:
             if self.left and request not in self.given:
                 self.give(request, 1)
 
     def give_chunk(self, request: Request, most: int | None = None) -> None:
-        """Gives a request all tokens that it has left to compute, or as many as end on the grid.
-        `most` limits them, and so do pictures that the step cannot encode, possibly to none."""
+        """Gives a request all tokens that it has left to compute, or the largest number ending on
+        the grid. `most` limits them, and so do pictures that the step cannot encode, possibly to
+        none."""
         most = self.left if most is None else min(most, self.left)
         num_left = request.num_left - self.given.get(request, 0)
         assert request.allocation is not None

@@ -1,8 +1,8 @@
-"""Canonicalises answers: computes them again as prompts while there is nothing else to do.
+"""Canonicalises answers: computes them again as prompts while the engine is otherwise idle.
 
 In the bitwise mode, what decodes compute is not shared (see cache/README.md), so a chat's next turn
 has to compute the answer again. An idle engine does that in the meantime, one answer at a time, the
-newest first. A new request goes first, and what has been computed by then stays cached.
+newest first. A new request interrupts it; what has been computed by then stays cached.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Canonical:
         """The request that was queued last."""
 
     def begin(self) -> bool:
-        """Queues the newest answer that is not shared yet, if nothing else is to be done. Returns
-        False if there is none."""
+        """Queues the newest answer that is not shared yet, if there is no other work. Returns
+        whether one was queued."""
         if self._scheduler.has_work:
             return False
         cache = self._scheduler.outside.cache
         while cache.tree.answers:
             chain, end = cache.tree.answers.pop()
             if self._latest is not None and chain is self._latest.chain:
-                continue  # complete; there may have been no room to keep it
+                continue  # complete, even if there was no room to keep it
             if chain.pictures:
-                continue  # nobody keeps their pixels
+                continue  # its pixels are gone
             whole = _whole(cache, chain)
             if whole.shared_end > cache.match(whole).state_length:
                 request = self._latest = Request(
@@ -52,13 +52,13 @@ class Canonical:
         return False
 
     def give_way(self) -> None:
-        """Ends what is being computed; if it is not complete, it waits again."""
+        """Ends the answer being computed. If it is not complete, it waits for its turn again."""
         request = self._latest
         if request is not None and self._scheduler.finish(request, FinishReason.ABORT):
             self._latest = None
 
 
 def _whole(cache: Cache, chain: Chain) -> Chain:
-    """Returns a prompt and its answer as one prompt, up to one token past the last position to be
-    shared, so that a match may resume there."""
+    """Returns a prompt and its answer as one prompt. It ends one token after the last position to
+    be shared, so that a match may resume at that position."""
     return cache.chain(chain.tokens[: floor(len(chain), cache.grid) + 1], chain.salt)

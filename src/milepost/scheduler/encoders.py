@@ -1,9 +1,10 @@
 """Plans the work of the vision tower: which pictures a step encodes, and which outputs are dropped.
 
-Outputs are kept by the identities of pictures, up to a number of tokens; those not used for longest
-go first. A step encodes what its chunks reach, as far as its share of encoder work goes: then the
-chunk ends before the picture, and the steps of other requests go on. A picture that is more work
-than a share is encoded over several steps, one such picture at a time. Knows no pixels.
+Outputs are kept by the identities of pictures, up to a number of tokens; the least recently used go
+first. A step encodes the pictures that its chunks reach, as far as its share of encoder work
+allows. Beyond that, the chunk ends before the picture, and other requests' steps continue. A
+picture that is more work than a share is encoded over several steps, one such picture at a time.
+Knows no pixels.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from milepost.scheduler.plans import EncodePart, StepPlan
 from milepost.scheduler.stats import SchedulerStats
 
 SHARE_BESIDE_DECODES = 4
-"""A step with decodes encodes as much as costs this part of its tokens. So pictures delay the
-tokens of others in each step by no more than a chunk of text does."""
+"""Divisor of a step's token budget that limits the cost of its pictures if it has decodes, so that
+pictures delay others' tokens no more than a chunk of text does."""
 
 
 @dataclass(frozen=True, slots=True)
 class TowerCost:
-    """Work of the vision tower, in tokens of text whose computation takes as many operations."""
+    """Cost of the vision tower, measured in text tokens that take as many operations."""
 
     linear: float = 1.0
-    """For each token of a picture."""
+    """Cost per token of a picture."""
     quadratic: float = 0.0
-    """For each pair of tokens of a frame, which attend to each other."""
+    """Cost per pair of tokens of a frame, since these attend to each other."""
     depth: int = 64
-    """Number of the tower's layers, and so the most steps that one picture is encoded over."""
+    """Number of the tower's layers. It is also the largest number of steps that one picture is
+    encoded over."""
 
     def of(self, picture: Picture) -> float:
         """Returns the work of a picture."""
@@ -43,14 +45,14 @@ class TowerCost:
 
 
 PLAIN_COST = TowerCost()
-"""A token of a picture costs as much as one of text."""
+"""Counts a picture's token like a token of text."""
 
 
 class EncoderStep(NamedTuple):
-    """The work of a step on pictures."""
+    """A step's work on pictures."""
 
     drops: tuple[bytes, ...]
-    """Identities."""
+    """Identities of pictures whose outputs are dropped."""
     encodes: tuple[Picture, ...]
     part: EncodePart | None
 
@@ -76,15 +78,15 @@ class Encoders:
         self._stats = stats
         self._cost = cost
         self._kept: OrderedDict[bytes, int] = OrderedDict()
-        """Tokens by identity, the one used last at the end."""
+        """Picture identity -> number of tokens, the least recently used first."""
         self._unsure: set[bytes] = set()
         """Pictures of `_kept` that may not have been encoded, since their step was cut short."""
         self._under_way: EncodePart | None = None
-        """The last part of a picture of `_kept` that further parts follow."""
+        """The last planned part of a picture of `_kept` that is not complete yet."""
         self._unread: set[bytes] = set()
         """Pictures of `_kept` that no chunk has read since they were encoded."""
         self._needed: dict[bytes, int] = {}
-        """Pictures of `_kept` that the step being planned reads or goes on with."""
+        """Pictures of `_kept` that the step being planned reads or continues to encode."""
         self._encodes: list[Picture] = []
         self._part: EncodePart | None = None
         self._drops: dict[bytes, None] = {}
@@ -104,8 +106,8 @@ class Encoders:
                 )
 
     def begin(self, *, has_decodes: bool) -> None:
-        """Begin a step; it goes on with a picture that is under way. Beside decodes the step's
-        share bounds the work, without them only that on further pictures."""
+        """Begins a step, which continues with a picture under way. If it has decodes, its share
+        limits all encoder work, otherwise only that on further pictures."""
         self._needed.clear()
         self._left = self._max_step_tokens / (SHARE_BESIDE_DECODES if has_decodes else 1)
         self._share = self._left if has_decodes else math.inf
@@ -118,9 +120,8 @@ class Encoders:
 
     def reach(self, pictures: Sequence[Picture], start: int, end: int) -> int:
         """Returns how far a chunk from `start` to `end` may go: to its end, or to a picture that
-        this step cannot encode. Where nobody waits, the first chunk to reach a picture gets a grid
-        step, so that a step does some of the work.
-        """
+        this step cannot encode. In a step without decodes, the first chunk to reach a picture gets
+        at least a grid step, so that every step makes progress."""
         is_first = not self._encodes and self._part is None and self._share == math.inf
         sure = floor(start, self._grid) + self._grid if is_first else start
         for picture in overlapping(pictures, start, end):
@@ -145,14 +146,15 @@ class Encoders:
         return step
 
     def roll_back(self, plan: StepPlan) -> None:
-        """Note that a step was cut short: nobody knows what it has encoded."""
+        """Records that a step was cut short, so it is unknown which pictures it encoded."""
         parts = (each.picture for each in (plan.encode_part, self._under_way) if each is not None)
         cut = {each.identity for each in (*plan.encodes, *parts)}
         self._unsure.update(cut.intersection(self._kept))
         self._under_way = None
 
     def _provide(self, picture: Picture, *, is_urgent: bool) -> bool:
-        """Have the step read a picture; False if it cannot. It is encoded unless it is kept."""
+        """Makes the step provide a picture, from the kept outputs or by encoding it. Returns False
+        if it cannot."""
         identity, num_tokens = picture.identity, picture.num_tokens
         if identity in self._kept and identity not in self._unsure:
             self._kept.move_to_end(identity)
@@ -175,7 +177,7 @@ class Encoders:
         return num_parts == 1
 
     def _run(self, picture: Picture, first: int, end: int, num_parts: int) -> None:
-        """Have the step run some of the parts of a picture."""
+        """Makes the step run some of the parts of a picture."""
         self._left -= self._cost.of(picture) * (end - first) / num_parts
         self._unread.add(picture.identity)
         if num_parts == 1:
@@ -185,7 +187,7 @@ class Encoders:
         self._under_way = self._part if end < num_parts else None
 
     def _make_room(self) -> None:
-        """Drop what was not used for longest, and is not needed, until the rest fits."""
+        """Drops the least recently used outputs that are not needed, until the rest fits."""
         over = sum(self._kept.values()) - self._capacity
         for identity in [each for each in self._kept if each not in self._needed]:
             if over <= 0:

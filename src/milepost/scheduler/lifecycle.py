@@ -1,8 +1,8 @@
 """Takes requests from `add` to their end: into the queue, out of memory, and out of the scheduler.
 
 A finished request keeps its memory while a step in flight computes for it and while something is
-loaded into it. Where states are kept, it also keeps its memory for one more step, which folds its
-last tokens into its state.
+loaded into it. If states are kept, it also keeps its memory for one more step, which folds its last
+tokens into its state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from milepost.scheduler.stats import SchedulerStats
 
 
 class Lifecycle:
-    """The requests that were added, by number, until they are finished and hold nothing."""
+    """The requests that were added, by number, until they are finished and their memory
+    is freed."""
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class Lifecycle:
         stats: SchedulerStats,
     ) -> None:
         self.num_live = 0
-        """Number of requests that are not over."""
+        """Number of unfinished requests."""
         self._num_added = 0
         self._requests: dict[int, Request] = {}
         self._cache = cache
@@ -47,8 +48,8 @@ class Lifecycle:
         return self._requests.get(request.number) is request
 
     def add(self, request: Request) -> None:
-        """Numbers a new request and queues it. Raises InvalidRequestError if the pool could never
-        hold it all."""
+        """Numbers a new request and queues it. Raises InvalidRequestError for one that is larger
+        than the whole pool."""
         longest = request.num_tokens + request.max_tokens
         capacity = self._cache.capacity
         if longest > capacity:
@@ -74,11 +75,13 @@ class Lifecycle:
             self._remove(request, None)
 
     def preempt_youngest(self) -> None:
-        """Preempts the running request that is served last, among those with tokens to come."""
+        """Preempts the running request that is served last, among those with tokens left to
+        compute."""
         self.preempt(max(filter(_may_be_preempted, self._running), key=lambda r: r.rank))
 
     def preempt(self, request: Request) -> None:
-        """Turns a running request's live state into a checkpoint, and queues the request again."""
+        """Preempts a running request: its live state becomes a checkpoint, and it is
+        queued again."""
         assert request.finish_reason is None, "F5: a request that is over never waits again"
         self._release(request, Kind.PREEMPTED)
         self._queue(request)
@@ -86,8 +89,8 @@ class Lifecycle:
         self._stats.num_preemptions += 1
 
     def take_back(self, request: Request) -> None:
-        """Frees what a running request holds, which may be half written, and queues the request
-        again unless it is finished."""
+        """Frees a running request's memory, whose contents may be incomplete, and queues the
+        request again unless it is finished."""
         if request.finish_reason is not None:
             self._remove(request, None)
         else:
@@ -102,8 +105,8 @@ class Lifecycle:
             self._waiting.remove(request)
             del self._requests[request.number]
         elif request.is_loading:
-            pass  # somebody writes what it holds
-        elif request.is_in_flight:  # what it holds is in use until then
+            pass  # its memory is being written to
+        elif request.is_in_flight:  # its memory is in use until then
             self._admission.pending.leave(request)
         else:
             self.retire(request)
@@ -132,7 +135,7 @@ class Lifecycle:
         del self._requests[request.number]
 
     def _release(self, request: Request, kind: Kind | None) -> None:
-        """Frees what a running request holds; with a `kind`, its state becomes a checkpoint."""
+        """Frees a running request's memory; if `kind` is given, its state becomes a checkpoint."""
         assert request.allocation is not None
         self._admission.pending.drop(request)
         self._cache.release(request.allocation, kind)
@@ -144,5 +147,6 @@ class Lifecycle:
 
 
 def _may_be_preempted(request: Request) -> bool:
-    """Whether a running request has tokens to come, and nothing else writes its memory."""
+    """Whether a running request still has tokens to compute, and nothing else writes to
+    its memory."""
     return request.finish_reason is None and not request.is_loading

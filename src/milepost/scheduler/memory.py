@@ -32,7 +32,8 @@ class PrefixMemory(Protocol):
 
     @property
     def room(self) -> tuple[int, int]:
-        """Number of pages and slots that are free if everything merely cached is evicted."""
+        """Numbers of pages and of slots available if everything that is merely cached
+        is evicted."""
         ...
 
     def match(self, chain: Chain, limit: int | None = None) -> Match: ...

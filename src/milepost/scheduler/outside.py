@@ -2,8 +2,8 @@
 
 A *source* offers to fill a request's pages and slot beyond what the device has cached. Meanwhile
 the admitted request is loading: it gets no tokens until the source reports that everything has
-arrived, or that it will not. The request holds memory and counts as running, but blocks nobody:
-later ones are admitted, and what it was admitted with is kept.
+arrived, or that the load has failed. The request holds memory and counts as running, but blocks
+nobody: later ones are admitted, and what it was admitted with is kept.
 
 A *keeper* names what to copy from the device before a plan overwrites it.
 """
@@ -21,67 +21,72 @@ from milepost.scheduler.plans import Load, Store
 from milepost.scheduler.request import Request
 
 MAX_LOADING = 8
-"""Largest number of requests that load at a time. More would hold memory, at the expense of the
-cache, while they wait for the same link."""
+"""Largest number of requests that load at a time. More would wait for the same link, and hold
+memory meanwhile at the expense of the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A source's offer of a part of a prompt."""
+    """Tokens of a prompt that a source offers to load."""
 
     source: str
 
     position: int = 0
     """Position to continue from; nothing is offered unless it is after the match."""
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """Number of tokens that would come from the source, by where it has them; for the report."""
+    """Place (such as "disk") -> number of tokens that would be loaded from there, for
+    the report."""
     lost: tuple[tuple[Lost, int], ...] = ()
     """Reasons why later tokens are not offered, each with the position up to which it applies; the
     furthest first."""
 
 
 class Source(Protocol):
-    """Offers parts of prompts, and fills what a plan names. Its owner reports to the scheduler:
-    `arrived` or `failed` for each load that has begun, once, when nothing writes any more."""
+    """Offers parts of prompts, and fills the pages and slots that a plan names. For each load that
+    has begun, its owner calls the scheduler's `arrived` or `failed` once, when nothing writes any
+    more."""
 
     name: str
 
     def offer(self, request: Request, match: Match) -> Offer:
         """Returns what the source has of a request's tokens after those on the device. Costs no
-        more than a match; it may be called again and again for one request."""
+        more than a match, since it may be called in every step."""
         ...
 
     def begin(self, load: Load) -> None:
-        """Notes that a plan names this load: what it reads has to stay until `end`."""
+        """Records that a plan names this load. What it reads must stay available until `end`."""
         ...
 
     def end(self, number: int) -> None:
-        """Notes that the load of this request is over."""
+        """Records that the load of this request is over."""
         ...
 
 
 class Keeper(Protocol):
-    """Decides what is worth keeping outside the device. It is told of all events first."""
+    """Decides what is worth keeping outside the device. It hears of all events before
+    any listener."""
 
     @property
     def has_stores(self) -> bool:
-        """Whether something is to be copied, even if nothing is planned."""
+        """Whether something is waiting to be copied, even if nothing is planned."""
         ...
 
     def listen(self) -> None:
-        """Begins to report what is stored, since there is a listener."""
+        """Starts recording events of what is stored, since there is a listener."""
         ...
 
     def note(self, events: tuple[Event, ...]) -> None:
-        """Notes which items came and went."""
+        """Takes the cache's events: what was cached and evicted."""
         ...
 
     def take_events(self) -> tuple[Event, ...]:
-        """Returns the events of what is kept; none unless there is a listener."""
+        """Returns the events of what is kept since the last call; none unless there is
+        a listener."""
         ...
 
     def take_stores(self, num_moves: int) -> tuple[Store, ...]:
-        """Returns the items that the next plan, with `num_moves` page moves, is to copy first."""
+        """Returns the items for the next plan to copy first; the plan has `num_moves`
+        page moves."""
         ...
 
 
@@ -99,8 +104,8 @@ class Outside:
         self._listeners: list[Callable[[tuple[Event, ...]], None]] = []
         self._loads: list[Load] = []
         self._offers: dict[int, Offer] = {}
-        """Offers that waiting requests would load, by request number. Finding one takes a walk over
-        a prompt's pages, and is needed in each step."""
+        """Request number -> the offer that a waiting request would load. Finding one takes a walk
+        over a prompt's pages, and it is needed in each step."""
 
     @property
     def cache(self) -> Cache:
@@ -118,16 +123,16 @@ class Outside:
             keeper.listen()
 
     def add_listener(self, listener: Callable[[tuple[Event, ...]], None]) -> None:
-        """Has a listener told of everything that comes and goes, on the device and in what the
-        keeper keeps, at least with each plan. It is told first what is there already. All listeners
-        are added before the first request comes."""
+        """Adds a listener, which is told of everything cached and evicted on the device, and of
+        everything stored and dropped by the keeper, at least with each plan. It is first told what
+        is cached already. Add all listeners before the first request."""
         self._listeners.append(listener)
         self.cache.listen()
         if self._keeper is not None:
             self._keeper.listen()
 
     def tell(self) -> None:
-        """Tells the listeners what has come and gone since the last call."""
+        """Tells the listeners what has changed since the last call."""
         if self._keeper is None and not self._listeners:
             return
         events = self.cache.take_events()
@@ -141,19 +146,19 @@ class Outside:
 
     @property
     def has_stores(self) -> bool:
-        """Whether something is to be copied even if nothing runs."""
+        """Whether something is waiting to be copied, even if nothing runs."""
         self.tell()
         return self._keeper is not None and self._keeper.has_stores
 
     @property
     def has_lent(self) -> bool:
-        """Whether other engines may be reading cached items, which make no room until they are
+        """Whether other engines may be reading cached items, which cannot be evicted until they are
         done."""
         return isinstance(self._memory, Cache) and bool(self._memory.loans)
 
     @property
     def has_sources(self) -> bool:
-        """Whether prompts are looked up outside the device too."""
+        """Whether prompts are also looked up outside the device."""
         return bool(self._sources)
 
     @property
@@ -162,8 +167,8 @@ class Outside:
         return len(self.loading) < self.max_loading
 
     def find(self, request: Request, match: Match) -> Offer | None:
-        """Returns the deepest offer of the sources, None without any. While nothing may be loaded,
-        returns the previous offer as long as the device has less."""
+        """Returns the deepest offer of the sources; None if there is none. While no further load
+        may begin, returns the previous offer if it is still deeper than what the device has."""
         known = self._offers.get(request.number)
         if known is not None and known.position > match.state_length:
             return known
@@ -174,7 +179,7 @@ class Outside:
         return best
 
     def begin(self, request: Request, offer: Offer) -> None:
-        """Records that an admitted request loads; the next plan names what."""
+        """Records that an admitted request loads; the next plan contains the load."""
         allocation = request.allocation
         assert allocation is not None
         load = Load(
@@ -195,7 +200,7 @@ class Outside:
         return request
 
     def failed(self, number: int) -> Request:
-        """Ends a load whose data does not come, and returns its request."""
+        """Ends a load that has failed, and returns its request."""
         request, _ = self._end(number)
         assert request.allocation is not None
         self.cache.load_failed(request.allocation)
@@ -213,8 +218,7 @@ class Outside:
         return loads
 
     def take_stores(self, num_moves: int) -> tuple[Store, ...]:
-        """Returns the items that the next plan is to copy, and tells the listeners what has come
-        and gone."""
+        """Returns the items for the next plan to copy, and tells the listeners what has changed."""
         self.tell()
         return self._keeper.take_stores(num_moves) if self._keeper is not None else ()
 

@@ -1,9 +1,9 @@
 """Plans one step: which request computes how many tokens, as data.
 
 Order within a step: decodes, then running prefills and waiting requests by priority, running before
-waiting; but half of the tokens go first to prompts that need few. A chunk that is not a prompt's
-last ends on the grid. Uses only free memory: preemption is up to the scheduler, which also keeps
-track of the steps in flight.
+waiting. But half of the tokens go first to prompts that need few. A chunk that is not a prompt's
+last one ends on the grid. Uses only free memory: preemption is up to the scheduler, which also
+keeps track of the steps in flight.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from milepost.scheduler.request import Request
 from milepost.scheduler.sequences import place_in_batch, plan_sequence
 
 FEW = 4
-"""A prompt that needs no more than this part of a step's tokens is short."""
+"""A prompt is short if it needs at most max_num_batched_tokens / FEW tokens."""
 
 
 class Planner:
-    """Shares the tokens of a step out among `running` and what `admission` lets in."""
+    """Shares the tokens of a step among the `running` requests and those that
+    `admission` admits."""
 
     def __init__(
         self,
@@ -41,9 +42,9 @@ class Planner:
         num_lookahead_tokens: int,
     ) -> None:
         self.ended: list[int] = []
-        """Numbers of requests whose page tables the next plan ends."""
+        """Numbers of requests whose page tables the runner drops with the next plan."""
         self.folding: dict[Request, None] = {}
-        """Finished requests whose last tokens a step has yet to fold into their states."""
+        """Finished requests with tokens that a step must still fold into their states."""
         self._cache = cache
         self._running = running
         self._admission = admission
@@ -78,7 +79,7 @@ class Planner:
         prefills: list[Request] = []
         for request in continuing:
             (decodes if request.num_left == 1 else prefills).append(request)
-        # Those that wait for the outcome of a step with their drafts wait for this one too.
+        # Requests whose drafts are being verified must wait for that step's outcome.
         self.encoders.begin(has_decodes=any(map(_answers, self._running)))
         turn = self._admission.open(max_num_seqs)
         budget.give_decodes(decodes)
@@ -101,8 +102,8 @@ class Planner:
         turn: AdmissionRound,
     ) -> None:
         """Gives prompts their chunks. Half of the tokens go first to prompts that need few, so that
-        they don't wait for long ones. The rest is given in order, and so is the last seat, or every
-        seat once a request has waited for long."""
+        they don't wait for long ones. The rest is given in order of urgency. So is the last seat,
+        or every seat once a request has waited for long."""
         running = sorted(prefills, key=lambda r: r.number)
         ordered = sorted([*running, *candidates], key=_order)
         reserved, considered = max(budget.left // 2, self._cache.grid), set[Request]()
@@ -131,8 +132,9 @@ class Planner:
             budget.give_chunk(request)
 
     def _give_drafts(self, request: Request, budget: Budget) -> None:
-        """Has a decode's drafts verified, up to as many as the answer may have after its next
-        token, or the tokens computed again that the answer is known to have there."""
+        """Gives a decode tokens to verify its drafts, at most as many as its answer may still have
+        after the next token. A bitwise request that returns may instead get its known next tokens,
+        which are computed again."""
         allocation = request.allocation
         assert allocation is not None
         is_ready = allocation.state is State.READY and not request.is_at_prompt
@@ -148,7 +150,7 @@ class Planner:
             budget.give_drafts(request, num_drafts)
 
     def _build_plan(self, budget: Budget) -> StepPlan:
-        """Builds the plan of a step, with the page moves, loads and stores beside it."""
+        """Builds the plan of a step, including page moves, loads and stores."""
         sequences = [plan_sequence(self._cache, request, 0) for request in self.folding]
         self.folding.clear()
         num_exports = self._max_num_exports
@@ -185,11 +187,11 @@ class Planner:
 
 
 def _answers(request: Request) -> bool:
-    """Whether a request has tokens, and its next one waits for steps alone."""
+    """Whether a request is decoding, and nothing but a step is needed for its next token."""
     is_loading = request.allocation is not None and request.allocation.is_loading
     return request.num_output_tokens > 0 and request.may_go_on and not is_loading
 
 
 def _order(request: Request) -> tuple[int, bool]:
-    """Orders by priority, then what runs before what waits."""
+    """Sort key of a request: by priority, then running before waiting."""
     return request.priority, request.allocation is None

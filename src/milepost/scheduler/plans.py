@@ -25,17 +25,16 @@ from milepost.sampling_params import SamplingParams
 
 class Store(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Copies a cached item out of the device, after the first `num_moves` of the plan's moves and
-    before anything else, since the item may be overwritten from then on.
-    """
+    before anything else, since the item may be overwritten from then on."""
 
     key: bytes
     what: What
     id: int
     place: int
-    """Destination, as numbered by the keeper of the item."""
+    """Destination, as numbered by the keeper that stores the item."""
     num_moves: int
     windows: tuple[int, ...] = ()
-    """Pages of windows that belong to a state."""
+    """Window pages that belong to a state."""
 
 
 class PromptScoring(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -81,17 +80,16 @@ class SequencePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     num_drafts: int = 0
     """Number of drafts among the last tokens. If nothing is sampled, they are known to be right."""
     is_prompt: bool = False
-    """Whether prefill's kernels serve this part, though it may have but one token."""
+    """Whether the prefill kernels serve this part, even if it has only one token."""
     pictures: tuple[Picture, ...] = ()
-    """Pictures that have some of the tokens, in order."""
+    """Pictures that some of the tokens belong to, in order."""
     shift: int = 0
-    """Rotary position of the first token less its index (see `pictures.position_shift`)."""
+    """Rotary position of the first token minus its index (see `pictures.position_shift`)."""
     new_windows: tuple[int, ...] = ()
-    """Ids to append to the table of windows' pages, HOLEs among them, which then covers at least
-    `end`; empty in models without sliding windows. Whatever is computed is written there.
-    """
+    """Ids to append to the table of window pages, some of them HOLE; the table then covers at least
+    `end`. Empty in models without sliding windows. Whatever is computed is written there."""
     window_copy: PageCopy | None = None
-    """Copy of one of these pages to make before anything is computed."""
+    """Copy of a window page to make before anything is computed."""
 
     @property
     def end(self) -> int:
@@ -99,14 +97,14 @@ class SequencePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
 
     @property
     def drafts(self) -> Sequence[int]:
-        """Ids of the drafts, which are the last tokens and may be rejected if it samples."""
+        """Ids of the drafts, which are the last tokens. They may be rejected if the request
+        samples."""
         return array("I", self.tokens)[self.num_tokens - self.num_drafts :]
 
     @property
     def is_decode(self) -> bool:
-        """Whether the decode kernels serve this part: it has at most one token besides drafts and
-        nothing to export.
-        """
+        """Whether the decode kernels serve this part: it has at most one token besides drafts, and
+        exports nothing."""
         is_short = self.num_tokens - self.num_drafts <= 1
         return is_short and not self.exports and not self.is_prompt
 
@@ -144,36 +142,37 @@ class EncodePart(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
 
     picture: Picture
     first: int
-    """Number of the first part that is run."""
+    """Number of the first part to run."""
     end: int
-    """Number of the part after the last one that is run."""
+    """One more than the number of the last part to run."""
     num_parts: int
-    """Number of parts that the layers are cut into."""
+    """Number of parts that the layers are divided into."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the picture is encoded after it."""
+        """Whether the picture is encoded after this part."""
         return self.end == self.num_parts
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Sequences of one step, decodes first."""
+    """The work of one step; decodes come first among its sequences."""
 
     sequences: tuple[SequencePlan, ...]
     moves: tuple[PageMove, ...] = ()
     """Page moves to make before anything else, in this order."""
     ended: tuple[int, ...] = ()
-    """Requests whose page tables are dropped first; one may return in the same plan."""
+    """Requests whose page tables are dropped first. A request may end and return in the
+    same plan."""
     stores: tuple[Store, ...] = ()
     """Copies out of the device, each after its own number of moves."""
     loads: tuple[Load, ...] = ()
-    """Loads to begin after the moves, without waiting for them."""
+    """Loads to begin after the moves. The step does not wait for them."""
     drops: tuple[bytes, ...] = ()
     """Identities of pictures whose pixels and embeddings are dropped first."""
     encodes: tuple[Picture, ...] = ()
     """Pictures to encode before anything is computed. The runner has their pixels."""
     encode_part: EncodePart | None = None
-    """A large picture to go on encoding before those, or to begin with."""
+    """Part of a large picture to encode before the pictures of `encodes`."""
 
     @property
     def only_copies(self) -> bool:
@@ -185,7 +184,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
 
     @property
     def has_pictures(self) -> bool:
-        """Whether some of the tokens stand for parts of pictures."""
+        """Whether some of the tokens stand for pictures."""
         return any(sequence.pictures for sequence in self.sequences)
 
     @property
@@ -203,9 +202,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
 
     @property
     def sampled_numbers(self) -> list[int]:
-        """Numbers of the requests that sample: once for the last token, and once more for each
-        draft.
-        """
+        """Numbers of the requests that sample: once for the last token, and again for
+        each draft."""
         numbers: list[int] = []
         for sequence in self.sequences:
             if sequence.samples:
@@ -214,7 +212,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
 
     @property
     def written(self) -> dict[int, int]:
-        """Maps each slot to the tokens that its state has consumed once the plan has run."""
+        """Maps each written slot to the number of tokens in its state after the step."""
         written: dict[int, int] = {}
         for sequence in self.sequences:
             if sequence.slot_out != ZERO_SLOT:
@@ -225,7 +223,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
 
     @property
     def num_drafts(self) -> int:
-        """Largest number of drafts of a sequence."""
+        """Largest number of drafts in any sequence."""
         return max((sequence.num_drafts for sequence in self.sequences), default=0)
 
 
@@ -239,35 +237,31 @@ class SamplingPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     """This sample's own seed (`SamplingParams.sample_seed`)."""
     num_prompt_tokens: int
     index: int
-    """Index of the draw: number of the answer's tokens before it."""
+    """Index of the draw: the number of answer tokens before it."""
     num_ahead: int = 0
-    """Number of these tokens that are chosen but not yet known to the planner."""
+    """Number of those answer tokens that are sampled but not yet known to the planner."""
     num_drafts: int = 0
     """Number of drafts in the step. Drafts after this sample do not affect it."""
     suppressed_ids: tuple[int, ...] = ()
-    """Ids that may not be chosen now: those that would end the answer while it is below
-    min_tokens.
-    """
+    """Ids that may not be chosen now: those that would end an answer shorter than min_tokens."""
     mask: bytes | None = None
     """Tokens that the output constraint allows now: bit i of byte b is token 8 b + i."""
 
 
 class StepSampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Sampling of a step: for each sequence that samples, in order, one row and one more for each
-    of its drafts.
-    """
+    """How a step samples: one row per sequence that samples, in order, plus one row per draft."""
 
     rows: tuple[SamplingPlan, ...]
     num_drafts: int = 0
-    """Most tokens that the model's head drafts after each sample."""
+    """Largest number of tokens that the model's head drafts after each sample."""
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The runner's report of one step."""
 
     tokens: dict[int, list[int]]
-    """Request number -> the run of sampled tokens, for each sequence that samples."""
+    """Request number -> the sampled tokens, for each sequence that samples."""
     written: dict[int, int]
-    """Slot -> number of tokens that its contents have consumed, for each written slot."""
+    """Slot -> number of tokens that its state has consumed, for each written slot."""
     seconds: float = 0.0
-    """Time since the outcome of the previous step, as far as the engine was busy."""
+    """Seconds since the outcome of the previous step, without idle time."""

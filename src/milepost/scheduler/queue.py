@@ -1,4 +1,4 @@
-"""The requests that wait, most urgent first."""
+"""The waiting requests, most urgent first."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.request import Request
 
 STEP_TOKENS = 1024
-"""Cost of a step besides its tokens, in tokens: a request costs no less."""
+"""Fixed cost of a request, in tokens: that of a step besides its tokens."""
 
 
 class Queue:
-    """Requests by priority and arrival. The memory knows each of them, and what it will resume
-    from.
-
-    A request without room is *blocked* until there is more room, or until a request was admitted
-    that it could share a prefix with. Before that it need not be looked at again.
-    """
+    """Waiting requests by priority and arrival. Each has a reservation in the memory for what it
+    will resume from. A request without room is *blocked*, and not looked at again, until there is
+    more room or a request is admitted that it could share a prefix with."""
 
     def __init__(self, memory: PrefixMemory) -> None:
         self._memory = memory
@@ -36,11 +33,11 @@ class Queue:
         return iter(self._requests)
 
     def first(self, num: int) -> list[Request]:
-        """Returns the `num` most urgent requests, as a list that the queue does not change."""
+        """Returns the `num` most urgent requests as a new list."""
         return self._requests[:num]
 
     def add(self, request: Request) -> None:
-        """Adds a request. Its prompt is hashed first, which takes longest and may be
+        """Adds a request. Hashes its prompt first, since that takes longest and may be
         interrupted."""
         index = self._index(request)
         request.reservation = self._memory.expect(
@@ -57,21 +54,22 @@ class Queue:
         request.reservation = None
 
     def num_left(self, request: Request) -> int:
-        """Returns the number of tokens to compute after admission, as far as is known: more may be
-        cached since."""
+        """Returns the number of tokens to compute after admission, as last looked up; more may be
+        cached by now."""
         assert request.reservation is not None
         source = request.reservation.checkpoint
         cached = source.position if source is not None else 0
         return request.num_tokens - max(cached, request.offered)
 
     def looks(self, request: Request) -> bool:
-        """Whether anything was admitted since the last call for this request. Otherwise what others
-        compute cannot have changed."""
+        """Whether any request was admitted since the last call for this request. If not, no other
+        request can have begun to compute its prefix."""
         looked_at, request.looked_at = request.looked_at, self._num_admitted
         return looked_at != self._num_admitted
 
     def admit(self, request: Request) -> None:
-        """Removes a request that was admitted. If it returns, it waits anew."""
+        """Removes a request that was admitted. If it is queued again, its waiting time
+        starts anew."""
         self.cost_begun += STEP_TOKENS + self.num_left(request)
         self.remove(request)
         self._num_admitted += 1
@@ -79,12 +77,12 @@ class Queue:
         request.num_bypasses = request.offered = 0
 
     def refresh(self, request: Request, match: Match) -> None:
-        """Records what a request would resume from by now."""
+        """Records what a request would resume from now."""
         assert request.reservation is not None
         self._memory.refresh(request.reservation, match)
 
     def block(self, request: Request, match: Match, until_s: float | None = None) -> None:
-        """Records that a request found no room, or is held back until a time."""
+        """Records that a request found no room, or is held back until `until_s`."""
         self.refresh(request, match)
         request.blocked_at = self._room
         request.held_until_s = until_s

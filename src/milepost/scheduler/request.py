@@ -1,4 +1,4 @@
-"""One request on its way from waiting to its one terminal event, and what a step adds to it."""
+"""One request from waiting to its one terminal event, and the progress that each step reports."""
 
 from __future__ import annotations
 
@@ -27,73 +27,67 @@ class FinishReason(StrEnum):
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A prompt and its answer so far. `chain` holds both; whoever makes the request sets the
-    limits.
-
-    Waiting while `allocation` is None, running while it isn't, over once `finish_reason` is set.
-    """
+    limits. It waits while `allocation` is None, runs while it isn't, and is over once
+    `finish_reason` is set."""
 
     id: str
     chain: Chain
     max_tokens: int
-    """Most tokens of the answer; at least 1, or 0 for a request that only computes its prompt."""
+    """Largest number of answer tokens: at least 1, or 0 to compute only the prompt."""
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the answer, the model's end-of-sequence tokens among them unless they are
-    ignored.
-    """
+    """Tokens that end the answer. They include the model's end-of-sequence tokens unless these are
+    ignored."""
     marks: tuple[int, ...] = ()
     """Positions in the prompt, ascending, where a state is worth keeping."""
     priority: int = 0
-    """Lower goes first."""
+    """Lower values are served first."""
     num_prompt_logprobs: int | None = None
-    """If set, the runner scores the prompt's tokens, with this many of the likeliest beside each.
-    """
+    """If set, the runner scores the prompt's tokens, and reports this many of the likeliest at each
+    position."""
     is_bitwise: bool = False
-    """Whether prefills compute its prompt's tokens and decodes its answer's, also after a
-    preemption."""
+    """Whether prompt tokens are always computed by prefill kernels, and answer tokens by decode
+    kernels, even after a preemption."""
     most_replayed: int = 0
-    """Most drafts of a step, if it is bitwise: its answer may be computed again as such."""
+    """Largest number of answer tokens that a step of a bitwise request computes again as drafts."""
     keeps_history: bool = False
-    """Whether the runner keeps its tokens, because sampling reads them."""
+    """Whether the runner keeps the request's tokens because sampling reads them."""
     number: int = -1
-    """Identifies the request in plans: the scheduler counts requests in the order in which they
-    were added."""
+    """Identifies the request in plans. The scheduler numbers requests in the order of `add`."""
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)
-    """Tokens of the prompt and of the answer so far."""
+    """Number of tokens of the prompt and the answer so far."""
     allocation: Allocation | None = None
     reservation: Reservation | None = None
-    """Its claim, while it waits, on what it would resume from."""
+    """Claim on what it would resume from, while it waits."""
     report: CacheReport | None = None
     """The cache's report on the prompt, from the first admission."""
     num_preemptions: int = 0
     blocked_at: tuple[int, int, int] | None = None
-    """Room that there was when it last found too little."""
+    """Room in the memory when it last found too little."""
     looked_at: int = 0
-    """Number of requests that had been admitted when it last looked at what others compute."""
+    """Number of requests admitted by the time when it last checked what others compute."""
     num_planned_pages: int = 0
-    """Number of its page table's pages that plans have named."""
+    """Number of pages of its page table that plans have named."""
     num_planned_windows: int = 0
-    """Number of its windows' pages that plans have named."""
+    """Number of its window pages that plans have named."""
     awaits: Shared | None = None
-    """The prefix that it waited for when it last looked at what others compute."""
+    """The prefix that it waited for when it last checked what others compute."""
     offered: int = 0
-    """Number of its tokens that could be loaded from outside, as last looked up."""
+    """Number of its tokens that can be loaded from outside, as last looked up."""
     num_bypasses: int = 0
-    """Number of later requests that were admitted while this one waits and found no tokens or no
-    room."""
+    """Number of later requests that were admitted while this one found no tokens or no room."""
     queued_s: float = 0.0
     """Time at which it began to wait, in seconds of steps."""
     held_until_s: float | None = None
-    """Time until which it is held back for what it displaces, as known when it was last held back.
-    """
+    """Time until which it is held back for what it displaces, as last estimated."""
     num_idle_steps: int = 0
-    """Number of steps without tokens while it ran."""
+    """Number of steps without tokens since it last got some, while it runs."""
     drafts: tuple[int, ...] = ()
     """Drafts: tokens that may follow its first `drafts_from` tokens."""
     drafts_from: int = 0
     awaits_drafts: bool = False
-    """Whether its next drafts depend on tokens that are not known yet. Then no step is planned
+    """Whether its next drafts depend on tokens that are not known yet. If so, no step is planned
     ahead for it."""
     finish_reason: FinishReason | None = None
 
@@ -119,8 +113,8 @@ class Request:
 
     @property
     def num_left(self) -> int:
-        """Number of tokens of a running request without a planned step, including the one that is
-        being sampled. For a bitwise request: those of its prompt, then one at a time."""
+        """Number of tokens of a running request for which no step is planned, including the one
+        that is being sampled. For a bitwise request: those of its prompt, then one at a time."""
         assert self.allocation is not None
         planned = self.allocation.planned
         if self.is_bitwise:
@@ -135,8 +129,8 @@ class Request:
 
     @property
     def num_replayed(self) -> int:
-        """Tokens of its answer after the next one that a step may compute again, as drafts known to
-        be right, when it returns. The last token is left to a step that samples."""
+        """Number of answer tokens, after the next one, that a step may compute again as drafts when
+        a bitwise request returns. The last known token is left to a step that samples."""
         assert self.allocation is not None
         if not self.most_replayed or self.is_at_prompt:
             return 0
@@ -144,24 +138,23 @@ class Request:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a step that computes for it is planned, and its outcome not taken."""
+        """Whether a step for it is planned whose outcome has not been taken."""
         return self.allocation is not None and self.allocation.is_in_flight
 
     @property
     def is_loading(self) -> bool:
-        """Whether what it holds is being filled from outside."""
+        """Whether its pages and slot are being filled from outside."""
         return self.allocation is not None and self.allocation.is_loading
 
     @property
     def is_sampling(self) -> bool:
-        """Whether a step in flight samples a token for it, which is not known yet."""
+        """Whether a step in flight samples a token for it."""
         return self.allocation is not None and self.allocation.planned == self.num_tokens
 
     @property
     def goes_on(self) -> bool:
-        """Whether another step may follow those planned: the answer may go on after the token being
-        sampled, and it is known where.
-        """
+        """Whether a further step can be planned now: the answer may continue after the token being
+        sampled, and its position is known."""
         allocation = self.allocation
         if allocation is not None and (allocation.is_loading or allocation.is_verifying):
             return False
@@ -169,21 +162,20 @@ class Request:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the answer may go on after the tokens being sampled."""
+        """Whether the answer may continue after the tokens being sampled."""
         if self.finish_reason is not None:
             return False
         return not self.is_sampling or self.num_output_tokens + 1 < self.max_tokens
 
     @property
     def is_computed(self) -> bool:
-        """Whether it only computes its prompt, and that is done."""
+        """Whether it only computes its prompt, and has done so."""
         return not self.max_tokens and self.num_computed_tokens == self.num_tokens
 
     @property
     def holds_seat(self) -> bool:
-        """Whether the next steps may have a part for a running request, if only to fold in the last
-        of its answer's tokens.
-        """
+        """Whether the next steps may have a part for this running request, if only to fold the
+        answer's last tokens into its state."""
         allocation = self.allocation
         assert allocation is not None
         ends = allocation.is_loading or allocation.is_verifying or allocation.num_unfolded > 0
@@ -199,7 +191,7 @@ class Request:
         end it."""
         num_tokens = self.num_tokens - self.num_prompt_tokens
         if num_tokens + len(run) < self.max_tokens and self.stop_token_ids.isdisjoint(run):
-            return len(run), None  # most often
+            return len(run), None  # the usual case: the answer goes on
         for num, token in enumerate(run, start=1):
             num_tokens += 1
             if token in self.stop_token_ids and num_tokens >= self.min_tokens:

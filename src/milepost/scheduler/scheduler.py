@@ -1,12 +1,12 @@
 """Continuous batching with chunked prefill under a token budget, over the prefix cache.
 
 Owns the requests from `add` to their terminal event. Makes plans from facts; no tensors, no clock,
-no I/O. One step: `schedule()` returns a plan, somebody runs it, `update(plan, result)` takes the
-result, or `roll_back(plan)` undoes it if it was cut short. Between `schedule` and `update`,
-`follow(plan)` may plan one further step, whose result is taken after that of `plan`.
+no I/O. One step: `schedule()` returns a plan, the caller runs it, and `update(plan, result)` takes
+the result, or `roll_back(plan)` undoes the plan if it was cut short. Between `schedule` and
+`update`, `follow(plan)` may plan one further step, whose result is taken after that of `plan`.
 
-The planner decides who computes what in a step. When memory runs out, the youngest running request
-is preempted; its state goes into the cache, so that its return is a hit.
+The planner decides who computes what in a step. If memory runs out, the youngest running request is
+preempted; its state goes into the cache, so it hits when it returns.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from milepost.scheduler.stats import SchedulerStats
 
 
 class Scheduler:
-    """Plans the steps of an engine. Raises ConfigError for a budget with which a step could not
-    make progress.
+    """Plans the steps of an engine.
 
-    Page tables of requests that sample reach `num_lookahead_tokens` further than they have to, for
-    drafts that are made after the tokens; no request gives way to that. With `max_queue_wait_s`,
-    `check_wait` and `take_late` tell which requests wait too long.
+    Page tables of requests that sample reach `num_lookahead_tokens` further than necessary if there
+    is room, for drafts that are made after the tokens. With `max_queue_wait_s`, `check_wait` and
+    `take_late` report requests that wait too long. Raises ConfigError for a budget too small for
+    progress.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Scheduler:
         )
         self._steps: deque[StepPlan] = deque()
         self._moves_beside = False
-        """Whether copies that were planned beside the step in flight move pages."""
+        """Whether copies planned beside the step in flight move pages."""
 
     @property
     def has_work(self) -> bool:
@@ -90,34 +90,36 @@ class Scheduler:
 
     @property
     def only_folds(self) -> bool:
-        """Whether all that is left to do is to bring states to the ends of their answers."""
+        """Whether the only work left is to fold the last tokens of finished answers into their
+        states."""
         return bool(self._planner.folding) and not self._requests.num_live
 
     @property
     def num_loading(self) -> int:
-        """Number of requests being loaded, and of finished ones that are still written to."""
+        """Number of requests being loaded, including finished ones that are still written to."""
         return len(self.outside.loading)
 
     # --- outside the device -----------------------------------------------------------------------
 
     def plan_copies(self) -> StepPlan:
-        """Plans a keeper's copies while nothing runs and no step is in flight."""
+        """Plans a keeper's copies while no request runs and no step is in flight."""
         assert not self._steps, "F1: nothing is planned beside a step in flight"
         moves = self.cache.take_moves()
         return StepPlan(sequences=(), moves=moves, stores=self.outside.take_stores(len(moves)))
 
     def arrived(self, number: int) -> None:
-        """Notes that everything a plan loads for this request has arrived."""
+        """Records that everything loaded for this request has arrived."""
         self._requests.finish_load(self.outside.arrived(number))
 
     def failed(self, number: int) -> None:
-        """Notes that a load has failed: the request computes what it lacks."""
+        """Records that a load has failed. The request computes the missing tokens."""
         self._requests.finish_load(self.outside.failed(number))
 
     # --- requests ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises InvalidRequestError for one that could never have room."""
+        """Queues a request. Raises InvalidRequestError for one that is larger than the
+        whole pool."""
         self._planner.encoders.check(request.chain.pictures)
         self._requests.add(request)
         if self._backlog is not None:
@@ -147,14 +149,14 @@ class Scheduler:
         return True
 
     def propose(self, request: Request, drafts: Sequence[int]) -> None:
-        """Sets the drafts that may follow the request's present tokens. Until it has other tokens,
-        the next step verifies as many as it has tokens and memory for.
+        """Sets the drafts that may follow the request's present tokens. Until it gets further
+        tokens, the next step verifies as many as there are tokens and memory for.
 
-        A step that verifies drafts computes them after the last token, and its result is the run of
-        tokens that the model would have sampled one by one: one more than it accepts. The state
-        stays before them; the next step folds in those that were accepted. Only the outcome says
-        where that step begins, so `follow` plans none: the request is in every other step at most,
-        and the others run ahead as ever.
+        A step that verifies drafts computes them after the last token. Its result is the run of
+        tokens that the model would have sampled one by one: the accepted drafts and one more. The
+        state stays before the drafts; the next step folds in the accepted ones. Only the outcome
+        says where that step begins, so `follow` plans none for this request, which is therefore in
+        at most every other step. Other requests run ahead as usual.
         """
         request.drafts, request.drafts_from = tuple(drafts), request.num_tokens
 
@@ -174,17 +176,14 @@ class Scheduler:
         return self._launched(self._planner.plan(continuing, 0 if is_short else self.max_num_seqs))
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
-        """Plans the step after `plan`, which is still running, for the requests in it and for
-        others that are known to have tokens, a seat and memory.
-
-        Returns None if memory has to be found for a decode, if decodes keep states (mode `all`), or
-        if nothing is left to do. A request that turns out to have ended in `plan` has then consumed
-        one token more than needed, its last.
-        """
+        """Plans the step after `plan`, which is still running, for its requests and for others that
+        are known to have tokens, a seat and memory. Returns None if memory must be found for a
+        decode, if decodes keep states (mode `all`), or if nothing is left to do. A request that
+        turns out to have ended in `plan` has then consumed one token too many, its last."""
         assert len(self._steps) == 1, "F2: one step is planned ahead, not two"
         assert plan is self._steps[0], "F2: it follows the one in flight"
         if self.cache.mode == "all" or (self.cache.mode == "align" and self.waiting):
-            return None  # what `plan` publishes is not seen by those that begin beside it
+            return None  # requests that begin now would not see what `plan` publishes
         continuing = self._planner.continuing()
         if not all(map(self._planner.has_room, filter(_grows, continuing))):
             return None
@@ -192,15 +191,13 @@ class Scheduler:
         return following if following.sequences or following.only_copies else None
 
     def _make_room(self, request: Request) -> None:
-        """Preempts the youngest requests, possibly this one, until its next tokens have memory.
-
-        Finished requests keep their memory for the step that folds in their last tokens.
-        """
+        """Preempts the youngest requests, possibly this one, until there is memory for its next
+        tokens. Finished requests keep their memory for the step that folds in their last tokens."""
         while not self._planner.has_room(request):
             self._requests.preempt_youngest()
 
     def _launched(self, plan: StepPlan) -> StepPlan:
-        """Records that a plan is run from now on, and returns it."""
+        """Records that a plan is now running, and returns it."""
         if plan.sequences:
             self._steps.append(plan)
         elif self._steps and plan.moves:
@@ -214,7 +211,7 @@ class Scheduler:
         computes the digests of pages that it fills."""
         for sequence in reversed(plan.sequences):
             if sequence.is_decode:
-                break  # decodes come first, and fill a page seldom
+                break  # the rest are decodes, which seldom fill a page
             chain = self._requests[sequence.number].chain
             chain.digests(sequence.end // chain.page_size)
 
@@ -257,7 +254,7 @@ class Scheduler:
         return progress
 
     def _commit(self, request: Request, sequence: SequencePlan, result: StepResult) -> None:
-        """Commits what a step has computed; of drafts only those that were accepted."""
+        """Commits what a step has computed; of the drafts, only the accepted ones."""
         assert request.allocation is not None
         position = sequence.end
         if sequence.num_drafts and sequence.samples:
@@ -272,19 +269,17 @@ class Scheduler:
         self._admission.pending.settle(request)
 
     def roll_back(self, plan: StepPlan) -> None:
-        """Rolls back a planned step that was cut short, and the step after it. Its requests give up
-        their live states, which may be half written, and wait to be admitted again.
-
-        If pages were to be moved, nobody knows which have been: then all requests are rolled back,
-        and nothing stays cached.
-        """
+        """Undoes a planned step that was cut short, and the step after it. Its requests give up
+        their live states, which may be incomplete, and wait to be admitted again. If the plan moved
+        pages, it is unknown which were moved: then all requests are rolled back, and the cache is
+        emptied."""
         assert not self._steps or self._steps[0] is plan, "F3: the first step in flight goes first"
         steps = self._steps if self._steps else (plan,)
         moves = self._moves_beside or any(step.moves for step in steps)
         self._moves_beside = False
         assert not (moves and self.num_loading), "F4: loads are over before a step is taken back"
         for step in steps:
-            # Nobody knows whether the runner has come so far.
+            # The runner may or may not have got this far, so both are repeated.
             self._planner.ended.extend(step.ended)
             self._planner.encoders.roll_back(step)
         self._steps.clear()
@@ -296,5 +291,5 @@ class Scheduler:
 
 
 def _grows(request: Request) -> bool:
-    """Whether a request's next tokens may lie past its page table."""
+    """Whether a request's next tokens may exceed its page table."""
     return request.num_output_tokens > 0 or request.num_left == 1

@@ -1,4 +1,5 @@
-"""One request's part of a step, as data: what it computes, reads and writes."""
+"""One request's part of a step, as data: the tokens it computes, and the pages and slots it reads
+and writes."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ def plan_sequence(
     max_num_exports: int = 0,
     num_lookahead_tokens: int = 0,
 ) -> SequencePlan:
-    """Plans a running request's next tokens and the drafts after them. Without either, it folds the
-    committed tokens into its state. If there is room, the page table of a request that samples
-    reaches `num_lookahead_tokens` further than it has to."""
+    """Plans a running request's next `num_tokens` tokens and the drafts after them. With neither,
+    the part only folds the committed tokens into the state. If there is room, the page table of a
+    request that samples reaches `num_lookahead_tokens` further than necessary."""
     allocation, chain = request.allocation, request.chain
     assert allocation is not None
     start = allocation.planned
@@ -36,7 +37,7 @@ def plan_sequence(
     if samples and num_lookahead_tokens:
         longest = request.num_prompt_tokens + request.max_tokens
         memory.extend(allocation, min(end + num_drafts + num_lookahead_tokens, longest))
-    # The next step reads what this allocation is before the chunk is planned.
+    # Planning the chunk changes the allocation, and this step reads what it was before.
     fold, slot_in, page_copy = allocation.num_unfolded, allocation.slot_in, allocation.page_copy
     window_copy = allocation.window_copy
     is_new, is_prompt = not request.num_planned_pages, request.is_at_prompt
@@ -75,19 +76,20 @@ def place_in_batch(plan: SequencePlan) -> tuple[int, int]:
 
 
 def _new_pages(request: Request, table: list[int]) -> tuple[int, ...]:
-    """Returns the pages by which the table has grown since a plan named it last."""
+    """Returns the pages added to the table since the last plan."""
     first, request.num_planned_pages = request.num_planned_pages, len(table)
     return tuple(table[first:]) if first < len(table) else ()
 
 
 def _new_windows(request: Request, table: list[int]) -> tuple[int, ...]:
-    """Returns the windows' pages by which the table has grown since a plan named it last."""
+    """Returns the entries added to the table of window pages since the last plan."""
     first, request.num_planned_windows = request.num_planned_windows, len(table)
     return tuple(table[first:]) if first < len(table) else ()
 
 
 def _scoring(request: Request, start: int, end: int) -> PromptScoring | None:
-    """Returns the scores that a request wants for the chunk [start, end), if any."""
+    """Returns which log-probabilities a request wants for the chunk [start, end); None if it wants
+    none."""
     num_top = request.num_prompt_logprobs
     end = min(end + 1, request.num_prompt_tokens)
     if num_top is None or start + 1 >= end:

@@ -15,13 +15,13 @@ from milepost.cache.tree import Match
 from milepost.scheduler.request import Request
 
 MIN_SAVED_TOKENS = 128
-"""Fewest tokens that are worth waiting for; a step of their own costs about as much."""
+"""Fewest tokens that are worth waiting for: an extra step costs about as much as these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """A prefix that others need: its owner is about to compute, under `allocation`, the tokens up
-    to `position`."""
+    """A prefix of `position` tokens, needed by others, that its owner is computing under
+    `allocation`."""
 
     owner: Request
     allocation: Allocation
@@ -29,24 +29,21 @@ class Shared:
 
     @property
     def is_pending(self) -> bool:
-        """Whether those tokens are still to come."""
+        """Whether those tokens are not computed yet."""
         allocation = self.allocation
         return self.owner.allocation is allocation and allocation.state_length < self.position
 
     @property
     def can_keep(self) -> bool:
-        """Whether the state at the position can still be asked for, because no planned step passes
-        it."""
+        """Whether the owner can still be asked to keep the state at the position: no planned step
+        passes it."""
         return self.allocation.planned < self.position
 
 
 class PendingPrefixes:
-    """Prompt pages being computed, by digest, with the first request that computes each; and
-    finished requests whose states a step in flight still advances.
-
-    Digests are computed when they are first looked up. So the step of a prompt that is alone is not
-    delayed by them.
-    """
+    """Digests of the prompt pages being computed, each with the first request that computes it; and
+    finished requests whose states a step in flight still advances. Digests are computed when first
+    looked up, so they do not delay the step of a prompt that is alone."""
 
     __slots__ = ("_claims", "_grid", "_leaving", "_owners", "_unlisted")
 
@@ -56,7 +53,7 @@ class PendingPrefixes:
         self._claims: dict[Request, tuple[int, int]] = {}
         """Range of pages that each request has yet to commit."""
         self._unlisted: dict[Request, None] = {}
-        """Requests with a claim whose digests have not been looked up yet."""
+        """Requests with a claim whose digests have not been computed yet."""
         self._leaving: dict[Request, None] = {}
 
     def claim(self, request: Request) -> None:
@@ -66,11 +63,11 @@ class PendingPrefixes:
         self._unlisted[request] = None
 
     def leave(self, request: Request) -> None:
-        """Records that a request is finished, and leaves when the step in flight is done."""
+        """Records that a finished request leaves when the step in flight is done."""
         self._leaving[request] = None
 
     def settle(self, request: Request) -> None:
-        """Records that pages were committed; the last one ends the claim."""
+        """Records that a request's pages were committed. The last page ends its claim."""
         claim = self._claims.get(request)
         if claim is None or request.allocation is None:
             return
@@ -91,7 +88,7 @@ class PendingPrefixes:
             self._unlisted.pop(request, None)
 
     def find(self, request: Request, match: Match) -> Shared | None:
-        """Returns the prefix that is worth waiting for, if there is one."""
+        """Returns a prefix that is worth waiting for; None if there is none."""
         for leaving in self._leaving:
             if leaving.allocation is not None and _continues(request, leaving, match):
                 return Shared(
@@ -133,8 +130,8 @@ class PendingPrefixes:
 
 
 def _continues(request: Request, leaving: Request, match: Match) -> bool:
-    """Whether a request continues where a finished one is about to leave its state, as far as full
-    pages tell."""
+    """Whether a request continues where a finished one is about to leave its state, judging by full
+    pages."""
     allocation, chain = leaving.allocation, leaving.chain
     assert allocation is not None
     num_pages = allocation.planned // chain.page_size

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 STEP_BOUNDS = (1, *(2**power for power in range(3, 15)))
-"""Upper bounds, in tokens, by which steps are counted: 1 and 8 to 16,384."""
+"""Upper bounds of a step's tokens, by which steps are counted: 1 and 8 to 16,384."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +35,8 @@ class SchedulerStats:
     num_accepted_tokens: int = 0
     """Number of drafts that were accepted."""
     num_steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_BOUNDS) + 1))
-    """Number of steps by the tokens that they computed: up to each of STEP_BOUNDS, and more."""
+    """Number of steps by their tokens: one count for each of STEP_BOUNDS, and one for
+    larger steps."""
     num_runs: list[int] = field(default_factory=list)
     """Number of times a request's drafts were verified, by the number accepted."""
 
