@@ -1,11 +1,12 @@
 """Turns requests into steps and steps into answers, in the caller's process or in one of its own.
 
-Six rooms, each used through its `__init__`; a room uses only those above it: `text/`, `media/`,
-`constraints/`, `assembly/`, `loop/`, `processes/`. Beside them stands what all of them use:
+Six packages, each used through its `__init__`. A package uses only those before it: `text/`,
+`media/`, `constraints/`, `assembly/`, `loop/`, `processes/`. The modules beside them are used by
+all:
 
     Python API                  llm, async_llm, reader, options, vllm_names
     prompts and outputs         prompts, validation, outputs, bit_checks
-    what can be seen            metrics, facts
-    what annexes bring          off_device, watcher
-    any process of ours         child, ending, heap
+    observation                 metrics, facts
+    protocols of annexes        off_device, watcher
+    helpers of processes        child, ending, heap
 """

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NO_BOUND = 2**31
-"""No bound: the program itself limits how much it asks for."""
+"""Stands for no limit on waiting requests: the program itself limits how many it sends."""
 
 
 class AsyncLLM:
@@ -80,13 +80,13 @@ class AsyncLLM:
         return cls(**asdict(engine_args))
 
     async def start(self) -> None:
-        """Loads the model, if nothing has yet."""
+        """Loads the model, if it is not loaded yet."""
         await self._encoder.get()
 
     async def close(self) -> None:
-        """Ends the engine, and first writes what `cache_dir` is still to get, for
-        `cache_flush_timeout_s` at most. Running requests raise EngineDeadError, and so do later
-        calls. The end of the program does the same."""
+        """Ends the engine, after writing pending items to `cache_dir` for at most
+        `cache_flush_timeout_s`. Running requests raise EngineDeadError, and so do later calls. The
+        end of the program does the same."""
         encoder = await self._encoder.end()
         await self._client.close()
         if encoder is not None:
@@ -110,13 +110,10 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The growing answer to one prompt: each output holds all of it so far. Requests with lower
-        `priority` numbers go first. Closing the generator, or cancelling its task, ends the
-        request, and so does `abort`.
-
-        Prompts and parameters are those of `LLM.generate`. Raises InvalidRequestError once it is
-        iterated.
-        """
+        """Yields the growing answer to one prompt; each output holds the whole answer so far.
+        Requests with lower `priority` numbers go first. Closing the generator, cancelling its task,
+        or `abort` ends the request. Prompts and parameters are those of `LLM.generate`. Raises
+        InvalidRequestError once it is iterated."""
         return self._answers(partial(self._read, prompt), sampling_params, request_id, priority)
 
     @with_vllm_keywords(GENERATE, CHAT_OPTIONS)
@@ -135,7 +132,7 @@ class AsyncLLM:
         return self._answers(read, sampling_params, request_id, priority)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests that are running; others are passed over. Their last output has the
+        """Ends requests that are running; unknown ids are ignored. Their last output has the
         `finish_reason` "abort"."""
         for id_ in [request_id] if isinstance(request_id, str) else request_id:
             running = self._running.get(id_)
@@ -147,13 +144,13 @@ class AsyncLLM:
         return (await self._encoder.get()).tokenizer
 
     async def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the parameters of prompts that come without, as `LLM` does."""
+        """Returns the parameters used for prompts without any, as `LLM` does."""
         await self.start()
         return SamplingParams(**self._client.info.sampling_defaults)
 
     async def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Forgets everything cached in memory, and with `reset_connector` what `cache_dir` holds
-        too. Returns False while requests are running."""
+        """Drops everything cached in memory, and with `reset_connector` also the contents of
+        `cache_dir`. Returns False while requests are running."""
         await self.start()
         return await self._client.reset_prefix_cache(with_files=reset_connector)
 

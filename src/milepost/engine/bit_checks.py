@@ -204,8 +204,8 @@ class BitChecks:
 
 
 def num_different(output: RequestOutput, expected: RequestOutput) -> int:
-    """Returns how many tokens of an answer are others or have other log-probabilities. After a
-    token that is another one all are."""
+    """Returns how many tokens of an answer differ from the expected one, or have other
+    log-probabilities. After the first different token, all count as different."""
     left, right = output.outputs[0], expected.outputs[0]
     entries = zip(left.logprobs or (), right.logprobs or (), strict=False)
     wrong = [index for index, (a, b) in enumerate(entries) if a != b]

@@ -1,4 +1,5 @@
-"""A small process of ours that answers one message after the other, and can be killed over one.
+"""A helper process that answers one message after the other, and can be killed if one takes too
+long.
 
 `Child` is the side that starts it, in an event loop. The process runs a package's `process.main`,
 which reads messages from its standard input and writes its answers to standard output, as frames.

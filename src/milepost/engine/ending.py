@@ -1,12 +1,12 @@
-"""How our processes end: engines that their program leaves open, when it exits or on SIGTERM, and
-processes whose parent has ended, whatever either was doing.
+"""How processes end: engines that a program leaves open when it exits or gets SIGTERM, and helper
+processes whose parent has ended.
 
-A program's own handler of SIGTERM is left alone. Without one the signal ends the program as it
-always does, but engines write what they have to write first.
+A program's own handler of SIGTERM is left alone. Without one, the signal ends the program as usual,
+but engines first write what they have to write.
 
-A process of ours ignores Ctrl-C, which its parent handles. A parent that is killed tells nobody. On
-Linux the kernel is asked to kill its child then; elsewhere, and where that came too late, a thread
-notices that the other end of the connection is gone.
+A helper process ignores Ctrl-C, which its parent handles. A parent that is killed can tell nobody,
+so on Linux the kernel is asked to kill its children then. Elsewhere, and if the parent ended before
+that was set up, a thread notices that the other end of the connection is gone.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Processes that are started inside ignore Ctrl-C from their first moment: a signal that a
-    thread blocks is blocked in its children. Otherwise each would print a traceback while it
+    """Inside, started processes ignore Ctrl-C from their first moment, since a child inherits the
+    signals that the starting thread blocks. Otherwise each would print a traceback while it
     imports."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -84,8 +84,8 @@ def without_interrupts() -> Iterator[None]:
 
 @contextmanager
 def without_main() -> Iterator[None]:
-    """Processes that are started inside do not run the program's main module again, as
-    multiprocessing would: a script need not guard it, since the process uses nothing of it."""
+    """Inside, started processes do not run the program's main module again, as multiprocessing
+    would. So a script need not guard it; the process uses nothing of it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -95,7 +95,7 @@ def without_main() -> Iterator[None]:
 
 
 def end_with_parent(connection: int) -> None:
-    """Has this process killed when no process holds the other end of a pipe or socket any more, or
+    """Makes this process end when no process holds the other end of a pipe or socket any more, or
     when the thread that started it ends. Returns at once."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

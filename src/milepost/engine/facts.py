@@ -10,15 +10,16 @@ class Facts:
     """Facts of a running engine: its device, its data types, and its memory."""
 
     device: str
-    """The maker's name for it."""
+    """The manufacturer's name of the device."""
     dtype: str
     """Dtype of weights and activations."""
     state_dtype: str
     """Dtype of recurrent states."""
     weights_bytes: int
     page_bytes: int
+    """Bytes of a page, over all layers."""
     slot_bytes: int
-    """Bytes of one page and of one state slot, over all layers."""
+    """Bytes of a state slot, over all layers."""
     cache_bytes: int
     """Bytes of all pages and slots."""
     is_shared: bool

@@ -1,10 +1,10 @@
-"""Keeps the memory small that a server's processes hold besides weights and pools, and keeps
-Python's garbage collector from scanning what never goes away.
+"""Limits the memory of a server's processes besides weights and pools, and keeps Python's garbage
+collector from scanning objects that are never freed.
 
-Two things grow with use. oneDNN keeps a GEMM's plan, a third of a megabyte or more, for each number
-of rows that it has seen, up to a limit. And glibc's heap keeps what steps have freed: under load,
-tensors of many sizes come and go between those plans, so much of the heap is free in pieces that
-never reach its end. Whole free pages return to the system when glibc is asked.
+Two things grow with use. oneDNN keeps a GEMM plan, a third of a megabyte or more, for each number
+of rows that it has seen, up to a limit. And glibc keeps memory that steps have freed: under load,
+tensors of many sizes are allocated and freed between those plans, so much of the heap is free but
+fragmented. glibc returns whole free pages to the system when asked.
 
 Imports leave some hundred thousand objects that stay to the end. Python's collector scans all of
 them, for a tenth of a second, each time that requests have made enough new ones; meanwhile every

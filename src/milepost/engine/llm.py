@@ -129,14 +129,14 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the parameters of prompts that come without: the checkpoint's own defaults,
+        """Returns the parameters used for prompts without any: the checkpoint's own defaults,
         unless generation_config="none"."""
         return SamplingParams(**self.llm_engine.sampling_defaults)
 
     def close(self) -> None:
-        """Ends the engine, and first writes what `cache_dir` is still to get, for
-        `cache_flush_timeout_s` at most. So does the end of a `with` block, of the program, or of
-        the last reference. Later calls raise EngineDeadError."""
+        """Ends the engine, after writing pending items to `cache_dir` for at most
+        `cache_flush_timeout_s`. So does the end of a `with` block, of the program, or of the last
+        reference. Later calls raise EngineDeadError."""
         self._thread.close()
 
     def __enter__(self) -> Self:
@@ -146,7 +146,7 @@ class LLM:
         self.close()
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Forgets all cached pages and states in memory, and with `reset_connector` those in
+        """Drops all cached pages and states in memory, and with `reset_connector` those in
         `cache_dir` too. Returns False while requests are running."""
         reset = partial(self.llm_engine.reset_prefix_cache, reset_connector=reset_connector)
         return self._thread.run(reset)
@@ -216,7 +216,7 @@ class LLM:
     def _begin(
         self, wanted: Sequence[tuple[Prompt, SamplingParams]], groups: list[RequestGroup]
     ) -> None:
-        """Queues all prompts. Raises InvalidRequestError, and then none is queued."""
+        """Queues all prompts, or none if one of them raises InvalidRequestError."""
         for index, (prompt, params) in enumerate(wanted):
             try:
                 self.llm_engine.check(prompt, params)
@@ -233,7 +233,7 @@ class LLM:
             groups.append(self.llm_engine.queue(prompt, params))
 
     def _give_up(self, groups: Sequence[RequestGroup]) -> None:
-        """Leaves nothing of these groups running."""
+        """Aborts those of the groups that are still running."""
         for group in groups:
             if not group.is_finished:
                 self.llm_engine.abort(group)
@@ -254,7 +254,8 @@ class LLM:
 
 @contextmanager
 def _bar(num_prompts: int, *, is_shown: bool) -> Iterator[Callable[[int], object]]:
-    """Shows how many prompts are done. A hidden one is not made: that costs as much as a prompt."""
+    """Shows how many prompts are done. No bar is created if it would be hidden, since creating one
+    costs as much as a prompt."""
     if not is_shown:
         yield lambda _: None
         return

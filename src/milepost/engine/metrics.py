@@ -12,7 +12,7 @@ from milepost.scheduler.stats import STEP_BOUNDS, SchedulerStats
 
 LOAD_SOURCES = ("host", "disk", "remote")
 EVICTION_CAUSES = ("slots", "pages", "taken", "reset")
-"""Labels that have a series from the start."""
+"""Labels whose series exist from the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Metric:
     kind: Literal["counter", "gauge", "histogram"] = "counter"
     labels: dict[str, str] = field(default_factory=dict)
     buckets: dict[str, int] = field(default_factory=dict)
-    """How many of a histogram's values are at most each upper bound, in ascending order."""
+    """Upper bound -> number of the histogram's values up to it, in ascending order."""
 
 
 def collect(scheduler: Scheduler) -> list[Metric]:

@@ -1,7 +1,7 @@
-"""The protocols of what is kept outside the device: tiers, and what other engines have.
+"""The protocols for memory outside the device: tiers, and the pools of other engines.
 
-The step loop runs over a tuple of them and knows neither by name. Each tells the scheduler by
-itself what has been loaded. An annex brings the exchange with other engines, as a `PoolAccess`.
+The step loop runs over a tuple of them and knows neither by name. Each reports to the scheduler by
+itself what it has loaded. An annex provides the exchange with other engines, as a `PoolAccess`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Fence = Callable[[], Callable[[], bool]]
 
 
 class OffDevice(Protocol):
-    """Memory outside the device. A method does nothing unless a part says otherwise."""
+    """Memory outside the device. By default, a method does nothing."""
 
     has_work: bool = False
     """Whether it holds completions that are not queued yet."""
@@ -34,21 +34,21 @@ class OffDevice(Protocol):
     """Readable once something has arrived."""
 
     def poll(self) -> None:
-        """Takes in what has arrived."""
+        """Handles what has arrived since the last call."""
 
     def hold(self, group: RequestGroup, completion: Completion) -> bool:  # noqa: ARG002
-        """Returns whether it keeps a completion for now, to queue it once more is known."""
+        """Whether it holds a completion back, to queue it later when more is known."""
         return False
 
     def note_queued(self, group: RequestGroup, completion: Completion) -> None:
-        """Notes that the scheduler has the request of a completion."""
+        """Records that the scheduler has the request of a completion."""
 
     def drop(self, group: RequestGroup) -> list[Completion]:  # noqa: ARG002
-        """Returns the completions of a group that it held, and holds them no more."""
+        """Returns the completions of a group that it held back, and stops holding them."""
         return []
 
     def note_finished(self, group: RequestGroup) -> None:
-        """Notes that all completions of a group have ended."""
+        """Records that all completions of a group have ended."""
 
     def begin_loads(self, loads: tuple[Load, ...], fence: Fence) -> None:
         """Begins the loads of a plan that was launched."""
@@ -57,28 +57,28 @@ class OffDevice(Protocol):
         """Ends every load. Called before the scheduler rolls back a step."""
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Notes how long a step took."""
+        """Records how long a step took."""
 
     def wait(self, seconds: float) -> bool:  # noqa: ARG002
-        """Waits this long for a load. Returns False at once if none is under way."""
+        """Waits for a load, for at most this long. Returns False at once if none is under way."""
         return False
 
     def do_idle_work(self) -> bool:
-        """Does what is due while nothing runs. Returns whether there will be more soon."""
+        """Does work that was left for an idle moment. Returns whether there will be more soon."""
         return False
 
     def flush(self) -> None:
         """Waits until all stores are done."""
 
     def reset(self, *, with_files: bool) -> None:
-        """Forgets what it has cached in memory, and `with_files` also on disk."""
+        """Drops what it has cached in memory, and with `with_files` also on disk."""
 
     def metrics(self) -> list[Metric]:
         """Returns its counters and gauges."""
         return []
 
     def close(self, *, is_whole: bool) -> None:
-        """Ends it; `is_whole` if no step has failed, so that what is left may still be stored."""
+        """Ends it. `is_whole` says that no step has failed, so what is left may still be stored."""
 
 
 AskRanks = Callable[[bytes], Future[bool]]

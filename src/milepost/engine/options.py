@@ -88,7 +88,7 @@ class ChatOptions(TypedDict, total=False):
     tools: Sequence[Any] | None
     """Functions that the model may call, as OpenAI has them."""
     chat_template: str | None
-    """Takes the place of the tokenizer's."""
+    """Replaces the tokenizer's template."""
     chat_template_kwargs: Mapping[str, Any] | None
     """Variables for the template, such as `{"enable_thinking": False}`."""
     add_generation_prompt: bool

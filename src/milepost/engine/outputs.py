@@ -15,8 +15,8 @@ from milepost.cache import CacheReport
 
 
 class Logprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """How likely one token was. There are many: they are made fast, and the garbage collector has
-    nothing to look for in them."""
+    """The log-probability of one token. There are many, so they are cheap to create and untracked
+    by the garbage collector."""
 
     logprob: float
     rank: int | None = None
@@ -44,8 +44,8 @@ class CompletionOutput:
     """`stop`: the model or a stop condition ended it; `length`: max_tokens or max_model_len;
     `error`: its form could not be followed to the end."""
     stop_reason: int | str | None = None
-    """The stop string or stop token id that ended it; None for the model's own end. Of an error,
-    what it was."""
+    """The stop string or stop token id that ended it; None if the model ended it. For an error, its
+    message."""
     num_draft_tokens: int = 0
     """Number of drafts that were verified."""
     num_accepted_tokens: int = 0
@@ -97,8 +97,8 @@ def token_logprobs(
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A request's cache report, and the time of its admission in seconds of the monotonic clock. If
-    it was loaded from outside the device, that is when all has arrived."""
+    """A request's cache report, and the time of its admission in seconds of the monotonic clock.
+    For a request loaded from outside the device, that is the time when everything had arrived."""
 
     cache: CacheReport
     admitted_at: float

@@ -43,17 +43,18 @@ class Prompt:
     pixels: tuple[PictureRecord, ...] = ()
     """Their pixels, each once."""
     kv_transfer_params: dict[str, Any] | None = None
-    """Fields that say what other engines have of it, or are to have."""
+    """Fields that say which part of it other engines have or should get."""
 
     @cached_property
     def packed(self) -> array[int]:
-        """The token ids as the cache keeps them, made once. Raises OverflowError or TypeError for
-        what cannot be one."""
+        """The token ids as packed uint32, computed once. Raises OverflowError or TypeError for
+        invalid ids."""
         return array("I", self.token_ids)
 
 
 def read_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
-    """Token ids, salt and marks of a prompt. Raises InvalidRequestError naming what is wrong."""
+    """Returns the token ids, salt and marks of a prompt. Raises InvalidRequestError, naming what is
+    wrong."""
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
     elif isinstance(prompt, list):
@@ -83,15 +84,15 @@ def read_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None) -
 def encoding(
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Callable[[str], list[int]] | None:
-    """Returns what tokenizes a part of a text, if there is a tokenizer."""
+    """Returns a function that tokenizes a part of a text; None without a tokenizer."""
     if tokenizer is None:
         return None
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def rendered_prompt(rendered: ChatPrompt, max_marks: int, salt: object) -> Prompt:
-    """Returns a rendered conversation as a prompt, with as many of its marks as may be. Raises
-    InvalidRequestError for a salt that is none."""
+    """Returns a rendered conversation as a prompt, with as many of its marks as are allowed. Raises
+    InvalidRequestError for an invalid salt."""
     marks = rendered.marks[:max_marks]
     return Prompt(token_ids=rendered.token_ids, cache_salt=_read_salt(salt), cache_marks=marks)
 
@@ -133,15 +134,16 @@ def _read_salt(salt: object) -> str:
 
 
 def is_prompt(prompts: object) -> TypeGuard[PromptLike]:
-    """Whether a value is one prompt (a text, a mapping or token ids) rather than several; also for
-    what is no prompt at all."""
+    """Whether a value is one prompt (a text, a mapping or token ids) rather than several. Also true
+    for values that are no prompt at all."""
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         return True
     return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
 
 
 def is_conversation(messages: ChatMessages | Sequence[ChatMessages]) -> TypeGuard[ChatMessages]:
-    """One conversation is a list of messages, several are a list of such lists."""
+    """Whether a value is one conversation, that is, a list of messages, rather than a list of
+    several."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise InvalidRequestError(f"messages={messages!r}: use a list of messages")
     return not messages or isinstance(messages[0], Mapping)
@@ -150,7 +152,7 @@ def is_conversation(messages: ChatMessages | Sequence[ChatMessages]) -> TypeGuar
 def one_each(
     params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> list[SamplingParams]:
-    """One set of parameters for each prompt."""
+    """Returns one set of parameters for each prompt."""
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):

@@ -1,7 +1,7 @@
-"""The one check of a request, at the door: by `LLM` before it queues prompts, and by `EngineClient`
+"""The one check of a request on arrival: by `LLM` before it queues prompts, and by `EngineClient`
 before it sends one. The engine trusts what has passed.
 
-Only what must be compiled is judged later, where it is compiled: forms, and bad words.
+Only forms and bad words are judged later, where they are compiled.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def check_num_images(num: int, most: int) -> None:
 
 
 def _check_combination(params: SamplingParams) -> None:
-    """Raises InvalidRequestError for parameters that no form can be combined with."""
+    """Raises InvalidRequestError for parameters that cannot be combined with an output
+    constraint."""
     wanted = params.structured_outputs
     if wanted is not None and (params.ignore_eos or params.min_tokens):
         raise InvalidRequestError(

@@ -1,9 +1,9 @@
-"""vLLM's flags that are not ours, for command lines of `vllm serve` (`cli.vllm_flags`) and for the
-arguments of its `LLM`. The table is `vllm_flags.toml`; names are written as flags, without dashes
-before them.
+"""vLLM's flags that differ from ours, for command lines of `vllm serve` (`cli.vllm_flags`) and for
+the arguments of its `LLM`. The table is `vllm_flags.toml`; names are written as flags, without
+leading dashes.
 
-A flag has another name here or other words for its values, or nothing here needs it and it is
-dropped, or it would change the answers and is refused with what to do instead.
+A flag may have another name here, or other words for its values. It is dropped if nothing here
+needs it. It is refused, with what to do instead, if dropping it would change the answers.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class ForeignFlag:
     """A row of the table. A flag that is neither ours nor refused is dropped."""
 
     name: str = ""
-    """Our name; "" if there is none."""
+    """Our name; empty if there is none."""
     has_value: bool = True
     words: Mapping[str, str] = field(default_factory=dict)
-    """Our words for values; "" is our default."""
+    """vLLM's value -> our word; empty for our default."""
     has_units: bool = False
     """Whether 32k and 32K are numbers."""
     instead: str = ""
-    """The way to get the same here; shown when the name is refused."""
+    """How to get the same effect here, shown when the flag is refused."""
     without_effect: tuple[str, ...] = ()
-    """Values with which it is not refused."""
+    """Values that are accepted although the flag is refused, since they change nothing."""
 
     @property
     def is_dropped(self) -> bool:
@@ -73,8 +73,8 @@ def number(text: str) -> str:
 
 
 def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments of vLLM's `LLM` as ours, without those that have no effect. Raises
-    ConfigError for arguments that are not supported."""
+    """Returns arguments of vLLM's `LLM` under our names, without those that have no effect. Raises
+    ConfigError for unsupported arguments."""
     found: dict[str, Any] = {}
     for given, value in options.items():
         flag = FOREIGN.get(given.replace("_", "-"), ForeignFlag(name=given))

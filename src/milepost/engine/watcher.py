@@ -1,4 +1,4 @@
-"""The protocol of what watches a running engine for people to look at; the page brings one."""
+"""The protocol of an observer that shows a running engine to people; the page implements it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ class Watcher(Protocol):
         return False
 
     def note_time(self, now: float) -> None:
-        """Notes the time before a step, or after a request was aborted."""
+        """Records the time before a step, or after a request was aborted."""
 
     def note_step(self, now: float, num_ended: int) -> None:
-        """Notes the end of a step, which ended this many requests."""
+        """Records the end of a step, in which `num_ended` requests ended."""
 
     def note_rest(self, now: float) -> None:
-        """Notes the moment at which nothing is left to do."""
+        """Records the time at which nothing was left to do."""
 
     def note_admission(self, request: Request, now: float) -> None:
-        """Notes an admitted request, whose first step has run."""
+        """Records an admitted request whose first step has run."""
 
     def look(self) -> None:
-        """Begins a look, unless one is under way."""
+        """Begins a survey, unless one is in progress."""
 
     def go_on(self, clock: Callable[[], float]) -> bytes | None:  # noqa: ARG002
-        """Continues the look for a moment. Returns what it shows, as JSON, once it is whole."""
+        """Continues the survey for a moment. Returns it as JSON once it is complete, otherwise
+        None."""
         return b"{}"
 
 

@@ -1,9 +1,9 @@
-"""Keeps pages and states that leave the device in host memory and on disk. The modules of the first
-two rows are pure: they make the decisions, and know neither tensors nor files.
+"""Keeps pages and states that are evicted from the device in host memory and on disk. The modules
+of the first two rows are pure: they make the decisions, and know neither tensors nor files.
 
-    what goes down, comes up   policy, stores, writes, loads, reach, page_graph
-    what there is              holdings, tier, places, rates, names
-    how it moves               transfers, device_copies, arena
-    files                      disk, finding, files, file_format, threads
-    several ranks              orders, rank_worker
+    decisions                   policy, stores, writes, loads, reach, page_graph
+    contents                    holdings, tier, places, rates, names
+    copies                      transfers, device_copies, arena
+    files                       disk, finding, files, file_format, threads
+    several ranks               orders, rank_worker
 """

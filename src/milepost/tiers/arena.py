@@ -37,8 +37,8 @@ class ItemTensors:
         return sum(prod(part.shape[1:]) * part.itemsize for part in self.tensors)
 
     def copy(self, first: int, source: ItemTensors, source_first: int, num: int) -> None:
-        """Copies `num` places from `source`, on any device, without waiting for the device. Windows
-        that one of both keeps elsewhere are left out."""
+        """Copies `num` places from `source`, on any device, without waiting for the device. Window
+        pages that one of the two keeps elsewhere are left out."""
         for own, other in zip(self.tensors, source.tensors, strict=False):
             own[first : first + num].copy_(
                 other[source_first : source_first + num], non_blocking=True
@@ -53,28 +53,28 @@ class ItemTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arena:
-    """Places for pages and for states. The last of a state's tensors has the pages of its windows,
-    in order, except on the device."""
+    """Places for pages and for states. The last of a state's tensors holds its window pages, in
+    order, except on the device."""
 
     pages: ItemTensors
     states: ItemTensors
     windows: Tensor | None = None
-    """On the device: the pool of these pages, [ids, ...]."""
+    """On the device only: the pool of window pages, [ids, ...]."""
     windows_each: int = 0
-    """Most of them that a state has."""
+    """Largest number of window pages of a state."""
 
     def of(self, what: What) -> ItemTensors:
         return self.states if what == "state" else self.pages
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a state with its windows."""
+        """Bytes of a state with its window pages."""
         own = self.windows
         window_bytes = 0 if own is None else prod(own.shape[1:]) * own.itemsize
         return self.states.item_bytes + self.windows_each * window_bytes
 
     def copy(self, source: Arena, run: ItemRun) -> None:
-        """Copies items from another arena, and the pages of a state's windows where one of both is
+        """Copies items from another arena, including a state's window pages if one of the two is
         the device."""
         what, first, source_first, num, windows = run
         self.of(what).copy(first, source.of(what), source_first, num)
@@ -89,8 +89,8 @@ class Arena:
 
 
 def device_memory(pools: Pools, windows_each: int = 0) -> Arena:
-    """Returns the pools as an arena, whose places are the ids of pages and slots; a state has up to
-    `windows_each` pages of windows."""
+    """Returns the pools as an arena, whose places are the ids of pages and slots. A state has up to
+    `windows_each` window pages."""
     return Arena(
         pages=ItemTensors(tensors=tuple(pools.page_parts)),
         states=ItemTensors(tensors=tuple(pools.slot_parts)),

@@ -1,7 +1,8 @@
-"""Orders of the first rank to the others about their parts of the tiers. They can be sent as bytes.
+"""Commands of the first rank to the others about their parts of the tiers. They can be sent as
+bytes.
 
-Each order is answered, once it is done, with whether it succeeded. Names and places are the same on
-all ranks; the bytes are each rank's own.
+Each command is answered, once it is done, with whether it succeeded. Names and places are the same
+on all ranks; the bytes are each rank's own.
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ from milepost.tiers.names import FileName
 
 ItemRun = tuple[What, int, int, int, tuple[int, ...]]
 """A run of items to copy: kind, first place in the target, first place in the source, number; and
-for a state the ids of its pages of windows on the device.
-"""
+for a state the ids of its window pages on the device."""
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks for an answer once the copies that a plan named are in host memory. There is one order
-    for each call of `PoolTransfers.store`, in the same sequence.
-    """
+    """Asks for an answer once the copies that a plan named are in host memory. There is one for
+    each call of `PoolTransfers.store`, in the same order."""
 
 
 class Bring(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -48,6 +47,5 @@ class OnDisk(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
 TierCommand = Stored | Bring | OnDisk
 
 SendTierCommand = Callable[[TierCommand], Future[bool]]
-"""Sends an order to all other ranks. The future resolves once all have done it, with whether all
-succeeded. Raises EngineDeadError, as does the future, if a rank is lost.
-"""
+"""Sends a command to all other ranks. The future resolves once all have done it, with whether all
+succeeded. Raises EngineDeadError, as does the future, if a rank is lost."""

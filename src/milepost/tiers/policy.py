@@ -22,7 +22,8 @@ from milepost.tiers.writes import Writes
 
 
 class Tiers:
-    """The keeper and a source of a scheduler, for the pages and states in `cache`."""
+    """A keeper and a source of the scheduler: stores pages and states evicted from `cache`, and
+    loads them."""
 
     name = "tiers"
 
@@ -67,7 +68,7 @@ class Tiers:
         return self.holdings.stats
 
     def clear(self, *, with_files: bool) -> None:
-        """Drops everything in host memory, and `with_files` everything on disk. No store and no
+        """Drops everything in host memory, and with `with_files` everything on disk. No store or
         load may be under way."""
         self.stores.clear()
         self.host.clear()

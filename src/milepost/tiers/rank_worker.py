@@ -1,7 +1,7 @@
 """Tiers of a rank other than the first: its own copies and files.
 
 The first rank decides for all. Items that a plan stores are copied out when the plan is launched;
-everything else arrives as orders, and is answered once it is done.
+everything else arrives as commands, each answered once it is done.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from milepost.tiers.threads import Threads
 
 
 class RankTierWorker:
-    """A `PoolTransfers` of `runner`. Calls `answer`, from any thread, with an order's ticket and
-    whether it succeeded. Each thread calls `begin_thread` first.
-    """
+    """A `PoolTransfers` of `runner`. It calls `answer`, from any thread, with a command's ticket
+    and whether it succeeded. Each thread calls `begin_thread` first."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class RankTierWorker:
         self._loads[load.number] = load, self._copies.now()
 
     def do(self, ticket: int, order: TierCommand) -> None:
-        """Begins to carry out an order of the first rank."""
+        """Begins to carry out a command of the first rank."""
         match order:
             case Stored():
                 self._await(self._down, ticket, self._stores.popleft())

@@ -58,7 +58,7 @@ class Reach:
     # --- what has changed -------------------------------------------------------------------------
 
     def note(self, events: Iterable[Event]) -> None:
-        """Notes items that have come to the device or gone from it."""
+        """Records which items were cached on the device or evicted from it."""
         for event in events:
             match event:
                 case PagesCached():
@@ -69,7 +69,8 @@ class Reach:
                     self._begin()
 
     def _note_item(self, what: What, key: bytes, *, is_there: bool) -> None:
-        """Notes that an item can be read from a tier, or no longer. A tail has its state's key."""
+        """Records that an item became readable from a tier, or ceased to be. A tail has its state's
+        key."""
         changed = self._come if is_there else self._gone
         changed[what != "page", key] = None
 

@@ -43,7 +43,7 @@ class _Source:
     num_moves: int
     tail_page: int | None = None
     windows: tuple[int, ...] = ()
-    """A state's pages of windows."""
+    """A state's window pages."""
 
 
 class Stores:
@@ -70,7 +70,7 @@ class Stores:
         self._num_states_under_way = 0
 
     def note(self, events: tuple[Event, ...]) -> None:
-        """Notes items that have come to the device or gone from it."""
+        """Records which items were cached on the device or evicted from it."""
         for event in events:
             match event:
                 case StateCached() if event.kind in AHEAD:

@@ -36,7 +36,7 @@ def folder_of(config: EngineConfig) -> Path:
 
 
 def device_of(name: str, rank: int = 0) -> torch.device:
-    """Returns a rank's device: one GPU after the other, from the named one on."""
+    """Returns the device of a rank. Ranks use consecutive GPUs, starting at the named one."""
     device = _named_device(name)
     if rank and device.type == "cuda":
         return torch.device("cuda", (device.index or 0) + rank)
@@ -84,7 +84,8 @@ def _dtype_of(config: EngineConfig, folder: Path, device: torch.device) -> DType
 
 
 def _head_of(config: EngineConfig) -> Head:
-    """Returns whether the checkpoint's head is loaded; `auto` loads it if that is possible."""
+    """Returns whether to load the checkpoint's drafting head; `auto` loads it if that
+    is possible."""
     methods = config.speculative_config.methods if config.speculative_config else ()
     return "mtp" if "mtp" in methods else "auto" if "auto" in methods else "none"
 
@@ -107,6 +108,5 @@ def kv_dtype_of(
 
 
 def runs_ahead(config: EngineConfig, device: torch.device) -> bool:
-    """Returns whether steps overlap: by default where the host would otherwise wait for the
-    device."""
+    """Whether steps overlap. By default they do if the host would otherwise wait for the device."""
     return device.type == "cuda" if config.async_scheduling is None else config.async_scheduling

@@ -1,7 +1,7 @@
 """The bitwise mode (`batch_invariant`): what it refuses, and what its bits depend on.
 
-What the bits depend on goes into the identity of the model, and with that into all keys of cached
-items: results of one order of summation never meet those of another.
+Whatever the bits depend on is part of the model's identity, and so of all cache keys: results
+computed in one order of summation are never mixed with those of another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from milepost.runner.pool_shape import PoolShape
 
 
 def refuse_settings(config: EngineConfig) -> None:
-    """Raise ConfigError for settings that the mode does not keep its promise with."""
+    """Raises ConfigError for settings under which the mode could not keep its promise."""
     if not config.batch_invariant:
         return
     wanted = config.speculative_config
@@ -29,8 +29,8 @@ def refuse_settings(config: EngineConfig) -> None:
 
 
 def refuse_states(config: EngineConfig, shape: PoolShape, *, is_fused: bool) -> None:
-    """Raise ConfigError if states are rounded where a prompt happens to be cut, or if no kernel
-    decodes beside a prefill as it does without."""
+    """Raises ConfigError if states would be rounded wherever a prompt happens to be cut, or if no
+    kernel decodes beside a prefill with the same bits as alone."""
     if not config.batch_invariant:
         return
     odd = {spec.recurrent_shape[1:] for spec in shape.recurrent if not spec.takes_drafts_fused}

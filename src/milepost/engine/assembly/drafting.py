@@ -24,9 +24,10 @@ def num_drafts_of(
     has_head: bool,
     is_fused: bool,
 ) -> int:
-    """Returns the most drafts of one step; 0 if nothing is drafted. Raises UnsupportedModelError
-    for a model with mixers `without` kernels that take drafts, or with heads that the fused ones do
-    not take, unless the method is `auto`."""
+    """Returns the largest number of drafts in one step; 0 if nothing is drafted. `without` names
+    mixers that have no kernels for drafts. Raises UnsupportedModelError for a model with such
+    mixers, or with head sizes that the fused kernels do not support, unless the method is `auto`.
+    """
     if wanted is None or (wanted.method == "auto" and not has_head):
         return 0
     odd = {spec.recurrent_shape[1:] for spec in specs if is_fused and _takes_drafts_plain(spec)}
@@ -43,7 +44,7 @@ def num_drafts_of(
 
 
 def _takes_drafts_plain(spec: LayerSpec) -> TypeGuard[RecurrentSpec]:
-    """Whether only the reference kernels take its drafts."""
+    """Whether only the reference kernels support drafts for this layer."""
     return isinstance(spec, RecurrentSpec) and not spec.takes_drafts_fused
 
 

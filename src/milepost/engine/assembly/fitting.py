@@ -120,13 +120,14 @@ def shape_of(
 
 
 def _room_of(config: EngineConfig, total_bytes: int, weights_bytes: int) -> int:
-    """Returns the bytes of a GPU for everything besides the weights: the same at every start,
-    whatever else uses the GPU."""
+    """Returns the bytes of a GPU available besides the weights. The result is the same at every
+    start, whatever else uses the GPU."""
     return max(int(total_bytes * config.gpu_memory_utilization) - weights_bytes, 0)
 
 
 def _total_bytes(device: torch.device) -> int:
-    """Returns a GPU's memory; nothing is short on other devices, whose pools are set."""
+    """Returns a GPU's memory in bytes. Other devices count as unlimited, since their pool sizes are
+    configured."""
     if device.type != "cuda":
         return sys.maxsize
     return torch.cuda.get_device_properties(device).total_memory
@@ -221,7 +222,7 @@ def bytes_of(
 
 
 def _announce_kernels(device: torch.device, model: Decoder) -> bool:
-    """Say which kernels run and why not others; whether those for a GPU do."""
+    """Logs which kernels run, and why others do not. Returns whether the GPU kernels run."""
     reason = why_reference(device, model.dtype, model.operations)
     is_unexpected = reason and device.type == "cuda"
     log = logger.warning if is_unexpected else logger.info

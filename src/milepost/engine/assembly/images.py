@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ATTENTION_TIMES = 2
-"""Time of an operation of attention in a tower, in those of a GEMM: 1.9 to 2.5 on an H200."""
+"""Duration of an operation of attention in a tower, relative to one of a GEMM: 1.9 to 2.5 on an
+H200."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,8 @@ def tower_cost(model: Decoder) -> TowerCost:
 def image_facts(
     config: EngineConfig, folder: Path, tokenizer: PreTrainedTokenizerBase | None
 ) -> ImageFacts:
-    """Returns how images enter prompts of a model whose vision tower is loaded. Raises
-    UnsupportedModelError for a checkpoint that does not name its tokens."""
+    """Returns how images enter the prompts of a model with a vision tower. Raises
+    UnsupportedModelError for a checkpoint that does not name its image tokens."""
     whole = load_config(folder, config.overrides)
 
     def text_of(*names: str) -> str:

@@ -34,7 +34,7 @@ from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pool_sizes import GIB, LAUNCHES_BYTES, Sizes
 
 DRIVER_BYTES = 3 * GIB // 4
-"""Memory of a GPU for the driver and a process's context. This is an assumption."""
+"""Assumed bytes of a GPU used by the driver and the context of a process."""
 GPU = torch.device("cuda", 0)
 """The device that a process pretends to have."""
 
@@ -79,7 +79,7 @@ class MemoryPlan:
         return self.shape.page_bytes / self.shape.page_size
 
     def items(self) -> Iterator[tuple[str, int]]:
-        """Yields what takes memory, and how many bytes; together they are the GPU's."""
+        """Yields each use of memory with its bytes. Together they add up to the GPU's memory."""
         steps = self.steps.largest
         yield "weights", self.weights_bytes
         yield f"a step of {steps.num_tokens:,} tokens", self.step_bytes.largest
@@ -132,8 +132,8 @@ def outline_of(config: EngineConfig) -> Outline:
 
 
 class MemoryPlanner:
-    """Plans the memory of models. What was measured once is remembered, so further sizes of memory
-    cost little."""
+    """Plans the memory of models. Measurements are remembered, so planning for further memory sizes
+    costs little."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -141,8 +141,8 @@ class MemoryPlanner:
         self._measured: dict[str, StepBytes] = {}
 
     def plan(self, config: EngineConfig, gpu_bytes: int) -> MemoryPlan:
-        """Returns the division of `gpu_bytes` on each GPU. Raises ConfigError and
-        UnsupportedModelError for what no amount of memory helps with."""
+        """Returns how `gpu_bytes` are divided on each GPU. Raises ConfigError and
+        UnsupportedModelError for configurations that no amount of memory could make work."""
         refuse_settings(config)
         with hopper_kernels(config.hopper_kernels), launching_nothing(), torch.inference_mode():
             found = self._outline(config)

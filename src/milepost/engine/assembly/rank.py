@@ -59,9 +59,9 @@ class RankParts:
     num_graphs: int
     runner: Runner
     tier_state: RankTierState | None
-    """For its part of what is kept outside the device; None where nothing is."""
+    """This rank's part of the tiers; None without tiers."""
     access: PoolAccess | None
-    """Gives other engines access to its pools; None if nothing is exchanged."""
+    """Gives other engines access to the pools; None if nothing is exchanged."""
 
 
 def build_rank(

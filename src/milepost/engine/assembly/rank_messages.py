@@ -10,7 +10,7 @@ from milepost.runner.recording import Record
 from milepost.tiers import orders as keeping
 
 START_S = 1800.0
-"""Time in seconds by which ranks may differ in reading the weights."""
+"""Largest difference in seconds between ranks in the time to read the weights."""
 HERE = 0
 """The ticket of a rank's first answer: it is ready to meet the others."""
 SILENCE_S = 60.0

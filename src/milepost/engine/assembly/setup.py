@@ -73,7 +73,8 @@ class EngineParts:
 
 
 def build(config: EngineConfig) -> EngineParts:
-    """Load and allocate everything. Raises ConfigError, UnsupportedModelError and WeightsError."""
+    """Loads and allocates everything. Raises ConfigError, UnsupportedModelError and
+    WeightsError."""
     folder = folder_of(config)
     _check_settings(config, folder)
     tokenizer = None
@@ -131,7 +132,8 @@ def build(config: EngineConfig) -> EngineParts:
 
 
 def _check_settings(config: EngineConfig, folder: Path) -> None:
-    """Raise what settings and `config.json` alone are refused for, before anything is loaded."""
+    """Raises the errors that can be found from settings and `config.json` alone, before anything is
+    loaded."""
     refuse_settings(config)
     whole = load_config(folder, config.overrides)
     text = whole.get_text_config()
@@ -191,6 +193,7 @@ def _device_name(device: torch.device, num_ranks: int) -> str:
 
 
 def _num_lookahead_tokens(config: EngineConfig, model: Decoder) -> int:
-    """The head's drafts after a token have to fit page tables."""
+    """Returns by how many tokens page tables must reach ahead, for the drafts that the head makes
+    after a token."""
     wanted = config.speculative_config
     return wanted.num_tokens if wanted is not None and model.mtp is not None else 0

@@ -1,5 +1,5 @@
-"""The first rank's view of several: starts a process for each of the others, sends them what its
-own runner is told, and notices when one of them is gone.
+"""The first rank's view of the others: starts a process for each, forwards what its own runner is
+told, and notices when one is lost.
 
 The engine's process is rank 0. So sampled tokens need no way back, and no step waits for a socket:
 plans are sent as the bytes that `--record-plans` would write, before the step is launched here.
@@ -141,7 +141,8 @@ class Team:
             raise self.failure()
 
     def be_prompt(self) -> None:
-        """Notes that all ranks are ready: from now on, silence means that one is lost."""
+        """Records that all ranks are ready. From now on, a rank that stays silent
+        counts as lost."""
         self._link.wait_up_to(SILENCE_S)
 
     def reason(self, error: Exception) -> Exception:
@@ -223,7 +224,7 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _News:
-    """The listeners to the loss of a rank."""
+    """Tells listeners that a rank is lost."""
 
     lost: threading.Event
     tickets: Tickets
@@ -265,14 +266,15 @@ def _watch(members: Sequence[_Member], started: threading.Event, news: _News) ->
 
 
 def _failure(members: Sequence[_Member], lost: threading.Event) -> MilepostError:
-    """Returns the error of a rank that was killed, or else the last words of another."""
+    """Returns the error of a rank that was killed, or else the reason given by another rank."""
     if not lost.wait(_NOTICE_S):
         return EngineDeadError(f"a rank did not answer within {SILENCE_S:g} seconds")
     return next(iter(_errors(members)), EngineDeadError("a rank has ended"))
 
 
 def _errors(members: Sequence[_Member]) -> list[MilepostError]:
-    """Returns the errors of ranks that have ended, first of those without last words."""
+    """Returns the errors of ranks that have ended; those that ended without giving a reason come
+    first."""
     ended = sorted(members, key=lambda member: member.last_words is not None)
     return [error for member in ended if (error := member.error()) is not None]
 

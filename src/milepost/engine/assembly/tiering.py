@@ -1,4 +1,4 @@
-"""Each rank's part of the tiers: host memory, files, and the copies between."""
+"""Each rank's part of the tiers: host memory, files, and the copies between them."""
 
 from __future__ import annotations
 

@@ -41,13 +41,14 @@ LIMITS = {
     "max_lexer_states": 2**16,
     "verbose_errors": False,
 }
-"""llguidance's bounds. A step waits for the masks of its answers, so what one may cost is bounded
-by counting, at about 20 ms: a row of the parser, which takes time with the square of its items, has
-no more of them than the grammar has symbols, and one over its bound is an answer's last; the others
-are sums over the rows and the lexer's work for one token. Lexer states bound memory (100 MB): JSON
-schemas with bounded strings need 16,000."""
+"""llguidance's bounds. A step waits for the masks of its answers, so the cost of one mask is
+bounded, at about 20 ms, by counting. The time of one parser row grows with the square of its items,
+so a row may have no more items than a grammar has symbols; a row that exceeds its bound ends the
+answer. The other bounds are sums over the rows, and the lexer's work for one token. Lexer states
+bound memory (100 MB): JSON schemas with bounded strings need 16,000."""
 _TOLD_BY = {"expressions constructed": "step_lexer_fuel", "fuel": "step_lexer_fuel"}
-"""Maps words of errors to the name of a limit, for errors that do not show its number."""
+"""Maps words of an error message to the limit in question, for errors that do not show
+its number."""
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
 """Options for JSON schemas: white space is allowed but bounded, since small models may otherwise
 write it without end."""

@@ -51,12 +51,12 @@ class FormGuide:
 
     @property
     def is_bound(self) -> bool:
-        """Whether the answer has come to its form."""
+        """Whether the answer has reached the point where its form begins."""
         return self._starts_after is None
 
     @property
     def may_end(self) -> bool:
-        """Whether the answer has its form as it is."""
+        """Whether the answer satisfies its form if it ends here."""
         matcher = self.matcher
         return self.is_bound and (matcher.is_accepting() or matcher.is_stopped())
 

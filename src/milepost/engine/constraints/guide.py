@@ -1,8 +1,9 @@
 """Constrains one answer: by a form, restrictions, or both.
 
-A guide belongs to one answer and follows its tokens; before each choice it says which are allowed.
-None may be: what the form has next may be what the restrictions exclude. Then the answer is over.
-A form that has begun says by itself where reasoning is, so from there on no budget counts.
+A guide follows the tokens of one answer. Before each choice it says which tokens are allowed. If
+the restrictions exclude everything that the form allows next, no token is allowed, and the answer
+is over. A form that has begun defines by itself where reasoning is, so no reasoning budget counts
+from there on.
 
 Legend: W words of a mask, 32 tokens each: bit i of word w is token 32 w + i.
 """
@@ -30,12 +31,12 @@ class Guide:
 
     @property
     def counts(self) -> bool:
-        """Whether a budget of reasoning is kept to."""
+        """Whether the reasoning budget applies now."""
         return self.form is None or not self.form.is_bound
 
     @property
     def may_end(self) -> bool:
-        """Whether the answer is whole, should no token be allowed any more."""
+        """Whether the answer is complete if no further token is allowed."""
         return self.form is None or self.form.may_end
 
     @property
@@ -100,10 +101,9 @@ def masks(guides: Sequence[Guide | None]) -> list[Mask | None]:
 def masks_along(
     guide: Guide | None, drafts: Sequence[int], first: Mask | None
 ) -> list[Mask | None]:
-    """Returns the tokens that may come after each of an answer's drafts, given those before it;
-    `first` are those that may come now. The list ends at a draft that may not come, and where the
-    form turns out too complex: the answer itself finds that.
-    """
+    """Returns a mask [W] of the tokens that may follow each of an answer's drafts, given the drafts
+    before it; `first` has those that may come now. The list ends at the first draft that is not
+    allowed, or where the form becomes too complex, which the answer then finds by itself."""
     if guide is None:
         return [first] * (1 + len(drafts))
     found, guide = [first], guide.copy()

@@ -1,10 +1,10 @@
-"""Keeps an answer to allowed_token_ids, bad_words, biases that exclude a token, and
-thinking_token_budget, as vLLM names them.
+"""Enforces allowed_token_ids, bad_words, biases that exclude a token, and thinking_token_budget, as
+vLLM names them.
 
-Rules are the same for all answers with the same parameters; a Restriction follows one answer's
-tokens and says before each choice which of all tokens may come. What a request excludes never
-comes: the budget waits until its token may, and where no token may come the answer ends (`guide`).
-Wishes that contradict each other from the start are refused.
+Rules are the same for all answers with the same parameters. A Restriction follows one answer's
+tokens, and says before each choice which of all tokens are allowed. An excluded token never comes:
+the budget waits until its token is allowed, and if no token is allowed the answer ends (`guide`).
+Parameters that contradict each other from the start are refused.
 
 Legend: W words of a mask, 32 tokens each: bit i of word w is token 32 w + i.
 """
@@ -83,8 +83,8 @@ class Restriction:
         return copy(self)
 
     def mask(self, *, counts: bool = True) -> Mask | None:
-        """[W], the tokens that may come now, not to be written to; None where all may. With
-        `counts` the budget is kept to."""
+        """Returns a read-only mask [W] of the tokens allowed now; None if all are. The reasoning
+        budget applies if `counts` is set."""
         rules = self._rules
         runs = rules.runs.get(self._newest[-1], ()) if self._newest else ()
         banned = [last for before, last in runs if self._ends_with(before)]
@@ -132,12 +132,9 @@ class Restriction:
 
 
 class RuleBook:
-    """Makes the rules of one model's requests, in any thread. Raises InvalidRequestError for what
-    none can keep.
-
-    `vocab_size` is the model's, as are the `end_token_ids`; without a tokenizer only token ids can
-    be named.
-    """
+    """Makes the rules of one model's requests, in any thread. `vocab_size` and `end_token_ids` are
+    the model's; without a tokenizer only token ids can be named. Raises InvalidRequestError for
+    rules that cannot be enforced."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer

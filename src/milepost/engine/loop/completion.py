@@ -21,7 +21,7 @@ from milepost.scheduler.request import FinishReason, Request
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Completion:
-    """One of a group's n answers: a request of the scheduler, and what becomes of its tokens."""
+    """One of a group's n answers: the scheduler's request, and the tokens that it has received."""
 
     index: int
     request: Request
@@ -39,8 +39,8 @@ class Completion:
     """The finish reason if its text or its form has ended it; the scheduler does not know of
     that."""
     dead_end: FinishReason | None = None
-    """The finish reason if no token may come next, so that the token being sampled is dropped; None
-    while one may."""
+    """The finish reason if no token is allowed next; the token being sampled is then dropped. None
+    while some token is allowed."""
     num_left_out: int = 0
     """Number of tokens that were sampled at a dead end and dropped; the index of later samplings
     includes them."""
@@ -49,12 +49,12 @@ class Completion:
     num_accepted_tokens: int = 0
     """Number of those drafts that were accepted."""
     _num_taken: tuple[int, int, int] = (0, 0, 0)
-    """Tokens, drafts and accepted drafts that earlier deltas have."""
+    """Numbers of tokens, drafts and accepted drafts in earlier deltas."""
     _is_over: bool = False
     """Whether its last delta was taken."""
     _num_known: int | None = None
-    """Number of tokens of the current run that were sampled under its form's masks; None for
-    all."""
+    """Number of tokens in the current run that were sampled under the form's masks;
+    None for all."""
 
     def waits_for(self, num_tokens: int, params: SamplingParams, *, counts_are_kept: bool) -> bool:
         """Whether the next token can be sampled only once the host knows the last `num_tokens`.
@@ -109,7 +109,7 @@ class Completion:
         return tuple(sorted(self.request.stop_token_ids)) if index < params.min_tokens else ()
 
     def is_dead_end(self, params: SamplingParams, mask: Mask | None, *, num_after: int = 0) -> bool:
-        """Whether no token of a mask may come, `num_after` tokens after the next one."""
+        """Whether a mask allows no token, `num_after` tokens after the next one."""
         if mask is None:
             return False
         suppressed = self._suppressed(params, self.request.num_output_tokens + num_after)
@@ -150,8 +150,8 @@ class Completion:
         return token_ids[:num_tokens]
 
     def _take_text(self, token_ids: list[int]) -> list[int]:
-        """Takes tokens for their text alone. Returns those up to the one that completes a stop
-        string."""
+        """Adds tokens to the text only. Returns those up to the one that completes a
+        stop string."""
         for num, token_id in enumerate(token_ids, start=1):
             stop = self.text.append(token_id)
             if stop is not None:
@@ -160,7 +160,7 @@ class Completion:
         return token_ids
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Records what became of its drafts."""
+        """Records how many of its drafts were verified and accepted."""
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
 

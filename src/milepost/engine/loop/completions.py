@@ -74,8 +74,8 @@ class RunningCompletions:
         return self._known[request.number][0]
 
     def wait_for(self, num_ahead: int, sequences: Sequence[SequencePlan]) -> bool:
-        """Whether any sequence that is ahead has to know its last `num_ahead` tokens before the
-        next is sampled."""
+        """Whether the next token of any sequence that runs ahead can only be sampled once its last
+        `num_ahead` tokens are known."""
         held = self._held
         return bool(held) and any(
             self._waits(sequence.number, num_ahead)

@@ -36,7 +36,7 @@ from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import FinishReason
 
 AWAIT_S = 0.005
-"""How long to wait for a copy before other arrivals are polled, while all requests load."""
+"""Seconds to wait for a copy before polling for other arrivals, while all requests are loading."""
 
 
 class Engine:
@@ -78,12 +78,13 @@ class Engine:
 
     @property
     def awaits_others(self) -> bool:
-        """Whether nothing can be done until a waker is readable, or a request is added or ended."""
+        """Whether there is nothing to do until a waker becomes readable, or a request is added or
+        ended."""
         return self._is_stuck and self.has_work
 
     @property
     def spare_s(self) -> float:
-        """Seconds for which `step` need not be called: what is added by then is still in the step
+        """Seconds for which `step` need not be called: requests added by then are still in the step
         that it plans ahead, and the device has work until then."""
         return self.pipeline.spare_s
 
@@ -154,7 +155,7 @@ class Engine:
         return group
 
     def _enter(self, group: RequestGroup, completion: Completion) -> None:
-        """Has the scheduler serve the request of a completion."""
+        """Adds a completion's request to the scheduler."""
         self._canonical.give_way()
         self.scheduler.add(completion.request)
         self._completions.add(group, completion)
@@ -231,7 +232,7 @@ class Engine:
         self._is_stuck = False
 
     def heed(self, ready: Sequence[socket.socket]) -> None:
-        """Does what these wakers ask for. Raises EngineDeadError if another rank is lost."""
+        """Handles these readable wakers. Raises EngineDeadError if another rank is lost."""
         if self._team is not None and self._team.alarm in ready:
             with self._latch.fatal(BaseException):
                 raise self._team.failure()
@@ -259,7 +260,8 @@ class Engine:
                 part.flush()
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Forgets what is cached, with `reset_connector` also on disk. False while requests run."""
+        """Drops everything cached in memory, and with `reset_connector` also on disk. Returns False
+        while requests are running."""
         self._end_idle_work()
         self.poll()
         is_done = self.scheduler.cache.reset()
@@ -270,8 +272,8 @@ class Engine:
         return is_done
 
     def release_cache(self) -> bool:
-        """Forgets everything cached and returns its memory to the system, as far as
-        `Pools.release` can. Returns False while requests are running or waiting."""
+        """Drops everything cached and returns its memory to the system, as far as `Pools.release`
+        can. Returns False while requests are running or waiting."""
         self._end_idle_work()
         is_done = not self.has_work and self.reset_prefix_cache()
         if is_done:

@@ -23,12 +23,12 @@ class RequestGroup:
     """One prompt with its completions, from `Engine.queue` until all have ended."""
 
     number: int
-    """The one number of the request, on the wire too: the client or the engine counts from 0."""
+    """Number of the request, also on the wire; the client or the engine counts from 0."""
     prompt: Prompt
     params: SamplingParams
     completions: list[Completion] = field(default_factory=list)
     wish: TransferWish | None = None
-    """The part of the prompt that other engines have, or are to have."""
+    """The part of the prompt that other engines have or should get."""
     kv_transfer_params: dict[str, Any] | None = None
     """The fields for the engine that continues, once the request is over."""
     admitted_at: float | None = None
@@ -36,12 +36,13 @@ class RequestGroup:
     loading_since: float | None = None
     """Time of the step that began to load the first completion's prompt, if one did."""
     _has_report: bool = False
+    """Whether an earlier output contained the cache report."""
     _has_scores: bool = False
-    """Whether an earlier output has the cache report, and the prompt's log-probabilities."""
+    """Whether an earlier output contained the prompt's log-probabilities."""
 
     @property
     def prefills(self) -> bool:
-        """Whether the prompt, but for the last token, is computed for another engine."""
+        """Whether only the prompt, without its last token, is computed, for another engine."""
         return self.wish is not None and self.wish.prefills and len(self.prompt.token_ids) > 1
 
     @property

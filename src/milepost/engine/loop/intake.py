@@ -1,6 +1,6 @@
-"""Makes request groups of valid prompts. Queues nothing.
+"""Makes request groups from valid prompts. Queues nothing.
 
-A form is also compiled here, at its first request, and bad words are tokenized; both may be called
+It also compiles a form when the first request needs it, and tokenizes bad words. Both may be called
 from another thread.
 """
 
@@ -127,8 +127,8 @@ class Intake:
         return group
 
     def _salt(self, prompt: Prompt, params: SamplingParams, number: int) -> str:
-        """Returns the salt. A prompt to be scored is computed whole: under a salt of its own it
-        hits nothing, here or in tiers or other engines."""
+        """Returns the salt. A prompt to be scored must be computed whole, so it gets a salt of its
+        own, under which it hits nothing, here, in tiers or on other engines."""
         if params.prompt_logprobs is None:
             return prompt.cache_salt
         return f"{prompt.cache_salt}\0scored {number} by {self._id}"
@@ -171,7 +171,7 @@ class Intake:
 
 
 def _marks_of(prompt: Prompt) -> list[int]:
-    """Returns the positions that are worth a state: those that were named, and the ends of the
+    """Returns the positions where a state is worth keeping: the named ones, and the ends of the
     images of the last two turns."""
     ends = group_ends(prompt.pictures, least_apart=TURN_TOKENS, most=2)
     return [*prompt.cache_marks, *ends]

@@ -1,10 +1,10 @@
-"""How long planning the next step can wait while one is in flight.
+"""Decides how long planning the next step can wait while one is in flight.
 
-A step planned the moment the one before it begins misses whatever arrives while that one runs: a
-request then waits for one more step, and prompts that arrived together are computed apart. So the
-plan is made as late as possible without leaving the device idle or delaying the tokens of the step
-in flight. This estimates when that step ends, from the least that steps of its size have taken, and
-how long planning and launching the next one takes.
+If the next step were planned as soon as the current one begins, requests that arrive meanwhile
+would miss it: they would wait for one more step, and prompts that arrived together would be
+computed apart. So the plan is made as late as possible without leaving the device idle or delaying
+the tokens of the step in flight. The end of that step is estimated from the shortest times of steps
+of its size; the time to plan and launch the next one is estimated too.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Pace:
         self._margin_s = grown if is_late else max(0.98 * self._margin_s, MARGIN_S)
 
     def spare_s(self, plan: StepPlan, elapsed_s: float, *, will_prefill: bool) -> float:
-        """Returns the seconds for which nothing need be planned after a step that has run for
-        `elapsed_s`; 0 for an unknown size. Its tokens are read once the next step is launched:
-        one that prefills takes longer to launch."""
+        """Returns for how many seconds nothing need be planned after a step that has run for
+        `elapsed_s`; 0 for an unknown size. The step's tokens are read after the next one is
+        launched, and launching one that prefills takes longer."""
         taken_s = self._taken_s.get(_size(plan), 0.0)
         planning_s = self._planning_s[will_prefill]
         return max(taken_s - elapsed_s - planning_s - self._margin_s, 0.0)

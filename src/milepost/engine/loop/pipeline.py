@@ -52,7 +52,7 @@ class StepPipeline:
 
     @property
     def spare_s(self) -> float:
-        """Seconds for which no step need be begun: what is added by then is in the step that is
+        """Seconds for which no step need be begun: requests added by then are in the step that is
         planned ahead, and the device has work until then."""
         step = self.in_flight
         if step is None or not step.is_timed or _is_mostly_verifying(step.plan):
@@ -98,10 +98,8 @@ class StepPipeline:
         return output
 
     def _start_ahead(self, step: InFlightStep) -> InFlightStep | None:
-        """Launches the step after one in flight, if it can be planned without that one's tokens.
-
-        It samples at once unless sampling needs them; then it samples when they are taken.
-        """
+        """Launches the step after one in flight, if it can be planned without that one's tokens. It
+        samples at once, unless sampling needs those tokens; then it samples once they are taken."""
         if not self._runs_ahead or _is_mostly_verifying(step.plan):
             return None
         began_s = perf_counter()
@@ -149,7 +147,7 @@ class StepPipeline:
         self.speculation.propose(self._completions.possible)
 
     def settle(self) -> None:
-        """Once every answer has ended, collects a step that turned out to be unneeded, and folds
+        """Once every answer has ended, collects a step that turned out to be unnecessary, and folds
         states up to the ends of their answers."""
         if self._scheduler.has_work and not self._scheduler.only_folds:
             return
@@ -207,6 +205,6 @@ class StepPipeline:
 
 
 def _is_mostly_verifying(plan: StepPlan) -> bool:
-    """Whether most of a step's sequences have drafts: then the others wait with them, rather than
-    being in steps of their own between."""
+    """Whether most of a step's sequences have drafts. If so, the others wait with them instead of
+    getting steps of their own in between."""
     return 2 * sum(sequence.num_drafts > 0 for sequence in plan.sequences) > len(plan.sequences)

@@ -71,9 +71,8 @@ class EngineThread:
         return self._queue(work, *args).result()
 
     def tidy(self, work: Callable[..., object], *args: Any) -> None:
-        """Runs what a caller leaves to be done. The garbage collector may end a caller on any
-        thread: on the engine's own, `work` is only queued, and at the interpreter's end it is
-        dropped."""
+        """Runs a caller's cleanup. The garbage collector may end a caller on any thread: on the
+        engine's own, `work` is only queued, and at the interpreter's end it is dropped."""
         try:
             future = self._queue(work, *args)
         except EngineDeadError:

@@ -65,7 +65,8 @@ class Tiering(OffDevice):
         return True
 
     def do_idle_work(self) -> bool:
-        """Makes the copies that wait for nothing to run. Returns whether there will be more."""
+        """Makes the copies that were left for an idle moment. Returns whether there
+        will be more."""
         self.transfers.poll()
         outside = self._scheduler.outside
         if outside.has_stores:
@@ -88,7 +89,7 @@ class Tiering(OffDevice):
         return self.transfers.is_busy or self._scheduler.outside.has_stores
 
     def end_loads(self) -> None:
-        """Ends every load: the plan that was interrupted may have begun it, or not."""
+        """Ends every load, since an interrupted plan may or may not have begun it."""
         self.transfers.end_loads()
         for number, (_, offer) in list(self._scheduler.outside.loading.items()):
             if offer.source == self.tiers.name:
@@ -126,14 +127,14 @@ class Tiering(OffDevice):
         return found
 
     def reset(self, *, with_files: bool) -> None:
-        """Forgets what host memory holds, and deletes this model's files if asked to."""
+        """Drops the contents of host memory, and with `with_files` this model's files."""
         self.transfers.end_loads()
         self.tiers.clear(with_files=with_files)
         self.transfers.poll()
 
     def close(self, *, is_whole: bool) -> None:
-        """Stores and writes what is left, in the time that there is for it, unless a step has
-        failed."""
+        """Stores and writes what is left, for as long as the configuration allows, unless a step
+        has failed."""
         if is_whole:
             end_s = perf_counter() + self._flush_s
             self._flush_until(end_s)

@@ -25,9 +25,8 @@ _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "m
 
 
 def is_public(address: str) -> bool:
-    """Whether an address belongs to the public internet: no loopback, no private network, no link
-    of this machine, no multicast, and no IPv6 address that stands for such an IPv4 one.
-    """
+    """Whether an address is on the public internet. Loopback, private, link-local and multicast
+    addresses are not, nor are IPv6 addresses that stand for such an IPv4 address."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -48,8 +47,8 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 async def fetch(
     url: str, rules: MediaRules, *, may_reach: Callable[[str], bool] = is_public
 ) -> bytes:
-    """Returns what is at a URL. `may_reach` judges addresses. Raises InvalidPromptError, which does
-    not say what a host answered."""
+    """Returns the bytes at a URL. `may_reach` decides which addresses are allowed. Raises
+    InvalidPromptError, without the contents of the host's answer."""
     try:
         import aiohttp
     except ImportError:

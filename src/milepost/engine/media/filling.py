@@ -48,8 +48,8 @@ class Media:
         return [self._text(each) for each in self.found]
 
     def into_plain(self, prompt: Any, encode: Callable[[str], list[int]] | None) -> Any:
-        """Returns a plain prompt, as callers give it, with the texts of its videos. `encode`
-        tokenizes these where the prompt has token ids. Raises InvalidPromptError."""
+        """Returns a plain prompt, as callers pass it, with the texts of its videos. `encode`
+        tokenizes these if the prompt has token ids. Raises InvalidPromptError."""
         texts = [self._text(each) for each in self.found if isinstance(each, PreparedVideo)]
         if not texts:
             return prompt

@@ -17,20 +17,19 @@ DETAILS = (None, "auto", "low", "high")
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """An image or a video as it came."""
+    """An image or a video in the form in which the client sent it."""
 
     source: Any
-    """A URL, the bytes of a file, or an image of Pillow's. Of a video also its frames: a mapping
-    with a list of such `frames`, and their `times` in seconds or `fps`."""
+    """A URL, the bytes of a file, or a Pillow image. For a video also its frames: a mapping with a
+    list of such `frames`, and their `times` in seconds or `fps`."""
     is_low: bool = False
     """Whether the image should take few tokens (`detail: low`)."""
     is_video: bool = False
 
 
 def images_of(messages: Sequence[Any]) -> tuple[Sequence[Any], list[Given]]:
-    """Returns messages in which a part with an image or a video only says so, and the images and
-    videos in order. Raises InvalidPromptError for such a part without one.
-    """
+    """Returns messages in which each image or video is replaced by a placeholder, and the images
+    and videos in order. Raises InvalidPromptError for a part that should have one and does not."""
     found: list[Given] = []
     if not any(_is_image(part) for message in messages for part in _parts(message)):
         return messages, found

@@ -14,8 +14,8 @@ MAX_BYTES = 2**30
 
 
 class KeptImages:
-    """Prepared images by key, the ones used last, up to a number of bytes. Several threads may use
-    one."""
+    """The most recently used prepared images by key, up to a number of bytes. May be used from
+    several threads."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -31,7 +31,7 @@ class KeptImages:
             return self._images.get(key)
 
     def put(self, key: bytes, image: Prepared) -> None:
-        """Keeps an image, and forgets those that were not used for longest."""
+        """Keeps an image, and drops the least recently used ones if there are too many bytes."""
         with self._lock:
             if key in self._images:
                 return

@@ -75,14 +75,14 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
     settings: ImageSettings
     max_pixels: int | None = None
     sampling: FrameSampling | None = None
-    """Says that it is a video, and what to take of an animation."""
+    """Set for a video: which frames to take of an animation."""
     times: tuple[float, ...] = ()
     """Seconds of each frame, if they are in a list."""
 
     @staticmethod
     def of(given: Given, loaded: Sequence[Any], facts: ImageFacts) -> Unprepared:
-        """Takes what has been loaded of an image or a video: see `sources_of`. Raises
-        InvalidPromptError."""
+        """Returns an image or a video to prepare; `loaded` has the contents of its `sources_of`.
+        Raises InvalidPromptError."""
         if not given.is_video:
             max_pixels = facts.low_pixels if given.is_low else None
             return Unprepared(loaded[0], facts.settings, max_pixels)
@@ -94,7 +94,8 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
         return Unprepared(list(loaded), video.settings, sampling=video.sampling, times=times)
 
     def find_key(self) -> bytes | None:
-        """Returns a hash of all that it is prepared from; None if images of Pillow's are in it."""
+        """Returns a hash of everything that the result depends on; None if Pillow images are among
+        it."""
         files = self.data if isinstance(self.data, list) else [self.data]
         if not all(isinstance(each, bytes) for each in files):
             return None
@@ -126,7 +127,7 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
 
 
 def sources_of(given: Given) -> list[Given]:
-    """Returns what has to be loaded of an image or a video: itself, or its frames. Raises
+    """Returns what must be loaded: the image itself, or the frames of the video. Raises
     InvalidPromptError."""
     if not (given.is_video and isinstance(given.source, Mapping)):
         return [given]
@@ -140,7 +141,7 @@ def sources_of(given: Given) -> list[Given]:
 
 
 def _times_of(source: Mapping[str, Any], count: int) -> tuple[float, ...]:
-    """Returns the seconds of frames, which `times` list or `fps` says."""
+    """Returns the times of frames in seconds, from the list `times` or from `fps`."""
     times, fps = source.get("times"), source.get("fps")
     if times is None and _is_number(fps) and fps > 0:
         return tuple(index / fps for index in range(count))

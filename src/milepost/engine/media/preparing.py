@@ -35,7 +35,7 @@ class Preparer:
 
     async def prepare(self, images: Sequence[Given]) -> list[Prepared]:
         """Loads and prepares images. Raises InvalidPromptError for an image that fails, and as soon
-        as they are too many for one prompt."""
+        as there are too many for one prompt."""
         tasks = [asyncio.ensure_future(self._prepare(each)) for each in images]
         num_tokens = 0
         try:

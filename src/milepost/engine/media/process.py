@@ -32,7 +32,8 @@ class PreparingProcess:
         self._decoder = msgspec.msgpack.Decoder(PreparedPicture | PreparedVideo | _Refusal)
 
     async def prepare(self, asked: Unprepared) -> Prepared:
-        """Raises InvalidPromptError. When its caller is cancelled the work ends at once."""
+        """Returns the prepared image. If its caller is cancelled, the work ends at once. Raises
+        InvalidPromptError."""
         try:
             if self._child.pid is None:
                 await self._kill()  # the one before, which may still be ending

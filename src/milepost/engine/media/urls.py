@@ -48,9 +48,9 @@ class MediaRules:
 
 
 async def load(given: Given, rules: MediaRules) -> Any:
-    """Returns the bytes of an image, or the image itself if it is no URL. Megabytes of base64 or of
-    a file keep a thread busy rather than the event loop. Raises InvalidPromptError.
-    """
+    """Returns the bytes of an image, or the image itself if it is no URL. Decoding base64 and
+    reading files happen in a thread, so they do not block the event loop. Raises
+    InvalidPromptError."""
     if not isinstance(given.source, str):
         return load_here(given, rules)
     if not is_remote(given):

@@ -100,7 +100,7 @@ class EngineClient:
         return self.death is None and not self._is_closing
 
     def check_alive(self) -> None:
-        """Raises EngineDeadError if the engine can answer no more."""
+        """Raises EngineDeadError if the engine can no longer answer."""
         if self.death is not None:
             raise EngineDeadError(self.death)
         if self._is_closing:
@@ -108,7 +108,7 @@ class EngineClient:
 
     def check_room(self, num_prompts: int, num_each: int) -> None:
         """Raises InvalidRequestError for more completions than are ever accepted, and
-        QueueFullError for more than may be running or waiting now."""
+        QueueFullError for more than may run or wait now."""
         num_new = num_prompts * num_each
         if num_new > self.max_in_flight:
             raise InvalidRequestError(
@@ -175,15 +175,15 @@ class EngineClient:
         return (await self._ask("state")).state or b"{}"
 
     async def release_cache(self) -> bool:
-        """Forgets everything cached and returns its memory to the system. Returns False while
+        """Drops everything cached and returns its memory to the system. Returns False while
         requests are running."""
         return bool((await self._ask("release_cache")).done)
 
     async def reset_prefix_cache(
         self, *, with_files: bool = False, timeout_s: float | None = None
     ) -> bool:
-        """Forgets everything cached, `with_files` also on disk. Returns False while requests are
-        running. Raises RequestTimeoutError if the engine does not answer in time."""
+        """Drops everything cached, and with `with_files` also what is on disk. Returns False while
+        requests are running. Raises RequestTimeoutError if the engine does not answer in time."""
         what: wire.Question = "reset_with_files" if with_files else "reset_prefix_cache"
         try:
             async with asyncio.timeout(timeout_s):

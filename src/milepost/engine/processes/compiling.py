@@ -35,8 +35,8 @@ class Compiling:
         self._pending.discard(number)
 
     def close(self) -> None:
-        """Stops reading. A form that is being compiled is left to its thread, which ends with the
-        process."""
+        """Stops. A form that is being compiled is left to its thread, which ends with
+        the process."""
         self.done.close()
         if self._thread is None:
             self._bell.close()

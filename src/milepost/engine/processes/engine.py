@@ -1,7 +1,7 @@
 """The engine in a process of its own: messages in from a socket, steps, messages out.
 
-Single-threaded. Between two steps it takes whatever has arrived, so an abort frees what a request
-held before the next step is planned. It knows nothing of HTTP. It ends when it is told to, when a
+Single-threaded. Between two steps it handles whatever has arrived, so an abort frees a request's
+memory before the next step is planned. It knows nothing of HTTP. It ends when it is told to, when a
 step fails, or when the client goes away: then at once, even while it loads. The client handles
 Ctrl-C and SIGTERM, since it may want to finish answers first.
 """
@@ -94,7 +94,7 @@ class Loop:
         return [self._socket, self._compiling.done, *self._engine.wakers]
 
     def _rest(self) -> None:
-        """Returns memory to the system, unless something arrives soon."""
+        """Returns free memory to the system, unless something arrives soon."""
         self._watch.note_rest(time.monotonic())
         if not select.select(self._sources, [], [], REST_S)[0]:
             heap.give_back()

@@ -1,4 +1,4 @@
-"""Starts an engine beside its tokenizer, and holds what is loaded for whoever asks."""
+"""Starts an engine while its tokenizer loads, and loads things once for all who ask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class LoadedOnce(Generic[T]):
-    """Loads something when it is first asked for, and holds it for all who ask, in one event
+    """Loads something when it is first asked for, and keeps it for later callers in the same event
     loop."""
 
     def __init__(self, load: Callable[[], Coroutine[Any, Any, T]]) -> None:

@@ -13,7 +13,7 @@ WATCHES = 4
 
 
 class Questions:
-    """Asks with `send`, and waits for the answers."""
+    """Sends questions with `send`, and waits for the answers."""
 
     def __init__(self, send: Callable[[Ask], None]) -> None:
         self._send = send
@@ -28,7 +28,7 @@ class Questions:
         return self._num_asked
 
     async def ask(self, what: Question) -> Reply:
-        """Returns the answer. Raises what `fail` is given meanwhile."""
+        """Sends a question and returns the answer. Raises the error passed to `fail` meanwhile."""
         id_ = self.send(what)
         future = self._waiting[id_] = asyncio.get_running_loop().create_future()
         try:
@@ -49,15 +49,13 @@ class Questions:
                 future.set_exception(error)
 
     def note_life(self) -> None:
-        """Notes that the engine has said something."""
+        """Records that the engine has sent something."""
         self._has_heard = True
 
     async def until_silent_for(self, limit_s: float) -> None:
-        """Returns once the engine has said nothing for this long, although it was asked.
-
-        Questions are answered between steps. Silence is counted in whole waits: time in which this
-        process slept as well is no sign of a hang.
-        """
+        """Returns once the engine has sent nothing for this long, although it was asked. Questions
+        are answered between steps. Only whole waits count as silence, since time in which this
+        process slept too is no sign of a hang."""
         num_silent = 0
         while num_silent < WATCHES:
             self._has_heard = False

@@ -1,7 +1,7 @@
-"""A rank but the first, in a process of its own: runs what rank 0 runs, plan by plan.
+"""A rank other than the first, in a process of its own. It runs what rank 0 runs, plan by plan.
 
-It has a part of the model, of the pools and of what is kept outside them, and no scheduler: it does
-only what arrives over its socket. It ends when the socket closes.
+It has a part of the model, of the pools and of the tiers, and no scheduler: it does only what
+arrives over its socket. It ends when the socket closes.
 """
 
 from __future__ import annotations

@@ -32,11 +32,9 @@ STOP_S = 5.0
 
 
 class EngineProcess:
-    """The process of one engine. `make_engine` takes the place of `Engine`, for tests.
-
-    It ends by `end`, or with the program (`ending`): it then stops between two steps, and writes
-    what its cache is still to write, for `stop_s` in all.
-    """
+    """The process of one engine. `make_engine` replaces `Engine` in tests. It ends by `end`, or
+    with the program (`ending`): it then stops between two steps and writes pending cache items, all
+    within `stop_s`."""
 
     def __init__(self, config: EngineConfig, make_engine: Callable[..., Any] | None) -> None:
         self._config, self._make_engine = config, make_engine
@@ -147,7 +145,8 @@ def _run(
     make_engine: Callable[..., Any] | None,
     setup: logs.LogSetup | None,
 ) -> None:
-    """Runs in the new process. Only there torch is imported, and all that an engine needs."""
+    """Runs in the new process. Only there are torch and the engine's other dependencies
+    imported."""
     if setup is not None:
         logs.set_up(replace(setup, process="engine"))
     try:

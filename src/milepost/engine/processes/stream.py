@@ -1,7 +1,7 @@
 """The stream of one caller: the outputs of its prompts, as they come from the engine process.
 
-What has arrived and was not read yet is joined, so a slow reader costs no more memory than its
-completions are long; or it is kept step by step, on request.
+Outputs that have arrived and were not read yet are joined, so a slow reader takes no more memory
+than its completions are long. On request they are kept step by step instead.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Stream:
     """The outputs of the prompts of one `EngineClient.add`, until the last has ended.
 
     Each iteration yields what has arrived since the last one: pairs of a prompt's index and its
-    output, at most one of each prompt. Raises what `fail` was given, once all that arrived before
-    is read. `close` it in any case. Outputs that arrive faster than they are read are joined,
-    unless it `keeps_steps`: then each is of one step, however busy the reader is.
+    output, at most one per prompt. Outputs that arrive faster than they are read are joined; with
+    `keeps_steps`, each is of one step, however slow the reader is. Raises the error passed to
+    `fail`, after all that arrived before it has been read. Always `close` it.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Stream:
         return [(index, outputs.popleft()) for index, outputs in pending if outputs]
 
     async def begun(self) -> None:
-        """Waits until something has arrived, and leaves it. Raises the error of a stream that has
-        nothing else."""
+        """Waits until something has arrived, without taking it. Raises the error of a stream that
+        has nothing else."""
         await self._news.wait()
         if self._error is not None and not any(self._pending.values()):
             raise self._error
@@ -87,8 +87,7 @@ class Stream:
             self._news.set()
 
     def abort(self) -> None:
-        """Ends the stream as it stands, once what has arrived is read; the engine ends its
-        requests."""
+        """Ends the stream with what has arrived so far; the engine ends its requests."""
         self._client.forget(self)
         self.open.clear()
         self._news.set()
@@ -98,7 +97,7 @@ class Stream:
         self._timer = asyncio.get_running_loop().call_later(seconds, self.fail, error)
 
     def close(self) -> None:
-        """Gives up what is not over; the engine frees it before its next step."""
+        """Aborts unfinished requests; the engine frees them before its next step."""
         if self._timer is not None:
             self._timer.cancel()
         self._client.forget(self)
@@ -163,7 +162,7 @@ class GrowingOutput:
 
 
 def joined(first: Output, second: Output) -> Output:
-    """Returns two outputs of one request as one."""
+    """Joins two consecutive outputs of one request."""
     deltas = {delta.index: delta for delta in first.deltas}
     for delta in second.deltas:
         known = deltas.get(delta.index)

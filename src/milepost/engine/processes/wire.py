@@ -1,13 +1,13 @@
 """The messages between the engine process and its client, and their format on the socket.
 
-A frame (`milepost.frames`) holds msgpack: plain values, never code.
-`Frames` cuts a byte stream into messages and does no I/O; both sides use it.
+A frame (`milepost.frames`) holds msgpack: plain values, never code. `Frames` cuts a byte stream
+into messages and does no I/O; both sides use it.
 
     client -> engine    Add, Abort, Ask, Stop
     engine -> client    Ready or Failed, once; then Outputs, Refused, Reply; Died before a bad end
 
 Every `Add` is followed by exactly one end (an Output with `finished`, or Refused), unless an
-`Abort` comes first: what was under way then may still arrive, and is dropped.
+`Abort` comes first: outputs that were under way then may still arrive, and are dropped.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from milepost.sampling_params import SamplingParams
 M = TypeVar("M")
 
 MAX_FRAME_BYTES = 2**30
-"""No message is this long, so a greater length means that the stream is corrupt."""
+"""Limit of a message's length. A greater length means that the stream is corrupt."""
 
 
 # --- to the engine --------------------------------------------------------------------------------
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
-    """Queues a prompt under a number of the client's. Its text stays with the client."""
+    """Queues a prompt under a number chosen by the client, which keeps its text."""
 
     number: int
     tokens: bytes
-    """Packed, as `Prompt.packed` has them: number by number, those of a long prompt take longer to
-    write and to read than to look up in the cache."""
+    """Token ids as packed uint32 (`Prompt.packed`). As a list of numbers, a long prompt would take
+    longer to write and read than to look up in the cache."""
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
@@ -142,7 +142,7 @@ class Outputs(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A request was not taken, and why."""
+    """A request was not accepted, and why."""
 
     number: int
     message: str

@@ -1,14 +1,15 @@
-"""Renders a conversation with the tokenizer's chat template, and finds where a checkpoint pays.
+"""Renders a conversation with the tokenizer's chat template, and finds where a checkpoint is worth
+keeping.
 
-The marks are where other prompts are likely to leave this one: the end of the system prompt and the
-tools, and the end of the last message (`marks`). A mark is always a position of this very prompt,
-whatever a template does to earlier messages.
+The marks are where other prompts are likely to diverge from this one: the end of the system prompt
+and the tools, and the end of the last message (`marks`). A mark is always a position of this very
+prompt, whatever a template does to earlier messages.
 
 Text that somebody else wrote is never read as special tokens. A template writes them (<|im_start|>,
-<|im_end|>) around what people say, and a tokenizer recognises them wherever they stand, so a
-message that contains them could end itself and go on in another role. Here they are cut in two
-before the template sees them: the cut is a character that stands in no text, and where it stands
-the rendered text is tokenized in pieces.
+<|im_end|>) around messages, and a tokenizer recognises them anywhere, so a message that contains
+them could end itself and go on in another role. So they are cut in two before the template sees
+them. The cut is a character that occurs in no text, and the rendered text is tokenized in pieces
+between the cuts.
 """
 
 from __future__ import annotations
@@ -45,12 +46,10 @@ CUT = "\ufdd0"
 
 
 def special_texts(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Returns a pattern of the texts that the tokenizer reads as special tokens; None without
-    any.
-
-    Tokens that are merely added (<think>, <tool_call>) are none: they structure an answer, begin no
-    role, and are in what clients send back. One of a single character cannot be cut.
-    """
+    """Returns a pattern of the texts that the tokenizer reads as special tokens; None if there are
+    none. Tokens that are merely added (<think>, <tool_call>) do not count: they structure an
+    answer, begin no role, and occur in what clients send back. Nor do tokens of a single character,
+    which cannot be cut."""
     added = tokenizer.added_tokens_decoder.values()
     texts = sorted((token.content for token in added if token.special), key=len, reverse=True)
     longer = [re.escape(text) for text in texts if len(text) > 1]
@@ -107,8 +106,8 @@ class Composed:
     pieces: list[str]
     """Pieces of the text. Each is tokenized by itself, so no special token spans two of them."""
     ends: list[int]
-    """Ends of parts of the text, in characters; the separator between two pieces counts as one.
-    First the end of the system prompt, then that of the last message, then the breakpoints."""
+    """Ends of parts of the text, in characters; the separator between two pieces counts as one. The
+    end of the system prompt comes first, then that of the last message, then the breakpoints."""
 
     @property
     def length(self) -> int:
@@ -123,8 +122,8 @@ class Composed:
         return found
 
     def prompt(self, encoded: Sequence[tuple[list[int], list[int]]]) -> ChatPrompt:
-        """Returns the prompt, given the token ids of each piece and the number of its tokens before
-        each end."""
+        """Returns the prompt. `encoded` has the token ids of each piece, and the number of its
+        tokens before each end."""
         token_ids: list[int] = []
         positions = [0] * len(self.ends)
         for (ids, counts), places in zip(encoded, self.places(), strict=True):
@@ -166,17 +165,15 @@ def compose(
     check: Callable[[str], None] | None = None,
     image_texts: Sequence[str] = (),
 ) -> Composed:
-    """The text of a conversation. With `continue_final_message` it ends inside the last message, so
-    that the answer goes on with it, and `add_generation_prompt` does nothing.
+    """Returns the text of a conversation, and the ends of its parts.
 
-    A message, or a text part of one, with a `cache_control` gets a mark at its end; so does what
-    the template itself marks: the end of the system prompt and tools, and of the last message.
-    Parts that are images are written as `image_texts`, in order. What matches `special` in
+    With `continue_final_message` it ends inside the last message, so that the answer continues it,
+    and `add_generation_prompt` has no effect. A message or text part with a `cache_control` gets a
+    mark at its end. So do the end of the system prompt and tools, and that of the last message.
+    Parts that are images are written as `image_texts`, in order. Whatever matches `special` in
     messages, tools or arguments is read as text. `check` may refuse the text before the marks in it
-    are looked for.
-
-    Raises InvalidRequestError if there is no template, if it refuses the conversation, or if a
-    message has something other than text.
+    are looked for. Raises InvalidRequestError if there is no template, if it refuses the
+    conversation, or if a message has something other than text.
     """
     if continue_final_message:
         ending = {"add_generation_prompt": False, "continue_final_message": True}
@@ -207,8 +204,9 @@ def _taken(
     ending: Mapping[str, bool],
     joint: str,
 ) -> tuple[Sequence[ChatMessage], list[dict[str, Any]], str]:
-    """The conversation as the template takes it, the same with texts for contents, and all of it
-    as text. Raises InvalidRequestError if it is refused however it is put."""
+    """Returns the messages in a form that the template accepts, the same messages with plain text
+    as contents, and the whole text. Raises InvalidRequestError if the template refuses every form.
+    """
     for message in messages:
         _check_role(message)
     if not messages:

@@ -1,10 +1,10 @@
 """Renders conversations in a process that can be ended (`process`), within limits.
 
-A chat template is a program that somebody else wrote. Jinja's sandbox keeps it from the system,
-but bounds neither its loops nor what one expression takes: `'x' * 10**10` and `([0] * n).count(1)`
-run in C, where nothing in the process can interrupt them. So a template has processor time and
-memory, and what goes beyond them ends: by an exception where Python runs, which leaves the process
-as it was, and by a signal where it does not.
+A chat template is a program that somebody else wrote. Jinja's sandbox keeps it from the system, but
+limits neither its loops nor the cost of one expression: `'x' * 10**10` and `([0] * n).count(1)` run
+in C, where nothing in the process can interrupt them. So templates have limits of processor time
+and memory. Beyond them, Python code ends with an exception, which leaves the process intact, and C
+code is ended by a signal, with the process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | dict[str, str]
     special_tokens: dict[str, Any]
     special: str | None
-    """Pattern of what is read as text in messages (`special`)."""
+    """Pattern of texts in messages that must not be read as special tokens."""
 
 
 class Rendered(msgspec.Struct, array_like=True, frozen=True):
@@ -64,7 +64,7 @@ class Rendered(msgspec.Struct, array_like=True, frozen=True):
 
 
 def too_slow(limit_s: float) -> Rendered:
-    """Returns the outcome of a conversation whose rendering was ended."""
+    """Returns the outcome of a conversation whose rendering was cut off."""
     return Rendered(
         refusal=f"the chat template takes more than {limit_s:g} seconds to render the messages",
         is_slow=True,

@@ -19,7 +19,7 @@ _MAX_PENDING = 32
 
 
 class Detokenizer(Protocol):
-    """The text side of one answer."""
+    """The text of one answer, as its tokens come."""
 
     def append(self, token_id: int) -> str | None: ...
     def append_stop(self, token_id: int) -> None: ...
@@ -160,7 +160,7 @@ class _Phase(Enum):
 
 
 class _BehindReasoning:
-    """Tells where stop strings count: neither in the reasoning at the start of an answer, nor in
+    """Decides where stop strings count: neither in the reasoning at the start of an answer, nor in
     the line breaks after it."""
 
     def __init__(self, tokens: ReasoningTokens) -> None:
@@ -169,7 +169,7 @@ class _BehindReasoning:
 
     @property
     def is_settled(self) -> bool:
-        """Whether they count in all that comes."""
+        """Whether they count in all the following text."""
         return self._phase is _Phase.BEHIND
 
     def num_free(self, token_id: int, piece: str) -> int:

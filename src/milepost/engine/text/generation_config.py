@@ -34,12 +34,9 @@ def end_token_ids(
     overrides: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """Returns the ids that end an answer, sorted: those of generation_config.json and the
-    tokenizer's own.
-
-    A checkpoint without generation_config.json is asked through config.json; what `overrides`
-    says, which stands in place of config.json, comes before both. A token may be named by its text.
-    Raises ConfigError for a file that is no JSON object, and for what is no token.
-    """
+    tokenizer's own. Without generation_config.json, config.json is read. `overrides` of config.json
+    come before both files. A token may be named by its text. Raises ConfigError for a file that is
+    no JSON object, and for an invalid token."""
     ids = _overridden_ids(overrides or {}, tokenizer)
     if not ids:
         path = folder / FILE
@@ -64,11 +61,8 @@ def within(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
 
 
 def sampling_defaults(folder: Path, wanted: GenerationConfig) -> dict[str, int | float]:
-    """Returns the checkpoint's defaults for fields of SamplingParams.
-
-    As in vLLM, `do_sample` is not asked. Raises ConfigError for values that no request could have,
-    or for a file that is no JSON object.
-    """
+    """Returns the checkpoint's defaults for fields of SamplingParams. Like vLLM, it ignores
+    `do_sample`. Raises ConfigError for invalid values, and for a file that is no JSON object."""
     if wanted != "auto":
         return {}
     path = folder / FILE

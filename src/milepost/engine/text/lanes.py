@@ -44,8 +44,7 @@ class _Place:
 
 
 class Turns:
-    """Lets one caller at a time go on: the one with the least work first, within the bound
-    above."""
+    """Lets one caller run at a time: the one with the least work first, within the bound above."""
 
     def __init__(self) -> None:
         self._places: list[_Place] = []
@@ -169,8 +168,8 @@ class Lanes:
             return await self._process.render(asked)
 
     async def _render_to_its_end(self, asked: Unrendered) -> tuple[Rendered, ChatPrompt | None]:
-        """Renders even if the caller is cancelled meanwhile: the next caller then waits for that
-        rather than for a new process."""
+        """Renders even if the caller is cancelled meanwhile, since the next caller then waits less
+        than for a new process."""
         if self._begun is not None:
             await asyncio.wait([self._begun])
         self._begun = asyncio.ensure_future(self._chats.render(asked))

@@ -1,8 +1,8 @@
-"""Makes a chat template take conversations that it would refuse, or show without some message.
+"""Makes a chat template accept conversations that it would refuse, or show without some message.
 
-Clients put system messages where they like: several at the head, one in the middle. Most templates
-know one, at the beginning. What is said stays where it was said, so that a later turn still begins
-with the earlier ones; only who says it may change.
+Clients send system messages in any place: several at the beginning, or one in the middle. Most
+templates allow one, at the beginning. The messages keep their order, so that a later turn still
+begins with the earlier ones; only their roles may change.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _MARK = "\ue0b4"
 
 
 def placed(messages: Sequence[ChatMessage], shown: RenderOrNone, joint: str) -> list[ChatMessage]:
-    """Returns the messages with one system message at the head. Others stay only if the template
-    shows them there; else the user says them. `joint` stands between the parts of a message."""
+    """Returns the messages with one system message at the beginning. Later ones stay if the
+    template shows them; otherwise they become user messages. `joint` separates the parts of a
+    message."""
     end = _head_length(messages)
     head = list(messages[:end])
     if end > 1:

@@ -23,7 +23,7 @@ REFUSALS = (
     AttributeError,
     RuntimeError,
 )
-"""Errors of a template that refuses a conversation: it is a program."""
+"""Exceptions that count as a refusal of the conversation, since a template is a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ _PARTS = ("\ue0b2", "\ue0b3")
 
 
 def joint_of(conversation: BoundTemplate, messages: Sequence[ChatMessage]) -> str:
-    """Returns the text between the text parts of a message: that of the template if it reads parts,
-    or else a line break."""
+    """Returns the text that separates the text parts of a message: the template's own if it reads
+    parts, otherwise a line break."""
     if all(len(parts_of(message)) < 2 for message in messages if isinstance(message, Mapping)):
         return "\n"
     parts = [{"type": "text", "text": text} for text in _PARTS]

@@ -27,8 +27,8 @@ _SAMPLE = "Tokens of a text."
 
 
 def without_torch() -> None:
-    """Hides torch from this process, for one that only tokenizes: transformers imports torch with
-    its tokenizers, which takes two seconds, unless it finds none. Call this before transformers is
+    """Hides torch from this process, which only tokenizes. transformers imports torch along with
+    its tokenizers if it finds it, which takes two seconds. Call this before transformers is
     imported. Nothing can import torch afterwards."""
     if "torch" in sys.modules:
         return
