@@ -1,10 +1,10 @@
 """The building blocks that models are assembled from, by module. Weights in quantised forms are in
 the folder `quantised`:
 
-    putting together   parts, context, parameters
+    assembly           parts, context, parameters
     mixers             attention, indexer, mla, gated_delta, kda, mamba2, short_conv
     feed-forwards      mlp, moe
-    around them        embedding, ngrams, norm, residual, hyper, rotary, positions, mtp
+    between them       embedding, ngrams, norm, residual, hyper, rotary, positions, mtp
     pictures           tower
     weights            weights, linear, weight_slots, kv_scales
 """

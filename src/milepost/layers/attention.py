@@ -191,7 +191,8 @@ class Attention(nn.Module):
         return self._attend(query[step.last_tokens], gate, ctx, number, layout, selection)
 
     def _select(self, rows: Inputs, ctx: Context, number: int) -> Selection | None:
-        """Writes index keys; returns what tokens select by, if they do not attend to all."""
+        """Writes index keys. Returns the data by which tokens select what they attend to; None if
+        they attend to all."""
         if self.indexer is None:
             return None
         layout = ctx.step.layouts[self.operation]

@@ -30,7 +30,8 @@ class AttentionSpec:
     """Rows per token: two for its key and value, one for the latent of both, or three with an index
     key after key and value."""
     window: int | None = None
-    """Tokens that a token attends to, if not all before it: its KV lies in pages of windows."""
+    """Number of tokens that a token attends to, if not all before it. The KV is then in window
+    pages."""
 
     @property
     def is_indexed(self) -> bool:
@@ -60,7 +61,7 @@ class RecurrentSpec:
     """Values recorded per draft, in the model's dtype; None if the layer's kernels cannot verify
     drafts."""
     num_before: int = 0
-    """Records besides those of drafts: of the inputs that the first draft is convolved with."""
+    """Number of records besides those of drafts: inputs that the first draft is convolved with."""
     takes_drafts_fused: bool = True
     """Whether the fused kernels verify drafts as well, if the reference does."""
 
@@ -119,13 +120,14 @@ class StepArrays:
     token_ids: Any
     """[T] int64"""
     positions: Any
-    """[T] int32, rotary positions: a token's index in its sequence, less what the pictures before
-    it save. Tokens of a picture have the position of the picture in time."""
+    """[T] int32, rotary positions: a token's index in its sequence, minus what the pictures before
+    it save. A picture's tokens have its position in time."""
     kv_rows: Any
     """[T] int64, the row that each token's key is written to (see `kernels.attention.pages`); -1
     for none."""
     window_rows: Any = None
-    """Likewise, among the pages of layers with a sliding window; None if there are none."""
+    """[T] int64, likewise among the window pages of layers with a sliding window; None if there are
+    none."""
     slot_in: Any
     """[S] int32"""
     slot_out: Any
@@ -147,15 +149,15 @@ class StepArrays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureRows:
-    """The tokens of a step that stand for parts of pictures, N of them."""
+    """The tokens of a step that stand for pictures; there are N of them."""
 
     tokens: Tensor
-    """[N] int64, their indices among the step's tokens."""
+    """[N] int64, the tokens' indices in the step."""
     embeddings: Tensor
-    """[N, C] in the model's dtype, from its tower."""
+    """[N, C] in the model's dtype, from the vision tower."""
     positions: Tensor
-    """[2, N] int32, the rotary positions of their rows and of their columns. Models whose tokens
-    have one position each do not read them."""
+    """[2, N] int32, the rotary positions of the tokens' rows and columns. Not read by models whose
+    tokens have one position each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,14 +178,14 @@ class Context:
     carried: Carried | None = None
     """Hidden states for an MTP head; None if the model has none."""
     conv_records: Mapping[int, Tensor] = field(default_factory=dict)
-    """Mixer's number -> recorded inputs [rows, num_recorded, channels] of drafts that its states
-    stored with pages may have to take in; empty if nothing is drafted."""
+    """Mixer's number -> recorded inputs [rows, num_recorded, channels] of drafts, from which states
+    stored with pages can be advanced over accepted drafts; empty if nothing is drafted."""
     last_tokens_only: bool = False
     """Whether only sampled positions are computed after the last layer that has a cache."""
     pictures: PictureRows | None = None
     """Tokens that stand for pictures; None if there are none."""
     window_tables: Tensor | None = None
-    """Like `tables`, of layers with a sliding window."""
+    """Like `tables`, for layers with a sliding window."""
     angles: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Rotary embedding -> cosines and sines of the step's positions; the model fills it."""
 

@@ -31,9 +31,9 @@ class IndexerShapes:
     num_heads: int
     head_dim: int
     ratio: int
-    """Tokens of a block."""
+    """Number of tokens in a block."""
     budget: int
-    """Most tokens in the blocks that a token selects."""
+    """Largest number of tokens in the blocks that a token selects."""
 
 
 class Indexer(nn.Module):
@@ -68,8 +68,8 @@ class Indexer(nn.Module):
         rotary: Rotary,
         angles: tuple[Tensor, Tensor],
     ) -> Selection:
-        """Writes index keys; returns what the step's tokens select by. `angles` are those of their
-        positions."""
+        """Writes index keys. Returns the data by which the step's tokens select blocks. `angles`
+        are those of their positions."""
         shapes = self.shapes
         queries, keys = self.projection(rows).split(
             (shapes.num_heads * shapes.head_dim, shapes.head_dim), -1

@@ -44,7 +44,7 @@ class KDAShapes:
     conv_width: int
     norm_eps: float
     least_decay: float = 0.0
-    """The number that log decays stay above; 0 if there is none."""
+    """Lower bound of log decays; 0 if there is none."""
     is_full_rank: bool = False
     """Whether decay inputs and output gates each have one projection, not two of low rank."""
 

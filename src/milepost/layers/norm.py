@@ -27,7 +27,7 @@ _ROWS = 512
 
 
 class StreamNorm(Protocol):
-    """Makes what a block reads of the residual stream: a norm, or more. It is also a module."""
+    """Makes a block's input from the residual stream: a norm, or more. It is also a module."""
 
     ranks: Ranks
 

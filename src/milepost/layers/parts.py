@@ -86,7 +86,7 @@ class ResidualBlock(nn.Module):
 
         hidden += post(sum of part(pre(hidden)))
 
-    A block may be part of several layers: they share its weights, and each has its own cache.
+    A block may be part of several layers. They share its weights, and each has its own cache.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class ResidualBlock(nn.Module):
         ends: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Adds `delta` [T, C], or partials of it, to the residual stream, and runs the parts.
-        Returns the residual stream [T, C], or as `pre` has it, and what to add to it next: the norm
-        that follows adds it for less than a separate pass costs. If it `ends`, both have the rows
-        of the sampled positions only."""
+        Returns the residual stream, [T, C] unless `pre` uses another shape, and the output to be
+        added to it next, which the following norm does more cheaply than a separate pass would.
+        With `ends`, both have only the rows of the sampled positions."""
         rows: Inputs
         if self.pre is not None:
             is_row = self._first is not None and hidden.dim() == 2 and len(hidden) == 1
@@ -166,8 +166,8 @@ class Layer(nn.Module):
 def run_parts(
     parts: Iterable[Part], rows: Inputs, ctx: Context, numbers: tuple[int, ...], *, ends: bool
 ) -> Tensor:
-    """Returns the sum [T, C] of what parts make of the same `rows`, or the partials of a single
-    one; if they are the last to run (`ends`), of the sampled positions only."""
+    """Returns the sum [T, C] of the outputs of `parts` for the same `rows`, or the partials of a
+    single part. With `ends`, only for the sampled positions."""
     outputs = []
     for part, number in zip(parts, numbers, strict=True):
         if ends and isinstance(part, LastTokensPart):
@@ -179,7 +179,8 @@ def run_parts(
 
 
 def partials(output: Tensor) -> Tensor:
-    """Returns a rank's output [T, C] as partials [T, 1, C], which other ranks' are added to."""
+    """Returns a rank's output [T, C] as partials [T, 1, C], to which those of other ranks are
+    added."""
     return output[:, None] if output.dim() == 2 else output
 
 

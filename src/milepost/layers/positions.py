@@ -1,5 +1,5 @@
-"""How far a model's positions reach. The module imports nothing heavy: a length is also checked
-before torch is imported."""
+"""The number of positions that a model supports. The module imports nothing heavy, since lengths
+are also checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from typing import Any
 
 
 def stretched(parameters: Mapping[str, Any], own: int) -> int:
-    """Returns the number of positions that a model supports: as many as it was trained on, or as
-    many as the scaling in its `rope_parameters` stretches these to. `own` is its
-    `max_position_embeddings`.
-
+    """Returns the number of positions that a model supports: the trained number, or the number to
+    which the scaling in its `rope_parameters` stretches it. `own` is its `max_position_embeddings`.
     YaRN stretches the original length by its factor (arXiv:2309.00071, section 3.1), whatever
     `max_position_embeddings` says; linear and dynamic scaling stretch `max_position_embeddings`;
-    for llama3 and longrope (arXiv:2402.13753), that setting is already the stretched length.
-    """
+    for llama3 and longrope (arXiv:2402.13753), that setting is already the stretched length."""
     match parameters.get("rope_type", "default"):
         case "yarn":
             return int(parameters["original_max_position_embeddings"] * parameters["factor"])

@@ -102,8 +102,9 @@ def _sections(config: PreTrainedConfig) -> tuple[slice, ...]:
 
 
 def _frequencies_of(config: PreTrainedConfig, layer_type: str) -> tuple[Tensor, float]:
-    """Returns what layers of one type have. A `proportional` type turns the first dimensions of
-    each half of a head, with frequencies counted as if it turned all."""
+    """Returns the frequencies and the cosine factor of one layer type. A `proportional` type
+    rotates the first dimensions of each half of a head, with frequencies counted as if it rotated
+    all."""
     parameters = (config.rope_parameters or {}).get(layer_type)
     if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
         raise UnsupportedModelError(f"rope_parameters.{layer_type} has no rope_theta")

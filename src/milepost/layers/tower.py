@@ -46,7 +46,7 @@ class TowerShapes:
     """Frames of a patch."""
     num_channels: int
     num_positions: int
-    """Entries of the table of positions, a square."""
+    """Number of entries in the table of positions, a square number."""
     theta: float
     eps: float = 1e-6
 
@@ -61,7 +61,7 @@ class TowerShapes:
 
     @property
     def num_weights(self) -> int:
-        """Weights that a token's patches are multiplied by, each patch counted."""
+        """Number of weights that the patches of one token are multiplied by; each patch counts."""
         size, num_patches = self.hidden_size, self.merge_size**2
         block = 4 * size**2 + 2 * size * self.feed_forward_size
         merged = num_patches * size
@@ -70,7 +70,7 @@ class TowerShapes:
 
 
 Grid = tuple[int, int, int]
-"""Frames of a picture, and patches of a frame from top to bottom and from left to right."""
+"""Frames of a picture, patches of a frame from top to bottom, and patches from left to right."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class TowerRun:
 
     hidden: Tensor
     delta: Tensor | None
-    """[P, D], to be added to it next."""
+    """[P, D], still to be added to the residual stream."""
     angles: tuple[Tensor, Tensor]
     frames: PictureFrames
     is_fixed: bool
@@ -93,8 +93,8 @@ class TowerRun:
 
 
 def _by_rows(compute: Callable[..., Made], *rows: Tensor, is_fixed: bool) -> Made:
-    """Returns what `compute` makes of each row of `rows` [P, ...]. On a CPU, torch computes the
-    last numbers of a tensor by other instructions, so it gets blocks of rows if `is_fixed`."""
+    """Applies `compute` to each row of `rows` [P, ...]. On a CPU, torch computes the last elements
+    of a tensor with other instructions, so with `is_fixed` it gets blocks of rows."""
     is_cut = is_fixed and not runs_triton(rows[0])
     return in_blocks(compute, *rows) if is_cut else compute(*rows)
 
@@ -118,7 +118,7 @@ class TowerLinear(nn.Module):
         )
 
     def gelu(self, rows: Tensor, *, is_fixed: bool) -> Tensor:
-        """Multiplies, and takes the GELU as a tanh approximates it."""
+        """Multiplies `rows` [P, I] and applies the GELU in its tanh approximation."""
         if not is_fixed:
             return vision.multiply_gelu(rows, self.weight, self.bias)
         gelu = partial(F.gelu, approximate="tanh")
@@ -171,7 +171,7 @@ class TowerBlock(nn.Module):
         self.down = TowerLinear(kind.under("mlp.linear_fc2"), size, inner)
 
     def advance(self, run: TowerRun) -> None:
-        """Takes a run on by this block."""
+        """Runs this block on the residual stream of `run`."""
         is_fixed = run.is_fixed
         hidden, normed = self.norm1.add(run.hidden, run.delta)
         projected = self.qkv(normed, is_fixed=is_fixed)
@@ -229,13 +229,11 @@ class Tower(nn.Module):
     def begin(
         self, rows: Tensor, table: Tensor, grids: Sequence[Grid], *, is_fixed: bool = False
     ) -> TowerRun:
-        """Embeds the patches of pictures with these grids.
-
-        `rows` [P, bytes] are their patches, picture by picture, the M patches of a token one after
-        the other, and `table` [3, 256] has the value of each byte in each channel, in the tower's
-        dtype. `is_fixed` has products take an order that does not depend on the number of rows, so
-        that several pictures have the bits of each alone.
-        """
+        """Embeds the patches of pictures with these grids. `rows` [P, bytes] are their patches,
+        picture by picture, with the M patches of a token one after the other. `table` [3, 256] maps
+        each byte to a value in each channel, in the tower's dtype. With `is_fixed`, products use an
+        order that does not depend on the number of rows, so several pictures have the same bits as
+        each alone."""
         shapes, places = self.shapes, self._places(grids)
         values = vision.normalise(rows, table, shapes.num_frames, shapes.patch_size**2)
         assert is_fixed or len(grids) == 1, "several pictures take one order"
@@ -251,7 +249,7 @@ class Tower(nn.Module):
 
     @torch.inference_mode()
     def advance(self, run: TowerRun, blocks: Iterable[TowerBlock]) -> None:
-        """Takes a run on by some of the tower's blocks."""
+        """Runs some of the tower's blocks on the residual stream of `run`."""
         for block in blocks:
             block.advance(run)
 

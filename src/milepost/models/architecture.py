@@ -65,7 +65,7 @@ class Architecture:
     """Groups of settings that express one thing in different ways: an override of one replaces
     all."""
     settle: Callable[[dict[str, Any]], None] | None = None
-    """Converts such settings of a text part to the configuration class's, in place. Raises
+    """Converts such settings of a text part to those of the configuration class, in place. Raises
     ConfigError if they contradict each other."""
     prefixes: tuple[str, ...] = ("model.language_model", "model")
     """Paths that the text model may have in a checkpoint; the first with an embedding is used."""
@@ -78,7 +78,7 @@ class Architecture:
     for the number of the model's layers."""
     tower: Callable[[PreTrainedConfig, ModuleScope], Tower] | None = None
     """Builds the vision tower of a whole configuration, with tensors under `kind.path`; None if the
-    family has none that is run."""
+    family has no tower that is supported."""
     tower_path: str = "model.visual"
     """Path of the tower's tensors. They are skipped unless it is asked for, as the head's are."""
     skipped: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ class Architecture:
         return self.head_at.format(depth=config.num_hidden_layers)
 
     def tower_of(self, whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
-        """Returns the unfilled tower alone. Each rank has all of it, as it is published."""
+        """Returns the unfilled tower alone. It is not split: each rank has all of it."""
         assert self.tower is not None, "only architectures that have towers are asked for one"
         plain = ModuleScope(dtype=kind.dtype, device=kind.device, names=kind.names)
         return self.tower(whole, plain.under(self.tower_path))

@@ -51,7 +51,7 @@ class DecoderParts:
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
     factors: Mapping[str, Tensor | float] = field(default_factory=dict)
-    """Ends of tensor names -> factors, multiplied into the tensors as they are loaded."""
+    """Ends of tensor names -> factors that are multiplied into the tensors on loading."""
     head: MTPHead | None = None
     """The MTP head that drafts tokens, if any."""
     tower: Tower | None = None
@@ -131,8 +131,8 @@ class Decoder(nn.Module):
         return num_positions(self.config)
 
     def ends_early(self, capacity: Capacity) -> bool:
-        """Whether `forward` has to return only the sampled positions for a step of this capacity,
-        if it scores no prompt. A head needs all positions. With `batch_invariant` a prompt's last
+        """Whether `forward` may return only the sampled positions for a step of this capacity, if
+        it scores no prompt. A head needs all positions. With `batch_invariant`, a prompt's last
         position attends as the others do, whatever else is in the step."""
         is_free = self.mtp is None and not self.kind.batch_invariant
         return is_free and capacity.ends_early

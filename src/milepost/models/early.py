@@ -1,9 +1,9 @@
-"""Refuses what `config.json` alone makes certain, before torch and transformers are imported: they
-take seconds.
+"""Refuses models that `config.json` alone shows to be unsupported, before torch and transformers
+are imported, which takes seconds.
 
-The rules are those of the full check, which follows (`engine/assembly/setup.py`); this module only
-finds the settings that they are about where a file has them under the usual names. Whatever it does
-not find, aliases and overrides among it, is left to that check.
+The rules are those of the full check, which follows (`engine/assembly/setup.py`). This module only
+looks for settings under their usual names. Anything else, such as aliases and overrides, is left to
+the full check.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from milepost.parallel import Ranks
 
 
 def refuse_early(config: EngineConfig) -> None:
-    """Raises what the engine would refuse this configuration for, if that is certain by now. Reads
-    `config.json`, and loads nothing from the hub."""
+    """Raises the error with which the engine would refuse this configuration, if that is certain
+    already. Reads `config.json`, and loads nothing from the hub."""
     folder = _local_folder(config)
     if folder is None:
         return
@@ -52,7 +52,7 @@ def refuse_early(config: EngineConfig) -> None:
 
 
 def check_length(asked: int | None, limit: int) -> None:
-    """Raises ConfigError for a length that the model's positions do not reach."""
+    """Raises ConfigError for a length beyond the positions that the model supports."""
     if asked is not None and asked > limit:
         raise ConfigError(
             f"max_model_len={asked}: the model's own limit is {limit} positions; lower it, or "
@@ -61,8 +61,8 @@ def check_length(asked: int | None, limit: int) -> None:
 
 
 def _local_folder(config: EngineConfig) -> Path | None:
-    """Returns the folder with the model's `config.json`; None if it is still to be downloaded.
-    Raises ConfigError for a path that leads nowhere."""
+    """Returns the folder with the model's `config.json`; None if it must still be downloaded.
+    Raises ConfigError for a path that does not exist."""
     source = config.model or str(EMBEDDED_MODEL)
     if Path(source).exists() or source.startswith((".", "~", "/")):
         return find_folder(source, revision=None, with_weights=False)
@@ -95,14 +95,16 @@ def _refuse_length(text: Mapping[str, Any], asked: int | None) -> None:
 def _quantization(
     folder: Path, raw: Mapping[str, Any], text: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
-    """Returns the checkpoint's settings, empty for a raw one; None if they lie elsewhere."""
+    """Returns the checkpoint's quantization settings, empty for a raw one; None if they are
+    elsewhere."""
     own = raw.get("quantization_config") or text.get("quantization_config") or {}
     lies_elsewhere = "compression_config" in raw or (folder / "hf_quant_config.json").exists()
     return own if isinstance(own, Mapping) and (own or not lies_elsewhere) else None
 
 
 def _refuse_split(text: Mapping[str, Any], ranks: Ranks) -> None:
-    """Checks whether heads can be shared out, for layers which are certainly there."""
+    """Checks whether the heads can be split over the ranks, for layers that the model certainly
+    has."""
     layers = text.get("layer_types")
     for layer, names in _HEADS.items():
         if isinstance(layers, list) and layer in layers:
@@ -116,4 +118,4 @@ _HEADS = {
     "sliding_attention": ("num_attention_heads",),
     "linear_attention": ("linear_num_key_heads", "linear_num_value_heads"),
 }
-"""Settings whose number every rank has an equal part of, by the layers that have them."""
+"""Layer type -> settings whose number must be divisible by the number of ranks."""

@@ -12,7 +12,7 @@ from milepost.models import architectures
 
 
 def declared_types() -> tuple[str, ...]:
-    """Returns what the files write as `model_types=(...)`, in the order of the registry."""
+    """Returns the values of `model_types=(...)` in these files, in the order of the registry."""
     found: list[str] = []
     for path in (file for folder in architectures.__path__ for file in _files(folder)):
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
-"""Rules about `quantization_config` that its own settings decide. The module imports nothing heavy:
-they are also checked before torch is imported."""
+"""Rules about `quantization_config` that can be checked from its own settings. The module imports
+nothing heavy, since they are also checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _FOUR_BIT_METHODS = ("mxfp4", "petit_nvfp4")
 
 
 def refuse_asked(settings: Mapping[str, Any], asked: str | None) -> None:
-    """Raises for a method that was asked for and is not the checkpoint's, or cannot be made from a
-    raw one, whose `settings` are empty."""
+    """Raises an error if the requested method differs from the checkpoint's, or cannot be applied
+    to a raw checkpoint, whose `settings` are empty."""
     if asked is None:
         return
     if settings and asked != settings.get("quant_method"):

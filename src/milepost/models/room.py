@@ -88,7 +88,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def collect_memory(device: torch.device) -> None:
-    """Returns a GPU's memory that nothing refers to any more to the system."""
+    """Returns a GPU's unreferenced memory to the system."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

@@ -5,11 +5,11 @@
     paths                    app, api_docs, operation, rendering
     OpenAI endpoints         completions, chat, conversation
     before the application   connections, gate, callers
-    a body, read             bodies, fields, protocol, parts, tools, unknown
-    its meaning              messages, images, templates, forms, parameters
-    the way to the engine    service, generation, observers
-    its answer               answers, stream, logprobs, errors, transfer
-    figures                  metrics, vllm_metrics, http_metrics
+    a request's body         bodies, fields, protocol, parts, tools, unknown
+    its interpretation       messages, images, templates, forms, parameters
+    towards the engine       service, generation, observers
+    the response             answers, stream, logprobs, errors, transfer
+    metrics                  metrics, vllm_metrics, http_metrics
     traces                   tracing, spans
     files of requests        batch
 """
@@ -26,7 +26,7 @@ __all__ = ["ServerConfig", "create_app"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what is asked for: the command line reads the configuration alone."""
+    """Imports a name when it is first used, since the command line only needs the configuration."""
     if name == "create_app":
         from milepost.server.embedding import create_app
 

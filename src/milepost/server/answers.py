@@ -128,7 +128,7 @@ BlockKind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True, eq=False)
 class AnswerBlock:
-    """One block, as far as it has arrived."""
+    """One block, with the text that has arrived so far."""
 
     kind: BlockKind
     index: int
@@ -152,7 +152,7 @@ class AnswerBlock:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A block begins, gets more text, or ends."""
+    """A change of a block: it begins, gets more text, or ends."""
 
     kind: Literal["opened", "gained", "closed"]
     block: AnswerBlock

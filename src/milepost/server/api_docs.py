@@ -1,7 +1,7 @@
 """The description of the API, and the page that shows it.
 
-The page's script and style come from this server (the package fastapi-offline holds Swagger UI), so
-that it works where nothing else can be reached. They reveal nothing and need no key.
+The page's script and style come from this server (the package fastapi-offline has Swagger UI), so
+the page works without internet access. They reveal nothing and need no key.
 """
 
 from __future__ import annotations

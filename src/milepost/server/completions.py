@@ -58,7 +58,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
 async def prompts_of(
     service: Service, request: CompletionRequest, params: SamplingParams
 ) -> list[Prompt]:
-    """Returns the prompts of a request as they are served."""
+    """Returns the prompts of a request as they will be served."""
     marks = tuple(request.cache_marks or ())
     salt = request.cache_salt or ""
     listed = _listed(request)

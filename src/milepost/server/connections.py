@@ -27,7 +27,7 @@ MAX_PIPELINED = 32
 """Requests that a client may send ahead on one connection."""
 LINGER_S = 5.0
 LINGER_BYTES = 2**24
-"""How long, and for how many bytes, a client may go on sending after its refusal."""
+"""Limits in seconds and bytes on what a client may go on sending after it was refused."""
 RESERVED_FILES = 64
 """Descriptors reserved for other uses than connections."""
 

@@ -135,7 +135,7 @@ def fitting(service: Service, prompt: Prompt, params: SamplingParams) -> Samplin
 async def prompt_of(
     service: Service, request: ChatRequest, params: SamplingParams, http: Request
 ) -> tuple[Prompt, ChatPrompt]:
-    """Returns the prompt as it is served, and the whole rendered conversation."""
+    """Returns the prompt as it will be served, and the whole rendered conversation."""
     rendered = await render(service, request, http)
     prompt = Prompt(
         token_ids=rendered.token_ids,

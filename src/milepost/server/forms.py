@@ -27,8 +27,8 @@ _COMPACT = {"whitespace_flexible": False, "whitespace_pattern": None}
 
 
 def of_request(request: Sampling) -> StructuredOutputs | None:
-    """Returns the form in `response_format` or `structured_outputs`. Raises InvalidRequestError for
-    both."""
+    """Returns the form in `response_format` or `structured_outputs`; None without either. Raises
+    InvalidRequestError if both are set."""
     form, wanted = of_response_format(request.response_format), request.structured_outputs
     if wanted is None:
         return form
@@ -59,7 +59,7 @@ def _compact(schema: dict[str, Any] | str | None) -> dict[str, Any]:
 
 
 def of_response_format(wanted: ResponseFormat | None) -> StructuredOutputs | None:
-    """Returns None for plain text."""
+    """Returns the form that a `response_format` asks for; None for plain text."""
     if wanted is None or wanted.type == "text":
         return None
     if wanted.json_schema is None:
@@ -107,7 +107,8 @@ def field_of(request: Sampling) -> str:
 
 
 def apply(params: SamplingParams, form: StructuredOutputs | None) -> SamplingParams:
-    """Raises InvalidRequestError for parameters that cannot be combined with a form."""
+    """Returns the parameters with the form added. Raises InvalidRequestError for parameters that
+    cannot be combined with a form."""
     return params if form is None else replace(params, structured_outputs=form)
 
 
@@ -146,11 +147,9 @@ class _CallForms:
         )
 
     def among_text(self) -> StructuredOutputs:
-        """Returns the form of any text in which whatever begins like a call is one.
-
+        """Returns the form of free text in which anything that begins like a call must be a call.
         If the tag of a call is a token, text is everything that does not spell it. Otherwise text
-        and tag are one lexeme, which ends with the tag, because a lexer does not go back.
-        """
+        and tag are one lexeme, which ends with the tag, because a lexer does not go back."""
         form, thinking = self.format.tool_calls, self.format.thinking
         assert form is not None, "calls are kept to a form in models that have calls"
         starts = form.reader(self.tools.callable or ()).starts

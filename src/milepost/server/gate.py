@@ -86,7 +86,7 @@ class Gate:
             await self._pass_on(asked, scope, receive, exchange)
 
     async def _pass_on(self, asked: str, scope: Any, receive: Any, exchange: _Exchange) -> None:
-        """Has the application answer a request; counts and logs it."""
+        """Lets the application answer a request; counts and logs it."""
         try:
             _check_path(asked)
             await self._app(scope, self._limited(receive, scope), exchange.send)
@@ -216,7 +216,7 @@ def _length(headers: Sequence[tuple[bytes, bytes]]) -> int:
 
 
 def _ids(headers: Sequence[tuple[bytes, bytes]], context: TraceContext | None) -> RequestIds:
-    """Returns the ids of a request. One that names itself in a reasonable way keeps its name."""
+    """Returns the ids of a request. A valid `X-Request-Id` of the client is kept."""
     given = header(headers, b"x-request-id")
     own = given.decode("ascii") if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()
     if context is None:

@@ -68,8 +68,8 @@ class Generation:
         self._is_closed = False
 
     async def begun(self) -> None:
-        """Waits until an answer begins, if requests that wait too long are refused: a response that
-        has begun cannot say so with its status."""
+        """Waits until an answer begins, if the server refuses requests that wait too long. Once a
+        response has begun, its status can no longer say so."""
         if not self._may_be_late:
             return
         try:
@@ -101,8 +101,8 @@ class Generation:
                 self._span.generated(self._params, self._tally)
 
     def _end_enough(self, is_enough: Callable[[int], bool]) -> list[tuple[int, Delta]]:
-        """Ends the answers that are complete enough; the engine is told when the streams are
-        closed."""
+        """Ends the answers that are complete for the client. The engine is told when the streams
+        are closed."""
         ended = self._tally.ended
         enough = [i for i in range(self.num_choices) if i not in ended and is_enough(i)]
         num = self._num_each
@@ -125,7 +125,7 @@ class Generation:
 
     def _extend(self, deltas: list[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
         """Tells the observers of deltas, and returns them. Raises InvalidRequestError for an answer
-        that the engine could not go on with."""
+        that the engine could not continue."""
         self._tally.extended(deltas)
         self._metrics.extended(deltas)
         if self._tally.problem:

@@ -175,7 +175,7 @@ class Distribution(Collector):
 
 
 class _BuildInfo(Collector):
-    """A gauge of 1 whose labels say what runs."""
+    """A gauge with the value 1, whose labels name the running versions."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels

@@ -36,9 +36,9 @@ class RequestTally:
         """Number of tokens of each choice."""
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.ended: dict[int, str] = {}
-        """Choice -> the reason of its end."""
+        """Choice -> its finish reason."""
         self.problem = ""
-        """The engine's reason for not going on with a choice."""
+        """The engine's reason for not continuing a choice."""
         self.now = arrival
         """Time of the last output."""
         self.is_first = False

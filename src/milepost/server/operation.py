@@ -58,7 +58,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
     @app.post("/ping", response_class=Response)
     @for_clients
     async def ping() -> Response:
-        """Does what /health does, for SageMaker."""
+        """Does the same as /health, for SageMaker."""
         check()
         return Response()
 

@@ -23,7 +23,7 @@ Defaults = Mapping[str, int | float]
 
 
 def of_completion(request: CompletionRequest, defaults: Defaults) -> SamplingParams:
-    """Raises InvalidRequestError."""
+    """Returns the sampling parameters of a completion. Raises InvalidRequestError."""
     max_tokens = 16 if request.max_tokens is None else max(request.max_tokens, 1)
     own: dict[str, Any] = {}
     if request.echo and request.logprobs is not None:
@@ -32,7 +32,7 @@ def of_completion(request: CompletionRequest, defaults: Defaults) -> SamplingPar
 
 
 def of_chat(request: ChatRequest, defaults: Defaults) -> SamplingParams:
-    """Raises InvalidRequestError."""
+    """Returns the sampling parameters of a chat. Raises InvalidRequestError."""
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = request.max_completion_tokens or request.max_tokens
     return _params(request, defaults, max_tokens=max_tokens, logprobs=logprobs)

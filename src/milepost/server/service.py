@@ -245,7 +245,7 @@ class Service:
         return stream
 
     def check(self, prompt: Prompt, params: SamplingParams, field: str) -> None:
-        """Raises what `submit` raises for a request that can never be served, without queueing
+        """Raises the errors of `submit` for a request that can never be served, without queueing
         it."""
         with naming(field):
             validate(prompt, params, self.client.limits)
@@ -273,7 +273,7 @@ class Service:
 
 
 def _build(client: EngineClient) -> dict[str, str]:
-    """Returns what runs: versions and the device."""
+    """Returns the running versions and the device."""
     versions = {name: version(name) for name in ("torch", "transformers")}
     return {
         "version": milepost.__version__,
@@ -285,7 +285,7 @@ def _build(client: EngineClient) -> dict[str, str]:
 
 @contextmanager
 def naming(field: str) -> Iterator[None]:
-    """Has errors about a prompt name the field that it came in."""
+    """Inside, errors about a prompt name the field that contains it."""
     try:
         yield
     except InvalidPromptError as error:

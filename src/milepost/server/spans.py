@@ -127,7 +127,7 @@ class RequestSpan:
             self._span.add_link(_remote(context))
 
     def generated(self, params: SamplingParams, tally: RequestTally) -> None:
-        """Notes what became of the request's answers, and makes the spans of its phases."""
+        """Records the outcome of the request's answers, and makes the spans of its phases."""
         if not self._span.is_recording():
             return
         self._span.set_attributes(request_attributes(self._model, params, tally))

@@ -92,7 +92,8 @@ def _refusal(name: str, why: str) -> HttpError:
 
 @cache
 def _not_for_requests() -> frozenset[str]:
-    """Returns variables that change how the template is applied, or are given to it anyway."""
+    """Returns the variables that requests may not set: they change how the template is applied, or
+    are always passed to it."""
     from transformers import PreTrainedTokenizerBase  # slow, but imported by now
 
     parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters

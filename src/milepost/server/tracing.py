@@ -24,12 +24,12 @@ _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})
 MAX_CHARS = 256
 """Longest traceparent: later versions may append to it."""
 MAX_STATE_CHARS = 512
-"""Longest tracestate: as much as everybody must pass on."""
+"""Longest tracestate: the length that every service must be able to pass on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceContext:
-    """A span of somebody else, in lower-case hexadecimal."""
+    """A span of another service, with its ids in lower-case hexadecimal."""
 
     trace_id: str
     span_id: str

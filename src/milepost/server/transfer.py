@@ -35,7 +35,8 @@ _ONE_TOKEN = {
 
 def as_served(service: Service, request: R) -> R:
     """Returns a request to prefill for another engine as one for a single token, which nobody
-    reads; other requests unchanged. Raises InvalidRequestError if this engine exchanges nothing."""
+    reads; other requests unchanged. Raises InvalidRequestError if this engine exchanges nothing
+    with others."""
     params = request.kv_transfer_params
     if not params or not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
         return request

@@ -1,5 +1,5 @@
-"""The interface of all drafters, and the two that pass on drafts of others: those of the model's
-own head, and of the first of several drafters that has some."""
+"""The interface of all drafters, and two that pass on others' drafts: those of the model's own
+head, and those of the first of several drafters that has some."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Drafter(Protocol):
         ...
 
     def forget(self, request: Request) -> None:
-        """Forgets a request that is over. Its answer is whole by then, and may be one for which
-        nothing was drafted."""
+        """Drops a request that is over. Its answer is complete by then; it may never have had
+        drafts."""
         ...
 
 

@@ -3,12 +3,12 @@
 The policy maximises tokens per second. It adds drafts, most likely first, while the expected tokens
 of a step grow faster than its duration, estimated from past acceptance and measured times. So a
 request whose drafts fail gets none, many requests share fewer than one each, and no request gets
-any where a step with drafts takes longer than they are worth.
+any if a step with drafts takes longer than they are worth.
 
 Exploring costs time. A probe, one draft for one request, becomes rarer each time it fails, and
-requests get more drafts as drafts pay. Time lost to drafts is booked against time gained; while the
-loss exceeds 1/200 of the time, nothing is drafted. So decoding is never slower than plain decoding
-by more than that and an allowance at the start.
+requests get more drafts as drafts pay. The policy keeps an account of time lost and gained by
+drafts; while the loss exceeds 1/200 of the time, nothing is drafted. So decoding is slower than
+without drafts by at most that, plus an allowance at the start.
 """
 
 from __future__ import annotations

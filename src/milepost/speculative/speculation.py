@@ -40,7 +40,7 @@ class Speculation:
         """Maps a request's number to the drafts that it was worth at the last decision."""
 
     def num_behind(self, plan: StepPlan) -> int:
-        """Returns how many tokens the model's head drafts after a step's tokens."""
+        """Returns how many tokens the model's head drafts after each token that a step samples."""
         if self._head is None:
             return 0
         known = [s.number for s in plan.sequences if s.samples and not s.is_ahead]

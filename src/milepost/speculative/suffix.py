@@ -24,7 +24,7 @@ from milepost.speculative.occurrences import BREAK, Continuation, Occurrences, c
 WIDTH = 3
 """Shortest match, in tokens."""
 MAX_EARLIER = 1 << 16
-"""Largest number of tokens of earlier answers under one prefix. Beyond it the older half is
+"""Largest number of tokens of earlier answers kept under one prefix. Beyond it the older half is
 dropped."""
 
 

@@ -1,6 +1,6 @@
-"""Ling 3.0: Kimi Delta Attention whose decays have a bound, and gated latent attention with rotary
-positions in every fourth or sixth layer; grouped experts after all but the first layers, whose
-activations have limits in the last ones."""
+"""Ling 3.0: Kimi Delta Attention with bounded decays, and gated latent attention with rotary
+positions in every fourth or sixth layer. All but the first layers have grouped experts; in the last
+ones, the experts' activations are limited."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class ThinkingBlock(_MarkedBlock):
 
 
 class RedactedBlock(_MarkedBlock):
-    """Thinking that only its server can read; left out."""
+    """Encrypted thinking, which only the server that made it can read; left out."""
 
     type: Literal["redacted_thinking"]
     data: Any = None

@@ -26,7 +26,7 @@ class ThinkTags:
     open: str = "<think>"
     close: str = "</think>"
     others: tuple[tuple[str, str], ...] = ()
-    """Further pairs with the same meaning; any opening tag goes with any closing one."""
+    """Further pairs with the same meaning. Any opening tag may be closed by any closing one."""
     is_always_open: bool = False
     """Whether an answer begins inside the reasoning unless its prompt ends with a closing tag."""
     signs: tuple[str, ...] = ("</think>",)

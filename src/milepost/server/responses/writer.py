@@ -227,7 +227,7 @@ def _is_json(text: str) -> bool:
 
 
 def _echo(request: ResponsesRequest, model: str) -> dict[str, Any]:
-    """Returns what a response repeats of its request."""
+    """Returns the fields of a request that its response repeats."""
     given = request.model_dump(exclude_none=True, by_alias=True)
     return {
         "model": model,
