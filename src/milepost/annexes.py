@@ -34,7 +34,7 @@ ANNEXES: Final = {
     "simulate": Annex(folder="simulator", module="cli.simulate", extra="server"),
     "bench": Annex(folder="load", module="cli.bench", extra="server"),
 }
-"""The names by which the core asks for annexes."""
+"""Annexes by the names under which the core asks for them."""
 
 
 def is_installed(name: str) -> bool:

@@ -34,7 +34,7 @@ FOLLOW_UP = "What arguments does it take?"
 
 
 def main() -> None:
-    """Ask the embedded model questions, and show each answer's cache report."""
+    """Asks the embedded model questions, and shows each answer's cache report."""
     screen = Screen(
         answers=sys.stdout,
         reports=Console(stderr=True, highlight=False),

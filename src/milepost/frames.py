@@ -1,5 +1,5 @@
 """Frames: a length (four bytes, big-endian) and that many bytes. Files of records consist of them,
-and so does what our processes send each other over sockets and pipes."""
+and so do the messages between our processes over sockets and pipes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class ImageConfig:
     """Directory below which images given as file: URLs may be read. By default none may."""
 
     def check_images(self) -> None:
-        """Replace settings by their canonical forms, and check each."""
+        """Replaces settings by their canonical forms, and checks each."""
         for name in ("limit_mm_per_prompt", "mm_processor_kwargs"):
             object.__setattr__(self, name, json_text(name, getattr(self, name)))
         given = self.allowed_media_domains

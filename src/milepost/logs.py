@@ -31,7 +31,7 @@ alone, since its lines are printed otherwise."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSetup:
-    """How a process logs."""
+    """Log settings of a process."""
 
     format: LogFormat = "text"
     is_detailed: bool = False
@@ -54,7 +54,7 @@ class LogSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestIds:
-    """The ids of a request that stand in its lines of JSON."""
+    """Ids of a request, which are part of its JSON log lines."""
 
     request_id: str
     trace_id: str | None = None
@@ -66,7 +66,7 @@ _IDS: ContextVar[RequestIds | None] = ContextVar("milepost_request_ids", default
 
 @contextmanager
 def of_request(ids: RequestIds) -> Iterator[None]:
-    """Has all lines of this task, and of threads that it waits for, carry the ids."""
+    """Inside, all lines logged by this task, and by threads that it waits for, carry the ids."""
     token = _IDS.set(ids)
     try:
         yield
@@ -79,7 +79,7 @@ def _stderr() -> TextIO:
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to standard error as a setup says."""
+    """Writes to standard error, formatted and filtered by a setup."""
 
     def __init__(self, setup: LogSetup, formatter: logging.Formatter) -> None:
         super().__init__(_stderr())
@@ -134,7 +134,7 @@ def _ids() -> dict[str, str]:
 
 
 def current() -> LogSetup | None:
-    """Returns how this process logs; None if a program that embeds us decides that."""
+    """Returns how this process logs; None if the program that embeds us configured logging."""
     handlers = logging.getLogger().handlers
     return next((one.setup for one in handlers if isinstance(one, StderrHandler)), None)
 
@@ -161,7 +161,7 @@ def set_up(setup: LogSetup) -> None:
 
 
 def _catch_the_rest() -> None:
-    """Has exceptions that nobody catches, warnings, and text for standard error become lines."""
+    """Logs uncaught exceptions, warnings, and text for standard error."""
     logger = logging.getLogger("milepost")
 
     def unraisable(found: Any) -> None:
@@ -182,15 +182,13 @@ def _catch_the_rest() -> None:
 
 
 MAX_CHARS = 2**16
-"""A longer line is cut into several."""
+"""Largest length of a line; longer ones are cut into several."""
 
 
 class StrayText(io.TextIOBase):
-    """Calls `say("%s", line)` for each line. What is drawn over again on a terminal, such as a
-    progress bar, is left out. `stream` is what stood here before.
-
-    Nothing that `say` itself writes comes back: then the text is dropped, as it has nowhere to go.
-    """
+    """Calls `say("%s", line)` for each line written. Lines that are overwritten on a terminal, such
+    as progress bars, are left out. `stream` is the stream that this one replaces. Text that `say`
+    itself writes is dropped, as it has nowhere to go."""
 
     def __init__(self, stream: TextIO, say: Callable[..., object]) -> None:
         self.stream = stream

@@ -45,12 +45,9 @@ def overlapping(pictures: Sequence[Picture], start: int, end: int) -> Iterator[P
 
 
 def position_shift(pictures: Iterable[Picture], index: int) -> int:
-    """Returns the rotary position less the index of a token, 0 or negative. The tokens of a picture
-    have the shift of its first one.
-
-    It depends only on the pictures that end at or before the token, so a resume anywhere in a
-    prompt finds the positions of a cold run.
-    """
+    """Returns the rotary position of a token minus its index; 0 or negative. The tokens of a
+    picture have the shift of its first one. It depends only on the pictures that end at or before
+    the token, so a resume anywhere in a prompt finds the positions of a cold run."""
     return sum(each.num_positions - each.num_tokens for each in pictures if each.end <= index)
 
 

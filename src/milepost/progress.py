@@ -1,7 +1,7 @@
-"""Shows how far a start is: a bar on a terminal, lines in a log elsewhere.
+"""Shows the progress of a start: a bar on a terminal, lines in a log elsewhere.
 
 A line has the share in percent and the seconds left, and comes every few seconds, also while
-nothing advances. Lines go to the log `milepost.start` if it is written, and to standard error
+nothing advances. Lines go to the log `milepost.start` if it is enabled, and to standard error
 otherwise.
 """
 
@@ -63,7 +63,7 @@ class ProgressLines:
         self._done += amount
 
     def line(self) -> str:
-        """Returns how far the work is, and the seconds left as it has gone so far."""
+        """Returns the progress so far, with an estimate of the seconds left."""
         spent = self._clock() - self._start
         words = f"{self._what}: {100 * self._done // self._total} % of {self._amount(self._total)}"
         if not self._done:
@@ -72,7 +72,7 @@ class ProgressLines:
         return f"{words}, {left:.0f} s left"
 
     def last_line(self) -> str:
-        """Returns what was done in which time."""
+        """Returns the amount done and the time that it took."""
         spent = self._clock() - self._start
         return f"{self._what}: {self._amount(self._done)} in {spent:.1f} s"
 

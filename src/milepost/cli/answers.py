@@ -64,7 +64,7 @@ class PlainSink:
 
 
 class MarkdownSink:
-    """Writes markdown to a terminal, its reasoning dimmed and plain."""
+    """Writes markdown to a terminal; reasoning is dimmed and not rendered."""
 
     def __init__(self, file: TextIO) -> None:
         self._console = Console(file=file, highlight=False)
@@ -136,7 +136,7 @@ class _Growing:
 
 
 class _Trimmed:
-    """Something without empty lines around it; with `max_lines`, no more than its last ones."""
+    """Removes empty lines around a renderable and, with `max_lines`, all but its last lines."""
 
     def __init__(self, body: RenderableType, max_lines: int | None = None) -> None:
         self._body = body

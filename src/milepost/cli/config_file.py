@@ -25,7 +25,7 @@ from milepost.errors import ConfigError
 
 _FLAG = "--config"
 _NAMED = re.compile(r"--([\w-]+)|^(\w+): |\b(\w+)=")
-"""Finds the flag, or the configuration field, that a message is about."""
+"""Matches the flag, or the configuration field, that a message is about."""
 
 ConfigFile = Annotated[
     Path | None,

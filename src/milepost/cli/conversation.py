@@ -1,4 +1,4 @@
-"""A conversation in the terminal: its turns, its commands, and what is kept of it."""
+"""A conversation in the terminal: its turns, its commands, and its transcript."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Conversation:
     _newest: RequestOutput | None = None
 
     def run(self, lines: Iterator[str]) -> None:
-        """Answer line after line until the input ends or somebody quits."""
+        """Answers line after line until the input ends or the user quits."""
         for line in lines:
             if line == "/quit":
                 return
@@ -157,7 +157,7 @@ class Conversation:
         return [*head, *self.turns]
 
     def _answer(self, text: str) -> None:
-        """Run one turn. Text answered before Ctrl-C stays in the conversation; a turn without any
+        """Runs one turn. Text answered before Ctrl-C stays in the conversation; a turn without any
         text is removed."""
         self._newest = None
         self.turns.append({"role": "user", "content": text})

@@ -68,12 +68,12 @@ class Screen:
             yield status.stop
 
     def loading(self, model: str | None) -> None:
-        """Say on a terminal which model is being loaded; progress bars follow below."""
+        """Says on a terminal which model is being loaded; progress bars follow below."""
         if self.reports.is_terminal:
             self.note(f"loading {model or 'the embedded model'}")
 
     def heading(self, number: int, total: int, label: str) -> None:
-        """Announce one request of several."""
+        """Announces one request of several."""
         title = Text.assemble((f"{number} of {total}", "bold"), f"  {snippet(label)}")
         self.reports.print()
         self.reports.rule(title, align="left", style="dim", characters="─")
@@ -85,7 +85,7 @@ class Screen:
         params: SamplingParams,
         visible: Callable[[CompletionOutput], str] = text_of,
     ) -> Shown:
-        """Write the answers of one request as they come, then its report.
+        """Writes the answers of one request as they come, then its report.
 
         `visible` returns the shown text of an answer; it may only grow at the end.
         """
@@ -118,7 +118,7 @@ class Screen:
         )
 
     def summary(self, requests: list[Shown]) -> None:
-        """Show a table of several requests, and the cache's total share."""
+        """Shows a table of several requests, and the cache's share of all prompt tokens."""
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title_justify="left")
         bar_width = _BAR_WIDTH // 2
         table.add_column("#", justify="right", min_width=2)
@@ -155,18 +155,18 @@ class Screen:
         self._line(Text(line))
 
     def hint(self, requests: list[Shown], page_size: int) -> None:
-        """Say once why prompts under one page got nothing from the cache."""
+        """Explains once why prompts under one page got nothing from the cache."""
         reports = [shown.output.cache_report for shown in requests]
         hints = [report.hint(page_size) for report in reports if report is not None]
         for hint in list(filter(None, hints))[:1]:
             self.note(hint)
 
     def note(self, message: str) -> None:
-        """Show a message that is not part of an answer."""
+        """Shows a message that is not part of an answer."""
         self._line(Text(message, style="dim"))
 
     def error(self, message: str) -> None:
-        """Show an error in one line."""
+        """Shows an error in one line."""
         self._line(Text.assemble(("milepost: ", "bold"), ("error: ", "bold red"), message))
 
     def _report(self, shown: Shown, params: SamplingParams) -> None:

@@ -57,7 +57,8 @@ class Flags(Generic[C]):
         return self.config(**self.given(values))
 
     def given(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields that a call or the command sets, with their values."""
+        """Returns the fields that the command line or the command itself sets, with
+        their values."""
         own = [field.name for field in fields(self.config) if field.name not in self.left_out]  # type: ignore[arg-type]
         names = {name: self._name(name) for name in own}
         named = {field: values[name] for field, name in names.items() if name in values}
@@ -116,7 +117,7 @@ def _is_whole(hint: Any) -> bool:
 
 
 def add_flags(command: Callable[..., C], flags: Sequence[Flags[Any]]) -> Callable[..., C]:
-    """Give a command with `**values` these flags in place of `values`; returns the command."""
+    """Adds these flags to a command, in place of its `**values`; returns the command."""
     own = [
         parameter
         for parameter in inspect.signature(command, eval_str=True).parameters.values()

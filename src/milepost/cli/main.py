@@ -43,7 +43,7 @@ def main(
     stdin: TextIO | None = None,
     serve: Serve | None = None,
 ) -> int:
-    """Run one command line (by default the process's own) and return its exit status."""
+    """Runs one command line (by default the process's own) and returns its exit status."""
     screen = screen or _process_screen()
     given = Arguments(list(sys.argv[1:] if arguments is None else arguments))
     app = build_app(open_engine or open_llm, screen, stdin or sys.stdin, serve or run_server)

@@ -108,7 +108,7 @@ def run_server(server: ServerConfig, engine: EngineConfig) -> int:
 
 
 def _announce(address: str, subjects: Sequence[tuple[str, str]]) -> None:
-    """Print the address to standard output, for programs; facts for a person come first, on
+    """Prints the address to standard output, for programs; facts for a person come first, on
     standard error."""
     lines = (f"{name:>13}  {words}" for name, words in subjects)
     with suppress(OSError):
@@ -117,7 +117,7 @@ def _announce(address: str, subjects: Sequence[tuple[str, str]]) -> None:
 
 
 def _log_address(address: str, subjects: Sequence[tuple[str, str]]) -> None:
-    """Print the address to standard output, and log it with the facts."""
+    """Prints the address to standard output, and logs it with the facts."""
     fields = {name.replace(" ", "_"): words for name, words in subjects}
     start_logger.info("listens on %s", address, extra={"fields": {"address": address, **fields}})
     _print_address(address)
@@ -132,5 +132,5 @@ def _print_address(address: str) -> None:
 
 
 def forget_stdout() -> None:
-    """Keep the interpreter from flushing into a closed pipe or a full disk when it exits."""
+    """Keeps the interpreter from flushing into a closed pipe or a full disk when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

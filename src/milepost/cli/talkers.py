@@ -150,7 +150,7 @@ def _events(response: IO[bytes]) -> Iterator[dict[str, Any]]:
 
 @dataclass(slots=True)
 class _ServerAnswer:
-    """An answer from a server, as far as it has arrived."""
+    """An answer from a server, with what has arrived so far."""
 
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)

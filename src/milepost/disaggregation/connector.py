@@ -130,7 +130,7 @@ class Connector:
         return Offer(source=self.name, position=position, tokens={self.name: num_tokens})
 
     def begin(self, load: Load) -> None:
-        """Notes that a request was admitted and continues from its lease."""
+        """Records that a request was admitted and continues from its lease."""
         self._fetching[load.number] = load
 
     def fetch(self, loads: tuple[Load, ...], is_ready: Callable[[], bool]) -> None:
@@ -159,7 +159,7 @@ class Connector:
         )
 
     def end(self, number: int) -> None:
-        """Notes that nothing more is fetched for a request."""
+        """Records that nothing more is fetched for a request."""
         self._fetching.pop(number, None)
 
     # --- what others may read ---------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Connector:
         return found
 
     def end_loads(self) -> None:
-        """Ends every load and every lease, since nobody knows how far the interrupted plan got."""
+        """Ends every load and every lease, since it is unknown how far the interrupted plan got."""
         self._links.end_pulls()
         self._take()
         for number in list(self._fetching):  # loads that had not begun

@@ -51,7 +51,7 @@ class Complaints:
 
 
 class Door:
-    """Judges connections to the sockets of `context` that `guard` was called with."""
+    """Decides about connections to the sockets that `guard` was called with."""
 
     def __init__(
         self, context: zmq.Context[Any], peers: PeerNetworks, complaints: Complaints
@@ -62,11 +62,11 @@ class Door:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def guard(self, socket: zmq.Socket[Any]) -> None:
-        """Has connections to a socket judged. Call it before the socket is bound."""
+        """Makes connections to a socket subject to `answer`. Call it before the socket is bound."""
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
 
     def answer(self) -> None:
-        """Judges one connection."""
+        """Accepts or refuses one connection."""
         _, request, _, address, *_ = self.socket.recv_multipart()
         host = address.decode("ascii", "replace")
         is_peer = host in self._peers

@@ -50,7 +50,8 @@ class Exchange(OffDevice):
         return number is not None
 
     def note_queued(self, group: RequestGroup, completion: Completion) -> None:
-        """Offers the first completion what the group's wish says that another engine has."""
+        """Offers the first completion the part of the prompt that, by the group's wish, another
+        engine has."""
         if group.wish is not None and completion.index == 0:
             self._want(completion, group.wish.remote)
 
@@ -63,7 +64,7 @@ class Exchange(OffDevice):
             self.connector.want(completion.request, remote)
 
     def poll(self) -> None:
-        """Takes in what other engines have sent, and queues the completions that waited for it."""
+        """Handles messages from other engines, and queues the completions that waited for them."""
         self._bell.clear()
         for found in self.connector.settle():
             if found.number in self._looking:

@@ -34,7 +34,7 @@ class Lease:
 
 
 def granted(id_: str, key: bytes, loan: Loan) -> Granted:
-    """Returns what a reader is told of a lease."""
+    """Returns the message about a lease for its reader."""
     return Granted(
         lease=id_,
         position=loan.position,

@@ -131,7 +131,7 @@ class Granted(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     pages: tuple[Number, ...]
     slot: Number | None
     windows: tuple[Number, ...] = ()
-    """Pages of windows that the state needs."""
+    """Window pages that the state needs."""
 
 
 class Gone(msgspec.Struct, tag=True, frozen=True):

@@ -48,7 +48,7 @@ class ReadPart(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
 
 
 class Lend(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Lets others read these pages, this slot and these pages of windows under a lease."""
+    """Lets others read these pages, this slot and these window pages under a lease."""
 
     lease: str
     pages: tuple[int, ...]
@@ -101,7 +101,8 @@ TransferCommand = (
 )
 
 SendTransferCommand = Callable[[TransferCommand], Future[bool]]
-"""Sends an order to all other ranks, like `tiers.orders.Ask`; may be called from any thread."""
+"""Sends an order to all other ranks, like `tiers.orders.SendTierCommand`; may be called from any
+thread."""
 
 decode = msgspec.msgpack.Decoder(TransferCommand).decode
 

@@ -23,7 +23,7 @@ meanwhile."""
 
 _ANIMATION_TIMES = 16
 _FRAME_S = 0.1
-"""How long browsers show a picture of an animation that does not say it."""
+"""Seconds for which browsers show a frame of an animation that names no duration."""
 
 _OPENERS: dict[str, Callable[[BytesIO], ImageFile.ImageFile]] = {
     "PNG": PngImagePlugin.PngImageFile,
@@ -42,7 +42,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""Orientation -> how the picture is turned upright."""
+"""Exif orientation -> transposition that turns the picture upright."""
 
 
 class Animation:

@@ -1,4 +1,4 @@
-"""Reads what a checkpoint says about preparing pictures, and refuses what is not done here."""
+"""Reads a checkpoint's settings for preparing pictures, and refuses unsupported ones."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ from milepost.cache.tree import TOKEN_BYTES, num_before_pictures
 
 _ENCODER = msgspec.msgpack.Encoder()
 MEDIA: dict[Where, str] = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
-"""Routers' names for the memories. The memory an engine computes in is GPU, whatever it is."""
+"""Names that routers use for the memories. The memory that an engine computes in is called GPU on
+any device."""
 
 MAX_EVENTS, MAX_BLOCKS = 1000, 2048
 """Limits of one message. Routers refuse a message of more than 4096 events or 16 MiB, and then

@@ -1,5 +1,5 @@
-"""The first of several ranks whose others are not there: its steps are sized and compiled without
-GPUs, on torch's device `meta`."""
+"""The first of several ranks without the others. Its steps are sized and compiled without GPUs, on
+torch's device `meta`."""
 
 from __future__ import annotations
 

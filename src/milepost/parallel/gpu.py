@@ -1,11 +1,11 @@
-"""Connects ranks on GPUs of one machine. An all-reduce goes through memory that all ranks reach, in
-one launch with the norm that reads it. One that no norm reads goes through NCCL if it has many
-rows, and so do all if a GPU cannot access another's memory: over PCIe then, by the driver's own
-copies or through pinned host memory, whatever NCCL finds. All can be captured in graphs.
+"""Connects ranks on GPUs of one machine. An all-reduce goes through memory that all ranks can
+access, in one launch together with the norm that reads its result. Sums of many rows that no norm
+reads go through NCCL. So do all sums if a GPU cannot access another's memory: then over PCIe or
+through pinned host memory, whichever NCCL finds. All can be captured in graphs.
 
-NCCL returns the same bits on all ranks too: it adds up each piece on one of them. But on which, and
-so in which order, depends on how much it adds up. With `batch_invariant` it only gathers what all
-ranks have, and each rank adds that up in rank order, as the kernels do.
+NCCL also returns the same bits on all ranks, since it adds up each piece on one of them. But which
+one, and so the order of the sum, depends on the size. With `batch_invariant` it only gathers the
+ranks' values, and each rank adds them up in rank order, as the kernels do.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class GpuLink:
         return self._hosts.gather(body)
 
     def release(self) -> None:
-        """Unblock device work that waits for a lost rank; it continues with the data at hand.
+        """Unblocks device work that waits for a lost rank; it continues with incomplete data.
         Called from another thread than the one that waits."""
         torch.cuda.set_device(self._device)
         # Copies on a stream of their own: the waiting work may leave no room for a kernel.
@@ -148,7 +148,7 @@ class GpuLink:
         self.close()
 
     def close(self) -> None:
-        """Abort the process group, whatever the other ranks are doing."""
+        """Aborts the process group, whatever the other ranks are doing."""
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 

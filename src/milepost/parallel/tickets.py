@@ -15,7 +15,8 @@ class _Open:
 
 
 class Tickets:
-    """Open questions to `num_ranks` ranks. Another thread than the one that asks may answer."""
+    """Open questions to `num_ranks` ranks. They may be asked and answered from
+    different threads."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks

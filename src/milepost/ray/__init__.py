@@ -6,8 +6,8 @@ process of its own, with its engine beside it. A request goes to the replica whe
 makes usable, and any replica can compute the digests of a request. Ray adds and removes replicas
 depending on how many requests run and wait at each. The modules:
 
-    router, replica             where a request goes, and what answers it
-    application                 the front, and the whole
+    router, replica     where a request goes, and what answers it
+    application         the front, and the whole
 """
 
 from milepost.ray.application import app, routed

@@ -52,7 +52,7 @@ class Geometry:
     """The GPU's properties, or None if the reference kernels run."""
     has_float8_kv: bool = False
     window_page_rows: int = 0
-    """Number of KV rows from one page of windows to the next."""
+    """Number of KV rows from one window page to the next."""
     merge_size: int | None = None
     """Patches of a token's side, if a picture's tokens have rows and columns for positions."""
 
@@ -123,7 +123,7 @@ class _Spread(NamedTuple):
     ordinals: Ints
     """[T], the place of each token in its sequence."""
     sampled: Ints
-    """Tokens to sample after."""
+    """Indices of the tokens to sample after."""
 
 
 @lru_cache(maxsize=_NUM_REMEMBERED)
@@ -213,9 +213,9 @@ def _batch(
 def _window_pages(
     plan: StepPlan, positions: Ints, owners: Ints, windows: HostTables, geometry: Geometry
 ) -> WindowPages:
-    """Where tokens at `positions` [T] of sequences `owners` [T] lie in layers with a sliding
-    window: all of them are written, since none of a request's pages there is another's to read
-    beyond what it shares."""
+    """Returns where tokens at `positions` [T] of sequences `owners` [T] are in layers with a
+    sliding window. All of them are written, since a request shares none of the window pages that it
+    writes."""
     places = np.array(windows.places(plan.sequences), np.int64)
     ordinals, offsets = np.divmod(positions, geometry.page_size)
     pages = windows.rows[places[owners], ordinals].astype(np.int64)

@@ -227,7 +227,8 @@ class DeviceExecutor:
 
     @as_made
     def measure(self, capacity: Capacity) -> int:
-        """Returns the most bytes that a step takes, measured with padding, which takes as many."""
+        """Returns the largest number of bytes that a step takes, measured with padding, which takes
+        as many."""
         device = self._pools.device
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

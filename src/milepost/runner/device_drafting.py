@@ -47,7 +47,7 @@ class DraftArrays:
     positions: Any
     """[S] int64, the position after the certain token, where drafts begin if none was accepted."""
     shifts: Any
-    """[S] int64, their rotary positions less these."""
+    """[S] int64, rotary positions minus `positions`."""
     verified: Any
     """[S, K] int64, the step's drafts; -1 after the last."""
     forced: Any
@@ -64,7 +64,7 @@ class DraftArrays:
     num_real: Any
     """[1] int32, the number of requests without padding."""
     items: Any
-    """Items of attention from one token per request, at the furthest possible positions."""
+    """Items of attention with one token per request, at the furthest possible positions."""
 
 
 class DeviceDrafting:

@@ -38,14 +38,14 @@ class StepBytes:
     largest: int
     """The largest step."""
     graphs: int = 0
-    """Captured steps, which have memory of their own, and what they return."""
+    """Captured steps, which have memory of their own, and their outputs."""
     sampling: int = 0
     tower: int = 0
-    """Encoding the largest picture, at the expense of no step."""
+    """Encoding the largest picture, beyond what steps have anyway."""
     under_way: int = 0
-    """Numbers of a picture that stay between the steps in which it is encoded."""
+    """State of a picture that stays between the steps in which it is encoded."""
     encoded: int = 0
-    """Pictures that are kept encoded."""
+    """Pictures whose embeddings are kept."""
 
     @property
     def without_pictures(self) -> int:
@@ -57,7 +57,7 @@ class StepBytes:
 
 
 def rehearsal(model: Decoder, shape: PoolShape, steps: FirstSteps) -> DeviceExecutor:
-    """Returns an executor with next to no pools, to compile and to measure `steps` with."""
+    """Returns an executor with tiny pools, to compile and measure `steps` with."""
     pools = allocate(shape, num_pages=1, num_slots=1, num_windows=1, device=model.embedding.device)
     return DeviceExecutor(
         model, pools, num_requests=1, max_model_len=steps.max_model_len, largest=steps.largest
@@ -84,10 +84,10 @@ def measure_steps(executor: DeviceExecutor, steps: FirstSteps) -> StepBytes:
 
 
 def measure_tower(tower: Tower, settings: ImageSettings, *, joins: bool = False) -> tuple[int, int]:
-    """Measures the bytes that encoding the largest picture takes: those of one block and of what
-    stands around the blocks, since each uses the memory of the one before; and those that stay
-    between steps while it is under way. Compiles the kernels; those for several pictures too if it
-    `joins` them."""
+    """Measures the bytes that encoding the largest picture takes: those of one block and of the
+    layers around the blocks, since each block reuses the memory of the one before; and those that
+    stay between steps while the picture is under way. Compiles the kernels, and with `joins` also
+    those for several pictures."""
     shapes, device = tower.shapes, tower.positions.device
     down = isqrt(settings.max_tokens)
     grid = 1, down * shapes.merge_size, settings.max_tokens // down * shapes.merge_size

@@ -21,9 +21,10 @@ from milepost.runner.positions import PicturePart, parts
 from milepost.scheduler.plans import EncodePart, StepPlan
 
 FEW_PATCHES = 4096
-"""Pictures of up to this many patches are encoded together. Larger ones keep a GPU busy alone."""
+"""Largest number of patches of a picture that is encoded together with others. A larger one keeps a
+GPU busy alone."""
 MOST_PATCHES = 16_384
-"""Patches of one run of the tower, unless a single picture has more."""
+"""Largest number of patches in one run of the tower, unless a single picture has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class PicturePixels:
     grid: tuple[int, int, int]
 
     def widened(self, num_bytes: int, num_channels: int) -> NDArray[np.uint8]:
-        """Returns rows of `num_bytes`, in which a patch's one frame stands for several."""
+        """Returns rows of `num_bytes`, in which each patch's one frame is repeated."""
         if self.rows.shape[1] == num_bytes:
             return self.rows
         frames = self.rows.reshape(len(self.rows), num_channels, 1, -1)
@@ -49,7 +50,7 @@ class EncodedPictures:
     def __init__(self, tower: Tower, settings: ImageSettings, *, joins: bool = False) -> None:
         self._tower = tower
         self.joins = joins
-        """Whether small pictures of a step are one run of the tower."""
+        """Whether small pictures of a step are encoded in one run of the tower."""
         self._device, dtype = tower.positions.device, tower.positions.dtype
         self._table = torch.from_numpy(normalisation(settings)).to(self._device, dtype)
         self._pixels: dict[bytes, PicturePixels] = {}
@@ -59,7 +60,7 @@ class EncodedPictures:
 
     @staticmethod
     def of(model: Decoder, settings: ImageSettings | None) -> EncodedPictures | None:
-        """Returns those of a model; None if it has no tower."""
+        """Returns the pictures of a model; None if it has no tower."""
         if model.tower is None:
             return None
         return EncodedPictures(model.tower, settings or ImageSettings())
@@ -80,7 +81,7 @@ class EncodedPictures:
             self._pixels[identity] = pixels
 
     def follow(self, plan: StepPlan) -> None:
-        """Drops and encodes what the plan says. Encoding is queued before the step's launches."""
+        """Drops and encodes the plan's pictures. Encoding is queued before the step's launches."""
         for identity in plan.drops:
             self._pixels.pop(identity, None)
             self._embeddings.pop(identity, None)
@@ -113,8 +114,8 @@ class EncodedPictures:
         return pixels
 
     def _encode_several(self, several: dict[bytes, PicturePixels]) -> None:
-        """Encodes small pictures in one run, and forgets them here. A picture has the bits that it
-        has alone."""
+        """Encodes small pictures in one run, and drops their pixels. Each has the same bits as
+        alone."""
         if not several:
             return
         merged = self.merge_size**2
@@ -145,8 +146,8 @@ class EncodedPictures:
             self._embeddings[identity] = tower.end(run)
 
     def _send_all(self, pixels: Sequence[PicturePixels]) -> Tensor:
-        """Returns the rows of pictures on the device. Still pictures and videos' frames have rows
-        of different lengths: then those of still ones are doubled."""
+        """Returns the rows of pictures on the device. Rows of still pictures are half as long as
+        those of videos' frames; if both occur, the former are doubled."""
         longest = max(each.rows.shape[1] for each in pixels)
         rows = [each.widened(longest, self._tower.shapes.num_channels) for each in pixels]
         return self.send(rows[0] if len(rows) == 1 else np.concatenate(rows))

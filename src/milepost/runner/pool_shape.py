@@ -29,7 +29,7 @@ class PoolShape:
     """Largest number of recorded drafts per request."""
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
-    """Most requests and tokens of a step, for which there are pages of windows."""
+    """Token budget of a step, from which the number of window pages follows."""
     kv_dtype: torch.dtype | None = None
     """Type of keys and values, if it differs from `dtype`."""
 
@@ -88,7 +88,7 @@ class PoolShape:
 
     @property
     def window_shape(self) -> tuple[int, ...]:
-        """Shape of a page of windows, as `page_shape`."""
+        """Shape of a window page, like `page_shape`."""
         return self._shape_of(self.windows)
 
     def _shape_of(self, layers: list[AttentionSpec]) -> tuple[int, ...]:
@@ -117,12 +117,12 @@ class PoolShape:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of one page of windows, in all layers that have them."""
+        """Bytes of one window page, in all layers that have them."""
         return prod(self.window_shape) * self.dtype_of_kv.itemsize if self.windows else 0
 
     def num_windows(self, num_slots: int) -> int:
-        """Returns the number of pages of windows that states in `num_slots` slots may need, and
-        running requests."""
+        """Returns the largest number of window pages that states in `num_slots` slots and running
+        requests need."""
         return num_window_pages(
             self.window,
             self.page_size,
@@ -133,12 +133,12 @@ class PoolShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one state: those of its slot, and of the pages of windows kept with it."""
+        """Bytes of one state: those of its slot, and of the window pages kept with it."""
         return self.slot_bytes + self.windows_each * self.window_bytes
 
     @property
     def windows_each(self) -> int:
-        """Largest number of windows' pages that are kept with a state."""
+        """Largest number of window pages that are kept with a state."""
         return window_pages(self.window, self.page_size)
 
     @property

@@ -4,8 +4,8 @@ With two pools, memory is split once: every request that may run gets a slot, a 
 goes to slots for checkpoints, and the remainder to pages. Pages and slots share one memory with a
 moving boundary if the model has layers of both kinds and there is room for enough units.
 
-The host counts pages one by one, so both their number and what one is charged have a bound, however
-little it holds: nothing, in a model without attention, where pages only lead to states.
+The host keeps a record of each page. So the number of pages is bounded, and each is charged a
+minimum size, even if it holds nothing: in a model without attention, pages only lead to states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_PAGES = 2**21
 Counting this many takes 120 MB on the host before they are used, and about 2 GB when all of them
 cache something."""
 PAGE_HOST_BYTES = 1024
-"""Charged for a page that holds less: what the host remembers of a cached one."""
+"""Smallest size charged for a page: what the host remembers about a cached one."""
 MIN_UNITS = 4
 """Fewest units that may be shared; fewer would leave too little choice. A unit is a slot, or the
 pages that fit in its place."""
@@ -46,7 +46,7 @@ class TwoPools:
     num_pages: int
     num_slots: int
     num_windows: int = 0
-    """Pages of layers with a sliding window."""
+    """Number of window pages, for layers with a sliding window."""
 
     def storage(self) -> Split:
         """Returns the cache's view of the pools."""

@@ -45,7 +45,7 @@ class Pools:
     all_conv: Tensor | None
     """[short convolutions, 1 + pages, channels, kernel - 1]"""
     all_windows: Tensor | None = None
-    """[pages of windows, layers with a sliding window, ...], like `all_kv`."""
+    """[window pages, layers with a sliding window, ...], like `all_kv`."""
     num_record_rows: int = 0
     """Number of requests whose drafts are recorded at a time."""
     conv_records: dict[int, Tensor] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Pools:
 
     @property
     def window_page_rows(self) -> int:
-        """Number of KV rows from one page of windows to the next."""
+        """Number of KV rows from one window page to the next."""
         return rows_per_page(self.all_windows[:, 0]) if self.all_windows is not None else 0
 
     @property
@@ -101,10 +101,8 @@ class Pools:
                 self.all_conv[:, move.target + 1] = self.all_conv[:, move.source + 1]
 
     def release(self) -> None:
-        """Returns the pools' memory to the system; all of it reads as zeros afterwards.
-
-        Only CPU memory is returned. GPU memory stays, because captured graphs hold its addresses.
-        """
+        """Returns the pools' memory to the system; afterwards it reads as zeros. Only CPU memory is
+        returned. GPU memory stays, because captured graphs hold its addresses."""
         if self.device.type != "cpu":
             return
         for storage in self.storages():
@@ -132,7 +130,7 @@ class Pools:
             self.all_kv[target, :, :, :num_tokens] = self.all_kv[source, :, :, :num_tokens]
 
     def copy_window(self, source: int, target: int, num_tokens: int) -> None:
-        """Copies the KV of the first tokens of a page of windows to another one."""
+        """Copies the KV of the first tokens of a window page to another one."""
         assert self.all_windows is not None, "only windows have such pages"
         own = self.all_windows
         own[target, :, :, :num_tokens] = own[source, :, :, :num_tokens]

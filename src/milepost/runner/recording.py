@@ -36,7 +36,7 @@ class PoolRelease(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class PictureRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """The pixels of a picture, before the plan that encodes it."""
+    """The pixels of a picture, recorded before the plan that encodes it."""
 
     identity: bytes
     rows: bytes

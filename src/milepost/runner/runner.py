@@ -84,8 +84,8 @@ class PoolTransfers(Protocol):
 
 
 class Runner:
-    """Runs steps over `pools` with an executor, one at a time or one ahead. `transfers` make the
-    copies of other parts, by name of the source."""
+    """Runs steps over `pools` with an executor, one at a time or one ahead. `transfers` maps the
+    name of a source outside the device to the part that makes its copies."""
 
     def __init__(
         self,
@@ -221,8 +221,8 @@ class Runner:
         self._write_down(Rollback())
 
     def release(self) -> None:
-        """Returns the pools' memory to the system as far as possible; nothing in them is used any
-        more."""
+        """Returns the pools' memory to the system as far as possible. Their contents must no longer
+        be needed."""
         self._write_down(PoolRelease())
         self.pools.release()
 
@@ -249,7 +249,8 @@ class Runner:
         )
 
     def _note_writes(self, plan: StepPlan) -> None:
-        """Refuses a plan that reads another state than it says."""
+        """Records the positions of the states that a plan writes. Refuses a plan that reads a state
+        at another position than it says."""
         for sequence in plan.sequences:
             if sequence.slot_out == ZERO_SLOT:
                 continue  # its states are stored with its pages

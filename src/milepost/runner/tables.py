@@ -37,7 +37,7 @@ class HostTables:
     ) -> None:
         self._are_windows = False
         self.windows = windows
-        """Page tables of windows, if there are any. Entries older than a window are stale."""
+        """Tables of window pages, if there are any. Entries older than a window are stale."""
         self.rows = np.zeros((num_requests + 1, max_pages), np.int32)
         self._page_size = page_size
         self._lengths = [0] * (num_requests + 1)
@@ -47,13 +47,13 @@ class HostTables:
 
     @classmethod
     def of_windows(cls, num_requests: int, max_pages: int, page_size: int) -> HostTables:
-        """Builds tables of the pages of layers with a sliding window."""
+        """Builds tables of window pages, for layers with a sliding window."""
         tables = cls(num_requests, max_pages, page_size)
         tables._are_windows = True
         return tables
 
     def follow(self, plan: StepPlan) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Follows a plan with these tables, and then with those of windows. Returns for each what
+        """Applies a plan to these tables, and then to those of window pages. Returns for each what
         `update` returns."""
         tables = (self,) if self.windows is None else (self, self.windows)
         return [each.update(plan) for each in tables]
@@ -125,7 +125,7 @@ class PageTables:
     ) -> None:
         sizes = num_requests, max_pages, page_size
         self.windows: Tensor | None = None
-        """Page tables of windows on the device, if there are any."""
+        """Tables of window pages on the device, if there are any."""
         self.host = HostTables(*sizes, HostTables.of_windows(*sizes) if has_windows else None)
         if has_windows:
             self.windows = torch.zeros(self.host.rows.shape, dtype=torch.int32, device=device)

@@ -114,7 +114,7 @@ class Clients:
         return found
 
     def refused(self, number: int, now_s: float, retry_after_s: float) -> None:
-        """Takes in that a request was refused, or ended, because of its wait."""
+        """Records that a request was refused, or ended, because of its wait."""
         self.asked.num_refusals += 1
         self._try_again(number, now_s, retry_after_s)
 
@@ -132,11 +132,11 @@ class Clients:
         heapq.heappush(self._heap, (now_s + pause_s, number))
 
     def begun(self, number: int, now_s: float) -> None:
-        """Takes in a request's first token."""
+        """Records a request's first token."""
         self.asked.ttft_s.append(now_s - self._tries.pop(number).asked_s)
 
     def done(self, number: int, now_s: float) -> None:
-        """Takes in that a request is over: its session goes on."""
+        """Records that a request is over; its session continues."""
         self._tries.pop(number, None)
         following = self._next.get(number)
         if following is not None:

@@ -96,7 +96,7 @@ class Copies:
         self._write(now_s)
 
     def settle(self, now_s: float) -> None:
-        """Takes in the copies that are over by now."""
+        """Handles the copies that are over by now."""
         while self.next_s <= now_s:
             end_s, _, done = heapq.heappop(self._under_way)
             done()

@@ -36,7 +36,7 @@ from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import FinishReason
 
 AWAIT_S = 0.005
-"""Seconds to wait for a copy before polling for other arrivals, while all requests are loading."""
+"""Seconds to wait for a copy, while all requests are loading, before polling for other arrivals."""
 
 
 class Engine:
@@ -84,8 +84,7 @@ class Engine:
 
     @property
     def spare_s(self) -> float:
-        """Seconds for which `step` need not be called: requests added by then are still in the step
-        that it plans ahead, and the device has work until then."""
+        """Seconds for which `step` need not be called: see `StepPipeline.spare_s`."""
         return self.pipeline.spare_s
 
     @property

@@ -77,7 +77,7 @@ class FleetEngine:
         self.busy_s = 0.0
         """Total time of its steps."""
         self.saved_s = 0.0
-        """Time that prefilling its hits would have taken besides."""
+        """Additional time that prefilling its hits would have taken."""
 
     @property
     def next_s(self) -> float:
@@ -94,7 +94,7 @@ class FleetEngine:
         return self.next_s == inf and self.scheduler.has_work
 
     def run(self, now_s: float) -> list[Progress]:
-        """Takes what is over by now, and begins the next step; returns the requests' progress."""
+        """Handles what is over by now, and begins the next step. Returns the requests' progress."""
         found: list[Progress] = []
         if self._step is not None:
             if self._end_s > now_s:

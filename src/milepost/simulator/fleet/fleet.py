@@ -50,7 +50,7 @@ class FleetRun:
     busy_s: float = 0.0
     """Time of all engines' steps."""
     saved_s: float = 0.0
-    """Time that prefilling the hits would have taken besides."""
+    """Additional time that prefilling the hits would have taken."""
     end_s: float = 0.0
     """Time at which the last step ended."""
 

@@ -88,7 +88,7 @@ class Transfers:
             heapq.heappush(self._under_way, (self._free_s, load.number))
 
     def settle(self, now_s: float) -> None:
-        """Takes in the transfers that are over by now, and ends needless loans."""
+        """Handles the transfers that are over by now, and ends needless loans."""
         while self.next_s <= now_s:
             self._scheduler.arrived(heapq.heappop(self._under_way)[1])
         for number, wanted in list(self._wanted.items()):
