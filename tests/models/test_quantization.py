@@ -41,6 +41,7 @@ from milepost.models.registry import find_architecture
 from milepost.models.weights import WeightFiles, fill_from_files
 from milepost.parallel import Cut
 from tests.batches import Part, build_pools
+from tests.kernels.quantised_cases import make_int4
 from tests.models.test_mtp import drafted
 from tests.numbers import relative_error
 from tests.quantised import EXPERTS, FORMATS, MIXED, VARIANTS, nvfp4, write
@@ -586,3 +587,30 @@ def test_dummy_numbers_of_four_bits_have_no_common_direction(group: int) -> None
     weight = matrix.stack.form.dequantise(torch.float32)
     assert weight.std().item() == pytest.approx(0.02, rel=0.01)
     assert abs(weight.mean().item()) < 4 * 0.02 / weight.numel() ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("group", "num_inputs", "named"),
+    [
+        (-1, 192, "down: 192 inputs with group_size=-1, one scale for all, are no multiple of 128"),
+        (-1, 64, "down: 64 inputs with group_size=-1"),
+        (64, 192, "down: 192 inputs are not whole pairs of groups of 64"),
+        (128, 192, "down: 192 inputs are not whole pairs of groups of 128"),
+    ],
+)
+def test_groups_that_kernels_do_not_scale_are_refused_as_they_are_loaded(
+    group: int, num_inputs: int, named: str
+) -> None:
+    """The kernels load scales by blocks of inputs, and would take one group's for another's."""
+    form = Int4Precision(layout="packed", group=group, is_symmetric=True)
+    kind = ModuleScope(path="down", dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(UnsupportedModelError, match=named):
+        form.matrix(64, num_inputs, kind)
+    assert form.matrix(64, 384, kind).stack.form.group in (group, 384)
+
+
+@pytest.mark.parametrize("group", [16, 48, 96, 192, 320])
+def test_groups_without_whole_blocks_are_no_form(group: int) -> None:
+    with pytest.raises(AssertionError, match=f"groups of {group} inputs"):
+        make_int4(72, 2 * 128 * group, group=group)
+    assert make_int4(72, 768, group=384).group == 384

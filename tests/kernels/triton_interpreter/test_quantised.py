@@ -138,11 +138,13 @@ def test_int8_sums_are_exact_however_they_are_cut() -> None:
         assert torch.equal(run_kernel(hidden[row : row + 1], weight)[0], expected[row].half())
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, 256])
+@pytest.mark.parametrize(
+    ("num_inputs", "group"), [(256, 32), (256, 64), (256, 128), (256, 256), (384, 384)]
+)
 @pytest.mark.parametrize("num_tokens", [1, 40])
-def test_int4_gemm(num_tokens: int, group: int) -> None:
-    weight = make_int4(72, 256, group=group)
-    hidden, bias = make_rows(num_tokens, 256), torch.randn(72)
+def test_int4_gemm(num_tokens: int, num_inputs: int, group: int) -> None:
+    weight = make_int4(72, num_inputs, group=group)
+    hidden, bias = make_rows(num_tokens, num_inputs), torch.randn(72)
     check(run_kernel(hidden, weight, bias), hidden, weight, bias)
 
 

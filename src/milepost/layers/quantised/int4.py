@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
-from milepost.kernels.products.forms.quantised import Int4, lane_of, pack
+from milepost.kernels.products.forms.quantised import BLOCK, Int4, lane_of, pack
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
     QuantisedExperts,
@@ -95,6 +95,8 @@ class Int4Precision:
         if not is_whole or num_inputs % group or num_inputs % (2 * lane_of(group)):
             what = f"{kind.path}: {num_placed} inputs"
             why = f"are not whole pairs of groups of {group}"
+            if self.group == -1:
+                why = f"with group_size=-1, one scale for all, are no multiple of {BLOCK}"
             if kind.ranks.is_alone:
                 raise UnsupportedModelError(f"{what} {why}")
             raise ConfigError(f"{what} of a rank {why}; use a smaller tensor_parallel_size")

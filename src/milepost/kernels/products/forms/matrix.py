@@ -151,4 +151,4 @@ class Matrix(NamedTuple):
     @property
     def has_whole_steps(self) -> bool:
         """Whether scales belong to whole blocks of inputs, or to halves or quarters of them."""
-        return self.has_whole_groups or (self.form is Int4 and self.group in (32, 64))
+        return self.has_whole_groups or self.form is Int4

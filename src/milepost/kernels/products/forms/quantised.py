@@ -125,8 +125,14 @@ class Int4:
     zeros: Tensor
     """[..., O, I / group] uint8."""
     group: int
+    """32, 64 or whole blocks: kernels load the scales of a block of inputs as those of one group,
+    of two halves or of four quarters."""
     batch_invariant: bool = False
     """See `Raw`."""
+
+    def __post_init__(self) -> None:
+        is_known = self.group in (32, 64) or self.group % BLOCK == 0
+        assert is_known, f"groups of {self.group} inputs: no quarters, halves or whole blocks"
 
     @property
     def lane(self) -> int:
