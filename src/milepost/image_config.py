@@ -25,9 +25,10 @@ class ImageConfig:
     """Limits on an image's size after resizing, in pixels: a JSON object such as {"min_pixels":
     65536, "max_pixels": 1048576}. By default the checkpoint's own. A larger image is made smaller;
     1024 pixels are a token in the Qwen3.5 family."""
-    encoder_cache_size: int = 32768
+    encoder_cache_size: int | None = None
     """Image tokens whose encoder outputs stay on the device, for requests that need them again
-    before the prefix cache has their tokens."""
+    before the prefix cache has their tokens. By default a 64th of the memory beside the weights,
+    with room for two of the largest images, or for one if two would take more than a 16th."""
     encode_images_together: bool = False
     """Encode the small images of a step, of up to 1024 tokens, in one run of the vision tower. An
     image has the same bits beside any others; one alone may take longer than without this."""
@@ -48,7 +49,7 @@ class ImageConfig:
         domains = flat_texts(given)
         object.__setattr__(self, "allowed_media_domains", domains or None)
         _require(
-            self.encoder_cache_size >= 1,
+            self.encoder_cache_size is None or self.encoder_cache_size >= 1,
             f"encoder_cache_size={self.encoder_cache_size}: use 1 or more",
         )
         _require(

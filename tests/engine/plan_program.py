@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from transformers import Qwen3_5Config
 
 from milepost.config import EngineConfig
 from milepost.engine.assembly.planning import DRIVER_BYTES, MemoryPlan, MemoryPlanner, changes
@@ -23,7 +26,7 @@ def main() -> None:
     with pretend(find_chip("sm_89")) as meter:
         found = {"metered": metered(), "plans": {}, "changes": []}
         planner = MemoryPlanner(meter)
-        for name, config, size in cases():
+        for name, config, size in [*cases(), *pictured_cases()]:
             found["plans"][name] = described(planner.plan(config, size * GIB))
         plan = planner.plan(EngineConfig(model=INT4_27B), 24 * GIB)
         found["changes"] = [flag for flag, _ in changes(EngineConfig(model=INT4_27B), plan)]
@@ -44,6 +47,35 @@ def cases() -> list[tuple[str, EngineConfig, int]]:
     ]
 
 
+def pictured_cases() -> list[tuple[str, EngineConfig, int]]:
+    """A model of some 8B with a vision tower, on GPUs that leave it much room and little."""
+    text = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+        },
+    }
+    vision = {"num_heads": 16, "out_hidden_size": 4096}
+    folder = tempfile.mkdtemp()
+    Qwen3_5Config(text_config=text, vision_config=vision, dtype="bfloat16").save_pretrained(folder)
+    config = EngineConfig(model=folder)
+    small = replace(config, mm_processor_kwargs='{"max_pixels": 1048576}')
+    return [
+        ("pictured 141", config, 139),
+        ("pictured 24", config, 24),
+        ("pictured 22", config, 22),
+        ("pictured 20", config, 20),
+        ("pictured 24 small", small, 24),
+        ("pictured 24 set", replace(config, encoder_cache_size=1000), 24),
+        ("pictured 24 without", replace(config, language_model_only=True), 24),
+    ]
+
+
 def described(plan: MemoryPlan) -> dict[str, object]:
     return {
         "weights": plan.weights_bytes,
@@ -55,6 +87,8 @@ def described(plan: MemoryPlan) -> dict[str, object]:
         "context": plan.max_model_len,
         "chats": plan.num_chats(8192),
         "cache": plan.cache_bytes,
+        "encoded": plan.config.encoder_cache_size,
+        "encoded bytes": plan.step_bytes.encoded,
         "items": sum(num_bytes for _, num_bytes in plan.items()),
         "gpu": plan.gpu_bytes,
         "driver": DRIVER_BYTES,

@@ -84,6 +84,24 @@ def test_two_ranks_hold_half_the_weights_each(found):
     assert both["context"] == 262_144
 
 
+def test_encoder_outputs_get_a_share_of_the_room_and_the_largest_image_fits(found):
+    plans = {name[9:]: plan for name, plan in found["plans"].items() if "pictured" in name}
+    tokens = {name: plan["encoded"] for name, plan in plans.items()}
+    rooms = {
+        name: int((0.9 * plan["gpu"] - plan["weights"]) / 8192) for name, plan in plans.items()
+    }
+    largest = 16_384
+    assert tokens["141"] == rooms["141"] // 64 > 2 * largest
+    assert tokens["24"] == 2 * largest, "two images take less than a 16th"
+    assert tokens["22"] == rooms["22"] // 16 < 2 * largest
+    assert tokens["20"] == largest, "one always fits"
+    assert tokens["24 small"] == rooms["24 small"] // 64, "two images of 1024 take less"
+    assert tokens["24 set"] == 1000
+    assert tokens["24 without"] is None
+    for name, plan in plans.items():
+        assert plan["encoded bytes"] == 8192 * (tokens[name] or 0)
+
+
 def test_what_does_not_fit_says_what_is_missing(found):
     assert "GiB are missing" in found["plans"]["27b 16"]["refused"]
     assert found["plans"]["27b 16"]["context"] == 0

@@ -71,7 +71,7 @@ class EngineOptions(TypedDict, total=False):
     language_model_only: bool
     limit_mm_per_prompt: Json | None
     mm_processor_kwargs: Json | None
-    encoder_cache_size: int
+    encoder_cache_size: int | None
     encode_images_together: bool
     allowed_media_domains: Sequence[str] | None
     allowed_local_media_path: str | None

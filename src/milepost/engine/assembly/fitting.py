@@ -16,12 +16,14 @@ from transformers import PreTrainedConfig
 from milepost.config import EngineConfig
 from milepost.engine.assembly.auto import kv_dtype_of
 from milepost.engine.assembly.bitwise import refuse_states
+from milepost.engine.assembly.images import token_bytes_of, with_encoder_cache
 from milepost.engine.assembly.sizing import pool_shape, sizes_of
 from milepost.errors import KernelError
 from milepost.images import ImageSettings
 from milepost.kernels.platform.device import describe, probe, why_reference
 from milepost.kernels.platform.tensors import FP8
 from milepost.models.decoder import Decoder
+from milepost.models.room import available_bytes
 from milepost.parallel import Ranks
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import ladder, largest_step
@@ -80,8 +82,11 @@ def fit(
     Raises ConfigError for more than there is memory for."""
     shape = shape_of(config, model, whole, device)
     steps, step_bytes = None, StepBytes(largest=0)
-    if _announce_kernels(device, model):
-        fitted = fit_steps(config, model, whole, device, ranks, _total_bytes(device))
+    is_fused = _announce_kernels(device, model)
+    if not is_fused or device.type != "cuda":
+        config = with_encoder_cache(config, model, settings, available_bytes(device) or 0)
+    if is_fused:
+        fitted = fit_steps(config, model, whole, device, ranks, _total_bytes(device), settings)
         config, shape, steps = fitted.config, fitted.shape, fitted.steps
         try:
             step_bytes = _compiled(config, model, shape, steps, settings)
@@ -99,11 +104,13 @@ def fit_steps(
     device: torch.device,
     ranks: Ranks,
     gpu_bytes: int,
+    settings: ImageSettings | None,
 ) -> FittedSteps:
     """Returns the steps that suit a GPU of `gpu_bytes` in the room beside the weights. Raises
     ConfigError."""
     room = ranks.least(_room_of(config, gpu_bytes, model.num_bytes))
     config = _limited(config, shape_of(config, model, whole, device), room)
+    config = with_encoder_cache(config, model, settings, room)
     shape = shape_of(config, model, whole, device)
     steps = _steps_of(config, model, shape, device, ranks, room)
     return FittedSteps(config=config, shape=shape, steps=steps)
@@ -211,13 +218,12 @@ def bytes_of(
     found, model = measure_steps(executor, steps), executor.model
     if model.tower is None or settings is None:
         return found
-    embedding_bytes = model.config.hidden_size * model.dtype.itemsize
     tower, under_way = measure_tower(model.tower, settings, joins=config.encode_images_together)
     return replace(
         found,
         tower=tower,
         under_way=under_way,
-        encoded=config.encoder_cache_size * embedding_bytes,
+        encoded=(config.encoder_cache_size or 0) * token_bytes_of(model),
     )
 
 

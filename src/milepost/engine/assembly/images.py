@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,12 @@ _ATTENTION_TIMES = 2
 """Duration of an operation of attention in a tower, relative to one of a GEMM: 1.9 to 2.5 on an
 H200."""
 
+_USUAL_SHARE, _MOST_SHARE = 64, 16
+"""Encoder outputs get the first part of the memory beside the weights, or up to the second for two
+of the largest images."""
+_MOST_IMAGES = 16
+"""Largest images that are kept at most, however much memory there is."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -54,6 +61,26 @@ def image_settings_of(config: EngineConfig, folder: Path) -> ImageSettings:
     """Returns the checkpoint's settings for pictures, with the limits of the configuration. Raises
     ConfigError."""
     return read_image_settings(folder).with_pixels(*config.pixel_limits)
+
+
+def with_encoder_cache(
+    config: EngineConfig, model: Decoder, settings: ImageSettings | None, room: int
+) -> EngineConfig:
+    """Returns the configuration with the number of image tokens that stay encoded: as set, or what
+    suits the `room` beside the weights, in bytes. Two of the largest images may stand side by side
+    in a prompt, so there is space for both unless memory is short."""
+    if settings is None or config.encoder_cache_size is not None:
+        return config
+    largest, most = settings.max_tokens, room // token_bytes_of(model)
+    least = min(2 * largest, max(largest, most // _MOST_SHARE))
+    tokens = max(least, min(most // _USUAL_SHARE, _MOST_IMAGES * largest))
+    return replace(config, encoder_cache_size=tokens)
+
+
+def token_bytes_of(model: Decoder) -> int:
+    """Returns the bytes of the encoder outputs of an image's token."""
+    size: int = model.config.hidden_size
+    return size * model.dtype.itemsize
 
 
 def tower_cost(model: Decoder) -> TowerCost:

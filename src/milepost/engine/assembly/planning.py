@@ -85,7 +85,8 @@ class MemoryPlan:
         yield f"a step of {steps.num_tokens:,} tokens", self.step_bytes.largest
         yield f"CUDA graphs of {len(self.steps.captured)} steps", self.step_bytes.graphs
         yield "sampling", self.step_bytes.sampling
-        yield "pictures", self.step_bytes.total - self.step_bytes.without_pictures
+        kept = f"pictures, {self.config.encoder_cache_size or 0:,} tokens kept encoded"
+        yield kept, self.step_bytes.total - self.step_bytes.without_pictures
         yield "records of drafts", self.shape.record_bytes
         yield "launches, reserved", LAUNCHES_BYTES
         yield "driver, assumed", DRIVER_BYTES
@@ -146,7 +147,9 @@ class MemoryPlanner:
         refuse_settings(config)
         with hopper_kernels(config.hopper_kernels), launching_nothing(), torch.inference_mode():
             found = self._outline(config)
-            fitted = fit_steps(config, found.model, found.whole, GPU, found.ranks, gpu_bytes)
+            fitted = fit_steps(
+                config, found.model, found.whole, GPU, found.ranks, gpu_bytes, found.settings
+            )
             config, shape, steps = fitted.config, fitted.shape, fitted.steps
             free = gpu_bytes - DRIVER_BYTES - sum(found.weights.values())
             # Of a model that does not fit anyway, nobody asks what its steps take.

@@ -98,7 +98,7 @@ def build(config: EngineConfig) -> EngineParts:
         own.cache,
         max_num_seqs=own.config.max_num_seqs,
         max_num_batched_tokens=own.config.step_tokens(),
-        encoder_cache_size=config.encoder_cache_size,
+        encoder_cache_size=own.config.encoder_cache_size or 0,
         tower_cost=tower_cost(model),
         num_lookahead_tokens=_num_lookahead_tokens(config, model),
         max_queue_wait_s=config.max_queue_wait_s,

@@ -81,7 +81,9 @@ def compile_share(share: WarmShare) -> None:
     with hopper_kernels(config.hopper_kernels), pretend(share.chip), _only(share):
         found = outline_of(config)
         model = found.model
-        fitted = fit_steps(config, model, found.whole, GPU, found.ranks, share.gpu_bytes)
+        fitted = fit_steps(
+            config, model, found.whole, GPU, found.ranks, share.gpu_bytes, found.settings
+        )
         with torch.inference_mode():
             compile_steps(rehearsal(model, fitted.shape, fitted.steps), fitted.steps)
             if model.tower is not None and found.settings is not None:
