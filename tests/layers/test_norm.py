@@ -88,3 +88,18 @@ def test_a_sum_of_partials_is_normed_as_it_would_be_whole(num_parts: int) -> Non
     assert torch.allclose(found, norm(whole), atol=1e-6)
     assert found.dtype == output.dtype, "what follows adds it in float32"
     assert torch.equal(output, before)
+
+
+@pytest.mark.parametrize("num_parts", [0, 1, 3])
+def test_an_output_is_normed_by_whoever_adds_it(num_parts: int) -> None:
+    own = RMSNorm(SIZE, EPS, kind(torch.float32))
+    own.placements()["weight"].store(torch.linspace(0.5, 2, SIZE))
+    joined, plain = (
+        RMSNorm(SIZE, EPS, kind(torch.float32), of_output=each) for each in (own, None)
+    )
+    for each in (joined, plain):
+        each.fill(1.0, torch.Generator())
+    hidden, output = torch.randn(5, SIZE), torch.randn(5, *[num_parts] * (num_parts > 0), SIZE)
+    found, expected = joined.add(hidden, output), plain.add(hidden, own.norm_sum(output))
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(joined.add(hidden, None)[1], plain(hidden)), "an embedding has none"

@@ -48,7 +48,8 @@ class RMSNorm(nn.Module):
     """Root mean square norm whose outputs are scaled by `offset` + w, with w from the checkpoint;
     `offset` is 1 for a zero-centred norm.
 
-    `add` multiplies the layer's output by `multiplier` before adding it to the residual stream.
+    `add` multiplies the layer's output by `multiplier` before adding it to the residual stream, and
+    norms it by `of_output` before that, where each output has a norm of its own.
     """
 
     def __init__(
@@ -59,8 +60,11 @@ class RMSNorm(nn.Module):
         *,
         offset: float = 0.0,
         multiplier: float = 1.0,
+        of_output: RMSNorm | None = None,
     ) -> None:
         super().__init__()
+        assert of_output is None or of_output.eps == eps, "one launch norms by one eps"
+        self.of_output = of_output
         self.eps, self.offset, self.kind, self.multiplier = eps, offset, kind, multiplier
         self.scale = kind.empty_precise(size)
         self.ranks = kind.ranks
@@ -89,15 +93,22 @@ class RMSNorm(nn.Module):
         `hidden` is [T, N]; `delta` is [T, N], partials [T, P, N], or None. Partials are summed over
         all ranks.
         """
+        of_output = self.of_output if delta is not None else None
         if not self.ranks.is_alone and delta is not None and delta.dim() == 3:
-            return self.ranks.add_norm(hidden, delta, self.scale, self.eps, self.multiplier)
+            if of_output is None:
+                return self.ranks.add_norm(hidden, delta, self.scale, self.eps, self.multiplier)
+            delta = over_ranks(delta, self.ranks)
         how = self.scale, self.eps, self.multiplier
         if begun is not None:
+            if of_output is not None:
+                delta = of_output.norm_sum(delta)
             product = begun.weight, begun.target
             total, normed = norm.add_norm_and_multiply(hidden, delta, *how, *product)
             return total, Activations(values=normed, projected=begun.projected)
-        is_invariant = self.kind.batch_invariant
-        return norm.add_norm(hidden, delta, *how, emit=emit, batch_invariant=is_invariant)
+        options = {"emit": emit, "batch_invariant": self.kind.batch_invariant}
+        if of_output is not None:
+            options["delta_scale"] = of_output.scale
+        return norm.add_norm(hidden, delta, *how, **options)
 
     def norm_sum(self, output: Tensor) -> Tensor:
         """Norms an output [T, N], or the sum of its partials [T, P, N], in one launch; `multiplier`

@@ -37,6 +37,23 @@ def test_add_norm(num_tokens: int, num_parts: int | None) -> None:
     torch.testing.assert_close(normed, expected_normed)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_parts", [0, 1, 4])
+def test_a_delta_may_have_a_norm_of_its_own(num_parts: int, dtype: torch.dtype) -> None:
+    """The same bits as from a launch of its own, where there is no order of parts."""
+    hidden, scale, own = randn(5, SIZE).to(dtype), randn(SIZE), randn(SIZE).abs() + 1
+    delta = randn(5, max(num_parts, 1), 2 * SIZE)[:, :, SIZE:]
+    delta = delta if num_parts else delta[:, 0].to(dtype)
+    found = triton.add_norm(hidden, delta, scale, EPS, 0.22, delta_scale=own)
+    expected = reference.add_norm(hidden, delta, scale, EPS, 0.22, delta_scale=own)
+    first, rest = (delta, None) if not num_parts else (delta[:, 0], delta[:, 1:])
+    normed = triton.add_norm(first, rest if num_parts > 1 else None, own, EPS)[1]
+    alone = triton.add_norm(hidden, normed, scale, EPS, 0.22)
+    for own_, wanted, same in zip(found, expected, alone, strict=True):
+        assert relative_error(own_, wanted) < (1e-6 if dtype == torch.float32 else 1e-3)
+        assert torch.equal(own_, same) or num_parts > 1
+
+
 def test_what_is_normed_is_the_rounded_sum() -> None:
     hidden, delta = randn(3, SIZE).half(), randn(4, SIZE)[1:].half()
     total, normed = triton.add_norm(hidden, delta, torch.ones(SIZE), EPS)

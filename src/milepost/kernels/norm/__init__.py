@@ -28,6 +28,7 @@ def add_norm(
     eps: float,
     multiplier: float = 1.0,
     *,
+    delta_scale: Tensor | None = None,
     emit: Emit = Emit.VALUES,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Inputs]:
@@ -36,9 +37,9 @@ def add_norm(
     if runs_triton(hidden):
         from milepost.kernels.norm import triton
 
-        how = {"emit": emit, "batch_invariant": batch_invariant}
+        how = {"delta_scale": delta_scale, "emit": emit, "batch_invariant": batch_invariant}
         return triton.add_norm(hidden, delta, scale, eps, multiplier, **how)
-    return reference.add_norm(hidden, delta, scale, eps, multiplier)
+    return reference.add_norm(hidden, delta, scale, eps, multiplier, delta_scale=delta_scale)
 
 
 def add_norm_and_multiply(

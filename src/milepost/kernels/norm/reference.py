@@ -12,20 +12,31 @@ from milepost.kernels.platform.tensors import cast
 
 
 def add_norm(
-    hidden: Tensor, delta: Tensor | None, scale: Tensor, eps: float, multiplier: float = 1.0
+    hidden: Tensor,
+    delta: Tensor | None,
+    scale: Tensor,
+    eps: float,
+    multiplier: float = 1.0,
+    *,
+    delta_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add a layer's output, times `multiplier`, to the residual stream and norm the sum: both
     [T, H] in `hidden`'s type.
 
     `hidden` [T, H]; `delta` [T, H], or [T, P, H] whose parts are added up, or None. The norm is the
-    root mean square one with `scale` [H], computed in `scale`'s type.
+    root mean square one with `scale` [H], computed in `scale`'s type. With `delta_scale` [H], the
+    delta is normed itself before it is added.
     """
     if delta is not None:
         delta = delta if delta.dim() == 2 else _add_up(delta)
+        delta = delta if delta_scale is None else _norm(delta, delta_scale, eps)
         hidden = hidden + (delta if multiplier == 1 else delta * multiplier)
-    wide = cast(hidden, scale.dtype)
-    normed = F.rms_norm(wide, wide.shape[-1:], eps=eps).mul_(scale)
-    return hidden, cast(normed, hidden.dtype)
+    return hidden, _norm(hidden, scale, eps)
+
+
+def _norm(rows: Tensor, scale: Tensor, eps: float) -> Tensor:
+    wide = cast(rows, scale.dtype)
+    return cast(F.rms_norm(wide, wide.shape[-1:], eps=eps).mul_(scale), rows.dtype)
 
 
 def silu_mul(gate_up: Tensor, limit: float = 0.0) -> Tensor:

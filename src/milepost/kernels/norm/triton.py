@@ -38,12 +38,13 @@ def add_norm(
     eps: float,
     multiplier: float = 1.0,
     *,
+    delta_scale: Tensor | None = None,
     emit: Emit = Emit.VALUES,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Inputs]:
     """As `reference.add_norm`; rows of `hidden` and `delta` may lie apart. Sums are float32. With
     `batch_invariant` as many threads add a row up whatever the number of rows."""
-    check_rows(hidden=hidden, delta=delta, scale=scale)
+    check_rows(hidden=hidden, delta=delta, scale=scale, delta_scale=delta_scale)
     num_tokens, size = hidden.shape
     fp8 = room_for(num_tokens, size, hidden, emit)
     normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
@@ -61,6 +62,7 @@ def add_norm(
         hidden,
         delta,
         scale,
+        delta_scale,
         total,
         normed if keeps_values(fp8) else None,
         *as_arguments(fp8),
@@ -85,6 +87,7 @@ def _add_norm_kernel(
     hidden,
     delta,
     scale,
+    delta_scale,
     total,
     normed,
     values,
@@ -106,10 +109,13 @@ def _add_norm_kernel(
     o_h = tl.arange(0, COLUMNS)
     is_h = o_h < SIZE
     b_scale = tl.load(scale + o_h, mask=is_h, other=0.0).to(tl.float32)
+    b_delta_scale = None
+    if delta_scale is not None:
+        b_delta_scale = tl.load(delta_scale + o_h, mask=is_h, other=0.0).to(tl.float32)
     wait_for_inputs()
     p_delta = None if delta is None else delta + i_t * delta_stride
     b_x, b_o = sum_and_norm(
-        hidden + i_t * hidden_stride, p_delta, b_scale, o_h, is_h, part_stride, eps,
+        hidden + i_t * hidden_stride, p_delta, b_scale, b_delta_scale, o_h, is_h, part_stride, eps,
         SIZE, PARTS, MULTIPLIER, hidden.dtype.element_ty,
     )  # fmt: skip
     if PARTS:
@@ -130,6 +136,7 @@ def sum_and_norm(
     p_hidden,
     p_delta,
     b_scale,
+    b_delta_scale,
     o_h,
     is_h,
     part_stride,
@@ -139,13 +146,17 @@ def sum_and_norm(
     MULTIPLIER: tl.constexpr,
     element: tl.constexpr,
 ):
-    """Returns a row with its delta added, and its norm, both as they are stored."""
+    """Returns a row with its delta added, normed if `b_delta_scale` is given, and the sum's norm,
+    both as they are stored."""
     b_x = tl.load(p_hidden + o_h, mask=is_h, other=0.0)
     if PARTS:
         b_delta = tl.zeros(o_h.shape, tl.float32)
         for part in tl.static_range(PARTS):
             b_part = tl.load(p_delta + part * part_stride + o_h, mask=is_h, other=0.0)
             b_delta += b_part.to(tl.float32)
+        if b_delta_scale is not None:
+            b_delta = b_delta.to(p_delta.dtype.element_ty)
+            b_delta = norm_row(b_delta, b_delta_scale, eps, SIZE).to(tl.float32)
         if MULTIPLIER != 1:
             b_delta *= MULTIPLIER
         # What the next layer reads is what is normed, so the sum is rounded first.
@@ -222,7 +233,7 @@ def _norm_gemv_kernel(
     b_scale = tl.load(scale + o_h, mask=is_h, other=0.0).to(tl.float32)
     wait_for_inputs()
     b_x, b_o = sum_and_norm(
-        hidden, delta, b_scale, o_h, is_h, part_stride, eps,
+        hidden, delta, b_scale, None, o_h, is_h, part_stride, eps,
         SIZE, PARTS, MULTIPLIER, normed.dtype.element_ty,
     )  # fmt: skip
     if tl.program_id(0) == 0:

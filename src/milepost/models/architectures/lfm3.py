@@ -28,19 +28,27 @@ def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
         for layer_type in (_FULL, _SLIDING)
         if layer_type in config.layer_types
     }
-    return DecoderParts(
-        layers=[
-            _layer(config, kind.under(f"layers.{index}"), rotaries.get(layer_type), layer_type)
-            for index, layer_type in enumerate(config.layer_types)
-        ],
-        norm=_norm(config, kind.under("embedding_norm")),
-    )
+    layers, last = [], None
+    for index, layer_type in enumerate(config.layer_types):
+        own, rotary = kind.under(f"layers.{index}"), rotaries.get(layer_type)
+        layer, last = _layer(config, own, rotary, layer_type, last)
+        layers.append(layer)
+    return DecoderParts(layers=layers, norm=_norm(config, kind.under("embedding_norm"), last))
 
 
 def _layer(
-    config: PreTrainedConfig, own: ModuleScope, rotary: Rotary | None, layer_type: str
-) -> Layer:
-    size, posts = config.hidden_size, config.use_sandwich_norm
+    config: PreTrainedConfig,
+    own: ModuleScope,
+    rotary: Rotary | None,
+    layer_type: str,
+    before: RMSNorm | None,
+) -> tuple[Layer, RMSNorm | None]:
+    """Returns a layer, and the norm of its output, which whatever reads the output applies;
+    `before` is that of the layer before."""
+    size = config.hidden_size
+    posts: list[RMSNorm | None] = [None, None]
+    if config.use_sandwich_norm:
+        posts = [_norm(config, own.under(f"post_{name}_norm")) for name in ("operator", "ffn")]
     if layer_type == "conv":
         # What a window reads is kept with states alone, not at every page boundary.
         options = {"bias": config.conv_bias, "in_slots": _has_windows(config)}
@@ -48,18 +56,11 @@ def _layer(
     else:
         mixer = _attention(config, own.under("self_attn"), rotary, layer_type)
     feed_forward = MLP(size, config.intermediate_size, own.under("feed_forward"), _GATE_UP_DOWN)
-    return Layer(
-        ResidualBlock(
-            mixer,
-            pre=_norm(config, own.under("operator_norm")),
-            post=_norm(config, own.under("post_operator_norm")) if posts else None,
-        ),
-        ResidualBlock(
-            feed_forward,
-            pre=_norm(config, own.under("ffn_norm")),
-            post=_norm(config, own.under("post_ffn_norm")) if posts else None,
-        ),
+    layer = Layer(
+        ResidualBlock(mixer, pre=_norm(config, own.under("operator_norm"), before)),
+        ResidualBlock(feed_forward, pre=_norm(config, own.under("ffn_norm"), posts[0])),
     )
+    return layer, posts[1]
 
 
 def _attention(
@@ -81,8 +82,8 @@ def _has_windows(config: PreTrainedConfig) -> bool:
     return _SLIDING in config.layer_types and not is_off
 
 
-def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.norm_eps, kind)
+def _norm(config: PreTrainedConfig, kind: ModuleScope, of_output: RMSNorm | None = None) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.norm_eps, kind, of_output=of_output)
 
 
 class Lfm3OwnConfig(Lfm2Config):
