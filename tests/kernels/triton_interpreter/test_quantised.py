@@ -17,7 +17,7 @@ from milepost.kernels.norm.reference import silu_mul
 from milepost.kernels.platform.device import Chip, probe
 from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products import experts_reference
-from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.forms.matrix import Epilogue, Form, Raw
 from milepost.kernels.products.forms.quantised import (
     FP8,
     Fp8,
@@ -49,6 +49,7 @@ from tests.kernels.quantised_cases import (
     to,
 )
 from tests.kernels.routed import as_routed, poisoned_outputs
+from tests.numbers import relative_error
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,31 @@ def test_int4_gemm(num_tokens: int, num_inputs: int, group: int) -> None:
     weight = make_int4(72, num_inputs, group=group)
     hidden, bias = make_rows(num_tokens, num_inputs), torch.randn(72)
     check(run_kernel(hidden, weight, bias), hidden, weight, bias)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_fp8,
+        partial(make_fp8, rows=1, depth=128),
+        make_fp4,
+        *(partial(make_int4, group=group) for group in (32, 64, 128, 384)),
+        lambda *shape: Raw(values=make_rows(*shape) / 16),
+    ],
+    ids=["fp8", "fp8 rows", "fp4", "int4 32", "int4 64", "int4 128", "int4 384", "raw"],
+)
+@pytest.mark.parametrize("num_inputs", [384, 2304])
+def test_a_row_is_gated_as_it_is_multiplied(make: Callable[..., Form], num_inputs: int) -> None:
+    """In one step of inputs and in several."""
+    weight, hidden = make(144, num_inputs), make_rows(1, num_inputs) / 16
+    if isinstance(weight, Raw):
+        whole = hidden.float() @ weight.values.float().T
+    else:
+        whole = multiply(hidden.float(), weight)
+    gated = run_kernel(hidden, weight, epilogue=Epilogue.GATED)
+    assert gated is not None
+    assert gated.shape == (1, 72)
+    assert relative_error(gated, silu_mul(whole)) < 2e-3
 
 
 @pytest.mark.parametrize("group", [16, 32])

@@ -125,8 +125,8 @@ _ALL, _GATED = (*_PLAIN, Epilogue.FLOAT32), (*_PLAIN, Epilogue.GATED)
 _HOPPER_FEW: dict[str, Any] = {"needs": HOPPER, "takes_bias": False}
 
 PRODUCTS: KernelTable[Product] = KernelTable(
-    row("raw gemv", "products.portable.gemv", _RAW, "lanes, tree", _CONTIGUOUS,
-        rows=_ONE, epilogues=_ALL, cut=tiles.cut_gemv),
+    row("raw gemv", "products.portable.gemv", _RAW, "lanes, tree", _CONTIGUOUS, _HALVES,
+        rows=_ONE, epilogues=(*_ALL, Epilogue.GATED), cut=tiles.cut_gemv),
     row("raw gemv of two rows", "products.portable.gemv", _RAW, "lanes, tree", _NARROW,
         _CONTIGUOUS, rows=_ONE, epilogues=(Epilogue.PAIR,), entry="multiply_pair"),
     row("raw gemv of heads", "products.portable.gemv", _RAW, "lanes, tree", _CONTIGUOUS,
@@ -148,8 +148,8 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         rows=_ONE, epilogues=_GATED, needs=HOPPER),
     row("int8 gemv", "products.portable.gemv", _INT8, "int32, exact", _ROW, _EXACT,
         rows=_ONE, epilogues=_PLAIN, cut=tiles.cut_gemv, batch_invariant=True),
-    row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _KEPT_ROW,
-        rows=_ONE, epilogues=_PLAIN, cut=tiles.cut_gemv),
+    row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _KEPT_ROW, _HALVES,
+        rows=_ONE, epilogues=_GATED, cut=tiles.cut_gemv),
     row("fp8 small_m, Hopper", "products.hopper.fp8_small_m", (Fp8,), "128 seq", _ROWS, _LARGE,
         _BESIDE, _BESIDE_TMA, _FP8_SIZES, rows=RowRange(most=_MANY_ROWS),
         epilogues=(*_PLAIN, Epilogue.BESIDE), cut=hopper.cut_fp8, batch_invariant=True,

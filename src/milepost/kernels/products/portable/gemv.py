@@ -31,7 +31,8 @@ def run(given: Multiplication, tiles: GemvTiles) -> Tensor:
     """Multiplies each row for itself."""
     hidden, weight, output = given.values, given.weight, given.output()
     assert not isinstance(weight, Packed), "a form of kernels"
-    _gemv_kernel[(cdiv(weight.num_outputs, tiles.block_n), len(hidden))](
+    tile = {"block_n": tiles.block_n, "block_k": tiles.block_k, "is_gated": given.is_gated}
+    _gemv_kernel[(cdiv(output.shape[-1], tiles.block_n), len(hidden))](
         hidden,
         None,
         None,
@@ -41,7 +42,7 @@ def run(given: Multiplication, tiles: GemvTiles) -> Tensor:
         hidden.stride(0),
         output.stride(0),
         MULTIPLY=gemv_step.choose(weight),
-        SHAPE=ProductShape.of(weight, given.chip, block_n=tiles.block_n, block_k=tiles.block_k),
+        SHAPE=ProductShape.of(weight, given.chip, **tile),
         num_warps=tiles.num_warps,
         **OVERLAPPED,
     )
@@ -96,15 +97,17 @@ def _gemv_kernel(
     MULTIPLY: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """Makes outputs of one row. Routed tokens' are activated, or multiplied with their routing
-    weights."""
+    """Makes outputs of one row. Those with gates are activated, and routed tokens' are, or are
+    multiplied with their routing weights."""
     launch_dependents()
     o_n = tl.program_id(0) * SHAPE.block_n + tl.arange(0, SHAPE.block_n)
     row = tl.program_id(1)
     column, is_column = o_n % SHAPE.outputs, o_n < SHAPE.outputs
     p_x = rows + (row // SHAPE.top_k).to(tl.int64) * stride
     if experts is None:
-        b_o, _ = MULTIPLY(p_x, weight, 0, column.to(tl.int64), SHAPE, True)
+        b_o, b_gate = MULTIPLY(p_x, weight, 0, column.to(tl.int64), SHAPE, True)
+        if SHAPE.is_gated:
+            b_o = activate(b_o, b_gate, True)
     else:
         wait_for_inputs()
         expert = tl.load(experts + row).to(tl.int64)

@@ -51,6 +51,8 @@ def multiply_raw(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.con
     for i_k in tl.static_range(0, INPUTS, BLOCK_K):
         is_input = i_k + o_k < INPUTS
         if EARLY:
+            if SHAPE.is_gated:
+                b_gate = tl.load(p_gate + i_k, mask=is_input[None, :], other=0.0)
             b_up = tl.load(p_up + i_k, mask=is_input[None, :], other=0.0)
             if i_k == 0:
                 wait_for_inputs()

@@ -70,27 +70,28 @@ _GEMV_INPUTS = 2048
 _SMALL, _SMALL_EXPERT = 1 << 24, 1024
 """Fewest weights of a matrix that is not small, and the largest size of a small expert."""
 _WEIGHTS, _FEW_WEIGHTS, _FOUR_BIT_WEIGHTS = 1 << 15, 1 << 14, 1 << 13
-"""Quantised weights that a program reads at a time. The more, the less it matters that each rounds
-its row; small matrices, and experts' last projections, need more programs. Rows are not rounded for
-four bits, and more programs share the work of unpacking."""
+"""Quantised weights that a program reads at a time. Each program rounds its row, so few are better;
+small matrices, and experts' last projections, need more, and so does unpacking four bits."""
 
 
 def cut_gemv(product: Product, chip: Chip) -> GemvTiles:  # noqa: ARG001
     """Cuts the product of one row."""
-    weight = product.weight
+    weight, is_gated = product.weight, product.epilogue is Epilogue.GATED
     if weight.form is not Raw:
-        is_small = weight.num_weights < _SMALL
-        return _cut_quantised_row(weight, _FEW_WEIGHTS if is_small else _WEIGHTS)
+        num_weights = _FEW_WEIGHTS if weight.num_weights < _SMALL else _WEIGHTS
+        return _cut_quantised_row(weight, num_weights, 1 + is_gated)
+    if is_gated:
+        return _cut_raw_gates(weight)
     if product.epilogue is Epilogue.FLOAT32:
         block_n = 1 if weight.num_outputs <= FEW_OUTPUTS else 4
-        return GemvTiles(block_n=block_n, block_k=2048, num_warps=8)
+        return GemvTiles(block_n, 2048, num_warps=8)
     if weight.num_inputs <= FEW_INPUTS:
         return NARROW
     if weight.num_inputs > 2048:
-        return GemvTiles(block_n=2, block_k=2048, num_warps=4)
+        return GemvTiles(2, 2048, num_warps=4)
     if weight.num_outputs >= _MANY_OUTPUTS:
-        return GemvTiles(block_n=4, block_k=1024, num_warps=4)
-    return GemvTiles(block_n=4, block_k=2048, num_warps=8)
+        return GemvTiles(4, 1024, num_warps=4)
+    return GemvTiles(4, 2048, num_warps=8)
 
 
 def cut_expert_gemv(mixture: Mixture) -> tuple[GemvTiles, GemvTiles]:
@@ -99,13 +100,13 @@ def cut_expert_gemv(mixture: Mixture) -> tuple[GemvTiles, GemvTiles]:
     if mixture.form is not Raw:
         up_tiles = _cut_quantised_row(up, _WEIGHTS, 1 + mixture.is_gated)
         return up_tiles, _cut_quantised_row(down, _FEW_WEIGHTS)
-    block_k = 2048 if up.num_inputs <= 2048 else 1024
-    is_small = down.num_inputs <= _SMALL_EXPERT
-    block_n, depth = (8, 512) if is_small else (2, 2048)
-    return (
-        GemvTiles(block_n=4, block_k=block_k, num_warps=4),
-        GemvTiles(block_n=block_n, block_k=depth, num_warps=4),
-    )
+    block_n, depth = (8, 512) if down.num_inputs <= _SMALL_EXPERT else (2, 2048)
+    return _cut_raw_gates(up), GemvTiles(block_n, depth, num_warps=4)
+
+
+def _cut_raw_gates(weight: Matrix) -> GemvTiles:
+    """Cuts gate and up projections, which a program reads side by side."""
+    return GemvTiles(4, 2048 if weight.num_inputs <= 2048 else 1024, num_warps=4)
 
 
 def _cut_quantised_row(weight: Matrix, num_weights: int, num_matrices: int = 1) -> GemvTiles:
@@ -113,8 +114,7 @@ def _cut_quantised_row(weight: Matrix, num_weights: int, num_matrices: int = 1) 
     block_k = min(next_power_of_2(weight.num_inputs), _GEMV_INPUTS)
     has_bytes = weight.form in (Fp8, Int8)
     num_weights = num_weights if has_bytes else _FOUR_BIT_WEIGHTS
-    block_n = num_weights // (num_matrices * block_k)
-    return GemvTiles(block_n=block_n, block_k=block_k, num_warps=8 if has_bytes else 4)
+    return GemvTiles(num_weights // (num_matrices * block_k), block_k, 8 if has_bytes else 4)
 
 
 # --- raw weights, few rows ------------------------------------------------------------------------
