@@ -56,6 +56,9 @@ CASES = {
         head_dim=128,
         has_gate=False,
     ),
+    "gates_of_heads": replace(
+        LARGE, starts=(900, 5000, 10), lengths=(1, 1, 300), head_dim=128, gates_heads=True
+    ),
     "narrow_heads_without_gates": replace(
         LARGE, starts=(900, 10), lengths=(1, 300), head_dim=64, has_gate=False
     ),
@@ -143,6 +146,7 @@ DECODES = replace(CASES["decodes"], starts=(0, 1, 63, 64, 65, 1000, 90_000), len
         replace(DECODES, num_kv_heads=4, lengths=(2, 1, 2, 1, 2, 1, 2)),
         replace(DECODES, lengths=(2, 1, 2, 1, 2, 1, 2)),
         replace(DECODES, has_gate=False),
+        replace(DECODES, gates_heads=True),
         replace(DECODES, dtype=torch.float16),
         replace(DECODES, capacity=Capacity(num_tokens=16, num_sequences=8)),
     ],

@@ -35,6 +35,8 @@ class Case:
     page_size: int = 64
     num_sharing: int = 0
     has_gate: bool = True
+    gates_heads: bool = False
+    """Each head has one gate."""
     dtype: torch.dtype = torch.float32
     has_float8: bool = False
     """KV is kept in it."""
@@ -60,7 +62,8 @@ class Step:
         heads = case.num_heads + case.num_kv_heads
         size = case.head_dim * (heads + case.num_kv_heads + case.num_heads)
         projected = torch.randn(padded, size, **options).to(case.dtype)
-        self.gate = projected[:, -case.num_heads * case.head_dim :] if case.has_gate else None
+        num_gates = case.num_heads * (1 if case.gates_heads else case.head_dim)
+        self.gate = projected[:, -num_gates:] if case.has_gate else None
         self.query = projected[:, : case.num_heads * case.head_dim].unflatten(
             1, (case.num_heads, case.head_dim)
         )
@@ -165,7 +168,8 @@ class Step:
         ).flatten(1)
         if self.gate is None:
             return attended
-        return attended * self.gate[: self.num_tokens].to(wide).sigmoid()
+        gate = self.gate[: self.num_tokens].to(wide).sigmoid()
+        return attended * gate.repeat_interleave(attended.shape[1] // gate.shape[1], 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -202,12 +202,9 @@ class Attention(nn.Module):
         return self.indexer.select(rows, PagedKV(ctx.kv[number]), layout, self.rotary, angles)
 
     def _gate(self, projected: Tensor) -> Tensor | None:
-        """Returns a gate for each entry of the output [T, H * E], if there are any."""
-        if not self.gate_size:
-            return None
-        gate = projected[:, -self.gate_size :]
-        each = self.shapes.head_dim if self.shapes.gate == "heads" else 1
-        return gate if each == 1 else gate.repeat_interleave(each, 1)
+        """Returns a gate for each entry of the output [T, H * E], or for each head, if there are
+        any."""
+        return projected[:, -self.gate_size :] if self.gate_size else None
 
     def _attend(
         self,

@@ -41,6 +41,10 @@ CASES = {
     "shared_and_prefill": Case(
         starts=(700, 650, 640, 900, 641), lengths=(1, 1, 2, 1, 11), num_sharing=640
     ),
+    "gates_of_heads": Case(starts=(700, 650, 0), lengths=(1, 1, 70), gates_heads=True),
+    "gates_of_odd_heads": Case(
+        starts=(300, 10), lengths=(1, 100), num_heads=6, head_dim=24, gates_heads=True
+    ),
     "no_gate": Case(starts=(700, 650, 0), lengths=(1, 1, 70), has_gate=False),
     "drafts": Case(starts=(90, 5, 64, 128, 63), lengths=(4, 1, 0, 3, 2), num_heads=8, num_drafts=3),
     "one_program": Case(starts=(600, 100), lengths=(1, 100), num_programs=1),

@@ -31,10 +31,12 @@ class QueryHeads(NamedTuple):
 
 
 class OutputGate(NamedTuple):
-    """Gates [T, H * E] whose sigmoid multiplies the output, or None."""
+    """Gates [T, H * E] or [T, H] whose sigmoid multiplies the output, or None."""
 
     base: Any
     stride: Any
+    each: Any
+    """Entries of the output that a gate multiplies."""
 
 
 class WorkItems(NamedTuple):
@@ -92,6 +94,7 @@ class AttentionCall:
     query: Tensor
     """[T, H, E]"""
     gate: Tensor | None
+    """[T, H * E], or one for each head: [T, H]."""
     kv: PagedKV
     scale: float
     bases: Tensor
@@ -120,7 +123,10 @@ class AttentionCall:
 
     @property
     def output_gate(self) -> OutputGate:
-        return OutputGate(self.gate, 0 if self.gate is None else self.gate.stride(0))
+        if self.gate is None:
+            return OutputGate(None, 0, 1)
+        each = self.output.shape[1] // self.gate.shape[1]
+        return OutputGate(self.gate, self.gate.stride(0), each)
 
     @property
     def outputs(self) -> AttentionOutput:

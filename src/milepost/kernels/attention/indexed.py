@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.attention.pages import PagedKV, as_rows, read_rows, write_rows
+from milepost.kernels.attention.reference import gated
 from milepost.kernels.attention.rows import AttentionRows
 from milepost.kernels.platform.tensors import accumulation_dtype, cast
 
@@ -80,8 +81,7 @@ def attend(
         own = slice(begin, begin + sequence.length)
         start, given = sequence.start, (scale, selection.part(own))
         output[own] = _attend(query[own], kv, sequence.kv_rows, start, *given)
-    flat = output.flatten(1)
-    return flat if gate is None else flat.mul_(gate.sigmoid())
+    return gated(output, gate)
 
 
 def _attend(

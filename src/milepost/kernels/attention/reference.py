@@ -132,9 +132,9 @@ def attend(
     scale: float,
     shared_query: Tensor | None = None,
 ) -> Tensor:
-    """Attend from `query` [T, H, E] to pages, times the sigmoid of `gate` [T, H * E] if there is
-    one; returns [T, H * E]. Latents are attended to from `query` [T, H, R] and `shared_query`
-    [T, H, P], which returns [T, H * R]."""
+    """Attend from `query` [T, H, E] to pages, times the sigmoid of `gate` [T, H * E], or [T, H], if
+    there is one; returns [T, H * E]. Latents are attended to from `query` [T, H, R] and
+    `shared_query` [T, H, P], which returns [T, H * R]."""
     size = None
     if shared_query is not None:
         size, query = query.shape[-1], torch.cat((query, shared_query), -1)
@@ -147,9 +147,15 @@ def attend(
         parts.append(prefill(query[num_decodes:], kv, rows.prefills, scale, size))
     if not parts:  # a step that only folds accepted tokens
         return query.new_empty(0, query.shape[1] * (size or query.shape[-1]))
-    attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return gated(parts[0] if len(parts) == 1 else torch.cat(parts), gate)
+
+
+def gated(attended: Tensor, gate: Tensor | None) -> Tensor:
+    """Returns [T, H * E] of `attended` [T, H, E], times the sigmoid of `gate`: see `attend`."""
     flat = attended.flatten(1)
-    return flat if gate is None else flat.mul_(gate.sigmoid())
+    if gate is None:
+        return flat
+    return flat.mul_(gate.sigmoid().repeat_interleave(flat.shape[1] // gate.shape[1], 1))
 
 
 def _read(

@@ -216,7 +216,8 @@ def store(call, place, item, row, m, l, acc, half: gl.constexpr, SIZES: gl.const
     held = is_held[:, None] & (o_e >= 0)[None, :]
     if item.ordinal < 0:
         if gate.base is not None:
-            b_g = gl.load(gate.base + token[:, None] * gate.stride + inside, mask=held, other=0.0)
+            p_gate = gate.base + token[:, None] * gate.stride + inside // gate.each
+            b_g = gl.load(p_gate, mask=held, other=0.0)
             acc = acc / (1.0 + gl.exp2(b_g.to(gl.float32) * -1.4426950408889634))
         b_o = acc.to(output.base.dtype.element_ty)
         if SIZES.keeps_rows:

@@ -246,7 +246,8 @@ def _store(
     inside = head[:, None] * SIZES.head_dim + rows.o_e[None, :]
     if item.ordinal < 0:
         if gate.base is not None:
-            b_g = tl.load(gate.base + token[:, None] * gate.stride + inside, mask=held, other=0.0)
+            p_gate = gate.base + token[:, None] * gate.stride + inside // gate.each
+            b_g = tl.load(p_gate, mask=held, other=0.0)
             acc *= tl.sigmoid(b_g.to(tl.float32))
         b_o = acc.to(output.base.dtype.element_ty)
         if KEEPS_ROWS:

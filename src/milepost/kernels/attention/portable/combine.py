@@ -95,9 +95,8 @@ def _combine_kernel(
     inside = o_e < HEAD_DIM
     step = tl.arange(0, STEP)
     if gate.base is not None:
-        b_g = tl.load(
-            gate.base + token * gate.stride + head * HEAD_DIM + o_e, mask=inside, other=0.0
-        )
+        p_gate = gate.base + token * gate.stride + (head * HEAD_DIM + o_e) // gate.each
+        b_g = tl.load(p_gate, mask=inside, other=0.0)
     m = float("-inf")
     l = 0.0
     acc = tl.zeros([PART], tl.float32)
