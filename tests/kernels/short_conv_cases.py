@@ -153,3 +153,29 @@ def check(name: str, num_taps: int, has_bias: bool, chip: Chip, device: str = "c
     torch.testing.assert_close(output[:num_tokens], expected, rtol=1e-5, atol=1e-5)
     assert not output[num_tokens:].any()
     torch.testing.assert_close(pool, expected_pool, rtol=1e-6, atol=1e-6)
+
+
+def check_decodes(num_taps: int, has_bias: bool, chip: Chip, device: str = "cpu") -> None:
+    """One launch makes outputs and states with the bits of two, also beside a sequence that has no
+    token."""
+    random = torch.Generator().manual_seed(0)
+    parts = [part([1, 2], 6, 7), part([7], 2, 2), part([3], 0, 1), part([1, 4], 4, 5)]
+    projected = torch.randn(6, 3 * CHANNELS, generator=random).to(device)
+    projected[3:] = torch.nan
+    weight = torch.randn(CHANNELS, num_taps, generator=random).to(device)
+    bias = torch.randn(CHANNELS, generator=random).to(device) if has_bias else None
+    pool = torch.randn(11, CHANNELS, num_taps - 1, generator=random).to(device)
+    pool[0] = 0
+    batch = build_batch(parts, PAGE_SIZE, PAGE_SIZE, len(parts))
+    batch = replace(batch, device=torch.device(device), chip=chip)
+    found = []
+    for decodes in (False, True):
+        capacity = Capacity(num_tokens=6, num_sequences=6, decodes=decodes)
+        items = ShortConvOperation(num_taps=num_taps).lay_out(replace(batch, capacity=capacity))
+        assert items.decodes == decodes
+        own = pool.clone()
+        output = short_conv.mix(projected, weight, bias, own, on_device(items, batch.device))
+        found.append((output, own))
+    assert all(map(torch.equal, *found))
+    assert not found[1][0][3:].any(), "padding"
+    assert not torch.equal(found[1][1], pool), "states are written"

@@ -59,6 +59,8 @@ class ShortConvItems:
     """[S], drafts of its step before that each has taken since, -1 where it had none."""
     sequence_drafts: Any
     """[S]"""
+    decodes: bool
+    """Whether no sequence has more than one token, and there are as many tokens as sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,9 @@ def _lay_out_items(batch: Batch, *, in_slots: bool) -> ShortConvItems:
         sequence_record=padded(batch.record_rows, capacity.num_sequences, -1),
         sequence_recorded=padded(recorded, capacity.num_sequences, -1),
         sequence_drafts=padded(num_drafts(batch), capacity.num_sequences, 0),
+        decodes=capacity.decodes
+        and not capacity.num_drafts
+        and capacity.num_tokens == capacity.num_sequences,
     )
 
 

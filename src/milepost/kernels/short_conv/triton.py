@@ -1,5 +1,6 @@
 """Gated short convolutions on a GPU, in two launches: outputs, then the states that are written,
-for other programs of the first one read what the second one may overwrite.
+for other programs of the first one read what the second one may overwrite. Where sequences have one
+token each, a program makes its output and then its states, in one launch.
 
 Legend: T tokens, C channels, J taps.
 """
@@ -42,6 +43,16 @@ class Beginnings(NamedTuple):
     recorded: Any
 
 
+class ConvOutputs(NamedTuple):
+    """The outputs [T, C], their weight, bias or None, and each token's sequence. All are None
+    where a launch makes no outputs."""
+
+    weight: Any
+    bias: Any
+    token_sequence: Any
+    output: Any
+
+
 class StateWrites(NamedTuple):
     """Fields of `ShortConvItems`."""
 
@@ -81,21 +92,16 @@ def mix(
     beginnings = Beginnings(*_BEGINNINGS(items))
     sizes = ConvSizes(channels, taps, 0 if records is None else records.shape[1], _BLOCK)
     options = {"SIZES": sizes, "num_warps": 4, **OVERLAPPED}
-    _mix_kernel[(blocks, cdiv(num_tokens, rows))](
-        inputs,
-        beginnings,
-        weight,
-        bias,
-        items.token_sequence,
-        output,
-        num_tokens,
-        ROWS=rows,
-        **options,
-    )
+    outputs = ConvOutputs(weight, bias, items.token_sequence, output)
+    if not items.decodes:
+        grid = blocks, cdiv(num_tokens, rows)
+        _mix_kernel[grid](inputs, beginnings, outputs, num_tokens, ROWS=rows, **options)
+        outputs = ConvOutputs(None, None, None, None)
     _keep_kernel[(blocks, len(items.sequence_begin))](
         inputs,
         beginnings,
         StateWrites(*_WRITES(items)),
+        outputs,
         BLOCK_TAPS=next_power_of_2(taps),
         **options,
     )
@@ -106,27 +112,15 @@ def mix(
 @triton.jit(
     do_not_specialize=["num_tokens"],
     # Arrays that begin anywhere in a buffer.
-    do_not_specialize_on_alignment=["beginnings", "token_sequence"],
+    do_not_specialize_on_alignment=["beginnings", "outputs"],
 )
-def _mix_kernel(
-    inputs,
-    beginnings,
-    weight,
-    bias,
-    token_sequence,
-    output,
-    num_tokens,
-    ROWS: tl.constexpr,
-    SIZES: tl.constexpr,
-):
+def _mix_kernel(inputs, beginnings, outputs, num_tokens, ROWS: tl.constexpr, SIZES: tl.constexpr):
     """ROWS tokens of a block of channels."""
-    CHANNELS: tl.constexpr = SIZES.channels
-    TAPS: tl.constexpr = SIZES.taps
     launch_dependents()
     o_c = tl.program_id(0) * SIZES.block + tl.arange(0, SIZES.block)
     o_t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    is_c, is_token = o_c < CHANNELS, o_t < num_tokens
-    sequence = tl.load(token_sequence + o_t, is_token, -1)
+    is_token = o_t < num_tokens
+    sequence = tl.load(outputs.token_sequence + o_t, is_token, -1)
     is_real = sequence >= 0
     begin = tl.load(beginnings.begin + sequence, is_real, 0)
     row = tl.load(beginnings.row + sequence, is_real, 0).to(tl.int64)
@@ -135,22 +129,31 @@ def _mix_kernel(
         record = tl.load(beginnings.record + sequence, is_real, 0).to(tl.int64)
         own = Beginnings(begin, row, record, tl.load(beginnings.recorded + sequence, is_real, -1))
     wait_for_inputs()
+    _convolve(inputs, own, outputs, o_t, o_c, is_real, is_token, SIZES)
+
+
+@triton.jit
+def _convolve(inputs, own, outputs, o_t, o_c, is_real, is_token, SIZES: tl.constexpr):
+    """Makes the outputs of tokens o_t; those that are not real are zeros."""
+    CHANNELS: tl.constexpr = SIZES.channels
+    TAPS: tl.constexpr = SIZES.taps
+    is_c = o_c < CHANNELS
     inside = is_real[:, None] & is_c[None, :]
-    dtype: tl.constexpr = output.dtype.element_ty
+    dtype: tl.constexpr = outputs.output.dtype.element_ty
     x = tl.zeros(inside.shape, tl.float32)
-    if bias is not None:
-        x += tl.load(bias + o_c, is_c, 0).to(tl.float32)[None, :]
+    if outputs.bias is not None:
+        x += tl.load(outputs.bias + o_c, is_c, 0).to(tl.float32)[None, :]
     for tap in tl.static_range(TAPS):
         source = o_t - (TAPS - 1) + tap
         b_x = _load(inputs, own, source, o_c, inside, SIZES, dtype)
-        taps = tl.load(weight + o_c * TAPS + tap, is_c, 0).to(tl.float32)
+        taps = tl.load(outputs.weight + o_c * TAPS + tap, is_c, 0).to(tl.float32)
         x += b_x.to(tl.float32) * taps[None, :]
     o_row = o_t.to(tl.int64)[:, None]
     b_gate = tl.load(inputs.projected + o_row * inputs.stride + CHANNELS + o_c[None, :], inside, 0)
     b_o = x.to(dtype).to(tl.float32) * b_gate.to(tl.float32)
     b_o = tl.where(inside, b_o, 0.0)
     at = o_row * CHANNELS + o_c[None, :]
-    tl.store(output + at, b_o.to(dtype), is_token[:, None] & is_c[None, :])
+    tl.store(outputs.output + at, b_o.to(dtype), is_token[:, None] & is_c[None, :])
 
 
 @triton.jit
@@ -179,9 +182,12 @@ def _load(inputs, own, source, o_c, inside, SIZES: tl.constexpr, dtype: tl.const
 
 
 @quick
-@triton.jit(do_not_specialize_on_alignment=["beginnings", "writes"])
-def _keep_kernel(inputs, beginnings, writes, BLOCK_TAPS: tl.constexpr, SIZES: tl.constexpr):
-    """A block of channels of all states that a sequence leaves, and of its drafts' records."""
+@triton.jit(do_not_specialize_on_alignment=["beginnings", "writes", "outputs"])
+def _keep_kernel(
+    inputs, beginnings, writes, outputs, BLOCK_TAPS: tl.constexpr, SIZES: tl.constexpr
+):
+    """A block of channels of all states that a sequence leaves, and of its drafts' records; of its
+    token's output first, if there are outputs."""
     CHANNELS: tl.constexpr = SIZES.channels
     TAPS: tl.constexpr = SIZES.taps
     launch_dependents()
@@ -204,6 +210,16 @@ def _keep_kernel(inputs, beginnings, writes, BLOCK_TAPS: tl.constexpr, SIZES: tl
         num_late = num_recorded - num_early
     # Before the launch ahead has ended, its programs may read what is written here.
     wait_for_inputs()
+    if outputs.output is not None:
+        # A sequence may have no token, and padding has no sequence.
+        o_t = begin + tl.arange(0, 1)
+        is_own = tl.load(outputs.token_sequence + o_t) == i_s
+        _convolve(inputs, own, outputs, o_t, o_c, is_own, is_own, SIZES)
+        o_t = i_s + tl.arange(0, 1)
+        is_padding = tl.load(outputs.token_sequence + o_t) < 0
+        p_padding = outputs.output + o_t.to(tl.int64)[:, None] * CHANNELS + o_c[None, :]
+        zeros = tl.zeros([1, SIZES.block], outputs.output.dtype.element_ty)
+        tl.store(p_padding, zeros, is_padding[:, None] & (o_c < CHANNELS)[None, :])
     if SIZES.recorded:
         _record(inputs, own, o_c, num_early, BLOCK_TAPS, SIZES, dtype)
     for place in range(first, last):
