@@ -82,7 +82,9 @@ def test_attend_in_half_precision_matches_reference() -> None:
     assert error(replace(CASES["mixed"], dtype=torch.float16)) < 2e-3
 
 
-@pytest.mark.parametrize("name", ["odd_head_dim", "shared", "drafts", "window"])
+@pytest.mark.parametrize(
+    "name", ["odd_head_dim", "shared", "drafts", "window", "prefills", "suffixes", "small_pages"]
+)
 def test_attend_to_float8_matches_reference(name: str) -> None:
     assert error(replace(CASES[name], has_float8=True)) < 1e-5
 

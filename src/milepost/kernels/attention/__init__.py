@@ -84,11 +84,11 @@ class AttentionOperation:
                 batch, self.first_row, self.window, batch_invariant=self.batch_invariant
             )
         group, tokens_each = self.num_heads // self.num_kv_heads, 1 + batch.capacity.num_drafts
-        max_dequantised = _max_dequantised(batch)
-        if self.batch_invariant:
-            tokens_each, max_dequantised = 1, 0
-        if self.window is not None:
-            max_dequantised = 0  # few pages of a table are read
+        tokens_each = 1 if self.batch_invariant else tokens_each
+        # Few pages of a window's table are read.
+        max_dequantised = 0 if self.batch_invariant or self.window else _max_dequantised(batch)
+        if max_dequantised and not table.reads_copies(self.head_dim, batch.page_size, batch.chip):
+            max_dequantised = 0
         shapes = table.shape_heads(
             group,
             self.head_dim,

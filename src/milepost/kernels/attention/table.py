@@ -77,6 +77,14 @@ def shape_heads(
     return ItemShapes(narrow_rows=rows, wide_rows=wide, num_beside=_FP8_BESIDE)
 
 
+def reads_copies(head_dim: int, page_size: int, chip: Chip) -> bool:
+    """Whether wide items read FP8 pages as a copy in 16 bits, which Hopper's kernel needs. The
+    portable one decodes each block as it comes, so that the longest sequence takes no memory in 16
+    bits."""
+    tile = AttentionTile(rows=WIDE_ROWS, is_wide=True, head_dim=head_dim, page_size=page_size)
+    return choose(tile, chip).kernel.is_hopper
+
+
 def shape_latents(num_heads: int, width: int, chip: Chip, *, value_bytes: int) -> ItemShapes:
     """Items for latents of `width` entries; all heads of a token are rows."""
     one_token = max(NARROW_ROWS, next_power_of_2(num_heads))
