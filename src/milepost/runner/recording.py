@@ -43,6 +43,11 @@ class PictureRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_l
     """[patches, bytes] uint8"""
     grid: tuple[int, int, int]
 
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of the pixels."""
+        return len(self.rows)
+
 
 Record = Heading | StepPlan | StepSampling | StepResult | Rollback | PoolRelease | PictureRecord
 

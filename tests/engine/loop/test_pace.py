@@ -7,8 +7,11 @@ import pytest
 
 from milepost.cache import Cache
 from milepost.engine.loop.pace import Pace
+from milepost.engine.processes import engine as process
 from milepost.engine.processes.engine import Loop
+from milepost.engine.processes.pixels import SentPixels
 from milepost.engine.processes.wire import Ask, Stop, frame
+from milepost.runner.recording import PictureRecord
 from milepost.scheduler.plans import SequencePlan, StepPlan
 from milepost.scheduler.scheduler import Scheduler
 
@@ -137,3 +140,32 @@ def test_what_arrives_while_a_step_runs_is_in_the_next_plan():
         loop.run()
         loop.close()
     assert engine.told == ["asked", "asked", "asked", "step"]
+
+
+class Stepping(Busy):
+    """An engine whose steps take no time; it is told to stop after the first one that follows a
+    question."""
+
+    spare_s = 0.0
+
+    def step(self):
+        if "asked" in self.told:
+            return super().step()
+        self.told.append("step")
+        return []
+
+
+def test_running_requests_do_not_wait_for_large_pictures_to_arrive(monkeypatch):
+    monkeypatch.setattr(process, "READ_BYTES", 2**10)
+    monkeypatch.setattr(process, "MOST_BYTES", 2**12)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine = Stepping(ours)
+        loop = Loop(engine, theirs)
+        pixels = PictureRecord(identity=bytes(16), rows=bytes(3 * 2**12), grid=(1, 2, 2))
+        for piece in SentPixels().before([pixels]):
+            ours.sendall(piece)
+        ours.sendall(frame(Ask(id=1, what="reset_prefix_cache")))
+        loop.run()
+        loop.close()
+    assert engine.told == ["step", "step", "step", "asked", "step"]

@@ -13,6 +13,7 @@ from milepost.engine.media.facts import ImageFacts, VideoFacts
 from milepost.engine.media.filling import Media, check_media
 from milepost.engine.media.given import Given, images_in, images_of
 from milepost.engine.media.here import Embedded
+from milepost.engine.media.kept import KeptImages
 from milepost.engine.media.preparing import Preparer
 from milepost.engine.media.urls import MediaRules
 
@@ -20,6 +21,7 @@ __all__ = [
     "Embedded",
     "Given",
     "ImageFacts",
+    "KeptImages",
     "Media",
     "MediaRules",
     "Preparer",

@@ -23,7 +23,7 @@ class Embedded:
     def __init__(self, facts: ImageFacts | None, rules: MediaRules, max_images: int) -> None:
         self._facts = facts
         self._rules = rules
-        self._kept = KeptImages()
+        self._kept: KeptImages[Prepared] = KeptImages()
         self._max_images = max_images if facts is not None else 0
 
     def prepare(self, given: Sequence[Given]) -> Media | None:

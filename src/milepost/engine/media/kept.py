@@ -1,37 +1,46 @@
-"""Remembers prepared images. An agent sends all screenshots of its conversation again with every
-turn: each is decoded once.
+"""Remembers images. An agent sends all screenshots of its conversation again with every turn: each
+is decoded once, and its pixels go to the engine once.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import Generic, Protocol, TypeVar
 
-from milepost.engine.media.prepared import Prepared
+
+class Sized(Protocol):
+    """An image of that many bytes."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=Sized)
 
 MAX_BYTES = 2**30
 """Number of bytes of prepared images to keep."""
 
 
-class KeptImages:
-    """The most recently used prepared images by key, up to a number of bytes. May be used from
-    several threads."""
+class KeptImages(Generic[T]):
+    """Images by key, the ones used last, up to a number of bytes. The same calls in the same order
+    keep the same images. Several threads may use one."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self.num_bytes = 0
-        self._images: OrderedDict[bytes, Prepared] = OrderedDict()
+        self._images: OrderedDict[bytes, T] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: bytes) -> Prepared | None:
+    def get(self, key: bytes) -> T | None:
         """Returns an image, if it is kept."""
         with self._lock:
             if key in self._images:
                 self._images.move_to_end(key)
             return self._images.get(key)
 
-    def put(self, key: bytes, image: Prepared) -> None:
-        """Keeps an image, and drops the least recently used ones if there are too many bytes."""
+    def put(self, key: bytes, image: T) -> None:
+        """Keeps an image, and forgets those that were not used for longest."""
         with self._lock:
             if key in self._images:
                 return

@@ -10,6 +10,7 @@ import msgspec
 
 from milepost.engine.media.facts import ImageFacts
 from milepost.engine.media.given import Given
+from milepost.engine.media.urls import decoded, pieces_of
 from milepost.errors import InvalidPromptError
 from milepost.images.settings import FrameSampling, ImageSettings
 from milepost.runner.recording import PictureRecord
@@ -31,7 +32,7 @@ class PreparedPicture(msgspec.Struct, array_like=True, frozen=True, tag="prepare
     @property
     def num_bytes(self) -> int:
         """Number of bytes of its pixels."""
-        return len(self.record.rows)
+        return self.record.num_bytes
 
     @staticmethod
     def of(image: PreparedImage) -> PreparedPicture:
@@ -71,7 +72,8 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
     """An image or a video to prepare."""
 
     data: Any
-    """The bytes of a file, or an image of Pillow's; or the frames of a video, in a list."""
+    """A file, as bytes or as a data: URL, or an image of Pillow's; or the frames of a video, in a
+    list."""
     settings: ImageSettings
     max_pixels: int | None = None
     sampling: FrameSampling | None = None
@@ -97,12 +99,14 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
         """Returns a hash of everything that the result depends on; None if Pillow images are among
         it."""
         files = self.data if isinstance(self.data, list) else [self.data]
-        if not all(isinstance(each, bytes) for each in files):
+        if not all(isinstance(each, bytes | str) for each in files):
             return None
-        facts = self.max_pixels, self.sampling is not None, self.times, [*map(len, files)]
+        sizes = [(type(each).__name__, len(each)) for each in files]
+        facts = self.max_pixels, self.sampling is not None, self.times, sizes
         digest = blake2b(repr(facts).encode(), digest_size=32)
         for each in files:
-            digest.update(each)
+            for piece in pieces_of(each) if isinstance(each, str) else (each,):
+                digest.update(piece)
         return digest.digest()
 
     def prepared(self) -> Prepared:
@@ -110,20 +114,25 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
         from milepost.images import prepare
         from milepost.images.videos import prepare_animation, prepare_video
 
+        data = list(map(_file, self.data)) if isinstance(self.data, list) else _file(self.data)
         if self.sampling is None:
-            image = prepare(self.data, self.settings, max_pixels=self.max_pixels)
+            image = prepare(data, self.settings, max_pixels=self.max_pixels)
             return PreparedPicture.of(image)
-        if isinstance(self.data, list):
-            parts = prepare_video(self.data, self.times, self.settings)
-        elif isinstance(self.data, bytes):
-            parts = prepare_animation(self.data, self.settings, self.sampling)
+        if isinstance(data, list):
+            parts = prepare_video(data, self.times, self.settings)
+        elif isinstance(data, bytes):
+            parts = prepare_animation(data, self.settings, self.sampling)
         else:
             raise InvalidPromptError(
-                f"a video of type {type(self.data).__name__}: use a URL, the bytes of a GIF, WebP "
+                f"a video of type {type(data).__name__}: use a URL, the bytes of a GIF, WebP "
                 'or PNG file, or {"frames": [...], "fps": 2}'
             )
         pictures = tuple(PreparedPicture.of(part.image) for part in parts)
         return PreparedVideo(pictures, tuple(part.text for part in parts))
+
+
+def _file(data: Any) -> Any:
+    return decoded(data) if isinstance(data, str) else data
 
 
 def sources_of(given: Given) -> list[Given]:

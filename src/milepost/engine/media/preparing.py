@@ -26,7 +26,7 @@ class Preparer:
         self.facts = facts
         self._rules = rules
         self._max_tokens = max_tokens
-        self._kept = KeptImages()
+        self._kept: KeptImages[Prepared] = KeptImages()
         self._loading = asyncio.Semaphore(MAX_LOADING)
         self._all = [PreparingProcess() for _ in range(NUM_PROCESSES)]
         self._idle: asyncio.LifoQueue[PreparingProcess] = asyncio.LifoQueue()

@@ -15,6 +15,7 @@ from milepost import errors
 from milepost.config import EngineConfig
 from milepost.engine.metrics import Metric
 from milepost.engine.processes import wire
+from milepost.engine.processes.pixels import SentPixels
 from milepost.engine.processes.questions import Questions
 from milepost.engine.processes.starting import EngineProcess
 from milepost.engine.processes.stream import Stream
@@ -62,6 +63,7 @@ class EngineClient:
         self._process = EngineProcess(config, make_engine)
         self._streams: dict[int, Stream] = {}
         self._questions = Questions(self._send)
+        self._pixels = SentPixels()
         self._num_requests = 0
         self._is_closing = False
         self._writer: asyncio.StreamWriter | None = None
@@ -143,6 +145,8 @@ class EngineClient:
         self._num_requests += len(prompts)
         stream = Stream(numbers, params.n * len(prompts), self, keeps_steps=keeps_steps)
         for number, prompt in zip(numbers, prompts, strict=True):
+            for piece in self._pixels.before(prompt.pixels):
+                self._write(piece)
             self._send(wire.Add.of(number, prompt, params, priority))
             self._streams[number] = stream
         self.num_in_flight += stream.num_answers
@@ -214,8 +218,10 @@ class EngineClient:
     # --- inside -----------------------------------------------------------------------------------
 
     def _send(self, message: object) -> None:
+        self._write(wire.frame(message))
+
+    def _write(self, data: bytes) -> None:
         assert self._writer is not None, "the engine has been started"
-        data = wire.frame(message)
         if not self._writer.is_closing():  # else `_die` will fail whatever waits for an answer
             self._writer.write(data)
 

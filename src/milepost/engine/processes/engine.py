@@ -15,12 +15,15 @@ import socket
 import time
 from collections.abc import Callable
 
+from msgspec import structs
+
 from milepost.config import EngineConfig
 from milepost.engine import heap
 from milepost.engine.constraints import CompiledForm
 from milepost.engine.ending import end_with_parent
 from milepost.engine.loop import Engine, RequestGroup
 from milepost.engine.processes.compiling import Compiling
+from milepost.engine.processes.pixels import ReceivedPixels
 from milepost.engine.processes.wire import (
     Abort,
     Add,
@@ -32,16 +35,20 @@ from milepost.engine.processes.wire import (
     Ready,
     Refused,
     Reply,
+    SamePixels,
     Stop,
     ToEngine,
     frame,
 )
 from milepost.engine.watcher import watcher_of
 from milepost.errors import EngineDeadError, InvalidRequestError, MilepostError, QueueWaitError
+from milepost.runner.recording import PictureRecord
 
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 2**18
+MOST_BYTES = 2**22
+"""Number of bytes that are read between two steps while requests run."""
 REST_S = 1.0
 """Seconds after its last step until the engine counts as idle."""
 TEND_S = 0.002
@@ -58,6 +65,7 @@ class Loop:
         self._engine = engine
         self._socket = sock
         self._frames: Frames[ToEngine] = Frames(ToEngine)
+        self._pixels = ReceivedPixels()
         self._groups: dict[int, RequestGroup] = {}
         self._queued: dict[int, RequestGroup] = {}
         """Groups that are not admitted yet."""
@@ -101,7 +109,9 @@ class Loop:
             self._has_rested = True
 
     def _receive(self, timeout: float | None) -> None:
-        """Handles what has arrived, or what arrives within `timeout` seconds; None for no limit."""
+        """Handles what has arrived, or what arrives within `timeout` seconds; None for no limit.
+        Running requests do not wait for the pixels of large pictures to arrive."""
+        num_bytes = 0
         while self._is_open and (ready := select.select(self._sources, [], [], timeout)[0]):
             if self._compiling.done in ready:
                 for add, form, problem in self._compiling.take():
@@ -109,22 +119,26 @@ class Loop:
             if any(waker in ready for waker in self._engine.wakers):
                 self._engine.heed(ready)
             if self._socket in ready:
-                self._read()
+                num_bytes += self._read()
+            if num_bytes >= MOST_BYTES and self._engine.has_work:
+                return
             timeout = 0
 
-    def _read(self) -> None:
+    def _read(self) -> int:
+        """Handles some of what has arrived. Returns its number of bytes."""
         data = self._socket.recv(READ_BYTES)
         if not data:
             self._is_open = False
         for message in self._frames.feed(data):
             self._handle(message)
+        return len(data)
 
-    def _handle(self, message: ToEngine) -> None:
+    def _handle(self, message: ToEngine | PictureRecord) -> None:
         match message:
-            case Add() if message.params.takes_preparing:
-                self._compiling.begin(message)
+            case PictureRecord() | SamePixels():
+                self._pixels.take(message)
             case Add():
-                self._add(message)
+                self._begin(structs.replace(message, pixels=self._pixels.of_request()))
             case Abort():
                 self._abort(message.number)
                 self._watch.note_time(time.monotonic())
@@ -135,6 +149,12 @@ class Loop:
                 self.send(self._answer(message))
             case Stop():
                 self._is_open = False
+
+    def _begin(self, message: Add) -> None:
+        if message.params.takes_preparing:
+            self._compiling.begin(message)
+        else:
+            self._add(message)
 
     def _add(self, message: Add, form: CompiledForm | None = None, problem: str = "") -> None:
         try:

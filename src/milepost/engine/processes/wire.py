@@ -1,9 +1,10 @@
 """The messages between the engine process and its client, and their format on the socket.
 
 A frame (`milepost.frames`) holds msgpack: plain values, never code. `Frames` cuts a byte stream
-into messages and does no I/O; both sides use it.
+into messages and does no I/O; both sides use it. Pixels of pictures are no frames: they follow the
+message `Pixels` as they are, and are neither packed nor copied whole.
 
-    client -> engine    Add, Abort, Ask, Stop
+    client -> engine    Pixels, SamePixels, Add, Abort, Ask, Stop
     engine -> client    Ready or Failed, once; then Outputs, Refused, Reply; Died before a bad end
 
 Every `Add` is followed by exactly one end (an Output with `finished`, or Refused), unless an
@@ -53,6 +54,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     kv_transfer_params: dict[str, Any] | None = None
     pictures: tuple[Picture, ...] = ()
     pixels: tuple[PictureRecord, ...] = ()
+    """Not sent with the message: `Pixels` and `SamePixels` precede it."""
 
     @staticmethod
     def of(number: int, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Add:
@@ -66,7 +68,6 @@ class Add(msgspec.Struct, tag=True, frozen=True):
             cache_marks=prompt.cache_marks,
             kv_transfer_params=as_read(prompt.kv_transfer_params),
             pictures=prompt.pictures,
-            pixels=prompt.pixels,
         )
 
     @property
@@ -80,6 +81,20 @@ class Add(msgspec.Struct, tag=True, frozen=True):
             pictures=self.pictures,
             pixels=self.pixels,
         )
+
+
+class Pixels(msgspec.Struct, tag=True, frozen=True):
+    """A picture of the next Add. Its pixels follow the message."""
+
+    identity: bytes
+    grid: tuple[int, int, int]
+    num_bytes: int
+
+
+class SamePixels(msgspec.Struct, tag=True, frozen=True):
+    """A picture of the next Add whose pixels the engine still has."""
+
+    identity: bytes
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -104,7 +119,7 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """Ends the process. Whatever is running is dropped."""
 
 
-ToEngine = Add | Abort | Ask | Stop
+ToEngine = Pixels | SamePixels | Add | Abort | Ask | Stop
 
 
 # --- to the client --------------------------------------------------------------------------------
@@ -192,14 +207,25 @@ class Frames(Generic[M]):
     def __init__(self, kind: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._buffer = bytearray()
+        self._pixels: Pixels | None = None
+        """The picture whose pixels are arriving."""
+        self._rows, self._num_rows_bytes = bytearray(), 0
 
-    def feed(self, data: bytes) -> list[M]:
-        """Returns the messages that have arrived whole. Raises ValueError for bytes that are no
-        message."""
+    def feed(self, data: bytes) -> list[M | PictureRecord]:
+        """Returns the messages that have arrived whole; in place of `Pixels` the picture, once its
+        pixels are there. Raises ValueError for bytes that are no message."""
         self._buffer += data
-        messages: list[M] = []
+        messages: list[M | PictureRecord] = []
         start = 0
-        while len(self._buffer) - start >= LENGTH.size:
+        while True:
+            if self._pixels is not None:
+                start += self._fill(start)
+                if self._num_rows_bytes < self._pixels.num_bytes:
+                    break
+                messages.append(self._picture(self._pixels))
+                self._pixels = None
+            if len(self._buffer) - start < LENGTH.size:
+                break
             (length,) = LENGTH.unpack_from(self._buffer, start)
             if length > MAX_FRAME_BYTES:
                 raise ValueError(f"a frame of {length} bytes: the stream is out of step")
@@ -207,6 +233,23 @@ class Frames(Generic[M]):
             if len(self._buffer) - body < length:
                 break
             start = body + length
-            messages.append(self._decoder.decode(bytes(self._buffer[body:start])))
+            message = self._decoder.decode(bytes(self._buffer[body:start]))
+            if isinstance(message, Pixels):
+                self._pixels = message
+                self._rows, self._num_rows_bytes = bytearray(message.num_bytes), 0
+            else:
+                messages.append(message)
         del self._buffer[:start]
         return messages
+
+    def _fill(self, start: int) -> int:
+        """Takes pixels from the buffer. Returns the number of their bytes."""
+        first = self._num_rows_bytes
+        num = min(len(self._buffer) - start, len(self._rows) - first)
+        self._rows[first : first + num] = self._buffer[start : start + num]
+        self._num_rows_bytes += num
+        return num
+
+    def _picture(self, pixels: Pixels) -> PictureRecord:
+        rows: Any = self._rows  # not copied into bytes, which a slice of it would be equal to
+        return PictureRecord(identity=pixels.identity, rows=rows, grid=pixels.grid)
