@@ -19,6 +19,9 @@ from milepost.engine.ending import end_with_parent
 from milepost.frames import LENGTH, framed, read_frames
 from milepost.logs import LogSetup, current, set_up
 
+Answer = bytes | bytearray
+_PIECE_BYTES = 2**18
+
 
 class Child:
     """A process that runs `main` of a package's module `process`; `start` before `ask`, `close` at
@@ -48,7 +51,7 @@ class Child:
         setup, name = current(), self._package.rpartition(".")[2]
         return [] if setup is None else replace(setup, process=name).words()
 
-    async def ask(self, message: bytes, timeout_s: float | None = None) -> bytes | None:
+    async def ask(self, message: bytes, timeout_s: float | None = None) -> Answer | None:
         """Returns the answer, or None if the process ends first. Raises TimeoutError. Ask one
         question at a time, and `kill` the process after giving up on an answer."""
         process = self._process
@@ -57,12 +60,10 @@ class Child:
         assert process.stdin is not None, "it is a pipe"
         assert process.stdout is not None, "it is a pipe"
         try:
-            process.stdin.write(LENGTH.pack(len(message)))
-            process.stdin.write(message)
             async with asyncio.timeout(timeout_s):
-                await process.stdin.drain()
+                await _write(process.stdin, message)
                 (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-                return await process.stdout.readexactly(length)
+                return await _read(process.stdout, length)
         except (ConnectionError, asyncio.IncompleteReadError):
             return None
 
@@ -84,6 +85,29 @@ class Child:
         process = self.kill()
         if process is not None:
             await process.wait()
+
+
+async def _write(stream: asyncio.StreamWriter, message: bytes) -> None:
+    """Writes a frame, a piece at a time: the event loop does not wait for megabytes."""
+    stream.write(LENGTH.pack(len(message)))
+    whole = memoryview(message)
+    for start in range(0, len(message), _PIECE_BYTES):
+        stream.write(whole[start : start + _PIECE_BYTES])
+        await stream.drain()
+
+
+async def _read(stream: asyncio.StreamReader, length: int) -> Answer:
+    if length <= _PIECE_BYTES:
+        return await stream.readexactly(length)
+    found = bytearray(length)
+    done = 0
+    while done < length:
+        piece = await stream.read(min(length - done, _PIECE_BYTES))
+        if not piece:
+            raise asyncio.IncompleteReadError(b"", length)
+        found[done : done + len(piece)] = piece
+        done += len(piece)
+    return found
 
 
 # --- inside the process ---------------------------------------------------------------------------

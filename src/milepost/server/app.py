@@ -24,6 +24,7 @@ from milepost.server.completions import complete
 from milepost.server.config import ServerConfig, read_keys
 from milepost.server.errors import HttpError, body_for
 from milepost.server.gate import Gate, with_cors
+from milepost.server.large import size_of
 from milepost.server.protocol import ChatRequest, CompletionRequest, Invocation, field_names
 from milepost.server.responses import endpoint as responses
 from milepost.server.responses.endpoint import ResponseStore
@@ -61,6 +62,7 @@ def routed(service: Service) -> FastAPI:
     app.router.route_class = JsonRoute
     app.router.redirect_slashes = False  # the gate removes them
     app.router.default = _nowhere
+    app.state.large = service.large
     store = ResponseStore()
     api_docs.add(app)
     _add_answers(app, service, store)
@@ -105,7 +107,8 @@ def _add_answer(
     """Adds a POST route whose answers are responses."""
 
     async def endpoint(body: Any, request: Request) -> Response:
-        service.unknown.settle(body, request.scope)
+        size = size_of(getattr(body, "messages", None))
+        await service.large.run(lambda: service.unknown.settle(body, request.scope), size)
         return await answer(service, body, request)
 
     endpoint.__annotations__["body"] = body_type

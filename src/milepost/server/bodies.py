@@ -5,7 +5,7 @@ The memory that a body takes depends on the number of its values rather than on 
 list takes three bytes of text and seventy of memory. So the values are first counted in the text,
 in a pass of milliseconds that stores nothing, and a body with more values than any request needs is
 refused. Other bodies take, with the objects made from them, at most ten times their size and a few
-megabytes.
+megabytes. Large bodies are read in a thread (`large`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from email.message import Message
 from typing import Any, Final
 
 import numpy as np
+from fastapi.exceptions import RequestValidationError
 from pydantic import Field
 from pydantic_core import from_json
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -50,12 +52,23 @@ class JsonRoute(GuardedRoute):
         async def handle_json(request: Request) -> Response:
             if self.body_field is not None:  # clients name types for empty bodies
                 _check_content_type(request.headers.get("content-type"))
-            return await handle(_JsonRequest(request.scope, request.receive))
+            try:
+                return await handle(_JsonRequest(request.scope, request.receive, self.body_field))
+            except HTTPException as error:
+                if isinstance(error.__cause__, RequestValidationError):  # found by `json`
+                    raise error.__cause__ from None
+                raise
 
         return handle_json
 
 
 class _JsonRequest(Request):
+    """A request whose `json` is the body as its endpoint takes it, already validated."""
+
+    def __init__(self, scope: Any, receive: Any, field: Any) -> None:
+        super().__init__(scope, receive)
+        self._field = field
+
     async def body(self) -> bytes:
         try:
             return await super().body()
@@ -65,11 +78,18 @@ class _JsonRequest(Request):
 
     async def json(self) -> Any:
         body = await self.body()
+        return await self.app.state.large.run(lambda: self._validated(body), len(body))
+
+    def _validated(self, body: bytes) -> Any:
         check_size(body)
         try:
-            return from_json(body, allow_inf_nan=False)
+            value = from_json(body, allow_inf_nan=False)
         except ValueError as error:
             raise HttpError(400, f"the body is not valid JSON: {error}") from error
+        found, problems = self._field.validate(value, {}, loc=("body",))
+        if problems:
+            raise RequestValidationError(problems, body=value)
+        return found
 
 
 def _check_content_type(value: str | None) -> None:

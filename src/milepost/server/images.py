@@ -1,20 +1,11 @@
-"""Images and videos of chat requests: found in the messages, prepared apart, put into the rendered
-prompt."""
+"""Images and videos of chat requests: prepared apart, and put into the rendered prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from milepost.engine.media import (
-    ImageFacts,
-    Media,
-    MediaRules,
-    Preparer,
-    check_media,
-    images_of,
-)
+from milepost.engine.media import Given, ImageFacts, Media, MediaRules, Preparer, check_media
 from milepost.engine.processes import EngineClient
 from milepost.engine.text import ChatPrompt
 
@@ -31,15 +22,14 @@ class ChatImages:
                 self._facts, MediaRules.of(client.config), client.limits.max_model_len
             )
 
-    async def of(self, messages: Sequence[Any]) -> tuple[Sequence[Any], Media | None]:
-        """Returns messages without their images and videos, and these; None if there are none.
-        Raises InvalidPromptError."""
-        told, given = images_of(messages)
+    async def prepare(self, given: Sequence[Given]) -> Media | None:
+        """Returns images and videos as a prompt has them; None if there are none. Raises
+        InvalidPromptError."""
         check_media(given, self._facts, self._max_images)
         if not given or self._facts is None:
-            return told, None
+            return None
         assert self._preparer is not None, "a model with facts has one"
-        return told, Media(self._facts, await self._preparer.prepare(given))
+        return Media(self._facts, await self._preparer.prepare(given))
 
     async def close(self) -> None:
         """Ends the processes that prepare images."""

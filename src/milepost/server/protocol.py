@@ -21,6 +21,7 @@ from milepost.server.fields import (
     Positive,
     StopText,
     TokenId,
+    TokenIds,
     only,
     unread,
 )
@@ -131,9 +132,9 @@ def _kind_of_prompt(value: Any) -> str:
 Prompts = Annotated[
     Annotated[str, Tag("one text")]
     | Annotated[Many[str], Field(min_length=1), Tag("texts")]
-    | Annotated[Many[TokenId], Field(min_length=1), Tag("one list of token ids")]
+    | Annotated[TokenIds, Field(min_length=1), Tag("one list of token ids")]
     | Annotated[
-        Many[Annotated[Many[TokenId], Field(min_length=1)]],
+        Many[Annotated[TokenIds, Field(min_length=1)]],
         Field(min_length=1),
         Tag("lists of token ids"),
     ],
@@ -270,7 +271,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: Many[TokenId]
+    tokens: TokenIds
 
 
 def _kind_of_body(value: Any) -> str:

@@ -56,7 +56,8 @@ def add(app: FastAPI, service: Service) -> None:
             "cache_marks": marks,
             "token_strs": names,
         }
-        return errors.json_response(found)
+        size = len(tokens)
+        return await service.large.run(lambda: errors.json_response(found), size)
 
     @app.post("/detokenize", responses=meanings)
     @for_clients
@@ -64,15 +65,16 @@ def add(app: FastAPI, service: Service) -> None:
         service.unknown.settle(body, request.scope)
         service.check_model(body.model)
         vocab_size = service.client.limits.vocab_size
-        for index, token in enumerate(body.tokens):
-            if token >= vocab_size:
-                field = f"tokens[{index}]"
-                message = f"{field}={token}: the vocabulary has {vocab_size} tokens"
-                raise HttpError(400, message, param=field)
-        text = await service.encoder.with_tokenizer(
-            lambda t: t.decode(body.tokens), len(body.tokens)
-        )
-        return {"prompt": text}
+
+        def detokenized(tokenizer: Any) -> str:
+            for index, token in enumerate(body.tokens):
+                if token >= vocab_size:
+                    field = f"tokens[{index}]"
+                    message = f"{field}={token}: the vocabulary has {vocab_size} tokens"
+                    raise HttpError(400, message, param=field)
+            return tokenizer.decode(body.tokens)
+
+        return {"prompt": await service.encoder.with_tokenizer(detokenized, len(body.tokens))}
 
 
 async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int], list[int]]:
@@ -115,7 +117,7 @@ def routes(store: ResponseStore) -> Sequence[tuple[str, Any, Any]]:
         service: Service, body: ResponsesRequest, request: Request
     ) -> Response:
         service.check_model(body.model)
-        _, _, converted = responses.chat_of(store, body, request)
+        _, _, converted = await responses.chat_of(service, store, body, request)
         return await _render(service, converted.chat, request, field="input", fits_max_tokens=True)
 
     return [

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import milepost
 from milepost.engine.constraints import FormChecks, think_ids
+from milepost.engine.media import images_of
 from milepost.engine.processes import EngineClient, Stream
 from milepost.engine.prompts import Prompt
 from milepost.engine.text import Encoder, chat, overridden, special_texts, text_length
@@ -31,6 +32,7 @@ from milepost.sampling_params import SamplingParams
 from milepost.server.config import ServerConfig, read_object
 from milepost.server.errors import TOO_LONG, HttpError
 from milepost.server.images import ChatImages, put_in
+from milepost.server.large import LargeWork, size_of
 from milepost.server.logprobs import TokenBytes
 from milepost.server.messages import for_template
 from milepost.server.metrics import RequestMetrics
@@ -94,6 +96,7 @@ class Service:
         """Whether the engine can count the tokens of this model's reasoning."""
         self._token_bytes: TokenBytes | None = None
         self._images = ChatImages(client)
+        self.large = LargeWork()
         self.is_closing = False
         self.is_asleep = False
         special = None
@@ -169,7 +172,8 @@ class Service:
         is_cut: bool,
     ) -> chat.ChatPrompt:
         """Returns a conversation as token ids and marks."""
-        variables, messages = self.template_variables, for_template(body.messages or ())
+        variables, size = self.template_variables, size_of(body.messages)
+        messages = await self.large.run(lambda: for_template(body.messages or ()), size)
         template_kwargs = {**self._template_defaults, **(template_kwargs or {})}
         check_template_kwargs(template_kwargs, variables)
         for name, given in (("tools", tools), ("documents", documents)):
@@ -189,9 +193,10 @@ class Service:
             "continue_final_message": bool(body.continue_final_message),
         }
         with naming("messages"):
-            told, media = await self._images.of(messages)
+            told, images = await self.large.run(lambda: images_of(messages), size)
+            media = await self._images.prepare(images)
             options["image_texts"] = [] if media is None else media.texts
-            size = text_length([told, tools, documents])
+            size = await self.large.run(lambda: text_length([told, tools, documents]), size)
             rendered = await self.encoder.encode_chat(told, size, options, is_cut=is_cut)
             return rendered if media is None else put_in(rendered, media)
 
@@ -265,6 +270,7 @@ class Service:
             )
 
     async def close(self) -> None:
+        self.large.close()
         await self.encoder.close()
         await self._images.close()
         await self.form_checks.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from milepost.errors import InvalidPromptError
 
 MAX_BYTES = 64 * 2**20
 """Largest file of an image."""
+_PIECE_CHARS = 2**20
 _SHOWN = 80
 """Number of characters of a URL that errors repeat."""
 
@@ -47,12 +48,29 @@ class MediaRules:
             )
 
 
+def pieces_of(data_url: str) -> Iterator[bytes]:
+    """Yields the text of a data: URL, a part at a time."""
+    for start in range(0, len(data_url), _PIECE_CHARS):
+        yield data_url[start : start + _PIECE_CHARS].encode()
+
+
+def decoded(data_url: str) -> bytes:
+    """Returns the file in a data: URL that was checked. Raises InvalidPromptError."""
+    body = data_url[data_url.index(",") + 1 :]
+    try:
+        return base64.b64decode(unquote(body) if "%" in body else body, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise _broken(data_url) from error
+
+
 async def load(given: Given, rules: MediaRules) -> Any:
-    """Returns the bytes of an image, or the image itself if it is no URL. Decoding base64 and
-    reading files happen in a thread, so they do not block the event loop. Raises
-    InvalidPromptError."""
+    """Returns the bytes of an image, or the image itself if it is no URL. A data: URL is checked
+    and returned as it is: to decode megabytes keeps the interpreter lock for tens of milliseconds,
+    so that is left to the process that prepares the image. Raises InvalidPromptError."""
     if not isinstance(given.source, str):
         return load_here(given, rules)
+    if _split(given.source).scheme == "data":
+        return _checked(given.source, rules)
     if not is_remote(given):
         return await asyncio.to_thread(load_here, given, rules)
     from milepost.engine.media.fetching import fetch
@@ -72,7 +90,7 @@ def load_here(given: Given, rules: MediaRules) -> Any:
         return source
     url = _split(source)
     if url.scheme == "data":
-        return _read_data(source, rules)
+        return decoded(_checked(source, rules))
     if url.scheme == "file":
         return _read_file(url, rules)
     raise InvalidPromptError(
@@ -98,18 +116,22 @@ def _split(url: str) -> SplitResult:
         raise InvalidPromptError(f"image URL {shown(url)}: it is malformed") from error
 
 
-def _read_data(url: str, rules: MediaRules) -> bytes:
-    head, comma, body = url.partition(",")
-    kind = head[5:].lower().split(";")
-    if not comma or kind[-1] != "base64":
+def _checked(url: str, rules: MediaRules) -> str:
+    """Returns a data: URL. Raises InvalidPromptError for one of no image, or of too many bytes."""
+    comma = url.find(",")
+    kind = url[5 : max(comma, 5)].lower().split(";")
+    if comma < 0 or kind[-1] != "base64":
         raise InvalidPromptError(f"image URL {shown(url)}: use data:image/png;base64,...")
     if kind[0] and not kind[0].startswith(("image/", "video/")):
-        raise InvalidPromptError(f"image URL {shown(url)}: {kind[0]!r} is no image")
-    rules.check_size(len(body) * 3 // 4 - 2)
-    try:
-        return base64.b64decode(unquote(body) if "%" in body else body, validate=True)
-    except (ValueError, binascii.Error) as error:
-        raise InvalidPromptError(f"image URL {shown(url)}: the base64 is broken") from error
+        raise InvalidPromptError(f"image URL {shown(url)}: {kind[0][:80]!r} is no image")
+    rules.check_size((len(url) - comma - 1) * 3 // 4 - 2)
+    if not url.isascii():
+        raise _broken(url)
+    return url
+
+
+def _broken(url: str) -> InvalidPromptError:
+    return InvalidPromptError(f"image URL {shown(url)}: the base64 is broken")
 
 
 def _read_file(url: SplitResult, rules: MediaRules) -> bytes:

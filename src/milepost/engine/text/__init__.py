@@ -19,15 +19,18 @@ from milepost.engine.text.generation_config import (
     with_defaults,
     within,
 )
+from milepost.engine.text.lanes import MAX_SHORT, Lane
 from milepost.engine.text.lengths import BYTE_LEVEL, text_length
 from milepost.engine.text.token_texts import TokenTexts
 from milepost.engine.text.tokenizer import load_tokenizer, tokenizer_for, without_torch
 
 __all__ = [
     "BYTE_LEVEL",
+    "MAX_SHORT",
     "ChatPrompt",
     "Detokenizer",
     "Encoder",
+    "Lane",
     "TokenTexts",
     "detokenizer_for",
     "end_token_ids",

@@ -20,11 +20,13 @@ from typing import Any
 import msgspec
 
 from milepost.engine import heap
-from milepost.engine.child import Child, answer, messages
+from milepost.engine.child import Answer, Child, answer, messages
 from milepost.engine.text.chat import ChatPrompt, tokens_before
 from milepost.engine.text.conversations import Rendered, Renderer, Template, Unrendered, too_slow
 from milepost.errors import InvalidRequestError
 
+MAX_AT_ONCE = 2**18
+"""Number of bytes of token ids that the event loop waits for."""
 PATIENCE = 10.0
 """Factor by which work may take longer than its processor time, on a busy machine."""
 
@@ -108,7 +110,10 @@ class TextProcess:
                 f"the text could not be tokenized: its process ended with status {status}. It may "
                 "need more memory than there is: send less text, or token ids"
             )
-        return [_encoded(reply) for reply in self._texts.decode(found)]
+        replies = self._texts.decode(found)
+        if len(found) > MAX_AT_ONCE:
+            return await asyncio.to_thread(lambda: list(map(_encoded, replies)))
+        return list(map(_encoded, replies))
 
     async def render(self, asked: Unrendered) -> tuple[Rendered, ChatPrompt | None]:
         """Returns a conversation as text, and as a prompt if it was tokenized. The work ends at
@@ -130,7 +135,7 @@ class TextProcess:
         composed = reply.rendered.composed
         return reply.rendered, composed.prompt([(one.token_ids, one.counts) for one in encoded])
 
-    async def _ask(self, message: bytes, timeout_s: float | None) -> tuple[bytes | None, int]:
+    async def _ask(self, message: bytes, timeout_s: float | None) -> tuple[Answer | None, int]:
         """Returns the answer, or None and the exit status if the process ends first."""
         try:
             await self.start()
@@ -146,7 +151,11 @@ class TextProcess:
 
 
 def _encoded(reply: _Reply) -> Encoded:
-    return Encoded(reply.num_tokens, array("I", reply.ids).tolist(), reply.counts)
+    """Returns the tokens, made in pieces that other threads need not wait for."""
+    ids: list[int] = []
+    for start in range(0, len(reply.ids), MAX_AT_ONCE):
+        ids += array("I", reply.ids[start : start + MAX_AT_ONCE])
+    return Encoded(reply.num_tokens, ids, reply.counts)
 
 
 # --- the process ----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from milepost.server.anthropic.convert import has_breakpoints, to_chat
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from milepost.server.conversation import ChatTurn
 from milepost.server.errors import HttpError, anthropic_body_of
+from milepost.server.large import size_of
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
 from milepost.server.stream import named_event, send
@@ -44,9 +45,8 @@ _DELTAS = {
 async def answer(service: Service, request: MessagesRequest, http: Request) -> Response:
     """Answers a conversation."""
     model = service.check_model(request.model)
-    turn = await conversation.begin(
-        service, _chat(service, request, http), http, field="messages", fits_max_tokens=True
-    )
+    chat = await _chat(service, request, http)
+    turn = await conversation.begin(service, chat, http, field="messages", fits_max_tokens=True)
     writer = _MessageWriter(turn, model, request)
     close, is_stream = turn.generation.close, request.stream
     return await send(writer, http, close, is_stream=is_stream, failed=_failed)
@@ -57,7 +57,7 @@ async def count_tokens(
 ) -> dict[str, Any]:
     """Returns the length of the prompt."""
     service.check_model(request.model)
-    chat = _chat(service, request, http)
+    chat = await _chat(service, request, http)
     return {"input_tokens": await conversation.count(service, chat, http)}
 
 
@@ -74,10 +74,10 @@ def model(service: Service, name: str) -> dict[str, Any]:
     return {"type": "model", "id": name, "display_name": name, "created_at": since}
 
 
-def _chat(service: Service, request: CountTokensRequest, http: Request) -> ChatRequest:
+async def _chat(service: Service, request: CountTokensRequest, http: Request) -> ChatRequest:
     """Returns the chat request. Raises HttpError 400 if there is none."""
     try:
-        chat = to_chat(request)
+        chat = await service.large.run(lambda: to_chat(request), size_of(request.messages))
     except ValidationError as error:
         raise HttpError(400, error.errors()[0]["msg"].removeprefix("Value error, ")) from error
     thinking = request.thinking

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from milepost.server import conversation, transfer
 from milepost.server.callers import Caller
 from milepost.server.errors import HttpError
+from milepost.server.large import size_of
 from milepost.server.responses.convert import Converted, items_of, to_chat
 from milepost.server.responses.protocol import ITEM, ResponseItem, ResponsesRequest
 from milepost.server.responses.writer import Writer
@@ -76,7 +77,7 @@ async def respond(
     """Creates a response."""
     model = service.check_model(request.model)
     owner = owner_of(http)
-    own, items, converted = chat_of(store, request, http)
+    own, items, converted = await chat_of(service, store, request, http)
     chat = transfer.as_served(service, converted.chat)
     octets = await service.token_bytes() if chat.logprobs else None
     turn = await conversation.begin(service, chat, http, field="input", fits_max_tokens=True)
@@ -95,24 +96,25 @@ async def count_tokens(
 ) -> dict[str, Any]:
     """Returns the length of the prompt."""
     service.check_model(request.model)
-    _, _, converted = chat_of(store, request, http)
+    _, _, converted = await chat_of(service, store, request, http)
     count = await conversation.count(service, converted.chat, http)
     return {"object": "response.input_tokens", "input_tokens": count}
 
 
-def chat_of(
-    store: ResponseStore, request: ResponsesRequest, http: Request
+async def chat_of(
+    service: Service, store: ResponseStore, request: ResponsesRequest, http: Request
 ) -> tuple[Sequence[ResponseItem], Sequence[ResponseItem], Converted]:
     """Returns the items of a request, the items of its whole conversation, and the chat request."""
     before = _conversation_before(store, owner_of(http), request.previous_response_id)
     own = items_of(request.input)
     items = [*before, *own]
     try:
-        return own, items, to_chat(request, items)
+        converted = await service.large.run(lambda: to_chat(request, items), size_of(items))
     except ValidationError as error:
         raise HttpError(400, error.errors()[0]["msg"].removeprefix("Value error, ")) from error
     except ValueError as error:
         raise HttpError(400, str(error), param="tools") from error
+    return own, items, converted
 
 
 def find(store: ResponseStore, http: Request, id_: str) -> StoredResponse:
