@@ -189,11 +189,7 @@ def decode(
 
 
 def prefill(
-    query: Tensor,
-    kv: PagedKV,
-    prefills: tuple[Prefill, ...],
-    scale: float,
-    size: int | None = None,
+    query: Tensor, kv: PagedKV, prefills: tuple[Prefill, ...], scale: float, size: int | None = None
 ) -> Tensor:
     """Attend from each sequence's new tokens, in order in `query` [T, H, E], to themselves and what
     precedes them; returns the same shape, of latents [T, H, size]."""

@@ -19,12 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.platform.tensors import (
-    accumulation_dtype,
-    cast,
-    rows_apart,
-    write_slots,
-)
+from milepost.kernels.platform.tensors import accumulation_dtype, cast, rows_apart, write_slots
 
 __all__ = ["ConvLayout", "decode", "lay_out_windows", "prefill"]
 

@@ -19,12 +19,7 @@ from functools import cache, lru_cache, wraps
 from importlib import import_module
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
-from milepost.kernels.platform.device import (
-    Chip,
-    allows_hopper_kernels,
-    runs_triton,
-    why_no_gluon,
-)
+from milepost.kernels.platform.device import Chip, allows_hopper_kernels, runs_triton, why_no_gluon
 
 HOPPER = "sm_90"
 """Value of `needs` for kernels that use Hopper's own instructions."""

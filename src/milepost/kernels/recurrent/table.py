@@ -19,12 +19,7 @@ from torch import Tensor
 from milepost.kernels.layout.emit import Emit
 from milepost.kernels.platform.device import Chip, why_no_gluon
 from milepost.kernels.platform.tables import HOPPER, Condition, Kernel, KernelTable, row
-from milepost.kernels.recurrent.weights import (
-    GatedDeltaWeights,
-    KDAWeights,
-    Mamba2Weights,
-    Weights,
-)
+from milepost.kernels.recurrent.weights import GatedDeltaWeights, KDAWeights, Mamba2Weights, Weights
 
 CHUNK = 64
 """Tokens in a full chunk of the delta rule."""

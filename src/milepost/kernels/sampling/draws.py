@@ -194,15 +194,7 @@ def _store_best(b_x, start, scratch, o_best):
 @quick
 @triton.jit(do_not_specialize=["first"])
 def _take_kernel(
-    rows,
-    scratch,
-    first,
-    vocab_size,
-    likeliest,
-    counts,
-    token_ids,
-    num_blocks,
-    BLOCKS: tl.constexpr,
+    rows, scratch, first, vocab_size, likeliest, counts, token_ids, num_blocks, BLOCKS: tl.constexpr
 ):
     """Take the best of all blocks, and count it in the table of the answer's tokens."""
     i_r = tl.program_id(0).to(tl.int64)

@@ -62,14 +62,7 @@ def _choose(logits: Tensor, noise: Noise | None) -> Tensor:
     )
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     _best_of_block_kernel[(blocks, num_rows)](
-        logits,
-        noise,
-        bests,
-        logits.stride(0),
-        vocab_size,
-        BLOCK=block,
-        num_warps=8,
-        **OVERLAPPED,
+        logits, noise, bests, logits.stride(0), vocab_size, BLOCK=block, num_warps=8, **OVERLAPPED
     )
     _best_of_row_kernel[(num_rows,)](
         bests, token_ids, blocks, BLOCKS=next_power_of_2(blocks), num_warps=1, **OVERLAPPED

@@ -134,10 +134,7 @@ def _lay_out_drafts(batch: Batch, num_taps: int, *, in_slots: bool) -> DraftRows
     return DraftRows(
         windows=replace(windows, kept=windows.kept[decodes:]),
         again=send(again),
-        read=(
-            send(rows[again][:, None].repeat(width, 1)),
-            send(recorded[again][:, None] + inputs),
-        ),
+        read=(send(rows[again][:, None].repeat(width, 1)), send(recorded[again][:, None] + inputs)),
         recorded=(send(rows.repeat(counts)), send(number)),
         sources=send(first.repeat(counts) + number),
     )

@@ -71,15 +71,7 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
 
 @quick
 @gluon.jit(do_not_specialize=["page_rows", "table_stride"])
-def _attend_kernel(
-    call,
-    keys,
-    values,
-    scale,
-    page_rows,
-    table_stride,
-    SIZES: gl.constexpr,
-):
+def _attend_kernel(call, keys, values, scale, page_rows, table_stride, SIZES: gl.constexpr):
     """One item and KV head; warps divide tokens of scores, and dimensions of results."""
     ROWS: gl.constexpr = SIZES.rows
     BLOCK: gl.constexpr = SIZES.block

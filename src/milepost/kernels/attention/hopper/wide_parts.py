@@ -64,13 +64,7 @@ class Softmax(NamedTuple):
 
 @gluon.jit
 def attend_blocks(
-    blocks,
-    scale,
-    item,
-    last_seen,
-    SCORES: gl.constexpr,
-    RESULT: gl.constexpr,
-    SIZES: gl.constexpr,
+    blocks, scale, item, last_seen, SCORES: gl.constexpr, RESULT: gl.constexpr, SIZES: gl.constexpr
 ):
     """Pass over the blocks of a range. A block's scores and the values of the one before are
     multiplied while the weights of neither are worked out. `scale` [64] is that of each row's

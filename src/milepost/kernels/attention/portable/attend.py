@@ -180,18 +180,7 @@ def _attend_kernel(
 
 @triton.jit
 def _step(
-    m,
-    l,
-    acc,
-    b_q,
-    b_sq,
-    i_kv,
-    item,
-    rows,
-    pages,
-    scale,
-    MASKED: tl.constexpr,
-    SIZES: tl.constexpr,
+    m, l, acc, b_q, b_sq, i_kv, item, rows, pages, scale, MASKED: tl.constexpr, SIZES: tl.constexpr
 ):
     """Take the block of KV at i_kv into the running softmax: the maximum score `m`, the sum of
     weights `l`, the sum of values `acc`. If MASKED, a row sees no KV past its own position, or

@@ -73,15 +73,7 @@ def _kept_layout(width):
 @quick
 @gluon.jit(do_not_specialize=["num_tokens"])
 def _gemm_kernel(
-    hidden,
-    weight,
-    scales,
-    zeros,
-    output,
-    num_tokens,
-    stride,
-    output_stride,
-    SHAPE: gl.constexpr,
+    hidden, weight, scales, zeros, output, num_tokens, stride, output_stride, SHAPE: gl.constexpr
 ):
     """Multiplies a tile of outputs and a share of the inputs."""
     launch_dependents()

@@ -184,14 +184,7 @@ def sum_rows(rows: Tensor, depth: int) -> Tensor:
     num_rows, num_inputs = rows.shape
     sums = rows.new_empty(num_inputs // depth, num_rows, dtype=torch.float32)
     _sum_kernel[(cdiv(num_rows, _ROWS), len(sums))](
-        rows,
-        sums,
-        num_rows,
-        rows.stride(0),
-        DEPTH=depth,
-        ROWS=_ROWS,
-        num_warps=4,
-        **OVERLAPPED,
+        rows, sums, num_rows, rows.stride(0), DEPTH=depth, ROWS=_ROWS, num_warps=4, **OVERLAPPED
     )
     return sums
 

@@ -85,13 +85,7 @@ def load_places(stream, column, begin, STEP: gl.constexpr):
 
 @gluon.jit
 def load_inputs(
-    stream,
-    state,
-    channel,
-    begin,
-    IS_FIRST: gl.constexpr,
-    TAPS: gl.constexpr,
-    STEP: gl.constexpr,
+    stream, state, channel, begin, IS_FIRST: gl.constexpr, TAPS: gl.constexpr, STEP: gl.constexpr
 ):
     """The TAPS - 1 inputs before those tokens, which a convolution's `state` has kept before the
     first, and then what `load_places` returns."""

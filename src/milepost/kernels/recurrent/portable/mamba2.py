@@ -28,12 +28,7 @@ from milepost.kernels.platform.numerics import LOG2_E
 from milepost.kernels.recurrent.portable import ssd
 from milepost.kernels.recurrent.portable.conv import convolve
 from milepost.kernels.recurrent.rules.mamba2 import time_step
-from milepost.kernels.recurrent.structures import (
-    LayerStates,
-    Mixer,
-    PrefillChunks,
-    slot_states,
-)
+from milepost.kernels.recurrent.structures import LayerStates, Mixer, PrefillChunks, slot_states
 
 _HEADS = 8
 """Heads in one program of `_discretise_kernel`."""

@@ -17,12 +17,7 @@ from torch import Tensor
 from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.recurrent.portable.delta import export_state, load_state, store_state
-from milepost.kernels.recurrent.structures import (
-    Mixer,
-    MixerSizes,
-    PrefillChunks,
-    SlotStates,
-)
+from milepost.kernels.recurrent.structures import Mixer, MixerSizes, PrefillChunks, SlotStates
 
 _ROWS = 64
 """Tokens of a program of outputs; tiles of float32 are no wider."""

@@ -16,11 +16,7 @@ import triton.language as tl
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import sigmoid, softplus
 from milepost.kernels.recurrent.portable.delta import delta_warps, pairwise_decay
-from milepost.kernels.recurrent.structures import (
-    ChunkTensors,
-    Mixer,
-    PrefillChunks,
-)
+from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, PrefillChunks
 
 
 def wy_fwd(mixer: Mixer, chunk: int, chunks: PrefillChunks, tensors: ChunkTensors) -> None:
