@@ -240,12 +240,10 @@ def share_down(num_blocks, SHAPE: gl.constexpr):
 
     Units of the up projection go round, and some programs have one less than others: first these
     get as much of the down projection instead. The rest goes round again."""
-    TILES: gl.constexpr = SHAPE.tiles
-    COLUMNS: gl.constexpr = SHAPE.columns
     RATIO: gl.constexpr = SHAPE.inputs // SHAPE.size
     program, stride = gl.program_id(0), gl.num_programs(0)
-    num_units = num_blocks * COLUMNS
-    num_long = num_blocks * TILES % stride
+    num_units = num_blocks * SHAPE.columns
+    num_long = num_blocks * SHAPE.tiles % stride
     is_short = (num_long > 0) & (program >= num_long)
     num_short = stride - num_long
     num_owed = gl.where(num_long > 0, gl.minimum(num_short * RATIO, num_units), 0)

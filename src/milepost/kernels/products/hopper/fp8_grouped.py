@@ -78,10 +78,9 @@ def _box_rows(rows: Tensor) -> TensorDescriptor:
 @gluon.jit
 def _open(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
     """Allocates stages, their barriers, and barriers for turns."""
-    STAGES: gl.constexpr = SHAPE.stages
     dtype: gl.constexpr = weight.dtype
-    inputs = gl.allocate_shared_memory(dtype, [2 * STAGES, _HALF, _BLOCK], weight.layout)
-    shape: gl.constexpr = [SHAPE.parts * STAGES, _BLOCK, _BLOCK]
+    inputs = gl.allocate_shared_memory(dtype, [2 * SHAPE.stages, _HALF, _BLOCK], weight.layout)
+    shape: gl.constexpr = [SHAPE.parts * SHAPE.stages, _BLOCK, _BLOCK]
     weights = gl.allocate_shared_memory(dtype, shape, weight.layout)
     bars = open_bars(SHAPE)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

@@ -99,9 +99,7 @@ def _produce(stages, boxes, SHAPE: gl.constexpr):
 @gluon.jit
 def _consume(stages, product, PART: gl.constexpr, SHAPE: gl.constexpr):
     """Multiplies half of the outputs of what is loaded. They have one or two scales."""
-    TILES: gl.constexpr = SHAPE.tiles
-    STEPS: gl.constexpr = SHAPE.steps
-    DEPTHS: gl.constexpr = STEPS * SHAPE.split_k
+    DEPTHS: gl.constexpr = SHAPE.steps * SHAPE.split_k
     BLOCK: gl.constexpr = SHAPE.block_k
     LAST: gl.constexpr = (SHAPE.outputs + BLOCK - 1) // BLOCK - 1
     N: gl.constexpr = SHAPE.mma_n // 2
@@ -112,8 +110,8 @@ def _consume(stages, product, PART: gl.constexpr, SHAPE: gl.constexpr):
     own = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(ACROSS, RESULT)), ACROSS)
     number = 0
     for unit in range(gl.program_id(0), SHAPE.tiles * SHAPE.split_k, gl.num_programs(0)):
-        depth = unit // TILES * STEPS
-        column = unit % TILES * SHAPE.block_n + PART * N
+        depth = unit // SHAPE.tiles * SHAPE.steps
+        column = unit % SHAPE.tiles * SHAPE.block_n + PART * N
         is_first = own < BLOCK - column % BLOCK
         p_first = product.scales + gl.minimum(column // BLOCK, LAST) * DEPTHS
         p_second = product.scales + gl.minimum(column // BLOCK + 1, LAST) * DEPTHS
@@ -131,8 +129,7 @@ def _add_up(
     """Returns the sum of a unit's products, times the scales from `depth` on of the outputs that
     `is_first` and of others; and the number of the next step."""
     STAGES: gl.constexpr = SHAPE.stages
-    STEPS: gl.constexpr = SHAPE.steps
-    DEPTHS: gl.constexpr = STEPS * SHAPE.split_k
+    DEPTHS: gl.constexpr = SHAPE.steps * SHAPE.split_k
     M: gl.constexpr = SHAPE.block_m
     N: gl.constexpr = SHAPE.mma_n // 2
     ROWS: gl.constexpr = N if SHAPE.is_swapped else M
@@ -141,7 +138,7 @@ def _add_up(
     bars = stages.bars
     first, second = gl.load(p_first + depth), gl.load(p_second + depth)
     result = gl.zeros([ROWS, COLUMNS], gl.float32, layout=RESULT)
-    for step in range(STEPS):
+    for step in range(SHAPE.steps):
         ahead = gl.minimum(depth + step + 1, DEPTHS - 1)
         next_first, next_second = gl.load(p_first + ahead), gl.load(p_second + ahead)
         stage = number % STAGES

@@ -211,11 +211,10 @@ def _consume_up(stages, lists, scales, active, SHAPE: gl.constexpr):
 def _store_active(active, values, unit, BEYOND: gl.constexpr, SHAPE: gl.constexpr):
     """Stores a part's activations, which begin BEYOND the unit's first; also those of what is no
     row."""
-    TILES: gl.constexpr = SHAPE.tiles
     o_n = outputs_of(gl.SliceLayout(1, PRODUCTS))
-    row = unit // TILES * _M + gl.arange(0, _M, gl.SliceLayout(0, PRODUCTS))
+    row = unit // SHAPE.tiles * _M + gl.arange(0, _M, gl.SliceLayout(0, PRODUCTS))
     target = active + row.to(gl.int64)[None, :] * SHAPE.size
-    target += (unit % TILES * SHAPE.wide + BEYOND + o_n)[:, None]
+    target += (unit % SHAPE.tiles * SHAPE.wide + BEYOND + o_n)[:, None]
     gl.store(target, values.to(active.dtype.element_ty))
 
 
@@ -245,20 +244,19 @@ def _load_routed(routed, block):
 def _consume_down(stages, lists, scaled, output, begun, number, SHAPE: gl.constexpr):
     """Stores the experts' outputs, times their routing weights, to `output` [P, INPUTS]."""
     DOWN: gl.constexpr = _down_of(SHAPE)
-    COLUMNS: gl.constexpr = SHAPE.columns
     owners, num_blocks = lists.experts, gl.load(lists.count)
     turns, num_units, next_expert, next_own, place, held = begun
     o_n = outputs_of(gl.SliceLayout(1, PRODUCTS))
     for index in range(num_units):
         own = next_own
         weight = gl.load(output.routing_weights + own, mask=own >= 0, other=0.0).to(gl.float32)
-        column = find_down(index + 1, turns) % COLUMNS * _BLOCK
+        column = find_down(index + 1, turns) % SHAPE.columns * _BLOCK
         next_place = (next_expert * SHAPE.inputs + column) * DOWN.scales
         next_expert = gl.load(owners + find_place(index + 2, turns, num_blocks, SHAPE))
         next_own = _load_routed(lists.routed, find_place(index + 1, turns, num_blocks, SHAPE))
         first, second, held = multiply(stages, held, scaled, place, next_place, number, DOWN, SHAPE)
         number += DOWN.steps
-        column = find_down(index, turns) % COLUMNS * _BLOCK
+        column = find_down(index, turns) % SHAPE.columns * _BLOCK
         store_routed(output.base, own, weight, first, second, column + o_n, SHAPE)
         place = next_place
 

@@ -92,18 +92,16 @@ def multiply(
 ):
     """Returns both parts' products [N, M] of a unit, whose first step has the `number` among a
     program's and the scales `held`; and the next unit's first scales."""
-    STAGES: gl.constexpr = SHAPE.stages
-    STEPS: gl.constexpr = HALVES.steps
     first = gl.zeros([_HALF, _M], gl.float32, PRODUCTS)
     second = gl.zeros([_HALF, _M], gl.float32, PRODUCTS)
-    for step in range(STEPS):
-        is_last = step == STEPS - 1
+    for step in range(HALVES.steps):
+        is_last = step == HALVES.steps - 1
         later = gl.where(is_last, next_place, place)
         next_held = load_scales(own, later, gl.where(is_last, 0, step + 1), HALVES)
         first_scales, second_scales = (_split(held[0][0], PRODUCTS), _split(held[0][1], PRODUCTS))
         first_zeros, second_zeros = (_split(held[1][0], _LEFT), _split(held[1][1], _LEFT))
-        stage = number % STAGES
-        mbarrier.wait(stages.loaded.index(stage), number // STAGES & 1)
+        stage = number % SHAPE.stages
+        mbarrier.wait(stages.loaded.index(stage), number // SHAPE.stages & 1)
         for b in gl.static_range(2):
             low = _load_rows(stages.inputs.index(4 * stage + 2 * b))
             high = _load_rows(stages.inputs.index(4 * stage + 2 * b + 1))

@@ -90,9 +90,8 @@ def _box_rows(rows: Tensor) -> TensorDescriptor:
 @gluon.jit
 def _open(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
     """Allocates shared memory for the stages, and their barriers."""
-    STAGES: gl.constexpr = SHAPE.stages
-    inputs = gl.allocate_shared_memory(DTYPE, [2 * STAGES, SHAPE.block_m, _HALF], _ROWS)
-    shape: gl.constexpr = [2 * STAGES, _BLOCK, _HALF // 2]
+    inputs = gl.allocate_shared_memory(DTYPE, [2 * SHAPE.stages, SHAPE.block_m, _HALF], _ROWS)
+    shape: gl.constexpr = [2 * SHAPE.stages, _BLOCK, _HALF // 2]
     weights = gl.allocate_shared_memory(weight.dtype, shape, weight.layout)
     return GroupedStages(inputs, weights, open_bars(SHAPE))
 
@@ -102,8 +101,7 @@ def _find_rows(rows, work, first_row, end, SHAPE: gl.constexpr):
     """Returns pointers to a block's rows, and whether each is the expert's: others are not
     copied."""
     COPIED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    BLOCK_M: gl.constexpr = SHAPE.block_m
-    o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, COPIED))
+    o_m = gl.arange(0, SHAPE.block_m, layout=gl.SliceLayout(1, COPIED))
     o_k = gl.arange(0, _HALF, layout=gl.SliceLayout(0, COPIED))
     token = gl.load(work.groups.order + gl.minimum(first_row + o_m, end - 1)) // SHAPE.top_k
     p_x = rows + (token.to(gl.int64) * work.row_stride)[:, None] + o_k[None, :]

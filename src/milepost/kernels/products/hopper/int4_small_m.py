@@ -110,11 +110,10 @@ def _gemm_kernel(
 def _begin(p_w, first, SHAPE: gl.constexpr):
     """Allocates the stages of weights and starts to load the first ones: at `p_w` [N], from input
     `first` on."""
-    STAGES: gl.constexpr = SHAPE.stages
     WIDTH: gl.constexpr = SHAPE.block_k // 2
-    shape: gl.constexpr = [STAGES, SHAPE.block_n, WIDTH]
+    shape: gl.constexpr = [SHAPE.stages, SHAPE.block_n, WIDTH]
     weights = gl.allocate_shared_memory(gl.uint8, shape, _kept_layout(WIDTH))
-    for stage in gl.static_range(STAGES - 1):
+    for stage in gl.static_range(SHAPE.stages - 1):
         if stage < SHAPE.steps:
             _copy(weights.index(stage), p_w, first // 2 + stage * WIDTH)
     return weights
