@@ -31,7 +31,7 @@ def test_mamba2_without_a_norm_compiles():
     assert found == {"kernels": ["recurrent.portable.mamba2._norm_kernel"], "refused": {}}
 
 
-_CHUNK_O = "recurrent.portable.delta._chunk_fwd_o_kernel"
+_CHUNK_O = "recurrent.portable.chunk_o._chunk_fwd_o_kernel"
 TOO_LARGE = {("olmo_hybrid", "sm_80", "float32"): {_CHUNK_O}}
 """States of 128 x 256 in float32 beside a chunk's tokens: 192 KiB, where an A100 has 163."""
 

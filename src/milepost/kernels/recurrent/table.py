@@ -135,15 +135,15 @@ VERIFIES: KernelTable[MixerPart] = KernelTable(
 STATES: KernelTable[MixerPart] = KernelTable(
     row("chunk_h, Hopper", "recurrent.hopper.chunk_h", _DELTA, "64 seq",
         _KEYS, _HALF, _LONG, needs=HOPPER),
-    row("chunk_h", "recurrent.portable.delta", _DELTA, "64 seq", entry="chunk_fwd_h"),
+    row("chunk_h", "recurrent.portable.chunk_h", _DELTA, "64 seq"),
     row("ssd", "recurrent.portable.ssd", _SSD, "chunk seq", entry="chunk_fwd_h"),
 )
 """A prefill's states from chunk to chunk; SSD's kernels are launched together."""
 OUTPUTS: KernelTable[MixerPart] = KernelTable(
     row("chunk_o, Hopper", "recurrent.hopper.chunk_o", _GATED, "state, tokens",
         _HEADS, _HALF, _LONG, needs=HOPPER, epilogues=_FP8),
-    row("chunk_o", "recurrent.portable.delta", _DELTA, "state, tokens",
-        epilogues=(*_FP8, Emit.BOTH), entry="chunk_fwd_o"),
+    row("chunk_o", "recurrent.portable.chunk_o", _DELTA, "state, tokens",
+        epilogues=(*_FP8, Emit.BOTH)),
     row("ssd", "recurrent.portable.ssd", _SSD, "state, tokens", entry="chunk_fwd_o"),
 )
 """Outputs of a prefill's tokens."""

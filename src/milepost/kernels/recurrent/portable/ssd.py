@@ -16,7 +16,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.recurrent.portable.delta import export_state, load_state, store_state
+from milepost.kernels.recurrent.portable.chunk_h import export_state, load_state, store_state
 from milepost.kernels.recurrent.structures import Mixer, MixerSizes, PrefillChunks, SlotStates
 
 _ROWS = 64
@@ -108,7 +108,7 @@ def _chunk_fwd_h_kernel(
     p_b += o_t[:, None] * WIDTH + o_s[None, :]
     head_begin = i_h.to(tl.int64) * num_tokens
 
-    # Loaded a chunk ahead, as in `delta`.
+    # Loaded a chunk ahead, as in `chunk_h`.
     begin, size = tl.load(chunks.begin + first), tl.load(chunks.size + first)
     slot, decay = (
         tl.load(chunks.export + first),

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import sigmoid, softplus
-from milepost.kernels.recurrent.portable.delta import delta_warps, pairwise_decay
+from milepost.kernels.recurrent.portable.chunk_o import delta_warps, pairwise_decay
 from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, PrefillChunks
 
 

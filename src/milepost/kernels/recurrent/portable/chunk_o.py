@@ -1,0 +1,195 @@
+"""Outputs of the delta rule's chunks: what queries read of the state before their chunk, and of the
+chunk's own tokens. KDA's products of queries and keys have been decayed before.
+
+Legend: T tokens, C tokens in a chunk, V value heads, K key_dim, W value_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.layout.emit import Fp8Rows, keeps_values
+from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.launches import OVERLAPPED, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import encode, scale_of
+from milepost.kernels.platform.tensors import LEAST_SCALE
+from milepost.kernels.recurrent.structures import (
+    ChunkTensors,
+    Mixer,
+    MixerSizes,
+    PrefillChunks,
+    RoundedOutput,
+)
+
+_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
+
+
+def run(
+    mixer: Mixer,
+    chunk: int,
+    chunks: PrefillChunks,
+    tensors: ChunkTensors,
+    output: Tensor,
+    fp8: Fp8Rows | None,
+) -> None:
+    """Write `output` [T, V * W] through the gated norm, and to `fp8` if there is that."""
+    sizes, rounded, scales_stride = mixer.sizes, None, 0
+    if fp8 is not None:
+        rounded = RoundedOutput(fp8.values.view(torch.uint8), fp8.scales)
+        scales_stride = fp8.scales.stride(0)
+    read = mixer.inputs.gate, mixer.weights, chunks, tensors
+    options = {"num_warps": delta_warps(sizes, output), **OVERLAPPED}
+    _chunk_fwd_o_kernel[(sizes.heads, len(chunks.size))](
+        *(len(output), *read, output, rounded, scales_stride),
+        SIZES=sizes,
+        FINISH=mixer.rule.finish,
+        C=chunk,
+        KEEPS_ROWS=keeps_values(fp8),
+        NATIVE=probe(output.device).has_fp8,
+        **options,
+    )
+
+
+def delta_warps(sizes: MixerSizes, like: Tensor) -> int:
+    """Warps of a program with a head's keys and values. Products in float32 are unrolled: for wide
+    heads a program of fewer threads has so much code in each that it takes minutes to compile."""
+    is_wide = sizes.shared_tile * sizes.own_tile > 128 * 128
+    return 16 if is_wide and like.element_size() == 4 else 4
+
+
+class ChunkHead(NamedTuple):
+    """A value head's tokens in a chunk."""
+
+    head: Any
+    chunk: Any
+    begin: Any
+    num_tokens: Any
+    """Tokens of the whole prefill."""
+    o_t: Any
+    in_chunk: Any
+
+
+class OutputPlaces(NamedTuple):
+    """Places of a chunk's outputs [C, W] and of their scales [C], each with a mask."""
+
+    rows: Any
+    in_rows: Any
+    scales: Any
+    in_chunk: Any
+
+
+@quick
+@triton.jit(
+    do_not_specialize=["num_tokens", "scales_stride"], do_not_specialize_on_alignment=["chunks"]
+)
+def _chunk_fwd_o_kernel(
+    num_tokens,
+    gate,
+    weights,
+    chunks,
+    tensors,
+    output,
+    rounded,
+    scales_stride,
+    SIZES: tl.constexpr,
+    FINISH: tl.constexpr,
+    C: tl.constexpr,
+    KEEPS_ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Makes a value head's outputs of a chunk, through the gated norm, in `output` [T, V * W] or in
+    FP8."""
+    VALUE_DIM: tl.constexpr = SIZES.own
+    i_hv, i_t = tl.program_id(0), tl.program_id(1)
+    size = tl.load(chunks.size + i_t)
+    wait_for_inputs()
+    if size == 0:
+        return
+    begin = tl.load(chunks.begin + i_t).to(tl.int64)
+    o_t, o_v = tl.arange(0, C), tl.arange(0, SIZES.own_tile)
+    in_chunk, is_v = o_t < tl.abs(size), o_v < VALUE_DIM
+    in_v = in_chunk[:, None] & is_v[None, :]
+    first = (begin * SIZES.heads + i_hv) * VALUE_DIM
+    rows = first + o_t[:, None] * SIZES.width + o_v[None, :]
+    at = OutputPlaces(rows, in_v, i_hv * scales_stride + begin + o_t, in_chunk)
+    if size < 0:
+        _store_zeros(output, rounded, at, KEEPS_ROWS)
+        return
+    own = ChunkHead(i_hv, i_t, begin, tl.cast(num_tokens, tl.int64), o_t, in_chunk)
+    b_o = _read_chunk(tensors, own, o_v, is_v, SIZES, C)
+    b_weight = tl.load(weights.norm + o_v, is_v, 0)[None, :]
+    p_gate = gate.base + begin * gate.stride + i_hv * VALUE_DIM
+    b_gate = tl.load(p_gate + o_t[:, None] * gate.stride + o_v[None, :], in_v, 0)
+    b_o = FINISH(b_o, b_weight, b_gate, weights.norm_eps, VALUE_DIM)
+    _store_outputs(output, rounded, at, b_o.to(output.dtype.element_ty), KEEPS_ROWS, NATIVE)
+
+
+@triton.jit
+def _read_chunk(tensors, own, o_v, is_v, SIZES: tl.constexpr, C: tl.constexpr):
+    """Returns what queries [C, W] read of the state before their chunk and of the chunk's own
+    tokens."""
+    KEY_DIM: tl.constexpr = SIZES.shared
+    VALUE_DIM: tl.constexpr = SIZES.own
+    o_t, o_k = own.o_t, tl.arange(0, SIZES.shared_tile)
+    is_k = o_k < KEY_DIM
+    in_k = own.in_chunk[:, None] & is_k[None, :]
+    query_begin = (own.head // SIZES.group) * own.num_tokens + own.begin
+    p_q = tensors.query_key + query_begin * KEY_DIM + o_t[:, None] * KEY_DIM + o_k[None, :]
+    b_q = tl.load(p_q, in_k, 0)
+    v_begin = own.head * own.num_tokens + own.begin
+    if not SIZES.by_channel:
+        b_k = tl.load(p_q + SIZES.units * own.num_tokens * KEY_DIM, in_k, 0)
+        b_g = tl.load(tensors.decay + v_begin + o_t, own.in_chunk, 0)
+    p_h = tensors.h + (own.chunk.to(tl.int64) * SIZES.heads + own.head) * (VALUE_DIM * KEY_DIM)
+    o_h = o_k[:, None] * VALUE_DIM + o_v[None, :]
+    b_h = tl.load(p_h + o_h, is_k[:, None] & is_v[None, :], 0)
+
+    b_o = tl.dot(b_q, b_h, input_precision="ieee")
+    if SIZES.by_channel:
+        p_a = tensors.scores + (v_begin + o_t)[:, None] * C + o_t[None, :]
+        b_a = tl.load(p_a, own.in_chunk[:, None] & (o_t < C)[None, :], 0)
+    else:
+        b_o *= tl.exp(b_g)[:, None]
+        b_a = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        b_a = (b_a * pairwise_decay(b_g, o_t, 0)).to(b_k.dtype)
+    value_at = o_t[:, None] * VALUE_DIM + o_v[None, :]
+    in_v = own.in_chunk[:, None] & is_v[None, :]
+    b_v = tl.load(tensors.v + v_begin * VALUE_DIM + value_at, in_v, 0)
+    b_o += tl.dot(b_a, b_v, input_precision="ieee")
+    return b_o
+
+
+@triton.jit
+def _store_zeros(output, rounded, at, KEEPS_ROWS: tl.constexpr):
+    """Stores zeros for tokens that no sequence has; FP8 by its bits, see `hopper.chunk_o`."""
+    if KEEPS_ROWS:
+        tl.store(output + at.rows, tl.zeros(at.rows.shape, output.dtype.element_ty), at.in_rows)
+    if rounded is not None:
+        tl.store(rounded.base + at.rows, tl.zeros(at.rows.shape, tl.uint8), at.in_rows)
+        least = tl.full(at.scales.shape, _LEAST_SCALE, tl.float32)
+        tl.store(rounded.scales + at.scales, least, at.in_chunk)
+
+
+@triton.jit
+def _store_outputs(output, rounded, at, b_o, KEEPS_ROWS: tl.constexpr, NATIVE: tl.constexpr):
+    """Stores outputs as they are, in FP8 with a scale for each token, or both."""
+    if KEEPS_ROWS:
+        tl.store(output + at.rows, b_o, at.in_rows)
+    if rounded is not None:
+        b_wide = b_o.to(tl.float32)
+        b_scale = scale_of(b_wide, 1)
+        tl.store(rounded.base + at.rows, encode(b_wide / b_scale[:, None], NATIVE), at.in_rows)
+        tl.store(rounded.scales + at.scales, b_scale, at.in_chunk)
+
+
+@triton.jit
+def pairwise_decay(decay, row, BELOW: tl.constexpr):
+    """[C, C], decay from token j to token i where i >= j + BELOW, else 0."""
+    is_later = row[:, None] >= row[None, :] + BELOW
+    between = tl.where(is_later, decay[:, None] - decay[None, :], 0)
+    return tl.where(is_later, tl.exp(between), 0)
