@@ -15,7 +15,7 @@ from milepost.layers.context import Context
 from milepost.layers.linear import Begun, Linear
 from milepost.layers.norm import over_ranks, place_scale
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Part, add_up, partials, run_parts
+from milepost.layers.parts import Numbers, Part, add_up, partials, run_parts
 from milepost.layers.weight_slots import WeightSlots
 
 
@@ -89,13 +89,7 @@ class HyperBlock(nn.Module):
         self.connection = connection
 
     def run(
-        self,
-        hidden: Tensor,
-        delta: Tensor | None,
-        ctx: Context,
-        numbers: tuple[int, ...],
-        *,
-        ends: bool = False,
+        self, hidden: Tensor, delta: Tensor | None, ctx: Context, numbers: Numbers, *, ends: bool
     ) -> tuple[Tensor, None]:
         """Returns the streams [T, S, C] with the part's output. See `LayerBlock`."""
         assert delta is None, "blocks add their outputs themselves"

@@ -96,7 +96,7 @@ class MTPHead(nn.Module):
         states [T, C] before them. Writes their KV first."""
         hidden, delta = self._join(token_ids, table, before), None
         for block, numbers in zip(self.layer.blocks, self.layer.numbers, strict=True):
-            hidden, delta = block.run(hidden, delta, ctx, numbers)
+            hidden, delta = block.run(hidden, delta, ctx, numbers, ends=False)
         return self.norm.add(hidden, delta)[1]
 
     def _join(

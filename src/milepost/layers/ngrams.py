@@ -24,6 +24,7 @@ from milepost.layers.context import Context
 from milepost.layers.linear import Linear
 from milepost.layers.norm import place_scale
 from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import Numbers
 from milepost.layers.weight_slots import WeightSlot, WeightSlots, fill_matrix, place_whole
 
 _NORMS = ("norm_key", "norm_query", "norm_conv")
@@ -212,13 +213,7 @@ class NgramBlock(nn.Module):
         self.parts = nn.ModuleList([part])
 
     def run(
-        self,
-        hidden: Tensor,
-        delta: Tensor | None,
-        ctx: Context,
-        numbers: tuple[int, ...],
-        *,
-        ends: bool = False,
+        self, hidden: Tensor, delta: Tensor | None, ctx: Context, numbers: Numbers, *, ends: bool
     ) -> tuple[Tensor, None]:
         """Returns the streams [T, S, C]; `hidden` may be the embedding [T, C]. See `LayerBlock`."""
         assert delta is None, "blocks add their outputs themselves"

@@ -62,19 +62,17 @@ class LastTokensPart(Protocol):
         ...
 
 
+Numbers = tuple[int, ...]
+"""Numbers of the caches of a block's parts."""
+
+
 class LayerBlock(Protocol):
     """A step from one residual stream to the next. It is also a module, and has its parts."""
 
     parts: nn.ModuleList
 
     def run(
-        self,
-        hidden: Tensor,
-        delta: Tensor | None,
-        ctx: Context,
-        numbers: tuple[int, ...],
-        *,
-        ends: bool = False,
+        self, hidden: Tensor, delta: Tensor | None, ctx: Context, numbers: Numbers, *, ends: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the residual stream and what is still to be added to it: see
         `ResidualBlock.run`."""
@@ -103,13 +101,7 @@ class ResidualBlock(nn.Module):
         `Linear.begin`."""
 
     def run(
-        self,
-        hidden: Tensor,
-        delta: Tensor | None,
-        ctx: Context,
-        numbers: tuple[int, ...],
-        *,
-        ends: bool = False,
+        self, hidden: Tensor, delta: Tensor | None, ctx: Context, numbers: Numbers, *, ends: bool
     ) -> tuple[Tensor, Tensor]:
         """Adds `delta` [T, C], or partials of it, to the residual stream, and runs the parts.
         Returns the residual stream, [T, C] unless `pre` uses another shape, and the output to be
@@ -144,7 +136,7 @@ class Layer(nn.Module):
     def __init__(self, *blocks: LayerBlock) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self.numbers: list[tuple[int, ...]] = []
+        self.numbers: list[Numbers] = []
 
     def number(self, specs: list[LayerSpec]) -> None:
         """Gives each part that has a cache the next number, and appends the caches to `specs`."""
@@ -164,7 +156,7 @@ class Layer(nn.Module):
 
 
 def run_parts(
-    parts: Iterable[Part], rows: Inputs, ctx: Context, numbers: tuple[int, ...], *, ends: bool
+    parts: Iterable[Part], rows: Inputs, ctx: Context, numbers: Numbers, *, ends: bool
 ) -> Tensor:
     """Returns the sum [T, C] of the outputs of `parts` for the same `rows`, or the partials of a
     single part. With `ends`, only for the sampled positions."""

@@ -19,6 +19,7 @@ from milepost.kernels.platform.tensors import cast, in_blocks
 from milepost.layers.linear import Begun
 from milepost.layers.norm import RMSNorm, over_ranks
 from milepost.layers.parameters import ModuleScope
+from milepost.layers.parts import add_up
 from milepost.layers.weight_slots import WeightSlots, place_whole
 
 
@@ -47,8 +48,8 @@ class ResidualAttention(nn.Module):
         sources = hidden if hidden.dim() == 3 else hidden[:, None]
         delta = None if delta is None else over_ranks(delta, self.ranks)
         if delta is not None and self.opens:
-            whole = delta if delta.dim() == 2 else delta.sum(1)
-            sources = torch.cat((sources, cast(whole, sources.dtype)[:, None]), 1)
+            whole = cast(add_up(delta), sources.dtype)
+            sources = torch.cat((sources, whole[:, None]), 1)
             delta = None
         mixed = self._mix(sources, delta)
         return sources, self.norm.add(mixed, None, emit=emit, begun=begun)[1]
@@ -58,7 +59,7 @@ class ResidualAttention(nn.Module):
         if not self.kind.batch_invariant or runs_triton(sources):
             return residual.mix(sources, delta, *how)
         if delta is not None:
-            sources[:, -1] += delta if delta.dim() == 2 else delta.sum(1)
+            sources[:, -1] += add_up(delta)
         return in_blocks(lambda rows: residual.mix(rows, None, *how), sources)
 
     def placements(self) -> WeightSlots:
