@@ -16,5 +16,5 @@ Imports go up this list only:
     what bits depend on                           numerics_identity
 
 In an operation's folder `reference.py` is the definition in plain torch, and `__init__.py` the door
-that chooses between it and the kernels.
+that chooses between it and the kernels, or the definition too where that is short.
 """
