@@ -24,7 +24,7 @@ from torch import Tensor
 
 from milepost.kernels.comm import RankBuffers
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.numerics import norm_row
+from milepost.kernels.platform.numerics import add_parts, norm_row
 from milepost.kernels.platform.tiles import next_power_of_2
 
 
@@ -140,7 +140,6 @@ def launch(
 @triton.jit
 def _exchange_kernel(residual, partials, sums, mail, SIZES: tl.constexpr):
     SIZE: tl.constexpr = SIZES.size
-    PARTS: tl.constexpr = SIZES.parts
     launch_dependents()
     element = sums.total.dtype.element_ty
     i_slot = tl.program_id(0)
@@ -151,10 +150,8 @@ def _exchange_kernel(residual, partials, sums, mail, SIZES: tl.constexpr):
         b_scale = tl.load(residual.scale + o_h, mask=is_h, other=0.0).to(tl.float32)
     wait_for_inputs()
     turn = tl.load(mail.turns + i_slot) + 1
-    b_own = tl.zeros(o_h.shape, tl.float32)
-    for part in tl.static_range(PARTS):
-        p_partial = partials.base + i_t * partials.stride + part * partials.part_stride + o_h
-        b_own += tl.load(p_partial, mask=is_h, other=0.0).to(tl.float32)
+    p_row = partials.base + i_t * partials.stride + o_h
+    b_own = add_parts(p_row, partials.part_stride, is_h, SIZES.parts)
     acc = _exchange(b_own.to(element), mail, i_slot, turn, SIZES)
     tl.store(mail.turns + i_slot, turn)
     o_target = i_t * SIZE + o_h

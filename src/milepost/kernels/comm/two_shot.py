@@ -23,7 +23,7 @@ from torch import Tensor
 from milepost.kernels.comm import RankBuffers
 from milepost.kernels.comm.one_shot import Sums, launch, open_sums, wait_for_turn
 from milepost.kernels.platform.launches import launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.numerics import norm_row
+from milepost.kernels.platform.numerics import add_parts, norm_row
 from milepost.kernels.platform.tiles import cdiv
 
 
@@ -58,7 +58,7 @@ def _share_kernel(residual, partials, sums, link, num_tokens, num_each, SIZES: t
     for rank in tl.static_range(RANKS):
         i_t = rank * num_each.to(tl.int64) + i_place
         if rank != RANK and i_t < num_tokens:
-            b_part = _add_parts(partials, i_t, o_h, SIZES)
+            b_part = _add_own(partials, i_t, o_h, SIZES)
             p_into = _box(link, rank, 0, RANK, i_place, element, SIZES)
             tl.store(p_into + o_h, b_part.to(element), mask=is_h)
             tl.debug_barrier()  # the signal stands for what all threads have written
@@ -66,7 +66,7 @@ def _share_kernel(residual, partials, sums, link, num_tokens, num_each, SIZES: t
     i_t = RANK * num_each.to(tl.int64) + i_place
     if i_t < num_tokens:
         b_x = tl.load(residual.hidden + i_t * residual.stride + o_h, mask=is_h, other=0.0)
-        b_own = _add_parts(partials, i_t, o_h, SIZES)
+        b_own = _add_own(partials, i_t, o_h, SIZES)
         acc = tl.zeros(o_h.shape, tl.float32)
         for rank in tl.static_range(RANKS):
             if rank == RANK:
@@ -104,15 +104,10 @@ def _store(sums, b_x, b_scale, i_t, o_h, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _add_parts(partials, i_t, o_h, SIZES: tl.constexpr):
+def _add_own(partials, i_t, o_h, SIZES: tl.constexpr):
     """Returns the sum of a row's partials."""
-    PARTS: tl.constexpr = SIZES.parts
-    is_h = o_h < SIZES.size
-    p_partial = partials.base + i_t * partials.stride + o_h
-    acc = tl.load(p_partial, mask=is_h, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        acc += tl.load(p_partial + part * partials.part_stride, mask=is_h, other=0.0).to(tl.float32)
-    return acc
+    p_row = partials.base + i_t * partials.stride + o_h
+    return add_parts(p_row, partials.part_stride, o_h < SIZES.size, SIZES.parts)
 
 
 @triton.jit

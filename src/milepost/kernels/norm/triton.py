@@ -20,8 +20,8 @@ from milepost.kernels.layout.emit import (
 )
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.numerics import encode, norm_row, scale_of
-from milepost.kernels.platform.tensors import BLOCK, check_contiguous, check_rows
+from milepost.kernels.platform.numerics import add_parts, encode, norm_row, scale_of
+from milepost.kernels.platform.tensors import BLOCK, check_contiguous, check_rows, parts_of
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _WEIGHTS = 8192
@@ -49,12 +49,7 @@ def add_norm(
     fp8 = room_for(num_tokens, size, hidden, emit)
     normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     total = hidden if delta is None else torch.empty_like(normed)
-    if delta is None:
-        num_parts, strides = 0, (0, 0)
-    elif delta.dim() == 2:
-        num_parts, strides = 1, (delta.stride(0), 0)
-    else:
-        num_parts, strides = delta.shape[1], delta.stride()[:2]
+    num_parts, *strides = parts_of(delta)
     columns = next_power_of_2(size)
     are_many = num_tokens > _MANY and num_parts <= 1 and not batch_invariant
     of_thread = 8 if are_many else 4
@@ -150,10 +145,7 @@ def sum_and_norm(
     both as they are stored."""
     b_x = tl.load(p_hidden + o_h, mask=is_h, other=0.0)
     if PARTS:
-        b_delta = tl.zeros(o_h.shape, tl.float32)
-        for part in tl.static_range(PARTS):
-            b_part = tl.load(p_delta + part * part_stride + o_h, mask=is_h, other=0.0)
-            b_delta += b_part.to(tl.float32)
+        b_delta = add_parts(p_delta + o_h, part_stride, is_h, PARTS)
         if b_delta_scale is not None:
             b_delta = b_delta.to(p_delta.dtype.element_ty)
             b_delta = norm_row(b_delta, b_delta_scale, eps, SIZE).to(tl.float32)
@@ -180,7 +172,7 @@ def add_norm_and_multiply(
     size, num_outputs = hidden.shape[1], len(weight)
     normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     total = hidden if delta is None else torch.empty_like(normed)
-    num_parts = 0 if delta is None else 1 if delta.dim() == 2 else delta.shape[1]
+    num_parts, _, part_stride = parts_of(delta)
     columns = next_power_of_2(size)
     block_n = max(1, _WEIGHTS // columns)
     _norm_gemv_kernel[(cdiv(num_outputs, block_n),)](
@@ -191,7 +183,7 @@ def add_norm_and_multiply(
         total,
         normed,
         output,
-        delta.stride(1) if num_parts > 1 else 0,
+        part_stride,
         eps,
         SIZE=size,
         COLUMNS=columns,

@@ -143,6 +143,15 @@ def decode_as(bits, TYPE: tl.constexpr):
 
 
 @triton.jit
+def add_parts(p_row, part_stride, mask, PARTS: tl.constexpr):
+    """Returns the sum of a row's partials in float32; there is at least one."""
+    b_sum = tl.load(p_row, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        b_sum += tl.load(p_row + part * part_stride, mask=mask, other=0.0).to(tl.float32)
+    return b_sum
+
+
+@triton.jit
 def norm_row(b_x, b_scale, eps, SIZE: tl.constexpr):
     """Returns the root mean square norm of a row, in its type; elements past its end are 0."""
     b_wide = b_x.to(tl.float32)

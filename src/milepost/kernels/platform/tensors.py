@@ -59,6 +59,14 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
+def parts_of(delta: Tensor | None) -> tuple[int, int, int]:
+    """Returns the number of partials in `delta` [T, C] or [T, P, C], 0 for None, and its strides
+    from row to row and from part to part."""
+    if delta is None:
+        return 0, 0, 0
+    return (1, delta.stride(0), 0) if delta.dim() == 2 else (delta.shape[1], *delta.stride()[:2])
+
+
 # Kernels step through a row or slot element by element: any other layout would be misread silently.
 
 

@@ -1,4 +1,4 @@
-"""Attention over depth on a GPU: `reference`'s function, in one launch.
+"""Attention over depth on a GPU: `mix` in one launch.
 
 Legend: T tokens, S sources, C hidden size, P parts.
 """
@@ -11,20 +11,16 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.tensors import check_rows
+from milepost.kernels.platform.tensors import check_rows, parts_of
 from milepost.kernels.platform.tiles import next_power_of_2
 
 
 def mix(sources: Tensor, delta: Tensor | None, scale: Tensor, query: Tensor, eps: float) -> Tensor:
-    """As `reference.mix`, with one program a token whatever their number; sums are float32."""
+    """As `residual.mix`, with one program a token whatever their number; sums are float32."""
     check_rows(sources=sources, delta=delta, scale=scale, query=query)
     num_tokens, num_sources, size = sources.shape
     mixed = torch.empty(num_tokens, size, dtype=sources.dtype, device=sources.device)
-    num_parts, strides = 0, (0, 0)
-    if delta is not None:
-        is_whole = delta.dim() == 2
-        num_parts = 1 if is_whole else delta.shape[1]
-        strides = (delta.stride(0), 0) if is_whole else delta.stride()[:2]
+    num_parts, *strides = parts_of(delta)
     columns = next_power_of_2(size)
     _mix_kernel[(num_tokens,)](
         sources,
