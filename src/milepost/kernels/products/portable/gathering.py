@@ -1,8 +1,7 @@
 """Triton: rows of few tokens gathered in blocks that share an expert, in one launch.
 
 A program has one routed token and counts by itself how many of its expert's are before it; a
-program for all of a token's experts would pass numbers between warps again and again. With many
-routed tokens counting is most of the work, and a program shares it between a few of them.
+program for all of a token's experts would pass numbers between warps again and again.
 
 Legend: T tokens, X experts, N experts of a token, P = T * N routed tokens, M rows of a block, B
 blocks, D scales of a row.
@@ -19,11 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
-
-_MANY_ROUTED, _SHARING = 512, 4
-"""Above this number of routed tokens (64 tokens with nine experts, say), how many of them a program
-has."""
+from milepost.kernels.platform.tiles import next_power_of_2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +63,7 @@ def gather(
     bits = torch.uint8 if rows.itemsize == 1 else torch.int16
     lists = torch.empty(num_rows + 2 * num_blocks + 1, dtype=torch.int32, device=rows.device)
     routed, owners, counters, count = lists.split([num_rows, num_blocks, num_blocks, 1])
-    each = _SHARING if num_routed > _MANY_ROUTED else 1
-    _gather_kernel[(cdiv(num_routed, each),)](
+    _gather_kernel[(num_routed,)](
         rows.view(bits),
         scales,
         experts,
@@ -87,7 +81,6 @@ def gather(
         BINS=max(32, next_power_of_2(num_experts - 1)),
         CHUNK=max(32, next_power_of_2(num_routed)),
         ROWS=block_rows,
-        EACH=each,
         num_warps=4,
         **OVERLAPPED,
     )
@@ -121,52 +114,38 @@ def _gather_kernel(
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
-    EACH: tl.constexpr,
 ):
-    """Places EACH routed tokens; the last program repeats some. Without atomics results are always
-    the same.
+    """Places a routed token. Without atomics results are always the same.
 
     What this kernel reads is complete once the next launch starts, which may read it at once."""
     wait_for_inputs()
     launch_dependents()
-    o_p = tl.arange(0, CHUNK)
-    o_k = tl.arange(0, triton.next_power_of_2(INPUTS))
+    i_p = tl.program_id(0)
+    i_t = i_p // TOP_K
+    o_p, o_k = tl.arange(0, CHUNK), tl.arange(0, triton.next_power_of_2(INPUTS))
     b_x = tl.load(experts + o_p, mask=o_p < num_routed, other=EXPERTS)
-    members = ()
-    for i in tl.static_range(EACH):
-        i_p = tl.program_id(0) * EACH + i
-        if EACH > 1:
-            i_p = tl.minimum(i_p, num_routed - 1)
-        i_t = i_p // TOP_K
-        expert = tl.load(experts + i_p)
-        b_row = tl.load(rows + i_t * pitch + o_k, mask=o_k < INPUTS)
-        # Stands in for scales that rows may not have; it is stored only if they have some.
-        b_scale = expert
-        if SCALES > 0:
-            o_d = tl.arange(0, triton.next_power_of_2(SCALES))
-            b_scale = tl.load(scales + o_d * stride + i_t, mask=o_d < SCALES)
-        # The number of the expert's tokens, plus 2^16 times those before this one.
-        b_weight = tl.where(o_p < i_t * TOP_K, 65537, 1)
-        both = tl.sum(tl.where(b_x == expert, b_weight, 0))
-        members += ((i_p, expert, b_row, b_scale, both),)
+    expert = tl.load(experts + i_p)
+    b_row = tl.load(rows + i_t * pitch + o_k, mask=o_k < INPUTS)
+    if SCALES > 0:
+        o_d = tl.arange(0, triton.next_power_of_2(SCALES))
+        b_scale = tl.load(scales + o_d * stride + i_t, mask=o_d < SCALES)
+    # The number of the expert's tokens, plus 2^16 times those before this one.
+    both = tl.sum(tl.where(b_x == expert, tl.where(o_p < i_t * TOP_K, 65537, 1), 0))
+    rank, size = both >> 16, both & 65535
     # All other experts' blocks stand before the last one's, so it needs no bin.
     is_other = b_x < EXPERTS - 1
     b_taken = (tl.histogram(b_x, BINS, mask=is_other) + ROWS - 1) // ROWS
-    for i in tl.static_range(EACH):
-        i_p, expert, b_row, b_scale, both = members[i]
-        rank, size = both >> 16, both & 65535
-        place = tl.sum(tl.where(tl.arange(0, BINS) < expert, b_taken, 0)) * ROWS + rank
-        tl.store(gathered + place * INPUTS + o_k, b_row, mask=o_k < INPUTS)
-        if SCALES > 0:
-            o_d = tl.arange(0, triton.next_power_of_2(SCALES))
-            tl.store(gathered_scales + o_d * num_rows + place, b_scale, mask=o_d < SCALES)
-        tl.store(lists.routed + place, i_p)
-        if rank % ROWS == 0:
-            tl.store(lists.experts + place // ROWS, expert)
-            tl.store(lists.counters + place // ROWS, 0)
-        if rank == size - 1:
-            o_m = 1 + tl.arange(0, ROWS)
-            tl.store(lists.routed + place + o_m, -1, mask=place % ROWS + o_m < ROWS)
-    if tl.program_id(0) == 0:
+    place = tl.sum(tl.where(tl.arange(0, BINS) < expert, b_taken, 0)) * ROWS + rank
+    tl.store(gathered + place * INPUTS + o_k, b_row, mask=o_k < INPUTS)
+    if SCALES > 0:
+        tl.store(gathered_scales + o_d * num_rows + place, b_scale, mask=o_d < SCALES)
+    tl.store(lists.routed + place, i_p)
+    if rank % ROWS == 0:
+        tl.store(lists.experts + place // ROWS, expert)
+        tl.store(lists.counters + place // ROWS, 0)
+    if rank == size - 1:
+        o_m = 1 + tl.arange(0, ROWS)
+        tl.store(lists.routed + place + o_m, -1, mask=place % ROWS + o_m < ROWS)
+    if i_p == 0:
         num_last = num_routed - tl.sum(is_other.to(tl.int32))
         tl.store(lists.count, tl.sum(b_taken) + (num_last + ROWS - 1) // ROWS)
