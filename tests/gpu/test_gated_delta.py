@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from milepost.kernels.layout.emit import Emit
-from milepost.kernels.platform.device import probe, runs_gluon
+from milepost.kernels.platform.device import probe, why_no_gluon
 from milepost.kernels.products.portable import rounding
 from milepost.kernels.recurrent import LayerStates
 from tests.kernels.mixers import (
@@ -210,7 +210,7 @@ def test_on_hopper_long_prefills_have_the_same_bits(
 ) -> None:
     batch, outcomes = LONG_BATCHES[name], []
     projected = make_projected(shapes, sum(batch.lengths), dtype, "cuda")
-    if not runs_gluon(projected):
+    if why_no_gluon(probe(projected.device)):
         pytest.skip("needs the kernels for Hopper")
     from milepost.kernels.recurrent import table
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from milepost.kernels.platform.device import probe, runs_gluon
+from milepost.kernels.platform.device import probe, why_no_gluon
 from tests.kernels import kimi, ssd
 from tests.kernels.mixers import (
     LONG_BATCHES,
@@ -132,7 +132,7 @@ def test_on_hopper_long_prefills_of_kda_have_the_same_bits(monkeypatch, batch: s
     mixer, rows, outcomes = MIXERS["kimi"], LONG_BATCHES[batch], []
     shapes, dtype = mixer.shapes, torch.bfloat16
     projected = make_projected(shapes, sum(rows.lengths), dtype, "cuda")
-    if not runs_gluon(projected):
+    if why_no_gluon(probe(projected.device)):
         pytest.skip("needs the kernels for Hopper")
     from milepost.kernels.recurrent import table
 

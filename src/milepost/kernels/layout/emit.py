@@ -16,7 +16,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from milepost.kernels.platform.device import Placed, probe
+from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tensors import BLOCK, FP8
 
 LINE = 4
@@ -134,9 +134,9 @@ def values_of(rows: Inputs) -> Tensor:
     return rows.values
 
 
-def reads_rounded(placed: Placed) -> bool:
+def reads_rounded(rows: Inputs) -> bool:
     """Whether FP8 products read rows that their producer rounded: where the chip multiplies FP8."""
-    return placed.is_cuda and probe(placed.device).has_fp8
+    return rows.is_cuda and probe(rows.device).has_fp8
 
 
 def room_for(num_rows: int, size: int, like: Tensor, emit: Emit) -> Fp8Rows | None:

@@ -144,24 +144,9 @@ def runs_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype != torch.float64 and triton_version() != (0, 0)
 
 
-class Placed(Protocol):
-    """A tensor, or several on one device."""
-
-    @property
-    def is_cuda(self) -> bool: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
-def runs_gluon(placed: Placed) -> bool:
-    """Whether kernels in Gluon for Hopper run where the tensor is. Asked before such a kernel is
-    imported."""
-    return placed.is_cuda and not why_no_gluon(probe(placed.device))
-
-
 def why_no_gluon(chip: Chip) -> str:
-    """Why the kernels for Hopper do not run on the chip; empty if they do."""
+    """Why the kernels for Hopper do not run on the chip; empty if they do. Asked before one of them
+    is imported."""
     if chip.arch == "cpu":
         return "no interpreter runs Gluon"
     if chip.capability != (9, 0):

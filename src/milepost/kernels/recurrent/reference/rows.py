@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels import conv
-from milepost.kernels.layout.batch import Batch, Ints
+from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
 from milepost.kernels.layout.chunks import ChunkRows, lay_out_chunks
 from milepost.kernels.platform.tensors import write_slots
 from milepost.kernels.recurrent.structures import LayerStates
@@ -241,14 +241,14 @@ def _lay_out_verifies(batch: Batch) -> Verifies:
     num_drafts = np.maximum(lengths - 1, 0)
     assert ((rows >= 0) | ((folds == 0) & (num_drafts == 0))).all(), "V2: who records has a row"
     begins = lengths.cumsum() - lengths
-    places = _ordinals(num_drafts)
+    places = ordinals_of(num_drafts)
 
     def send(numbers: Ints) -> Tensor:
         return torch.from_numpy(numbers).to(device)
 
     return Verifies(
         lengths=tuple(lengths.tolist()),
-        folded=(send(rows.repeat(folds)), send(_ordinals(folds))),
+        folded=(send(rows.repeat(folds)), send(ordinals_of(folds))),
         drafts=send(begins.repeat(num_drafts) + 1 + places),
         recorded=(send(rows.repeat(num_drafts)), send(places)),
         rounds=tuple(
@@ -268,8 +268,3 @@ def _rounds(folds: Ints, lengths: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
         sequences = np.flatnonzero(folds + lengths > number)
         tokens = np.where(number < folds, firsts + number, begins + number - folds)[sequences]
         yield sequences, tokens, np.flatnonzero(stops == number + 1)
-
-
-def _ordinals(counts: Ints) -> Ints:
-    """0, 1 ... count - 1 for each of `counts`."""
-    return np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
