@@ -1,5 +1,4 @@
-"""Gluon: names that differ between the versions of Triton that we support (3.6 to 3.9), overlapping
-launches (see `launches`), and rounding to FP8."""
+"""Gluon: names that differ between the versions of Triton that we support (3.6 to 3.9), and FP8."""
 
 from __future__ import annotations
 
@@ -19,27 +18,6 @@ store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 """TMA writes a box of a tensor from shared memory; called `async_store` from 3.8 on."""
 
 _LARGEST, _LEAST_SCALE = gl.constexpr(FP8_MAX), gl.constexpr(LEAST_SCALE)
-
-
-@gluon.jit
-def launch_dependents():
-    _control("griddepcontrol.launch_dependents; // $0")
-
-
-@gluon.jit
-def wait_for_inputs():
-    _control("griddepcontrol.wait; // $0")
-
-
-@gluon.jit
-def wait_as_padding():
-    if gl.program_id(0) + gl.program_id(1) + gl.program_id(2) == 0:
-        wait_for_inputs()
-
-
-@gluon.jit
-def _control(instruction: gl.constexpr):
-    gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

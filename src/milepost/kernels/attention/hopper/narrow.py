@@ -24,18 +24,19 @@ from milepost.kernels.attention.hopper.narrow_parts import (
     NarrowSizes,
     RunningResult,
     fetch_both,
-    load_item,
     take,
 )
 from milepost.kernels.attention.pages import as_bytes, as_rows
+from milepost.kernels.attention.portable.blocks import load_item
 from milepost.kernels.attention.table import HOPPER_BLOCK
-from milepost.kernels.platform.gluon import (
+from milepost.kernels.platform.gluon import thread_barrier
+from milepost.kernels.platform.launches import (
+    OVERLAPPED,
     launch_dependents,
-    thread_barrier,
+    quick,
     wait_as_padding,
     wait_for_inputs,
 )
-from milepost.kernels.platform.launches import OVERLAPPED, quick
 
 _STAGES, _WARPS = 3, 4
 """So that two programs share an SM."""
@@ -80,7 +81,6 @@ def _attend_kernel(call, keys, values, scale, page_rows, table_stride, SIZES: gl
     COLUMN: gl.constexpr = gl.SliceLayout(0, TILES)
     WORDS: gl.constexpr = SIZES.head_dim // 4
     i_h = gl.program_id(0)
-    p_item = call.work.base + gl.program_id(1) * 8
     ring = gl.allocate_shared_memory(gl.uint8, [STAGES, BLOCK, SIZES.head_dim], keys.layout)
     word_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK, WORDS], values.layout)
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
@@ -88,7 +88,7 @@ def _attend_kernel(call, keys, values, scale, page_rows, table_stride, SIZES: gl
         mbarrier.init(bars.index(bar), count=1)
     thread_barrier()
     launch_dependents()
-    item = load_item(p_item)
+    item = load_item(call.work.base, gl.program_id(1))
     begin, end, position = item.begin, item.end, item.position
     table = call.tables + item.table_row.to(gl.int64) * table_stride
     stream = KVStream(keys, values, ring, word_ring, bars, table, page_rows, i_h, begin, end)

@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from milepost.kernels.attention.arguments import WorkItem
 from milepost.kernels.platform.gluon import load_box, thread_barrier
 
 _UNPACK = gl.constexpr("""{
@@ -71,19 +70,6 @@ class RunningResult(NamedTuple):
     acc1: Any
     acc2: Any
     acc3: Any
-
-
-@gluon.jit
-def load_item(item):
-    """Returns the item."""
-    first = gl.load(item)
-    num_tokens = gl.load(item + 1)
-    table_row = gl.load(item + 2)
-    position = gl.load(item + 3)
-    begin = gl.load(item + 4)
-    end = gl.load(item + 5)
-    ordinal = gl.load(item + 6)
-    return WorkItem(first, num_tokens, table_row, position, begin, end, ordinal)
 
 
 @gluon.jit

@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.attention.arguments import AttentionCall
-from milepost.kernels.attention.hopper.narrow_parts import load_item
 from milepost.kernels.attention.hopper.wide_parts import (
     SharedBlocks,
     WideSizes,
@@ -34,15 +33,17 @@ from milepost.kernels.attention.hopper.wide_parts import (
     store,
 )
 from milepost.kernels.attention.pages import as_rows
+from milepost.kernels.attention.portable.blocks import load_item
 from milepost.kernels.attention.table import HOPPER_BLOCK
 from milepost.kernels.layout.emit import keeps_values
-from milepost.kernels.platform.gluon import (
+from milepost.kernels.platform.gluon import load_box
+from milepost.kernels.platform.launches import (
+    OVERLAPPED,
     launch_dependents,
-    load_box,
+    quick,
     wait_as_padding,
     wait_for_inputs,
 )
-from milepost.kernels.platform.launches import OVERLAPPED, quick
 
 _STAGES = 2
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
@@ -62,7 +63,6 @@ class Range(NamedTuple):
 class GroupPlace(NamedTuple):
     """Where a computing group works."""
 
-    item: Any
     i_h: Any
     """KV head."""
     scales_stride: Any
@@ -115,16 +115,13 @@ def _attend_kernel(
 ):
     """One item and KV head. Padding has no KV and no rows, so nothing is read or written for it."""
     i_h = gl.program_id(0)
-    item = call.work.base + gl.program_id(1) * 8
     launch_dependents()
-    num_tokens = gl.load(item + 1)
-    if num_tokens == 0:
+    item = load_item(call.work.base, gl.program_id(1))
+    if item.num_tokens == 0:
         wait_as_padding()
         return
     wait_for_inputs()
-    table = call.tables + gl.load(item + 2).to(gl.int64) * table_stride
-    begin = gl.load(item + 4)
-    end = gl.load(item + 5)
+    table = call.tables + item.table_row.to(gl.int64) * table_stride
     dtype: gl.constexpr = call.query.base.dtype.element_ty
     STAGES: gl.constexpr = SIZES.stages
     queries = gl.allocate_shared_memory(dtype, [2, 64, SIZES.head_dim], kv.layout)
@@ -137,8 +134,8 @@ def _attend_kernel(
         mbarrier.init(bars.index(2 * STAGES + stage), count=1)
         mbarrier.init(bars.index(3 * STAGES + stage), count=2)
     blocks = SharedBlocks(queries, keys, values, bars)
-    place = GroupPlace(item, i_h, scales_stride)
-    kv_range = Range(kv, table, begin, end, page_rows, i_h)
+    place = GroupPlace(i_h, scales_stride)
+    kv_range = Range(kv, table, item.begin, item.end, page_rows, i_h)
     gl.warp_specialize(
         [
             (_consume, (call, place, scale, blocks, 0, SIZES)),
@@ -186,7 +183,7 @@ def _consume(call, place, scale, blocks, half: gl.constexpr, SIZES: gl.constexpr
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZES.head_dim, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     query, i_h = call.query, place.i_h
-    item = load_item(place.item)
+    item = load_item(call.work.base, gl.program_id(1))
 
     queries = blocks.queries.index(half)
     row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LOADED))

@@ -22,8 +22,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from milepost.kernels.platform.gluon import launch_dependents, wait_for_inputs
-from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.products.portable.gathering import Gathered, GatheredLists
 from milepost.kernels.products.run import RoutedRows
 

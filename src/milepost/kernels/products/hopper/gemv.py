@@ -15,8 +15,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from milepost.kernels.platform.gluon import launch_dependents, thread_barrier, wait_for_inputs
-from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.gluon import thread_barrier
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import activate
 from milepost.kernels.platform.tiles import cdiv
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int4

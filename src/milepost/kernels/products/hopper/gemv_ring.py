@@ -16,13 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import (
-    launch_dependents,
-    load_box,
-    thread_barrier,
-    wait_for_inputs,
-)
-from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.gluon import load_box, thread_barrier
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import activate
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.gemv_parts import (

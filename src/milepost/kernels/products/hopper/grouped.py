@@ -18,13 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from milepost.kernels.platform.gluon import (
-    launch_dependents,
-    load_box,
-    thread_barrier,
-    wait_for_inputs,
-)
-from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.gluon import load_box, thread_barrier
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK
 from milepost.kernels.products.grouping import Groups
 from milepost.kernels.products.hopper.experts import ExpertOutput, ExpertScales

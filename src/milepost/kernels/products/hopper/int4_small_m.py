@@ -15,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from milepost.kernels.platform.gluon import launch_dependents, thread_barrier, wait_for_inputs
-from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.gluon import thread_barrier
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.hopper.gemv_parts import unpack
 from milepost.kernels.products.hopper.small_m import SmallShape

@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import launch_dependents, load_box, wait_for_inputs
-from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.gluon import load_box
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import cdiv
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.hopper.tiles import RAW_BLOCK_K, RawTiles

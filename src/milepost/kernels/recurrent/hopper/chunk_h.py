@@ -26,14 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.gluon import (
-    launch_dependents,
-    load_box,
-    store_box,
-    thread_barrier,
-    wait_for_inputs,
-)
-from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.gluon import load_box, store_box, thread_barrier
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.recurrent.structures import (
     ChunkTensors,
     Mixer,

@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.layout.emit import Fp8Rows
-from milepost.kernels.platform.gluon import load_box, round_block, thread_barrier, wait_for_inputs
-from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.gluon import load_box, round_block, thread_barrier
+from milepost.kernels.platform.launches import OVERLAPPED, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import silu
 from milepost.kernels.platform.tensors import LEAST_SCALE
 from milepost.kernels.recurrent.hopper.chunk_h import clear_rows

@@ -27,8 +27,8 @@ from triton.experimental.gluon import language as gl
 
 from milepost.kernels.layout.emit import Fp8Rows
 from milepost.kernels.platform.device import num_sms
-from milepost.kernels.platform.gluon import launch_dependents, round_block, wait_for_inputs
-from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.gluon import round_block
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.recurrent.hopper.states import (
     BY_LINE,
     CHANNEL,

@@ -22,8 +22,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from milepost.kernels.platform.device import num_sms
-from milepost.kernels.platform.gluon import launch_dependents, thread_barrier, wait_for_inputs
-from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.gluon import thread_barrier
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.recurrent.hopper.states import (
     BY_LINE,
     CHANNEL,

@@ -19,8 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from milepost.kernels.platform.device import num_sms
-from milepost.kernels.platform.gluon import launch_dependents, wait_for_inputs
-from milepost.kernels.platform.launches import OVERLAPPED, quick
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.recurrent.hopper.states import (
     CHANNEL,
     MOST_AT_ONCE,
