@@ -72,7 +72,7 @@ class AttentionOperation:
     """Whether bits depend on a token's position and KV alone."""
 
     def lay_out(self, batch: Batch) -> AttentionLayout | None:
-        """Items for the fused kernels, or rows for the reference."""
+        """Returns items for the fused kernels, or rows for the reference."""
         if self.window is not None:
             batch = batch.in_windows()
         if self.last_tokens_only:
@@ -127,7 +127,7 @@ class LatentOperation:
     """Whether bits depend on a token's position and KV alone."""
 
     def lay_out(self, batch: Batch) -> AttentionLayout:
-        """Items for the fused kernels, or rows for the reference."""
+        """Returns items for the fused kernels, or rows for the reference."""
         if batch.chip is None:
             return rows.lay_out(batch, self.first_row, batch_invariant=self.batch_invariant)
         width, value_bytes = self.latent_dim + self.shared_dim, self.value_bytes
@@ -146,8 +146,8 @@ def _lay_out(batch: Batch, tiling: Tiling) -> AttentionItems:
 
 
 def _max_dequantised(batch: Batch) -> int:
-    """Pages of FP8 that a step may also have in 16 bits: those of the longest sequence possible, or
-    of any sequences whose tokens are all new."""
+    """Returns the most pages of FP8 that a step may also have in 16 bits: those of the longest
+    sequence possible, or of any sequences whose tokens are all new."""
     capacity = batch.capacity
     if not batch.has_float8_kv or capacity.decodes or capacity.num_tokens <= CAPTURED_TOKENS:
         return 0

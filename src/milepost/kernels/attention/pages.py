@@ -49,7 +49,7 @@ class PagedKV(NamedTuple):
 
 
 def rows_per_page(pool: Tensor) -> int:
-    """Number of rows from one page to the next."""
+    """Returns the number of rows from one page to the next."""
     return pool.stride(0) // pool.stride(2)
 
 
@@ -64,12 +64,13 @@ def _num_rows(pool: Tensor) -> int:
 
 
 def as_rows(pool: Tensor) -> Tensor:
-    """The memory from a pool's first row to its last, [R, G, E], whatever else lies there."""
+    """Returns the memory from a pool's first row to its last, [R, G, E], whatever else lies
+    there."""
     return pool.as_strided((_num_rows(pool), *pool.shape[3:]), pool.stride()[2:])
 
 
 def as_bytes(pool: Tensor) -> Tensor:
-    """The pool with FP8 as its bits, as kernels take it and torch can copy it."""
+    """Returns the pool with FP8 as its bits, as kernels take it and torch can copy it."""
     return pool.view(torch.uint8) if pool.dtype == FP8 else pool
 
 

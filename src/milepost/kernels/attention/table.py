@@ -63,8 +63,8 @@ def choose(tile: AttentionTile, chip: Chip) -> KernelChoice[AttentionTile]:
 def shape_heads(
     group: int, head_dim: int, chip: Chip, *, tokens_each: int, has_fp8_kv: bool, dequantises: bool
 ) -> ItemShapes:
-    """Items for `group` query heads of a KV head; most decodes have `tokens_each` tokens, and wide
-    items read FP8 pages as they are unless the step `dequantises` them."""
+    """Returns items for `group` query heads of a KV head; most decodes have `tokens_each` tokens,
+    and wide items read FP8 pages as they are unless the step `dequantises` them."""
     rows = narrow_rows(group, tokens_each)
     takes_apart = has_fp8_kv and not dequantises and chip.unpacks_fp8
     wide = wide_rows(head_dim, chip.shared_bytes, takes_apart=takes_apart)
@@ -86,7 +86,7 @@ def reads_copies(head_dim: int, page_size: int, chip: Chip) -> bool:
 
 
 def shape_latents(num_heads: int, width: int, chip: Chip, *, value_bytes: int) -> ItemShapes:
-    """Items for latents of `width` entries; all heads of a token are rows."""
+    """Returns items for latents of `width` entries; all heads of a token are rows."""
     one_token = max(NARROW_ROWS, next_power_of_2(num_heads))
     held = (_LATENT_ROWS + _LEAST_BLOCK) * width * value_bytes
     has_room = chip.shared_bytes >= max(_LATENT_SHARED, held)
@@ -106,15 +106,16 @@ def why_no_latents(num_heads: int, latent_dim: int) -> str:
 
 
 def narrow_rows(group: int, tokens_each: int, least: int = NARROW_ROWS) -> int:
-    """Rows of narrow items if most sequences have `tokens_each` tokens, which then read their KV
-    together; at least `least`."""
+    """Returns the number of rows of narrow items if most sequences have `tokens_each` tokens, which
+    then read their KV together; at least `least`."""
     rows = next_power_of_2(group * tokens_each)
     return max(rows, least) if rows <= MAX_NARROW_ROWS else NARROW_ROWS
 
 
 def wide_rows(head_dim: int, shared_bytes: int, *, takes_apart: bool = False) -> int:
-    """Rows of wide items: queries take up to half of a program's shared memory. Unpacking FP8
-    without instructions for it leaves large heads no registers for as many rows."""
+    """Returns the number of rows of wide items: queries take up to half of a program's shared
+    memory. Unpacking FP8 without instructions for it leaves large heads no registers for as many
+    rows."""
     fit = shared_bytes // 2 >= WIDE_ROWS * head_dim * 2
     crowded = takes_apart and head_dim > _SMALL_HEAD
     return WIDE_ROWS if fit and not crowded else WIDE_ROWS // 2

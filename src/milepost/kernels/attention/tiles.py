@@ -127,7 +127,7 @@ def may_share(starts: Ints, rows: Ints, page_size: int, tables: NDArray[Any] | N
 
 
 def _as_tiles(starts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> Ints:
-    """A tile for each sequence that has tokens, [S, ITEM_SIZE]."""
+    """Returns a tile for each sequence that has tokens, [S, ITEM_SIZE]."""
     tiles = np.zeros((len(lengths), ITEM_SIZE), np.int64)
     tiles[:, TOKENS] = lengths
     tiles[:, FIRST] = tiles[:, TOKENS].cumsum() - tiles[:, TOKENS]
@@ -152,7 +152,8 @@ def _tile(sequences: Ints, size: int) -> Ints:
 def _find_runs(
     sequences: Ints, is_narrow: NDArray[np.bool_], tables: NDArray[Any], page_size: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Neighbours that share pages: first and last + 1 sequence, and how many tokens."""
+    """Yields neighbours that share pages: the first sequence, the one after the last, and how many
+    tokens they share."""
     longest = int(sequences[is_narrow, POSITION].max()) // page_size
     pages = tables[sequences[:, ROW], :longest]
     differs = np.ones((len(pages) - 1, longest + 1), np.bool_)
@@ -167,7 +168,7 @@ def _find_runs(
 
 
 def _share(sequences: Ints, runs: list[tuple[int, int, int]], size: int) -> Ints:
-    """Tiles for what runs share; the sequences' own KV begins after it from here on."""
+    """Returns tiles for what runs share; the sequences' own KV begins after it from here on."""
     whole = np.zeros((len(runs), ITEM_SIZE), np.int64)
     for tile, (begin, end, shared) in zip(whole, runs, strict=True):
         sequences[begin:end, BEGIN] = shared
@@ -184,8 +185,8 @@ def _share(sequences: Ints, runs: list[tuple[int, int, int]], size: int) -> Ints
 
 
 def choose_dequantised(wide: Ints, page_size: int, most: int) -> NDArray[np.int32]:
-    """`AttentionItems.dequantised` [S, 4] int32 of these tiles, none if they read more pages than
-    `most`; tiles come to name what they are to name."""
+    """Returns `AttentionItems.dequantised` [S, 4] int32 for these tiles, empty if they read more
+    pages than `most`; renames the tiles' rows accordingly."""
     if not len(wide) or not most:
         return np.zeros((0, 4), np.int32)
     rows, owners = np.unique(wide[:, ROW], return_inverse=True)
@@ -242,14 +243,14 @@ def _cost(
 
 
 def units_of(tiles: Ints, unit: int = UNIT) -> Ints:
-    """Units of KV of each tile, [N]."""
+    """Returns the units of KV of each tile, [N]."""
     return -(-(tiles[:, END] - tiles[:, BEGIN]) // unit)
 
 
 def count_partials(narrow: Ints, narrow_pieces: Ints, wide: Ints, wide_pieces: Ints) -> Ints:
-    """Partial results of each token [T], 0 where its result is whole: of tiles and their pieces. No
-    token is in two narrow or two wide tiles; of one that is in both, those of the wide come first:
-    a tile's ordinal comes to be that of its first piece."""
+    """Returns the number of each token's partial results [T], 0 where its result is whole. No token
+    is in two narrow or two wide tiles. If it is in both, those of the wide tile come first, and a
+    tile's ordinal becomes that of its first piece."""
     if not len(wide):  # narrow ones follow each other
         counts = narrow_pieces.repeat(narrow[:, TOKENS])
     else:
@@ -265,8 +266,8 @@ def count_partials(narrow: Ints, narrow_pieces: Ints, wide: Ints, wide_pieces: I
 
 
 def cut(tiles: Ints, pieces: Ints, counts: Ints, unit: int = UNIT) -> Ints:
-    """Items [P, ITEM_SIZE] of `tiles` in `pieces` [N] of whole units of KV; `counts` [T] are each
-    token's partial results."""
+    """Returns items [P, ITEM_SIZE] of `tiles` in `pieces` [N] of whole units of KV; `counts` [T]
+    are each token's partial results."""
     if not len(tiles):
         return tiles
     if int(pieces.max()) > 1:

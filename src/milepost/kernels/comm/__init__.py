@@ -50,19 +50,20 @@ class RankBuffers:
 
 
 def one_shot_rows(size: int) -> int:
-    """Most rows of a one-shot sum: each rank reads all others', so more ranks can send fewer."""
+    """Returns the most rows of a one-shot sum: each rank reads all others', so more ranks can send
+    fewer."""
     return NUM_SLOTS // (size - 1)
 
 
 def one_shot_bytes(hidden_size: int, dtype: torch.dtype, size: int) -> tuple[int, int]:
-    """Bytes of a rank's values and of its signals."""
+    """Returns the bytes of a rank's values and of its signals."""
     return 2 * NUM_SLOTS * hidden_size * dtype.itemsize, NUM_SLOTS * size * 4
 
 
 def two_shot_bytes(
     num_rows: int, hidden_size: int, dtype: torch.dtype, size: int
 ) -> tuple[int, int]:
-    """Bytes of a rank's values for its own `num_rows`, and of its signals."""
+    """Returns the bytes of a rank's values for its own `num_rows`, and of its signals."""
     return 2 * size * num_rows * hidden_size * dtype.itemsize, 2 * num_rows * size * 4
 
 

@@ -137,7 +137,7 @@ def _box(
     element: tl.constexpr,
     SIZES: tl.constexpr,
 ):
-    """Address of a sender's row of a place in a rank's memory."""
+    """Returns the address of a sender's row of a place in a rank's memory."""
     p_first = tl.load(link.base + rank).to(tl.pointer_type(element))
     number = (which * SIZES.ranks + sender) * SIZES.places + i_place
     return tl.multiple_of(p_first + number * SIZES.size, 16)
@@ -152,7 +152,7 @@ def _heard(
     rank: tl.constexpr,
     SIZES: tl.constexpr,
 ):
-    """Address at which a rank reads what a sender has signalled for a place."""
+    """Returns the address at which a rank reads what a sender has signalled for a place."""
     p_first = tl.load(link.signals + rank).to(tl.pointer_type(tl.int32))
     return p_first + (which * SIZES.places + i_place) * SIZES.ranks + sender
 

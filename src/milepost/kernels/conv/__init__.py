@@ -96,7 +96,7 @@ def decode(
 
 
 def _shifted(before: Tensor, inputs: Tensor) -> Tensor:
-    """The last J - 1 inputs after one more: `before` [D, C, J - 1], `inputs` [D, C].
+    """Returns the last J - 1 inputs after one more: `before` [D, C, J - 1], `inputs` [D, C].
 
     Moves everything by one place, as a whole, which leaves only the newest to be put in.
     """

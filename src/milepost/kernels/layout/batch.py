@@ -120,8 +120,8 @@ class Batch:
         return replace(self, kv_rows=own.kv_rows, tables=own.tables, page_rows=own.page_rows)
 
     def ends(self) -> Batch:
-        """The last tokens of the sequences that sample, as if each were a decode of its own whose
-        KV is written already; states and records are left out."""
+        """Returns the last tokens of the sequences that sample, as if each were a decode of its own
+        whose KV is written already; states and records are left out."""
         own = slice(None) if self.samples is None else self.samples.nonzero()[0]
         lasts = (self.starts + self.lengths - 1)[own]
         nothing = np.zeros_like(lasts)

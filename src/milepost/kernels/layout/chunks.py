@@ -65,7 +65,7 @@ class ChunkLayout:
 
 
 def lay_out_step(batch: Batch, chunk: int) -> ChunkLayout:
-    """`lay_out` of a whole step, as long as any that its graph runs."""
+    """Returns `lay_out` of a whole step, with the capacities of its graph."""
     return lay_out(
         batch.starts,
         batch.lengths,
@@ -139,8 +139,8 @@ def lay_out(
 
 
 def _grid_ends(start: Array, length: Array, begin: Array, grid: int) -> tuple[Array, Array]:
-    """Cut each sequence at the multiples of `grid`, counted from where its first token stands at
-    `start`: the token at which each piece ends, and the piece's sequence."""
+    """Cuts each sequence at the multiples of `grid`, counted from the position `start` of its first
+    token. Returns the token at which each piece ends, and the piece's sequence."""
     first = start // grid
     pieces = (start + length - 1) // grid - first + 1
     sequence = np.arange(len(start)).repeat(pieces)
@@ -154,7 +154,7 @@ def _grid_ends(start: Array, length: Array, begin: Array, grid: int) -> tuple[Ar
 def _sort_exports(
     exports: Sequence[tuple[int, int, int]], start: Array, begin: Array, length: Array
 ) -> tuple[Array, Array]:
-    """The token before which each export stands, ascending, and its slot."""
+    """Returns the token before which each export stands, ascending, and its slot."""
     found: dict[int, int] = {}
     sequences = list(zip(start.tolist(), length.tolist(), begin.tolist(), strict=True))
     for sequence, position, slot in exports:
@@ -176,7 +176,7 @@ def _begins(ends: Array, first: int) -> Array:
 
 
 def _padded(capacity: int, filler: int, *parts: Array) -> Array:
-    """`parts` one after the other, then `filler` up to `capacity`."""
+    """Joins `parts` and pads them with `filler` up to `capacity`."""
     padded = np.empty(capacity, np.int32)
     first = 0
     for part in parts:
@@ -227,7 +227,7 @@ def lay_out_chunks(
     chunk: int,
     device: torch.device | str = "cpu",
 ) -> ChunkRows:
-    """The chunks of `lay_out`, ordered step by step."""
+    """Returns the chunks of `lay_out`, ordered step by step."""
     layout = lay_out(starts, lengths, exports, chunk=chunk)
     num_chunks = int(layout.sequence_chunk[-1])
     counts = np.diff(layout.sequence_chunk)

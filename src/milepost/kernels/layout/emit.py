@@ -107,7 +107,7 @@ class Activations:
         return self._any.is_cuda
 
     def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An unfilled tensor beside the rows, in their dtype by default."""
+        """Returns an unfilled tensor beside the rows, in their dtype by default."""
         return self._any.new_empty(*shape, dtype=dtype or self.dtype)
 
     @property
@@ -127,7 +127,7 @@ def as_activations(rows: Inputs) -> Activations:
 
 
 def values_of(rows: Inputs) -> Tensor:
-    """The rows in the model's dtype, for whoever said that it reads those."""
+    """Returns the rows in the model's dtype, for a reader that asked for them."""
     if not isinstance(rows, Activations):
         return rows
     assert rows.values is not None, "who reads values is known when the model is put together"
@@ -169,8 +169,8 @@ def keeps_values(fp8: Fp8Rows | None) -> bool:
 
 
 def as_arguments(fp8: Fp8Rows | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """Arguments of kernels in Triton: the values' bits, the scales, and the stride of a row's
-    scales."""
+    """Returns the arguments of kernels in Triton: the values' bits, the scales, and the stride of a
+    row's scales."""
     if fp8 is None:
         return None, None, 0
     return fp8.values.view(torch.uint8), fp8.scales, fp8.scales.stride(0)

@@ -43,7 +43,7 @@ class VerifyLayout:
 
 
 def lay_out_verifies(batch: Batch, chunk: int) -> VerifyLayout:
-    """Decodes of any length, and chunks for the others."""
+    """Lays out decodes of any length, and chunks for the others."""
     own, num = slice(batch.num_decodes), batch.capacity.num_sequences
     lengths = batch.lengths[own]
     sequences = np.zeros((6, num), np.int32)

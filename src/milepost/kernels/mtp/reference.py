@@ -121,8 +121,8 @@ def join(
     eps: float,
     carried: tuple[Carried, CarryRows] | None = None,
 ) -> Tensor:
-    """[T, 2 * C]: the embeddings of `token_ids` [T] from the `table` [V, C], and the hidden states
-    before them, each normed with its of the `scales` [C].
+    """Returns [T, 2 * C]: the embeddings of `token_ids` [T] from the `table` [V, C], and the hidden
+    states before them, each normed with its own of the two `scales` [C].
 
     Before token t stands row t of `hidden` [T, C]; or, with `carried`, row t - 1, and before a
     sequence's first what is carried.

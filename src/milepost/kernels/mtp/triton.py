@@ -70,7 +70,7 @@ def _join_kernel(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The embedding of a token, or the hidden state before it."""
+    """Norms the embedding of a token, or the hidden state before it."""
     launch_dependents()
     i_t = tl.program_id(0).to(tl.int64)
     i_half = tl.program_id(1)

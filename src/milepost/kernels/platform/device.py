@@ -93,7 +93,7 @@ _INTERPRETER = Chip(arch="cpu", capability=(9, 0), is_amd=False, num_sms=1, shar
 
 @lru_cache
 def probe(device: torch.device) -> Chip:
-    """The chip of a device."""
+    """Returns the chip of a device."""
     if device.type == "cpu":
         return _INTERPRETER
     properties = torch.cuda.get_device_properties(device)

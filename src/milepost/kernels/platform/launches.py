@@ -159,7 +159,8 @@ def _kind_of_int(value: int) -> str:
 
 
 def _kind_of_descriptor(descriptor: Any) -> LaunchKind:
-    """A box of numbers of a type; in Gluon it has a layout."""
+    """Returns what tells descriptors apart: the numbers' type and the box; in Gluon it has a
+    layout."""
     fields = vars(descriptor)
     rest = [
         tuple(value) if isinstance(value, list) else value
@@ -170,7 +171,7 @@ def _kind_of_descriptor(descriptor: Any) -> LaunchKind:
 
 
 def _types_of(constants: Iterable[object]) -> LaunchKind:
-    """The types of constants, and of what is in those that are tuples."""
+    """Returns the types of constants, and of what is in those that are tuples."""
     constants = tuple(constants)
     types = tuple(map(type, constants))
     places = _tuples_in(types)
@@ -179,7 +180,7 @@ def _types_of(constants: Iterable[object]) -> LaunchKind:
 
 @cache
 def _tuples_in(types: tuple[type, ...]) -> tuple[int, ...]:
-    """The places at which a type is a tuple's."""
+    """Returns the places of types that are tuples."""
     return tuple(place for place, own in enumerate(types) if issubclass(own, tuple))
 
 

@@ -49,13 +49,13 @@ def silu(x):
 
 @triton.jit
 def _exp_negative(x):
-    """exp(-x) by exp2: one instruction, while tl.exp also handles subnormal numbers."""
+    """Computes exp(-x) by exp2: one instruction, while tl.exp also handles subnormal numbers."""
     return tl.exp2(x * -LOG2_E)
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)); a polynomial for the logarithm takes half of the instructions."""
+    """Computes log(1 + exp(x)); a polynomial for the logarithm takes half of the instructions."""
     e = _exp_negative(tl.abs(x))
     # log(1 + e) / e on [0, 1], interpolated at Chebyshev nodes: error below 1.7e-7.
     p = e * 0.005126102361828089 - 0.029074065387248993
@@ -71,14 +71,14 @@ def softplus(x):
 
 @triton.jit
 def scale_of(x, AXIS: tl.constexpr):
-    """Scale of numbers that share one along an axis."""
+    """Returns the scale of numbers that share one along an axis."""
     return tl.maximum(tl.max(tl.abs(x), AXIS) / LARGEST, _LEAST_SCALE)
 
 
 @triton.jit
 def int8_scales(largest):
-    """Scale of a row in int8 whose largest number has this size, and the factor that its numbers
-    are multiplied by before they are rounded."""
+    """Returns the scale of a row in int8 whose largest number has this size, and the factor that
+    its numbers are multiplied by before they are rounded."""
     scale = tl.maximum(largest / _INT8_MAX, _LEAST_SCALE)
     return scale, 1.0 / scale
 
@@ -161,7 +161,8 @@ def norm_row(b_x, b_scale, eps, SIZE: tl.constexpr):
 
 @triton.jit
 def activate(up, gate, GATED: tl.constexpr, LIMIT: tl.constexpr = 0.0):
-    """SiLU(gate) * up, perhaps both within a limit; without gates the square of up's ReLU."""
+    """Returns SiLU(gate) * up, perhaps both within a limit; without gates the square of up's
+    ReLU."""
     if GATED:
         return multiply_within(gate * tl.sigmoid(gate), up, LIMIT)
     else:

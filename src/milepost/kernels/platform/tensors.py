@@ -31,13 +31,13 @@ def round_fp8(values: Tensor) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type of intermediate sums: float32, or float64 if the inputs are float64."""
+    """Returns the type of intermediate sums: float32, or float64 if the inputs are float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def rows_apart(like: Tensor, *shape: int) -> Tensor:
-    """An empty tensor [..., rows, columns] with a gap between rows. Torch computes such rows one by
-    one, so an element's bits do not depend on the other rows."""
+    """Returns an empty tensor [..., rows, columns] with a gap between rows. Torch computes such
+    rows one by one, so an element's bits do not depend on the other rows."""
     return like.new_empty(*shape[:-1], shape[-1] + 1)[..., :-1]
 
 
@@ -55,7 +55,7 @@ def in_blocks(compute: Callable[..., Made], *rows: Tensor, size: int = ROW_BLOCK
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor.to(dtype)`, cheaper if that changes nothing: a step asks a hundred times."""
+    """Returns `tensor.to(dtype)`, cheaper if that changes nothing: a step asks a hundred times."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
@@ -98,7 +98,8 @@ fast as 4."""
 
 
 def read_slots(pool: Tensor, slot_in: Tensor, slot_out: Tensor, dtype: torch.dtype) -> Tensor:
-    """The states at `slot_in` [S], as `dtype`, to be changed and then written to `slot_out` [S].
+    """Returns the states at `slot_in` [S], as `dtype`, to be changed and then written to `slot_out`
+    [S].
 
     They are contiguous. On a CPU they are the pool's own memory where nothing speaks against it:
     each state is written where it was read, and they lie side by side, as those of requests that

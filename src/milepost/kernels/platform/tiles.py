@@ -43,7 +43,7 @@ def choose_split_k(num_outputs: int, num_inputs: int, tiles: Tiles, num_sms: int
 
 
 def num_programs(num_sms: int) -> int:
-    """Programs of a GEMM of few rows: one for nearly each SM."""
+    """Returns the number of programs of a GEMM of few rows: one for nearly each SM."""
     return 1 << (num_sms.bit_length() - 1)
 
 

@@ -85,8 +85,8 @@ _LINE = 64
 
 
 def choose_chunk(size: int) -> int:
-    """The longest chunk that is no longer than the model's own, if there is one: how a sum is split
-    is the kernels' matter, and what can be resumed is the finer the shorter chunks are."""
+    """Returns the longest chunk that is no longer than the model's own, if there is one: how a sum
+    is split is the kernels' matter, and what can be resumed is the finer the shorter chunks are."""
     return max((chunk for chunk in _CHUNKS if chunk <= size), default=_CHUNKS[0])
 
 

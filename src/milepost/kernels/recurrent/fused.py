@@ -97,7 +97,7 @@ _RULES: dict[type[Weights], Callable[..., Mixer]] = {
 
 
 def describe(projected: MixerProjections, weights: Weights, recurrent_pool: Tensor) -> Mixer:
-    """A layer's mixer, as kernels take it."""
+    """Returns a layer's mixer, as kernels take it."""
     return _RULES[type(weights)](projected, weights, recurrent_pool)
 
 
@@ -132,7 +132,7 @@ def _prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout, emit: Emit)
 def _prepare(
     mixer: Mixer, states: LayerStates, layout: ChunkLayout, chunks: PrefillChunks
 ) -> ChunkTensors:
-    """The first two launches: all that does not depend on states before chunks."""
+    """Runs the first two launches, which do not depend on the states before chunks."""
     tensors = _open(mixer, layout)
     conv, tiles = slot_states(states.conv), states.tiles(layout)
     convolve_heads(mixer, conv, tiles, tensors.query_key, tensors.v)
@@ -144,7 +144,7 @@ def _prepare(
 
 
 def _open(mixer: Mixer, layout: ChunkLayout) -> ChunkTensors:
-    """Unfilled tensors for a prefill."""
+    """Returns unfilled tensors for a prefill."""
     sizes, like = mixer.sizes, mixer.inputs.mixed.base
     num_tokens, num_chunks, heads = len(like), len(layout.chunk_size), sizes.heads
     decay = (num_chunks, heads, sizes.shared) if sizes.by_channel else (heads, num_tokens)

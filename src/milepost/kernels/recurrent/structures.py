@@ -267,7 +267,7 @@ class LayerStates(NamedTuple):
     """[rows, drafts, ...]"""
 
     def decodes(self) -> DecodingSteps:
-        """Each sequence takes one token."""
+        """Returns a step in which each sequence takes one token."""
         sequences = Sequences(None, None, None, None, self.slot_in, self.slot_out)
         return DecodingSteps(slot_states(self.conv), slot_states(self.recurrent), sequences, None)
 
@@ -289,7 +289,8 @@ class LayerStates(NamedTuple):
 
 
 def tile_of(size: int) -> int:
-    """At least 64: for narrower 16-bit tiles, triton 3.6 reads beyond shared memory in `wy_fwd`."""
+    """Returns the tile of a size, at least 64: for narrower 16-bit tiles, triton 3.6 reads beyond
+    shared memory in `wy_fwd`."""
     return max(64, next_power_of_2(size))
 
 

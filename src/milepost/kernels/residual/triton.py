@@ -93,5 +93,5 @@ def _mix_kernel(
 
 @triton.jit
 def _logit(b_x, b_query, eps, SIZE: tl.constexpr):
-    """Returns what the query finds in a source."""
+    """Returns the query's logit of a source."""
     return tl.sum(b_x * b_query) * tl.rsqrt(tl.sum(b_x * b_x) / SIZE + eps)

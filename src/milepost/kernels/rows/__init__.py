@@ -16,7 +16,7 @@ __all__ = ["take", "take_from_host"]
 
 @fused("rows.triton")
 def take(table: Tensor, places: Tensor) -> Tensor:
-    """Rows [T, N] of `table` [V, N] at `places` [T] of any integer type, none below 0."""
+    """Returns rows [T, N] of `table` [V, N] at `places` [T] of any integer type, none below 0."""
     return table[places]
 
 

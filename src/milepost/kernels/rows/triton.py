@@ -18,7 +18,7 @@ _BLOCK = 1024
 
 
 def take(table: Tensor, places: Tensor) -> Tensor:
-    """Rows [T, N] of `table` [V, N] at `places` [T]."""
+    """Returns rows [T, N] of `table` [V, N] at `places` [T]."""
     check_contiguous(table=table, places=places)
     num_rows, size = len(places), table.shape[1]
     # The table may lie in pinned host memory.

@@ -84,12 +84,12 @@ class StepRows:
 
 
 def num_blocks(vocab_size: int) -> int:
-    """Number of blocks of a row."""
+    """Returns the number of blocks of a row."""
     return -(-vocab_size // block_size(vocab_size))
 
 
 def block_size(vocab_size: int) -> int:
-    """Number of tokens of a block."""
+    """Returns the number of tokens of a block."""
     return min(BLOCK, max(1 << (vocab_size - 1).bit_length(), 16))
 
 

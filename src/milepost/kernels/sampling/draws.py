@@ -102,7 +102,7 @@ def _adjust_kernel(
     num_rows,
     BLOCK: tl.constexpr,
 ):
-    """Apply biases, penalties and masks to a block; find its best logit."""
+    """Applies biases, penalties and masks to a block, and finds its best logit."""
     i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = i_r + first
     kind = tl.load(rows.ints + row * INTS)
@@ -152,7 +152,7 @@ def _penalized(b_x, p_counts, is_v, p_floats):
 @quick
 @triton.jit(do_not_specialize=["first"])
 def _draw_kernel(rows, scratch, first, vocab_size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Add noise to the logits kept in a block; find the best."""
+    """Adds noise to the logits kept in a block, and finds the best."""
     i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = i_r + first
     kind = tl.load(rows.ints + row * INTS)

@@ -34,7 +34,7 @@ class BlockBests(NamedTuple):
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The first of the greatest of each row of `logits` [R, V]: [R] int64; V is below 2^31.
+    """Returns the first of the greatest of each row of `logits` [R, V]: [R] int64; V is below 2^31.
 
     Takes two launches over blocks side by side: a few rows are long.
     """

@@ -64,7 +64,7 @@ def open_row(rows, scratch, i_r, row, num_blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def gumbel(ints, index, first_quad, BLOCK: tl.constexpr):
-    """Noise of a block of tokens: see `reference.gumbel`."""
+    """Returns the noise of a block of tokens: see `reference.gumbel`."""
     low = tl.load(ints + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(ints + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
     o_quad = first_quad + tl.arange(0, BLOCK // 4)
@@ -77,7 +77,8 @@ def gumbel(ints, index, first_quad, BLOCK: tl.constexpr):
 
 @triton.jit
 def _log(x):
-    """Logarithm of a normal number, exact to float32 also near 1, which a GPU's own is not."""
+    """Returns the logarithm of a normal number, exact to float32 also near 1, which a GPU's own is
+    not."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23
     x = (bits - (exponent << 23)).to(tl.float32, bitcast=True)  # from sqrt(1/2) to sqrt(2)

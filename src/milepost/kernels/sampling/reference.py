@@ -37,7 +37,7 @@ _NUM_ROUNDS = 10
 def gumbel(
     seeds: Sequence[int], indices: Sequence[int], num_tokens: int, device: torch.device
 ) -> Tensor:
-    """Noise [R, num_tokens] float32, finite; of seeds below 2^64 and indices below 2^32."""
+    """Returns noise [R, num_tokens] float32, finite; of seeds below 2^64 and indices below 2^32."""
     quads = torch.arange(-(-num_tokens // 4), device=device).unsqueeze(0)
     seed_low = _column([seed & _WORD for seed in seeds], device)
     seed_high = _column([seed >> 32 for seed in seeds], device)
@@ -50,7 +50,8 @@ def gumbel(
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Four random words of a counter of four and a key of two; int64 that hold 32 bits each."""
+    """Returns four random words of a counter of four and a key of two; int64 that hold 32 bits
+    each."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):
@@ -62,7 +63,7 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ..
 
 
 def _product(words: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """The upper and the lower 32 bits."""
+    """Returns the upper and the lower 32 bits."""
     product = words * multiplier  # wraps around past 63 bits, which leaves all 64 bits right
     return (product >> 32) & _WORD, product & _WORD
 
@@ -75,7 +76,7 @@ def _column(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def lowest_kept(scaled: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The lowest logit [R, 1] that min_p, top_k and top_p leave in.
+    """Returns the lowest logit [R, 1] that min_p, top_k and top_p leave in.
 
     `scaled` [R, V] has maximum 0; `floor` [R, 1] is min_p's own; `top_k` [R, 1] int64, V for all
     tokens; `top_p` [R, 1] float64 is a share of what the other two leave. Equal logits stay or go

@@ -72,20 +72,22 @@ class Rest(NamedTuple):
 
 @triton.jit
 def _mass(distance, floor):
-    """Mass of a token at that distance; none if min_p leaves it out, or for NaN."""
+    """Returns the mass of a token at that distance; none for NaN, or if min_p leaves the token
+    out."""
     mass = tl.exp(-distance.to(tl.float32, bitcast=True)) * _MASS
     return tl.where(distance <= floor, mass, 0.0).to(tl.int64)
 
 
 @triton.jit
 def _weight(distance, top_k, floor):
-    """Weights to sum from the best logit on: ones for top_k, else masses."""
+    """Returns weights to sum from the best logit on: ones for top_k, else masses."""
     return tl.where(top_k > 0, tl.full(distance.shape, 1, tl.int64), _mass(distance, floor))
 
 
 @triton.jit
 def _target(sums, top_p, top_k):
-    """Sum at which the lowest logit kept is reached; `sums` are those of the first narrowing."""
+    """Returns the sum at which the lowest logit kept is reached; `sums` are those of the first
+    narrowing."""
     total = tl.load(sums + NUM_BOUNDS - 1)
     return tl.where(top_k > 0, top_k.to(tl.int64), _share(top_p, total))
 

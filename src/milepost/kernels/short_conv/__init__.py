@@ -72,7 +72,7 @@ class ShortConvOperation:
     """Whether states lie in slots."""
 
     def lay_out(self, batch: Batch) -> ShortConvItems | ShortConvRows:
-        """Items for the fused kernels, or rows for the reference."""
+        """Returns items for the fused kernels, or rows for the reference."""
         if batch.chip is None:
             return reference.lay_out(batch, self.num_taps, in_slots=self.in_slots)
         return _lay_out_items(batch, in_slots=self.in_slots)
@@ -83,7 +83,7 @@ class ShortConvOperation:
 
 
 def _lay_out_items(batch: Batch, *, in_slots: bool) -> ShortConvItems:
-    """The states that a step reads, and those it writes."""
+    """Returns the states that a step reads, and those it writes."""
     capacity, count = batch.capacity, len(batch.starts)
     owners, begins = np.arange(count), batch.lengths.cumsum() - batch.lengths
     kept, written = find_places(batch, range(count), in_slots=in_slots)

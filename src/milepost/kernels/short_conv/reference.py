@@ -56,7 +56,7 @@ class ShortConvRows:
 
 
 def lay_out(batch: Batch, num_taps: int, *, in_slots: bool = False) -> ShortConvRows:
-    """The rows of a step."""
+    """Returns the rows of a step."""
     decodes, device = batch.num_decodes, batch.device
     owners, ends = np.arange(len(batch.starts)), batch.starts + batch.lengths
     drafts = None
@@ -217,7 +217,7 @@ def _verify(
     rows: DraftRows,
     records: Tensor,
 ) -> Tensor:
-    """Each token of sequences of any length, by the very operations of a decode."""
+    """Computes each token of sequences of any length, with the operations of a decode."""
     width, windows = weight.shape[1] - 1, rows.windows
     before = pool.index_select(0, slot_in).transpose(1, 2)
     before[rows.again] = records[rows.read]

@@ -115,7 +115,7 @@ def mix(
     do_not_specialize_on_alignment=["beginnings", "outputs"],
 )
 def _mix_kernel(inputs, beginnings, outputs, num_tokens, ROWS: tl.constexpr, SIZES: tl.constexpr):
-    """ROWS tokens of a block of channels."""
+    """Convolves ROWS tokens of a block of channels."""
     launch_dependents()
     o_c = tl.program_id(0) * SIZES.block + tl.arange(0, SIZES.block)
     o_t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -158,8 +158,8 @@ def _convolve(inputs, own, outputs, o_t, o_c, is_real, is_token, SIZES: tl.const
 
 @triton.jit
 def _load(inputs, own, source, o_c, inside, SIZES: tl.constexpr, dtype: tl.constexpr):
-    """The convolution's inputs at tokens `source`, [tokens, channels]: the step's own, or from the
-    state before it, or from what was recorded of the step before."""
+    """Returns the convolution's inputs at tokens `source`, [tokens, channels]: the step's own, or
+    from the state before it, or from what was recorded of the step before."""
     CHANNELS: tl.constexpr = SIZES.channels
     TAPS: tl.constexpr = SIZES.taps
     is_new = inside & (source >= own.begin)[:, None]
@@ -186,8 +186,8 @@ def _load(inputs, own, source, o_c, inside, SIZES: tl.constexpr, dtype: tl.const
 def _keep_kernel(
     inputs, beginnings, writes, outputs, BLOCK_TAPS: tl.constexpr, SIZES: tl.constexpr
 ):
-    """A block of channels of all states that a sequence leaves, and of its drafts' records; of its
-    token's output first, if there are outputs."""
+    """Writes a block of channels of all states that a sequence leaves, and of its drafts' records;
+    of its token's output first, if there are outputs."""
     CHANNELS: tl.constexpr = SIZES.channels
     TAPS: tl.constexpr = SIZES.taps
     launch_dependents()

@@ -216,7 +216,7 @@ def _rows(
     MAIN: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Rows of one head: its first dimensions, and the rest if there is any."""
+    """Loads rows of one head: its first dimensions, and the rest if there is any."""
     o_main = tl.arange(0, MAIN)
     place = base + rows[:, None].to(tl.int64) * WIDTH
     mask = is_row[:, None] & (o_main < DIM)[None, :]

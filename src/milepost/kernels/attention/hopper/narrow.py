@@ -73,7 +73,8 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
 @quick
 @gluon.jit(do_not_specialize=["page_rows", "table_stride"])
 def _attend_kernel(call, keys, values, scale, page_rows, table_stride, SIZES: gl.constexpr):
-    """One item and KV head; warps divide tokens of scores, and dimensions of results."""
+    """Attends from one item to one KV head; warps divide tokens of scores, and dimensions of
+    results."""
     ROWS: gl.constexpr = SIZES.rows
     BLOCK: gl.constexpr = SIZES.block
     STAGES: gl.constexpr = SIZES.stages
@@ -182,7 +183,7 @@ def _store(call, item, i_h, b_o, b_lse, SIZES: gl.constexpr):
 
 @gluon.constexpr_function
 def _axis(x, axis):
-    """The layout of numbers along one of four axes."""
+    """Returns the layout of numbers along one of four axes."""
     layout = x.type.layout
     for other in (3, 2, 1, 0):
         if other != axis:

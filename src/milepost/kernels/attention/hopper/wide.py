@@ -113,7 +113,8 @@ def _attend_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """One item and KV head. Padding has no KV and no rows, so nothing is read or written for it."""
+    """Attends from one item to one KV head. Padding has no KV and no rows, so nothing is read or
+    written for it."""
     i_h = gl.program_id(0)
     launch_dependents()
     item = load_item(call.work.base, gl.program_id(1))
@@ -176,7 +177,7 @@ def _produce(kv_range, blocks, SIZES: gl.constexpr):
 
 @gluon.jit
 def _consume(call, place, scale, blocks, half: gl.constexpr, SIZES: gl.constexpr):
-    """Half of the tile's rows: 64 of them in four warps."""
+    """Attends from half of the tile's rows: 64 of them, in four warps."""
     BLOCK: gl.constexpr = SIZES.block
     GROUP: gl.constexpr = SIZES.group
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])

@@ -127,7 +127,7 @@ def _attend_kernel(
     KEEPS_ROWS: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    """One item and KV head: rows = tokens * group query rows."""
+    """Attends from one item, tokens * group query rows, to one KV head."""
     launch_dependents()
     i_h = tl.program_id(0)
     item = load_item(call.work.base, tl.program_id(1))

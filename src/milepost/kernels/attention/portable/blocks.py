@@ -195,7 +195,7 @@ def fit_float16(b_q):
 
 @triton.jit
 def first_seen(item, SIZES: tl.constexpr):
-    """Position of the first KV that some row of an item sees."""
+    """Returns the position of the first KV that some row of an item sees."""
     first = 0
     if SIZES.window != 0:
         first = tl.maximum(item.position + 1 - SIZES.window, 0)
@@ -214,8 +214,8 @@ def is_read(pages, o_kv, SIZES: tl.constexpr):
 
 @triton.jit
 def first_block(item, first, SIZES: tl.constexpr):
-    """Position of the first block that some row of an item sees; blocks before it lie in no page
-    of the sequence's."""
+    """Returns the position of the first block that some row of an item sees; blocks before it lie
+    in no page of the sequence's."""
     begin = item.begin
     if SIZES.window != 0:
         begin = tl.maximum(begin, first // SIZES.block * SIZES.block)
@@ -224,7 +224,7 @@ def first_block(item, first, SIZES: tl.constexpr):
 
 @triton.jit
 def first_masked(item, begin, SIZES: tl.constexpr):
-    """Position up to which all rows of an item see whole blocks."""
+    """Returns the position up to which all rows of an item see whole blocks."""
     masked = begin
     if SIZES.window == 0:
         seen = tl.maximum(tl.minimum(item.end, item.position + 1) - begin, 0)
@@ -248,7 +248,7 @@ def online_softmax(m, l, b_s, scale, MASKED: tl.constexpr):
 
 @triton.jit
 def dot(left, right, start=None):
-    """A product in which float32 stays float32: matrix units would round it to 10 bits."""
+    """Multiplies so that float32 stays float32: matrix units would round it to 10 bits."""
     return tl.dot(left, right, start, input_precision="ieee")
 
 

@@ -57,7 +57,7 @@ def combine(call: AttentionCall, items: AttentionItems) -> None:
 
 
 def choose_part(num_results: int, block_e: int) -> int:
-    """Dimensions of a program, given the number of tokens times heads."""
+    """Returns the number of dimensions of a program, given the number of tokens times heads."""
     parts = 1
     while 2 * parts * num_results <= _PROGRAMS and block_e // (2 * parts) >= _LEAST_PART:
         parts *= 2
@@ -79,8 +79,8 @@ def _combine_kernel(
     KEEPS_ROWS: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    """PART dimensions of the result of one token and head: the sum of its partial results, weighted
-    by their LSE."""
+    """Makes PART dimensions of the result of one token and head: the sum of its partial results,
+    weighted by their LSE."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     base = tl.load(bases + token)

@@ -90,7 +90,7 @@ def _store_latents_kernel(
     BLOCK_P: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """One token's latent, or AT_ONCE of its query heads."""
+    """Stores one token's latent, or turns AT_ONCE of its query heads."""
     launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     first = (tl.program_id(1) - 1) * AT_ONCE
@@ -144,7 +144,7 @@ def _turn_heads(
 
 @triton.jit
 def _turn_pairs(turn, token, pairs, o_a, is_a, is_pair):
-    """The turned numbers at `pairs`, and those next to them, float32."""
+    """Returns the turned numbers at `pairs`, and those next to them, float32."""
     at = token * turn.angle_stride + o_a
     b_cosine = tl.load(turn.cosines + at, is_a, 0).to(tl.float32)
     b_sine = tl.load(turn.sines + at, is_a, 0).to(tl.float32)

@@ -111,7 +111,7 @@ def _prepare_kernel(
     TOKENS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """One head of TOKENS tokens."""
+    """Prepares one head of TOKENS tokens."""
     launch_dependents()
     wait_for_inputs()
     head = tl.program_id(1)
@@ -156,9 +156,9 @@ def _prepare_kernel(
 
 
 def dequantise(kv: PagedKV, items: AttentionItems, dtype: torch.dtype) -> PagedKV:
-    """The pages of `items.dequantised` in `dtype`, one after the other, and the tables by which
-    `items.wide` name them. Each tile of a prefill reads all of the KV before it, and would unpack
-    it again. Numbers stay divided by their scales, so they are the same."""
+    """Returns the pages of `items.dequantised` in `dtype`, one after the other, and the tables by
+    which `items.wide` name them. Each tile of a prefill reads all of the KV before it, and would
+    unpack it again. Numbers stay divided by their scales, so they are the same."""
     pool, tables = kv.pool, kv.tables
     assert tables is not None, "items name rows of page tables"
     _, _, page_size, num_kv_heads, head_dim = pool.shape
@@ -200,7 +200,7 @@ def _dequantise_kernel(
     BLOCK: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """BLOCK numbers of one page of one sequence."""
+    """Dequantises BLOCK numbers of one page of one sequence."""
     launch_dependents()
     part, index = tl.program_id(0), tl.program_id(1)
     sequence = sequences + tl.program_id(2) * 4

@@ -92,8 +92,8 @@ _LATENT = (KVTiles(64, 8, 2), KVTiles(32, 8, 2), KVTiles(16, 8, 2), KVTiles(16, 
 
 
 def cut(tile: AttentionTile, chip: Chip) -> KVTiles:
-    """The first of the measured tiles that fits the chip: best on an H200 (see
-    bench/kernels/attention.py), then ever smaller."""
+    """Returns the first of the measured tiles that fits the chip: the best on an H200
+    (bench/kernels/attention.py), then ever smaller ones."""
     if tile.dtype == torch.float32:
         return _TESTED
     block_e = max(16, next_power_of_2(tile.head_dim))
@@ -121,7 +121,7 @@ def _candidates(tile: AttentionTile, chip: Chip) -> tuple[KVTiles, ...]:
 
 
 def cut_latents(tile: AttentionTile, chip: Chip) -> KVTiles:
-    """The first of the tiles that fits the chip."""
+    """Returns the first of the tiles that fits the chip."""
     if tile.dtype == torch.float32:
         return _LATENT[-1]
     row_bytes = 2 * tile.head_dim

@@ -82,7 +82,7 @@ class RowShape(NamedTuple):
 
 @gluon.constexpr_function
 def width_of(group):
-    """W."""
+    """Returns W."""
     return BLOCK // 2 if group else BLOCK
 
 

@@ -122,7 +122,7 @@ class StateForm(NamedTuple):
 def _chunk_fwd_h_kernel(
     num_tokens, chunks, pool, key, value, w, h, values, decay, FORM: gl.constexpr
 ):
-    """Some columns of a value head's state over all chunks of a sequence."""
+    """Takes some columns of a value head's state through all chunks of a sequence."""
     dtype: gl.constexpr = w.dtype
     C: gl.constexpr = FORM.chunk
     STAGES: gl.constexpr = FORM.stages
@@ -221,7 +221,8 @@ def _consume(span, chunks, pool, places, outputs, decay, num_tokens, FORM: gl.co
 
 @gluon.jit
 def _load_decay(decay, row, i_t, begin, size, RESULT: gl.constexpr, FORM: gl.constexpr):
-    """Sums of log decays of a chunk's tokens and of its last; or decays of channels, twice."""
+    """Loads the sums of log decays of a chunk's tokens and of its last; or decays of channels,
+    twice."""
     SIZES: gl.constexpr = FORM.sizes
     if SIZES.by_channel:
         o_k = gl.arange(0, SIZES.shared, layout=gl.SliceLayout(1, RESULT))
@@ -238,7 +239,7 @@ def _load_decay(decay, row, i_t, begin, size, RESULT: gl.constexpr, FORM: gl.con
 def _pass_chunk(
     state, chunk, places, buffers, outputs, row, RESULT: gl.constexpr, FORM: gl.constexpr
 ):
-    """The state after a chunk; the one before it, and what its tokens add, are written."""
+    """Returns the state after a chunk; stores the one before it, and what its tokens add."""
     dtype: gl.constexpr = outputs.h.dtype
     SIZES: gl.constexpr = FORM.sizes
     C: gl.constexpr = FORM.chunk

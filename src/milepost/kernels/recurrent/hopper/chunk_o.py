@@ -208,7 +208,8 @@ def _load_tiles(query_key, values, h, num_tokens, begin, SIZES: gl.constexpr, C:
 
 @gluon.jit
 def _read(tiles, p_g, size, C: gl.constexpr, SIZE: gl.constexpr):
-    """[C, W], float32: what queries read from the state before the chunk and from its tokens."""
+    """Returns [C, W], float32: what queries read from the state before the chunk and from its
+    tokens."""
     b_q, b_k, b_v, b_h, bars = tiles
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])

@@ -84,7 +84,7 @@ def run(
 def _decode_kernel(
     inputs, weights, steps, lines, arrivals, output, scales_stride, num_units, FORM: gl.constexpr
 ):
-    """A unit after the other, each EACH value heads of a key head of a sequence: all or one."""
+    """Takes one unit after the other: EACH value heads of a key head of a sequence, all or one."""
     SIZES: gl.constexpr = FORM.sizes
     SIZE: gl.constexpr = SIZES.shared
     TAPS: gl.constexpr = SIZES.taps
@@ -178,7 +178,7 @@ class ValueHead(NamedTuple):
 
 @gluon.jit
 def _load_head(window, inputs, weights, token, head, SIZES: gl.constexpr):
-    """A token's `ValueHead`."""
+    """Returns a token's `ValueHead`."""
     SIZE: gl.constexpr = SIZES.own
     o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
     gate = gl.load(inputs.gate.base + token * inputs.gate.stride + head * SIZE + o_v)

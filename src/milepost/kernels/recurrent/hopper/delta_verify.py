@@ -107,7 +107,7 @@ class VerifiedHead(NamedTuple):
 @quick
 @gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["steps"])
 def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.constexpr):
-    """A unit after the other, each the value heads of a key head of a sequence."""
+    """Takes one unit after the other: the value heads of a key head of a sequence."""
     SIZES: gl.constexpr = FORM.sizes
     SIZE: gl.constexpr = SIZES.shared
     KEY_HEADS: gl.constexpr = SIZES.units
@@ -157,7 +157,7 @@ def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.co
 
 @gluon.jit
 def _beside(stream, rows, first_token):
-    """The `TokenStream` of other columns of the same tokens."""
+    """Returns the `TokenStream` of other columns of the same tokens."""
     new = rows.base + first_token * rows.stride
     folded = stream.folded + rows.recorded
     return TokenStream(
@@ -167,7 +167,8 @@ def _beside(stream, rows, first_token):
 
 @gluon.jit
 def _keep_places(own, channel, ARE_KEYS: gl.constexpr, FORM: gl.constexpr):
-    """Vectors of all tokens in shared memory, some at a time: a unit's, or a head's values."""
+    """Keeps vectors of all tokens in shared memory, some at a time: a unit's, or a head's
+    values."""
     STEP: gl.constexpr = FORM.at_once
     _keep_some(own, channel, 0, True, ARE_KEYS, FORM)
     if FORM.places > STEP:
@@ -179,7 +180,7 @@ def _keep_places(own, channel, ARE_KEYS: gl.constexpr, FORM: gl.constexpr):
 def _keep_some(
     own, channel, begin, IS_FIRST: gl.constexpr, ARE_KEYS: gl.constexpr, FORM: gl.constexpr
 ):
-    """Vectors of some tokens in shared memory; leaves their inputs."""
+    """Keeps vectors of some tokens in shared memory, and leaves their inputs."""
     STEP: gl.constexpr = FORM.at_once
     TAPS: gl.constexpr = FORM.sizes.taps
     if ARE_KEYS:
@@ -195,8 +196,8 @@ def _keep_some(
 
 @gluon.jit
 def _keep_keys(own, channel, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr):
-    """A key head's queries and keys of some tokens in shared memory, and KDA's values and decays;
-    leaves their inputs."""
+    """Keeps a key head's queries and keys of some tokens in shared memory, and KDA's values and
+    decays; leaves their inputs."""
     SIZES: gl.constexpr = FORM.sizes
     PLACES: gl.constexpr = FORM.places
     STEP: gl.constexpr = FORM.at_once

@@ -80,7 +80,8 @@ def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
 
 
 def _choose_heads(sizes: MixerSizes, num_sequences: int, units_at_once: int) -> int:
-    """Heads of a program, as many of a group as leave work for all that run at a time."""
+    """Returns the number of heads of a program, as many of a group as leave work for all that run
+    at a time."""
     each = 1
     while 2 * each <= _MOST_HEADS and sizes.group % (2 * each) == 0:
         if num_sequences * sizes.heads < 2 * each * units_at_once:
@@ -132,7 +133,7 @@ class GroupedHeadRows(NamedTuple):
 @quick
 @gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["steps"])
 def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.constexpr):
-    """A unit after the other, each EACH heads of a group of a sequence."""
+    """Takes one unit after the other: EACH heads of a group of a sequence."""
     SIZES: gl.constexpr = FORM.sizes
     HEADS: gl.constexpr = SIZES.heads
     HEAD_DIM: gl.constexpr = SIZES.own
@@ -175,7 +176,7 @@ def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.co
 
 @gluon.jit
 def _ask(tokens, channel, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr):
-    """The `Channels` of some tokens from a place on."""
+    """Returns the `Channels` of some tokens from a place on."""
     STEP: gl.constexpr = FORM.at_once
     TAPS: gl.constexpr = FORM.sizes.taps
     bias = bias_of(tokens.weights.conv_bias, channel)
@@ -185,7 +186,7 @@ def _ask(tokens, channel, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _ask_head(tokens, head, FORM: gl.constexpr):
-    """A head's `HeadInputs`, x of the first tokens."""
+    """Returns a head's `HeadInputs`, x of the first tokens."""
     SIZES: gl.constexpr = FORM.sizes
     stream, weights = tokens.stream, tokens.weights
     channel = head * SIZES.own + gl.arange(0, SIZES.own, layout=CHANNEL)
@@ -198,7 +199,7 @@ def _ask_head(tokens, head, FORM: gl.constexpr):
 
 @gluon.jit
 def _keep(channels, vectors, first, begin, num_places, FORM: gl.constexpr):
-    """Some channels after the convolution, of some tokens in shared memory."""
+    """Keeps some channels after the convolution in shared memory, of some tokens."""
     STEP: gl.constexpr = FORM.at_once
     for ahead in gl.static_range(STEP):
         if begin + ahead < num_places:
@@ -208,7 +209,7 @@ def _keep(channels, vectors, first, begin, num_places, FORM: gl.constexpr):
 
 @gluon.jit
 def _keep_group(tokens, group, FORM: gl.constexpr):
-    """B of all tokens in shared memory, and C after it, which the heads of a group share."""
+    """Keeps B of all tokens in shared memory, and C after it, which the heads of a group share."""
     STEP: gl.constexpr = FORM.at_once
     _keep_both(tokens, group, 0, True, FORM)
     if FORM.places > STEP:
@@ -218,7 +219,7 @@ def _keep_group(tokens, group, FORM: gl.constexpr):
 
 @gluon.jit
 def _keep_both(tokens, group, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr):
-    """B and C of some tokens."""
+    """Keeps B and C of some tokens."""
     SIZES: gl.constexpr = FORM.sizes
     num_places = tokens.stream.num_places
     o_k = gl.arange(0, SIZES.shared, layout=CHANNEL)
@@ -232,7 +233,7 @@ def _keep_both(tokens, group, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr)
 
 @gluon.jit
 def _keep_values(tokens, head, asked, FORM: gl.constexpr):
-    """A head's x of all tokens in shared memory; that of the first has been asked for."""
+    """Keeps a head's x of all tokens in shared memory; that of the first has been asked for."""
     STEP: gl.constexpr = FORM.at_once
     SIZES: gl.constexpr = FORM.sizes
     num_places = tokens.stream.num_places
@@ -272,7 +273,7 @@ def _pass_tokens(tokens, state, own, at, FORM: gl.constexpr):
 
 @gluon.jit
 def _read_columns(state, x):
-    """[P], what `x` [1, K] reads of a state [P, K]; as `states.read_rows`."""
+    """Returns what `x` [1, K] reads of a state [P, K]: [P], added up as in `states.read_rows`."""
     column = gl.arange(0, state.shape[1], layout=gl.SliceLayout(0, _STATE))[None, :]
     begins = column & 99 == 0  # of all threads' first columns
     rounded = gl.fma(state, x, gl.zeros_like(state))
@@ -281,7 +282,7 @@ def _read_columns(state, x):
 
 @gluon.jit
 def _time_step(inputs, bias, dt_low, dt_high):
-    """A head's time step, between its limits."""
+    """Returns a head's time step, between its limits."""
     step = softplus(inputs.to(gl.float32) + bias)
     step = gl.where(step < dt_low, dt_low, step)
     return gl.where(step > dt_high, dt_high, step)

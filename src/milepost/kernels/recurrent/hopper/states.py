@@ -73,7 +73,8 @@ class Window(NamedTuple):
 
 
 def operands(mixer: Mixer, steps: DecodingSteps) -> tuple[Any, ...]:
-    """The first arguments of a kernel of steps: inputs, weights, steps and lines of states."""
+    """Returns the first arguments of a kernel of steps: inputs, weights, steps and lines of
+    states."""
     return mixer.inputs, mixer.weights, steps, _describe_states(steps.recurrent.base)
 
 
@@ -153,8 +154,8 @@ def fetch(work, number, FORM: gl.constexpr):
 def take(
     work, number, LAYOUT: gl.constexpr, LINE_LAYOUT: gl.constexpr, FORM: gl.constexpr, decay=None
 ):
-    """The state of this number in registers as soon as it has come, times its decay; what comes
-    next takes its place in shared memory."""
+    """Returns the state of this number in registers, times its decay, as soon as it has come; the
+    next one takes its place in shared memory."""
     STAGES: gl.constexpr = FORM.stages
     HEIGHT: gl.constexpr = FORM.sizes.own
     WIDTH: gl.constexpr = FORM.sizes.shared
@@ -171,7 +172,7 @@ def take(
 
 @gluon.jit
 def load_window(token, weight, state, head, SIZE: gl.constexpr, TAPS: gl.constexpr):
-    """A head's `Window`: the convolution's `state`, then the `token`'s input."""
+    """Returns a head's `Window`: the convolution's `state`, then the `token`'s input."""
     channel = head * SIZE + gl.arange(0, SIZE, layout=CHANNEL)
     newest = gl.load(token + channel)
     window = ()
@@ -183,7 +184,7 @@ def load_window(token, weight, state, head, SIZE: gl.constexpr, TAPS: gl.constex
 
 @gluon.jit
 def load_taps(weight, channel, TAPS: gl.constexpr):
-    """A convolution's weights, a tuple of TAPS tensors."""
+    """Returns a convolution's weights, a tuple of TAPS tensors."""
     taps = ()
     for tap in gl.static_range(TAPS):
         taps += (gl.load(weight + channel * TAPS + tap).to(gl.float32),)
@@ -192,7 +193,7 @@ def load_taps(weight, channel, TAPS: gl.constexpr):
 
 @gluon.jit
 def convolve(window, TAPS: gl.constexpr, PLACE: gl.constexpr = 0, bias=None):
-    """Convolution and SiLU of TAPS inputs from a place on. Here and below what is fused is said, so
+    """Convolves TAPS inputs from a place on, with SiLU. Here and below what is fused is said, so
     that kernels that verify round as those that decode."""
     rows, taps = window
     x = rows[PLACE].to(gl.float32) * taps[0]
@@ -214,7 +215,7 @@ def keep_window(window, state, head, is_real, SIZE: gl.constexpr, TAPS: gl.const
 
 @gluon.jit
 def unit_vectors(query, key, SIZE: gl.constexpr):
-    """Both as unit vectors, the query shorter by SIZE ** -0.5."""
+    """Makes both unit vectors, the query shorter by SIZE ** -0.5."""
     squares = gl.reduce((square(query), square(key)), 0, _add_each)
     query *= gl.rsqrt(squares[0] + 1e-6) * SIZE**-0.5
     key *= gl.rsqrt(squares[1] + 1e-6)
@@ -228,19 +229,19 @@ def _add_each(a, b, c, d):
 
 @gluon.jit
 def square(x):
-    """Rounded, whatever it is added to."""
+    """Returns the square, rounded whatever it is added to."""
     return gl.fma(x, x, gl.zeros_like(x))
 
 
 @gluon.jit
 def by_row(x):
-    """[K, 1], a number for each row of a state [K, W]."""
+    """Returns [K, 1], a number for each row of a state [K, W]."""
     return gl.convert_layout(x, gl.SliceLayout(1, STATE))[:, None]
 
 
 @gluon.jit
 def softplus(x):
-    """As `activations.softplus`."""
+    """Computes `numerics.softplus`, and says what is fused."""
     e = gl.exp2(gl.abs(x) * -LOG2_E)
     p = gl.fma(e, 0.005126102361828089, -0.029074065387248993)
     p = gl.fma(p, e, 0.0775160863995552)
@@ -260,7 +261,7 @@ def sigmoid(x):
 
 @gluon.jit
 def decays_of(x, rate, LEAST: gl.constexpr):
-    """Decays of a token: see `KDAWeights.least_decay`."""
+    """Returns the decays of a token: see `KDAWeights.least_decay`."""
     if LEAST != 0:
         return gl.exp(LEAST * sigmoid(-rate * x))
     else:
@@ -269,8 +270,8 @@ def decays_of(x, rate, LEAST: gl.constexpr):
 
 @gluon.jit
 def read_rows(state, x):
-    """[W], what `x` [K, 1] reads of a state [K, W]. A thread's sum begins with one product that is
-    rounded, its first; else the compiler chooses one of the first two."""
+    """Returns what `x` [K, 1] reads of a state [K, W]: [W]. A thread's sum begins with one product
+    that is rounded, its first; else the compiler chooses one of the first two."""
     SIZE: gl.constexpr = state.shape[0]
     row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))[:, None]
     begins = row < 4  # of all threads' first rows
@@ -280,15 +281,15 @@ def read_rows(state, x):
 
 @gluon.jit
 def delta_rule(state, key, value, beta):
-    """A decayed state [K, W] after a token, whose key is [K, 1]."""
+    """Returns a decayed state [K, W] after a token, whose key is [K, 1]."""
     change = (value - read_rows(state, key)) * beta
     return gl.fma(key, change[None, :], state)
 
 
 @gluon.jit
 def norm_and_gate(x, scale, eps, gate, SIZE: gl.constexpr, BY_CHANNEL: gl.constexpr):
-    """A head's output: RMS norm, times SiLU of `gate`, or of KDA, which decays BY_CHANNEL, its
-    sigmoid."""
+    """Returns a head's output: its norm times SiLU of `gate`, or for KDA, which decays BY_CHANNEL,
+    times its sigmoid."""
     x *= gl.rsqrt(gl.sum(square(x), 0) / SIZE + eps) * scale
     gate = gate.to(gl.float32)
     return (x if BY_CHANNEL else x * gate) / (1 + gl.exp(-gate))

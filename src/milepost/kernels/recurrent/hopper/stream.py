@@ -45,7 +45,7 @@ def keep_rows(place, x):
 
 @gluon.jit
 def load_rows(place):
-    """[K, 1]"""
+    """Returns a vector [K, 1] that `keep_rows` put there."""
     x = place.load(_BY_THREAD)
     x = x.reshape([x.shape[0] * x.shape[1]])
     return gl.convert_layout(x, gl.SliceLayout(1, STATE), assert_trivial=True)[:, None]
@@ -53,8 +53,8 @@ def load_rows(place):
 
 @gluon.jit
 def open_stream(rows, records, sequences, i_sequence):
-    """A sequence's `TokenStream`, the number of its first new token, and the slot that it writes:
-    below 0 it is padding, which has no places."""
+    """Returns a sequence's `TokenStream`, the number of its first new token, and the slot that it
+    writes: below 0 it is padding, which has no places."""
     num_folded = gl.load(sequences.fold + i_sequence)
     num_new = gl.load(sequences.length + i_sequence)
     first_token = gl.load(sequences.begin + i_sequence).to(gl.int64)
@@ -75,7 +75,8 @@ def row_of(stream, place):
 
 @gluon.jit
 def load_places(stream, column, begin, STEP: gl.constexpr):
-    """Columns of STEP tokens from a place on: a tuple of tensors, zeros after the last token."""
+    """Returns columns of STEP tokens from a place on: a tuple of tensors, zeros after the last
+    token."""
     rows = ()
     for ahead in gl.static_range(STEP):
         place, is_token = begin + ahead, begin + ahead < stream.num_places
@@ -87,8 +88,8 @@ def load_places(stream, column, begin, STEP: gl.constexpr):
 def load_inputs(
     stream, state, channel, begin, IS_FIRST: gl.constexpr, TAPS: gl.constexpr, STEP: gl.constexpr
 ):
-    """The TAPS - 1 inputs before those tokens, which a convolution's `state` has kept before the
-    first, and then what `load_places` returns."""
+    """Returns the TAPS - 1 inputs before those tokens, which a convolution's `state` has kept
+    before the first, and then what `load_places` returns."""
     rows = ()
     for tap in gl.static_range(TAPS - 1):
         if IS_FIRST:
@@ -137,7 +138,7 @@ def leave_column(stream, column, draft):
 
 @gluon.jit
 def bias_of(conv_bias, channel):
-    """The bias of some channels' convolution, if there is one."""
+    """Returns the bias of some channels' convolution, if there is one."""
     bias = conv_bias
     if conv_bias is not None:
         bias = gl.load(conv_bias + channel).to(gl.float32)

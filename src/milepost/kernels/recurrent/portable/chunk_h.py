@@ -124,7 +124,7 @@ def _pass_chunk(b_h, tensors, own, i_t, begin, size, SIZES: tl.constexpr, C: tl.
 
 @triton.jit
 def load_state(pool, chunks, i_n, o_state, in_state):
-    """A sequence's state in float32; `o_state` are its numbers' places."""
+    """Returns a sequence's state in float32; `o_state` are its numbers' places."""
     source = tl.load(chunks.slot_in + i_n).to(tl.int64) * pool.stride
     return tl.load(pool.base + source + o_state, in_state, 0).to(tl.float32)
 

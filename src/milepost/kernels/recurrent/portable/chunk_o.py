@@ -56,8 +56,9 @@ def run(
 
 
 def delta_warps(sizes: MixerSizes, like: Tensor) -> int:
-    """Warps of a program with a head's keys and values. Products in float32 are unrolled: for wide
-    heads a program of fewer threads has so much code in each that it takes minutes to compile."""
+    """Returns the number of warps of a program with a head's keys and values. Products in float32
+    are unrolled: for wide heads a program of fewer threads has so much code in each that it takes
+    minutes to compile."""
     is_wide = sizes.shared_tile * sizes.own_tile > 128 * 128
     return 16 if is_wide and like.element_size() == 4 else 4
 
@@ -189,7 +190,7 @@ def _store_outputs(output, rounded, at, b_o, KEEPS_ROWS: tl.constexpr, NATIVE: t
 
 @triton.jit
 def pairwise_decay(decay, row, BELOW: tl.constexpr):
-    """[C, C], decay from token j to token i where i >= j + BELOW, else 0."""
+    """Returns [C, C], decay from token j to token i where i >= j + BELOW, else 0."""
     is_later = row[:, None] >= row[None, :] + BELOW
     between = tl.where(is_later, decay[:, None] - decay[None, :], 0)
     return tl.where(is_later, tl.exp(between), 0)

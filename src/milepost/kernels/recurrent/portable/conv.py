@@ -68,8 +68,8 @@ def _conv_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """ROWS tokens of some channels of a tile: convolution and SiLU into `output` [T, C]; or of EACH
-    heads, and L2 norm, into `output` [2 * U, T, K] or `values` [V, T, W]."""
+    """Convolves ROWS tokens of some channels of a tile, with SiLU, into `output` [T, C]; or those
+    of EACH heads, with L2 norm, into `output` [2 * U, T, K] or `values` [V, T, W]."""
     launch_dependents()
     TAPS: tl.constexpr = SIZES.taps
     PARTS: tl.constexpr = _TILE // ROWS
@@ -123,8 +123,8 @@ def _conv_kernel(
 
 @triton.jit
 def _find_heads(SIZES: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's heads, of queries and keys or of values: their numbers, their size, whether they
-    are values, and their channels [EACH, BLOCK]."""
+    """Returns a program's heads, of queries and keys or of values: their numbers, their size,
+    whether they are values, and their channels [EACH, BLOCK]."""
     NUM_KEYS: tl.constexpr = 2 * SIZES.units
     key_programs: tl.constexpr = (NUM_KEYS + EACH - 1) // EACH
     is_value = tl.program_id(0) >= key_programs
@@ -139,8 +139,8 @@ def _find_heads(SIZES: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def unit_scale(x, head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr):
-    """The factor for rows of `x` to be unit vectors if `head` is a key's; a query's is shorter by
-    KEY_DIM ** -0.5; a value stays as it is."""
+    """Returns the factor for rows of `x` to be unit vectors if `head` is a key's; a query's is
+    shorter by KEY_DIM ** -0.5; a value stays as it is."""
     scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + 1e-6)
     scale *= tl.where(head < KEY_HEADS, KEY_DIM**-0.5, 1.0)
     return tl.where(head < 2 * KEY_HEADS, scale, 1.0)
@@ -148,8 +148,8 @@ def unit_scale(x, head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr):
 
 @triton.jit
 def first_window(rows, state, channel, is_channel, begin, part_from, TAPS: tl.constexpr):
-    """The TAPS - 1 inputs before token `part_from` of a sequence whose first is `begin`, oldest
-    first, each of `channel`'s shape, float32; what precedes `begin` is in `state`."""
+    """Returns the TAPS - 1 inputs before token `part_from` of a sequence whose first is `begin`,
+    oldest first, each of `channel`'s shape, float32; what precedes `begin` is in `state`."""
     window = ()
     is_first = part_from == begin
     p_row = rows.base + part_from.to(tl.int64) * rows.stride + channel
@@ -163,7 +163,7 @@ def first_window(rows, state, channel, is_channel, begin, part_from, TAPS: tl.co
 
 @triton.jit
 def load_taps(weight, channel, is_channel, TAPS: tl.constexpr):
-    """The convolution's weights for each tap, of `channel`'s shape, float32."""
+    """Returns the convolution's weights for each tap, of `channel`'s shape, float32."""
     taps = ()
     for tap in tl.static_range(TAPS):
         b_tap = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
@@ -184,7 +184,7 @@ def load_rows(p_inputs, stride, is_channel, num_rows, BATCH: tl.constexpr):
 
 @triton.jit
 def slide(window, taps, newest, TAPS: tl.constexpr):
-    """The convolution of `window` and the input after it; and the next window."""
+    """Returns the convolution of `window` and the input after it; and the next window."""
     seen = window + (newest,)  # noqa: RUF005
     x = seen[0] * taps[0]
     following = ()

@@ -77,7 +77,7 @@ class PairSums(NamedTuple):
 @quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["chunks"])
 def _intra_kernel(num_tokens, inputs, weights, chunks, tensors, FORM: tl.constexpr):
-    """One head of a chunk."""
+    """Handles one head of a chunk."""
     HEADS: tl.constexpr = FORM.sizes.heads
     HEAD_DIM: tl.constexpr = FORM.sizes.shared
     C: tl.constexpr = FORM.chunk
@@ -135,8 +135,8 @@ def _intra_kernel(num_tokens, inputs, weights, chunks, tensors, FORM: tl.constex
 
 @triton.jit
 def _signs(o_t, middle, SPLIT: tl.constexpr):
-    """[C, C] that, times a column, sums it from the row after the middle on; back to the middle
-    sums are opposites."""
+    """Returns the matrix [C, C] that sums a column from the row after the middle on; back to the
+    middle it returns the opposites of sums."""
     signs = tl.where(o_t[:, None] > middle, 1.0, -1.0)
     signs = tl.where(_between(tl.minimum(o_t, middle), tl.maximum(o_t, middle), o_t), signs, 0)
     return signs.to(tl.bfloat16 if SPLIT else tl.float32)
@@ -179,8 +179,8 @@ def _take_channels(at, sums, o_t, o_k, in_chunk, rate, signs, FORM: tl.constexpr
 
 @triton.jit
 def _log_decays(rate, b_f, in_k, FORM: tl.constexpr):
-    """Log decays of tokens, of base 2, float32; if split to 16 bits, which the two parts hold: sums
-    of them cancel as sums of the whole do."""
+    """Returns log decays of tokens, of base 2, float32. If they are split, they keep the bits that
+    both parts hold, so that sums of parts cancel as sums of the whole do."""
     b_a = tl.where(in_k, LOG2_E * log_decays(b_f, rate, FORM.sizes.least_decay), 0)
     if FORM.splits:
         b_a = (b_a.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
@@ -198,13 +198,13 @@ def _multiply(b_inv, w, values, at, in_k):
 
 @triton.jit
 def _between(after, upto, o_t):
-    """[C, C], in which rows are after `after` and up to `upto` [C]."""
+    """Returns the mask [C, C] of rows after `after` and up to `upto` [C]."""
     return (o_t[None, :] > after[:, None]) & (o_t[None, :] <= upto[:, None])
 
 
 @triton.jit
 def _times(chosen, parts):
-    """`chosen` [C, C] times the sum of `parts` [C, K]."""
+    """Multiplies `chosen` [C, C] by the sum of `parts` [C, K]."""
     if len(parts) == 2:
         return tl.dot(chosen, parts[0], tl.dot(chosen, parts[1]))
     else:
@@ -213,8 +213,8 @@ def _times(chosen, parts):
 
 @triton.jit
 def _add_mild_pairs(b_q, b_k, b_d, b_qk, b_kk):
-    """As `_add_pairs`, where two to the power of `b_d`, log decays from the middle of the chunk on,
-    and its opposite are numbers."""
+    """Does `_add_pairs` where two to the power of `b_d`, log decays from the middle of the chunk
+    on, and its opposite are numbers."""
     down = tl.exp2(b_d)
     right = tl.trans((b_k.to(tl.float32) * tl.exp2(-b_d)).to(b_k.dtype))
     left = (b_q.to(tl.float32) * down).to(b_q.dtype)
@@ -225,8 +225,8 @@ def _add_mild_pairs(b_q, b_k, b_d, b_qk, b_kk):
 
 @triton.jit
 def _add_pairs(b_q, b_k, parts, o_t, b_qk, b_kk):
-    """`b_qk` and `b_kk` [C, C] with decayed products of some channels of queries and keys, and of
-    keys and keys, added; those of later keys are anything."""
+    """Adds decayed products of some channels of queries and keys to `b_qk` [C, C], and those of
+    keys and keys to `b_kk`; those of later keys are anything."""
     apart = o_t[:, None] ^ o_t[None, :]
     wide_q, wide_k = b_q.to(tl.float32), b_k.to(tl.float32)
     # Rolled up: all sizes at once would be more than there are registers.

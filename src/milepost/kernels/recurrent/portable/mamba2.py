@@ -83,7 +83,7 @@ def _discretise_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Time steps and decays of some heads of a chunk; log decays are of base 2."""
+    """Computes time steps and decays of some heads of a chunk; log decays are of base 2."""
     launch_dependents()
     i_t = tl.program_id(1)
     size = tl.load(chunks.size + i_t)
@@ -123,8 +123,8 @@ def _norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A group of ROWS tokens: `y` [T, I], gated and normed, to `output` [T, I]; zeros for tokens
-    that no sequence has."""
+    """Gates and norms a group of ROWS tokens, `y` [T, I] to `output` [T, I]; stores zeros for
+    tokens that no sequence has."""
     W: tl.constexpr = SIZES.group * SIZES.own
     i_g = tl.program_id(0)
     token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

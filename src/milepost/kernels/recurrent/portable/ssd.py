@@ -73,7 +73,7 @@ def chunk_fwd_o(mixer: Mixer, chunk: int, chunks: PrefillChunks, tensors: SSDTen
 
 
 def _choose_heads(sizes: MixerSizes, num_tiles: int, num_sms: int) -> int:
-    """Heads of a program: as many as leave two programs for each SM."""
+    """Returns the number of heads of a program: as many as leave two programs for each SM."""
     each = _MOST_HEADS
     while sizes.group % each or (each > 1 and sizes.heads // each * num_tiles < 2 * num_sms):
         each //= 2
@@ -85,7 +85,7 @@ def _choose_heads(sizes: MixerSizes, num_tiles: int, num_sms: int) -> int:
 def _chunk_fwd_h_kernel(
     num_tokens, chunks, pool, tensors, SIZES: tl.constexpr, C: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """BLOCK_S columns of a head's state."""
+    """Takes BLOCK_S columns of a head's state through all chunks of a sequence."""
     STATE_SIZE: tl.constexpr = SIZES.shared
     HEAD_DIM: tl.constexpr = SIZES.own
     WIDTH: tl.constexpr = SIZES.channels
@@ -198,7 +198,7 @@ def _chunk_fwd_o_kernel(
 
 @triton.jit
 def _scores(b_c, p_b, i_row, j_row, stop, is_s, WIDTH: tl.constexpr):
-    """C times B transposed, [ROWS, COLUMNS], zero for later tokens."""
+    """Multiplies C by B transposed, [ROWS, COLUMNS]; zero for later tokens."""
     in_b = (j_row < stop)[:, None] & is_s[None, :]
     b_b = tl.load(p_b + j_row[:, None] * WIDTH, in_b, 0)
     scores = tl.dot(b_c, tl.trans(b_b), input_precision="ieee")
@@ -207,7 +207,7 @@ def _scores(b_c, p_b, i_row, j_row, stop, is_s, WIDTH: tl.constexpr):
 
 @triton.jit
 def _read_tokens(b_y, scores, b_sums, p_x, p_steps, p_sums, j_row, stop, is_p, WIDTH: tl.constexpr):
-    """`b_y` [ROWS, P] and what it reads of some tokens of a head."""
+    """Adds to `b_y` [ROWS, P] what it reads of some tokens of a head."""
     is_token = j_row < stop
     b_x = tl.load(p_x + j_row[:, None] * WIDTH, is_token[:, None] & is_p[None, :], 0)
     sums = tl.load(p_sums + j_row, is_token, 0)

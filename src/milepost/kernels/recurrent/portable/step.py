@@ -80,8 +80,8 @@ def finish(mixer: Mixer, steps: DecodingSteps, output: StepOutput, *, moves: boo
 
 
 def _cut(sizes: MixerSizes, num_sequences: int, device: torch.device) -> tuple[int, int]:
-    """Heads of a program, and its warps: two heads share what a unit shares, where they are normed
-    together and there is work for all SMs."""
+    """Returns the number of heads of a program, and its warps. Two heads share what a unit shares,
+    where they are normed together and there is work for all SMs."""
     entries = triton.next_power_of_2(sizes.shared) * triton.next_power_of_2(sizes.own)
     if sizes.norms_heads:
         return 1, min(16, max(4, entries // 4096))

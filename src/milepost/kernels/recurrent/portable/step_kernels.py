@@ -45,8 +45,8 @@ class Streams(NamedTuple):
 
 @triton.jit(do_not_specialize_on_alignment=["steps"])
 def convolve_kernel(inputs, weights, steps, mixed, places, SIZES: tl.constexpr):
-    """One vector of a sequence: convolution and SiLU into `mixed` [S, R, C] float32, a unit vector
-    if it is a query or a key of the delta rule."""
+    """Convolves one vector of a sequence, with SiLU, into `mixed` [S, R, C] float32; a query or a
+    key of the delta rule becomes a unit vector."""
     VERIFIES: tl.constexpr = steps.records is not None
     conv, sequences = steps.conv, steps.sequences
     # The second launch may start, and load what this one does not write.
@@ -96,7 +96,7 @@ def _store_convolved(window, target, weights, channel, is_channel, i_vector, SIZ
 
 @triton.jit
 def _unit_scale(x, i_vector, SIZES: tl.constexpr):
-    """The factor for unit vectors of keys, and for queries shorter by K ** -0.5."""
+    """Returns the factor for unit vectors of keys, and for queries shorter by K ** -0.5."""
     scale = tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
     scale *= tl.where(i_vector < SIZES.units, SIZES.shared**-0.5, 1.0)
     return tl.where(i_vector < 2 * SIZES.units, scale, 1.0)
@@ -119,7 +119,7 @@ def update_kernel(
     FINISH: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """HEADS heads of a sequence: their states move on, and are read for new tokens."""
+    """Moves the states of HEADS heads of a sequence on, and reads them for new tokens."""
     VERIFIES: tl.constexpr = steps.records is not None
     states, sequences = steps.recurrent, steps.sequences
     i_head, i_sequence = tl.program_id(0) * HEADS, tl.program_id(1).to(tl.int64)
@@ -257,8 +257,8 @@ def finish_kernel(
     MOST: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A unit of one of a sequence's new tokens, MOST at most; after all of these, COLUMNS columns
-    of what the next step reads."""
+    """Norms and gates a unit of one of a sequence's new tokens, MOST at most; programs after those
+    leave COLUMNS columns of what the next step reads."""
     i_part, i_sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     conv, sequences = steps.conv, steps.sequences
     written = tl.load(sequences.slot_out + i_sequence).to(tl.int64)

@@ -32,7 +32,7 @@ class TokenRows(NamedTuple):
 
 @triton.jit
 def open_stream(rows, steps, i_sequence, VERIFIES: tl.constexpr):
-    """The `TokenRows` of these columns."""
+    """Returns the `TokenRows` of these columns."""
     if VERIFIES:
         sequences, records = steps.sequences, steps.records
         first = tl.load(sequences.begin + i_sequence).to(tl.int64)
@@ -49,7 +49,7 @@ def open_stream(rows, steps, i_sequence, VERIFIES: tl.constexpr):
 
 @triton.jit
 def load_place(stream, column, place, VERIFIES: tl.constexpr):
-    """Columns of the token at a place; `column` may be one or a block, without padding."""
+    """Returns columns of the token at a place; `column` may be one or a block, without padding."""
     if VERIFIES:
         # Two masked loads: AMD's compiler cannot follow a pointer that is one of two.
         is_new = place >= stream.num_folded
@@ -65,7 +65,7 @@ def load_place(stream, column, place, VERIFIES: tl.constexpr):
 def load_window(
     stream, state, channel, is_channel, place, TAPS: tl.constexpr, VERIFIES: tl.constexpr
 ):
-    """The inputs of the convolution up to a place, oldest first: [B, next power of 2 of J].
+    """Returns the inputs of the convolution up to a place, oldest first: [B, next power of 2 of J].
 
     They come from the convolution's `state`, from records, and from the step's tokens.
     """
@@ -104,7 +104,7 @@ def convolve(window, weight, bias, channel, is_channel, TAPS: tl.constexpr):
 
 @triton.jit
 def _at_tap(x, i_tap, TAPS: tl.constexpr):
-    """A column of [B, next power of 2 of J], float32: a sum of one number and zeros."""
+    """Returns a column of [B, next power of 2 of J], float32: a sum of one number and zeros."""
     tap = tl.arange(0, triton.next_power_of_2(TAPS))[None, :]
     return tl.sum(tl.where(tap == i_tap, x.to(tl.float32), 0.0), 1)
 

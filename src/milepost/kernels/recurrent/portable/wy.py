@@ -45,8 +45,8 @@ def _wy_fwd_kernel(
     C: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """One value head of a chunk: values become u [V, T, W]; w [V, T, K], and the sums of log decays
-    from the chunk's begin [V, T]."""
+    """Handles one value head of a chunk: turns values into u [V, T, W], and stores w [V, T, K] and
+    the sums of log decays from the chunk's begin [V, T]."""
     KEY_DIM: tl.constexpr = SIZES.shared
     VALUE_DIM: tl.constexpr = SIZES.own
     i_hv, i_t = tl.program_id(0), tl.program_id(1)
@@ -92,7 +92,7 @@ def _wy_fwd_kernel(
 
 @triton.jit
 def invert(lower, row, C: tl.constexpr, SPLIT: tl.constexpr):
-    """Inverse of 1 + `lower` [C, C], strictly lower triangular, float32.
+    """Returns the inverse of 1 + `lower` [C, C], strictly lower triangular, float32.
 
     Inverses of diagonal blocks grow to twice their size at each step: [[A, 0], [B, D]] has the
     inverse [[A', 0], [-D' B A', D']]. Unlike a product of powers of `lower` it never forms numbers
@@ -124,8 +124,8 @@ def invert(lower, row, C: tl.constexpr, SPLIT: tl.constexpr):
 
 @triton.jit
 def _product(left, right, SPLIT: tl.constexpr):
-    """Matrix product of float32 numbers; with SPLIT each is the sum of two bfloat16 numbers, which
-    keeps 16 bits and is twice as fast."""
+    """Returns the matrix product of float32 numbers; with SPLIT each is the sum of two bfloat16
+    numbers, which keeps 16 bits and is twice as fast."""
     if SPLIT:
         left_high, left_low = split(left)
         right_high, right_low = split(right)
@@ -138,7 +138,7 @@ def _product(left, right, SPLIT: tl.constexpr):
 
 @triton.jit
 def split(wide):
-    """Two bfloat16 numbers whose sum is nearly `wide`, the first of them cut off."""
+    """Returns two bfloat16 numbers whose sum is nearly `wide`, the first of them cut off."""
     bits = wide.to(tl.int32, bitcast=True) & -65536
     high = bits.to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (wide - high).to(tl.bfloat16)

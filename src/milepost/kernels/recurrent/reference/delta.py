@@ -36,7 +36,7 @@ def steps_of(
     conv_weight: Tensor,
     split: Callable[[Tensor, Tensor], Sequence[Tensor]],
 ) -> Steps:
-    """A convolution, then the rule; see `Steps`."""
+    """Returns the `Steps` of a convolution and the rule."""
     small = (conv_weight, None)
     return Steps(prepare=prepare, conv=small, split=split, decode=decode, prefill=prefill)
 
@@ -142,7 +142,7 @@ def _chunk_fwd(
 def _wy_fwd(
     query_key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, layout: ChunkRows
 ) -> ReferenceChunks:
-    """The part of the chunkwise form that doesn't depend on the state, with one decay a head."""
+    """Computes what does not depend on the state, with one decay a head."""
     query, key = _chunked(_normalise(query_key), layout).unbind(2)  # [N, G, C, K]
     query, key = query[:, :, None], key[:, :, None]  # [N, G, 1, C, K]
     num_chunks, num_groups = key.shape[:2]
@@ -165,7 +165,7 @@ def _wy_fwd(
 def _wy_fwd_by_channel(
     query_key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, layout: ChunkRows
 ) -> ReferenceChunks:
-    """The part that does not depend on the state, with a decay for each channel of a key."""
+    """Computes what does not depend on the state, with a decay for each channel of a key."""
     query, key = _chunked(_normalise(query_key), layout).unbind(2)  # [N, H, C, K]
     is_token = layout.is_token[:, None, :, None]
     beta = _chunked(beta.to(key.dtype), layout)[..., None].where(is_token, 0)
@@ -210,7 +210,8 @@ def _solve(
 
 
 def _chunked(tensor: Tensor, layout: ChunkRows) -> Tensor:
-    """[T, *heads, ...] as [N, *heads, C, ...]: the token axis after the head axes.
+    """Cuts [T, *heads, ...] into chunks [N, *heads, C, ...]: the token axis moves after the head
+    axes.
 
     [T, 2, G, K] becomes [N, G, 2, C, K]; [T, V, W] becomes [N, V, C, W]; [T, V] becomes [N, V, C].
     """
@@ -222,7 +223,7 @@ def _chunked(tensor: Tensor, layout: ChunkRows) -> Tensor:
 
 
 def _normalise(query_key: Tensor) -> Tensor:
-    """Unit queries and keys [T, 2, G, K], queries scaled by K ** -0.5."""
+    """Returns unit queries and keys [T, 2, G, K], queries scaled by K ** -0.5."""
     wide = cast(query_key, accumulation_dtype(query_key.dtype))
     length = wide.square().sum(-1, keepdim=True).add_(_NORM_EPS).rsqrt_()
     length[:, 0].mul_(query_key.shape[-1] ** -0.5)
@@ -230,8 +231,8 @@ def _normalise(query_key: Tensor) -> Tensor:
 
 
 def _pair_heads(query_key: Tensor, num_heads: int) -> Tensor:
-    """[D, 2, G, K] as [D * V, 2, K]: the query and key of each value head; those of one key head
-    stand side by side."""
+    """Repeats [D, 2, G, K] as [D * V, 2, K]: the query and key of each value head. Those of one key
+    head stand side by side."""
     num_sequences, _, groups, key_dim = query_key.shape
     shared = query_key.transpose(1, 2)[:, :, None]
     shared = shared.expand(num_sequences, groups, num_heads // groups, 2, key_dim)

@@ -34,7 +34,7 @@ def mix_gated_delta(
 def _prepare(
     weights: GatedDeltaWeights, mixed: Tensor, beta_inputs: Tensor, decay_inputs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The convolution's inputs, log decays and betas [T, V]."""
+    """Returns the convolution's inputs, log decays and betas [T, V]."""
     rate = weights.decay_rate
     wide = rows_apart(rate, 2, len(decay_inputs), len(rate))
     beta = wide[0].copy_(beta_inputs).sigmoid_().mul_(weights.max_beta)
@@ -43,15 +43,15 @@ def _prepare(
 
 
 def _split(inputs: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys [T, 2, G, K], values [T, V, W]."""
+    """Returns queries and keys [T, 2, G, K], values [T, V, W]."""
     _, heads, key_dim, value_dim = recurrent_pool.shape
     query_key, value = inputs.split((inputs.shape[1] - heads * value_dim, heads * value_dim), -1)
     return query_key.unflatten(-1, (2, -1, key_dim)), value.unflatten(-1, (-1, value_dim))
 
 
 def gated_norm(hidden: Tensor, gate: Tensor, weights: GatedDeltaWeights) -> Tensor:
-    """Norm of each head of `hidden` [T, V, W], times SiLU of `gate`, or its sigmoid, in `hidden`'s
-    type."""
+    """Norms each head of `hidden` [T, V, W] and multiplies it by SiLU of `gate`, or its sigmoid, in
+    `hidden`'s type."""
     weight = weights.norm
     normed = F.rms_norm(cast(hidden, weight.dtype), weight.shape, weight, weights.norm_eps)
     wide = cast(gate, weight.dtype)
@@ -73,7 +73,7 @@ def mix_kda(
 def _prepare_kda(
     weights: KDAWeights, mixed: Tensor, beta_inputs: Tensor, decay_inputs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The convolution's inputs, log decays [T, H, K] and betas [T, H]."""
+    """Returns the convolution's inputs, log decays [T, H, K] and betas [T, H]."""
     rate, bias, least = weights.decay_rate, weights.decay_bias, weights.least_decay
     beta = rows_apart(rate, len(beta_inputs), len(rate)).copy_(beta_inputs).sigmoid_()
     wide = torch.add(decay_inputs, bias, out=rows_apart(rate, len(decay_inputs), len(bias)))
@@ -86,14 +86,14 @@ def _prepare_kda(
 
 
 def _split_kda(convolved: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys [T, 2, H, K], values [T, H, K]."""
+    """Returns queries and keys [T, 2, H, K], values [T, H, K]."""
     heads = convolved.unflatten(-1, (3, *recurrent_pool.shape[1:3]))
     return heads[:, :2], heads[:, 2]
 
 
 def _gated_norm_kda(hidden: Tensor, gate: Tensor, weights: KDAWeights) -> Tensor:
-    """Norm of each head of `hidden` [T, H, K], times the sigmoid of `gate` [T, H * K], in
-    `hidden`'s type."""
+    """Norms each head of `hidden` [T, H, K] and multiplies it by the sigmoid of `gate` [T, H * K],
+    in `hidden`'s type."""
     weight = weights.norm
     gate = rows_apart(weight, *gate.shape).copy_(gate).sigmoid_()
     normed = F.rms_norm(cast(hidden, weight.dtype), weight.shape, weight, weights.norm_eps)

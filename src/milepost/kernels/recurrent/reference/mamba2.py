@@ -55,22 +55,23 @@ def mix(projected: Tensor, weights: Mamba2Weights, states: LayerStates, rows: Mi
 
 
 def _prepare(weights: Mamba2Weights, mixed: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """The convolution's inputs, and time steps [T, H]. These are bounded where a sequence decodes
-    too: a state must not depend on who made it."""
+    """Returns the convolution's inputs, and time steps [T, H]. These are bounded where a sequence
+    decodes too: a state must not depend on who made it."""
     rate = weights.rate
     wide = torch.add(inputs, weights.dt_bias, out=rows_apart(rate, len(inputs), len(rate)))
     return mixed, F.softplus(wide).clamp_(*weights.dt_limit)
 
 
 def _split(inputs: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, H, P], B and C [T, 2, G, N]."""
+    """Returns x [T, H, P], B and C [T, 2, G, N]."""
     _, heads, head_dim, state_size = recurrent_pool.shape
     x, b_c = inputs.tensor_split((heads * head_dim,), -1)
     return x.unflatten(-1, (heads, head_dim)), b_c.unflatten(-1, (2, -1, state_size))
 
 
 def gated_norm(hidden: Tensor, gate: Tensor, weights: Mamba2Weights, groups: int) -> Tensor:
-    """`hidden` [T, H * P] times SiLU of `gate`, normed group by group after that or before it."""
+    """Multiplies `hidden` [T, H * P] by SiLU of `gate`, and norms it group by group after that or
+    before it."""
     gate = F.silu(cast(gate, hidden.dtype))
     if weights.norm is None:
         return hidden * gate

@@ -190,7 +190,7 @@ def run(steps: Steps, inputs: Sequence[Tensor], states: LayerStates, rows: Mixer
 def _decode(
     steps: Steps, prepared: Iterable[Tensor], pools: Sequence[Tensor], *slots: Tensor
 ) -> Tensor:
-    """One token of each sequence, in pools of convolution and recurrent states."""
+    """Advances each sequence by one token, in pools of convolution and recurrent states."""
     (mixed, *rest), (conv_pool, pool) = prepared, pools
     mixed = conv.decode(mixed, *steps.conv, conv_pool, *slots)
     return steps.decode(*steps.split(mixed, pool), *rest, pool, *slots)
@@ -215,7 +215,7 @@ def carry_states(
 
 
 def _verify(steps: Steps, inputs: Sequence[Tensor], states: LayerStates, rows: MixerRows) -> Tensor:
-    """Tokens one by one, by the very operations of a decode, in a copy of the states."""
+    """Computes tokens one by one, with the operations of a decode, in a copy of the states."""
     verifies, records, pools = rows.verifies, states.records, (states.conv, states.recurrent)
     assert verifies is not None
     assert records is not None, "V1: only mixers that keep records verify"
@@ -259,8 +259,8 @@ def _lay_out_verifies(batch: Batch) -> Verifies:
 
 
 def _rounds(folds: Ints, lengths: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Each sequence's first token, which may be a recorded one, then the second of those that have
-    one, and so on."""
+    """Yields each sequence's first token, which may be a recorded one, then the second of those
+    that have one, and so on."""
     firsts = folds.cumsum() - folds
     begins = folds.sum() + lengths.cumsum() - lengths
     stops = folds + np.minimum(lengths, 1)

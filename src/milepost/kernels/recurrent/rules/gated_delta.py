@@ -41,7 +41,7 @@ class DeltaWeights(NamedTuple):
 
 
 def describe_gated_delta(rows: Tensor, weights: GatedDeltaWeights, recurrent_pool: Tensor) -> Mixer:
-    """The mixer of `rows`: see `MixerProjections`."""
+    """Returns the mixer of `rows`: see `MixerProjections`."""
     assert not weights.gates_by_sigmoid, "an operation with other gates runs on the reference"
     sizes = _delta_sizes(weights, recurrent_pool, recurrent_pool.shape[1], weights.max_beta)
     stride, channels, heads = rows.stride(0), sizes.channels, sizes.heads
@@ -114,7 +114,7 @@ def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.con
 
 @triton.jit
 def strengths(streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.constexpr):
-    """Beta and decay; see `MixerRule`."""
+    """Returns beta and decay; see `MixerRule`."""
     b_beta = sigmoid(load_place(streams.strengths, head.index, place, VERIFIES)) * SIZES.max_beta
     wide = load_place(streams.decays, head.index, place, VERIFIES).to(tl.float32) + head.decay_bias
     return b_beta, tl.exp(head.decay_rate * softplus(wide))
@@ -122,7 +122,7 @@ def strengths(streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.c
 
 @triton.jit
 def advance(b_state, vectors, b_beta, b_decay):
-    """The delta rule on a state [K, W]; the decay is one number, or a column [K, 1]."""
+    """Applies the delta rule to a state [K, W]; the decay is one number, or a column [K, 1]."""
     b_state = b_state * b_decay
     change = (vectors.own - tl.sum(b_state * vectors.write[:, None], 0)) * b_beta
     return b_state + vectors.write[:, None] * change[None, :]
@@ -136,13 +136,13 @@ def read(b_state, vectors, head):
 
 @triton.jit
 def finish(y, weight, gate, eps, WIDTH: tl.constexpr):
-    """RMS norm of the rows of `y`, times SiLU of `gate`."""
+    """Norms the rows of `y` and multiplies them by SiLU of `gate`."""
     scale = tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) / WIDTH + eps)
     return y * scale * weight * silu(gate.to(tl.float32))
 
 
 def describe_kda(projected: KDAProjected, weights: KDAWeights, recurrent_pool: Tensor) -> Mixer:
-    """The mixer of `projected`."""
+    """Returns the mixer of `projected`."""
     rows, decays, gate = projected
     sizes = _delta_sizes(weights, recurrent_pool, decays.shape[1])
     sizes = sizes._replace(least_decay=weights.least_decay)
@@ -183,7 +183,7 @@ def open_kda_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl
 
 @triton.jit
 def kda_strengths(streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.constexpr):
-    """Beta, and the decay of each key channel [K, 1]; see `MixerRule`."""
+    """Returns beta, and the decay of each key channel [K, 1]; see `MixerRule`."""
     b_beta = sigmoid(load_place(streams.strengths, head.index, place, VERIFIES))
     wide = load_place(streams.decays, head.channel, place, VERIFIES).to(tl.float32)
     wide += head.decay_bias
@@ -192,7 +192,7 @@ def kda_strengths(streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: 
 
 @triton.jit
 def log_decays(x, rate, LEAST: tl.constexpr):
-    """The logarithms of decays: see `KDAWeights.least_decay`."""
+    """Returns the logarithms of decays: see `KDAWeights.least_decay`."""
     if LEAST != 0:
         return LEAST * sigmoid(-rate * x)
     else:
@@ -201,6 +201,6 @@ def log_decays(x, rate, LEAST: tl.constexpr):
 
 @triton.jit
 def finish_kda(y, weight, gate, eps, WIDTH: tl.constexpr):
-    """RMS norm of the rows of `y`, times the sigmoid of `gate`."""
+    """Norms the rows of `y` and multiplies them by the sigmoid of `gate`."""
     scale = tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) / WIDTH + eps)
     return y * scale * weight * sigmoid(gate)

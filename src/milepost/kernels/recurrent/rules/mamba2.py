@@ -41,7 +41,7 @@ class SmallMamba2Weights(NamedTuple):
 
 
 def describe(rows: Tensor, weights: Mamba2Weights, recurrent_pool: Tensor) -> Mixer:
-    """The mixer of `rows`: see `MixerProjections`."""
+    """Returns the mixer of `rows`: see `MixerProjections`."""
     sizes = _sizes(weights, recurrent_pool)
     stride, inner = rows.stride(0), sizes.width
     steps = ProjectedRows(rows[:, inner + sizes.channels :], stride, sizes.channels)
@@ -118,7 +118,7 @@ def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.con
 
 @triton.jit
 def strengths(streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.constexpr):
-    """Time step and decay; see `MixerRule`."""
+    """Returns the time step and the decay; see `MixerRule`."""
     inputs = load_place(streams.strengths, head.index, place, VERIFIES)
     b_step = time_step(inputs, head.dt_bias, weights.dt_low, weights.dt_high)
     b_decay = tl.exp(b_step * head.rate)
@@ -127,8 +127,8 @@ def strengths(streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.c
 
 @triton.jit
 def advance(b_state, vectors, b_step, b_decay):
-    """The recurrence on states [O, K], fused as Hopper's kernels do it: their states are the
-    same."""
+    """Applies the recurrence to states [O, K], fused as Hopper's kernels do it, so that their
+    states are the same."""
     b_x = vectors.own
     b_decay = tl.broadcast_to(b_decay, b_x.shape)[:, None]
     return tl.fma((b_step * b_x)[:, None], vectors.write[None, :], b_state * b_decay)
@@ -142,7 +142,7 @@ def read(b_state, vectors, head):
 
 @triton.jit
 def time_step(inputs, bias, low, high):
-    """softplus(inputs + bias) within bounds, float32; NaN stays NaN."""
+    """Returns softplus(inputs + bias) within bounds, float32; NaN stays NaN."""
     wide = softplus(inputs.to(tl.float32) + bias)
     wide = tl.maximum(wide, low, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(wide, high, propagate_nan=tl.PropagateNan.ALL)
@@ -150,19 +150,19 @@ def time_step(inputs, bias, low, high):
 
 @triton.jit
 def gate_first(y, weight, gate, eps, WIDTH: tl.constexpr):
-    """`y` times SiLU of `gate`, then the norm of the rows."""
+    """Multiplies `y` by SiLU of `gate`, then norms the rows."""
     return _norm(y * silu(gate.to(tl.float32)), weight, eps, WIDTH)
 
 
 @triton.jit
 def norm_first(y, weight, gate, eps, WIDTH: tl.constexpr):
-    """The norm of the rows of `y`, then times SiLU of `gate`."""
+    """Norms the rows of `y`, then multiplies them by SiLU of `gate`."""
     return _norm(y, weight, eps, WIDTH) * silu(gate.to(tl.float32))
 
 
 @triton.jit
 def _norm(y, weight, eps, WIDTH: tl.constexpr):
-    """RMS norm of rows; nothing without a `weight`."""
+    """Norms rows by their root mean square; does nothing without a `weight`."""
     if weight is not None:
         y *= tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) / WIDTH + eps) * weight
     return y
