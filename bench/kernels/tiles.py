@@ -110,14 +110,7 @@ def draw(num_tokens: int, up: Quantised, down: Quantised) -> RoutedRows:
     hidden = torch.randn(num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
     logits = torch.randn(num_tokens, EXPERTS, device="cuda", dtype=torch.bfloat16)
     weights, experts = products.route(logits, CHOSEN, normalise=True, num_shared=1)
-    return RoutedRows(
-        rows=as_activations(hidden),
-        routing_weights=weights,
-        experts=experts,
-        up=up,
-        down=down,
-        chip=probe(hidden.device),
-    )
+    return RoutedRows(as_activations(hidden), weights, experts, up, down)
 
 
 def run_mix(routed: RoutedRows, allowed: bool) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.layout.emit import as_activations
-from milepost.kernels.platform.device import probe
 from milepost.kernels.products import mix
 from milepost.kernels.products.forms.matrix import Form, Raw
 from milepost.kernels.products.run import RoutedRows
@@ -21,14 +20,7 @@ def as_routed(
 ) -> RoutedRows:
     """A tensor stands for raw weights."""
     up, down = (Raw(values=each) if isinstance(each, Tensor) else each for each in (up, down))
-    return RoutedRows(
-        rows=as_activations(hidden),
-        routing_weights=weights,
-        experts=experts.int(),
-        up=up,
-        down=down,
-        chip=probe(hidden.device),
-    )
+    return RoutedRows(as_activations(hidden), weights, experts.int(), up, down)
 
 
 def partials(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor) -> Tensor:

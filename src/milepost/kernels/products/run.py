@@ -10,7 +10,6 @@ token, I an expert's size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -114,8 +113,7 @@ def run_product(given: Multiplication) -> Tensor | None:
     return output if into is None or output is into else into.copy_(output)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RoutedRows:
+class RoutedRows(NamedTuple):
     """Rows, the experts that each was routed to, and those experts' weights."""
 
     rows: Activations
@@ -128,9 +126,12 @@ class RoutedRows:
     """[X, 2 * I, H], gates before ups, or [X, I, H] for experts that square a ReLU."""
     down: Form
     """[X, H, I]"""
-    chip: Chip
     limit: float = 0.0
     """Limit of SwiGLU's factors: see `norm.silu_mul`. 0 if there is none."""
+
+    @property
+    def chip(self) -> Chip:
+        return probe(self.rows.device)
 
     @property
     def values(self) -> Tensor:
@@ -197,16 +198,7 @@ def run_mixture(
         check_contiguous(up=up.values, down=down.values, experts=experts)
     elif not _suits(rows, up, down):
         return None
-    routed = RoutedRows(
-        rows=rows,
-        routing_weights=routing_weights,
-        experts=experts,
-        up=up,
-        down=down,
-        chip=probe(rows.device),
-        limit=limit,
-    )
-    return run_chosen(routed)
+    return run_chosen(RoutedRows(rows, routing_weights, experts, up, down, limit))
 
 
 def _suits(rows: Activations, *weights: Form) -> bool:

@@ -5,8 +5,6 @@ Legend: T tokens, H hidden size; I inputs, O outputs; N outputs, K inputs of a p
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -55,7 +53,7 @@ def run(routed: RoutedRows) -> Tensor:
         assert isinstance(weight, FourBits), "the kernel's forms"
         return Raw(values=unpack(weight, routed.rows.dtype))
 
-    return run_chosen(replace(routed, up=widen(routed.up), down=widen(routed.down)))
+    return run_chosen(routed._replace(up=widen(routed.up), down=widen(routed.down)))
 
 
 @quick
