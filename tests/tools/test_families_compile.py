@@ -31,6 +31,15 @@ def test_mamba2_without_a_norm_compiles():
     assert found == {"kernels": ["recurrent.portable.mamba2._norm_kernel"], "refused": {}}
 
 
+def test_short_convolutions_compile():
+    """A constant's fields are plain numbers to the compiler, and anything to the interpreter."""
+    found = compiled("lfm3", "sm_90", "bfloat16", "short_conv")
+    assert found == {
+        "kernels": ["short_conv.triton._keep_kernel", "short_conv.triton._mix_kernel"],
+        "refused": {},
+    }
+
+
 _CHUNK_O = "recurrent.portable.chunk_o._chunk_fwd_o_kernel"
 TOO_LARGE = {("olmo_hybrid", "sm_80", "float32"): {_CHUNK_O}}
 """States of 128 x 256 in float32 beside a chunk's tokens: 192 KiB, where an A100 has 163."""

@@ -218,7 +218,8 @@ def _keep_kernel(
         o_t = i_s + tl.arange(0, 1)
         is_padding = tl.load(outputs.token_sequence + o_t) < 0
         p_padding = outputs.output + o_t.to(tl.int64)[:, None] * CHANNELS + o_c[None, :]
-        zeros = tl.zeros([1, SIZES.block], outputs.output.dtype.element_ty)
+        BLOCK: tl.constexpr = SIZES.block
+        zeros = tl.zeros([1, BLOCK], outputs.output.dtype.element_ty)
         tl.store(p_padding, zeros, is_padding[:, None] & (o_c < CHANNELS)[None, :])
     if SIZES.recorded:
         _record(inputs, own, o_c, num_early, BLOCK_TAPS, SIZES, dtype)
