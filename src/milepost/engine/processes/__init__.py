@@ -2,7 +2,7 @@
 Its modules:
 
     the engine's process        engine, compiling
-    messages                    wire
+    messages                    wire, pixels
     the client                  client, questions, starting, loading, stream
     a further rank              rank
 """
