@@ -33,7 +33,8 @@ from bench.rows import provenance, write
 
 from milepost.images import ImageSettings, PreparedImage, normalisation, prepare
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.tower import Tower, TowerShapes
+from milepost.layers.tower import Tower
+from milepost.layers.tower_parts import TowerShapes
 from milepost.runner.pictures import FEW_PATCHES, MOST_PATCHES
 
 SIZES = {"256 tokens": (512, 512), "640x480": (480, 640), "1080p": (1080, 1920), "4K": (2160, 3840)}

@@ -13,7 +13,8 @@ from milepost.images import ImageSettings, normalisation, prepare
 from milepost.kernels import vision
 from milepost.kernels.vision import reference
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.tower import Tower, TowerShapes
+from milepost.layers.tower import Tower
+from milepost.layers.tower_parts import TowerShapes
 from milepost.models import Decoder, LoadOptions, load_model
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import largest_step

@@ -343,7 +343,8 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
 def _run_tower(head_dim: int) -> None:
     """Encode a picture with a tower of one block, with the heads of one that is published."""
     from milepost.layers.parameters import ModuleScope
-    from milepost.layers.tower import Tower, TowerShapes
+    from milepost.layers.tower import Tower
+    from milepost.layers.tower_parts import TowerShapes
 
     shapes = TowerShapes(
         depth=1,

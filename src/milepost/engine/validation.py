@@ -94,7 +94,8 @@ def _check_prompt(prompt: Prompt, limits: Limits) -> None:
             is_too_long=True,
         )
     _check_marks(prompt.cache_marks, length, limits.max_cache_marks)
-    check_num_images(len(prompt.pictures), limits.max_images)
+    if not limits.max_images:  # else they were counted: an image or a video may be many pictures
+        check_num_images(len(prompt.pictures), 0)
     check_pictures(prompt.pictures, length)
     num_bytes = sum(len(record.rows) for record in prompt.pixels)
     if num_bytes > MAX_PIXEL_BYTES:

@@ -4,7 +4,7 @@ numpy, and no torch. Its modules:
     settings of a checkpoint      settings
     sizes of resized pictures     sizes
     from bytes to pixels          headers, decoding
-    from pixels to patches        patches
+    from pixels to patches        patches, tiles, bilinear
     frames of videos              videos
 """
 

@@ -58,7 +58,7 @@ def prepare(
     pixels of the file.
     """
     upright = decoding.open_picture(picture, max_decoded)
-    settings = _lowered(settings, max_pixels)
+    settings = lowered(settings, max_pixels)
     size = resized(upright.height, upright.width, *settings.limits)
     return from_frames([resize(upright, size)], settings)
 
@@ -81,18 +81,23 @@ def from_frames(frames: Sequence[NDArray[np.uint8]], settings: ImageSettings) ->
     ordered = blocks.transpose(1, 4, 2, 5, 7, 0, 3, 6)
     rows = np.ascontiguousarray(ordered).reshape(down * across, -1)
     grid = 1, down, across
+    num_tokens = num_tokens_of(grid, merge)
     return PreparedImage(
         rows=rows,
         grid=grid,
         identity=_identity(rows, grid, settings),
-        num_tokens=num_tokens_of(grid, merge),
-        num_positions=max(down, across) // merge,
+        num_tokens=num_tokens,
+        num_positions=max(down, across) // merge if settings.has_rows else num_tokens,
     )
 
 
 def normalisation(settings: ImageSettings) -> NDArray[np.float32]:
     """Returns the normalised value of each byte in each channel, [3, 256]: scaled in float64, then
-    normalised in float32."""
+    normalised in float32; or both at once, as processors on torchvision do."""
+    if settings.is_tiled:
+        times = np.float32(1.0 / settings.rescale_factor)
+        mean, std = (np.array(each, np.float32) * times for each in (settings.mean, settings.std))
+        return (np.arange(256, dtype=np.float32) - mean[:, None]) / std[:, None]
     scaled = (np.arange(256).astype(np.float64) * settings.rescale_factor).astype(np.float32)
     mean, std = (np.array(values, np.float32) for values in (settings.mean, settings.std))
     return (scaled - mean[:, None]) / std[:, None]
@@ -110,7 +115,8 @@ def _identity(
     return digest.digest()
 
 
-def _lowered(settings: ImageSettings, max_pixels: int | None) -> ImageSettings:
+def lowered(settings: ImageSettings, max_pixels: int | None) -> ImageSettings:
+    """Returns settings with a lower limit of the resized picture."""
     if max_pixels is None or max_pixels >= settings.max_pixels:
         return settings
     return replace(settings, max_pixels=max_pixels, min_pixels=min(settings.min_pixels, max_pixels))

@@ -20,6 +20,8 @@ _PROCESSORS = (
     "Qwen3VLImageProcessor",
 )
 _VIDEO_PROCESSORS = ("Qwen3VLVideoProcessor",)
+_TILED = ("Lfm2VlImageProcessor", "Lfm2VlImageProcessorFast")
+_IMAGE_FILE, _IMAGE_TYPE = ("preprocessor_config.json", "image_processor"), "image_processor_type"
 _VIDEO_FILE = "video_preprocessor_config.json", "video_processor"
 _ONLY: dict[str, tuple[Any, ...]] = {
     "do_resize": (None, True),
@@ -29,6 +31,29 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "resample": (None, 3),
 }
 """Setting -> the values that are supported. 3 is Pillow's number of bicubic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageTiling:
+    """How large pictures are cut into squares; the defaults are those of LFM2-VL."""
+
+    side: int = 512
+    """Pixels of a square's side."""
+    least: int = 2
+    most: int = 10
+    """Fewest and most squares of a picture."""
+    has_thumbnail: bool = True
+    """Whether the whole picture follows its squares, made small."""
+    tolerance: float = 2.0
+    """A picture is cut if it has more pixels than `max_pixels` times this."""
+
+    def __post_init__(self) -> None:
+        for name, most in (("side", 2**13), ("least", 256), ("most", 256)):
+            _check_whole(f"tiles: {name}", getattr(self, name), most)
+        if self.least > self.most:
+            raise ConfigError(f"min_tiles={self.least} is more than max_tiles={self.most}")
+        if not _is_number(self.tolerance) or not 0 < self.tolerance <= 1e6:
+            raise ConfigError(f"max_pixels_tolerance={self.tolerance!r} is no number above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +73,12 @@ class ImageSettings:
     rescale_factor: float = 1 / 255
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    has_rows: bool = True
+    """Whether a picture's tokens have rows and columns for rotary positions (M-RoPE); else they
+    follow one another like text."""
+    is_tiled: bool = False
+    """Whether pictures are prepared by `tiles`: bilinearly, with labels, and perhaps cut."""
+    tiling: ImageTiling | None = None
 
     def __post_init__(self) -> None:
         for name, most in (("patch_size", 256), ("merge_size", 16), ("temporal_patch_size", 16)):
@@ -62,6 +93,10 @@ class ImageSettings:
             raise ConfigError(
                 f"max_pixels={self.max_pixels} is less than one token: {self.unit}x{self.unit}"
             )
+        if self.tiling is not None and self.tiling.side % self.unit:
+            raise UnsupportedModelError(
+                f"tile_size={self.tiling.side} is no multiple of a token's side, {self.unit}"
+            )
 
     @property
     def unit(self) -> int:
@@ -75,8 +110,9 @@ class ImageSettings:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens that a picture has."""
-        return self.max_pixels // self.unit**2
+        """Most tokens that a picture, or a square of one, has."""
+        side = 0 if self.tiling is None else self.tiling.side // self.unit
+        return max(self.max_pixels // self.unit**2, side**2)
 
     def with_pixels(self, min_pixels: int | None, max_pixels: int | None) -> ImageSettings:
         """Returns the settings with other limits. Raises ConfigError if they contradict."""
@@ -113,8 +149,12 @@ def read_image_settings(folder: Path) -> ImageSettings:
     """Reads the settings of the folder's image processor: `preprocessor_config.json`, or the part
     `image_processor` of `processor_config.json`. Without either, they are Qwen3.5's. Raises
     UnsupportedModelError or ConfigError, naming file and setting."""
-    found = _find(folder, "preprocessor_config.json", "image_processor", _PROCESSORS)
-    return ImageSettings(**found)
+    parts = _parts(folder, *_IMAGE_FILE)
+    tiled = next(((path, raw) for path, raw in parts if raw.get(_IMAGE_TYPE) in _TILED), None)
+    if tiled is None:
+        return ImageSettings(**_find(folder, *_IMAGE_FILE, _PROCESSORS))
+    with reading(tiled[0]):
+        return _read_tiled(tiled[1])
 
 
 def read_video_settings(folder: Path) -> ImageSettings:
@@ -159,25 +199,69 @@ def _parts(folder: Path, file: str, part: str) -> Iterator[tuple[Path, Mapping[s
             yield path, raw[part]
 
 
+def _read_tiled(raw: Mapping[str, Any]) -> ImageSettings:
+    """Reads LFM2-VL's settings, which count in tokens."""
+    only = {**_ONLY, "resample": (None, 2), "do_resize": (None, True, False)}
+    _check_only(raw, only)
+    patch, merge = raw.get("encoder_patch_size", 16), raw.get("downsample_factor", 2)
+    for name, value in (("encoder_patch_size", patch), ("downsample_factor", merge)):
+        _check_whole(name, value, 256)
+    least, most = raw.get("min_image_tokens", 64), raw.get("max_image_tokens", 256)
+    for name, value in (("min_image_tokens", least), ("max_image_tokens", most)):
+        _check_whole(name, value, 2**16)
+    named = {
+        "side": "tile_size",
+        "least": "min_tiles",
+        "most": "max_tiles",
+        "has_thumbnail": "use_thumbnail",
+        "tolerance": "max_pixels_tolerance",
+    }
+    own = {name: raw[key] for name, key in named.items() if raw.get(key) is not None}
+    pixels = (patch * merge) ** 2
+    return ImageSettings(
+        patch_size=patch,
+        merge_size=merge,
+        temporal_patch_size=1,
+        min_pixels=least * pixels,
+        max_pixels=most * pixels,
+        has_rows=False,
+        is_tiled=True,
+        tiling=ImageTiling(**own) if raw.get("do_image_splitting", True) else None,
+        **_values_of(raw),
+    )
+
+
+def _check_only(raw: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, values in only.items():
+        if raw.get(name) not in values:
+            raise UnsupportedModelError(
+                f"{name}={raw[name]!r} is not supported; supported is {values[-1]!r}"
+            )
+
+
 def _read(raw: Mapping[str, Any], key: str, kinds: Sequence[str]) -> dict[str, Any]:
     kind = raw.get(key)
     if kind not in (None, *kinds):
         raise UnsupportedModelError(
             f"{key}={kind!r} is not supported; supported are {', '.join(kinds)}"
         )
-    for name, values in _ONLY.items():
-        if raw.get(name) not in values:
-            raise UnsupportedModelError(
-                f"{name}={raw[name]!r} is not supported; supported is {values[-1]!r}"
-            )
+    _check_only(raw, _ONLY)
     size = raw.get("size")
     size = size if isinstance(size, Mapping) else {}
-    names = {field.name for field in fields(ImageSettings)}
+    names = ("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels")
     own = {name: raw[name] for name in names if raw.get(name) is not None}
     for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
         value = own.get(name, size.get(edge, size.get(name)))
         if value is not None:
             own[name] = value
+    return own | _values_of(raw)
+
+
+def _values_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that make numbers of bytes, where they differ from the defaults."""
+    own: dict[str, Any] = {}
+    if raw.get("rescale_factor") is not None:
+        own["rescale_factor"] = raw["rescale_factor"]
     for name, key in (("mean", "image_mean"), ("std", "image_std")):
         if raw.get(key) is not None:
             own[name] = _colours(key, raw[key])

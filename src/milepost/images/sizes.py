@@ -19,11 +19,13 @@ def resized(
     *,
     num_frames: int = 1,
     frames_each: int = 1,
+    has_least_side: bool = False,
 ) -> tuple[int, int]:
     """Returns the height and width that a picture is resized to, both multiples of `unit`: the
     nearest ones, if their area is from `min_pixels` to `max_pixels`, or else the picture's size
     scaled to that area. Halves are rounded to even multiples. The area is that of all `num_frames`
-    of a video, rounded to a multiple of the `frames_each` of a patch.
+    of a video, rounded to a multiple of the `frames_each` of a patch. With `has_least_side` no side
+    is rounded to nothing before the area is taken.
 
     Raises InvalidPromptError for a picture that is more than `MAX_RATIO` times as long as wide.
     """
@@ -33,6 +35,8 @@ def resized(
             "as long as the other; crop it or cut it into pieces"
         )
     rows, columns = round(height / unit), round(width / unit)
+    if has_least_side:
+        rows, columns = max(rows, 1), max(columns, 1)
     area = round(num_frames / frames_each) * frames_each * rows * columns * unit**2
     if area > max_pixels:
         factor = math.sqrt((num_frames * height * width) / max_pixels)

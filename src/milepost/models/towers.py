@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.tower import Tower, TowerShapes
+from milepost.layers.tower import Tower
+from milepost.layers.tower_parts import TowerNames, TowerShapes
 
 _THETA = 10_000.0
 """Base of the rotary frequencies if a configuration does not name it."""
@@ -61,6 +63,83 @@ def qwen_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
     return Tower(shapes, kind)
 
 
+_SIGLIP: dict[str, int] = {
+    "num_hidden_layers": 1024,
+    "hidden_size": 2**16,
+    "num_attention_heads": 2**10,
+    "intermediate_size": 2**18,
+    "patch_size": 256,
+    "num_channels": 3,
+    "num_patches": 2**20,
+}
+_SIGLIP_NAMES = TowerNames(
+    embedding="embeddings.patch_embedding",
+    has_channels_last=True,
+    positions="embeddings.position_embedding",
+    block="encoder.layers.{index}",
+    norms=("layer_norm1", "layer_norm2"),
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.out_proj",
+    feed_forward=("mlp.fc1", "mlp.fc2"),
+    norm="post_layernorm",
+    merger=("linear_1", "linear_2"),
+)
+_SIGLIP_PATHS = tuple(
+    f"{outer}vision_tower{inner}" for outer in ("model.", "") for inner in ("", ".vision_model")
+)
+
+
+def siglip_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
+    """Builds the tower of LFM2-VL and LFM2.5-VL: SigLIP2 for pictures of any shape (NaFlex), and a
+    projector that merges its patches. Raises UnsupportedModelError, naming the setting."""
+    config = whole.vision_config
+    sizes = {name: _size(config, name, most) for name, most in _SIGLIP.items()}
+    _refuse(
+        config, "model_type", config.model_type != "siglip2_vision_model", "siglip2_vision_model"
+    )
+    _refuse(config, "hidden_act", config.hidden_act != "gelu_pytorch_tanh", "gelu_pytorch_tanh")
+    _refuse(config, "num_channels", sizes["num_channels"] != 3, "3")
+    num_heads, hidden_size = sizes["num_attention_heads"], sizes["hidden_size"]
+    is_uneven = hidden_size % (4 * num_heads) > 0
+    wanted = f"a divisor of hidden_size={hidden_size} / 4"
+    _refuse(config, "num_attention_heads", is_uneven, wanted)
+    count = sizes["num_patches"]
+    _refuse(config, "num_patches", round(count**0.5) ** 2 != count, "a square")
+    merge_size = _size(whole, "downsample_factor", 16)
+    merger_size = _size(whole, "projector_hidden_size", 2**18)
+    for name, values, wanted in (
+        ("projector_hidden_act", ("gelu",), "gelu"),
+        ("projector_bias", (True,), "true"),
+        ("vision_feature_layer", (None, -1), "-1"),
+    ):
+        _refuse(whole, name, getattr(whole, name, None) not in values, wanted)
+    shapes = TowerShapes(
+        depth=sizes["num_hidden_layers"],
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        feed_forward_size=sizes["intermediate_size"],
+        output_size=whole.get_text_config().hidden_size,
+        patch_size=sizes["patch_size"],
+        merge_size=merge_size,
+        num_frames=1,
+        num_channels=sizes["num_channels"],
+        num_positions=count,
+        theta=None,
+        eps=config.layer_norm_eps,
+        merger_size=merger_size,
+        has_averaged_positions=True,
+    )
+    root = kind.root()
+    norm = f"{_SIGLIP_NAMES.norm}.weight"
+    path = next(
+        (each for each in _SIGLIP_PATHS if f"{each}.{norm}" in kind.names), _SIGLIP_PATHS[0]
+    )
+    projector = f"{path.partition('vision_tower')[0]}multi_modal_projector"
+    merged_norm = "layer_norm" if whole.projector_use_layernorm else None
+    names = replace(_SIGLIP_NAMES, merged_norm=merged_norm)
+    return Tower(shapes, root.under(path), names, root.under(projector))
+
+
 def _size(config: PreTrainedConfig, name: str, most: int) -> int:
     """Returns a whole number; two equal ones stand for one."""
     value: Any = getattr(config, name, None)
@@ -95,7 +174,8 @@ def _check_sections(text: PreTrainedConfig) -> None:
 def _refuse(config: PreTrainedConfig, name: str, is_refused: bool, wanted: str) -> None:
     if is_refused:
         shown = repr(getattr(config, name, None))[:100]
+        where = "" if getattr(config, "vision_config", None) else "vision_config."
         raise UnsupportedModelError(
-            f"vision_config.{name}={shown} is not supported; supported is {wanted}; "
+            f"{where}{name}={shown} is not supported; supported is {wanted}; "
             "language_model_only=True leaves the vision part out"
         )

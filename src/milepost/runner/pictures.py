@@ -15,7 +15,8 @@ from torch import Tensor
 
 from milepost.images import ImageSettings, normalisation
 from milepost.layers.context import PictureRows
-from milepost.layers.tower import Tower, TowerRun
+from milepost.layers.tower import Tower
+from milepost.layers.tower_parts import TowerRun
 from milepost.models.decoder import Decoder
 from milepost.runner.positions import PicturePart, parts
 from milepost.scheduler.plans import EncodePart, StepPlan

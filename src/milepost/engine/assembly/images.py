@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from milepost.config import EngineConfig
-from milepost.engine.media import ImageFacts, VideoFacts
+from milepost.engine.media import ImageFacts, TileFacts, VideoFacts
 from milepost.errors import UnsupportedModelError, how_to_install
 from milepost.images import (
     ImageSettings,
@@ -17,8 +17,10 @@ from milepost.images import (
     read_image_settings,
     read_video_settings,
 )
+from milepost.images.settings import NESTED
 from milepost.models.configuration import load_config
 from milepost.models.decoder import Decoder
+from milepost.models.files import read_object
 from milepost.models.loading import has_pictures
 from milepost.runner.launching import num_weights
 from milepost.scheduler.encoders import TowerCost
@@ -121,9 +123,25 @@ def image_facts(
             text=text_of(start, "video_token_id", end),
             max_videos=config.max_videos,
         )
+    settings = image_settings_of(config, folder)
     return ImageFacts(
-        settings=image_settings_of(config, folder),
+        settings=settings,
         token_id=token_id,
         text=text_of(start, "image_token_id", end),
+        tiles=_tile_facts(folder, tokenizer) if settings.is_tiled else None,
         video=video,
+    )
+
+
+def _tile_facts(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> TileFacts:
+    """Returns the texts around images in tiles, by the names that LFM2-VL's processor has for
+    them."""
+    path = folder / NESTED
+    raw = read_object(path) if path.exists() else {}
+    if tokenizer is None or raw.get("use_image_special_tokens") is False:
+        return TileFacts(start="", end="")
+    start, end = "image_start_token", "image_end_token"
+    return TileFacts(
+        start=str(getattr(tokenizer, start, "<|image_start|>")),
+        end=str(getattr(tokenizer, end, "<|image_end|>")),
     )

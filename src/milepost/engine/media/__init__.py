@@ -9,7 +9,7 @@ all of it in one process         here
 
 from __future__ import annotations
 
-from milepost.engine.media.facts import ImageFacts, VideoFacts
+from milepost.engine.media.facts import ImageFacts, TileFacts, VideoFacts
 from milepost.engine.media.filling import Media, check_media
 from milepost.engine.media.given import Given, images_in, images_of
 from milepost.engine.media.here import Embedded
@@ -25,6 +25,7 @@ __all__ = [
     "Media",
     "MediaRules",
     "Preparer",
+    "TileFacts",
     "VideoFacts",
     "check_media",
     "images_in",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from milepost.images.settings import FrameSampling, ImageSettings
@@ -25,6 +27,21 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Largest number of videos in a prompt."""
 
 
+class TileFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """How images in tiles enter the prompts of one model."""
+
+    start: str
+    end: str
+    """Texts around an image; empty for a checkpoint that writes none, whose tiles have no labels
+    either."""
+
+    def text(self, labels: Sequence[str], mark: str) -> str:
+        """Returns the text of an image: `mark` for each tile, after its label."""
+        has_labels = bool(self.start)
+        inner = "".join((label if has_labels else "") + mark for label in labels)
+        return self.start + inner + self.end
+
+
 class ImageFacts(msgspec.Struct, frozen=True, kw_only=True):
     """How images enter the prompts of one model."""
 
@@ -33,7 +50,10 @@ class ImageFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The token that stands for an image: one before images are inserted, and then one per token of
     the image."""
     text: str
-    """The text that a chat template writes for an image; empty without a tokenizer."""
+    """The text that a chat template writes for an image, or for a tile of one; empty without a
+    tokenizer."""
+    tiles: TileFacts | None = None
+    """None if the model reads images whole."""
     video: VideoFacts | None = None
     """None if the model takes no videos."""
 

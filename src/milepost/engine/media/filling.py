@@ -15,7 +15,12 @@ from typing import Any
 from milepost.engine.media.expanding import Expansion, expand, expanded
 from milepost.engine.media.facts import ImageFacts, VideoFacts
 from milepost.engine.media.given import Given
-from milepost.engine.media.prepared import Prepared, PreparedPicture, PreparedVideo
+from milepost.engine.media.prepared import (
+    Prepared,
+    PreparedPicture,
+    PreparedTiles,
+    PreparedVideo,
+)
 from milepost.engine.prompts import Prompt
 from milepost.engine.validation import check_num_images
 from milepost.errors import InvalidPromptError
@@ -48,22 +53,15 @@ class Media:
         return [self._text(each) for each in self.found]
 
     def into_plain(self, prompt: Any, encode: Callable[[str], list[int]] | None) -> Any:
-        """Returns a plain prompt, as callers pass it, with the texts of its videos. `encode`
-        tokenizes these if the prompt has token ids. Raises InvalidPromptError."""
-        texts = [self._text(each) for each in self.found if isinstance(each, PreparedVideo)]
-        if not texts:
-            return prompt
-        video = self.facts.video
-        assert video is not None, "videos are refused before"
-        if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
-            return {**prompt, "prompt": _in_text(prompt["prompt"], video.text, texts)}
-        tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-        if encode is None or not isinstance(tokens, list):
-            raise InvalidPromptError(
-                "a video needs a tokenizer, and a prompt that is a text or a list of token ids"
-            )
-        ids = _in_tokens(tokens, video, encode(video.text), [encode(text) for text in texts])
-        return {**prompt, "prompt_token_ids": ids}
+        """Returns a plain prompt, as callers give it, with the texts of its videos, and of images
+        in tiles. `encode` tokenizes these where the prompt has token ids. Raises
+        InvalidPromptError."""
+        for kind, facts in ((PreparedTiles, self.facts), (PreparedVideo, self.facts.video)):
+            texts = [self._text(each) for each in self.found if isinstance(each, kind)]
+            if texts:
+                assert facts is not None, "videos are refused before"
+                prompt = _with_texts(prompt, facts, texts, encode)
+        return prompt
 
     def into(self, token_ids: Sequence[int]) -> Expansion:
         """Returns tokens with all images and frames in them. Raises InvalidPromptError."""
@@ -74,8 +72,13 @@ class Media:
         return expanded(prompt, self._waiting())
 
     def _waiting(self) -> dict[int, list[PreparedPicture]]:
-        pictures = [each for each in self.found if isinstance(each, PreparedPicture)]
         videos = [each for each in self.found if isinstance(each, PreparedVideo)]
+        pictures: list[PreparedPicture] = []
+        for each in self.found:
+            if isinstance(each, PreparedPicture):
+                pictures.append(each)
+            elif isinstance(each, PreparedTiles):
+                pictures += each.pictures
         waiting = {self.facts.token_id: pictures}
         if self.facts.video is not None:
             frames = [picture for each in videos for picture in each.pictures]
@@ -85,8 +88,30 @@ class Media:
     def _text(self, prepared: Prepared) -> str:
         if isinstance(prepared, PreparedPicture):
             return self.facts.text
+        if isinstance(prepared, PreparedTiles):
+            assert self.facts.tiles is not None, "the model reads tiles"
+            return self.facts.tiles.text(prepared.labels, self.facts.text)
         assert self.facts.video is not None, "videos are refused before"
         return prepared.text(self.facts.video.text)
+
+
+def _with_texts(
+    prompt: Any,
+    facts: ImageFacts | VideoFacts,
+    texts: Sequence[str],
+    encode: Callable[[str], list[int]] | None,
+) -> Any:
+    """Returns a plain prompt with a text for each place that `facts` names."""
+    if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
+        return {**prompt, "prompt": _in_text(prompt["prompt"], facts.text, texts)}
+    tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    if encode is None or not isinstance(tokens, list):
+        what = "a video" if isinstance(facts, VideoFacts) else "an image in tiles"
+        raise InvalidPromptError(
+            f"{what} needs a tokenizer, and a prompt that is a text or a list of token ids"
+        )
+    ids = _in_tokens(tokens, facts.token_id, encode(facts.text), list(map(encode, texts)))
+    return {**prompt, "prompt_token_ids": ids}
 
 
 def _in_text(prompt: str, mark: str, texts: Sequence[str]) -> str:
@@ -96,12 +121,12 @@ def _in_text(prompt: str, mark: str, texts: Sequence[str]) -> str:
 
 
 def _in_tokens(
-    given: list[int], video: VideoFacts, mark: list[int], texts: Sequence[list[int]]
+    given: list[int], token_id: int, mark: list[int], texts: Sequence[list[int]]
 ) -> list[int]:
-    """Replaces `mark`, or the video's token without the others around it."""
-    places = [place for place, token in enumerate(given) if token == video.token_id]
-    _check_places(len(places), len(texts), f"token {video.token_id}")
-    before = mark.index(video.token_id) if video.token_id in mark else 0
+    """Replaces `mark`, or the token of a video or an image without the others around it."""
+    places = [place for place, token in enumerate(given) if token == token_id]
+    _check_places(len(places), len(texts), f"token {token_id}")
+    before = mark.index(token_id) if token_id in mark else 0
     found: list[int] = []
     done = 0
     for place, text in zip(places, texts, strict=True):
@@ -113,9 +138,8 @@ def _in_tokens(
     return found + given[done:]
 
 
-def _check_places(num_places: int, num_videos: int, mark: str) -> None:
-    if num_places != num_videos:
+def _check_places(num_places: int, num_given: int, mark: str) -> None:
+    if num_places != num_given:
         raise InvalidPromptError(
-            f"the prompt has a place for {num_places} videos ({mark}), and {num_videos} came with "
-            "it"
+            f"the prompt has a place for {num_places} of {mark}, and {num_given} came with it"
         )

@@ -65,7 +65,25 @@ class PreparedVideo(msgspec.Struct, array_like=True, frozen=True, tag="video"):
         return "".join(time + after_time for time in self.times)
 
 
-Prepared = PreparedPicture | PreparedVideo
+class PreparedTiles(msgspec.Struct, array_like=True, frozen=True, tag="tiles"):
+    """An image of a model that reads images in tiles."""
+
+    pictures: tuple[PreparedPicture, ...]
+    labels: tuple[str, ...]
+    """The text before each tile."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of its tiles, without those of the labels."""
+        return sum(each.num_tokens for each in self.pictures)
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of its pixels."""
+        return sum(each.num_bytes for each in self.pictures)
+
+
+Prepared = PreparedPicture | PreparedTiles | PreparedVideo
 
 
 class Unprepared(msgspec.Struct, array_like=True, frozen=True):
@@ -115,6 +133,8 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
         from milepost.images.videos import prepare_animation, prepare_video
 
         data = list(map(_file, self.data)) if isinstance(self.data, list) else _file(self.data)
+        if self.settings.is_tiled:
+            return _tiles(data, self.settings, self.max_pixels)
         if self.sampling is None:
             image = prepare(data, self.settings, max_pixels=self.max_pixels)
             return PreparedPicture.of(image)
@@ -129,6 +149,14 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
             )
         pictures = tuple(PreparedPicture.of(part.image) for part in parts)
         return PreparedVideo(pictures, tuple(part.text for part in parts))
+
+
+def _tiles(data: Any, settings: ImageSettings, max_pixels: int | None) -> PreparedTiles:
+    from milepost.images.tiles import prepare_tiles
+
+    tiles = prepare_tiles(data, settings, max_pixels=max_pixels)
+    pictures = tuple(PreparedPicture.of(each.image) for each in tiles)
+    return PreparedTiles(pictures, tuple(each.label for each in tiles))
 
 
 def _file(data: Any) -> Any:

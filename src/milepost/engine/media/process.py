@@ -9,7 +9,7 @@ import asyncio
 import msgspec
 
 from milepost.engine.child import Child, answer, bound_memory, messages
-from milepost.engine.media.prepared import Prepared, PreparedPicture, PreparedVideo, Unprepared
+from milepost.engine.media.prepared import Prepared, Unprepared
 from milepost.errors import InvalidPromptError, InvalidRequestError
 
 MAX_BYTES = 2 * 2**30
@@ -29,7 +29,7 @@ class PreparingProcess:
         self._child = Child("milepost.engine.media")
         self._killed: asyncio.subprocess.Process | None = None
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(PreparedPicture | PreparedVideo | _Refusal)
+        self._decoder = msgspec.msgpack.Decoder(Prepared | _Refusal)
 
     async def prepare(self, asked: Unprepared) -> Prepared:
         """Returns the prepared image. If its caller is cancelled, the work ends at once. Raises
@@ -71,7 +71,9 @@ class PreparingProcess:
 
 def main() -> None:
     """Prepares one image after the other, until the input ends."""
-    import milepost.images.videos  # noqa: F401 - what Pillow loads is no image's memory
+    # What Pillow loads is no image's memory.
+    import milepost.images.tiles
+    import milepost.images.videos  # noqa: F401
 
     decoder, encoder = msgspec.msgpack.Decoder(Unprepared), msgspec.msgpack.Encoder()
     bound_memory(MAX_BYTES)

@@ -60,6 +60,21 @@ def add_positions(
     return hidden + total.to(hidden.dtype)
 
 
+def add_averaged_positions(
+    hidden: Tensor, table: Tensor, places: tuple[Tensor, Tensor], size: tuple[int, int]
+) -> Tensor:
+    """Returns `hidden` [P, D] with embeddings added as `add_positions` does, but of the whole
+    `table` resized to `size` as a picture is: linearly, and by averages where it is made
+    smaller."""
+    side = round(len(table) ** 0.5)
+    square = cast(table, accumulation_dtype(table.dtype)).view(1, side, side, -1)
+    resized = F.interpolate(
+        square.permute(0, 3, 1, 2), size, mode="bilinear", align_corners=False, antialias=True
+    )
+    rows, columns = places
+    return hidden + resized[0].flatten(1).t()[rows * size[1] + columns].to(hidden.dtype)
+
+
 def turned_angles(rows: Tensor, columns: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines [P, E / 2] of patches at `rows` and `columns` [P]: the first half
     turns by the row, the second by the column, both with `frequencies` [E / 4]."""

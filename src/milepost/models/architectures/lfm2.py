@@ -21,6 +21,7 @@ from milepost.layers.short_conv import ShortConv
 from milepost.models.architecture import Architecture, is_true_or_unset
 from milepost.models.decoder import DecoderParts
 from milepost.models.names import listed_layers, take_same
+from milepost.models.towers import siglip_tower
 
 _NAMES = AttentionNames(out="out_proj", query_norm="q_layernorm", key_norm="k_layernorm")
 _GATE_UP_DOWN = "w1", "w3", "w2"
@@ -174,10 +175,12 @@ def _family(
 _PLAIN = _family(model_types=("lfm2",), build=_dense, settle=_settle_dense)
 ARCHITECTURES = (
     _PLAIN,
-    replace(  # the text part of LFM2-VL and LFM2.5-VL
+    replace(  # LFM2-VL and LFM2.5-VL
         _PLAIN,
         model_types=("lfm2_vl",),
         text_types=("lfm2",),
+        tower=siglip_tower,
+        tower_path="model.vision_tower",
         skipped=(r"(model\.)?vision_tower\.", r"(model\.)?multi_modal_projector\."),
     ),
     _family(model_types=("lfm2_moe",), build=_sparse, settle=_settle_sparse),

@@ -1,0 +1,261 @@
+"""Parts of a vision tower: sizes and names, a run between two blocks, projections, norms, blocks
+and the merger.
+
+Legend: P patches of all pictures, D hidden size, I inputs, M patches merged into a token, C hidden
+size of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from milepost.kernels import products, vision
+from milepost.kernels.platform.device import runs_triton
+from milepost.kernels.platform.tensors import Made, in_blocks
+from milepost.kernels.vision import PictureFrames
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.weight_slots import WeightSlot, WeightSlots, fill_matrix, place_whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerShapes:
+    """Sizes of a tower."""
+
+    depth: int
+    hidden_size: int
+    num_heads: int
+    feed_forward_size: int
+    output_size: int
+    """Hidden size of the model."""
+    patch_size: int
+    merge_size: int
+    num_frames: int
+    """Frames of a patch."""
+    num_channels: int
+    num_positions: int
+    """Entries of the table of positions, a square."""
+    theta: float | None
+    """Base of the frequencies by which heads are turned; None if they are not."""
+    eps: float = 1e-6
+    merger_size: int | None = None
+    """Size between the merger's two projections; that of the merged patches if None."""
+    has_averaged_positions: bool = False
+    """Whether the table is resized to a picture as pictures are, by triangles that widen as it is
+    made smaller. Otherwise its corners are the picture's, with linear steps in between."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Values of a patch."""
+        return self.num_channels * self.num_frames * self.patch_size**2
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def num_weights(self) -> int:
+        """Weights that a token's patches are multiplied by, each patch counted."""
+        size, num_patches = self.hidden_size, self.merge_size**2
+        block = 4 * size**2 + 2 * size * self.feed_forward_size
+        merged = num_patches * size
+        inner = self.merger_size or merged
+        merger = inner * (merged + self.output_size)
+        return num_patches * (self.num_inputs * size + self.depth * block) + merger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerNames:
+    """Paths of a tower's tensors below its own; the defaults are Qwen3.5's."""
+
+    embedding: str = "patch_embed.proj"
+    has_channels_last: bool = False
+    """Whether the embedding's inputs are in the order of rows, columns and channels."""
+    positions: str = "pos_embed"
+    block: str = "blocks.{index}"
+    norms: tuple[str, str] = ("norm1", "norm2")
+    qkv: tuple[str, ...] = ("attn.qkv",)
+    """One projection, or those of queries, keys and values."""
+    out: str = "attn.proj"
+    feed_forward: tuple[str, str] = ("mlp.linear_fc1", "mlp.linear_fc2")
+    norm: str = "merger.norm"
+    """The norm over patches before they are merged."""
+    merged_norm: str | None = None
+    """A norm over the merged patches; None if there is none. It and the merger's projections are
+    below the path of the merger."""
+    merger: tuple[str, str] = ("merger.linear_fc1", "merger.linear_fc2")
+
+
+@dataclass(slots=True, kw_only=True)
+class TowerRun:
+    """A run of a tower, between two of its blocks, with the residual stream [P, D]."""
+
+    hidden: Tensor
+    delta: Tensor | None
+    """[P, D], to be added to it next."""
+    angles: tuple[Tensor, Tensor]
+    frames: PictureFrames
+    is_fixed: bool
+    """Whether products take an order that does not depend on the number of rows."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds on the device."""
+        held = (self.hidden, self.delta, *self.angles)
+        return sum(each.nbytes for each in held if each is not None)
+
+
+def by_rows(compute: Callable[..., Made], *rows: Tensor, is_fixed: bool) -> Made:
+    """Returns what `compute` makes of each row of `rows` [P, ...]. On a CPU, torch computes the
+    last numbers of a tensor by other instructions, so it gets blocks of rows if `is_fixed`."""
+    is_cut = is_fixed and not runs_triton(rows[0])
+    return in_blocks(compute, *rows) if is_cut else compute(*rows)
+
+
+class TowerLinear(nn.Module):
+    """A projection with bias. `shape` is that of the checkpoint's weight, whose dimensions after
+    the first are the inputs; or of several with equal parts of the outputs, at the paths of
+    `kinds`."""
+
+    def __init__(self, kinds: ModuleScope | Sequence[ModuleScope], *shape: int) -> None:
+        super().__init__()
+        self._kinds = [kinds] if isinstance(kinds, ModuleScope) else kinds
+        self.kind, self._shape = kind, shape = self._kinds[0], shape
+        self.weight = kind.empty(shape[0], torch.Size(shape[1:]).numel())
+        self.bias = kind.empty(shape[0])
+
+    def forward(self, rows: Tensor, *, is_fixed: bool) -> Tensor:
+        """Multiplies `rows` [P, I]; see `TowerRun.is_fixed`."""
+        if not is_fixed:
+            return F.linear(rows, self.weight, self.bias)
+        return products.multiply(
+            rows, products.Raw(values=self.weight, batch_invariant=True), self.bias
+        )
+
+    def gelu(self, rows: Tensor, *, is_fixed: bool) -> Tensor:
+        """Multiplies, and takes the GELU as a tanh approximates it."""
+        if not is_fixed:
+            return vision.multiply_gelu(rows, self.weight, self.bias)
+        gelu = partial(F.gelu, approximate="tanh")
+        return by_rows(gelu, self(rows, is_fixed=True), is_fixed=True)
+
+    def placements(self) -> WeightSlots:
+        count = len(self._kinds)
+        weights, biases = self.weight.view(self._shape).chunk(count), self.bias.chunk(count)
+        own = {}
+        for kind, weight, bias in zip(self._kinds, weights, biases, strict=True):
+            own |= {kind.full("weight"): place_whole(weight), kind.full("bias"): place_whole(bias)}
+        return own
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        """Fills the weight; the bias is zero."""
+        fill_matrix(self.weight, spread, generator)
+        self.bias.zero_()
+
+
+class PatchEmbedding(TowerLinear):
+    """The projection of a patch's values; its inputs are channels, frames and places."""
+
+    def __init__(self, shapes: TowerShapes, names: TowerNames, kind: ModuleScope) -> None:
+        self._has_channels_last = names.has_channels_last
+        side = shapes.patch_size
+        patch = (shapes.num_channels, shapes.num_frames, side, side)
+        super().__init__(kind.under(names.embedding), shapes.hidden_size, *patch)
+
+    def placements(self) -> WeightSlots:
+        own = super().placements()
+        if self._has_channels_last:
+            outputs, channels, frames, rows, columns = self._shape
+            whole = self.weight.view(self._shape)
+
+            def store(values: Tensor) -> None:
+                last = values.view(outputs, frames, rows, columns, channels)
+                whole.copy_(last.permute(0, 4, 1, 2, 3))
+
+            own[self.kind.full("weight")] = WeightSlot(tuple(self.weight.shape), store)
+        return own
+
+
+class LayerNorm(nn.Module):
+    """A norm over D with mean and deviation, a weight and a bias."""
+
+    def __init__(self, size: int, eps: float, kind: ModuleScope) -> None:
+        super().__init__()
+        self.kind, self._eps = kind, eps
+        self.weight, self.bias = kind.empty(size), kind.empty(size)
+
+    def add(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Adds a layer's output to the residual stream [P, D]; returns the sum and its norm."""
+        return vision.add_norm(hidden, delta, self.weight, self.bias, self._eps)
+
+    def placements(self) -> WeightSlots:
+        own = {"weight": self.weight, "bias": self.bias}
+        return {self.kind.full(name): place_whole(values) for name, values in own.items()}
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
+        """Sets the weight to 1 and the bias to 0."""
+        self.weight.fill_(1)
+        self.bias.zero_()
+
+
+class TowerBlock(nn.Module):
+    """Attention among all patches of a frame, then a feed-forward, each after a norm."""
+
+    def __init__(self, shapes: TowerShapes, names: TowerNames, kind: ModuleScope) -> None:
+        super().__init__()
+        size, inner = shapes.hidden_size, shapes.feed_forward_size
+        self._num_heads = shapes.num_heads
+        first, second = map(kind.under, names.norms)
+        self.norm1 = LayerNorm(size, shapes.eps, first)
+        self.norm2 = LayerNorm(size, shapes.eps, second)
+        self.qkv = TowerLinear(list(map(kind.under, names.qkv)), 3 * size, size)
+        self.proj = TowerLinear(kind.under(names.out), size, size)
+        up, down = map(kind.under, names.feed_forward)
+        self.up = TowerLinear(up, inner, size)
+        self.down = TowerLinear(down, size, inner)
+
+    def advance(self, run: TowerRun) -> None:
+        """Takes a run on by this block."""
+        is_fixed = run.is_fixed
+        hidden, normed = self.norm1.add(run.hidden, run.delta)
+        projected = self.qkv(normed, is_fixed=is_fixed)
+        attended = vision.attend(projected, run.angles, self._num_heads, run.frames)
+        delta = self.proj(attended, is_fixed=is_fixed)
+        run.hidden, normed = self.norm2.add(hidden, delta)
+        run.delta = self.down(self.up.gelu(normed, is_fixed=is_fixed), is_fixed=is_fixed)
+
+
+_MERGED_EPS = 1e-5
+
+
+class Merger(nn.Module):
+    """Turns M patches [P, D] into a token [P / M, C]."""
+
+    def __init__(
+        self, shapes: TowerShapes, names: TowerNames, kind: ModuleScope, own: ModuleScope
+    ) -> None:
+        super().__init__()
+        self._size = shapes.hidden_size * shapes.merge_size**2
+        inner = shapes.merger_size or self._size
+        self.norm = LayerNorm(shapes.hidden_size, shapes.eps, kind.under(names.norm))
+        self.merged_norm = None
+        if names.merged_norm is not None:
+            self.merged_norm = LayerNorm(self._size, _MERGED_EPS, own.under(names.merged_norm))
+        first, second = map(own.under, names.merger)
+        self.first = TowerLinear(first, inner, self._size)
+        self.second = TowerLinear(second, shapes.output_size, inner)
+
+    def end(self, run: TowerRun) -> Tensor:
+        """Returns the tokens of a run that has passed all blocks."""
+        normed = self.norm.add(run.hidden, run.delta)[1]
+        merged = normed.view(-1, self._size)
+        if self.merged_norm is not None:
+            merged = self.merged_norm.add(merged, None)[1]
+        inner = self.first(merged, is_fixed=run.is_fixed)
+        inner = by_rows(F.gelu, inner, is_fixed=run.is_fixed)
+        return self.second(inner, is_fixed=run.is_fixed)
