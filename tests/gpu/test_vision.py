@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -10,16 +11,19 @@ import torch
 from torch import Tensor
 
 from milepost.images import ImageSettings, normalisation, prepare
+from milepost.images.settings import ImageTiling
+from milepost.images.tiles import prepare_tiles
 from milepost.kernels import vision
 from milepost.kernels.vision import reference
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower import Tower
-from milepost.layers.tower_parts import TowerShapes
+from milepost.layers.tower_parts import TowerNames, TowerShapes
 from milepost.models import Decoder, LoadOptions, load_model
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import largest_step
 from milepost.runner.pools import Pools
 from milepost.runner.runner import Executor
+from tests import tiled
 from tests.images.pictures import picture
 from tests.numbers import relative_error
 from tests.pictured import SETTINGS, image, prompt, save
@@ -107,7 +111,25 @@ def shapes_of(size: str) -> TowerShapes:
 
 
 def tower(size: str, dtype: torch.dtype, device: str) -> Tower:
-    made = Tower(shapes_of(size), ModuleScope(dtype=dtype, device=torch.device(device)))
+    return filled(Tower(shapes_of(size), ModuleScope(dtype=dtype, device=torch.device(device))))
+
+
+def tiled_tower(size: str, dtype: torch.dtype, device: str) -> Tower:
+    """LFM2-VL's, whose heads are not turned and whose positions are averaged."""
+    shapes = replace(
+        shapes_of(size),
+        num_frames=1,
+        num_positions=256,
+        theta=None,
+        merger_size=2560,
+        has_averaged_positions=True,
+    )
+    names = TowerNames(merged_norm="merger.merged_norm")
+    kind = ModuleScope(dtype=dtype, device=torch.device(device))
+    return filled(Tower(shapes, kind, names))
+
+
+def filled(made: Tower) -> Tower:
     random = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -125,6 +147,28 @@ def test_embeddings_are_close_to_the_reference(size: str) -> None:
     expected = exact(rows, table.double(), [prepared.grid])
     found = own(rows.cuda(), table.cuda().bfloat16(), [prepared.grid])
     assert relative_error(found.cpu(), expected) < 2e-2
+
+
+@pytest.mark.parametrize("size", HEADS)
+def test_embeddings_of_tiles_are_close_to_the_reference(size: str) -> None:
+    settings = replace(tiled.SETTINGS, patch_size=16, min_pixels=65536, max_pixels=262144)
+    settings = replace(settings, tiling=ImageTiling())
+    table = torch.from_numpy(normalisation(settings))
+    own, exact = tiled_tower(size, torch.bfloat16, "cuda"), tiled_tower(size, torch.float64, "cpu")
+    tiles = prepare_tiles(picture(600, 1000), settings)
+    together = [each.image for each in tiles[-2:]]
+    for image_ in together:
+        rows = torch.from_numpy(image_.rows)
+        expected = exact(rows, table.double(), [image_.grid])
+        found = own(rows.cuda(), table.cuda().bfloat16(), [image_.grid])
+        assert relative_error(found.cpu(), expected) < 2e-2
+    alone = [
+        own(torch.from_numpy(each.rows).cuda(), table.cuda().bfloat16(), [each.grid], is_fixed=True)
+        for each in together
+    ]
+    rows = torch.cat([torch.from_numpy(each.rows) for each in together]).cuda()
+    both = own(rows, table.cuda().bfloat16(), [each.grid for each in together], is_fixed=True)
+    assert torch.equal(both, torch.cat(alone))
 
 
 def test_an_embedding_is_the_same_bits_whatever_is_encoded_before_it() -> None:
