@@ -88,7 +88,7 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     fitted = fit(config, model, whole, device, ranks, settings)
     config, shape, sizes = fitted.config, fitted.shape, fitted.sizes
     facts = facts_of(config, device, ranks, is_fused=fitted.steps is not None)
-    identity = _identity(config, folder, shape, model.num_positions, facts)
+    identity = identity_of(config, folder, model, shape, facts)
     cache = _cache(config, shape, sizes, identity)
     max_model_len = max_model_len_of(config, model, shape, cache.capacity)
     pools = sizes.allocate(shape, device)
@@ -189,11 +189,11 @@ def _executor(
     return executor
 
 
-def _identity(
+def identity_of(
     config: EngineConfig,
     folder: Path,
+    model: Decoder,
     shape: PoolShape,
-    num_positions: int,
     bitwise: Mapping[str, str | int],
 ) -> bytes:
     """Returns the identity of the model as it runs here, which goes into the keys of cached
@@ -208,13 +208,13 @@ def _identity(
         # Hopper's attention takes pages from a size on.
         "page_size": config.page_size,
         # The angles of some models depend on it.
-        "num_positions": num_positions,
+        "num_positions": model.num_positions,
     }
     if config.hf_overrides is not None:
         facts["overrides"] = config.hf_overrides
     if not has_weights:
         facts["seed"] = config.seed
-    if shape.carried_size:
+    if model.mtp is not None:
         facts["head"] = "mtp"
     if config.tensor_parallel_size > 1:
         facts["ranks"] = config.tensor_parallel_size
