@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from milepost.cache import CacheReport
 from milepost.cli.answers import CONTROLS, AnswerWriter, MarkdownSink, PlainSink
-from milepost.engine.outputs import CacheReport, CompletionOutput, RequestOutput
+from milepost.engine.outputs import CompletionOutput, RequestOutput
 from milepost.sampling_params import SamplingParams
 
 _BAR_WIDTH = 24

@@ -43,8 +43,8 @@ class Flags(Generic[C]):
 
     def parameters(self) -> list[inspect.Parameter]:
         """Returns one keyword-only parameter per flag, annotated for cyclopts."""
-        hints = get_type_hints(self.config)
-        docs = field_docs(self.config)
+        config: type = self.config
+        hints, docs = get_type_hints(config), field_docs(config)
         return [
             self._parameter(field, hints[field.name], docs.get(field.name, ""))
             for field in fields(self.config)  # type: ignore[arg-type]

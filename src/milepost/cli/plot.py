@@ -9,7 +9,9 @@ from typing import Any
 
 from milepost.cli.display import seconds
 from milepost.errors import ConfigError, missing
-from milepost.simulator.results import FleetRow, ResultRow, Row
+from milepost.simulator.results import FleetRow, ResultRow
+
+AnyRow = ResultRow | FleetRow
 
 _STYLES = ("-", "--", ":", "-.")
 
@@ -23,7 +25,7 @@ def require(path: Path) -> None:
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
 
 
-def draw(rows: Sequence[Row], path: Path, bound: float) -> None:
+def draw(rows: Sequence[AnyRow], path: Path, bound: float) -> None:
     """Draws the hit rate with its bound, and the p90 time to first token. Each policy is a line
     over memory, each routing of a fleet one over the number of engines."""
     from matplotlib.figure import Figure
@@ -43,9 +45,9 @@ def draw(rows: Sequence[Row], path: Path, bound: float) -> None:
 
 
 def _lines(
-    axes: Any, rows: Sequence[Row], label: str, value: Callable[[Row], float | None]
+    axes: Any, rows: Sequence[AnyRow], label: str, value: Callable[[AnyRow], float | None]
 ) -> None:
-    series: dict[tuple[str, ...], list[Row]] = {}
+    series: dict[tuple[str, ...], list[AnyRow]] = {}
     for row in rows:
         series.setdefault(_parts(row), []).append(row)
     varying = [len(set(column)) > 1 for column in zip(*series, strict=True)]
@@ -69,12 +71,12 @@ def _lines(
     axes.set_ylabel(label)
 
 
-def _parts(row: Row) -> tuple[str, ...]:
+def _parts(row: AnyRow) -> tuple[str, ...]:
     """Returns what sets a line apart: policy and routing choose its colour, memory its style."""
     if isinstance(row, ResultRow):
         return row.policy, "", ""
     return row.policy, row.routing, f"{row.gib:g} GiB"
 
 
-def _size(row: Row) -> float:
+def _size(row: AnyRow) -> float:
     return row.gib if isinstance(row, ResultRow) else row.engines

@@ -11,6 +11,7 @@ from rich.table import Table
 from milepost.cli.display import seconds
 from milepost.cli.simulate_settings import GIB, Settings
 from milepost.cli.simulate_tables import plain_table
+from milepost.scheduler.memory import PrefixMemory
 from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet import Fleet, Shape
 from milepost.simulator.policies import CachePolicy, Pooled
@@ -73,7 +74,7 @@ def run_fleet(
 
 def _maker(
     policy: CachePolicy | Pooled, gib: float, cost: CostModel, page_size: int, max_num_seqs: int
-) -> Callable[[], object]:
+) -> Callable[[], PrefixMemory]:
     num_pages, num_slots = cost.split(int(gib * GIB), page_size, max_num_seqs)
     return lambda: policy.memory(
         cost, num_pages=num_pages, num_slots=num_slots, page_size=page_size

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from typing import IO, Any, Protocol
 
-from milepost.cache.report import Lost
+from milepost.cache import CacheReport, Lost
 from milepost.cli.answers import CLOSING, OPENING
 from milepost.cli.generate import SAMPLING, StreamingEngine
-from milepost.engine.outputs import CacheReport, CompletionOutput, RequestOutput
+from milepost.engine.outputs import CompletionOutput, RequestOutput
 from milepost.errors import ConfigError, InvalidRequestError
 from milepost.sampling_params import SamplingParams
 
@@ -24,7 +24,9 @@ Said = Sequence[Mapping[str, Any]]
 class Talker(Protocol):
     """Answers conversations. `given` holds the sampling parameters that were set, by name."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Name of the model."""
 
     def params(self, given: Mapping[str, Any]) -> SamplingParams:
         """Returns the parameters as far as they are known. Raises InvalidRequestError."""

@@ -60,12 +60,13 @@ class Access:
         except BaseException:
             bell.close()
             raise
-        return Exchange(scheduler.cache, connector, bell, enter)
+        return Exchange(scheduler.outside.cache, connector, bell, enter)
 
     def _connector(
         self, scheduler: Scheduler, runner: Runner, bell: Bell, send: SendTransferCommand | None
     ) -> Connector:
-        access, filled, fence = self, runner.filled, runner.fence
+        access, fence = self, runner.fence
+        filled: Callable[[int, int], None] = runner.filled
         if send is not None:
             access = replace(self, transport=AllRanks(self.transport, self.endpoints, send))
             filled, fence = filling(filled, send), fencing(fence, send)

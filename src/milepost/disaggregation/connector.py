@@ -61,7 +61,7 @@ class Connector:
         ring: Callable[[], None],
     ) -> None:
         self._scheduler, self._note_state = scheduler, filled
-        self._cache = cache = scheduler.cache
+        self._cache = cache = scheduler.outside.cache
         assert isinstance(cache, Cache), "comparisons lend nothing"
         self.engine_id, self._transport = access.engine_id, access.transport
         config = access.config

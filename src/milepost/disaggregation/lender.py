@@ -94,7 +94,8 @@ class Lender:
             if hello.port:
                 self.socket.bind(endpoint(hello.host, hello.port))
                 return hello.port
-            return self.socket.bind_to_random_port(endpoint(hello.host))
+            port: int = self.socket.bind_to_random_port(endpoint(hello.host))
+            return port
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(

@@ -198,7 +198,7 @@ class Links:
         begun_at = (*self._pulls.begun_at(), *self._lender.begun_at())
         return look_s(self._clock(), begun_at)
 
-    def _wait_ms(self) -> float | None:
+    def _wait_ms(self) -> int | None:
         next_end = self._leases.next_end
         waits = [
             self._peers.next_deadline,
@@ -206,7 +206,7 @@ class Links:
             self._borrowed.next_beat,
         ]
         known = [at for at in waits if at is not None]
-        return max(min(known) - self._clock(), 0.0) * 1000 + 1 if known else None
+        return int(max(min(known) - self._clock(), 0.0) * 1000) + 1 if known else None
 
     def _obey(self) -> None:
         self._ear.recv()

@@ -38,11 +38,12 @@ class Nixl:
         self._device = memory.device or 0
         # NIXL's own progress thread takes as much of a core as it gets, idle or not.
         config = api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=backends)
+        errors: tuple[type[Exception], ...] = (*self._errors, KeyError)
         ranges = [(address, size, self._device, "") for address, size in memory.ranges]
         try:  # NIXL skips a backend it lacks; without any, no memory is registered
             self._agent = api.nixl_agent(name, config)
             self._registered = self._agent.register_memory(ranges, self._kind)
-        except (*self._errors, KeyError) as error:
+        except errors as error:
             raise ConfigError(f"kv_transfer_config: backends={backends}: {error}") from error
         self._own = self._listed("NIXL_INIT_AGENT", memory.layout)
 
@@ -55,7 +56,8 @@ class Nixl:
             torch.cuda.synchronize()
 
     def metadata(self) -> bytes:
-        return bytes([self._device]) + self._agent.get_agent_metadata()
+        own: bytes = self._agent.get_agent_metadata()
+        return bytes([self._device]) + own
 
     def add_peer(self, metadata: bytes, layout: Layout) -> Any:
         if len(metadata) < 2:

@@ -246,7 +246,7 @@ class Peers:
 
     def _connect(self, host: str, port: int) -> zmq.Socket[Any]:
         try:
-            socket = self._context.socket(zmq.DEALER)
+            socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
         except zmq.ZMQError as error:  # no file, no memory, or ZeroMQ's limit
             raise TransferError(f"no socket for {host}:{port}: {error}") from error
         try:

@@ -157,6 +157,7 @@ class Sockets:
                     continue
             except RuntimeError as error:
                 self._rest(error)
+                assert sock is not None, "a thread was to serve it"
                 sock.close()
             self._room.release()
 

@@ -1,4 +1,4 @@
-"""The protocols for memory outside the device: tiers, and the pools of other engines.
+"""The interfaces of memory outside the device: tiers, and the pools of other engines.
 
 The step loop runs over a tuple of them and knows neither by name. Each reports to the scheduler by
 itself what it has loaded. An annex provides the exchange with other engines, as a `PoolAccess`.
@@ -23,15 +23,21 @@ Fence = Callable[[], Callable[[], bool]]
 """Returns a function that tells whether all work queued on the device by now is done."""
 
 
-class OffDevice(Protocol):
+class OffDevice:
     """Memory outside the device. By default, a method does nothing."""
 
-    has_work: bool = False
-    """Whether it holds completions that are not queued yet."""
-    rest_s: float | None = None
-    """Seconds until `do_idle_work` is due again if nothing else happens; None for never."""
     waker: socket.socket | None = None
     """Readable once something has arrived."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it holds completions that are not queued yet."""
+        return False
+
+    @property
+    def rest_s(self) -> float | None:
+        """Seconds until `do_idle_work` is due again if nothing else happens; None for never."""
+        return None
 
     def poll(self) -> None:
         """Handles what has arrived since the last call."""

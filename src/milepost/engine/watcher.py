@@ -1,9 +1,8 @@
-"""The protocol of an observer that shows a running engine to people; the page implements it."""
+"""An observer that shows a running engine to people: none, or the page's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from milepost.annexes import annex, is_installed
 from milepost.engine.facts import Facts
@@ -11,8 +10,8 @@ from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 
 
-class Watcher(Protocol):
-    """An observer of the steps. Its defaults record nothing and survey nothing."""
+class Watcher:
+    """An observer of the steps. This one records nothing and surveys nothing; the page's does."""
 
     @property
     def is_looking(self) -> bool:
@@ -40,13 +39,9 @@ class Watcher(Protocol):
         return b"{}"
 
 
-class NoWatcher(Watcher):
-    """Watches nothing."""
-
-
 def watcher_of(scheduler: Scheduler, facts: Facts) -> Watcher:
     """Returns the page's watcher, or one that watches nothing if the page is not installed."""
     if not is_installed("watch"):
-        return NoWatcher()
+        return Watcher()
     watcher: Watcher = annex("watch", wanted_by="the page").Watch(scheduler, facts)
     return watcher

@@ -8,7 +8,7 @@ that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 
@@ -33,7 +33,7 @@ _OPENERS: dict[str, Callable[[BytesIO], ImageFile.ImageFile]] = {
 }
 _ORIENTATION = 0x0112
 """Tag of Exif 2.32, section 4.6.4."""
-_TURNS = {
+_TURNS: Mapping[object, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,

@@ -111,7 +111,7 @@ def _identity(
     floats = (settings.rescale_factor, *settings.mean, *settings.std)
     digest = hashlib.blake2b(digest_size=IDENTITY_BYTES)
     digest.update(struct.pack(f"<{len(numbers)}q{len(floats)}d", *numbers, *floats))
-    digest.update(rows)
+    digest.update(rows.data)
     return digest.digest()
 
 

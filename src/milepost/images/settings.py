@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.models.files import read_object, reading
@@ -116,8 +116,9 @@ class ImageSettings:
 
     def with_pixels(self, min_pixels: int | None, max_pixels: int | None) -> ImageSettings:
         """Returns the settings with other limits. Raises ConfigError if they contradict."""
-        own = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        return replace(self, **{name: value for name, value in own.items() if value is not None})
+        least = self.min_pixels if min_pixels is None else min_pixels
+        most = self.max_pixels if max_pixels is None else max_pixels
+        return replace(self, min_pixels=least, max_pixels=most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,9 +277,10 @@ def _values_of(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _colours(name: str, value: object) -> tuple[float, float, float]:
     """Returns one number per channel; a single one stands for all three."""
     values = value if isinstance(value, list) else [value] * 3
-    if len(values) != 3 or not all(_is_number(each) and abs(each) <= 1e3 for each in values):
+    numbers = [float(each) for each in values if _is_number(each) and abs(each) <= 1e3]
+    if not len(numbers) == len(values) == 3:
         raise UnsupportedModelError(f"{name}={value!r} is no list of 3 numbers")
-    return (float(values[0]), float(values[1]), float(values[2]))
+    return (numbers[0], numbers[1], numbers[2])
 
 
 def _check_whole(name: str, value: object, most: int) -> None:
@@ -286,5 +288,5 @@ def _check_whole(name: str, value: object, most: int) -> None:
         raise ConfigError(f"{name}={value!r} is no whole number from 1 to {most}")
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -138,4 +138,5 @@ async def find_model(http: aiohttp.ClientSession, base_url: str, api_key: str | 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     async with http.get(f"{root_of(base_url)}/v1/models", headers=headers) as response:
         response.raise_for_status()
-        return (await response.json(content_type=None))["data"][0]["id"]
+        name: str = (await response.json(content_type=None))["data"][0]["id"]
+        return name

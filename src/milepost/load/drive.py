@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -141,7 +141,7 @@ async def _play_all(
     config: DriveConfig,
     load: Sequence[Session],
     seed: int,
-    play: Callable[[Session], Awaitable[None]],
+    play: Callable[[Session], Coroutine[Any, Any, None]],
 ) -> None:
     is_timed = any(session.arrival_s is not None for session in load)
     if config.request_rate is None and not is_timed:
@@ -159,7 +159,7 @@ async def _play_all(
 
 
 async def _closed_loop(
-    load: Sequence[Session], concurrency: int, play: Callable[[Session], Awaitable[None]]
+    load: Sequence[Session], concurrency: int, play: Callable[[Session], Coroutine[Any, Any, None]]
 ) -> None:
     waiting = iter(load)
 

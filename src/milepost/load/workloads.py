@@ -194,9 +194,10 @@ def _traced(config: WorkloadConfig, row: Mapping[str, Any]) -> tuple[Session, fl
 
 def _length(row: Mapping[str, Any], name: str, scale: float) -> int:
     """Returns a length from a trace's line; 0 is read as 1."""
-    if not 0 <= row[name] * scale <= MAX_LENGTH:
-        raise ValueError(f"{name}={row[name]}: use 0 to {MAX_LENGTH / scale:g}")
-    return max(1, round(row[name] * scale))
+    given: float = row[name]
+    if not 0 <= given * scale <= MAX_LENGTH:
+        raise ValueError(f"{name}={given}: use 0 to {MAX_LENGTH / scale:g}")
+    return max(1, round(given * scale))
 
 
 def _lines(path: Path) -> Iterator[str]:

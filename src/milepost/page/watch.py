@@ -71,7 +71,7 @@ class Watch(Watcher):
     """Records what one scheduler and its cache do. The step loop tells it of each step."""
 
     def __init__(self, scheduler: Scheduler, facts: Facts) -> None:
-        self._scheduler = scheduler
+        self._scheduler, self._cache = scheduler, scheduler.outside.cache
         self._facts = facts
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._seen: deque[Seen] = deque(maxlen=MAX_PROMPTS)
@@ -140,10 +140,10 @@ class Watch(Watcher):
         if self._survey is None:
             running = self._scheduler.running[:MAX_RUNNING]
             self._running = [(request, self._node(request)) for request in running]
-            nodes = self._scheduler.cache.tree.nodes
+            nodes = self._cache.tree.nodes
             hits = [nodes.get(seen.hit) for seen in self._seen if seen.hit is not None]
             wanted = [node for _, node in self._running] + hits
-            self._survey = survey(self._scheduler.cache.tree, [n for n in wanted if n is not None])
+            self._survey = survey(self._cache.tree, [n for n in wanted if n is not None])
 
     def go_on(self, clock: Callable[[], float]) -> bytes | None:
         """Continues the survey for some slices; returns it as JSON once it is complete."""
@@ -167,7 +167,7 @@ class Watch(Watcher):
         return (
             allocation.path[-1]
             if allocation.path
-            else self._scheduler.cache.tree.roots.get(allocation.chain.root)
+            else self._cache.tree.roots.get(allocation.chain.root)
         )
 
     def _current_counts(self) -> tuple[int, int]:
@@ -181,7 +181,7 @@ class Watch(Watcher):
         self._noted_at = now
 
     def _sample(self, now: float) -> Sample:
-        steps, stats = self._scheduler.stats, self._scheduler.cache.stats
+        steps, stats = self._scheduler.stats, self._cache.stats
         return Sample(
             at=now,
             queries=stats.queries,
@@ -193,7 +193,7 @@ class Watch(Watcher):
         )
 
     def _state(self, view: View, now: float) -> dict[str, Any]:
-        cache = self._scheduler.cache
+        cache = self._cache
         places = {node.digest: place for node, place in view.places.items()}
         samples = [sample for sample in self._samples if sample.at < now]
         seen = [(one, _ago(one.at, now), places.get(one.hit or b"")) for one in self._seen]

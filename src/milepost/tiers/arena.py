@@ -46,9 +46,7 @@ class ItemTensors:
 
     def buffers(self, place: int) -> list[memoryview]:
         """Returns the bytes of one item, which must be in host memory."""
-        return [
-            memoryview(part[place].reshape(-1).view(torch.uint8).numpy()) for part in self.tensors
-        ]
+        return [part[place].reshape(-1).view(torch.uint8).numpy().data for part in self.tensors]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +99,8 @@ def device_memory(pools: Pools, windows_each: int = 0) -> Arena:
 
 def _shapes(memory: Arena) -> Iterator[tuple[bool, list[tuple[tuple[int, ...], torch.dtype]]]]:
     """Yields the shapes and types of what a place for pages holds, then of one for states."""
-    yield False, [(part.shape[1:], part.dtype) for part in memory.pages.tensors]
-    own = [(part.shape[1:], part.dtype) for part in memory.states.tensors]
+    yield False, [(tuple(part.shape[1:]), part.dtype) for part in memory.pages.tensors]
+    own = [(tuple(part.shape[1:]), part.dtype) for part in memory.states.tensors]
     if memory.windows is not None:
         own.append(((memory.windows_each, *memory.windows.shape[1:]), memory.windows.dtype))
     yield True, own

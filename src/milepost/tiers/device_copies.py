@@ -111,7 +111,7 @@ class CudaEvent:
         self._begin.record()
 
     def query(self) -> bool:
-        return self.end.query()
+        return bool(self.end.query())
 
     def synchronize(self) -> None:
         self.end.synchronize()

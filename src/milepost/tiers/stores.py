@@ -252,8 +252,16 @@ class Stores:
         self._host.pin((item,))
         self._under_way[what, key] = item
         self._num_states_under_way += what == "state"
-        where = {"place": item.place, "num_moves": source.num_moves, "windows": source.windows}
-        stores.append(Store(key=key, what=what, id=source.id, **where))
+        stores.append(
+            Store(
+                key=key,
+                what=what,
+                id=source.id,
+                place=item.place,
+                num_moves=source.num_moves,
+                windows=source.windows,
+            )
+        )
 
     def stored(self, what: What, key: bytes) -> None:
         """Reports that a copy has reached its place in host memory."""

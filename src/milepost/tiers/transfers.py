@@ -222,9 +222,11 @@ class TierTransfers:
     def close(self, end_s: float) -> None:
         """Writes the items that are to outlive the engine, until `end_s` of `perf_counter`. First
         waits for running copies: their memory may go after this."""
-        for each in (*self._storing, *self._loading):
-            if each.done is not None:
-                each.done.synchronize()
+        for storing in self._storing:
+            storing.done.synchronize()
+        for loading in self._loading:
+            if loading.done is not None:
+                loading.done.synchronize()
         if self._disk is not None:
             self._disk.close(end_s)
 
