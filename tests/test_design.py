@@ -38,15 +38,21 @@ def calls(function):
                     yield name
 
 
-def way():
+def way(begin="A test follows these calls", end="On this way"):
     """(Depth, name, file) of each step."""
-    block = PAGE.partition("A test follows these calls")[2].partition("On this way")[0]
+    block = PAGE.partition(begin)[2].partition(end)[0]
     return [(len(indent) // 2, name, file) for indent, name, file in STEP.findall(block)]
 
 
+def planning():
+    """(Depth, name, file) of each step from where `way` ends to the plan."""
+    return way("A waiting request passes through", "| question")
+
+
 def test_each_step_of_a_request_is_called_by_the_one_above_it():
+    assert planning()[0][1:] == way()[-1][1:]
     above = []
-    for depth, name, file in way():
+    for depth, name, file in way() + planning():
         function = function_of(name, file)
         above[depth:] = [function]
         owner, _, called = name.rpartition(".")
