@@ -215,8 +215,7 @@ class Stores:
         self, source: _Source, leaving: Mapping[bytes, Departure], num_moves: int
     ) -> list[list[_Source]]:
         """Returns an item and the pages it needs, as far as host memory lacks them, the item last,
-        with its tail. Returns nothing if a page has gone.
-        """
+        with its tail. Returns nothing if a page has gone."""
         found = [[source]]
         above, depth = source.parent, (source.position - 1) // self._size
         if source.what == "state":
@@ -252,16 +251,11 @@ class Stores:
         self._host.pin((item,))
         self._under_way[what, key] = item
         self._num_states_under_way += what == "state"
-        stores.append(
-            Store(
-                key=key,
-                what=what,
-                id=source.id,
-                place=item.place,
-                num_moves=source.num_moves,
-                windows=source.windows,
-            )
+        place, moves = item.place, source.num_moves
+        store = Store(
+            key=key, what=what, id=source.id, place=place, num_moves=moves, windows=source.windows
         )
+        stores.append(store)
 
     def stored(self, what: What, key: bytes) -> None:
         """Reports that a copy has reached its place in host memory."""
