@@ -39,7 +39,7 @@ class TowerShapes:
     """Frames of a patch."""
     num_channels: int
     num_positions: int
-    """Entries of the table of positions, a square."""
+    """Number of entries in the table of positions, a square number."""
     theta: float | None
     """Base of the frequencies by which heads are turned; None if they are not."""
     eps: float = 1e-6
@@ -60,7 +60,7 @@ class TowerShapes:
 
     @property
     def num_weights(self) -> int:
-        """Weights that a token's patches are multiplied by, each patch counted."""
+        """Number of weights that the patches of one token are multiplied by; each patch counts."""
         size, num_patches = self.hidden_size, self.merge_size**2
         block = 4 * size**2 + 2 * size * self.feed_forward_size
         merged = num_patches * size
@@ -97,7 +97,7 @@ class TowerRun:
 
     hidden: Tensor
     delta: Tensor | None
-    """[P, D], to be added to it next."""
+    """[P, D], still to be added to the residual stream."""
     angles: tuple[Tensor, Tensor]
     frames: PictureFrames
     is_fixed: bool
@@ -111,8 +111,8 @@ class TowerRun:
 
 
 def by_rows(compute: Callable[..., Made], *rows: Tensor, is_fixed: bool) -> Made:
-    """Returns what `compute` makes of each row of `rows` [P, ...]. On a CPU, torch computes the
-    last numbers of a tensor by other instructions, so it gets blocks of rows if `is_fixed`."""
+    """Applies `compute` to each row of `rows` [P, ...]. On a CPU, torch computes the last elements
+    of a tensor with other instructions, so with `is_fixed` it gets blocks of rows."""
     is_cut = is_fixed and not runs_triton(rows[0])
     return in_blocks(compute, *rows) if is_cut else compute(*rows)
 
@@ -138,7 +138,7 @@ class TowerLinear(nn.Module):
         )
 
     def gelu(self, rows: Tensor, *, is_fixed: bool) -> Tensor:
-        """Multiplies, and takes the GELU as a tanh approximates it."""
+        """Multiplies `rows` [P, I] and applies the GELU in its tanh approximation."""
         if not is_fixed:
             return vision.multiply_gelu(rows, self.weight, self.bias)
         gelu = partial(F.gelu, approximate="tanh")
@@ -220,7 +220,7 @@ class TowerBlock(nn.Module):
         self.down = TowerLinear(down, size, inner)
 
     def advance(self, run: TowerRun) -> None:
-        """Takes a run on by this block."""
+        """Runs this block on the residual stream of `run`."""
         is_fixed = run.is_fixed
         hidden, normed = self.norm1.add(run.hidden, run.delta)
         projected = self.qkv(normed, is_fixed=is_fixed)
