@@ -94,13 +94,16 @@ def from_frames(frames: Sequence[NDArray[np.uint8]], settings: ImageSettings) ->
 def normalisation(settings: ImageSettings) -> NDArray[np.float32]:
     """Returns the normalised value of each byte in each channel, [3, 256]: scaled in float64, then
     normalised in float32; or both at once, as processors on torchvision do."""
+    values: NDArray[np.float32] = np.arange(256, dtype=np.float32)
+    mean, std = (np.array(each, np.float32) for each in (settings.mean, settings.std))
     if settings.is_tiled:
         times = np.float32(1.0 / settings.rescale_factor)
-        mean, std = (np.array(each, np.float32) * times for each in (settings.mean, settings.std))
-        return (np.arange(256, dtype=np.float32) - mean[:, None]) / std[:, None]
-    scaled = (np.arange(256).astype(np.float64) * settings.rescale_factor).astype(np.float32)
-    mean, std = (np.array(values, np.float32) for values in (settings.mean, settings.std))
-    return (scaled - mean[:, None]) / std[:, None]
+        mean, std = mean * times, std * times
+    else:
+        scaled = np.arange(256).astype(np.float64) * settings.rescale_factor
+        values = scaled.astype(np.float32)
+    normalised: NDArray[np.float32] = (values - mean[:, None]) / std[:, None]
+    return normalised
 
 
 def _identity(
