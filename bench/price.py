@@ -33,6 +33,7 @@ from milepost import LLM, SamplingParams
 from milepost.engine.assembly import fitting
 from milepost.kernels import products, recurrent
 from milepost.kernels.attention import ATTENTION
+from milepost.kernels.attention import run as attention_run
 from milepost.kernels.layout import emit
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform import device
@@ -40,6 +41,7 @@ from milepost.kernels.platform.tables import KernelTable
 from milepost.kernels.products.expert_table import EXPERTS
 from milepost.kernels.products.forms.quantised import Fp8, Int4
 from milepost.kernels.products.table import PRODUCTS
+from milepost.kernels.recurrent import fused as mixers_run
 from milepost.runner import graphs as runner_graphs
 from milepost.runner.graphs import Graphs, largest_step
 
@@ -166,6 +168,12 @@ KERNELS: dict[str, Kernel] = {
     ),
     "round_gated": Kernel(
         forms=("fp8",), steps=FEW + MANY, without=_put(products, "rounds_gated", _never)
+    ),
+    "attention_rounded": Kernel(
+        forms=("fp8",), steps=FEW + MANY, without=_put(attention_run, "room_for", _nothing)
+    ),
+    "mixers_rounded": Kernel(
+        forms=("fp8",), steps=FEW + MANY, without=_put(mixers_run, "room_for", _nothing)
     ),
     "raw_tall": Kernel(
         forms=("raw",), steps=MANY, without=_without("products.portable.grouped_large")

@@ -57,14 +57,6 @@ def wait_for_inputs():
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit
-def wait_as_padding():
-    """For programs without work: one of a launch waits, so that a launch with no work at all does
-    not end before the one ahead of it. The others exit at once."""
-    if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
-        wait_for_inputs()
-
-
 # --- launches that are remembered -----------------------------------------------------------------
 
 _TRITONS = ((3, 6), (3, 9))

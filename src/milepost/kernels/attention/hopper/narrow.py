@@ -30,13 +30,7 @@ from milepost.kernels.attention.pages import as_bytes, as_rows
 from milepost.kernels.attention.portable.blocks import load_item
 from milepost.kernels.attention.table import HOPPER_BLOCK
 from milepost.kernels.platform.gluon import thread_barrier
-from milepost.kernels.platform.launches import (
-    OVERLAPPED,
-    launch_dependents,
-    quick,
-    wait_as_padding,
-    wait_for_inputs,
-)
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 
 _STAGES, _WARPS = 3, 4
 """So that two programs share an SM."""
@@ -98,10 +92,9 @@ def _attend_kernel(call, keys, values, scale, page_rows, table_stride, SIZES: gl
     for i_b in gl.static_range(STAGES):
         if begin + (i_b + 1) * BLOCK <= earlier:
             fetch_both(stream, i_b, SIZES)
-    if item.num_tokens == 0:
-        wait_as_padding()
-        return
     wait_for_inputs()
+    if item.num_tokens == 0:
+        return
     for i_b in gl.static_range(STAGES):
         if (begin + i_b * BLOCK < end) & (begin + (i_b + 1) * BLOCK > earlier):
             fetch_both(stream, i_b, SIZES)

@@ -37,13 +37,7 @@ from milepost.kernels.attention.portable.blocks import load_item
 from milepost.kernels.attention.table import HOPPER_BLOCK
 from milepost.kernels.layout.emit import keeps_values
 from milepost.kernels.platform.gluon import load_box
-from milepost.kernels.platform.launches import (
-    OVERLAPPED,
-    launch_dependents,
-    quick,
-    wait_as_padding,
-    wait_for_inputs,
-)
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 
 _STAGES = 2
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
@@ -118,10 +112,9 @@ def _attend_kernel(
     i_h = gl.program_id(0)
     launch_dependents()
     item = load_item(call.work.base, gl.program_id(1))
-    if item.num_tokens == 0:
-        wait_as_padding()
-        return
     wait_for_inputs()
+    if item.num_tokens == 0:
+        return
     table = call.tables + item.table_row.to(gl.int64) * table_stride
     dtype: gl.constexpr = call.query.base.dtype.element_ty
     STAGES: gl.constexpr = SIZES.stages

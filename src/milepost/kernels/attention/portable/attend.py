@@ -44,13 +44,7 @@ from milepost.kernels.attention.portable.tiles import KVTiles
 from milepost.kernels.attention.tiles import NARROW_ROWS
 from milepost.kernels.layout.emit import keeps_values
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.launches import (
-    OVERLAPPED,
-    launch_dependents,
-    quick,
-    wait_as_padding,
-    wait_for_inputs,
-)
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import next_power_of_2
 
 _MOST_IN_WORDS = 64
@@ -131,10 +125,9 @@ def _attend_kernel(
     launch_dependents()
     i_h = tl.program_id(0)
     item = load_item(call.work.base, tl.program_id(1))
-    if item.num_tokens == 0:
-        wait_as_padding()
-        return
     wait_for_inputs()
+    if item.num_tokens == 0:
+        return
     table = call.tables + item.table_row.to(tl.int64) * table_stride
     rows = find_rows(item, i_h, SIZES)
     b_q = load_queries(call.query, rows, rows.o_e, SIZES.head_dim)

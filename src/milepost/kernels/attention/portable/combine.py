@@ -13,13 +13,7 @@ from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.portable.blocks import round_heads
 from milepost.kernels.layout.emit import keeps_values
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.launches import (
-    OVERLAPPED,
-    launch_dependents,
-    quick,
-    wait_as_padding,
-    wait_for_inputs,
-)
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tensors import BLOCK
 
 _PROGRAMS = 256
@@ -87,10 +81,9 @@ def _combine_kernel(
     count = tl.load(bases + token + 1) - base
     if output.fp8 is not None:
         launch_dependents()  # an FP8 product follows, and begins with its weights
-    if count == 0:
-        wait_as_padding()
-        return
     wait_for_inputs()
+    if count == 0:
+        return
     o_e = tl.program_id(2) * PART + tl.arange(0, PART)
     inside = o_e < HEAD_DIM
     step = tl.arange(0, STEP)
