@@ -25,9 +25,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from milepost.cli.flags import SHORT, field_docs
 from milepost.config import EngineConfig
 from milepost.engine.metrics import TEXTS, Metric
-from milepost.kernels.attention import describe as attention
-from milepost.kernels.products import describe
+from milepost.kernels.attention import ATTENTION
+from milepost.kernels.attention.tiles import UNIT
+from milepost.kernels.platform.tables import KernelTable
 from milepost.kernels.products.expert_table import EXPERTS
+from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4, Int8
 from milepost.kernels.products.table import PRODUCTS
 from milepost.server.config import ServerConfig
 from milepost.server.metrics import RequestMetrics
@@ -54,6 +56,61 @@ def rows(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
     head = list(head)
     lines = [head, ["---"] * len(head), *body]
     return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)
+
+
+def products(table: KernelTable[Any], forms: Iterable[type] | None = None) -> str:
+    """Returns the rows of a table of products with one of these forms."""
+    kernels = [
+        each for each in table.kernels if forms is None or not set(each.forms).isdisjoint(forms)
+    ]
+    head = ["kernel", "forms", "rows", "needs", "epilogues", "order of sums", "in `kernels/`"]
+    body = [
+        [
+            each.name,
+            ", ".join(form.__name__.lower() for form in each.forms),
+            str(each.rows),
+            each.needs or "any chip",
+            ", ".join(epilogue.value for epilogue in each.epilogues),
+            each.order.replace("{tiles.tiles.block_k}", "128"),
+            _module(each.module),
+        ]
+        for each in kernels
+    ]
+    if not any(each.epilogues for each in kernels):
+        for cells in (head, *body):
+            del cells[4]
+    return rows(head, body)
+
+
+def _module(name: str) -> str:
+    return f"`{name.replace('.', '/')}.py`"
+
+
+def attention() -> str:
+    """Returns the table of attention kernels."""
+    return rows(
+        ("kernel", "tiles", "needs", "order within a split", "splits of the KV", "in `kernels/`"),
+        (
+            (
+                kernel.name,
+                TAKES[kernel.name],
+                kernel.needs or "any chip",
+                kernel.order.replace("{tiles.block}", "16 to 128"),
+                f"at multiples of {UNIT}, by load",
+                _module(kernel.module),
+            )
+            for kernel in ATTENTION.kernels
+        ),
+    )
+
+
+TAKES = {
+    "wide, Hopper": "128 rows, heads of 128 or 256, 16-bit pages of at least 64",
+    "fp8 narrow, Hopper": "up to 16 rows, heads of 256, FP8 pages",
+    "tiles": "any heads and pages",
+    "latents": "latents",
+}
+"""Tiles that each kernel of attention takes."""
 
 
 def flags(config: type) -> str:
@@ -129,14 +186,14 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "engine": lambda: flags(EngineConfig),
     },
     "docs/gpus.md": {
-        "products": lambda: describe.to_markdown(PRODUCTS),
-        "experts": lambda: describe.to_markdown(EXPERTS),
-        "attention": attention.to_markdown,
+        "products": lambda: products(PRODUCTS),
+        "experts": lambda: products(EXPERTS),
+        "attention": attention,
     },
     "docs/metrics.md": {"metrics": metrics},
     "docs/quantization.md": {
-        "quantised products": lambda: describe.to_markdown(PRODUCTS, describe.QUANTISED),
-        "quantised experts": lambda: describe.to_markdown(EXPERTS, describe.QUANTISED),
+        "quantised products": lambda: products(PRODUCTS, (Fp8, Int8, Int4, Fp4)),
+        "quantised experts": lambda: products(EXPERTS, (Fp8, Int8, Int4, Fp4)),
     },
 }
 

@@ -17,6 +17,7 @@ from milepost.kernels.products.run import Multiplication
 from milepost.kernels.products.table import PRODUCTS, Product
 from tests.kernels.choices import forget, multiplication, run_kernel
 from tests.kernels.quantised_cases import make_fp8, make_rows
+from tests.tools.test_tables import tables
 
 CALLS: list[tuple[int, int]] = []
 
@@ -86,7 +87,7 @@ def test_the_row_says_which_products_are_others(added) -> None:
 
 def test_the_pages_and_the_command_show_it(added) -> None:
     line = "| added | fp8 | 3 to 7 | any chip | none, partials | all at once |"
-    assert line in describe.to_markdown(PRODUCTS)
+    assert line in tables.products(PRODUCTS)
     weight = multiplication(make_rows(1, 256), make_fp8(200, 256)).product.weight
     spans = describe.spans(
         PRODUCTS, lambda num: Product(weight=weight, num_rows=num), CHIPS["sm_80"][1]

@@ -1,4 +1,4 @@
-"""Shows the table of attention kernels to people: in Markdown for the pages, and for one model."""
+"""Says which kernels attend for one model, by pages and tokens: for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from milepost.kernels.attention.table import (
     ATTENTION,
     CAPTURED_TOKENS,
     HOPPER_BLOCK,
-    SPLITS,
     choose,
     reads_copies,
     shape_heads,
@@ -30,32 +29,6 @@ class Served(NamedTuple):
     order: str
     refused: str
     """Why the kernel before it in the table does not serve them."""
-
-
-_TAKES = {
-    "wide, Hopper": "128 rows, heads of 128 or 256, 16-bit pages of at least 64",
-    "fp8 narrow, Hopper": "up to 16 rows, heads of 256, FP8 pages",
-    "tiles": "any heads and pages",
-    "latents": "latents",
-}
-"""Tiles that each kernel takes."""
-
-
-def to_markdown() -> str:
-    """Returns the table."""
-    head = ("kernel", "tiles", "needs", "order within a split", "splits of the KV", "in `kernels/`")
-    rows = [
-        (
-            kernel.name,
-            _TAKES[kernel.name],
-            kernel.needs or "any chip",
-            kernel.order.replace("{tiles.block}", "16 to 128"),
-            SPLITS,
-            f"`{kernel.module.replace('.', '/')}.py`",
-        )
-        for kernel in ATTENTION.kernels
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def heads_served(

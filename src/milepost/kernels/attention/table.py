@@ -21,12 +21,11 @@ from milepost.kernels.attention.portable.tiles import (
     cut,
     cut_latents,
 )
-from milepost.kernels.attention.tiles import NARROW_ROWS, UNIT, WIDE_ROWS, ItemShapes
+from milepost.kernels.attention.tiles import NARROW_ROWS, WIDE_ROWS, ItemShapes
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import HOPPER, KernelChoice, KernelTable, row
 from milepost.kernels.platform.tiles import next_power_of_2
 
-SPLITS = f"at multiples of {UNIT}, by load"
 CAPTURED_TOKENS = 512
 """Most tokens of a captured step: a graph must not depend on a step's pages, so it does not
 dequantise them first."""

@@ -1,17 +1,15 @@
-"""Shows the tables of kernels to people: in Markdown for the pages, and what serves one weight."""
+"""Says which kernels serve one weight, by the number of tokens: for people."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import KernelTable, P
-from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4, Int8
 
-QUANTISED = (Fp8, Int8, Int4, Fp4)
 _PROBED = (*range(1, 130), 160, 256, 512, 1024, 2048, 4096, 8192)
 """Numbers of tokens that are looked up."""
 
@@ -32,32 +30,6 @@ class Span:
         if self.last == _PROBED[-1]:
             return f"from {self.first}"
         return str(self.first) if self.first == self.last else f"{self.first} to {self.last}"
-
-
-def to_markdown(table: KernelTable[Any], forms: Sequence[type[Any]] | None = None) -> str:
-    """Returns the rows of a table with one of these forms, in Markdown."""
-    kernels = [
-        each for each in table.kernels if forms is None or not set(each.forms).isdisjoint(forms)
-    ]
-    has_epilogues = any(each.epilogues for each in kernels)
-    lines = [
-        {
-            "kernel": each.name,
-            "forms": ", ".join(form.__name__.lower() for form in each.forms),
-            "rows": str(each.rows),
-            "needs": each.needs or "any chip",
-            **(
-                {"epilogues": ", ".join(epilogue.value for epilogue in each.epilogues)}
-                if has_epilogues
-                else {}
-            ),
-            "order of sums": each.order.replace("{tiles.tiles.block_k}", "128"),
-            "in `kernels/`": f"`{each.module.replace('.', '/')}.py`",
-        }
-        for each in kernels
-    ]
-    cells = [list(lines[0]), ["---"] * len(lines[0]), *(list(line.values()) for line in lines)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 class _Served(NamedTuple):
