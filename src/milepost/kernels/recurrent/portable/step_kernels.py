@@ -90,16 +90,11 @@ def convolve_kernel(inputs, weights, steps, mixed, places, SIZES: tl.constexpr):
 def _store_convolved(window, target, weights, channel, is_channel, i_vector, SIZES: tl.constexpr):
     b_x = convolve(window, weights.conv, weights.conv_bias, channel, is_channel, SIZES.taps)
     if SIZES.norms_heads:
-        b_x *= _unit_scale(b_x, i_vector, SIZES)
+        # Keys become unit vectors; queries are shorter by K ** -0.5.
+        scale = tl.rsqrt(tl.sum(b_x * b_x, 0) + 1e-6)
+        scale *= tl.where(i_vector < SIZES.units, SIZES.shared**-0.5, 1.0)
+        b_x *= tl.where(i_vector < 2 * SIZES.units, scale, 1.0)
     tl.store(target, b_x, is_channel)
-
-
-@triton.jit
-def _unit_scale(x, i_vector, SIZES: tl.constexpr):
-    """Returns the factor for unit vectors of keys, and for queries shorter by K ** -0.5."""
-    scale = tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
-    scale *= tl.where(i_vector < SIZES.units, SIZES.shared**-0.5, 1.0)
-    return tl.where(i_vector < 2 * SIZES.units, scale, 1.0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["steps", "arrivals"])
@@ -163,23 +158,16 @@ def update_kernel(
 
     for place in range(num_folded + num_new):
         p_place = p_mixed + place * SIZES.channels
-        p_shared = p_place + i_unit * SIZES.shared + o_s
-        vectors = Vectors(
-            tl.load(p_shared + SIZES.first_read, is_s, 0),
-            tl.load(p_shared + SIZES.first_write, is_s, 0),
-            tl.load(p_place + SIZES.first_own + o_output, is_own, 0),
-        )
+        vectors = _load_vectors(p_place, i_unit, o_s, is_s, o_output, is_own, SIZES)
         b_state = ADVANCE(b_state, vectors, b_strength, b_decay)
         if place >= num_folded:
             token = first + place - num_folded
             b_y = READ(b_state, vectors, head)
+            at = token * WIDTH + o_output
             if SIZES.norms_heads:
-                eps = weights.norm_eps
-                b_y = FINISH(b_y[None, :], b_norm[None, :], b_gate[None, :], eps, SIZES.own)
-                p_y = output.base + token * WIDTH + o_output[None, :]
-                tl.store(p_y, b_y.to(output.base.dtype.element_ty), is_own[None, :])
+                _finish_heads(b_y, b_norm, b_gate, weights, output, at, is_own, SIZES, FINISH)
             else:
-                tl.store(output.read + token * WIDTH + o_output, b_y, is_own)
+                tl.store(output.read + at, b_y, is_own)
         b_kept = b_state.to(states.base.dtype.element_ty)
         if place == last:
             # Threads that hold the same numbers have all read them: slot_in may be slot_out.
@@ -201,12 +189,8 @@ def update_kernel(
         if SIZES.decays > 0:
             _record(streams.decays, i_head, num_new, HEADS, SIZES.decays // SIZES.heads)
     elif not SIZES.norms_heads:
-        # What the unit's norm reads is stored.
-        tl.debug_barrier()
         p_arrivals = arrivals + i_sequence * SIZES.units + i_unit
-        arrived = tl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu")
-        if arrived == SIZES.group // HEADS - 1:
-            tl.store(p_arrivals, 0)
+        if _is_last(p_arrivals, SIZES.group // HEADS):
             _finish_unit(inputs.gate, output, weights, i_sequence, i_unit, SIZES, FINISH)
 
 
@@ -224,15 +208,45 @@ def _find_states(i_head, o_s, o_own, is_s, is_own, SIZES: tl.constexpr):
 
 
 @triton.jit
+def _load_vectors(p_place, i_unit, o_s, is_s, o_output, is_own, SIZES: tl.constexpr):
+    """Loads what the convolution has left of a token for some heads of a unit."""
+    p_shared = p_place + i_unit * SIZES.shared + o_s
+    return Vectors(
+        tl.load(p_shared + SIZES.first_read, is_s, 0),
+        tl.load(p_shared + SIZES.first_write, is_s, 0),
+        tl.load(p_place + SIZES.first_own + o_output, is_own, 0),
+    )
+
+
+@triton.jit
+def _finish_heads(
+    b_y, b_norm, b_gate, weights, output, at, is_own, SIZES: tl.constexpr, FINISH: tl.constexpr
+):
+    """Norms and gates what a head of its own norm has read for a token."""
+    b_y = FINISH(b_y[None, :], b_norm[None, :], b_gate[None, :], weights.norm_eps, SIZES.own)
+    tl.store(output.base + at[None, :], b_y.to(output.base.dtype.element_ty), is_own[None, :])
+
+
+@triton.jit
+def _is_last(p_arrivals, num_programs):
+    """Counts this program, whose numbers all its threads have stored, among those of its unit."""
+    tl.debug_barrier()
+    is_last = tl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+    if is_last:
+        tl.store(p_arrivals, 0)
+    return is_last
+
+
+@triton.jit
 def _record(stream, i_head, num_new, HEADS: tl.constexpr, EACH: tl.constexpr):
-    """Record EACH columns of some heads' drafts."""
+    """Records EACH columns of some heads' drafts."""
     o_column = tl.arange(0, triton.next_power_of_2(HEADS * EACH))
     record_drafts(stream, i_head * EACH + o_column, o_column < HEADS * EACH, num_new)
 
 
 @triton.jit
 def _finish_unit(gate, output, weights, token, i_unit, SIZES: tl.constexpr, FINISH: tl.constexpr):
-    """Norm and gate what all heads of a unit have read for a token."""
+    """Norms and gates what all heads of a unit have read for a token."""
     WIDTH: tl.constexpr = SIZES.group * SIZES.own
     column = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
     is_real, at = column < WIDTH, i_unit * WIDTH + column
