@@ -59,7 +59,7 @@ def run(
     arrivals: Tensor | None = None,
     fp8: Fp8Rows | None = None,
 ) -> None:
-    """Advance each sequence by one token; writes `output` [S, V * W], zeros for padding, and `fp8`
+    """Advances each sequence by one token; writes `output` [S, V * W], zeros for padding, and `fp8`
     if there is that.
 
     With `arrivals` [S, G], which are zeros and stay so, each value head has a program.
@@ -138,11 +138,7 @@ def _decode_kernel(
             window_v = Window(*head.window)
             b_v = gl.convert_layout(convolve(window_v, TAPS), gl.SliceLayout(0, STATE))
             keep_window(window_v, p_conv, 2 * KEY_HEADS + i_hv, is_real, SIZE, TAPS)
-            wide = head.decay.to(gl.float32) + head.bias
-            b_decay = decays_of(wide, head.rate, SIZES.least_decay)
-            if SIZES.by_channel:
-                b_decay = by_row(b_decay)
-            b_state = take(work, number, STATE, BY_LINE, FORM, b_decay)
+            b_state = take(work, number, STATE, BY_LINE, FORM, _decay_of(head, SIZES))
             b_state = delta_rule(b_state, b_k, b_v, sigmoid(head.beta) * SIZES.max_beta)
             o_state = i_hv * (SIZE * SIZE) + o_k[:, None] * SIZE + o_v[None, :]
             gl.store(p_state + o_state, b_state, mask=is_real)
@@ -150,13 +146,7 @@ def _decode_kernel(
             # Only now by row: beside a state, its key and its decay a thread has no registers left.
             b_o = read_rows(b_state, by_row(b_q))
             b_o = norm_and_gate(b_o, b_norm, weights.norm_eps, head.gate, SIZE, SIZES.by_channel)
-            b_o = gl.where(is_real, b_o, 0.0).to(output.base.dtype.element_ty)
-            at = (i_n * SIZES.heads + i_hv) * SIZE + o_v
-            gl.store(output.base + at, b_o)
-            if output.rounded is not None:
-                b_rounded, scale = round_block(b_o.to(gl.float32), 0)
-                gl.store(output.rounded.base + at, b_rounded)
-                gl.store(output.rounded.scales + i_hv * scales_stride + i_n, scale)
+            _store_output(gl.where(is_real, b_o, 0.0), output, scales_stride, i_n, i_hv, SIZES)
         if EACH < GROUP:
             is_last = arrived == GROUP // EACH - 1
             gl.store(p_arrivals, 0, mask=is_last)
@@ -187,3 +177,26 @@ def _load_head(window, inputs, weights, token, head, SIZES: gl.constexpr):
     decay = gl.load(inputs.decays.base + token * inputs.decays.stride + column)
     rate, bias = gl.load(weights.decay_rate + head), gl.load(weights.decay_bias + column)
     return ValueHead(window, gate, beta, decay, rate, bias)
+
+
+@gluon.jit
+def _decay_of(head, SIZES: gl.constexpr):
+    """Returns what a head's state decays by, one number or one a row."""
+    wide = head.decay.to(gl.float32) + head.bias
+    b_decay = decays_of(wide, head.rate, SIZES.least_decay)
+    if SIZES.by_channel:
+        b_decay = by_row(b_decay)
+    return b_decay
+
+
+@gluon.jit
+def _store_output(b_o, output, scales_stride, token, head, SIZES: gl.constexpr):
+    """Stores what a head has read for a token, and rounded to FP8 if that is wanted."""
+    o_v = gl.arange(0, SIZES.own, layout=gl.SliceLayout(0, STATE))
+    b_o = b_o.to(output.base.dtype.element_ty)
+    at = (token * SIZES.heads + head) * SIZES.own + o_v
+    gl.store(output.base + at, b_o)
+    if output.rounded is not None:
+        b_rounded, scale = round_block(b_o.to(gl.float32), 0)
+        gl.store(output.rounded.base + at, b_rounded)
+        gl.store(output.rounded.scales + head * scales_stride + token, scale)
