@@ -182,7 +182,6 @@ KERNELS: dict[str, Kernel] = {
         forms=FORMS, steps=ONE + FEW, without=_without("recurrent.hopper.delta_decode")
     ),
     "delta_states": Kernel(forms=FORMS, steps=MANY, without=_without("recurrent.hopper.chunk_h")),
-    "delta_outputs": Kernel(forms=FORMS, steps=MANY, without=_without("recurrent.hopper.chunk_o")),
     "pairs": Kernel(
         forms=FORMS, steps=ONE, without=lambda: PRODUCTS.without("raw gemv of two rows")
     ),

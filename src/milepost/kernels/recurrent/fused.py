@@ -19,7 +19,6 @@ an export equal, bit for bit, the state that a prefill ending there leaves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -123,8 +122,6 @@ def _prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout, emit: Emit)
     kernel = _choose(OUTPUTS, mixer, num_tokens, states, layout.chunk)
     output = tensors.v.new_empty(num_tokens, mixer.sizes.width)
     fp8 = room_for(*output.shape, output, emit if mixer.sizes.own == BLOCK else Emit.VALUES)
-    if fp8 is not None and Emit.BOTH not in kernel.epilogues:
-        fp8 = replace(fp8, is_alone=True) if emit is Emit.FP8 else None
     kernel.run(mixer, layout.chunk, chunks, tensors, output, fp8)
     return handed_on(output, fp8)
 

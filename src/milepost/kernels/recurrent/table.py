@@ -106,14 +106,12 @@ _LONG: Condition[MixerPart] = (f"up to {HOST_BOUND_TOKENS} tokens", lambda it, _
     it.num > HOST_BOUND_TOKENS)
 _KEYS: Condition[MixerPart] = ("keys are not of 128", lambda it, _:
     it.recurrence.shared == _DELTA_STATE[0] and it.recurrence.own % _COLUMNS == 0)
-_HEADS: Condition[MixerPart] = ("heads are not of 128", lambda it, _:
-    it.recurrence.state == _DELTA_STATE)
 _DELTA_STATES: Condition[MixerPart] = ("states are not {} x {}".format(*_DELTA_STATE), lambda it, _:
     it.recurrence.state == _DELTA_STATE)
 _SSD_STATES: Condition[MixerPart] = ("states are not {} x {}".format(*_SSD_STATE), lambda it, _:
     it.recurrence.state == _SSD_STATE)
 
-_GATED, _DELTA, _SSD = (GatedDeltaWeights,), (GatedDeltaWeights, KDAWeights), (Mamba2Weights,)
+_DELTA, _SSD = (GatedDeltaWeights, KDAWeights), (Mamba2Weights,)
 _FP8 = Emit.VALUES, Emit.FP8
 _STEP: Kernel[MixerPart] = row("step", "recurrent.portable.step", (*_DELTA, *_SSD), "rows, tree")
 
@@ -140,10 +138,7 @@ STATES: KernelTable[MixerPart] = KernelTable(
 )
 """A prefill's states from chunk to chunk; SSD's kernels are launched together."""
 OUTPUTS: KernelTable[MixerPart] = KernelTable(
-    row("chunk_o, Hopper", "recurrent.hopper.chunk_o", _GATED, "state, tokens",
-        _HEADS, _HALF, _LONG, needs=HOPPER, epilogues=_FP8),
-    row("chunk_o", "recurrent.portable.chunk_o", _DELTA, "state, tokens",
-        epilogues=(*_FP8, Emit.BOTH)),
+    row("chunk_o", "recurrent.portable.chunk_o", _DELTA, "state, tokens"),
     row("ssd", "recurrent.portable.ssd", _SSD, "state, tokens", entry="chunk_fwd_o"),
 )
 """Outputs of a prefill's tokens."""

@@ -167,7 +167,8 @@ def _read_chunk(tensors, own, o_v, is_v, SIZES: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _store_zeros(output, rounded, at, KEEPS_ROWS: tl.constexpr):
-    """Stores zeros for tokens that no sequence has; FP8 by its bits, see `hopper.chunk_o`."""
+    """Stores zeros for tokens that no sequence has; FP8 by its bits, since CUDA 12.8's ptxas turns
+    a zero that it knows into FP8 with another register's."""
     if KEEPS_ROWS:
         tl.store(output + at.rows, tl.zeros(at.rows.shape, output.dtype.element_ty), at.in_rows)
     if rounded is not None:
