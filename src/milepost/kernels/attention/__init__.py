@@ -203,8 +203,8 @@ def attend(
     shared_query: Tensor | None = None,
     selection: Selection | None = None,
 ) -> Inputs:
-    """Attend to pages and gate: see `reference.attend`, or with a `selection` `indexed.attend`. The
-    output is handed on as `emit` asks."""
+    """Attends to pages and gates: see `reference.attend`, or with a `selection` `indexed.attend`.
+    The output is handed on as `emit` asks."""
     if isinstance(layout, AttentionRows):
         if selection is not None:
             return indexed.attend(query, gate, kv, layout, scale, selection)

@@ -151,8 +151,8 @@ def lay_out(
     tables: NDArray[Any] | None = None,
     num_decodes: int = 0,
 ) -> AttentionItems:
-    """Lay out S sequences of `lengths` new tokens after `starts` earlier ones, whose pages stand in
-    `rows` of the page tables.
+    """Lays out S sequences of `lengths` new tokens after `starts` earlier ones, whose pages stand
+    in `rows` of the page tables.
 
     `tables` [rows, pages] is the host's copy of the page tables: with it, pages that neighbouring
     decodes share are read once for all of them. `num_decodes`, the first sequences, counts where

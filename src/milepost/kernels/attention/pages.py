@@ -75,7 +75,7 @@ def as_bytes(pool: Tensor) -> Tensor:
 
 
 def write_rows(rows: Tensor, places: Tensor, numbers: Tensor, scale: Tensor | None) -> None:
-    """Write `numbers` [W, G, E] to the `places` [W] of `rows` [R, G, E]; FP8 is divided by `scale`
+    """Writes `numbers` [W, G, E] to the `places` [W] of `rows` [R, G, E]; FP8 is divided by `scale`
     [G] first, and clamped to its range."""
     if rows.dtype == FP8:
         assert scale is not None, "float8 has scales"
@@ -84,7 +84,7 @@ def write_rows(rows: Tensor, places: Tensor, numbers: Tensor, scale: Tensor | No
 
 
 def read_rows(rows: Tensor, places: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """Read what `write_rows` wrote: [W, G, E]; FP8 becomes `dtype`, which holds all of its
+    """Reads what `write_rows` wrote: [W, G, E]; FP8 becomes `dtype`, which holds all of its
     numbers."""
     found = as_bytes(rows).index_select(0, places)
     if rows.dtype != FP8:

@@ -67,7 +67,7 @@ def prepare(
 
 
 def turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate `heads` [T, H, E] by angles [T, 1, O / 2]; dimension i is paired with i + O / 2."""
+    """Rotates `heads` [T, H, E] by angles [T, 1, O / 2]; dimension i is paired with i + O / 2."""
     half = cosines.shape[-1]
     first, second, rest = heads.split((half, half, heads.shape[-1] - 2 * half), -1)
     turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
@@ -75,8 +75,8 @@ def turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def store(kv: PagedKV, key: Tensor, value: Tensor, tokens: Tensor, kv_rows: Tensor) -> None:
-    """Write KV of `tokens` [W] of `key` and `value` [T, G, E] to `kv_rows` [W] of the pool, and
-    touch no other row."""
+    """Writes KV of `tokens` [W] of `key` and `value` [T, G, E] to `kv_rows` [W] of the pool, and
+    touches no other row."""
     rows, scales = as_rows(kv.pool), (None, None) if kv.scales is None else kv.scales
     write_rows(rows, kv_rows, key.index_select(0, tokens), scales[0])
     # A token has the same number among keys and among values.
@@ -101,7 +101,7 @@ def store_latents(
     rows: AttentionRows,
     turned: TurnedEntries | None = None,
 ) -> None:
-    """Write the latents `projected` [T, E] of the tokens that `rows` names to their rows of the
+    """Writes the latents `projected` [T, E] of the tokens that `rows` names to their rows of the
     pool, the first R entries normed with `norm_weight` [R], the others rotated if they are
     `turned`."""
     size, shared = len(norm_weight), projected[:, None, len(norm_weight) :]
@@ -117,7 +117,7 @@ def store_latents(
 
 
 def turn_pairs(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate `heads` [T, H, P] by angles [T, 1, P / 2]; dimension 2 * i is paired with the next
+    """Rotates `heads` [T, H, P] by angles [T, 1, P / 2]; dimension 2 * i is paired with the next
     one."""
     first, second = heads[..., ::2], heads[..., 1::2]
     turned = first * cosines - second * sines, second * cosines + first * sines
@@ -132,8 +132,8 @@ def attend(
     scale: float,
     shared_query: Tensor | None = None,
 ) -> Tensor:
-    """Attend from `query` [T, H, E] to pages, times the sigmoid of `gate` [T, H * E], or [T, H], if
-    there is one; returns [T, H * E]. Latents are attended to from `query` [T, H, R] and
+    """Attends from `query` [T, H, E] to pages, times the sigmoid of `gate` [T, H * E], or [T, H],
+    if there is one; returns [T, H * E]. Latents are attended to from `query` [T, H, R] and
     `shared_query` [T, H, P], which returns [T, H * R]."""
     size = None
     if shared_query is not None:
@@ -175,7 +175,7 @@ def _read(
 def decode(
     query: Tensor, kv: PagedKV, rows: Decodes, scale: float, size: int | None = None
 ) -> Tensor:
-    """Attend from D tokens, each by itself: `query` [D, H, E], returns the same shape, of latents
+    """Attends from D tokens, each by itself: `query` [D, H, E], returns the same shape, of latents
     [D, H, size]."""
     num_tokens, num_heads, _ = query.shape
     keys, values = (
@@ -191,8 +191,8 @@ def decode(
 def prefill(
     query: Tensor, kv: PagedKV, prefills: tuple[Prefill, ...], scale: float, size: int | None = None
 ) -> Tensor:
-    """Attend from each sequence's new tokens, in order in `query` [T, H, E], to themselves and what
-    precedes them; returns the same shape, of latents [T, H, size]."""
+    """Attends from each sequence's new tokens, in order in `query` [T, H, E], to themselves and
+    what precedes them; returns the same shape, of latents [T, H, size]."""
     output = query.new_empty(*query.shape[:2], size or query.shape[2])
     for sequence in prefills:
         rows = slice(sequence.first, sequence.first + sequence.length)
@@ -215,7 +215,7 @@ def prefill(
 def attend_in_tiles(
     queries: Tensor, keys: Tensor, values: Tensor, sequence: Prefill, scale: float, output: Tensor
 ) -> None:
-    """Attend from a sequence's `queries` [1, H, length, E] to the keys that it names; writes
+    """Attends from a sequence's `queries` [1, H, length, E] to the keys that it names; writes
     `output` [1, H, length, E]."""
     start, first, end = sequence.start, sequence.begin, sequence.start + sequence.length
     edges = [start, *range((start // _QUERY_TILE + 1) * _QUERY_TILE, end, _QUERY_TILE), end]

@@ -34,9 +34,9 @@ def attend(
     shared_query: Tensor | None = None,
     tiles: Mapping[str, KVTiles] | None = None,
 ) -> Inputs:
-    """Attend from `query` [T, H, E] to pages, times the sigmoid of `gate` [T, H * E], or [T, H], if
-    there is one; to latents with `shared_query` [T, H, P]. Returns [T, H * E] as `emit` asks; rows
-    of tokens that are in no item hold anything.
+    """Attends from `query` [T, H, E] to pages, times the sigmoid of `gate` [T, H * E], or [T, H],
+    if there is one; to latents with `shared_query` [T, H, P]. Returns [T, H * E] as `emit` asks;
+    rows of tokens that are in no item hold anything.
 
     `tiles` for "wide" or "narrow" items have the portable kernel run, cut like that.
     """

@@ -138,7 +138,7 @@ def _as_tiles(starts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]
 
 
 def _tile(sequences: Ints, size: int) -> Ints:
-    """Cut sequences into tiles of `size` tokens; those that attend to the most KV come first."""
+    """Cuts sequences into tiles of `size` tokens; those that attend to the most KV come first."""
     counts = -(-sequences[:, TOKENS] // size)
     tiles = sequences.repeat(counts, 0)
     done = size * ordinals_of(counts)

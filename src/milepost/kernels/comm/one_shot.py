@@ -199,7 +199,7 @@ def _exchange(b_own, mail, i_slot, turn, SIZES: tl.constexpr):
 
 @triton.jit
 def wait_for_turn(signal, turn):
-    """Wait until another rank has signalled this turn, and so written everything before it."""
+    """Waits until another rank has signalled this turn, and so written everything before it."""
     # A difference, since turns wrap around.
     behind = turn - tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     while behind > 0:

@@ -97,7 +97,7 @@ def _share_kernel(residual, partials, sums, link, num_tokens, num_each, SIZES: t
 
 @triton.jit
 def _store(sums, b_x, b_scale, i_t, o_h, eps, SIZE: tl.constexpr):
-    """Write a row's sum and its norm."""
+    """Writes a row's sum and its norm."""
     is_h = o_h < SIZE
     tl.store(sums.total + i_t * SIZE + o_h, b_x, mask=is_h)
     tl.store(sums.normed + i_t * SIZE + o_h, norm_row(b_x, b_scale, eps, SIZE), mask=is_h)
@@ -121,7 +121,7 @@ def _receive(
     o_h,
     SIZES: tl.constexpr,
 ):
-    """Wait for a sender's row, and return it."""
+    """Waits for a sender's row, and returns it."""
     wait_for_turn(_heard(link, which, sender, i_place, SIZES.rank, SIZES), turn)
     p_sent = _box(link, SIZES.rank, which, sender, i_place, element, SIZES)
     return tl.load(p_sent + o_h, mask=o_h < SIZES.size, other=0.0, cache_modifier=".cg")
@@ -159,6 +159,6 @@ def _heard(
 
 @triton.jit
 def _signal(link, rank: tl.constexpr, which: tl.constexpr, i_place, turn, SIZES: tl.constexpr):
-    """Signal a rank that what is sent to it has arrived."""
+    """Signals a rank that what is sent to it has arrived."""
     p_theirs = _heard(link, which, SIZES.rank, i_place, rank, SIZES)
     tl.atomic_xchg(p_theirs, turn, sem="release", scope="sys")

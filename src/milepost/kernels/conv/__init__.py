@@ -46,7 +46,7 @@ def lay_out_windows(
     conv_width: int,
     device: torch.device | str = "cpu",
 ) -> ConvLayout:
-    """Place sequences of `lengths` tokens that begin at positions `starts`.
+    """Places sequences of `lengths` tokens that begin at positions `starts`.
 
     `exports` are (sequence, position, slot) with start < position <= start + length.
     """
@@ -77,7 +77,7 @@ def decode(
     *,
     has_silu: bool = True,
 ) -> Tensor:
-    """Advance D sequences by one token each; returns [D, C] in `inputs`' type and writes `pool`.
+    """Advances D sequences by one token each; returns [D, C] in `inputs`' type and writes `pool`.
 
     `inputs` [D, C], `weight` [C, J], `bias` [C], `pool` [slots, C, J - 1], `slot_in` and `slot_out`
     [D].
@@ -117,7 +117,7 @@ def prefill(
     *,
     has_silu: bool = True,
 ) -> Tensor:
-    """Advance S sequences by all their tokens; returns [T, C] in `inputs`' type and writes `pool`.
+    """Advances S sequences by all their tokens; returns [T, C] in `inputs`' type and writes `pool`.
 
     Arguments as for `decode`, with T tokens in place of D, `slot_in` and `slot_out` [S]. States
     that `layout` names as exports are written too.

@@ -88,7 +88,7 @@ def lay_out(
     max_sequences: int | None = None,
     max_exports: int | None = None,
 ) -> ChunkLayout:
-    """Place sequences of `lengths` > 0 tokens that begin at positions `starts`; full chunks have
+    """Places sequences of `lengths` > 0 tokens that begin at positions `starts`; full chunks have
     `chunk` tokens.
 
     `exports` are (sequence, position, slot) with start < position <= start + length, at most one

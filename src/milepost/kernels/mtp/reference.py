@@ -149,7 +149,7 @@ def _norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
-    """Carry on rows of `hidden` [T, C], and records, and record others, as `rows` say."""
+    """Carries on rows of `hidden` [T, C], and records, and records others, as `rows` say."""
     token, slot, row, place = rows.targets.long().unbind(1)
     in_batch = token >= 0
     carried.states[slot[in_batch]] = hidden[token[in_batch]]

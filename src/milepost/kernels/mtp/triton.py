@@ -132,7 +132,7 @@ def _keep_kernel(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write one state: first those for slots, then those for records."""
+    """Writes one state: first those for slots, then those for records."""
     launch_dependents()
     wait_for_inputs()
     i_n = tl.program_id(0)

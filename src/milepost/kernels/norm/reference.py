@@ -20,8 +20,8 @@ def add_norm(
     *,
     delta_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add a layer's output, times `multiplier`, to the residual stream and norm the sum: both
-    [T, H] in `hidden`'s type.
+    """Adds a layer's output, times `multiplier`, to the residual stream and norms the sum: both [T,
+    H] in `hidden`'s type.
 
     `hidden` [T, H]; `delta` [T, H], or [T, P, H] whose parts are added up, or None. The norm is the
     root mean square one with `scale` [H], computed in `scale`'s type. With `delta_scale` [H], the
@@ -54,7 +54,7 @@ def relu_squared(hidden: Tensor) -> Tensor:
 
 
 def gate_heads(hidden: Tensor, gate: Tensor) -> Tensor:
-    """Multiply heads [T, H, V] by the sigmoid of `gate` [T, H], in place."""
+    """Multiplies heads [T, H, V] by the sigmoid of `gate` [T, H], in place."""
     return hidden.mul_(gate.sigmoid()[..., None])
 
 

@@ -22,7 +22,7 @@ _LARGEST, _LEAST_SCALE = gl.constexpr(FP8_MAX), gl.constexpr(LEAST_SCALE)
 
 @gluon.jit
 def round_block(x, AXIS: gl.constexpr):
-    """Round float32 to FP8 as `forms.quantise_rows` does. Returns the numbers and the scales that
+    """Rounds float32 to FP8 as `forms.quantise_rows` does. Returns the numbers and the scales that
     they share along the last axis, AXIS."""
     scale = gl.maximum(gl.max(gl.abs(x), AXIS) / _LARGEST, _LEAST_SCALE)
     shared = scale

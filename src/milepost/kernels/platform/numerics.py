@@ -85,14 +85,14 @@ def int8_scales(largest):
 
 @triton.jit
 def round_int8(x):
-    """Round float32 to int8, ties to even: floats about 1.5 * 2^23 are 1 apart."""
+    """Rounds float32 to int8, ties to even: floats about 1.5 * 2^23 are 1 apart."""
     x = tl.minimum(tl.maximum(x, -128.0), 127.0)
     return ((x + 12582912.0) - 12582912.0).to(tl.int8)
 
 
 @triton.jit
 def encode(x, NATIVE: tl.constexpr):
-    """Round float32 to float8_e4m3fn and return the bits."""
+    """Rounds float32 to float8_e4m3fn and returns the bits."""
     x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     if NATIVE:  # noqa: SIM108
         bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -103,7 +103,7 @@ def encode(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def _encode_plainly(x):
-    """Round to three mantissa bits, ties to even; below 2^-6 to multiples of 2^-9."""
+    """Rounds to three mantissa bits, ties to even; below 2^-6 to multiples of 2^-9."""
     wide = x.to(tl.int32, bitcast=True)
     normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     # Floats about 1.5 * 2^13 are 2^-10 apart.
@@ -115,7 +115,7 @@ def _encode_plainly(x):
 
 @triton.jit
 def decode(bits, NATIVE: tl.constexpr):
-    """Turn bits of float8_e4m3fn into numbers: FP8 itself if the chip has it (the input may be FP8
+    """Turns bits of float8_e4m3fn into numbers: FP8 itself if the chip has it (the input may be FP8
     already), else float16 divided by 256."""
     if NATIVE:
         values = bits.to(tl.float8e4nv, bitcast=True)
@@ -127,7 +127,7 @@ def decode(bits, NATIVE: tl.constexpr):
 
 @triton.jit
 def decode_as(bits, TYPE: tl.constexpr):
-    """Turn bits of float8_e4m3fn into bfloat16; or into float16 divided by 256, whose exponents
+    """Turns bits of float8_e4m3fn into bfloat16; or into float16 divided by 256, whose exponents
     reach no lower."""
     if tl.bfloat16 == TYPE:
         if is_cuda():

@@ -39,7 +39,7 @@ class Meter(TorchDispatchMode):
         )
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Never count the memory of these, which others view."""
+        """The memory of these, which others view, is never counted."""
         for tensor in tensors:
             self._sizes[tensor.untyped_storage()] = 0
 

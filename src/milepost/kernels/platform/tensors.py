@@ -26,7 +26,7 @@ Made = TypeVar("Made", Tensor, tuple[Tensor, ...])
 
 
 def round_fp8(values: Tensor) -> Tensor:
-    """Round to the nearest FP8 value, ties to even; larger values become the largest."""
+    """Rounds to the nearest FP8 value, ties to even; larger values become the largest."""
     return values.clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
@@ -71,21 +71,21 @@ def parts_of(delta: Tensor | None) -> tuple[int, int, int]:
 
 
 def check_rows(**tensors: Tensor | None) -> None:
-    """Raise ValueError unless the last dimension of each tensor has a stride of 1."""
+    """Raises ValueError unless the last dimension of each tensor has a stride of 1."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name}: its last dimension has a stride of {tensor.stride(-1)}")
 
 
 def check_contiguous(**tensors: Tensor) -> None:
-    """Raise ValueError unless each tensor is contiguous."""
+    """Raises ValueError unless each tensor is contiguous."""
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: it has strides of {tensor.stride()}, not contiguous ones")
 
 
 def check_slots(**pools: Tensor) -> None:
-    """Raise ValueError unless each slot of each pool [slots, ...] is contiguous; slots need not be
+    """Raises ValueError unless each slot of each pool [slots, ...] is contiguous; slots need not be
     adjacent."""
     for name, pool in pools.items():
         if len(pool) and not pool[0].is_contiguous():

@@ -48,7 +48,7 @@ def num_programs(num_sms: int) -> int:
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """Rounded up. Triton's own, called from the host, takes as long as a small allocation."""
+    """Rounds up. Triton's own, called from the host, takes as long as a small allocation."""
     return -(-number // divisor)
 
 

@@ -156,7 +156,7 @@ def mix(
     *,
     emit: Emit = Emit.VALUES,
 ) -> Inputs:
-    """Advance the sequences by all their tokens, as `layout` has them; returns the mixer's output
+    """Advances the sequences by all their tokens, as `layout` has them; returns the mixer's output
     [T, heads * W] and writes both pools, the states of exports among them.
 
     Rows of `projected` may be strided, as may a pool's slots be, and nothing else.

@@ -139,7 +139,7 @@ def _adjust_kernel(
 
 @triton.jit
 def _penalized(b_x, p_counts, is_v, p_floats):
-    """Apply the penalties to logits whose counts are at `p_counts`."""
+    """Applies the penalties to logits whose counts are at `p_counts`."""
     repetition, frequency = tl.load(p_floats + 1), tl.load(p_floats + 2)
     presence = tl.load(p_floats + 3)
     b_counted = tl.load(p_counts, mask=is_v, other=0).to(tl.int32)
@@ -185,7 +185,7 @@ def _draw_kernel(rows, scratch, first, vocab_size, BLOCK: tl.constexpr, BLOCKS: 
 
 @triton.jit
 def _store_best(b_x, start, scratch, o_best):
-    """Store the first of the greatest."""
+    """Stores the first of the greatest."""
     top, where = tl.max(b_x, 0, return_indices=True)
     tl.store(scratch.best + o_best, top)
     tl.store(scratch.columns + o_best, start + where)
@@ -196,7 +196,7 @@ def _store_best(b_x, start, scratch, o_best):
 def _take_kernel(
     rows, scratch, first, vocab_size, likeliest, counts, token_ids, num_blocks, BLOCKS: tl.constexpr
 ):
-    """Take the best of all blocks, and count it in the table of the answer's tokens."""
+    """Takes the best of all blocks, and counts it in the table of the answer's tokens."""
     i_r = tl.program_id(0).to(tl.int64)
     row, o_b = i_r + first, tl.arange(0, BLOCKS)
     if tl.load(rows.ints + row * INTS) & PLAIN != 0:

@@ -107,7 +107,7 @@ class _Nucleus:
 def _nucleus(
     scaled: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int
 ) -> _Nucleus:
-    """Look at `num_candidates` C, which covers every top_k below V."""
+    """Looks at `num_candidates` C, which covers every top_k below V."""
     values = scaled.topk(num_candidates, dim=-1).values
     ranks = torch.arange(num_candidates, device=scaled.device)
     is_left = (ranks < top_k) & (values >= floor)

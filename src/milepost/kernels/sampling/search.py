@@ -43,7 +43,7 @@ _CAPACITY = tl.constexpr(LISTED)
 
 
 def search(rows: StepRows, work: Workspace, first: int, last: int) -> None:
-    """Write the rows' lowest logits that are kept to the workspace."""
+    """Writes the rows' lowest logits that are kept to the workspace."""
     grid = (work.num_blocks, last - first)
     common = rows.settings, work.scratch, first, work.vocab_size, work.num_rows
     blocks = next_power_of_2(work.num_blocks)
@@ -185,7 +185,7 @@ def _narrow_kernel(
 def _collect_kernel(
     rows, scratch, first, vocab_size, num_rows, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Collect logits, in any order: nothing depends on it."""
+    """Collects logits, in any order: nothing depends on it."""
     i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = i_r + first
     if tl.load(rows.ints + row * INTS) & SEARCHES != 0:

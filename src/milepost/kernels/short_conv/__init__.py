@@ -120,7 +120,7 @@ def mix(
     layout: ShortConvItems | ShortConvRows,
     records: Tensor | None = None,
 ) -> Tensor:
-    """Advance the sequences by all their tokens, as `layout` has them; returns [T, C] and writes
+    """Advances the sequences by all their tokens, as `layout` has them; returns [T, C] and writes
     the states at every page's end and where a sequence stops.
 
     `projected` [T, 3 * C]: gates before the convolution, gates after it, x. `weight` [C, J],

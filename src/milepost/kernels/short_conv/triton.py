@@ -244,7 +244,7 @@ def _record(
     SIZES: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Record the inputs before a sequence's drafts and theirs: what is recorded already is read
+    """Records the inputs before a sequence's drafts and theirs: what is recorded already is read
     further on than it is written."""
     o_input = tl.arange(0, BLOCK_TAPS)
     for number in range(0, num_recorded, BLOCK_TAPS):

@@ -39,7 +39,7 @@ _WORDS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=
 
 
 def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> None:  # noqa: ARG001
-    """Compute the results of `work`, narrow items of `rows` query rows."""
+    """Computes the results of `work`, narrow items of `rows` query rows."""
     _, num_heads, head_dim = call.query.shape
     _, _, page_size, num_kv_heads, _ = call.kv.pool.shape
     kv = as_bytes(as_rows(call.kv.pool).flatten(1))
@@ -129,7 +129,7 @@ def _attend_kernel(call, keys, values, scale, page_rows, table_stride, SIZES: gl
 
 @gluon.jit
 def _load_queries(query, item, i_h, TILES: gl.constexpr, SIZES: gl.constexpr):
-    """Load queries [head_dim, ROWS] in float16, clamped to its range, which bfloat16 exceeds."""
+    """Loads queries [head_dim, ROWS] in float16, clamped to its range, which bfloat16 exceeds."""
     GROUP: gl.constexpr = SIZES.group
     QUERIES: gl.constexpr = gl.DotOperandLayout(1, TILES, 16)
     row = gl.arange(0, SIZES.rows, gl.SliceLayout(0, QUERIES))
@@ -143,7 +143,7 @@ def _load_queries(query, item, i_h, TILES: gl.constexpr, SIZES: gl.constexpr):
 
 @gluon.jit
 def _store(call, item, i_h, b_o, b_lse, SIZES: gl.constexpr):
-    """Write results [WORDS, ROWS, 2, 2], times the sigmoid of the gates if there are any; or
+    """Writes results [WORDS, ROWS, 2, 2], times the sigmoid of the gates if there are any; or
     partial results with their LSE [ROWS]."""
     gate, output, partials = call.gate, call.output.base, call.partials
     GROUP: gl.constexpr = SIZES.group

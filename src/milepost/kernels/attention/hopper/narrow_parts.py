@@ -88,7 +88,7 @@ def _find(stream, i_b, SIZES: gl.constexpr):
 
 @gluon.jit
 def fetch_both(stream, i_b, SIZES: gl.constexpr):
-    """Start loading a block's keys and values."""
+    """Starts loading a block's keys and values."""
     rows = _find(stream, i_b, SIZES)
     _fetch(stream, rows, i_b, False, SIZES)
     _fetch(stream, rows, i_b, True, SIZES)
@@ -96,7 +96,7 @@ def fetch_both(stream, i_b, SIZES: gl.constexpr):
 
 @gluon.jit
 def _fetch(stream, rows, i_b, OF_VALUES: gl.constexpr, SIZES: gl.constexpr):
-    """Start loading a block's keys or values."""
+    """Starts loading a block's keys or values."""
     kv = stream.value_words if OF_VALUES else stream.key_bytes
     ring = stream.word_ring if OF_VALUES else stream.ring
     BLOCK: gl.constexpr = SIZES.block
@@ -113,7 +113,7 @@ def _fetch(stream, rows, i_b, OF_VALUES: gl.constexpr, SIZES: gl.constexpr):
 
 @gluon.jit
 def take(state, b_q, i_b, stream, scale, last_seen, MASKED: gl.constexpr, SIZES: gl.constexpr):
-    """Take a block into the running softmax, and start loading another in its place."""
+    """Takes a block into the running softmax, and starts loading another in its place."""
     m, l, acc0, acc1, acc2, acc3 = state
     BLOCK: gl.constexpr = SIZES.block
     ROWS: gl.constexpr = SIZES.rows

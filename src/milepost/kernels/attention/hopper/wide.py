@@ -63,7 +63,7 @@ class GroupPlace(NamedTuple):
 
 
 def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> None:  # noqa: ARG001
-    """Compute the results of `work`, wide items of 128 rows."""
+    """Computes the results of `work`, wide items of 128 rows."""
     del rows
     _, num_heads, head_dim = call.query.shape
     _, _, page_size, num_kv_heads, _ = call.kv.pool.shape
@@ -143,7 +143,7 @@ def _attend_kernel(
 
 @gluon.jit
 def _produce(kv_range, blocks, SIZES: gl.constexpr):
-    """Load every block of the range, as soon as its place is free."""
+    """Loads every block of the range, as soon as its place is free."""
     SIZE: gl.constexpr = SIZES.block * SIZES.head_dim * 2
     STAGES: gl.constexpr = SIZES.stages
     bars = blocks.bars

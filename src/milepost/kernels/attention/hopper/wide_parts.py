@@ -108,7 +108,7 @@ def _advance(
     RESULT: gl.constexpr,
     SIZES: gl.constexpr,
 ):
-    """Add the values of the block before, and take a block's scores into the running softmax."""
+    """Adds the values of the block before, and takes a block's scores into the running softmax."""
     b_s = _start_scores(blocks, i_b, SCORES, SIZES)
     acc = _start_values(blocks, state.acc, state.b_p, i_b - 1, SIZES)
     b_s = _finish_scores(blocks, b_s, i_b, 1, SIZES)
@@ -124,7 +124,7 @@ def _advance(
 
 @gluon.jit
 def _start_scores(blocks, i_b, SCORES: gl.constexpr, SIZES: gl.constexpr):
-    """Start multiplying queries with a block's keys."""
+    """Starts multiplying queries with a block's keys."""
     stage = i_b % SIZES.stages
     mbarrier.wait(blocks.bars.index(stage), i_b // SIZES.stages & 1)
     right = blocks.key_blocks.index(stage).permute((1, 0))
@@ -135,7 +135,8 @@ def _start_scores(blocks, i_b, SCORES: gl.constexpr, SIZES: gl.constexpr):
 
 @gluon.jit
 def _finish_scores(blocks, b_s, i_b, LATER: gl.constexpr, SIZES: gl.constexpr):
-    """Wait for the scores, after which LATER other products were started; frees the keys' place."""
+    """Waits for the scores, after which LATER other products were started; frees the keys'
+    place."""
     b_s = warpgroup_mma_wait(LATER, [b_s])
     mbarrier.arrive(blocks.bars.index(SIZES.stages + i_b % SIZES.stages), count=1)
     return b_s
@@ -143,7 +144,7 @@ def _finish_scores(blocks, b_s, i_b, LATER: gl.constexpr, SIZES: gl.constexpr):
 
 @gluon.jit
 def _start_values(blocks, acc, b_p, i_b, SIZES: gl.constexpr):
-    """Start adding a block's values by their weights."""
+    """Starts adding a block's values by their weights."""
     stage = i_b % SIZES.stages
     mbarrier.wait(blocks.bars.index(2 * SIZES.stages + stage), i_b // SIZES.stages & 1)
     return warpgroup_mma(b_p, blocks.value_blocks.index(stage), acc, is_async=True)
@@ -151,14 +152,14 @@ def _start_values(blocks, acc, b_p, i_b, SIZES: gl.constexpr):
 
 @gluon.jit
 def add_values(blocks, acc, b_p, i_b, SIZES: gl.constexpr):
-    """Add the last block's values by their weights."""
+    """Adds the last block's values by their weights."""
     acc = _start_values(blocks, acc, b_p, i_b, SIZES)
     return warpgroup_mma_wait(0, [acc])
 
 
 @gluon.jit
 def _hide(b_s, i_kv, last_seen, SCORES: gl.constexpr, BLOCK: gl.constexpr):
-    """Mask the scores of positions after a row's own."""
+    """Masks the scores of positions after a row's own."""
     o_kv = i_kv + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
     return gl.where(o_kv[None, :] <= last_seen[:, None], b_s, float("-inf"))
 
@@ -170,7 +171,7 @@ def _as_operand(b_p, blocks, RESULT: gl.constexpr):
 
 @gluon.jit
 def _online_softmax(m, l, b_s, scale, MASKED: gl.constexpr):
-    """Take a block's scores into the running softmax. Returns it, the block's weights, and the
+    """Takes a block's scores into the running softmax. Returns it, the block's weights, and the
     factor for earlier sums."""
     m_new = gl.maximum(m, gl.max(b_s, 1) * scale)
     base = m_new
@@ -184,7 +185,7 @@ def _online_softmax(m, l, b_s, scale, MASKED: gl.constexpr):
 
 @gluon.jit
 def clean(source, target, num_valid, BLOCK: gl.constexpr, LOADED: gl.constexpr):
-    """Copy a block's values, with zeros past the end; in parts, which need few registers."""
+    """Copies a block's values, with zeros past the end; in parts, which need few registers."""
     PART: gl.constexpr = BLOCK // 4
     for first in gl.static_range(0, BLOCK, PART):
         place = first + gl.arange(0, PART, layout=gl.SliceLayout(1, LOADED))
@@ -195,7 +196,7 @@ def clean(source, target, num_valid, BLOCK: gl.constexpr, LOADED: gl.constexpr):
 
 @gluon.jit
 def store(call, place, item, row, m, l, acc, half: gl.constexpr, SIZES: gl.constexpr):
-    """Write results, times the sigmoid of the gates if there are any, in the forms that there is
+    """Writes results, times the sigmoid of the gates if there are any, in the forms that there is
     room for; or partial results with their LSE. `row` [64] is in the scores' layout."""
     GROUP: gl.constexpr = SIZES.group
     HEADS: gl.constexpr = SIZES.kv_heads * GROUP
@@ -232,7 +233,7 @@ def store(call, place, item, row, m, l, acc, half: gl.constexpr, SIZES: gl.const
 
 @gluon.jit
 def _store_rounded(call, place, item, b_o, half: gl.constexpr, SIZES: gl.constexpr):
-    """Write results [64, head_dim] in FP8, with their scales."""
+    """Writes results [64, head_dim] in FP8, with their scales."""
     GROUP: gl.constexpr = SIZES.group
     HEAD_DIM: gl.constexpr = SIZES.head_dim
     PARTS: gl.constexpr = HEAD_DIM // _DEPTH

@@ -52,7 +52,7 @@ _MOST_IN_WORDS = 64
 
 
 def attend(call: AttentionCall, work: Tensor, rows: int, tiles: KVTiles) -> None:
-    """Compute the results of items `work` of `rows` query rows."""
+    """Computes the results of items `work` of `rows` query rows."""
     _, num_heads, head_dim = call.query.shape
     _, _, page_size, num_kv_heads, width = call.kv.pool.shape
     chip, is_fp8 = probe(call.query.device), call.kv.is_fp8
@@ -175,7 +175,7 @@ def _attend_kernel(
 def _step(
     m, l, acc, b_q, b_sq, i_kv, item, rows, pages, scale, MASKED: tl.constexpr, SIZES: tl.constexpr
 ):
-    """Take the block of KV at i_kv into the running softmax: the maximum score `m`, the sum of
+    """Takes the block of KV at i_kv into the running softmax: the maximum score `m`, the sum of
     weights `l`, the sum of values `acc`. If MASKED, a row sees no KV past its own position, or
     before its window."""
     o_kv = i_kv + tl.arange(0, SIZES.block)
@@ -218,7 +218,7 @@ def _store(
     KEEPS_ROWS: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    """Write results, times the sigmoid of the gates if there are any, in the forms that there is
+    """Writes results, times the sigmoid of the gates if there are any, in the forms that there is
     room for; or partial results with their LSE."""
     HEADS: tl.constexpr = SIZES.kv_heads * SIZES.group
     WIDTH: tl.constexpr = HEADS * SIZES.head_dim

@@ -115,7 +115,7 @@ def find_rows(item, i_h, SIZES: tl.constexpr):
 
 @triton.jit
 def load_queries(query, rows, o_e, SIZE: tl.constexpr):
-    """Load the first SIZE entries of queries."""
+    """Loads the first SIZE entries of queries."""
     held = rows.are_held[:, None] & (o_e < SIZE)[None, :]
     p_q = query.base + rows.token * query.stride + rows.head * query.head_stride
     return tl.load(p_q[:, None] + o_e[None, :], mask=held, other=0.0)
@@ -123,7 +123,7 @@ def load_queries(query, rows, o_e, SIZE: tl.constexpr):
 
 @triton.jit
 def load(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.constexpr):
-    """Load keys or values [BLOCK, block_e] of one head from i_kv on, a multiple of BLOCK; they
+    """Loads keys or values [BLOCK, block_e] of one head from i_kv on, a multiple of BLOCK; they
     start FIRST rows into a page. FP8 becomes DTYPE."""
     if SIZES.boxed:
         page = tl.load(pages.table + i_kv // SIZES.page_size)
@@ -145,7 +145,7 @@ def load(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.conste
 
 @triton.jit
 def load_words(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr):
-    """Load FP8 as `load` does, with number i of word w in column i * words + w. Matrix units want
+    """Loads FP8 as `load` does, with number i of word w in column i * words + w. Matrix units want
     two tokens of a column side by side: that takes one instruction for two numbers from words, and
     a load for each from bytes."""
     BLOCK: tl.constexpr = SIZES.block
@@ -171,7 +171,7 @@ def load_words(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr):
 
 @triton.jit
 def load_latents(pages, i_kv, SIZES: tl.constexpr, DTYPE: tl.constexpr):
-    """Load latents from i_kv on: entries that are values too [BLOCK, block_e], and those that all
+    """Loads latents from i_kv on: entries that are values too [BLOCK, block_e], and those that all
     heads share [BLOCK, block_p]. Rows past the end hold anything, and are not read."""
     WIDTH: tl.constexpr = SIZES.head_dim + SIZES.shared
     o_e, o_p = tl.arange(0, SIZES.block_e)[None, :], tl.arange(0, SIZES.block_p)[None, :]
@@ -189,7 +189,7 @@ def load_latents(pages, i_kv, SIZES: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def fit_float16(b_q):
-    """Round queries to float16, which holds all that FP8 holds; bfloat16 exceeds its range."""
+    """Rounds queries to float16, which holds all that FP8 holds; bfloat16 exceeds its range."""
     return tl.clamp(b_q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
 
 
@@ -234,7 +234,7 @@ def first_masked(item, begin, SIZES: tl.constexpr):
 
 @triton.jit
 def online_softmax(m, l, b_s, scale, MASKED: tl.constexpr):
-    """Take a block's scores [ROWS, BLOCK] into the running softmax: maximum `m` and sum of weights
+    """Takes a block's scores [ROWS, BLOCK] into the running softmax: maximum `m` and sum of weights
     `l`, both [ROWS]. Returns both, the block's weights, and the factor for earlier sums."""
     m_new = tl.maximum(m, tl.max(b_s, 1) * scale)
     base = m_new
@@ -254,7 +254,7 @@ def dot(left, right, start=None):
 
 @triton.jit
 def round_heads(x, NATIVE: tl.constexpr):
-    """Round results [ROWS, E] to FP8. Returns them and their scales [ROWS, D], D per head."""
+    """Rounds results [ROWS, E] to FP8. Returns them and their scales [ROWS, D], D per head."""
     PARTS: tl.constexpr = x.shape[1] // _DEPTH
     wide = tl.reshape(x.to(tl.float32), (x.shape[0], PARTS, _DEPTH))
     scales = scale_of(wide, 2)

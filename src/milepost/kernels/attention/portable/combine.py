@@ -24,7 +24,7 @@ _LEAST_PART, _NUMBERS = 32, 8192
 
 
 def combine(call: AttentionCall, items: AttentionItems) -> None:
-    """Write output rows with partial results, times the sigmoid of their gate, in the forms that
+    """Writes output rows with partial results, times the sigmoid of their gate, in the forms that
     there is room for."""
     _, num_heads, head_dim = call.partials.base.shape
     block_e = triton.next_power_of_2(head_dim)

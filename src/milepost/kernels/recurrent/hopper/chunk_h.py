@@ -151,7 +151,7 @@ def _chunk_fwd_h_kernel(
 
 @gluon.jit
 def _produce(span, chunks, places, key, value, w, num_tokens, FORM: gl.constexpr):
-    """Load every chunk as soon as there is room, a short one with what lies after its tokens."""
+    """Loads every chunk as soon as there is room, a short one with what lies after its tokens."""
     SIZES: gl.constexpr = FORM.sizes
     STAGES: gl.constexpr = FORM.stages
     BYTES: gl.constexpr = (2 * SIZES.shared + FORM.columns) * FORM.chunk * 2
@@ -172,7 +172,7 @@ def _produce(span, chunks, places, key, value, w, num_tokens, FORM: gl.constexpr
 
 @gluon.jit
 def _consume(span, chunks, pool, places, outputs, decay, num_tokens, FORM: gl.constexpr):
-    """Take the state through every chunk."""
+    """Takes the state through every chunk."""
     first, last = span
     dtype: gl.constexpr = outputs.h.dtype
     SIZES: gl.constexpr = FORM.sizes
@@ -287,7 +287,7 @@ def _pass_chunk(
 
 @gluon.jit
 def clear_rows(tile, size, C: gl.constexpr):
-    """Put zeros where a short chunk has no tokens: what lies there may be no numbers."""
+    """Puts zeros where a short chunk has no tokens: what lies there may be no numbers."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
     rows = tile.load(LAYOUT)

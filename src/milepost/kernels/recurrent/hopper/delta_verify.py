@@ -60,8 +60,8 @@ from milepost.kernels.recurrent.structures import DecodingSteps, Mixer
 
 
 def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
-    """Fold recorded drafts, advance by one token, continue through drafts; writes `output` [T, V *
-    W] of the decoding sequences."""
+    """Folds recorded drafts, advances by one token, continues through drafts; writes `output` [T, V
+    * W] of the decoding sequences."""
     sizes = mixer.sizes
     num_units = len(steps.sequences.slot_out) * sizes.units
     units_at_once = num_sms(output.device)
@@ -237,7 +237,7 @@ def _keep_keys(own, channel, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _pass_tokens(state, own, head, FORM: gl.constexpr):
-    """Take a value head's state through all tokens: it is stored after the last committed one, and
+    """Takes a value head's state through all tokens: it is stored after the last committed one, and
     read for each new one."""
     SIZES: gl.constexpr = FORM.sizes
     SIZE: gl.constexpr = SIZES.shared

@@ -63,8 +63,8 @@ _MOST_HEADS = 8
 
 
 def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
-    """Fold recorded drafts, advance by one token, continue through drafts; writes `output` [T, I]
-    of the decoding sequences."""
+    """Folds recorded drafts, advances by one token, continues through drafts; writes `output` [T,
+    I] of the decoding sequences."""
     sizes, num_sequences = mixer.sizes, len(steps.sequences.slot_out)
     units_at_once = _PROGRAMS * num_sms(output.device)
     each = _choose_heads(sizes, num_sequences, units_at_once)
@@ -247,7 +247,7 @@ def _keep_values(tokens, head, asked, FORM: gl.constexpr):
 
 @gluon.jit
 def _pass_tokens(tokens, state, own, at, FORM: gl.constexpr):
-    """Take a head's state through all tokens: it is stored after the last committed one, and read
+    """Takes a head's state through all tokens: it is stored after the last committed one, and read
     for each new one."""
     SIZES: gl.constexpr = FORM.sizes
     stream, weights = tokens.stream, tokens.weights

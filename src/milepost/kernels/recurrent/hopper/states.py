@@ -128,8 +128,8 @@ def begin_work(states, steps, num_units, FORM: gl.constexpr):
 
 @gluon.jit
 def fetch(work, number, FORM: gl.constexpr):
-    """Have this program's state of this number brought to shared memory, if there is one. Nothing
-    is read for padding, whose turn is over at once."""
+    """Starts loading this program's state of this number into shared memory, if there is one.
+    Nothing is read for padding, whose turn is over at once."""
     UNITS: gl.constexpr = FORM.units
     EACH: gl.constexpr = FORM.each
     BOX: gl.constexpr = work.states.block_type.shape[0]
@@ -206,7 +206,7 @@ def convolve(window, TAPS: gl.constexpr, PLACE: gl.constexpr = 0, bias=None):
 
 @gluon.jit
 def keep_window(window, state, head, is_real, SIZE: gl.constexpr, TAPS: gl.constexpr):
-    """Move a head's convolution state on by one input."""
+    """Moves a head's convolution state on by one input."""
     channel = head * SIZE + gl.arange(0, SIZE, layout=CHANNEL)
     for tap in gl.static_range(1, TAPS):
         at = state + channel * (TAPS - 1) + tap - 1

@@ -39,7 +39,7 @@ class TokenStream(NamedTuple):
 
 @gluon.jit
 def keep_rows(place, x):
-    """Put a vector where `load_rows` finds it."""
+    """Puts a vector where `load_rows` finds it."""
     place.store(x.reshape([x.shape[0] // 4, 4]))
 
 
@@ -102,7 +102,7 @@ def load_inputs(
 
 @gluon.jit
 def leave_inputs(inputs, stream, state, channel, begin, TAPS: gl.constexpr, STEP: gl.constexpr):
-    """Leave what the next step reads of a convolution's inputs: those up to the last committed
+    """Leaves what the next step reads of a convolution's inputs: those up to the last committed
     token in the `state` that is written, the drafts' in place of the records. These are read up to
     TAPS - 1 places before what was left last, which is none that any draft takes."""
     last = gl.minimum(stream.num_folded, stream.num_places - 1)
@@ -119,7 +119,7 @@ def leave_inputs(inputs, stream, state, channel, begin, TAPS: gl.constexpr, STEP
 
 @gluon.jit
 def leave_places(rows, stream, column, begin, STEP: gl.constexpr):
-    """Put what columns of the step's drafts hold in place of the records."""
+    """Puts what columns of the step's drafts hold in place of the records."""
     for ahead in gl.static_range(STEP):
         draft = begin + ahead - stream.num_folded - 1
         is_draft = (draft >= 0) & (begin + ahead < stream.num_places)
@@ -129,7 +129,7 @@ def leave_places(rows, stream, column, begin, STEP: gl.constexpr):
 
 @gluon.jit
 def leave_column(stream, column, draft):
-    """Do so with one column that all threads have read: a `draft` a thread."""
+    """Puts one column, which all threads have read, in place of the records: a `draft` a thread."""
     is_draft = draft < stream.num_places - stream.num_folded - 1
     p_new = stream.new + (draft + 1) * stream.new_stride + column
     x = gl.load(p_new, mask=is_draft, other=0.0)

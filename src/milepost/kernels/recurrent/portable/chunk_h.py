@@ -26,7 +26,7 @@ _WARPS, _STAGES = 4, (2, 3)
 def run(
     mixer: Mixer, chunk: int, pool: SlotStates, chunks: PrefillChunks, tensors: ChunkTensors
 ) -> None:
-    """Write the states before every chunk to `tensors.h`, exports and final states to `pool`;
+    """Writes the states before every chunk to `tensors.h`, exports and final states to `pool`;
     `tensors.v` become what tokens add with the state before their chunk: u - w h."""
     sizes, values = mixer.sizes, tensors.v
     step = chunk * (2 * sizes.shared_tile + _COLUMNS) * values.element_size()
@@ -131,7 +131,7 @@ def load_state(pool, chunks, i_n, o_state, in_state):
 
 @triton.jit
 def store_state(pool, chunks, i_n, o_state, in_state, b_state):
-    """Write the final state once nobody reads the slot that it came from: it may be the same."""
+    """Writes the final state once nobody reads the slot that it came from: it may be the same."""
     tl.debug_barrier()
     target = tl.load(chunks.slot_out + i_n).to(tl.int64) * pool.stride
     tl.store(pool.base + target + o_state, b_state.to(pool.base.dtype.element_ty), in_state)
@@ -139,7 +139,7 @@ def store_state(pool, chunks, i_n, o_state, in_state, b_state):
 
 @triton.jit
 def export_state(pool, slot, o_state, in_state, b_state):
-    """Write the state after a chunk to `slot`, if that is one."""
+    """Writes the state after a chunk to `slot`, if that is one."""
     if slot >= 0:
         exported = b_state.to(pool.base.dtype.element_ty)
         tl.store(pool.base + slot.to(tl.int64) * pool.stride + o_state, exported, in_state)

@@ -37,7 +37,7 @@ def run(
     output: Tensor,
     fp8: Fp8Rows | None,
 ) -> None:
-    """Write `output` [T, V * W] through the gated norm, and to `fp8` if there is that."""
+    """Writes `output` [T, V * W] through the gated norm, and to `fp8` if there is that."""
     sizes, rounded, scales_stride = mixer.sizes, None, 0
     if fp8 is not None:
         rounded = RoundedOutput(fp8.values.view(torch.uint8), fp8.scales)

@@ -40,8 +40,8 @@ def convolve(mixer: Mixer, pool: SlotStates, tiles: PrefillTiles) -> Tensor:
 def convolve_heads(
     mixer: Mixer, pool: SlotStates, tiles: PrefillTiles, query_key: Tensor, values: Tensor
 ) -> None:
-    """Write `query_key` [2 * U, T, K] and `values` [V, T, W], ready for the delta rule: queries and
-    keys are unit vectors."""
+    """Writes `query_key` [2 * U, T, K] and `values` [V, T, W], ready for the delta rule: queries
+    and keys are unit vectors."""
     sizes, rows = mixer.sizes, mixer.inputs.mixed
     block = next_power_of_2(max(sizes.shared, sizes.own))
     num_heads = max(2 * sizes.units, sizes.heads)
@@ -196,7 +196,7 @@ def slide(window, taps, newest, TAPS: tl.constexpr):
 
 @triton.jit
 def keep_states(rows, state, pool, tiles, tile, channel, is_channel, part_from, TAPS: tl.constexpr):
-    """Write the states of a tile's exports, and of a sequence's first tile its final state."""
+    """Writes the states of a tile's exports, and of a sequence's first tile its final state."""
     sequence = tl.load(tiles.sequence + tile)
     begin = tl.load(tiles.sequence_begin + sequence)
     args = rows, state, pool, channel, is_channel, begin
@@ -210,7 +210,7 @@ def keep_states(rows, state, pool, tiles, tile, channel, is_channel, part_from, 
 
 @triton.jit
 def _keep_inputs(rows, state, pool, channel, is_channel, begin, stop, slot, TAPS: tl.constexpr):
-    """Write the last TAPS - 1 inputs before token `stop` to `slot`; those before token `begin` are
+    """Writes the last TAPS - 1 inputs before token `stop` to `slot`; those before token `begin` are
     in the state that was read."""
     tap = tl.arange(0, triton.next_power_of_2(TAPS))[None, :]
     source = stop - (TAPS - 1) + tap

@@ -34,7 +34,7 @@ _MOST_OF_OTHERS = 100.0
 
 
 def intra(mixer: Mixer, chunk: int, chunks: PrefillChunks, tensors: ChunkTensors) -> None:
-    """Fill and change `tensors`, after the convolution."""
+    """Fills and changes `tensors`, after the convolution."""
     sizes, like = mixer.sizes, tensors.v
     form = IntraForm(sizes, chunk, _MOST.get(like.dtype, _MOST_OF_OTHERS), splits(like))
     operands = like.shape[1], mixer.inputs, mixer.weights, chunks, tensors
@@ -144,7 +144,7 @@ def _signs(o_t, middle, SPLIT: tl.constexpr):
 
 @triton.jit
 def _take_channels(at, sums, o_t, o_k, in_chunk, rate, signs, FORM: tl.constexpr):
-    """Add products of pairs of tokens in some channels to `sums`; leave queries and keys decayed,
+    """Adds products of pairs of tokens in some channels to `sums`; leaves queries and keys decayed,
     and the channels' decays over the chunk."""
     SPLIT: tl.constexpr = FORM.splits
     b_qk, b_kk, b_own = sums
@@ -189,7 +189,7 @@ def _log_decays(rate, b_f, in_k, FORM: tl.constexpr):
 
 @triton.jit
 def _multiply(b_inv, w, values, at, in_k):
-    """Multiply `w` and `values` [C, some of K] at `at` by `b_inv` [C, C], in place."""
+    """Multiplies `w` and `values` [C, some of K] at `at` by `b_inv` [C, C], in place."""
     b_w = tl.dot(b_inv, tl.load(w + at, in_k, 0), input_precision="ieee")
     b_u = tl.dot(b_inv, tl.load(values + at, in_k, 0), input_precision="ieee")
     tl.store(w + at, b_w.to(w.dtype.element_ty), in_k)

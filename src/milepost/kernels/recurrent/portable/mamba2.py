@@ -37,7 +37,7 @@ _NORMED = 4096
 
 
 def prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout) -> Tensor:
-    """Advance the sequences by all their tokens; returns [T, I]."""
+    """Advances the sequences by all their tokens; returns [T, I]."""
     mixed = convolve(mixer, slot_states(states.conv), states.tiles(layout))
     chunks, chunk = states.chunks(layout), layout.chunk
     tensors = _discretise(mixer, mixed, chunks, chunk)

@@ -48,7 +48,7 @@ class SSDTensors(NamedTuple):
 def chunk_fwd_h(
     mixer: Mixer, chunk: int, pool: SlotStates, chunks: PrefillChunks, tensors: SSDTensors
 ) -> None:
-    """Write the states before every chunk to `tensors.h`, exports and final states to `pool`."""
+    """Writes the states before every chunk to `tensors.h`, exports and final states to `pool`."""
     sizes, is_wide = mixer.sizes, tensors.mixed.dtype == torch.float32
     columns = _COLUMNS * (1 + is_wide)
     grid = triton.cdiv(sizes.shared, columns), sizes.heads, len(chunks.slot_out)

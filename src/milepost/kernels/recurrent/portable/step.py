@@ -42,7 +42,7 @@ def run(
     arrivals: Tensor | None = None,
     fp8: Fp8Rows | None = None,
 ) -> None:
-    """Fold recorded drafts, advance each sequence by one token, continue through drafts; writes
+    """Folds recorded drafts, advances each sequence by one token, continues through drafts; writes
     `output` [T, U * GROUP * W] of the decoding sequences, without drafts zeros for padding.
 
     `arrivals` [S, U] are zeros and stay so; units that are normed together need them in a step
@@ -69,8 +69,8 @@ def run(
 
 
 def finish(mixer: Mixer, steps: DecodingSteps, output: StepOutput, *, moves: bool) -> None:
-    """Norm and gate what new tokens have read, unit by unit. If it `moves`, also move the
-    convolution's states on and record the drafts, which another kernel has left to do."""
+    """Norms and gates what new tokens have read, unit by unit. If it `moves`, it also moves the
+    convolution's states on and records the drafts, which another kernel has left to do."""
     sizes, most = mixer.sizes, steps.num_drafts + 1
     num_blocks = triton.cdiv(max(sizes.channels, sizes.strengths), _COLUMNS) if moves else 0
     grid = sizes.units * most + num_blocks, len(steps.sequences.slot_out)

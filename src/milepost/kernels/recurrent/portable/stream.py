@@ -111,7 +111,7 @@ def _at_tap(x, i_tap, TAPS: tl.constexpr):
 
 @triton.jit
 def keep_window(state, window, channel, is_channel, TAPS: tl.constexpr):
-    """Write to `state` the inputs that the next token sees."""
+    """Writes to `state` the inputs that the next token sees."""
     tap = tl.arange(0, triton.next_power_of_2(TAPS))[None, :]
     is_kept = is_channel[:, None] & (tap > 0) & (tap < TAPS)
     at = channel[:, None] * (TAPS - 1) + tap - 1
@@ -120,7 +120,7 @@ def keep_window(state, window, channel, is_channel, TAPS: tl.constexpr):
 
 @triton.jit
 def record_drafts(stream, column, is_column, num_new):
-    """Put these columns of the step's drafts in place of what was recorded."""
+    """Puts these columns of the step's drafts in place of what was recorded."""
     for draft in range(num_new - 1):
         x = tl.load(stream.token + (draft + 1) * stream.stride + column, is_column, 0)
         tl.store(stream.record + draft * stream.record_stride + column, x, is_column)

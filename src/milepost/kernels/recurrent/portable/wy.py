@@ -20,7 +20,7 @@ from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, PrefillCh
 
 
 def wy_fwd(mixer: Mixer, chunk: int, chunks: PrefillChunks, tensors: ChunkTensors) -> None:
-    """Turn `tensors.v` into u; write `tensors.w` and `tensors.decay`."""
+    """Turns `tensors.v` into u; writes `tensors.w` and `tensors.decay`."""
     sizes, like = mixer.sizes, tensors.v
     operands = like.shape[1], mixer.inputs, mixer.weights, chunks, tensors
     options = {"num_warps": delta_warps(sizes, like), **OVERLAPPED}

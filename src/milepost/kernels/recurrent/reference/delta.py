@@ -50,7 +50,8 @@ def decode(
     slot_in: Tensor,
     slot_out: Tensor,
 ) -> Tensor:
-    """Advance D sequences by one token each; returns [D, V, W] in `value`'s type and writes `pool`.
+    """Advances D sequences by one token each; returns [D, V, W] in `value`'s type and writes
+    `pool`.
 
     `query_key` [D, 2, G, K], `value` [D, V, W], `log_decay` [D, V], or [D, V, K] where every
     channel of a key has its own, `beta` [D, V], `pool` [slots, V, K, W], `slot_in` and `slot_out`
@@ -83,7 +84,7 @@ def prefill(
     slot_out: Tensor,
     layout: ChunkRows,
 ) -> Tensor:
-    """Advance S sequences by all their tokens; returns [T, V, W] in `value`'s type and writes
+    """Advances S sequences by all their tokens; returns [T, V, W] in `value`'s type and writes
     `pool`.
 
     Arguments as for `decode`, with T tokens in place of D, `slot_in` and `slot_out` [S]. States
@@ -114,8 +115,7 @@ class ReferenceChunks:
     """[B, 1, 1] or [B, K, 1], decay over the whole chunk."""
 
     def advance(self, rows: slice, state: Tensor, output: Tensor) -> None:
-        """Carry `state` [rows, K, W] over the chunks `rows`; changes it, `u` and
-        `output`."""
+        """Carries `state` [rows, K, W] over the chunks `rows`; changes it, `u` and `output`."""
         torch.bmm(self.queries[rows], state, out=output[rows])
         self.u[rows].baddbmm_(self.w[rows], state, alpha=-1)
         state.mul_(self.decay[rows]).baddbmm_(self.keys[rows].transpose(1, 2), self.u[rows])
@@ -124,7 +124,7 @@ class ReferenceChunks:
 def _chunk_fwd(
     chunks: ReferenceChunks, pool: Tensor, slot_in: Tensor, slot_out: Tensor, layout: ChunkRows
 ) -> Tensor:
-    """Carry the states from chunk to chunk; returns the outputs [T, V, W] and writes `pool`,
+    """Carries the states from chunk to chunk; returns the outputs [T, V, W] and writes `pool`,
     exports among its slots."""
     output = torch.empty_like(chunks.u)
     num_heads = pool.shape[1]

@@ -93,7 +93,7 @@ def decode(
     *,
     small: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Advance D sequences by one token each; returns [D, H, P] in the type of sums and writes
+    """Advances D sequences by one token each; returns [D, H, P] in the type of sums and writes
     `pool`.
 
     `x` [D, H, P], `b_c` [D, 2, G, N], time steps `dt` [D, H], `pool` [slots, H, P, N], `slot_in`
@@ -123,7 +123,7 @@ def prefill(
     *,
     small: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Advance S sequences by all their tokens; returns [T, H, P] in the type of sums and writes
+    """Advances S sequences by all their tokens; returns [T, H, P] in the type of sums and writes
     `pool`.
 
     Arguments as for `decode`, with T tokens in place of D, `slot_in` and `slot_out` [S]. States
@@ -143,7 +143,8 @@ def prefill(
 
 
 def _advance(x: Tensor, b: Tensor, c: Tensor, dt: Tensor, rate: Tensor, state: Tensor) -> Tensor:
-    """Carry `state` [n, H, P, N] over one chunk each, in place; returns what is read, [n, L, H, P].
+    """Carries `state` [n, H, P, N] over one chunk each, in place; returns what is read, [n, L, H,
+    P].
 
     `x` [n, L, H, P], `b` and `c` [n, L, G, N]; `dt` [n, L, H] is 0 for what is no token.
     """

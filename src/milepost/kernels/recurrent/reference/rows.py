@@ -166,7 +166,7 @@ class Steps:
 
 
 def run(steps: Steps, inputs: Sequence[Tensor], states: LayerStates, rows: MixerRows) -> Tensor:
-    """Advance the sequences by all their tokens; returns [T, ...].
+    """Advances the sequences by all their tokens; returns [T, ...].
 
     `inputs` [T, ...], side by side [T, E], are what is recorded of a draft in the records [rows,
     drafts, E].
@@ -204,7 +204,7 @@ def carry_states(
     layout: ChunkRows,
     dtype: torch.dtype,
 ) -> None:
-    """Carry states through chunks by `advance(first, size, states)`, which changes the states of
+    """Carries states through chunks by `advance(first, size, states)`, which changes the states of
     `size` sequences by the chunks from `first` on; writes them to `pool`, exports on the way."""
     state = pool.index_select(0, slot_in.index_select(0, layout.order)).to(dtype)
     for (first, size), exports in zip(layout.steps, layout.exports, strict=True):
