@@ -33,7 +33,6 @@ from milepost import LLM, SamplingParams
 from milepost.engine.assembly import fitting
 from milepost.kernels import products, recurrent
 from milepost.kernels.attention import ATTENTION
-from milepost.kernels.attention import run as attention_run
 from milepost.kernels.layout import emit
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform import device
@@ -168,9 +167,6 @@ KERNELS: dict[str, Kernel] = {
     ),
     "round_gated": Kernel(
         forms=("fp8",), steps=FEW + MANY, without=_put(products, "rounds_gated", _never)
-    ),
-    "attention_rounded": Kernel(
-        forms=("fp8",), steps=FEW + MANY, without=_put(attention_run, "room_for", _nothing)
     ),
     "mixers_rounded": Kernel(
         forms=("fp8",), steps=FEW + MANY, without=_put(mixers_run, "room_for", _nothing)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from milepost.kernels.layout.batch import Capacity
-from milepost.kernels.layout.emit import Emit
-from milepost.kernels.platform.device import probe
-from milepost.kernels.products.portable import rounding
 from tests.kernels.attention_cases import Case, Step, build_projection
 from tests.numbers import relative_error
 
@@ -104,35 +100,6 @@ def test_attend_to_float8_matches_reference(name: str) -> None:
     assert relative_error(attend(step), step.expected()) < BOUNDS[torch.bfloat16]
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-    reason="products round rows themselves on other chips than Hopper",
-)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("prefills", "four_kv_heads", "head_dim_128", "nemotron", "few_rows", "long"),
-        *("decodes", "narrow_decodes", "suffix", "shared", "drafts"),
-    ],
-)
-def test_results_bring_their_rounding_along(name: str) -> None:
-    """Whole ones and those of several parts, of wide items and of narrow ones: the numbers that a
-    launch of their own makes of them. Of few tokens both are written."""
-    others = {
-        "long": replace(LARGE, starts=(0,), lengths=(2500,)),
-        "narrow_decodes": replace(CASES["decodes"], head_dim=128, num_heads=32),
-    }
-    step = Step(others.get(name) or CASES[name], "cuda")
-    plain, output = attend(step), attend(step, emit=Emit.FP8)
-    assert (output.values is not None) == (step.num_tokens <= 64)
-    if output.values is not None:
-        assert torch.equal(output.values[: step.num_tokens], plain)
-    own = [each[: step.num_tokens] for each in (output.fp8.values, output.fp8.scales.mT)]
-    values, scales = rounding.quantise(plain, 128, probe(plain.device))
-    assert torch.equal(own[0].view(torch.uint8), values.view(torch.uint8))
-    assert torch.equal(own[1], scales.mT)
-
-
 DECODES = replace(CASES["decodes"], starts=(0, 1, 63, 64, 65, 1000, 90_000), lengths=(1,) * 7)
 
 
@@ -195,11 +162,11 @@ def test_a_graph_serves_other_steps_of_its_capacity(name: str) -> None:
     assert relative_error(output[: step.num_tokens], step.expected()) < 1e-2
 
 
-def attend(step: Step, *, emit: Emit = Emit.VALUES) -> Any:
+def attend(step: Step) -> torch.Tensor:
     items = step.on_device(step.items())
     scale = step.case.head_dim**-0.5
-    output = attention.attend(step.query, step.gate, step.kv(), items, scale, emit=emit)
-    return output if emit is Emit.FP8 else output[: step.num_tokens]
+    output = attention.attend(step.query, step.gate, step.kv(), items, scale)
+    return output[: step.num_tokens]
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

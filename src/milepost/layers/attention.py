@@ -219,9 +219,7 @@ class Attention(nn.Module):
         scale = shapes.head_dim**-0.5 if shapes.scale is None else shapes.scale
         tables = ctx.tables if shapes.window is None else ctx.window_tables
         kv = PagedKV(ctx.kv[number], tables, self.kv_scales.values)
-        attended = attention.attend(
-            query, gate, kv, layout, scale, emit=self.out.reads, selection=selection
-        )
+        attended = attention.attend(query, gate, kv, layout, scale, selection=selection)
         return self.out(attended, epilogue=Epilogue.PARTIALS)
 
     def store(self, rows: Inputs, ctx: Context, number: int) -> None:

@@ -9,11 +9,8 @@ import torch
 
 from milepost.kernels.attention import pages, table
 from milepost.kernels.attention.portable.tiles import AttentionTile, cut
-from milepost.kernels.layout import emit
 from milepost.kernels.layout.batch import Capacity
-from milepost.kernels.layout.emit import Activations, Emit, as_activations
-from milepost.kernels.platform.device import Chip, probe
-from milepost.kernels.products.portable import rounding
+from milepost.kernels.platform.device import Chip
 from tests.batches import spread
 from tests.kernels.attention_cases import Case, Step, build_projection
 from tests.numbers import relative_error
@@ -141,39 +138,6 @@ def test_pages_may_lie_far_apart(head_dim: int) -> None:
     step = Step(replace(CASES["mixed"], head_dim=head_dim, dtype=torch.float16))
     step.pool = spread(step.pool[: step.tables.max() + 1])
     assert error_of(step) < 2e-3
-
-
-@pytest.mark.parametrize("head_dim", [128, 256])
-@pytest.mark.parametrize("name", ["decodes", "shared_and_prefill", "suffixes", "mixed"])
-def test_results_bring_their_rounding_along(monkeypatch, name: str, head_dim: int) -> None:
-    """The same numbers as a launch of their own makes of them. Of many tokens no others are
-    written, of few all are."""
-    monkeypatch.setattr(emit, "reads_rounded", lambda _: True)
-    step = Step(replace(CASES[name], head_dim=head_dim, dtype=torch.float16))
-    items = step.on_device(step.items())
-    is_cut = name in ("shared_and_prefill", "mixed")
-    assert bool(items.num_combined) == is_cut
-    given = step.query, step.gate, step.kv(), items, head_dim**-0.5
-    plain, output = (attention.attend(*given, emit=each) for each in (Emit.VALUES, Emit.FP8))
-    assert isinstance(output, Activations)
-    assert (output.values is not None) == (step.num_tokens <= 64)
-    if output.values is not None:
-        assert torch.equal(output.values, plain)
-    own = output.fp8.filled
-    own = own[0][: step.num_tokens], own[1][:, : step.num_tokens]
-    values, scales = rounding.quantise(plain[: step.num_tokens], 128, probe(plain.device))
-    assert torch.equal(own[0].float(), values.float())
-    assert torch.equal(own[1], scales)
-
-
-def test_a_row_and_results_over_float8_are_not_rounded(monkeypatch) -> None:
-    monkeypatch.setattr(emit, "reads_rounded", lambda _: True)
-    for case in (CASES["split_decode"], replace(CASES["mixed"], has_float8=True)):
-        step = Step(replace(case, head_dim=128, dtype=torch.float16))
-        given = step.query, step.gate, step.kv()
-        items = step.on_device(step.items())
-        output = attention.attend(*given, items, 0.1, emit=Emit.FP8)
-        assert as_activations(output).fp8 is None
 
 
 def error(case: Case) -> float:

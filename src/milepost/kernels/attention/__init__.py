@@ -26,7 +26,6 @@ from milepost.kernels.attention.reference import TurnedEntries
 from milepost.kernels.attention.rows import AttentionRows
 from milepost.kernels.attention.table import ATTENTION, CAPTURED_TOKENS
 from milepost.kernels.layout.batch import Batch
-from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.platform.device import Chip
 
 __all__ = [
@@ -199,16 +198,15 @@ def attend(
     layout: AttentionLayout,
     scale: float,
     *,
-    emit: Emit = Emit.VALUES,
     shared_query: Tensor | None = None,
     selection: Selection | None = None,
-) -> Inputs:
-    """Attends to pages and gates: see `reference.attend`, or with a `selection` `indexed.attend`.
-    The output is handed on as `emit` asks."""
+) -> Tensor:
+    """Attends to pages and gates: see `reference.attend`, or with a `selection`
+    `indexed.attend`."""
     if isinstance(layout, AttentionRows):
         if selection is not None:
             return indexed.attend(query, gate, kv, layout, scale, selection)
         return reference.attend(query, gate, kv, layout, scale, shared_query)
     from milepost.kernels.attention import run
 
-    return run.attend(query, gate, kv, layout, scale, emit=emit, shared_query=shared_query)
+    return run.attend(query, gate, kv, layout, scale, shared_query=shared_query)

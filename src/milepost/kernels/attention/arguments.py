@@ -16,7 +16,6 @@ from torch import Tensor
 
 from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.pages import PagedKV, rows_per_page
-from milepost.kernels.layout.emit import Fp8Rows, as_arguments
 
 _LOG2_E = 1.4426950408889634
 
@@ -53,14 +52,6 @@ class PartialResults(NamedTuple):
     lse: Any
 
 
-class AttentionOutput(NamedTuple):
-    """Results [T, H * E], in FP8 [T, H * E] with scales, or both."""
-
-    base: Any
-    fp8: Any
-    scales: Any
-
-
 class WorkItem(NamedTuple):
     """An item of work on the device (see `tiles`)."""
 
@@ -81,6 +72,7 @@ class AttentionArguments(NamedTuple):
     shared_query: Any
     gate: Any
     output: Any
+    """Results [T, H * E]."""
     kv_scales: Any
     tables: Any
     work: Any
@@ -101,8 +93,6 @@ class AttentionCall:
     partials: PartialResults
     output: Tensor
     """[T, H * E]"""
-    rounded: Fp8Rows | None
-    """Room for the output in FP8, if it is handed on so."""
     window: int = 0
     """Tokens that a token attends to; 0: all."""
     shared_query: Tensor | None = None
@@ -114,7 +104,7 @@ class AttentionCall:
             query=_heads(self.query),
             shared_query=_heads(self.shared_query),
             gate=self.output_gate,
-            output=self.outputs,
+            output=self.output,
             kv_scales=self.kv.scales,
             tables=self.kv.tables,
             work=WorkItems(work, self.bases),
@@ -129,17 +119,12 @@ class AttentionCall:
         return OutputGate(self.gate, self.gate.stride(0), each)
 
     @property
-    def outputs(self) -> AttentionOutput:
-        return AttentionOutput(self.output, *as_arguments(self.rounded)[:2])
-
-    @property
-    def extents(self) -> tuple[int, int, int]:
-        """Rows of KV from one page to the next, entries from one page table to the next, and from
-        one block of FP8 outputs to the next. They follow from how much memory there is: kernels are
-        not specialised by them, so they are no fields of a structure."""
+    def extents(self) -> tuple[int, int]:
+        """Rows of KV from one page to the next, and entries from one page table to the next. They
+        follow from how much memory there is: kernels are not specialised by them, so they are no
+        fields of a structure."""
         assert self.kv.tables is not None, "items name rows of page tables"
-        scales_stride = 0 if self.rounded is None else self.rounded.scales.stride(0)
-        return rows_per_page(self.kv.pool), self.kv.tables.stride(0), scales_stride
+        return rows_per_page(self.kv.pool), self.kv.tables.stride(0)
 
     @property
     def scale_of_2(self) -> float:

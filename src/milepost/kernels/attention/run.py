@@ -18,9 +18,8 @@ from milepost.kernels.attention.portable import attend as portable
 from milepost.kernels.attention.portable.combine import combine
 from milepost.kernels.attention.portable.prepare import dequantise
 from milepost.kernels.attention.portable.tiles import AttentionTile, KVTiles
-from milepost.kernels.layout.emit import Emit, Inputs, handed_on, room_for
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.tensors import BLOCK, check_rows
+from milepost.kernels.platform.tensors import check_rows
 
 
 def attend(
@@ -30,13 +29,12 @@ def attend(
     items: AttentionItems,
     scale: float,
     *,
-    emit: Emit = Emit.VALUES,
     shared_query: Tensor | None = None,
     tiles: Mapping[str, KVTiles] | None = None,
-) -> Inputs:
+) -> Tensor:
     """Attends from `query` [T, H, E] to pages, times the sigmoid of `gate` [T, H * E], or [T, H],
-    if there is one; to latents with `shared_query` [T, H, P]. Returns [T, H * E] as `emit` asks;
-    rows of tokens that are in no item hold anything.
+    if there is one; to latents with `shared_query` [T, H, P]. Returns [T, H * E]; rows of tokens
+    that are in no item hold anything.
 
     `tiles` for "wide" or "narrow" items have the portable kernel run, cut like that.
     """
@@ -44,8 +42,6 @@ def attend(
     num_tokens, num_heads, head_dim = query.shape
     output = query.new_empty(num_tokens, num_heads * head_dim)
     kv = kv if kv.is_fp8 else kv._replace(scales=None)
-    if kv.is_fp8 or head_dim not in (BLOCK, 2 * BLOCK):
-        emit = Emit.VALUES
     call = AttentionCall(
         query=query,
         gate=gate,
@@ -54,7 +50,6 @@ def attend(
         bases=items.bases,
         partials=make_partials(query, items),
         output=output,
-        rounded=room_for(*output.shape, output, emit),
         window=items.window or 0,
         shared_query=shared_query,
     )
@@ -72,7 +67,7 @@ def attend(
         _run(call, items.narrow, tile, forced.get("narrow"))
     if items.num_combined:
         combine(call, items)
-    return handed_on(output, call.rounded)
+    return output
 
 
 def _tile(query: Tensor, kv: PagedKV, shared_query: Tensor | None, rows: int) -> AttentionTile:

@@ -49,7 +49,7 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
         TensorDescriptor.from_tensor(kv, [box, head_dim], _BYTES),
         TensorDescriptor.from_tensor(kv.view(torch.int32), [box, head_dim // 4], _WORDS),
         call.scale_of_2,
-        *call.extents[:2],
+        *call.extents,
         SIZES=NarrowSizes(
             kv_heads=num_kv_heads,
             group=num_heads // num_kv_heads,
@@ -145,7 +145,7 @@ def _load_queries(query, item, i_h, TILES: gl.constexpr, SIZES: gl.constexpr):
 def _store(call, item, i_h, b_o, b_lse, SIZES: gl.constexpr):
     """Writes results [WORDS, ROWS, 2, 2], times the sigmoid of the gates if there are any; or
     partial results with their LSE [ROWS]."""
-    gate, output, partials = call.gate, call.output.base, call.partials
+    gate, output, partials = call.gate, call.output, call.partials
     GROUP: gl.constexpr = SIZES.group
     HEADS: gl.constexpr = SIZES.kv_heads * GROUP
     WORDS: gl.constexpr = b_o.type.shape[0]

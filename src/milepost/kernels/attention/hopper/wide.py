@@ -35,7 +35,6 @@ from milepost.kernels.attention.hopper.wide_parts import (
 from milepost.kernels.attention.pages import as_rows
 from milepost.kernels.attention.portable.blocks import load_item
 from milepost.kernels.attention.table import HOPPER_BLOCK
-from milepost.kernels.layout.emit import keeps_values
 from milepost.kernels.platform.gluon import load_box
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 
@@ -54,14 +53,6 @@ class Range(NamedTuple):
     i_h: Any
 
 
-class GroupPlace(NamedTuple):
-    """Where a computing group works."""
-
-    i_h: Any
-    """KV head."""
-    scales_stride: Any
-
-
 def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> None:  # noqa: ARG001
     """Computes the results of `work`, wide items of 128 rows."""
     del rows
@@ -69,12 +60,8 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
     _, _, page_size, num_kv_heads, _ = call.kv.pool.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     kv = as_rows(call.kv.pool).flatten(1)
-    arguments = call.arguments(work)
-    if call.rounded is not None:
-        output = arguments.output._replace(fp8=call.rounded.values)
-        arguments = arguments._replace(output=output)
     _attend_kernel[(num_kv_heads, len(work))](
-        arguments,
+        call.arguments(work),
         TensorDescriptor.from_tensor(kv, [HOPPER_BLOCK, head_dim], layout),
         call.scale_of_2,
         *call.extents,
@@ -85,7 +72,6 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
             page_size=page_size,
             block=HOPPER_BLOCK,
             stages=_STAGES,
-            keeps_rows=keeps_values(call.rounded),
         ),
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
@@ -95,14 +81,13 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
 
 
 @quick
-@gluon.jit(do_not_specialize=["page_rows", "table_stride", "scales_stride"])
+@gluon.jit(do_not_specialize=["page_rows", "table_stride"])
 def _attend_kernel(
     call,
     kv,
     scale,
     page_rows,
     table_stride,
-    scales_stride,
     SIZES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -128,12 +113,11 @@ def _attend_kernel(
         mbarrier.init(bars.index(2 * STAGES + stage), count=1)
         mbarrier.init(bars.index(3 * STAGES + stage), count=2)
     blocks = SharedBlocks(queries, keys, values, bars)
-    place = GroupPlace(i_h, scales_stride)
     kv_range = Range(kv, table, item.begin, item.end, page_rows, i_h)
     gl.warp_specialize(
         [
-            (_consume, (call, place, scale, blocks, 0, SIZES)),
-            (_consume, (call, place, scale, blocks, 1, SIZES)),
+            (_consume, (call, scale, blocks, 0, SIZES)),
+            (_consume, (call, scale, blocks, 1, SIZES)),
             (_produce, (kv_range, blocks, SIZES)),
         ],
         [4, 1],
@@ -169,14 +153,14 @@ def _produce(kv_range, blocks, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _consume(call, place, scale, blocks, half: gl.constexpr, SIZES: gl.constexpr):
+def _consume(call, scale, blocks, half: gl.constexpr, SIZES: gl.constexpr):
     """Attends from half of the tile's rows: 64 of them, in four warps."""
     BLOCK: gl.constexpr = SIZES.block
     GROUP: gl.constexpr = SIZES.group
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZES.head_dim, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    query, i_h = call.query, place.i_h
+    query, i_h = call.query, gl.program_id(0)
     item = load_item(call.work.base, gl.program_id(1))
 
     queries = blocks.queries.index(half)
@@ -210,4 +194,4 @@ def _consume(call, place, scale, blocks, half: gl.constexpr, SIZES: gl.constexpr
     acc = acc / gl.convert_layout(l, gl.SliceLayout(1, RESULT))[:, None]
     if call.kv_scales is not None:
         acc *= gl.load(call.kv_scales + SIZES.kv_heads + i_h)
-    store(call, place, item, row, m, l, acc, half, SIZES)
+    store(call, item, row, m, l, acc, half, SIZES)

@@ -16,11 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from milepost.kernels.platform.gluon import round_block
-from milepost.kernels.platform.tensors import BLOCK as FP8_BLOCK
-
-_DEPTH = gl.constexpr(FP8_BLOCK)
-
 
 class WideSizes(NamedTuple):
     """How the kernel is compiled; a constant on the device."""
@@ -32,8 +27,6 @@ class WideSizes(NamedTuple):
     page_size: int
     block: int
     stages: int
-    keeps_rows: bool
-    """Whether results are written in the model's dtype."""
 
 
 class SharedBlocks(NamedTuple):
@@ -195,14 +188,14 @@ def clean(source, target, num_valid, BLOCK: gl.constexpr, LOADED: gl.constexpr):
 
 
 @gluon.jit
-def store(call, place, item, row, m, l, acc, half: gl.constexpr, SIZES: gl.constexpr):
-    """Writes results, times the sigmoid of the gates if there are any, in the forms that there is
-    room for; or partial results with their LSE. `row` [64] is in the scores' layout."""
+def store(call, item, row, m, l, acc, half: gl.constexpr, SIZES: gl.constexpr):
+    """Writes results, times the sigmoid of the gates if there are any; or partial results with
+    their LSE. `row` [64] is in the scores' layout."""
     GROUP: gl.constexpr = SIZES.group
     HEADS: gl.constexpr = SIZES.kv_heads * GROUP
     HEAD_DIM: gl.constexpr = SIZES.head_dim
     RESULT: gl.constexpr = acc.type.layout
-    gate, output, partials, i_h = call.gate, call.output, call.partials, place.i_h
+    gate, output, partials, i_h = call.gate, call.output, call.partials, gl.program_id(0)
     wide_row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT))
     o_e = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULT))
     token = (item.first + wide_row // GROUP).to(gl.int64)
@@ -214,11 +207,8 @@ def store(call, place, item, row, m, l, acc, half: gl.constexpr, SIZES: gl.const
             p_gate = gate.base + token[:, None] * gate.stride + inside // gate.each
             b_g = gl.load(p_gate, mask=held, other=0.0)
             acc = acc / (1.0 + gl.exp2(b_g.to(gl.float32) * -1.4426950408889634))
-        b_o = acc.to(output.base.dtype.element_ty)
-        if SIZES.keeps_rows:
-            gl.store(output.base + token[:, None] * (HEADS * HEAD_DIM) + inside, b_o, mask=held)
-        if output.fp8 is not None:
-            _store_rounded(call, place, item, b_o, half, SIZES)
+        b_o = acc.to(output.dtype.element_ty)
+        gl.store(output + token[:, None] * (HEADS * HEAD_DIM) + inside, b_o, mask=held)
     else:
         base = gl.load(call.work.bases + token, mask=is_held, other=0).to(gl.int64)
         p_partial = partials.base + (base + item.ordinal)[:, None] * (HEADS * HEAD_DIM) + inside
@@ -229,27 +219,3 @@ def store(call, place, item, row, m, l, acc, half: gl.constexpr, SIZES: gl.const
         head = i_h * GROUP + row % GROUP
         p_lse = partials.lse + (lse_base + item.ordinal) * HEADS + head
         gl.store(p_lse, m + gl.log2(l), mask=has_token)
-
-
-@gluon.jit
-def _store_rounded(call, place, item, b_o, half: gl.constexpr, SIZES: gl.constexpr):
-    """Writes results [64, head_dim] in FP8, with their scales."""
-    GROUP: gl.constexpr = SIZES.group
-    HEAD_DIM: gl.constexpr = SIZES.head_dim
-    PARTS: gl.constexpr = HEAD_DIM // _DEPTH
-    output, i_h, first = call.output, place.i_h, item.first
-    parted, b_scale = round_block(b_o.to(gl.float32).reshape([64, PARTS, _DEPTH]), 2)
-    b_o = parted.reshape([64, HEAD_DIM])
-    row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, b_o.type.layout))
-    o_e = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, b_o.type.layout))
-    token = (first + row // GROUP).to(gl.int64)[:, None]
-    held = (row // GROUP < item.num_tokens)[:, None] & (o_e >= 0)[None, :]
-    inside = (i_h * GROUP + row % GROUP)[:, None] * HEAD_DIM + o_e[None, :]
-    p_o = output.fp8 + token * (SIZES.kv_heads * GROUP * HEAD_DIM) + inside
-    gl.store(p_o, b_o, mask=held)
-    row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, b_scale.type.layout))
-    part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, b_scale.type.layout))
-    held = (row // GROUP < item.num_tokens)[:, None] & (part >= 0)[None, :]
-    at = (i_h * GROUP + row % GROUP)[:, None] * PARTS + part[None, :]
-    p_scale = output.scales + at * place.scales_stride + (first + row // GROUP)[:, None]
-    gl.store(p_scale, b_scale, mask=held)

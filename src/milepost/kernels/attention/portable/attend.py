@@ -38,11 +38,9 @@ from milepost.kernels.attention.portable.blocks import (
     load_queries,
     load_words,
     online_softmax,
-    round_heads,
 )
 from milepost.kernels.attention.portable.tiles import KVTiles
 from milepost.kernels.attention.tiles import NARROW_ROWS
-from milepost.kernels.layout.emit import keeps_values
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tiles import next_power_of_2
@@ -81,8 +79,6 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: KVTiles) -> None
             window=call.window,
         ),
         TAIL_STAGES=tiles.tail_stages,
-        KEEPS_ROWS=keeps_values(call.rounded),
-        HAS_FP8=chip.has_fp8,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **OVERLAPPED,
@@ -107,19 +103,9 @@ def _find_pages(call: AttentionCall, block: int, rows: int) -> tuple[Any, Any]:
 
 
 @quick
-@triton.jit(do_not_specialize=["page_rows", "table_stride", "scales_stride"])
+@triton.jit(do_not_specialize=["page_rows", "table_stride"])
 def _attend_kernel(
-    call,
-    kv,
-    words,
-    scale,
-    page_rows,
-    table_stride,
-    scales_stride,
-    SIZES: tl.constexpr,
-    TAIL_STAGES: tl.constexpr,
-    KEEPS_ROWS: tl.constexpr,
-    HAS_FP8: tl.constexpr,
+    call, kv, words, scale, page_rows, table_stride, SIZES: tl.constexpr, TAIL_STAGES: tl.constexpr
 ):
     """Attends from one item, tokens * group query rows, to one KV head."""
     launch_dependents()
@@ -168,7 +154,7 @@ def _attend_kernel(
         acc *= value_scale
     if words is not None:
         acc = tl.permute(acc.reshape(ROWS, 4, BLOCK_E // 4), (0, 2, 1)).reshape(ROWS, BLOCK_E)
-    _store(m, l, acc, item, rows, call, scales_stride, SIZES, KEEPS_ROWS, HAS_FP8)
+    _store(m, l, acc, item, rows, call, SIZES)
 
 
 @triton.jit
@@ -206,20 +192,9 @@ def _step(
 
 
 @triton.jit
-def _store(
-    m,
-    l,
-    acc,
-    item,
-    rows,
-    call,
-    scales_stride,
-    SIZES: tl.constexpr,
-    KEEPS_ROWS: tl.constexpr,
-    HAS_FP8: tl.constexpr,
-):
-    """Writes results, times the sigmoid of the gates if there are any, in the forms that there is
-    room for; or partial results with their LSE."""
+def _store(m, l, acc, item, rows, call, SIZES: tl.constexpr):
+    """Writes results, times the sigmoid of the gates if there are any; or partial results with
+    their LSE."""
     HEADS: tl.constexpr = SIZES.kv_heads * SIZES.group
     WIDTH: tl.constexpr = HEADS * SIZES.head_dim
     gate, output, partials = call.gate, call.output, call.partials
@@ -231,16 +206,8 @@ def _store(
             p_gate = gate.base + token[:, None] * gate.stride + inside // gate.each
             b_g = tl.load(p_gate, mask=held, other=0.0)
             acc *= tl.sigmoid(b_g.to(tl.float32))
-        b_o = acc.to(output.base.dtype.element_ty)
-        if KEEPS_ROWS:
-            tl.store(output.base + token[:, None] * WIDTH + inside, b_o, mask=held)
-        if output.fp8 is not None:
-            values, scales = round_heads(b_o, HAS_FP8)
-            tl.store(output.fp8 + token[:, None] * WIDTH + inside, values, mask=held)
-            part = tl.arange(0, scales.shape[1])
-            o_d = head[:, None] * scales.shape[1] + part[None, :]
-            p_scales = output.scales + o_d * scales_stride + token[:, None]
-            tl.store(p_scales, scales, mask=is_held[:, None])
+        b_o = acc.to(output.dtype.element_ty)
+        tl.store(output + token[:, None] * WIDTH + inside, b_o, mask=held)
     else:
         base = tl.load(call.work.bases + token, mask=is_held, other=0).to(tl.int64) + item.ordinal
         tl.store(partials.base + base[:, None] * WIDTH + inside, acc, mask=held)

@@ -12,11 +12,9 @@ import triton.language as tl
 
 from milepost.kernels.attention.arguments import WorkItem
 from milepost.kernels.attention.tiles import ITEM_SIZE
-from milepost.kernels.platform.numerics import decode, encode, scale_of
-from milepost.kernels.platform.tensors import BLOCK
+from milepost.kernels.platform.numerics import decode
 
 _ITEM_SIZE = tl.constexpr(ITEM_SIZE)
-_DEPTH = tl.constexpr(BLOCK)
 _UNPACK = tl.constexpr("""{
     .reg .b16 low0, high0, low1, high1;
     .reg .b32 a0, a1, b0, b1;
@@ -250,12 +248,3 @@ def online_softmax(m, l, b_s, scale, MASKED: tl.constexpr):
 def dot(left, right, start=None):
     """Multiplies so that float32 stays float32: matrix units would round it to 10 bits."""
     return tl.dot(left, right, start, input_precision="ieee")
-
-
-@triton.jit
-def round_heads(x, NATIVE: tl.constexpr):
-    """Rounds results [ROWS, E] to FP8. Returns them and their scales [ROWS, D], D per head."""
-    PARTS: tl.constexpr = x.shape[1] // _DEPTH
-    wide = tl.reshape(x.to(tl.float32), (x.shape[0], PARTS, _DEPTH))
-    scales = scale_of(wide, 2)
-    return tl.reshape(encode(wide / scales[:, :, None], NATIVE), x.shape), scales

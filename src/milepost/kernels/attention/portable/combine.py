@@ -10,11 +10,7 @@ import triton.language as tl
 
 from milepost.kernels.attention.arguments import AttentionCall
 from milepost.kernels.attention.items import AttentionItems
-from milepost.kernels.attention.portable.blocks import round_heads
-from milepost.kernels.layout.emit import keeps_values
-from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.tensors import BLOCK
+from milepost.kernels.platform.launches import OVERLAPPED, quick, wait_for_inputs
 
 _PROGRAMS = 256
 """Few tokens' results are divided among as many programs: long sequences have many partial results,
@@ -24,27 +20,21 @@ _LEAST_PART, _NUMBERS = 32, 8192
 
 
 def combine(call: AttentionCall, items: AttentionItems) -> None:
-    """Writes output rows with partial results, times the sigmoid of their gate, in the forms that
-    there is room for."""
+    """Writes output rows with partial results, times the sigmoid of their gate."""
     _, num_heads, head_dim = call.partials.base.shape
     block_e = triton.next_power_of_2(head_dim)
     part = block_e
     if not items.batch_invariant:
         part = choose_part(items.num_combined * num_heads, block_e)
-    if call.rounded is not None:
-        part = max(part, BLOCK)
     _combine_kernel[(items.num_combined, num_heads, block_e // part)](
         call.partials,
         items.bases,
         call.output_gate,
-        call.outputs,
-        0 if call.rounded is None else call.rounded.scales.stride(0),
+        call.output,
         HEADS=num_heads,
         HEAD_DIM=head_dim,
         PART=part,
         STEP=max(32, _NUMBERS // part),
-        KEEPS_ROWS=keeps_values(call.rounded),
-        HAS_FP8=probe(call.output.device).has_fp8,
         num_warps=4 if part == block_e else 8,
         **OVERLAPPED,
     )
@@ -59,19 +49,16 @@ def choose_part(num_results: int, block_e: int) -> int:
 
 
 @quick
-@triton.jit(do_not_specialize=["scales_stride"])
+@triton.jit
 def _combine_kernel(
     partials,
     bases,
     gate,
     output,
-    scales_stride,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PART: tl.constexpr,
     STEP: tl.constexpr,
-    KEEPS_ROWS: tl.constexpr,
-    HAS_FP8: tl.constexpr,
 ):
     """Makes PART dimensions of the result of one token and head: the sum of its partial results,
     weighted by their LSE."""
@@ -79,8 +66,6 @@ def _combine_kernel(
     head = tl.program_id(1)
     base = tl.load(bases + token)
     count = tl.load(bases + token + 1) - base
-    if output.fp8 is not None:
-        launch_dependents()  # an FP8 product follows, and begins with its weights
     wait_for_inputs()
     if count == 0:
         return
@@ -110,12 +95,4 @@ def _combine_kernel(
     if gate.base is not None:
         acc *= tl.sigmoid(b_g.to(tl.float32))
     at = (token * HEADS + head) * HEAD_DIM + o_e
-    b_o = acc.to(output.base.dtype.element_ty)
-    if KEEPS_ROWS:
-        tl.store(output.base + at, b_o, mask=inside)
-    if output.fp8 is not None:
-        values, scales = round_heads(b_o[None, :], HAS_FP8)
-        tl.store(output.fp8 + at[None, :], values, mask=inside[None, :])
-        COUNT: tl.constexpr = scales.shape[1]
-        o_d = (head * tl.num_programs(2) + tl.program_id(2)) * COUNT + tl.arange(0, COUNT)
-        tl.store(output.scales + o_d[None, :] * scales_stride + token, scales)
+    tl.store(output + at, acc.to(output.dtype.element_ty), mask=inside)
