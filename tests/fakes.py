@@ -21,6 +21,7 @@ from milepost.cache import ZERO_SLOT, Cache
 from milepost.cache.placement import floor
 from milepost.cache.plans import HOLE
 from milepost.cache.tree import HYBRID, LayerKind, window_of
+from milepost.pictures import Picture
 from milepost.scheduler.plans import SequencePlan, StepPlan, StepResult, Store
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
@@ -361,10 +362,11 @@ def make_request(
     salt: str = "",
     marks: tuple[int, ...] = (),
     priority: int = 0,
+    pictures: Sequence[Picture] = (),
 ) -> Request:
     return Request(
         id=id_,
-        chain=cache.chain(prompt, salt),
+        chain=cache.chain(prompt, salt, pictures),
         max_tokens=max_tokens,
         marks=marks,
         priority=priority,

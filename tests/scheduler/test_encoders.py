@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from msgspec.structs import replace
 
+from milepost.cache import Cache
 from milepost.errors import InvalidPromptError
 from milepost.pictures import Picture
+from milepost.scheduler.budget import Budget
 from milepost.scheduler.encoders import SHARE_BESIDE_DECODES, Encoders, TowerCost
 from milepost.scheduler.plans import StepPlan
+from milepost.scheduler.scheduler import Scheduler
 from milepost.scheduler.stats import SchedulerStats
+from tests.fakes import FakeRunner, make_request
 
 GRID = 64
 
@@ -147,6 +153,81 @@ def test_a_picture_that_is_more_than_a_share_is_encoded_over_several_steps():
     assert parts(made, large, large) == ([400, 400], ("a", 3, 4, 4), "")
     assert (made._stats.num_encoded, made._stats.num_encoder_hits) == (1, 1)
     assert parts(made, large, small) == ([400, 200], None, "b")
+
+
+def test_beside_decodes_a_step_leaves_tokens_out_for_its_pictures():
+    """Work on pictures and text together are no more than a step of text."""
+    made, large = encoders(), ((picture("a", 10, 350),), 0, 400)
+    made.begin(has_decodes=True)
+    assert made.charge() == 0
+    made.reach(*large)
+    assert (made.charge(), made.charge()) == (87, 0), "a quarter of 350"
+    made.take()
+    made.begin(has_decodes=True)
+    assert made.charge() == 87, "of what is under way"
+    made.take()
+    made.begin(has_decodes=False)
+    assert made.charge() == 0, "nobody waits"
+    budget = Budget(400, GRID, made)
+    made.begin(has_decodes=True)
+    made.reach((picture("b", 10, 100),), 0, 400)
+    budget.charge_encoders()
+    assert budget.left == 300
+    budget.left = 70
+    made._uncharged = 390.0
+    budget.charge_encoders()
+    assert budget.left == GRID, "a grid step is left"
+
+
+def test_no_step_beside_decodes_is_more_work_than_a_step_of_text():
+    """Or of a grid step more, with large pictures, small ones and text, whatever comes first."""
+    cost = TowerCost(linear=0.5, quadratic=0.01, depth=30)
+    for seed in range(6):
+        random_ = random.Random(seed)
+        cache = Cache(num_pages=400, num_slots=24, page_size=16)
+        scheduler = Scheduler(
+            cache,
+            max_num_seqs=12,
+            max_num_batched_tokens=512,
+            encoder_cache_size=4000,
+            tower_cost=cost,
+        )
+        runner = FakeRunner(scheduler, page_size=16)
+        for number in range(3):
+            scheduler.add(make_request(cache, f"d{number}", [number] * 20, max_tokens=400))
+        for _ in range(3):
+            plan = scheduler.schedule()
+            scheduler.update(plan, runner.run(plan))
+        for number in range(6):
+            shown = [picture(f"{number}", 5, random_.choice([40, 100, 600]))]
+            tokens = [random_.randrange(4) for _ in range(640 + 100 * number)]
+            request = make_request(cache, f"p{number}", tokens, max_tokens=1, pictures=shown)
+            scheduler.add(request)
+        while len(scheduler.running) > 3 or scheduler.waiting:
+            plan = scheduler.schedule()
+            num_tokens = sum(each.num_tokens for each in plan.sequences)
+            assert num_tokens + cost.of_step(plan) <= 512 + GRID
+            scheduler.update(plan, runner.run(plan))
+
+
+def test_a_picture_is_encoded_however_many_decodes_there_are():
+    """They leave less than a share, for which it is cut into more parts."""
+    cache = Cache(num_pages=400, num_slots=100, page_size=16)
+    scheduler = Scheduler(
+        cache, max_num_seqs=100, max_num_batched_tokens=128, encoder_cache_size=400
+    )
+    runner = FakeRunner(scheduler, page_size=16)
+    for number in range(90):
+        scheduler.add(make_request(cache, f"d{number}", [number, 1], max_tokens=60))
+    while len(scheduler.running) < 90:
+        plan = scheduler.schedule()
+        scheduler.update(plan, runner.run(plan))
+    shown = make_request(cache, "p", [1] * 90, max_tokens=1, pictures=[picture("a", 5, 30)])
+    scheduler.add(shown)
+    for _ in range(50):
+        plan = scheduler.schedule()
+        scheduler.update(plan, runner.run(plan))
+    assert shown.finish_reason is not None
 
 
 def test_what_is_left_of_a_picture_is_encoded_at_once_when_nobody_waits():

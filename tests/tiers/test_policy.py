@@ -16,10 +16,13 @@ from milepost.cache.tree import (
     SlidingWindow,
     num_window_pages,
 )
+from milepost.pictures import Picture
+from milepost.scheduler.encoders import TowerCost
 from milepost.scheduler.request import FinishReason
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers import loads as loads_module
 from milepost.tiers.holdings import TierLimits
+from milepost.tiers.loads import Loads
 from milepost.tiers.policy import Tiers
 from milepost.tiers.rates import MeasuredRates
 from milepost.tiers.stores import MIN_SCORE
@@ -50,7 +53,9 @@ class Engine:
         )  # fmt: skip
         sizes = {"storage": storage, "num_windows": num_windows}
         self.cache = Cache(page_size=PAGE_SIZE, kinds=kinds, **sizes)
-        self.scheduler = Scheduler(self.cache, max_num_seqs=4, max_num_batched_tokens=128)
+        self.scheduler = Scheduler(
+            self.cache, max_num_seqs=4, max_num_batched_tokens=128, encoder_cache_size=1000
+        )
         self.runner = FakeRunner(
             self.scheduler, page_size=PAGE_SIZE, kinds=kinds, pages_each=pages_each
         )
@@ -133,6 +138,24 @@ def test_a_restart_finds_what_was_written():
     assert again.report.loaded == {"disk": 103}
     third = engine.ask([*prompt_of(first), 3, 2])
     assert third.report.reused == 103
+
+
+@pytest.mark.parametrize(("times", "place"), [(0.0, 0), (1.0, 103)])
+def test_what_a_picture_takes_to_encode_counts_as_computing(times, place):
+    """A load takes as long as 130 tokens of text: more than what it saves of them, and less than
+    with the work of a picture of 60 tokens."""
+    rates = MeasuredRates(
+        tokens_per_s=100.0, host_bytes_per_s=1e12, disk_bytes_per_s=1e12, load_s=1.3
+    )
+    engine = Engine(host=(200, 20), rates=rates)
+    engine.tiers.loads = Loads(engine.tiers.holdings, "tiers", TowerCost(linear=times))
+    shown = Picture(
+        identity=bytes(16), offset=20, num_tokens=60, grid=(1, 2, 120), num_positions=60
+    )
+    first = engine.ask([1] * 100, pictures=[shown])
+    engine.crowd_out()
+    again = engine.ask([*prompt_of(first), 2, 2], pictures=[shown])
+    assert again.report.loaded == ({"host": place} if place else {})
 
 
 def test_a_state_is_written_behind_its_pages():

@@ -81,10 +81,16 @@ class Budget:
         start = request.allocation.planned + self.given.get(request, 0)
         if request.chain.pictures and num_left:
             end = start + min(num_left, most)
-            most = self._encoders.reach(request.chain.pictures, start, end) - start
+            most = self._encoders.reach(request.chain.pictures, start, end, self.left) - start
+            self.charge_encoders()
+            most = min(most, self.left)
         if num_left > most:
             num_left = max(floor(start + most, self.grid) - start, 0)
         self.give(request, num_left)
+
+    def charge_encoders(self) -> None:
+        """Takes the tokens that the step's work on pictures stands for; a grid step is left."""
+        self.left = max(self.left - self._encoders.charge(), min(self.left, self.grid))
 
     def give_drafts(self, request: Request, num_drafts: int) -> None:
         """Gives a request tokens for drafts; the caller has checked that they are left."""

@@ -43,6 +43,17 @@ class TowerCost:
         num_each = picture.num_tokens / picture.grid[0]
         return picture.num_tokens * (self.linear + self.quadratic * num_each)
 
+    def between(self, pictures: Sequence[Picture], start: int, end: int) -> float:
+        """Returns the work of the pictures that computing the tokens [start, end) of a prompt
+        needs: one that is cut is encoded whole."""
+        return sum(map(self.of, overlapping(pictures, start, end)))
+
+    def of_step(self, plan: StepPlan) -> float:
+        """Returns the work of a step on pictures."""
+        part = plan.encode_part
+        begun = 0.0 if part is None else self.of(part.picture) * (part.end - part.first)
+        return sum(map(self.of, plan.encodes)) + (begun / part.num_parts if part else 0.0)
+
 
 PLAIN_COST = TowerCost()
 """Counts a picture's token like a token of text."""
@@ -92,6 +103,9 @@ class Encoders:
         self._drops: dict[bytes, None] = {}
         self._left = 0.0
         self._share = 0.0
+        self._room = math.inf
+        self._uncharged = 0.0
+        """Work of the step beside decodes that has not been charged to its tokens."""
 
     def check(self, pictures: Sequence[Picture]) -> None:
         """Raises InvalidPromptError if a grid step of a prompt needs more outputs than are kept."""
@@ -105,11 +119,15 @@ class Encoders:
                     f"{self._capacity}: send smaller images, or raise encoder_cache_size"
                 )
 
-    def begin(self, *, has_decodes: bool) -> None:
-        """Begins a step, which continues with a picture under way. If it has decodes, its share
-        limits all encoder work, otherwise only that on further pictures."""
+    def begin(self, *, has_decodes: bool, num_left: int | None = None) -> None:
+        """Begin a step; it goes on with a picture that is under way. Beside decodes the step's
+        share bounds the work, and so do the `num_left` tokens that they leave; without them only
+        that on further pictures is bounded."""
         self._needed.clear()
+        self._uncharged = 0.0
         self._left = self._max_step_tokens / (SHARE_BESIDE_DECODES if has_decodes else 1)
+        if has_decodes and num_left is not None:
+            self._left = max(min(self._left, num_left), 1.0)
         self._share = self._left if has_decodes else math.inf
         before = self._under_way
         if before is not None:
@@ -118,10 +136,15 @@ class Encoders:
             self._kept.move_to_end(picture.identity)
             self._run(picture, before.end, before.end + 1 if has_decodes else num_parts, num_parts)
 
-    def reach(self, pictures: Sequence[Picture], start: int, end: int) -> int:
+    def reach(
+        self, pictures: Sequence[Picture], start: int, end: int, num_left: float = math.inf
+    ) -> int:
         """Returns how far a chunk from `start` to `end` may go: to its end, or to a picture that
-        this step cannot encode. In a step without decodes, the first chunk to reach a picture gets
-        at least a grid step, so that every step makes progress."""
+        this step cannot encode, such as one beside decodes that is more work than the `num_left`
+        tokens of the step. Where nobody waits, the first chunk to reach a picture gets a grid step,
+        so that a step does some of the work.
+        """
+        self._room = num_left if self._share < math.inf else math.inf
         is_first = not self._encodes and self._part is None and self._share == math.inf
         sure = floor(start, self._grid) + self._grid if is_first else start
         for picture in overlapping(pictures, start, end):
@@ -131,6 +154,13 @@ class Encoders:
             self._stats.num_encoder_hits += is_hit
             self._unread.discard(picture.identity)
         return end
+
+    def charge(self) -> int:
+        """Returns the work that came since the last call, in tokens of text that the step leaves
+        out for it: beside decodes a step takes no longer than one of text. Without decodes it is
+        none."""
+        num_tokens, self._uncharged = int(self._uncharged), 0.0
+        return num_tokens
 
     def take(self) -> EncoderStep:
         """Returns the identities to drop, and the pictures to encode, in the planned step."""
@@ -164,7 +194,8 @@ class Encoders:
         num_parts = (
             1 if cost <= self._share else min(math.ceil(cost / self._share), self._cost.depth)
         )
-        is_full = min(cost / num_parts, self._share) > self._left and not is_urgent
+        least = min(cost / num_parts, self._share)
+        is_full = (least > self._left and not is_urgent) or least > self._room
         if identity in self._drops or is_full or (num_parts > 1 and self._part is not None):
             return False
         if sum(self._needed.values()) + num_tokens > self._capacity:
@@ -177,8 +208,11 @@ class Encoders:
         return num_parts == 1
 
     def _run(self, picture: Picture, first: int, end: int, num_parts: int) -> None:
-        """Makes the step run some of the parts of a picture."""
-        self._left -= self._cost.of(picture) * (end - first) / num_parts
+        """Have the step run some of the parts of a picture."""
+        work = self._cost.of(picture) * (end - first) / num_parts
+        self._left -= work
+        if self._share < math.inf:
+            self._uncharged += work
         self._unread.add(picture.identity)
         if num_parts == 1:
             self._encodes.append(picture)

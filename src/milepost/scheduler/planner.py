@@ -79,10 +79,12 @@ class Planner:
         prefills: list[Request] = []
         for request in continuing:
             (decodes if request.num_left == 1 else prefills).append(request)
-        # Requests whose drafts are being verified must wait for that step's outcome.
-        self.encoders.begin(has_decodes=any(map(_answers, self._running)))
+        # Those that wait for the outcome of a step with their drafts wait for this one too.
+        is_awaited = any(map(_answers, self._running))
         turn = self._admission.open(max_num_seqs)
         budget.give_decodes(decodes)
+        self.encoders.begin(has_decodes=is_awaited, num_left=budget.left)
+        budget.charge_encoders()
         budget.give_starved(prefills)
         candidates = self._admission.candidates(turn)
         self._give_prefills(prefills, candidates, budget, turn)

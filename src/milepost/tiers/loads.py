@@ -10,6 +10,7 @@ from itertools import islice
 from milepost.cache import Lost, Match
 from milepost.cache.plans import Arrival, What
 from milepost.cache.tree import checkpoint_key
+from milepost.scheduler.encoders import PLAIN_COST, TowerCost
 from milepost.scheduler.outside import Offer
 from milepost.scheduler.plans import Load
 from milepost.scheduler.request import Request
@@ -72,8 +73,9 @@ class _LoadCandidate:
 class Loads:
     """Offers the parts of a prompt that `holdings` have, and names the source of each."""
 
-    def __init__(self, holdings: Holdings, source: str) -> None:
+    def __init__(self, holdings: Holdings, source: str, cost: TowerCost = PLAIN_COST) -> None:
         self._holdings = holdings
+        self._cost = cost
         self._source = source
         self._size = holdings.page_size
         self._loads: dict[int, _Load] = {}
@@ -114,7 +116,8 @@ class Loads:
             num_pages = max(each.position // self._size - reach.first, 0)
             num_far = bisect_left(reach.far, reach.first + num_pages)
             seconds = self._holdings.load_seconds(num_pages, num_far, each.rest)
-            saved = rates.compute_seconds(each.position - here) - seconds
+            work = self._cost.between(request.chain.pictures, here, each.position)
+            saved = rates.compute_seconds(each.position - here + work) - seconds
             if saved > best_saved:
                 best_saved = saved
                 tokens = self._by_tier(each, here, num_far)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from milepost.cache import Cache, Match
 from milepost.cache.events import Event
+from milepost.scheduler.encoders import PLAIN_COST, TowerCost
 from milepost.scheduler.outside import Offer
 from milepost.scheduler.plans import Load, Store
 from milepost.scheduler.request import Request
@@ -28,7 +29,11 @@ class Tiers:
     name = "tiers"
 
     def __init__(
-        self, cache: Cache, limits: TierLimits, rates: MeasuredRates | None = None
+        self,
+        cache: Cache,
+        limits: TierLimits,
+        rates: MeasuredRates | None = None,
+        cost: TowerCost = PLAIN_COST,
     ) -> None:
         self.holdings = Holdings(
             limits,
@@ -36,7 +41,7 @@ class Tiers:
             page_size=cache.page_size,
             has_states=cache.slots_each > 0,
         )
-        self.loads = Loads(self.holdings, self.name)
+        self.loads = Loads(self.holdings, self.name, cost)
         self.writes = Writes(self.holdings)
         self.stores = Stores(cache, self.holdings, self.writes.want)
         self.reach: Reach | None = None

@@ -69,7 +69,7 @@ class MeasuredRates:
     def disk_bytes_per_s(self) -> float:
         return self._disk.value
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
+    def computed(self, num_tokens: float, seconds: float) -> None:
         if num_tokens >= MIN_TOKENS and seconds > 0:
             self._tokens.measure(num_tokens, seconds)
             self._host.forget()
@@ -88,5 +88,5 @@ class MeasuredRates:
         copying = (host_bytes + disk_bytes) / self.host_bytes_per_s
         return self._load_s + copying + disk_bytes / self.disk_bytes_per_s
 
-    def compute_seconds(self, num_tokens: int) -> float:
+    def compute_seconds(self, num_tokens: float) -> float:
         return num_tokens / self.tokens_per_s

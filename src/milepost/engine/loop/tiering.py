@@ -96,10 +96,12 @@ class Tiering(OffDevice):
                 self._scheduler.failed(number)
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Measures how fast prompts are computed, from the time of a step."""
+        """Measures how fast prompts are computed, from the time of a step. Pictures count as the
+        tokens of text that take as many operations."""
         num_tokens = sum(s.num_tokens for s in plan.sequences if not s.is_decode)
         if num_tokens >= MIN_TOKENS:
-            self.tiers.rates.computed(num_tokens, seconds)
+            work = self._scheduler.tower_cost.of_step(plan)
+            self.tiers.rates.computed(num_tokens + work, seconds)
 
     def metrics(self) -> list[Metric]:
         """Returns counters of what was copied, and how full each tier is."""
@@ -173,7 +175,7 @@ def tiering_of(
         max_pages_under_way=state.num_staged[0],
         max_states_under_way=state.num_staged[1],
     )
-    tiers = Tiers(outside.cache, limits)
+    tiers = Tiers(outside.cache, limits, cost=scheduler.tower_cost)
     disk = None if state.files is None else Disk(state.files, tiers, host, ask)
     outside.add_keeper(tiers)
     outside.add_source(tiers)
