@@ -120,9 +120,9 @@ class Encoders:
                 )
 
     def begin(self, *, has_decodes: bool, num_left: int | None = None) -> None:
-        """Begin a step; it goes on with a picture that is under way. Beside decodes the step's
-        share bounds the work, and so do the `num_left` tokens that they leave; without them only
-        that on further pictures is bounded."""
+        """Begins a step, which continues with a picture under way. If it has decodes, its share
+        limits all encoder work, and so do the `num_left` tokens that they leave; otherwise only the
+        work on further pictures is limited."""
         self._needed.clear()
         self._uncharged = 0.0
         self._left = self._max_step_tokens / (SHARE_BESIDE_DECODES if has_decodes else 1)
@@ -141,9 +141,8 @@ class Encoders:
     ) -> int:
         """Returns how far a chunk from `start` to `end` may go: to its end, or to a picture that
         this step cannot encode, such as one beside decodes that is more work than the `num_left`
-        tokens of the step. Where nobody waits, the first chunk to reach a picture gets a grid step,
-        so that a step does some of the work.
-        """
+        tokens of the step. In a step without decodes, the first chunk to reach a picture gets at
+        least a grid step, so that every step makes progress."""
         self._room = num_left if self._share < math.inf else math.inf
         is_first = not self._encodes and self._part is None and self._share == math.inf
         sure = floor(start, self._grid) + self._grid if is_first else start

@@ -79,7 +79,7 @@ class Planner:
         prefills: list[Request] = []
         for request in continuing:
             (decodes if request.num_left == 1 else prefills).append(request)
-        # Those that wait for the outcome of a step with their drafts wait for this one too.
+        # Requests whose drafts are being verified must wait for that step's outcome.
         is_awaited = any(map(_answers, self._running))
         turn = self._admission.open(max_num_seqs)
         budget.give_decodes(decodes)
