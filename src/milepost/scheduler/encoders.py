@@ -155,8 +155,8 @@ class Encoders:
         return end
 
     def charge(self) -> int:
-        """Returns the work that came since the last call, in tokens of text that the step leaves
-        out for it: beside decodes a step takes no longer than one of text. Without decodes it is
+        """Returns the work on pictures since the last call as a number of tokens of text, for the
+        step to leave out: beside decodes it takes no longer than one of text. Without decodes it is
         none."""
         num_tokens, self._uncharged = int(self._uncharged), 0.0
         return num_tokens

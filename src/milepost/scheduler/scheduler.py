@@ -55,8 +55,7 @@ class Scheduler:
             grid=cache.grid,
         )
         self.cache = cache
-        self.tower_cost = tower_cost
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs, self.tower_cost = max_num_seqs, tower_cost
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting = Queue(cache)
         self.running: list[Request] = []
