@@ -4,6 +4,7 @@ import pytest
 
 from milepost.cache import Cache
 from milepost.errors import TraceError
+from milepost.pictures import Picture
 from milepost.scheduler.plans import SequencePlan, StepPlan
 from milepost.simulator import read_trace
 from milepost.simulator.cost import read_cost, shipped_costs
@@ -52,6 +53,36 @@ def test_a_first_token_takes_one_prefill_step():
     expected = COST.step_s + tokens * COST.prefill_token_s + tokens**2 / 2 * COST.attention_pair_s
     assert done.ttft_s == [pytest.approx(expected)]
     assert done.end_s == pytest.approx(3.0 + expected)
+
+
+def shown(offset, num_tokens, name):
+    return Picture(
+        identity=name.encode() * 16,
+        offset=offset,
+        num_tokens=num_tokens,
+        grid=(1, 1, num_tokens),
+        num_positions=num_tokens,
+    )
+
+
+def test_pictures_take_the_time_of_the_encoder_and_hits_save_it():
+    """Beside nobody's tokens a picture is encoded at once; a prompt that goes on behind it needs
+    no encoder, one with another picture does."""
+    maker = Maker()
+    first = maker.pages(40)
+    pictures = (shown(100, 2040, "a"),)
+    maker.ask(first, pictures=pictures)
+    maker.ask([*first, *maker.pages(2)], pictures=pictures)
+    other = maker.pages(40)
+    maker.ask([*other, *maker.pages(2)], pictures=(shown(100, 2040, "b"),))
+    plain = [dataclasses.replace(each, pictures=()) for each in maker.requests]
+    found = run(maker.trace())
+    without = Maker()
+    without.requests, without.num_ids = plain, maker.num_ids
+    expected = 2040 * COST.encoder_token_s + 2040**2 * COST.encoder_pair_s
+    assert expected == pytest.approx(0.0388, rel=0.01)
+    more = [own - text for own, text in zip(found.ttft_s, run(without.trace()).ttft_s, strict=True)]
+    assert more == [pytest.approx(expected), pytest.approx(0.0), pytest.approx(expected)]
 
 
 def test_each_further_token_takes_one_decode_step():

@@ -30,6 +30,14 @@ def test_both_recorded_formats_are_read():
     assert all(len(r.page_ids) == r.input_length // 512 for r in chats.requests)
 
 
+def test_pictures_of_one_id_are_the_same(tmp_path):
+    text = line(images=[[3, 20, 5], [30, 20, 6]]) + line(timestamp=1, images=[[3, 20, 5]])
+    first, second = read_trace(write(tmp_path / "a.jsonl", text), block_size=64).requests
+    assert [(each.offset, each.num_tokens) for each in first.pictures] == [(3, 20), (30, 20)]
+    assert first.pictures[:1] == second.pictures
+    assert first.pictures[0].identity != first.pictures[1].identity
+
+
 def test_plain_and_gzip_read_alike(tmp_path):
     text = line() + line(timestamp=9, input_length=200, hash_ids=[7, 8, 9])
     plain = read_trace(write(tmp_path / "a.jsonl", text))
@@ -56,6 +64,12 @@ def test_plain_and_gzip_read_alike(tmp_path):
         (line(timestamp=math.nan), "timestamp=nan is not a number"),
         (line(timestamp=10**400), "timestamp=1000"),
         (line(hash_ids=[1] * 99), "99 hash_ids do not fit 130 tokens"),
+        (line(images=7), "images=7"),
+        (line(images=[[1, 2]]), "images="),
+        (line(images=[[1, 0, 7]]), "images="),
+        (line(images=[["1", 2, 7]]), "images="),
+        (line(images=[[100, 30, 7]]), "tokens 100 to 130 of a prompt of 130"),
+        (line(images=[[9, 9, 7], [5, 2, 7]]), "images="),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, bad, message):

@@ -20,7 +20,7 @@ class TraceChain(Chain):
     __slots__ = ("_request", "_shared")
 
     def __init__(self, request: TraceRequest, page_size: int, digests: list[bytes]) -> None:
-        super().__init__((), page_size)
+        super().__init__((), page_size, pictures=request.pictures)
         self.tokens = range(request.input_length)  # type: ignore[assignment]
         self._request = request
         self._shared = digests

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from milepost.errors import TraceError
+from milepost.pictures import Picture
+from milepost.scheduler.encoders import TowerCost
 from milepost.scheduler.plans import StepPlan
 
 SHIPPED = Path(__file__).with_name("costs")
@@ -16,7 +19,7 @@ SHIPPED = Path(__file__).with_name("costs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Seconds and bytes; a file names every field."""
+    """Seconds and bytes; a file names every field, but for those of a vision tower."""
 
     name: str
     step_s: float
@@ -33,6 +36,22 @@ class CostModel:
     """Bytes of one token's KV in all attention layers."""
     state_bytes: int
     """Bytes of one slot."""
+    encoder_token_s: float = 0.0
+    """Time of the vision tower for one token of a picture."""
+    encoder_pair_s: float = 0.0
+    """Its time for each pair of tokens of a picture."""
+    encoder_depth: int = 1
+    """Number of its layers, and so the most steps that one picture is encoded over."""
+
+    @property
+    def tower(self) -> TowerCost:
+        """Returns the work of the vision tower in tokens of text, for the scheduler."""
+        token_s = self.prefill_token_s or 1.0
+        return TowerCost(
+            linear=self.encoder_token_s / token_s,
+            quadratic=self.encoder_pair_s / token_s,
+            depth=max(int(self.encoder_depth), 1),
+        )
 
     def step_time_s(self, plan: StepPlan) -> float:
         """Returns the duration of one step."""
@@ -40,6 +59,8 @@ class CostModel:
         decodes, prefills = plan.sequences[:num_decodes], plan.sequences[num_decodes:]
         context = sum(sequence.start for sequence in decodes)
         decode_s = num_decodes * self.decode_seq_s + context * self.decode_context_s
+        if plan.encodes or plan.encode_part is not None:
+            decode_s += self.tower.of_step(plan) * self.prefill_token_s
         if not prefills:
             return self.decode_step_s + decode_s
         prefill_s = sum(self.prefill_s(s.start, s.end) for s in prefills)
@@ -50,6 +71,12 @@ class CostModel:
         num_tokens = end - start
         pairs = num_tokens * (start + end) / 2
         return num_tokens * self.prefill_token_s + pairs * self.attention_pair_s
+
+    def encode_s(self, pictures: Sequence[Picture], end: int) -> float:
+        """Returns the time of the vision tower for the pictures that end in a prompt's first `end`
+        tokens."""
+        whole = [each for each in pictures if each.end <= end]
+        return sum(map(self.tower.of, whole)) * self.prefill_token_s
 
     def bytes_of(self, num_pages: int, num_slots: int, page_size: int) -> int:
         """Returns the bytes of pages and slots together."""
@@ -87,11 +114,12 @@ def read_cost(name: str) -> CostModel:
 
 
 def _checked(row: dict[str, Any], path: Path) -> CostModel:
-    names = {field.name for field in fields(CostModel)}
-    if row.keys() != names:
-        wrong = ", ".join(sorted(row.keys() ^ names))
-        raise TraceError(f"cost model {path}: missing or unknown: {wrong}")
-    for name in sorted(names - {"name"}):
+    own = fields(CostModel)
+    needed = {field.name for field in own if field.default is MISSING}
+    wrong = sorted((needed - row.keys()) | (row.keys() - {field.name for field in own}))
+    if wrong:
+        raise TraceError(f"cost model {path}: missing or unknown: {', '.join(wrong)}")
+    for name in sorted(row.keys() - {"name"}):
         if not isinstance(row[name], (int, float)) or row[name] < 0:
             raise TraceError(f"cost model {path}: {name}={row[name]!r} is not a number from 0 up")
     return CostModel(**row)

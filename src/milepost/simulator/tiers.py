@@ -72,7 +72,7 @@ class Copies:
             host_bytes_per_s=sizes.host_bytes_per_s,
             disk_bytes_per_s=sizes.disk_bytes_per_s,
         )
-        self.tiers = Tiers(cache, limits, rates)
+        self.tiers = Tiers(cache, limits, rates, cost.tower)
         scheduler.outside.add_keeper(self.tiers)
         scheduler.outside.add_source(self.tiers)
         self._free_s: dict[TierLink, float] = dict.fromkeys(("down", "up", "write", "read"), 0.0)

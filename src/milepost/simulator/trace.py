@@ -10,6 +10,8 @@ One JSON object a line, in order of arrival, plain or gzip:
     session         optional: the conversation that the request belongs to
     agent           optional: which of a session's agents asks
     think_time      optional: seconds between the agent's previous answer and this request
+    images          optional: [first token, tokens, id] for each picture in the prompt, in order;
+                    pictures of one id are the same
 
 Every line of a file uses one block size; it is found from the lengths, or named by the caller. It
 is the page size of the replay, since reuse cannot be seen in smaller steps.
@@ -29,10 +31,12 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from milepost.errors import TraceError
+from milepost.pictures import IDENTITY_BYTES, Picture, check_pictures
 
 _LARGEST = sys.float_info.max
 """Largest number; one in JSON may be larger, and then infinite."""
@@ -53,6 +57,7 @@ class TraceRequest:
     session: str | None = None
     agent: str | None = None
     think_s: float | None = None
+    pictures: tuple[Picture, ...] = ()
     answer_ids: array[int] = field(default_factory=lambda: array("I"))
     """Ids of the pages after the prompt's full ones, taken from the prompt that continues it."""
     own_id: int = 0
@@ -203,7 +208,27 @@ def _parse(line: str, where: str, numbers: dict[int, int]) -> TraceRequest:
         session=None if row.get("session") is None else str(row["session"]),
         agent=None if row.get("agent") is None else str(row["agent"]),
         think_s=None if think_s is None else max(0.0, _number(row, "think_time", where)),
+        pictures=_pictures(row, where),
     )
+
+
+def _pictures(row: dict[str, Any], where: str) -> tuple[Picture, ...]:
+    given = row.get("images") or ()
+    try:
+        found = tuple(
+            Picture(
+                identity=blake2b(repr(id_).encode(), digest_size=IDENTITY_BYTES).digest(),
+                offset=_count({"image": offset}, "image", where, least=0),
+                num_tokens=_count({"image": num_tokens}, "image", where, least=1),
+                grid=(1, 1, num_tokens),
+                num_positions=num_tokens,
+            )
+            for offset, num_tokens, id_ in given
+        )
+        check_pictures(found, row["input_length"])
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"{where}: images={str(given)[:80]}: {error}") from error
+    return found
 
 
 def _page_ids(ids: Any, where: str, numbers: dict[int, int]) -> array[int]:

@@ -16,6 +16,7 @@ from milepost.engine.loop.trace_recording import TraceRecorder
 from milepost.engine.prompts import Prompt
 from milepost.engine.text.detokenizer import NoText
 from milepost.errors import ConfigError
+from milepost.pictures import Picture
 from milepost.scheduler.request import Request
 
 
@@ -61,6 +62,22 @@ def test_the_same_page_has_another_hash_in_another_recording(tmp_path):
         recorder.close()
     assert len(ids[0]) == len(ids[1]) == 2
     assert not set(ids[0]) & set(ids[1])
+
+
+def test_pictures_are_recorded_by_place_and_hash(tmp_path):
+    shown = Picture(identity=bytes(16), offset=3, num_tokens=20, grid=(1, 2, 40), num_positions=20)
+    recorder = TraceRecorder(str(tmp_path / "one"))
+    for number in range(2):
+        asked = job(number, [7] * 40)
+        asked.completions[0].request.chain.pictures = (shown,)
+        recorder.begin(asked)
+        recorder.end(asked)
+    recorder.close()
+    rows = [json.loads(line) for line in (tmp_path / "one").read_text().splitlines()]
+    assert rows[0]["images"] == rows[1]["images"]
+    ((offset, num_tokens, id_),) = rows[0]["images"]
+    assert (offset, num_tokens) == (3, 20)
+    assert id_ != 0, "the identity itself could be looked up"
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):

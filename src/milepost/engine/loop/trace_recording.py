@@ -80,12 +80,14 @@ class TraceRecorder:
         request = answer.request
         num_pages = request.num_prompt_tokens // request.chain.page_size
         digests = request.chain.digests(num_pages)[:num_pages]
-        return {
+        row = {
             "timestamp_ms": arrived_ms,
             "input_length": request.num_prompt_tokens,
             "output_length": request.num_output_tokens,
             "hash_ids": [self._id(digest) for digest in digests],
         }
+        shown = [(p.offset, p.num_tokens, self._id(p.identity)) for p in request.chain.pictures]
+        return row | ({"images": shown} if shown else {})
 
     def _id(self, digest: bytes) -> int:
         return int.from_bytes(blake2b(digest, digest_size=ID_BYTES, key=self._key).digest())

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from milepost.cache import Cache
+from milepost.scheduler.encoders import PLAIN_COST, TowerCost
 from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.plans import StepPlan, StepResult
 from milepost.scheduler.request import Progress, Request
@@ -22,13 +23,17 @@ class EngineLimits:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 8192
     max_queue_wait_s: float | None = None
+    encoder_cache_size: int = 32_768
+    """Tokens of pictures whose encoder outputs stay on the device."""
 
-    def scheduler(self, cache: PrefixMemory) -> Scheduler:
-        """Makes a scheduler with these settings."""
+    def scheduler(self, cache: PrefixMemory, tower: TowerCost = PLAIN_COST) -> Scheduler:
+        """Makes a scheduler with these settings, for a model with this vision tower."""
         return Scheduler(
             cache,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            encoder_cache_size=self.encoder_cache_size,
+            tower_cost=tower,
             max_queue_wait_s=self.max_queue_wait_s,
         )
 
@@ -61,7 +66,7 @@ class FleetEngine:
     ) -> None:
         self.number = number
         self.cache = cache
-        self.scheduler = limits.scheduler(cache)
+        self.scheduler = limits.scheduler(cache, cost.tower)
         self.transfers: Transfers | None = None
         self._copies: Copies | None = None
         if bytes_per_s is not None:

@@ -256,7 +256,9 @@ class Fleet:
             if not sent.prefills:
                 self._clients.begun(sent.number, self.now_s)
             if sent.pool is self._front:
-                engine.saved_s += self._cost.prefill_s(0, request.report.state_length)
+                reused = request.report.state_length
+                engine.saved_s += self._cost.prefill_s(0, reused)
+                engine.saved_s += self._cost.encode_s(request.chain.pictures, reused)
         if progress.finish_reason is None:
             return
         self._end(sent)
