@@ -59,8 +59,9 @@ def load_options_of(
     config: EngineConfig, folder: Path, device: torch.device, ranks: Ranks
 ) -> LoadOptions:
     """Returns how one of `ranks` loads the model."""
+    whole = load_config(folder, config.overrides)
     return LoadOptions(
-        dtype=_dtype_of(config, folder, device),
+        dtype=_dtype_of(config, whole, device),
         device=device,
         load_format=config.load_format,
         seed=config.seed,
@@ -68,18 +69,18 @@ def load_options_of(
         quantization=config.quantization,
         max_model_len=config.max_model_len,
         overrides=config.overrides,
-        has_tower=takes_images(config, folder),
+        has_tower=takes_images(config, whole),
         batch_invariant=config.batch_invariant,
         ranks=ranks,
     )
 
 
-def _dtype_of(config: EngineConfig, folder: Path, device: torch.device) -> DType:
+def _dtype_of(config: EngineConfig, whole: PreTrainedConfig, device: torch.device) -> DType:
     """Returns the dtype of weights. On a CPU, `auto` avoids half precision, which is slower there
     and less exact than float32."""
     if config.dtype != "auto" or device.type != "cpu":
         return config.dtype
-    own = resolve_dtype("auto", load_config(folder, config.overrides))
+    own = resolve_dtype("auto", whole)
     return "float32" if own.itemsize < torch.float32.itemsize else "auto"
 
 

@@ -18,7 +18,6 @@ from milepost.images import (
     read_video_settings,
 )
 from milepost.images.settings import NESTED
-from milepost.models.configuration import load_config
 from milepost.models.decoder import Decoder
 from milepost.models.files import read_object
 from milepost.models.loading import has_pictures
@@ -26,7 +25,7 @@ from milepost.runner.launching import num_weights
 from milepost.scheduler.encoders import TowerCost
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _ATTENTION_TIMES = 2
 """Duration of an operation of attention in a tower, relative to one of a GEMM: 1.9 to 2.5 on an
@@ -41,12 +40,11 @@ _MOST_IMAGES = 16
 logger = logging.getLogger(__name__)
 
 
-def takes_images(config: EngineConfig, folder: Path) -> bool:
+def takes_images(config: EngineConfig, whole: PreTrainedConfig) -> bool:
     """Whether the checkpoint's vision tower is loaded: if it has one, images are allowed, and
     Pillow is installed."""
     if not config.max_images:
         return False
-    whole = load_config(folder, config.overrides)
     if not has_pictures(whole):
         if getattr(whole, "vision_config", None):
             logger.warning(
@@ -99,11 +97,13 @@ def tower_cost(model: Decoder) -> TowerCost:
 
 
 def image_facts(
-    config: EngineConfig, folder: Path, tokenizer: PreTrainedTokenizerBase | None
+    config: EngineConfig,
+    folder: Path,
+    whole: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> ImageFacts:
     """Returns how images enter the prompts of a model with a vision tower. Raises
     UnsupportedModelError for a checkpoint that does not name its image tokens."""
-    whole = load_config(folder, config.overrides)
 
     def text_of(*names: str) -> str:
         ids = [getattr(whole, name, None) for name in names]

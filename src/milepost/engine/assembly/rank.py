@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedConfig
 
 from milepost.annexes import annex
 from milepost.cache import Cache
@@ -48,6 +49,7 @@ class RankParts:
     config: EngineConfig
     """The configuration, with limits of a step that fit the device."""
     model: Decoder
+    whole: PreTrainedConfig
     weights_bytes: int
     device: torch.device
     shape: PoolShape
@@ -109,6 +111,7 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     return RankParts(
         config=config,
         model=model,
+        whole=whole,
         weights_bytes=weights_bytes,
         device=device,
         shape=shape,

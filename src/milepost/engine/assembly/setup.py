@@ -123,8 +123,10 @@ def build(config: EngineConfig) -> EngineParts:
             closes_reasoning=think_ids(tokenizer)[1] is not None,
             has_tower=model.tower is not None,
         ),
-        facts=_facts(config, folder, own),
-        images=image_facts(config, folder, tokenizer) if model.tower is not None else None,
+        facts=_facts(config, own),
+        images=(
+            image_facts(config, folder, own.whole, tokenizer) if model.tower is not None else None
+        ),
         runs_ahead=runs_ahead(config, own.device),
         team=team,
         access=own.access,
@@ -164,7 +166,7 @@ def _check_split(config: EngineConfig, folder: Path) -> None:
     check_split(folder, load_options_of(config, folder, device, ranks))
 
 
-def _facts(config: EngineConfig, folder: Path, own: RankParts) -> Facts:
+def _facts(config: EngineConfig, own: RankParts) -> Facts:
     shape = own.shape
     return Facts(
         device=_device_name(own.device, config.tensor_parallel_size),
@@ -178,7 +180,7 @@ def _facts(config: EngineConfig, folder: Path, own: RankParts) -> Facts:
         is_shared=isinstance(own.sizes, OneMemory),
         num_graphs=own.num_graphs,
         fingerprint=f"bitwise-{own.cache.identity.hex()}" if config.batch_invariant else "",
-        model_type=load_config(folder, config.overrides).model_type,
+        model_type=own.whole.model_type,
         num_positions=own.model.num_positions,
         step_tokens=own.config.step_tokens(),
     )
