@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
 from milepost import LLM
-from tests.engines import answer, ask, cached, greedy, tokens
+from milepost.errors import UnsupportedModelError
+from milepost.models import LoadOptions, load_model
+from milepost.tiers.rates import MeasuredRates
+from tests.engines import answer, ask, cached, greedy, open_llm, tiering_of, tokens
 from tests.numbers import relative_error
 
 
@@ -80,3 +87,43 @@ class Resuming:
             sample(executor, flight, rows)
 
         return note
+
+
+def answer_from_host_memory(folder: Path) -> None:
+    """A prompt that comes back from host memory is answered as it was before."""
+    llm = open_llm(folder, num_slots=8, num_pages=16, cache_host_gib=0.05)
+    (cold,) = ask(llm, tokens(300), params=greedy(6))
+    assert llm.llm_engine.scheduler.cache.reset()
+    tiering_of(llm.llm_engine).tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+    (again,) = ask(llm, tokens(300), params=greedy(6))
+    assert sum(again.cache_report.loaded.values()) > 0
+    assert answer(again) == answer(cold)
+
+
+def answer_with_drafts(folder: Path, num_tokens: int, **wanted: Any) -> LLM:
+    """Answers with drafts are those without them: cold, and resumed at a page and inside one.
+    Returns the engine that drafts."""
+    wanted |= {"adaptive": False}
+    drafting = open_llm(folder, num_slots=32, speculative_config=wanted)
+    plain, params = open_llm(folder, num_slots=32), greedy(num_tokens)
+    history = tokens(150)
+    for _ in range(3):
+        outputs = [ask(llm, history, tokens(40, 1), params=params) for llm in (drafting, plain)]
+        found, expected = ([answer(each) for each in own] for own in outputs)
+        assert found == expected
+        assert cached(outputs[0]) == cached(outputs[1])
+        history = [*history, *found[0], *tokens(30, 2)]
+    return drafting
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    """Changes settings of a checkpoint's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def refuse(folder: Path, named: str, **changes: Any) -> None:
+    """With these settings a checkpoint is refused by name."""
+    configure(folder, **changes)
+    with pytest.raises(UnsupportedModelError, match=named):
+        load_model(folder, LoadOptions(load_format="dummy"))

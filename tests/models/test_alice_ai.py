@@ -3,17 +3,14 @@ logits of whatever a prefill or an answer resumes from."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 from milepost.errors import UnsupportedModelError
 from milepost.models import LoadOptions, load_model
-from milepost.tiers.rates import MeasuredRates
 from tests.checkpoints import save
-from tests.engines import VOCAB_SIZE, answer, ask, greedy, open_llm, tiering_of, tokens
-from tests.models.resuming import Resuming
+from tests.engines import VOCAB_SIZE, answer, ask, greedy, open_llm, tokens
+from tests.models.resuming import Resuming, answer_from_host_memory, refuse
 
 CONFIGURATIONS = {
     "usual": {},
@@ -47,13 +44,7 @@ def test_logits_match_the_formulas_wherever_they_resume(name, tmp_path):
 
 def test_a_hit_from_host_memory_answers_as_a_cold_run(tmp_path):
     save("alice_ai", tmp_path, torch.float64, vocab_size=VOCAB_SIZE)
-    llm = open_llm(tmp_path, num_slots=8, num_pages=16, cache_host_gib=0.05)
-    (cold,) = ask(llm, tokens(300), params=greedy(6))
-    assert llm.llm_engine.scheduler.cache.reset()
-    tiering_of(llm.llm_engine).tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
-    (again,) = ask(llm, tokens(300), params=greedy(6))
-    assert sum(again.cache_report.loaded.values()) > 0
-    assert answer(again) == answer(cold)
+    answer_from_host_memory(tmp_path)
 
 
 def test_the_head_is_left_out_and_refused_by_name(tmp_path):
@@ -82,10 +73,7 @@ def test_the_head_is_left_out_and_refused_by_name(tmp_path):
 )
 def test_what_would_be_ignored_is_refused(changes, tmp_path):
     save("alice_ai", tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    with pytest.raises(UnsupportedModelError, match=next(iter(changes))):
-        load_model(tmp_path, LoadOptions(load_format="dummy"))
+    refuse(tmp_path, next(iter(changes)), **changes)
 
 
 def test_dummy_weights_answer(tmp_path):

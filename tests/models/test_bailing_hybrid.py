@@ -13,21 +13,20 @@ from milepost.errors import UnsupportedModelError, WeightsError
 from milepost.models import LoadOptions, load_model
 from milepost.models.architectures.bailing_hybrid import ARCHITECTURES, BailingHybridConfig
 from milepost.models.names import read_settings
-from milepost.tiers.rates import MeasuredRates
 from tests.checkpoints import build, save
 from tests.engines import (
     VOCAB_SIZE,
-    answer,
-    ask,
-    cached,
-    greedy,
     metric,
     open_llm,
-    tiering_of,
-    tokens,
 )
 from tests.ling import LIMITS, LingHead
-from tests.models.resuming import Resuming
+from tests.models.resuming import (
+    Resuming,
+    answer_from_host_memory,
+    answer_with_drafts,
+    configure,
+    refuse,
+)
 from tests.models.test_logits import expected_logits, random_tokens, step
 from tests.models.test_mtp import NUM_DRAFTS, build_pools, drafted
 from tests.numbers import relative_error
@@ -86,29 +85,14 @@ def test_drafts_are_those_of_the_formula(changes, tmp_path):
 def test_answers_with_drafts_are_those_without_them(tmp_path):
     """Cold, and resumed at a page and inside one; all drafts are those of the head."""
     save_ling(tmp_path)
-    wanted = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
-    drafting = open_llm(tmp_path, num_slots=32, speculative_config=wanted)
-    plain = open_llm(tmp_path, num_slots=32)
-    history = tokens(150)
-    for _ in range(3):
-        outputs = [ask(llm, history, tokens(40, 1), params=greedy(9)) for llm in (drafting, plain)]
-        found, expected = ([answer(each) for each in own] for own in outputs)
-        assert found == expected
-        assert cached(outputs[0]) == cached(outputs[1])
-        history = [*history, *found[0], *tokens(30, 2)]
+    drafting = answer_with_drafts(tmp_path, 9, method="mtp", num_speculative_tokens=2)
     assert metric(drafting, "spec_decode_num_draft_tokens") > 20
 
 
 def test_a_hit_from_host_memory_answers_as_a_cold_run(tmp_path):
     """Latents, states and convolutions come back as they left."""
     save_ling(tmp_path)
-    llm = open_llm(tmp_path, num_slots=8, num_pages=16, cache_host_gib=0.05)
-    (cold,) = ask(llm, tokens(300), params=greedy(6))
-    assert llm.llm_engine.scheduler.cache.reset()
-    tiering_of(llm.llm_engine).tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
-    (again,) = ask(llm, tokens(300), params=greedy(6))
-    assert sum(again.cache_report.loaded.values()) > 0
-    assert answer(again) == answer(cold)
+    answer_from_host_memory(tmp_path)
 
 
 def save_ling(folder):
@@ -145,11 +129,6 @@ def with_head(folder, **changes):
     single = {"num_hidden_layers": 1, "layer_group_size": 1, "first_k_dense_replace": 0}
     single |= dict.fromkeys(LIMITS, ())
     return LingHead(folder, model, build("bailing_hybrid", torch.float64, **single | changes))
-
-
-def configure(folder, **changes):
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def test_a_page_holds_latents_alone(tmp_path):
@@ -208,9 +187,7 @@ def test_the_configuration_without_transformers_own_builds_the_same_model(tmp_pa
 )
 def test_what_would_be_ignored_is_refused(changes, tmp_path):
     save("bailing_hybrid", tmp_path)
-    configure(tmp_path, **changes)
-    with pytest.raises(UnsupportedModelError, match=next(iter(changes))):
-        load_model(tmp_path, LoadOptions(load_format="dummy"))
+    refuse(tmp_path, next(iter(changes)), **changes)
 
 
 def test_dummy_weights_keep_states_in_range(tmp_path):

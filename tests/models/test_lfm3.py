@@ -3,7 +3,6 @@ transformers', wherever they resume, and what would be ignored refused."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from milepost.errors import ConfigError, UnsupportedModelError
-from milepost.models import LoadOptions, load_config, load_model
+from milepost.errors import ConfigError
+from milepost.models import load_config
 from milepost.models.architectures.lfm3 import Lfm3OwnConfig
 from milepost.tiers.rates import MeasuredRates
 from tests.checkpoints import save
@@ -30,7 +29,7 @@ from tests.engines import (
     tokens,
 )
 from tests.invariants import check
-from tests.models.resuming import Resuming
+from tests.models.resuming import Resuming, configure, refuse
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -94,7 +93,7 @@ def test_its_own_configuration_is_read_as_transformers(is_whole, tmp_path, monke
 @pytest.mark.parametrize("changes", [{"use_sliding_window": False}, {"sliding_window": None}])
 def test_a_window_that_is_switched_off_is_full_attention(changes, tmp_path):
     reference = save("lfm3", tmp_path, vocab_size=VOCAB_SIZE, sliding_window=1024)
-    change_config(tmp_path, **changes)
+    configure(tmp_path, **changes)
     llm = open_llm(tmp_path, max_num_batched_tokens=96, page_size=16, num_pages=256)
     Resuming.beside(llm, reference).run_through_pages()
 
@@ -129,14 +128,7 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
 )
 def test_what_would_be_ignored_is_refused(changes, named, tmp_path):
     save("lfm3", tmp_path)
-    change_config(tmp_path, **changes)
-    with pytest.raises(UnsupportedModelError, match=named):
-        load_model(tmp_path, LoadOptions(load_format="dummy"))
-
-
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    refuse(tmp_path, named, **changes)
 
 
 @pytest.fixture(scope="module")

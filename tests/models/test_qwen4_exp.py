@@ -3,8 +3,6 @@ what an indexer selects, in logits of whatever a prefill or an answer resumes fr
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,10 +11,15 @@ from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
 from milepost.layers.ngrams import NgramPart
 from milepost.models import LoadOptions, load_model
 from milepost.parallel import Ranks
-from milepost.tiers.rates import MeasuredRates
 from tests.checkpoints import save
-from tests.engines import VOCAB_SIZE, answer, ask, cached, greedy, open_llm, tiering_of, tokens
-from tests.models.resuming import Resuming
+from tests.engines import VOCAB_SIZE, open_llm
+from tests.models.resuming import (
+    Resuming,
+    answer_from_host_memory,
+    answer_with_drafts,
+    configure,
+    refuse,
+)
 from tests.models.test_logits import expected_logits, random_tokens, step
 from tests.models.test_mtp import build_pools
 from tests.numbers import relative_error
@@ -111,29 +114,14 @@ def test_layers_with_an_indexer_may_have_any_of_their_names(word, tmp_path):
 def test_answers_with_drafts_are_those_without_them(tmp_path):
     """Cold, resumed at a page and inside one; the states of n-grams are recorded for drafts."""
     save("qwen4_exp", tmp_path, torch.float64, vocab_size=VOCAB_SIZE)
-    wanted = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
-    wanted |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
-    drafting = open_llm(tmp_path, num_slots=32, speculative_config=wanted)
-    plain = open_llm(tmp_path, num_slots=32)
-    history = tokens(150)
-    for _ in range(3):
-        outputs = [ask(llm, history, tokens(40, 1), params=greedy(12)) for llm in (drafting, plain)]
-        found, expected = ([answer(each) for each in own] for own in outputs)
-        assert found == expected
-        assert cached(outputs[0]) == cached(outputs[1])
-        history = [*history, *found[0], *tokens(30, 2)]
+    wanted = {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    answer_with_drafts(tmp_path, 12, method="ngram", num_speculative_tokens=3, **wanted)
 
 
 def test_a_hit_from_host_memory_answers_as_a_cold_run(tmp_path):
     """Index keys come back with pages, and what n-grams reach back to with states."""
     save("qwen4_exp", tmp_path, torch.float64, vocab_size=VOCAB_SIZE)
-    llm = open_llm(tmp_path, num_slots=8, num_pages=16, cache_host_gib=0.05)
-    (cold,) = ask(llm, tokens(300), params=greedy(6))
-    assert llm.llm_engine.scheduler.cache.reset()
-    tiering_of(llm.llm_engine).tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
-    (again,) = ask(llm, tokens(300), params=greedy(6))
-    assert sum(again.cache_report.loaded.values()) > 0
-    assert answer(again) == answer(cold)
+    answer_from_host_memory(tmp_path)
 
 
 def test_a_page_holds_index_keys_and_a_slot_what_ngrams_reach_back_to(tmp_path):
@@ -192,9 +180,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
 )
 def test_settings_that_no_model_has_are_refused(changes, tmp_path):
     save("qwen4_exp", tmp_path)
-    configure(tmp_path, **changes)
-    with pytest.raises(UnsupportedModelError, match=next(iter(changes)).replace("_types", ".type")):
-        load_model(tmp_path, LoadOptions(load_format="dummy"))
+    refuse(tmp_path, next(iter(changes)).replace("_types", ".type"), **changes)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +193,4 @@ def test_settings_that_no_model_has_are_refused(changes, tmp_path):
 )
 def test_what_transformers_refuses_is_refused(changes, named, tmp_path):
     save("qwen4_exp", tmp_path)
-    configure(tmp_path, **changes)
-    with pytest.raises(UnsupportedModelError, match=named):
-        load_model(tmp_path, LoadOptions(load_format="dummy"))
-
-
-def configure(folder, **changes):
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    refuse(tmp_path, named, **changes)
