@@ -42,7 +42,7 @@ from milepost.engine.prompts import (
     read_prompt,
     rendered_prompt,
 )
-from milepost.engine.text import Encoder, text_length
+from milepost.engine.text import Encoder, text_length, with_defaults
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
 from milepost.vllm_keywords import GENERATE, with_vllm_keywords
@@ -146,7 +146,7 @@ class AsyncLLM:
     async def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters used for prompts without any, as `LLM` does."""
         await self.start()
-        return SamplingParams(**self._client.info.sampling_defaults)
+        return with_defaults({}, self._client.info.sampling_defaults)
 
     async def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Drops everything cached in memory, and with `reset_connector` also the contents of

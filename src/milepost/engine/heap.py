@@ -55,6 +55,7 @@ def give_back() -> None:
 def _from_c(name: str) -> Callable[..., int] | None:
     """Returns a function of the C library, None if it has none of this name."""
     try:
-        return getattr(ctypes.CDLL(None), name)
+        found: Callable[..., int] = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
         return None
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,7 @@ from milepost.engine.prompts import (
     one_each,
 )
 from milepost.engine.reader import PromptReader
+from milepost.engine.text import with_defaults
 from milepost.errors import ConfigError, InvalidRequestError
 from milepost.sampling_params import SamplingParams
 from milepost.vllm_keywords import GENERATE, with_vllm_keywords
@@ -81,7 +82,7 @@ class LLM:
 
         Raises InvalidRequestError, naming the prompt, before anything is computed.
         """
-        listed = [prompts] if is_prompt(prompts) else list(prompts)
+        listed: list[Any] = [prompts] if is_prompt(prompts) else list(prompts)
         read = [self._reader.numbered(index, prompt) for index, prompt in enumerate(listed)]
         return self._run(read, sampling_params, use_tqdm)
 
@@ -100,7 +101,7 @@ class LLM:
 
         Raises InvalidRequestError before anything is computed.
         """
-        conversations = [messages] if is_conversation(messages) else list(messages)
+        conversations: list[Any] = [messages] if is_conversation(messages) else list(messages)
         prompts = [self._reader.conversation(each, options) for each in conversations]
         return self._run(prompts, sampling_params, use_tqdm)
 
@@ -131,7 +132,7 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters used for prompts without any: the checkpoint's own defaults,
         unless generation_config="none"."""
-        return SamplingParams(**self.llm_engine.sampling_defaults)
+        return with_defaults({}, self.llm_engine.sampling_defaults)
 
     def close(self) -> None:
         """Ends the engine, after writing pending items to `cache_dir` for at most
@@ -200,10 +201,12 @@ class LLM:
             self._thread.run(self._queue, [(prompt, params)], groups)
             (group,) = groups
             while not group.is_finished or num_shown < group.num_output_tokens:
-                found = self._thread.steps(
-                    lambda num=num_shown: num < group.num_output_tokens or group.is_finished,
-                    lambda: (group.num_output_tokens, group.output()),
-                )
+
+                def is_enough(num: int = num_shown) -> bool:
+                    return num < group.num_output_tokens or group.is_finished
+
+                result = lambda: (group.num_output_tokens, group.output())  # noqa: E731
+                found = self._thread.steps(is_enough, result)
                 if found is not None and found[0] > num_shown:
                     num_shown, output = found
                     yield output

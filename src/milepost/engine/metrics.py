@@ -91,7 +91,7 @@ def _step_counters(steps: SchedulerStats) -> Iterator[Metric]:
 
 
 def _gauges(scheduler: Scheduler) -> Iterator[Metric]:
-    cache, waiting = scheduler.cache, scheduler.waiting
+    cache, waiting = scheduler.outside.cache, scheduler.waiting
     num_deferred = sum(
         request.awaits is not None or request.held_until_s is not None for request in waiting
     )

@@ -5,7 +5,7 @@ Plain values: no tokenizer, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ class RequestOutput:
     """Counted from 0 by each engine."""
     prompt: str | None
     """None if the prompt came as token ids."""
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     """All of them, those from the cache too."""
     outputs: list[CompletionOutput]
     """One for each of the n answers."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from milepost.checks import check_unicode
 from milepost.errors import InvalidRequestError
 from milepost.pictures import Picture
 from milepost.runner.recording import PictureRecord
-from milepost.sampling_params import SamplingParams, check_unicode
+from milepost.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from milepost.checks import check_unicode
 from milepost.engine.loop import Engine
 from milepost.engine.media import Embedded, MediaRules, images_in, images_of
 from milepost.engine.options import ChatOptions, compose_options
@@ -17,7 +18,6 @@ from milepost.engine.prompts import (
 )
 from milepost.engine.text import chat
 from milepost.errors import InvalidRequestError
-from milepost.sampling_params import check_unicode
 
 
 class PromptReader:

@@ -161,7 +161,7 @@ def _refuse_first(token_ids: Sequence[Any], vocab_size: int) -> None:
     for index, token in enumerate(token_ids):
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise InvalidPromptError(f"prompt_token_ids[{index}]={token!r}: use integers")
-        if not 0 <= token < vocab_size:
+        if not 0 <= int(token) < vocab_size:
             raise InvalidPromptError(
                 f"prompt_token_ids[{index}]={token}: the vocabulary has {vocab_size} tokens, "
                 f"use ids from 0 to {vocab_size - 1}"

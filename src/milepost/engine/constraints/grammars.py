@@ -23,7 +23,7 @@ from functools import cache
 from typing import Any
 
 from milepost.errors import ConfigError, InvalidRequestError, missing
-from milepost.sampling_params import StructuredOutputs
+from milepost.structured_outputs import StructuredOutputs
 
 MAX_GRAMMAR_LEN = 2**18
 """Largest length of a form, in characters."""
@@ -101,9 +101,9 @@ def grammar_of(wanted: StructuredOutputs) -> str:
             raise ValueError(f"it has {len(text)} characters: use {MAX_GRAMMAR_LEN} or fewer")
         matcher = llguidance().LLMatcher
         if kind == "json":
-            return matcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
+            return str(matcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS))
         make = matcher.grammar_from_regex if kind == "regex" else matcher.grammar_from_lark
-        return make(text)
+        return str(make(text))
     except (ValueError, TypeError, RecursionError) as error:
         raise InvalidRequestError(f"{wanted.field}: {_first_line(str(error))}") from error
 

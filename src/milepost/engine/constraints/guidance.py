@@ -86,14 +86,14 @@ class FormGuide:
         """Whether a token may come next; for one that was sampled without a mask of its own."""
         if self._starts_after is not None or self.matcher.is_error():
             return True
-        return self.matcher.validate_tokens([token_id]) == 1
+        return bool(self.matcher.validate_tokens([token_id]) == 1)
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """Returns how many of these tokens, in order, the form allows next; all of them before the
         form begins."""
         if self._starts_after is not None or self.matcher.is_error():
             return len(token_ids)
-        return self.matcher.validate_tokens(list(token_ids))
+        return int(self.matcher.validate_tokens(list(token_ids)))
 
     def spell(self, mask: Mask) -> None:
         """Corrects a mask that allows an added token where its text should be spelled out. If only

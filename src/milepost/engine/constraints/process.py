@@ -23,7 +23,7 @@ from typing import Any
 from milepost.engine.child import Child, answer, bound_memory, messages
 from milepost.engine.constraints.grammars import Compiler, Vocabulary, grammar_of, problem_of
 from milepost.errors import ConfigError, InvalidRequestError
-from milepost.sampling_params import StructuredOutputs
+from milepost.structured_outputs import StructuredOutputs
 
 logger = logging.getLogger(__name__)
 

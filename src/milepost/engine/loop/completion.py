@@ -182,6 +182,7 @@ class Completion:
             self.guide.accept(token_id)
             if reason is not FinishReason.LENGTH and self.guide.problem:
                 # Too complex to follow: what there is of the answer is none.
+                assert params.structured_outputs is not None, "a guide with a problem has a form"
                 self.stop_reason = f"{params.structured_outputs.field}: {self.guide.problem}"
                 self.text.flush()
                 return FinishReason.ERROR
@@ -205,8 +206,8 @@ class Completion:
         """Records the token's log-probabilities."""
         assert sampled.logprob is not None, "likelihoods were asked for"
         likely = sampled.logprob, sampled.rank, sampled.top_logprobs or {}
-        known = {} if texts is None else {"text_of": texts.alone}
-        entry = token_logprobs(sampled.token_id, *likely, **known)
+        text_of = texts.alone if texts is not None else lambda _: None
+        entry = token_logprobs(sampled.token_id, *likely, text_of)
         if self.logprobs is None:
             self.logprobs = []
         self.logprobs.append(entry)

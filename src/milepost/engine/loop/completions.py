@@ -116,9 +116,10 @@ class RunningCompletions:
         tokens = dict(output.result.tokens)
         progressed: dict[RequestGroup, None] = {}
         for number, run in output.sampled.items():
-            group, completion = self._known.get(number, (None, None))
-            if completion is None or completion.request.finish_reason is not None:
+            known = self._known.get(number)
+            if known is None or known[1].request.finish_reason is not None:
                 continue
+            group, completion = known
             if completion.dead_end is None:
                 tokens[number] = completion.take(run, group.params, self._texts)
             else:

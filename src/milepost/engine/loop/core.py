@@ -295,6 +295,6 @@ class Engine:
             part.close(is_whole=self._latch.is_alive)
         if self._trace is not None:
             self._trace.close()
-        device, self.off_device = self.runner.pools.device, []
+        device, self.off_device = self.runner.pools.device, ()
         del self.runner, self.pipeline  # the caller may keep the engine, but not weights and pools
         collect_memory(device)

@@ -31,8 +31,9 @@ from milepost.engine.text import TokenTexts, detokenizer_for
 from milepost.errors import InvalidRequestError
 from milepost.kv_transfer_params import read
 from milepost.pictures import group_ends
-from milepost.sampling_params import SamplingParams, StructuredOutputs
+from milepost.sampling_params import SamplingParams
 from milepost.scheduler.request import Request
+from milepost.structured_outputs import StructuredOutputs
 
 TURN_TOKENS = 32
 """Images with fewer tokens of text between them belong to one turn."""
@@ -49,7 +50,7 @@ class Intake:
         self._end_token_ids = parts.end_token_ids
         drafts = config.speculative_config if parts.speculation is not None else None
         self._most_replayed = drafts.num_tokens if drafts is not None else 0
-        self._chain = parts.scheduler.cache.chain
+        self._chain = parts.scheduler.outside.cache.chain
         self._rules = RuleBook(parts.tokenizer, parts.limits.vocab_size, parts.end_token_ids)
         self.forms: Forms | None = None
         """The compiler of forms; None until a request has one."""
@@ -163,7 +164,8 @@ class Intake:
             return None
         own = None
         if form is not None:
-            after = params.structured_outputs.starts_after
+            wanted = params.structured_outputs
+            after = wanted.starts_after if wanted is not None else None
             own = FormGuide(form, self._limits.vocab_size, self._end_token_ids, after)
         if rules is None:
             return Guide(own, None)

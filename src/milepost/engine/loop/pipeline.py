@@ -19,7 +19,8 @@ from milepost.engine.loop.pace import Pace
 from milepost.engine.loop.pixels import PixelStore
 from milepost.engine.off_device import OffDevice
 from milepost.errors import EngineDeadError
-from milepost.runner.runner import InFlightStep, RunnerOutput
+from milepost.runner.in_flight import InFlightStep
+from milepost.runner.runner import RunnerOutput
 from milepost.scheduler.plans import StepPlan, StepSampling
 
 

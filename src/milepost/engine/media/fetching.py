@@ -128,7 +128,7 @@ class _Resolver:
     async def resolve(self, host: str, port: int = 0, family: int = socket.AF_UNSPEC) -> list[Any]:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, family=family)
-        addresses = [(each[0], each[4][0]) for each in found]
+        addresses = [(each[0], str(each[4][0])) for each in found]
         if not addresses or not all(self._may_reach(address) for _, address in addresses):
             raise InvalidPromptError(f"image URL {shown(self._url)}: its address is not public")
         return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from milepost.errors import InvalidPromptError
 
@@ -66,7 +66,7 @@ def _parts(message: Any) -> Sequence[Any]:
     return content if isinstance(content, list | tuple) else ()
 
 
-def _is_image(part: Any) -> bool:
+def _is_image(part: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(part, Mapping) and part.get("type") in (*KINDS, *VIDEOS)
 
 
@@ -74,7 +74,8 @@ def _placeholder(part: Any, found: list[Given]) -> Any:
     if not _is_image(part):
         return part
     kind = part["type"]
-    source, detail = part.get(kind if kind != "input_image" else "image_url"), part.get("detail")
+    source: Any = part.get(kind if kind != "input_image" else "image_url")
+    detail = part.get("detail")
     if isinstance(source, Mapping) and kind != "video":
         source, detail = source.get("url"), source.get("detail", detail)
     if source is None and kind in ("image", "video"):

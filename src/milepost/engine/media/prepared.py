@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
 
@@ -132,7 +132,7 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
         from milepost.images import prepare
         from milepost.images.videos import prepare_animation, prepare_video
 
-        data = list(map(_file, self.data)) if isinstance(self.data, list) else _file(self.data)
+        data: Any = list(map(_file, self.data)) if isinstance(self.data, list) else _file(self.data)
         if self.settings.is_tiled:
             return _tiles(data, self.settings, self.max_pixels)
         if self.sampling is None:
@@ -179,7 +179,8 @@ def sources_of(given: Given) -> list[Given]:
 
 def _times_of(source: Mapping[str, Any], count: int) -> tuple[float, ...]:
     """Returns the times of frames in seconds, from the list `times` or from `fps`."""
-    times, fps = source.get("times"), source.get("fps")
+    times: Any = source.get("times")
+    fps: Any = source.get("fps")
     if times is None and _is_number(fps) and fps > 0:
         return tuple(index / fps for index in range(count))
     is_list = isinstance(times, list | tuple) and all(map(_is_number, times))
@@ -191,5 +192,5 @@ def _times_of(source: Mapping[str, Any], count: int) -> tuple[float, ...]:
     return tuple(map(float, times))
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

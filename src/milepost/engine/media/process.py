@@ -50,7 +50,7 @@ class PreparingProcess:
         if found is None:
             await self._child.ended()
             raise InvalidPromptError("an image could not be decoded: its decoder ended")
-        reply = self._decoder.decode(found)
+        reply: Prepared | _Refusal = self._decoder.decode(found)
         if isinstance(reply, _Refusal):
             raise InvalidPromptError(reply.message)
         return reply

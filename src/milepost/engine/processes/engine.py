@@ -64,7 +64,7 @@ class Loop:
     def __init__(self, engine: Engine, sock: socket.socket) -> None:
         self._engine = engine
         self._socket = sock
-        self._frames: Frames[ToEngine] = Frames(ToEngine)
+        self._frames: Frames[ToEngine | PictureRecord] = Frames(ToEngine)
         self._pixels = ReceivedPixels()
         self._groups: dict[int, RequestGroup] = {}
         self._queued: dict[int, RequestGroup] = {}
@@ -257,7 +257,7 @@ class Loop:
             self._is_open = False
 
 
-def main(config: EngineConfig, sock: socket.socket, make_engine: Callable) -> None:
+def main(config: EngineConfig, sock: socket.socket, make_engine: Callable[..., Engine]) -> None:
     """Runs the process: builds the engine, reports the outcome, and serves. Exit status 1 after a
     failure."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -285,7 +285,7 @@ def main(config: EngineConfig, sock: socket.socket, make_engine: Callable) -> No
 
 
 def _ready(engine: Engine) -> Ready:
-    cache = engine.scheduler.cache
+    cache = engine.scheduler.outside.cache
     return Ready(
         model=engine.config.model or "milepost-tiny",
         limits=engine.limits,

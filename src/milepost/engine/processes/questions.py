@@ -30,7 +30,8 @@ class Questions:
     async def ask(self, what: Question) -> Reply:
         """Sends a question and returns the answer. Raises the error passed to `fail` meanwhile."""
         id_ = self.send(what)
-        future = self._waiting[id_] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[id_] = future
         try:
             return await future
         finally:

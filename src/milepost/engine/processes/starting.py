@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any
@@ -25,7 +24,7 @@ from milepost.engine.ending import end_with_program, heed_sigterm, without_inter
 
 logger = logging.getLogger(__name__)
 
-CONTEXT: BaseContext = multiprocessing.get_context("spawn")
+CONTEXT = multiprocessing.get_context("spawn")
 """How engines are started: a fork would inherit threads, and what CUDA has set up."""
 STOP_S = 5.0
 """Seconds that the process may take to end before it is killed, besides those for writing."""
@@ -66,8 +65,8 @@ class EngineProcess:
         self._process = CONTEXT.Process(target=_run, args=given, name="engine")
         self._is_started = Future()
         # The process is killed when this thread ends, so the thread outlasts the event loop.
-        given = (self._process, theirs, self._is_started)
-        threading.Thread(target=_start, args=given, name="engine-starter", daemon=True).start()
+        starting = (self._process, theirs, self._is_started)
+        threading.Thread(target=_start, args=starting, name="engine-starter", daemon=True).start()
         try:
             await asyncio.shield(asyncio.wrap_future(self._is_started))
         except BaseException:
@@ -150,9 +149,10 @@ def _run(
     if setup is not None:
         logs.set_up(replace(setup, process="engine"))
     try:
-        from milepost.engine.processes import engine
+        from milepost.engine.loop import Engine
+        from milepost.engine.processes.engine import main
 
-        engine.main(config, sock, make_engine or engine.Engine)
+        main(config, sock, make_engine or Engine)
     except Exception:
         logger.critical("the engine's process failed", exc_info=True)
         raise SystemExit(1) from None

@@ -202,7 +202,8 @@ def frame(message: Any) -> bytes:
 
 
 class Frames(Generic[M]):
-    """Cuts what arrives into messages of one type."""
+    """Cuts what arrives into messages of one type. `kind` is the type as msgspec reads it: `Pixels`
+    among its members stands for a `PictureRecord` among the messages."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
@@ -211,11 +212,11 @@ class Frames(Generic[M]):
         """The picture whose pixels are arriving."""
         self._rows, self._num_rows_bytes = bytearray(), 0
 
-    def feed(self, data: bytes) -> list[M | PictureRecord]:
+    def feed(self, data: bytes) -> list[M]:
         """Returns the messages that have arrived whole; in place of `Pixels` the picture, once its
         pixels are there. Raises ValueError for bytes that are no message."""
         self._buffer += data
-        messages: list[M | PictureRecord] = []
+        messages: list[Any] = []
         start = 0
         while True:
             if self._pixels is not None:

@@ -72,7 +72,8 @@ def cut(value: V, special: re.Pattern[str]) -> V:
         elif isinstance(item, list | tuple):
             owner[key] = own = list(item)
             todo += [(own, place) for place in range(len(own))]
-    return holder[0]
+    whole: V = holder[0]
+    return whole
 
 
 def _cut(text: str, special: re.Pattern[str]) -> str:

@@ -151,9 +151,8 @@ class Lanes:
     def can_render(self) -> bool:
         """Whether `render` can be used: not with tokenizers that have no template, or have their
         own code for rendering."""
-        return bool(getattr(self._tokenizer, "chat_template", None)) and _renders_as_all_do(
-            type(self._tokenizer)
-        )
+        kind: type = type(self._tokenizer)
+        return bool(getattr(self._tokenizer, "chat_template", None)) and _renders_as_all_do(kind)
 
     async def render(self, asked: Unrendered, size: int) -> tuple[Rendered, ChatPrompt | None]:
         """Returns a conversation of `size` characters as text, and also as a prompt if the text is

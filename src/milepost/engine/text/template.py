@@ -43,13 +43,10 @@ class BoundTemplate:
             )
 
     def text(self, messages: Sequence[ChatMessage], ending: Mapping[str, bool]) -> str:
-        return self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=self.tools,
-            tokenize=False,
-            **ending,
-            **self.template_kwargs,
-        )
+        apply: Any = self.tokenizer.apply_chat_template
+        own = self.template_kwargs
+        text: str = apply(list(messages), tools=self.tools, tokenize=False, **ending, **own)
+        return text
 
     def text_if_taken(self, messages: Sequence[ChatMessage]) -> str | None:
         """Returns the text without a generation prompt, or None if the template refuses these

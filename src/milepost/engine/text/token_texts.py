@@ -7,7 +7,7 @@ characters reads the same whatever is around it, and is decoded once for all ans
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,14 +35,14 @@ class TokenTexts:
     def decode(self, *, skip_special_tokens: bool) -> Decode:
         """Decodes token ids, bypassing the tokenizer's Python layer if that makes no difference."""
         tokenizer = self._tokenizer
-        decode = tokenizer.backend_tokenizer.decode if self._is_raw else tokenizer.decode
+        decode: Any = tokenizer.backend_tokenizer.decode if self._is_raw else tokenizer.decode
         return lambda token_ids: decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def alone(self, token_id: int) -> str:
         """Returns the text of a token by itself, special or not."""
         text = self._alone.get(token_id)
         if text is None:
-            text = self._alone[token_id] = self._tokenizer.decode([token_id])
+            text = self._alone[token_id] = str(self._tokenizer.decode([token_id]))
         return text
 
     def whole(self, token_id: int) -> str | None:

@@ -92,8 +92,8 @@ def _load(source: str, folder: Path, **options: str | None) -> PreTrainedTokeniz
     if (folder / _CONFIG).exists():
         # transformers would read all of it, which may be made to take for ever, to find its type.
         told = read_object(folder / _CONFIG)
-        model_type = told.get("model_type")
-        is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+        model_type = str(told.get("model_type"))
+        is_known = model_type in CONFIG_MAPPING
         config = CONFIG_MAPPING[model_type]() if is_known else PreTrainedConfig()
         config.name_or_path = source
         if isinstance(told.get("tokenizer_class"), str):
