@@ -109,7 +109,8 @@ def _add_answer(
     async def endpoint(body: Any, request: Request) -> Response:
         size = size_of(getattr(body, "messages", None))
         await service.large.run(lambda: service.unknown.settle(body, request.scope), size)
-        return await answer(service, body, request)
+        response: Response = await answer(service, body, request)
+        return response
 
     endpoint.__annotations__["body"] = body_type
     endpoint.__doc__ = answer.__doc__ if answer is _invoke else None

@@ -175,9 +175,9 @@ async def answer(
     except LineError as error:
         status = 400
         body = msgspec.json.encode(error_body(str(error), "invalid_request_error", code="line"))
-    error = None if status == 200 else msgspec.json.decode(body).get("error")
+    problem = None if status == 200 else msgspec.json.decode(body).get("error")
     response = {"status_code": status, "request_id": _id(), "body": msgspec.Raw(body)}
-    return {"id": _id(), "custom_id": custom_id, "response": response, "error": error}, status
+    return {"id": _id(), "custom_id": custom_id, "response": response, "error": problem}, status
 
 
 def _id() -> str:

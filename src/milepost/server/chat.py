@@ -73,7 +73,7 @@ class ChoiceWriter:
                 self._is_behind_call = True
                 id_ = own or f"call_{uuid.uuid4().hex[:24]}"
                 kind, key = self._kind(name)
-                call = {"id": id_, "type": kind, kind: {"name": name, key: ""}}
+                call: dict[str, Any] = {"id": id_, "type": kind, kind: {"name": name, key: ""}}
                 self.calls.append((call, []))
                 return self._call_gain(call)
             case CallArguments(text):

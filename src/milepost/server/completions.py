@@ -92,7 +92,7 @@ def num_prompts(request: CompletionRequest) -> int:
 
 def _listed(request: CompletionRequest) -> list[Any]:
     """Returns the prompts, each as text or token ids."""
-    given = request.prompt
+    given: Any = request.prompt
     is_one = not isinstance(given, list) or isinstance(given[0], int)
     return [given] if is_one else given
 
@@ -225,7 +225,7 @@ async def _texts_of(
     if not request.echo:
         return None
     return await service.encoder.with_tokenizer(
-        lambda tokenizer: [tokenizer.decode(prompt.token_ids) for prompt in prompts],
+        lambda tokenizer: [str(tokenizer.decode(list(prompt.token_ids))) for prompt in prompts],
         sum(len(prompt.token_ids) for prompt in prompts),
     )
 

@@ -164,7 +164,7 @@ _POSITIVE = (
 def read_object(name: str, text: str | None) -> dict[str, Any]:
     """Returns the JSON object in a setting. Raises ConfigError."""
     try:
-        found = json.loads(text or "{}")
+        found: dict[str, Any] = json.loads(text or "{}")
     except ValueError as error:
         raise ConfigError(f"{name}={text!r}: this is not JSON: {error}") from error
     _require(isinstance(found, dict), f"{name}={text!r}: use a JSON object")

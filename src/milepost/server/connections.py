@@ -69,7 +69,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     head_timeout_s: float
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        closing = _Lingering(transport, self._is_receiving, self._linger)
+        closing = self._lingering = _Lingering(transport, self._is_receiving, self._linger)
         super().connection_made(closing)  # type: ignore[arg-type]
         self._head_bytes = 0
         self._body_bytes = 0
@@ -206,7 +206,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         """Closes once the client has had time to read its answer."""
         self._stop_waiting()
-        self.transport.finish()
+        self._lingering.finish()
         self.flow.resume_reading()
         self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
 

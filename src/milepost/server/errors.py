@@ -196,7 +196,7 @@ def _message(finding: Mapping[str, Any], where: str) -> str:
         return f"{where}: no such field here"
     if finding["type"] == "missing" and where:
         return f"{where}: this field is required"
-    text = finding["msg"].removeprefix("Value error, ")
+    text: str = finding["msg"].removeprefix("Value error, ")
     if not where and finding["type"] == "value_error":
         return text
     if finding["loc"][0] == "query":

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json
 
 from milepost.errors import InvalidRequestError
-from milepost.sampling_params import SamplingParams, StructuredOutputs
+from milepost.sampling_params import SamplingParams
 from milepost.server.messages import Toolset
 from milepost.server.parsing import lark
 from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.parts import ResponseFormat
 from milepost.server.protocol import ChatRequest, Sampling
 from milepost.server.tools import NamedToolChoice
+from milepost.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -193,7 +194,7 @@ def _without(tags: Sequence[str]) -> str:
 
 def _end_of_reasoning(format_: AnswerFormat, tokenizer: PreTrainedTokenizerBase, field: str) -> int:
     assert format_.thinking is not None, "what is open has a format"
-    ids = tokenizer.encode(format_.thinking.close, add_special_tokens=False)
+    ids: list[int] = tokenizer.encode(format_.thinking.close, add_special_tokens=False)
     if len(ids) != 1:
         raise InvalidRequestError(
             f"{field}: this model's reasoning does not end with one token: switch the "

@@ -251,8 +251,8 @@ def with_cors(app: Any, config: ServerConfig) -> Any:
     return CORSMiddleware(
         app,
         allow_origins=config.allowed_origins,
-        allow_methods=config.allowed_methods,
-        allow_headers=config.allowed_headers,
+        allow_methods=config.allowed_methods or (),
+        allow_headers=config.allowed_headers or (),
         allow_credentials=config.allow_credentials,
         expose_headers=EXPOSED,
     )

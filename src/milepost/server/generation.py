@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from milepost.engine.outputs import Logprob
@@ -78,7 +78,7 @@ class Generation:
             self.close()
             raise
 
-    async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+    async def deltas(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
         """Yields the deltas that have arrived, each time some have."""
         try:
             async for arrived in self._stream:

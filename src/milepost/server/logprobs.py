@@ -167,7 +167,7 @@ def with_texts(
 ) -> list[Entry | None]:
     """Returns the entries of a prompt with the text of every token."""
     ids = {id_ for entry in entries if entry is not None for id_ in entry}
-    texts = {id_: tokenizer.decode([id_]) for id_ in sorted(ids)}
+    texts = {id_: str(tokenizer.decode([id_])) for id_ in sorted(ids)}
     return [
         entry and {id_: replace(own, decoded_token=texts[id_]) for id_, own in entry.items()}
         for entry in entries
@@ -176,7 +176,7 @@ def with_texts(
 
 def of_prompt(entries: Sequence[Entry | None], num_top: int) -> list[dict[str, Any] | None]:
     """Returns vLLM's `prompt_logprobs`: for each token but the first an object by token id."""
-    return [entry and _by_id(entry, num_top) for entry in entries]
+    return [None if entry is None else _by_id(entry, num_top) for entry in entries]
 
 
 def _by_id(entry: Entry, num_top: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -208,11 +208,12 @@ _FAMILIES = {
 def _family(name: str, metrics: list[Metric]) -> Family:
     labels = sorted(metrics[0].labels)
     text = TEXTS.get(name.removeprefix("milepost:"), "")
-    family = _FAMILIES[metrics[0].kind](name, text, labels=labels)
+    family: Any = _FAMILIES[metrics[0].kind](name, text, labels=labels)
     for metric in metrics:
         values = [metric.labels[label] for label in labels]
         if metric.kind == "histogram":
             family.add_metric(values, list(metric.buckets.items()), metric.value)
         else:
             family.add_metric(values, metric.value)
-    return family
+    whole: Family = family
+    return whole

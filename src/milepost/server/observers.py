@@ -190,7 +190,7 @@ class MetricsObserver:
             metrics.inference_time.observe(max(tally.now - tally.admitted_at, 0.0))
 
 
-def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def _sums(counts: Iterable[Mapping[Any, int]]) -> dict[str, int]:
     """Returns the sums of several counts by name, without those that are 0."""
     return dict(sum(map(Counter, counts), Counter[str]()))
 

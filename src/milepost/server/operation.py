@@ -117,8 +117,8 @@ def _info(service: Service) -> dict[str, Any]:
         "enable_prefix_caching": config.enable_prefix_caching,
         "mamba_cache_mode": config.mamba_cache_mode,
     }
-    model = {"model": info.model, "served_model_name": service.names}
-    model["max_model_len"] = service.client.limits.max_model_len
+    length = service.client.limits.max_model_len
+    model = {"model": info.model, "served_model_name": service.names, "max_model_len": length}
     scheduler = {
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": info.facts.step_tokens,

@@ -126,7 +126,8 @@ def _kind_of_prompt(value: Any) -> str:
     if not isinstance(value, list):
         return "one text"
     first = value[0] if value else None
-    return {str: "texts", list: "lists of token ids"}.get(type(first), "one list of token ids")
+    kinds: dict[type, str] = {str: "texts", list: "lists of token ids"}
+    return kinds.get(type(first), "one list of token ids")
 
 
 Prompts = Annotated[

@@ -36,7 +36,9 @@ from milepost.server.stream import unless_disconnected
 
 def add(app: FastAPI, service: Service) -> None:
     """Adds /tokenize and /detokenize."""
-    meanings = {status: errors.MEANINGS[status] for status in (400, 404)}
+    meanings: dict[int | str, Any] = {
+        key: about for key, about in errors.MEANINGS.items() if key in (400, 404)
+    }
 
     @app.post("/tokenize", responses=meanings, response_class=Response)
     @for_clients
@@ -72,7 +74,7 @@ def add(app: FastAPI, service: Service) -> None:
                     field = f"tokens[{index}]"
                     message = f"{field}={token}: the vocabulary has {vocab_size} tokens"
                     raise HttpError(400, message, param=field)
-            return tokenizer.decode(body.tokens)
+            return str(tokenizer.decode(body.tokens))
 
         return {"prompt": await service.encoder.with_tokenizer(detokenized, len(body.tokens))}
 

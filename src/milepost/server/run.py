@@ -66,7 +66,7 @@ def run(
     overridden({}, given)
     _check_tls(server_config)
     with _listen(server_config) as sock:
-        loop_factory = uvicorn.Config(app=None, log_config=None).get_loop_factory()
+        loop_factory = uvicorn.Config(app="", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             return runner.run(_serve(server_config, engine_config, sock, announce))
 

@@ -262,6 +262,6 @@ def cache_attributes(reports: Sequence[CacheReport]) -> dict[str, int]:
     }
 
 
-def _summed(prefix: str, counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def _summed(prefix: str, counts: Sequence[Mapping[Any, int]]) -> dict[str, int]:
     total = sum(map(Counter, counts), Counter[str]())
     return {f"{prefix}.{name}": number for name, number in total.items()}

@@ -56,7 +56,7 @@ def of_each(params: Params | None, num_prompts: int) -> list[Params | None]:
     """Returns the parameters of each prompt of a request. Raises InvalidRequestError."""
     if not params or num_prompts == 1 or params.get("do_remote_decode"):
         return [params] * num_prompts
-    found = params.get(EACH)
+    found: Any = params.get(EACH)
     if found is None:  # the other engine sent none: they are computed
         return [None] * num_prompts
     is_fit = isinstance(found, list) and len(found) == num_prompts
@@ -64,7 +64,8 @@ def of_each(params: Params | None, num_prompts: int) -> list[Params | None]:
         raise InvalidRequestError(
             f"kv_transfer_params: {EACH}: pass on the other engine's answer to as many prompts"
         )
-    return found
+    each_own: list[Params | None] = found
+    return each_own
 
 
 def joined(found: Mapping[int, Params], num_prompts: int) -> Params | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
@@ -30,7 +30,7 @@ ANTHROPIC_VERSION = "anthropic-version"
 SIGNATURE = "milepost"
 """Signature of thinking blocks, which must have one; it is ignored when it comes back."""
 
-_BLOCKS = {
+_BLOCKS: Mapping[str, Mapping[str, Any]] = {
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
     "text": {"type": "text", "text": "", "citations": None},
     "call": {"type": "tool_use", "input": {}},

@@ -71,7 +71,7 @@ class JsonReader:
     def __init__(self, form: JsonCalls, names: frozenset[str]) -> None:
         self._form = form
         self.names = names
-        self.starts = (form.open, *form.others)
+        self.starts: tuple[str, ...] = (form.open, *form.others)
         self.close = form.close
 
     def read(self, start: str, site: CallSite) -> Reading[bool]:

@@ -113,7 +113,7 @@ class _KeyedReader:
         self._form = form
         self._functions = Functions(tools)
         self.names = self._functions.names
-        self.starts = (form.open,)
+        self.starts: tuple[str, ...] = (form.open,)
         self.close = form.close
 
     def read(self, start: str, site: CallSite) -> Reading[bool]:

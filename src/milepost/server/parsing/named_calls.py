@@ -61,7 +61,7 @@ class _NamedReader:
     def __init__(self, form: NamedCalls, tools: lark.Tools) -> None:
         self._form = form
         self.names = lark.names(tools)
-        self.starts = (form.open, form.call[0])
+        self.starts: tuple[str, ...] = (form.open, form.call[0])
         self.close = form.close
         self._ends = (*form.call[::-1], form.close, form.open)
         """Tags that end a call, or begin what follows it."""

@@ -89,7 +89,7 @@ class _PythonicReader:
     def __init__(self, form: PythonicCalls, tools: lark.Tools) -> None:
         self._functions = Functions(tools)
         self.names = self._functions.names
-        self.starts = (form.open,)
+        self.starts: tuple[str, ...] = (form.open,)
         self.close = form.close
         self._ends = (form.close, form.open)
         self._json = JsonReader(JsonCalls(open=form.open, close=form.close), self.names)

@@ -118,7 +118,7 @@ class _TaggedReader:
         self._form = form
         self._functions = Functions(tools)
         self.names = self._functions.names
-        self.starts = (form.open, form.function[0])
+        self.starts: tuple[str, ...] = (form.open, form.function[0])
         self.close = form.close
 
     def read(self, start: str, site: CallSite) -> Reading[bool]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -179,7 +179,7 @@ def _fits(value: Any, leaf: Leaf) -> bool:
     return False
 
 
-_BOUNDS = {
+_BOUNDS: Mapping[str, Callable[[float, float], bool]] = {
     "minimum": operator.ge,
     "maximum": operator.le,
     "exclusiveMinimum": operator.gt,
@@ -196,7 +196,7 @@ def _is_multiple(value: float, step: float) -> bool:
 
 
 def _is_within(value: float, schema: Schema) -> bool:
-    bounds = ((holds, schema.get(name)) for name, holds in _BOUNDS.items())
+    bounds = ((holds, schema[name]) for name, holds in _BOUNDS.items() if name in schema)
     return all(type(b) not in (int, float) or holds(value, b) for holds, b in bounds)
 
 

@@ -183,7 +183,8 @@ def _output(item: ResponseItem) -> str | list[Any]:
 def _parts(content: str | Sequence[Any] | None) -> list[openai.TextPart | openai.ImagePart]:
     if content is None or isinstance(content, str):
         return [openai.TextPart(type="text", text=content or "")]
-    return [_part(part) for part in content]
+    parts: Sequence[Any] = content
+    return [_part(part) for part in parts]
 
 
 def _part(part: ContentPart | InputImage) -> openai.TextPart | openai.ImagePart:

@@ -194,7 +194,7 @@ class Writer:
 
     def _gained(self, step: Step) -> Iterator[bytes]:
         block, name = step.block, _FORMS[self._kind(step.block)][1]
-        own = {"logprobs": []} if block.kind == "text" else {}
+        own: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         yield self._event(f"response.{name}.delta", **self._place(block), delta=step.text, **own)
 
     def _closed(self, step: Step) -> Iterator[bytes]:
