@@ -281,7 +281,8 @@ def _expected(
         output = reference.prefill(*inputs, layouts[1])
     gate = gate.unflatten(-1, (-1, shapes.value_dim))
     normed = F.rms_norm(output, output.shape[-1:], weights.norm, weights.norm_eps)
-    return (normed * F.silu(gate)).flatten(1)
+    opened = gate.sigmoid() if weights.gates_by_sigmoid else F.silu(gate)
+    return (normed * opened).flatten(1)
 
 
 def send_layout(chunks: ChunkLayout, device: torch.device | str) -> ChunkLayout:

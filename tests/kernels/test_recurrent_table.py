@@ -54,6 +54,14 @@ def test_hopper_runs_all_steps_of_square_states(recurrence):
         assert serves(DECODES, recurrence, 1) == "step"
 
 
+def test_outputs_gated_by_sigmoids_are_any_chips():
+    """States have no gates, so Hopper's kernel serves those."""
+    gated = replace(DELTA, gates_by_sigmoid=True)
+    assert serves(DECODES, gated, 1) == serves(VERIFIES, gated, 1) == "step"
+    assert serves(STATES, gated, 8192) == "chunk_h, Hopper"
+    assert serves(OUTPUTS, gated, 8192) == "chunk_o"
+
+
 def test_other_states_are_any_chips():
     assert serves(DECODES, OLMO, 1) == serves(VERIFIES, OLMO, 1) == "step"
     assert serves(STATES, OLMO, 8192) == "chunk_h"

@@ -131,10 +131,10 @@ class GatedDelta(nn.Module):
                 num_heads=heads,
                 shared=shapes.key_dim,
                 own=shapes.value_dim,
+                gates_by_sigmoid=shapes.gates_by_sigmoid,
             ),
             conv_width=shapes.conv_width,
             batch_invariant=kind.batch_invariant,
-            has_kernels=not shapes.gates_by_sigmoid,
         )
 
     def _own(self, shapes: GatedDeltaShapes) -> GatedDeltaShapes:

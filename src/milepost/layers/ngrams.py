@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from milepost.errors import ConfigError, WeightsError
 from milepost.kernels import hyper, ngrams
 from milepost.kernels.layout.emit import Emit
-from milepost.kernels.ngrams import NgramOperation, NgramSequences
+from milepost.kernels.ngrams import NgramOperation, NgramSequences, StatePart
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
 from milepost.layers.norm import place_scale
@@ -96,6 +96,10 @@ class NgramPart(nn.Module):
         # No parameter: it stays in host memory, and is not counted among the device's weights.
         self.table = torch.empty(num_rows, width, dtype=kind.dtype, device=where, pin_memory=is_gpu)
         self.carried_from = 0
+        # Parts of a state: inputs of the convolution, then ids.
+        self._inputs = StatePart(0, shapes.reach, self.size)
+        end = shapes.reach * self.size
+        self._digits = StatePart(end, shapes.order - 1, ngrams.NUM_DIGITS)
 
     @property
     def host_bytes(self) -> int:
@@ -114,39 +118,35 @@ class NgramPart(nn.Module):
         rows = ctx.step.layouts[self.operation]
         columns = slice(self.carried_from, self.carried_from + self.carried_size)
         sequences = NgramSequences.of(rows, carried, columns)
-        inputs_end = shapes.reach * self.size
-        inputs_before = sequences.states[:, :inputs_end].unflatten(1, (shapes.reach, self.size))
-        digits = sequences.states[:, inputs_end:].unflatten(1, (shapes.order - 1, -1))
-        ids = ctx.step.token_ids[:, None]
-        ids_before = ngrams.decode_ids(digits, -1)[:, :, None]
-        every = torch.arange(len(ids), device=ids.device)
-        values = self._gate(streams, self._embed(sequences, ids, ids_before, every))
+        digits = ngrams.encode_ids(ctx.step.token_ids, streams.dtype)
+        every = torch.arange(len(digits), device=digits.device)
+        values = self._gate(streams, self._embed(sequences, digits, every))
         inputs = hyper.norm(values, self.scales["norm_conv"], shapes.norm_eps).flatten(1)
-        output = values.flatten(1) + self._convolve(sequences, inputs, inputs_before, every)
+        output = values.flatten(1) + self._convolve(sequences, inputs, every)
 
         def states_after(tokens: Tensor) -> Tensor:
-            given = sequences, inputs, inputs_before, tokens
-            reached = [ngrams.continued(*given, back) for back in reversed(range(shapes.reach))]
-            given = sequences, ids, ids_before, tokens
-            last = [ngrams.continued(*given, back) for back in reversed(range(shapes.order - 1))]
-            digits = ngrams.encode_ids(torch.cat(last, 1), inputs.dtype)
-            return torch.cat((*reached, digits.flatten(1)), 1)
+            given = (inputs, self._inputs, shapes.reach), (digits, self._digits, shapes.order - 1)
+            found = [
+                ngrams.last_of(sequences, own, part, tokens, num).flatten(1)
+                for own, part, num in given
+            ]
+            return torch.cat(found, 1)
 
-        kept = rows.targets[:, 0].long()
-        drafts = (rows.recorded[:, 0] >= 0).nonzero()[:, 0]
-        recorded = states_after(drafts)
-        ngrams.keep(states_after(kept[kept >= 0]), recorded, carried, rows, columns)
+        recorded = None
+        if carried.records is not None:
+            num_rows, num_drafts, _ = carried.records.shape
+            recorded = states_after(every[: num_rows * (1 + num_drafts)])  # decodes come first
+        states = states_after(rows.targets[:, 0].long().clamp(min=0))
+        ngrams.keep(states, recorded, carried, rows, columns)
         return output.view_as(streams)
 
-    def _embed(
-        self, sequences: NgramSequences, ids: Tensor, before: Tensor, every: Tensor
-    ) -> Tensor:
-        """Returns the embeddings [T, E]."""
+    def _embed(self, sequences: NgramSequences, digits: Tensor, every: Tensor) -> Tensor:
+        """Returns the embeddings [T, E] of ids in digits [T, 4]."""
         stop, order = self.shapes.stop_id, self.shapes.order
-        found = [ngrams.continued(sequences, ids, before, every, back) for back in range(order)]
-        own = [torch.where(each < 0, stop, each)[:, 0] for each in found]
-        places = ngrams.hash_ids(own, stop, self.multipliers, self.sizes)
-        return ngrams.take_from_host(self.table, places.flatten()).view(len(ids), -1)
+        found = ngrams.last_of(sequences, digits, self._digits, every, order)
+        ids = ngrams.decode_ids(found, stop).flip(1).unbind(1)
+        places = ngrams.hash_ids(ids, stop, self.multipliers, self.sizes)
+        return ngrams.take_from_host(self.table, places.flatten()).view(len(digits), -1)
 
     def _gate(self, streams: Tensor, embedded: Tensor) -> Tensor:
         """Returns the value times each stream's gate [T, S, C]."""
@@ -157,13 +157,11 @@ class NgramPart(nn.Module):
         fit = fit.abs().clamp_min(1e-6).sqrt() * fit.sign()
         return fit.sigmoid() * self.value(embedded)[:, None]
 
-    def _convolve(
-        self, sequences: NgramSequences, inputs: Tensor, before: Tensor, every: Tensor
-    ) -> Tensor:
+    def _convolve(self, sequences: NgramSequences, inputs: Tensor, every: Tensor) -> Tensor:
         taps, total = self.shapes.conv_width, torch.zeros_like(inputs)
         for tap in range(taps):
             back = (taps - 1 - tap) * self.shapes.order
-            found = ngrams.continued(sequences, inputs, before, every, back)
+            found = ngrams.continued(sequences, inputs, self._inputs, every, back)
             total += found * self.conv_weight[:, tap]
         return F.silu(total)
 

@@ -35,6 +35,7 @@ from tests.kernels.mixers import (
 from tests.numbers import relative_error
 
 TOLERANCE = 1e-4 / 20
+DECODES = Batch(starts=(), lengths=(), slot_in=(1, 2), slot_out=(3, 2))
 
 
 @pytest.mark.parametrize("spacing", [0, SPACING])
@@ -54,9 +55,24 @@ def test_decode_matches_reference(shapes: Shapes, spacing: int) -> None:
     assert_pools_match(ours, pools, TOLERANCE)
 
 
+def test_heads_may_be_gated_by_sigmoids() -> None:
+    """As Qwen3.8-Flash-Next's may be."""
+    weights = replace(make_weights(SMALL), gates_by_sigmoid=True)
+    for batch, make, expect in (
+        (DECODES, fused_decode, expected_decode),
+        (BATCHES["in place"], fused_prefill, expected_prefill),
+    ):
+        projected = make_projected(SMALL, sum(batch.lengths) or 2)
+        pools = make_pools(SMALL, 4)
+        ours = pools.clone()
+        expected = expect(SMALL, projected, weights, pools, batch)
+        assert relative_error(make(projected, weights, ours, batch), expected) < TOLERANCE
+        assert_pools_match(ours, pools, TOLERANCE)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_decode_half_inputs(dtype: torch.dtype) -> None:
-    batch = Batch(starts=(), lengths=(), slot_in=(1, 2), slot_out=(3, 2))
+    batch = DECODES
     projected, weights = make_projected(SMALL, 2, dtype), make_weights(SMALL, dtype)
     pools = make_pools(SMALL, 4, dtype, state_dtype=dtype)
     ours = pools.clone()

@@ -1,19 +1,22 @@
 """N-gram embeddings: rows of a table in host memory, chosen by hashes of a token and those before
 it (Engram, arXiv 2601.07372; as Qwen3.8-Flash-Next has them). This is the definition, in plain
-torch; on a GPU `rows.triton` reads the table, over the bus.
+torch and in shapes that graphs can have; on a GPU `triton` keeps states, and `rows.triton` reads
+the table, over the bus.
 
 A sequence's state is what its next tokens need of those before: the last D inputs of a convolution,
 and the last ids. It is carried beside the slots' states, as numbers of the model's dtype; ids are
 written as digits, which bfloat16 holds exactly.
 
-Legend: T tokens, F sequences that have tokens, D tokens of a state, N numbers of each, W states
-that are kept, O order of the largest n-gram, X rows that a token has of the table.
+Legend: T tokens, N numbers of each, W states that are kept, R tokens that may be drafts, O order of
+the largest n-gram, X rows that a token has of the table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +24,20 @@ from torch import Tensor
 from milepost.kernels.layout.batch import Batch
 from milepost.kernels.mtp import Carried, CarryRows, lay_out
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tables import fused
 from milepost.kernels.rows import take_from_host
 
 __all__ = [
     "NUM_DIGITS",
     "NgramOperation",
     "NgramSequences",
+    "StatePart",
     "continued",
     "decode_ids",
     "encode_ids",
     "hash_ids",
     "keep",
+    "last_of",
     "take_from_host",
 ]
 
@@ -48,62 +54,96 @@ class NgramOperation:
         return lay_out(batch)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
-        """No kernel takes states in and keeps them yet."""
-        return "n-gram embeddings have no fused kernel yet"
+        """The fused kernel runs on every chip that runs Triton's."""
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
 class NgramSequences:
-    """How a step's tokens fall to sequences, and what each of these begins with."""
+    """How a step's tokens fall to sequences, and what each of these begins with. Shapes do not
+    depend on contents, so a graph can have it."""
 
     begins: Tensor
-    """[F], their first tokens."""
-    owners: Tensor
-    """[T], each token's sequence."""
+    """[T], the first token of each one's sequence."""
+    where: Tensor
+    """[T], the slot that carries its state, or the row of the record of it."""
+    place: Tensor
+    """[T], the draft whose record it is, -1 for a slot."""
     states: Tensor
-    """[F, size], carried from the tokens before."""
+    """[slots, size], what slots carry."""
+    records: Tensor | None
+    """[rows, drafts, size]"""
 
     @classmethod
     def of(cls, rows: CarryRows, carried: Carried, columns: slice) -> NgramSequences:
         """Reads these columns of what slots, or records of accepted drafts, carry."""
-        where, place = rows.sources.long().unbind(1)
-        begins = (where >= 0).nonzero()[:, 0]
-        where, place = where[begins], place[begins]
-        states = carried.states[where.clamp(max=len(carried.states) - 1), columns]
-        if carried.records is not None:
-            in_record = place >= 0
-            states[in_record] = carried.records[where[in_record], place[in_record], columns]
-        return cls(begins, (rows.sources[:, 0] >= 0).long().cumsum(0) - 1, states)
+        sources = rows.sources.long()
+        index = torch.arange(len(sources), device=sources.device)
+        begins = torch.where(sources[:, 0] >= 0, index, 0).cummax(0).values
+        where, place = sources[begins].unbind(1)
+        records = None if carried.records is None else carried.records[..., columns]
+        return cls(begins, where, place, carried.states[:, columns], records)
+
+    def read(self, part: StatePart, tokens: Tensor, places: Tensor) -> Tensor:
+        """Returns [n, N], what the states before the sequences of `tokens` [n] have at `places`."""
+        where, own = self.where[tokens], slice(part.first, part.first + part.count * part.width)
+        states = self.states[:, own].unflatten(1, (part.count, part.width))
+        found = states[where.clamp(0, len(states) - 1), places]
+        if self.records is None:
+            return found
+        records = self.records[..., own].unflatten(2, (part.count, part.width))
+        place = self.place[tokens]
+        recorded = records[where.clamp(0, len(records) - 1), place.clamp(min=0), places]
+        return torch.where((place >= 0)[:, None], recorded, found)
+
+
+class StatePart(NamedTuple):
+    """Numbers of a state: `count` tokens, oldest first, with `width` numbers each."""
+
+    first: int
+    count: int
+    width: int
 
 
 def continued(
-    sequences: NgramSequences, values: Tensor, before: Tensor, tokens: Tensor, back: int
+    sequences: NgramSequences, values: Tensor, part: StatePart, tokens: Tensor, back: Tensor | int
 ) -> Tensor:
     """Returns [n, N]: of `values` [T, N] those `back` tokens before each of `tokens` [n], or from
-    the state `before` [F, D, N] where that lies before the step."""
-    owners = sequences.owners[tokens]
-    index = tokens - sequences.begins[owners]
+    the state where that lies before the step. `back` may be [n]."""
+    index = tokens - sequences.begins[tokens]
+    places = (part.count + index - back).clamp(0, part.count - 1)
+    before = sequences.read(part, tokens, places)
     found = values[(tokens - back).clamp(min=0)]
-    is_before = index < back
-    places = before.shape[1] + index[is_before] - back
-    found[is_before] = before[owners[is_before], places]
-    return found
+    return torch.where((index < back)[:, None], before, found)
 
 
+def last_of(
+    sequences: NgramSequences, values: Tensor, part: StatePart, tokens: Tensor, count: int
+) -> Tensor:
+    """Returns [n, count, N], the `count` last of `values` [T, N] up to each of `tokens` [n], oldest
+    first; those before the step come from the state."""
+    back = torch.arange(count - 1, -1, -1, device=tokens.device).repeat(len(tokens))
+    found = continued(sequences, values, part, tokens.repeat_interleave(count), back)
+    return found.unflatten(0, (len(tokens), count))
+
+
+@fused("ngrams.triton")
 def keep(
-    states: Tensor, recorded: Tensor, carried: Carried, rows: CarryRows, columns: slice
+    states: Tensor, recorded: Tensor | None, carried: Carried, rows: CarryRows, columns: slice
 ) -> None:
     """Carries on the `states` [W, size] after the tokens that `rows.targets` name, and those of
-    records; records the ones after drafts, `recorded`."""
+    records; records the ones after the first tokens, `recorded` [R, size], where they are drafts.
+    """
     token, slot, row, place = rows.targets.long().unbind(1)
-    carried.states[slot[token >= 0], columns] = states
-    if carried.records is None:
+    is_new = (token >= 0) & (slot >= 0)
+    carried.states[slot[is_new], columns] = states[is_new]
+    if carried.records is None or recorded is None:
         return
     is_folded = (token < 0) & (slot >= 0)
     found = carried.records[row[is_folded], place[is_folded], columns]
     carried.states[slot[is_folded], columns] = found
-    row, place = rows.recorded.long().unbind(1)
-    carried.records[row[row >= 0], place[row >= 0], columns] = recorded
+    row, place = rows.recorded[: len(recorded)].long().unbind(1)
+    carried.records[row[row >= 0], place[row >= 0], columns] = recorded[row >= 0]
 
 
 def encode_ids(ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,7 +160,7 @@ def decode_ids(digits: Tensor, missing: int) -> Tensor:
 
 
 def hash_ids(
-    ids: list[Tensor], stop: int, multipliers: list[int], sizes: list[list[int]]
+    ids: Sequence[Tensor], stop: int, multipliers: list[int], sizes: list[list[int]]
 ) -> Tensor:
     """Returns [T, X], the rows that tokens have of a table. `ids` are O tensors [T]: the tokens',
     those before them, and so on; from the `stop` on that is found first, going back, all are that.

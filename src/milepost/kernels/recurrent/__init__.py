@@ -106,8 +106,6 @@ class RecurrentOperation:
     chunk: int = CHUNK
     batch_invariant: bool = False
     """Whether bits depend on one sequence alone."""
-    has_kernels: bool = True
-    """Whether the fused kernels know the mixer's gate."""
 
     def __post_init__(self) -> None:
         assert self.chunk <= _CHUNKS[-1], f"a chunk of {self.chunk} tokens outgrows a program"
@@ -140,8 +138,6 @@ class RecurrentOperation:
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's; KDA's rows of bfloat16 that are
         no whole lines of memory leave wrong states there (an H200, triton 3.6)."""
-        if not self.has_kernels:
-            return "the fused ones gate by SiLU, not by sigmoids"
         head_dim = self.recurrence.shared
         if self.recurrence.rule is KDAWeights and head_dim % _LINE:
             return f"the fused ones have heads of multiples of {_LINE}, not {head_dim}"

@@ -165,6 +165,7 @@ def _choose(
         num_heads=sizes.heads,
         shared=sizes.shared,
         own=sizes.own,
+        gates_by_sigmoid=mixer.gates_by_sigmoid,
     )
     part = MixerPart(
         recurrence=recurrence,

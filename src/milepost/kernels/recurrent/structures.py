@@ -214,6 +214,8 @@ class Mixer:
     rule: MixerRule
     rule_of: type[Weights]
     batch_invariant: bool = False
+    gates_by_sigmoid: bool = False
+    """See `Recurrence`."""
 
 
 class MixerRule(NamedTuple):

@@ -46,6 +46,8 @@ class Recurrence:
     """K"""
     own: int
     """W"""
+    gates_by_sigmoid: bool = False
+    """See `GatedDeltaWeights`."""
 
     @property
     def group(self) -> int:
@@ -100,6 +102,8 @@ def is_reached(recurrent_pool: Tensor) -> bool:
 # fmt: off
 _REACHED: Condition[MixerPart] = ("TMA reaches only states of float32", lambda it, _:
     it.is_reached)
+_SILU: Condition[MixerPart] = ("it gates by SiLU", lambda it, _:
+    not it.recurrence.gates_by_sigmoid)
 _HALF: Condition[MixerPart] = ("not 16 bits and chunks of 64", lambda it, _:
     it.element_bytes == 2 and it.chunk == CHUNK)
 _LONG: Condition[MixerPart] = (f"up to {HOST_BOUND_TOKENS} tokens", lambda it, _:
@@ -117,14 +121,14 @@ _STEP: Kernel[MixerPart] = row("step", "recurrent.portable.step", (*_DELTA, *_SS
 
 DECODES: KernelTable[MixerPart] = KernelTable(
     row("delta decode, Hopper", "recurrent.hopper.delta_decode", _DELTA, "4 rows, warps",
-        _DELTA_STATES, _REACHED, needs=HOPPER, epilogues=_FP8),
+        _DELTA_STATES, _REACHED, _SILU, needs=HOPPER, epilogues=_FP8),
     _STEP,
 )
 """Steps of sequences that each decode one token. Hopper's kernel of the delta rule serves any
 number of sequences, as that which verifies: the two backends add up squares in different orders."""
 VERIFIES: KernelTable[MixerPart] = KernelTable(
     row("delta verify, Hopper", "recurrent.hopper.delta_verify", _DELTA, "4 rows, warps",
-        _DELTA_STATES, _REACHED, needs=HOPPER),
+        _DELTA_STATES, _REACHED, _SILU, needs=HOPPER),
     row("mamba2 verify, Hopper", "recurrent.hopper.mamba2_verify", _SSD, "4 columns, warps",
         _SSD_STATES, _REACHED, needs=HOPPER),
     _STEP,

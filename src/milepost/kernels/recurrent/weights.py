@@ -28,8 +28,8 @@ class GatedDeltaWeights:
     max_beta: float = 1.0
     """Factor of a beta's sigmoid."""
     gates_by_sigmoid: bool = False
-    """Whether outputs are multiplied by the sigmoid of their gate, not by its SiLU: so far by the
-    reference alone."""
+    """Whether outputs are multiplied by the sigmoid of their gate, not by its SiLU; Hopper's own
+    kernels know SiLU alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

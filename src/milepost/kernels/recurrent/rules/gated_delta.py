@@ -42,10 +42,10 @@ class DeltaWeights(NamedTuple):
 
 def describe_gated_delta(rows: Tensor, weights: GatedDeltaWeights, recurrent_pool: Tensor) -> Mixer:
     """Returns the mixer of `rows`: see `MixerProjections`."""
-    assert not weights.gates_by_sigmoid, "an operation with other gates runs on the reference"
     sizes = _delta_sizes(weights, recurrent_pool, recurrent_pool.shape[1], weights.max_beta)
     stride, channels, heads = rows.stride(0), sizes.channels, sizes.heads
     gates_end = channels + sizes.width
+    ending = finish_by_sigmoid if weights.gates_by_sigmoid else finish
     return Mixer(
         inputs=MixerInputs(
             mixed=ProjectedRows(rows, stride),
@@ -55,8 +55,9 @@ def describe_gated_delta(rows: Tensor, weights: GatedDeltaWeights, recurrent_poo
         ),
         weights=_delta_weights(weights),
         sizes=sizes,
-        rule=MixerRule(open_head, strengths, advance, read, finish),
+        rule=MixerRule(open_head, strengths, advance, read, ending),
         rule_of=GatedDeltaWeights,
+        gates_by_sigmoid=weights.gates_by_sigmoid,
     )
 
 
@@ -156,7 +157,7 @@ def describe_kda(projected: KDAProjected, weights: KDAWeights, recurrent_pool: T
         ),
         weights=_delta_weights(weights),
         sizes=sizes,
-        rule=MixerRule(open_kda_head, kda_strengths, advance, read, finish_kda),
+        rule=MixerRule(open_kda_head, kda_strengths, advance, read, finish_by_sigmoid),
         rule_of=KDAWeights,
     )
 
@@ -200,7 +201,7 @@ def log_decays(x, rate, LEAST: tl.constexpr):
 
 
 @triton.jit
-def finish_kda(y, weight, gate, eps, WIDTH: tl.constexpr):
+def finish_by_sigmoid(y, weight, gate, eps, WIDTH: tl.constexpr):
     """Norms the rows of `y` and multiplies them by the sigmoid of `gate`."""
     scale = tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) / WIDTH + eps)
     return y * scale * weight * sigmoid(gate)
