@@ -89,7 +89,7 @@ def build_pools(
     for index, spec in enumerate(model.layer_specs):
         if isinstance(spec, AttentionSpec):
             shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-            kv[index] = build_pages(*shape, kv_dtype or dtype)
+            kv[index] = build_pages(*shape, kv_dtype or dtype, rows_each=spec.rows_each)
         elif isinstance(spec, ShortConvSpec):
             conv_states[index] = _slots(num_pages + 1, spec.conv_shape, dtype)
         else:
@@ -110,14 +110,16 @@ def build_pages(
     head_dim: int,
     dtype: torch.dtype,
     device: str = "cpu",
+    *,
+    rows_each: int = 2,
 ) -> Tensor:
     """A pool [pages, 2, page_size, num_kv_heads, head_dim] of NaN, with NaN between the pages: a
-    row more than another layer has."""
-    num_rows = 4 * page_size + 1
+    row more than another layer has. With index keys a token has three rows (`rows_each`)."""
+    num_rows = (2 + rows_each) * page_size + 1
     rows = torch.full(
         (num_pages, num_rows, num_kv_heads, head_dim), torch.nan, dtype=dtype, device=device
     )
-    return rows[:, -2 * page_size :].unflatten(1, (2, page_size))
+    return rows[:, -rows_each * page_size :].unflatten(1, (rows_each, page_size))
 
 
 def build_batch(parts: list[Part], page_size: int, page_rows: int, num_decodes: int = 0) -> Batch:

@@ -18,6 +18,7 @@ from milepost.kernels.attention import (
     AttentionLayout,
     AttentionOperation,
     AttentionRows,
+    IndexedTokens,
     PagedKV,
     Selection,
 )
@@ -196,10 +197,11 @@ class Attention(nn.Module):
         if self.indexer is None:
             return None
         layout = ctx.step.layouts[self.operation]
-        assert isinstance(layout, AttentionRows), "no fused kernel has an indexer"
+        assert isinstance(layout, AttentionRows | IndexedTokens), "layouts of an indexer"
         assert self.rotary is not None, "blocks are turned as their first tokens"
         angles = ctx.angles[self.rotary]
-        return self.indexer.select(rows, PagedKV(ctx.kv[number]), layout, self.rotary, angles)
+        places = PagedKV(ctx.kv[number]), layout, ctx.step.kv_rows
+        return self.indexer.select(rows, *places, self.rotary, angles)
 
     def _gate(self, projected: Tensor) -> Tensor | None:
         """Returns a gate for each entry of the output [T, H * E], or for each head, if there are

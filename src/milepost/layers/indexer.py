@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from milepost.errors import ConfigError
-from milepost.kernels.attention import AttentionRows, PagedKV, indexed
+from milepost.kernels.attention import AttentionRows, IndexedTokens, PagedKV, indexed
 from milepost.kernels.attention.indexed import Selection
 from milepost.kernels.attention.reference import turn
 from milepost.kernels.layout.emit import Emit, Inputs
-from milepost.kernels.platform.tensors import accumulation_dtype, cast
 from milepost.layers.linear import Linear
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
@@ -64,28 +62,25 @@ class Indexer(nn.Module):
         self,
         rows: Inputs,
         kv: PagedKV,
-        layout: AttentionRows,
+        layout: AttentionRows | IndexedTokens,
+        kv_rows: Tensor,
         rotary: Rotary,
         angles: tuple[Tensor, Tensor],
     ) -> Selection:
-        """Writes index keys. Returns the data by which the step's tokens select blocks. `angles`
-        are those of their positions."""
+        """Writes index keys to the step's `kv_rows`. Returns the data by which its tokens select
+        blocks. `angles` are those of their positions."""
         shapes = self.shapes
         queries, keys = self.projection(rows).split(
             (shapes.num_heads * shapes.head_dim, shapes.head_dim), -1
         )
-        indexed.store(kv, keys, layout)
+        indexed.store(kv, keys, layout, kv_rows)
         queries = self.query_norm(queries.unflatten(-1, (-1, shapes.head_dim)))
-
-        def pool(own: Tensor) -> Tensor:
-            """Means of whole blocks, normed, and turned as the first token of each."""
-            num_blocks = len(own) // shapes.ratio
-            blocks = own[: num_blocks * shapes.ratio].unflatten(0, (num_blocks, shapes.ratio))
-            means = cast(cast(blocks, accumulation_dtype(own.dtype)).mean(1), own.dtype)
-            starts = torch.arange(num_blocks, device=own.device) * shapes.ratio
-            turned = turn(self.key_norm(means)[:, None], *rotary.angles(starts, own.dtype))
-            return turned[:, 0]
-
         return Selection(
-            query=turn(queries, *angles), pool=pool, ratio=shapes.ratio, budget=shapes.budget
+            query=turn(queries, *angles),
+            norm_scale=self.key_norm.scale,
+            eps=self.key_norm.eps,
+            angles=lambda positions: rotary.angles(positions, keys.dtype),
+            num_turned=2 * angles[0].shape[-1],
+            ratio=shapes.ratio,
+            budget=shapes.budget,
         )

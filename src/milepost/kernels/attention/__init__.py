@@ -5,7 +5,8 @@ This is the door to the op: callers import it from here, whatever computes it. A
 calls: `prepare` or `store_latents` does everything between the projection and attention, `attend`
 everything up to the output projection. Queries of latents are multiplied by the keys' matrices
 before, and outputs by the values' after. An operation's `lay_out` chooses the kernels by the
-device's capabilities, and returns what the two calls go by: `AttentionItems` or `AttentionRows`.
+device's capabilities, and returns what the two calls go by: `AttentionItems` or `AttentionRows`,
+or `IndexedTokens` where an indexer selects.
 `table` says which kernel serves what, and `reference` is the definition.
 
 Legend: T tokens.
@@ -19,7 +20,7 @@ from typing import Literal
 from torch import Tensor
 
 from milepost.kernels.attention import indexed, items, reference, rows, table
-from milepost.kernels.attention.indexed import Selection
+from milepost.kernels.attention.indexed import IndexedTokens, Selection
 from milepost.kernels.attention.items import AttentionItems, Tiling
 from milepost.kernels.attention.pages import PagedKV, rows_per_page
 from milepost.kernels.attention.reference import TurnedEntries
@@ -35,6 +36,7 @@ __all__ = [
     "AttentionOperation",
     "AttentionRows",
     "HeadNorm",
+    "IndexedTokens",
     "LatentOperation",
     "PagedKV",
     "Selection",
@@ -45,7 +47,7 @@ __all__ = [
     "store_latents",
 ]
 
-AttentionLayout = AttentionItems | AttentionRows
+AttentionLayout = AttentionItems | AttentionRows | IndexedTokens
 
 HeadNorm = Literal["each", "none"]
 """Whether query and key heads are normed, each by itself."""
@@ -82,6 +84,8 @@ class AttentionOperation:
             return rows.lay_out(
                 batch, self.first_row, self.window, batch_invariant=self.batch_invariant
             )
+        if self.is_indexed:
+            return indexed.lay_out(batch)
         group, tokens_each = self.num_heads // self.num_kv_heads, 1 + batch.capacity.num_drafts
         tokens_each = 1 if self.batch_invariant else tokens_each
         # Few pages of a window's table are read.
@@ -106,9 +110,9 @@ class AttentionOperation:
         return _lay_out(batch, tiling)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
-        """The fused kernels run on every chip that runs Triton's, but none attends by an
-        indexer."""
-        return "no fused kernel attends to what an indexer selects" if self.is_indexed else ""
+        """The fused kernels run on every chip that runs Triton's; those of an indexer have been
+        interpreted and compiled, and not run."""
+        return "attention by an indexer has not been tried on a GPU" if self.is_indexed else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,9 +207,11 @@ def attend(
 ) -> Tensor:
     """Attends to pages and gates: see `reference.attend`, or with a `selection`
     `indexed.attend`."""
+    if selection is not None:
+        assert isinstance(layout, AttentionRows | IndexedTokens), "layouts of an indexer"
+        return indexed.attend(query, gate, kv, layout, scale, selection)
+    assert not isinstance(layout, IndexedTokens), "a selection comes with them"
     if isinstance(layout, AttentionRows):
-        if selection is not None:
-            return indexed.attend(query, gate, kv, layout, scale, selection)
         return reference.attend(query, gate, kv, layout, scale, shared_query)
     from milepost.kernels.attention import run
 

@@ -1,4 +1,5 @@
-"""Attention to what an indexer selects, in plain torch: the definition, on any device.
+"""Attention to what an indexer selects, in plain torch: the definition, on any device. On a GPU
+`portable.indexed` computes it.
 
 A token attends to the tokens of a few blocks of `ratio` neighbours, those whose mean index key
 scores highest for its index queries, and to all tokens after the last whole block (Qwen Sparse
@@ -14,17 +15,23 @@ index heads, K entries of an index key.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.attention.pages import PagedKV, as_rows, read_rows, write_rows
-from milepost.kernels.attention.reference import gated
+from milepost.kernels.attention.reference import gated, turn
 from milepost.kernels.attention.rows import AttentionRows
+from milepost.kernels.layout.batch import Batch, ordinals_of, padded
+from milepost.kernels.norm.reference import norm
 from milepost.kernels.platform.tensors import accumulation_dtype, cast
 
+TILE = 16
+"""Tokens that a program scores blocks for."""
 _QUERY_TILE = 512
 """Queries at a time: bounds the memory of masks and scores."""
 
@@ -35,8 +42,13 @@ class Selection:
 
     query: Tensor
     """[T, I, K], index queries, normed and turned."""
-    pool: Callable[[Tensor], Tensor]
-    """Makes index keys [B, K] of blocks from those of their tokens [n, K] as they lie in pages."""
+    norm_scale: Tensor
+    """[K]"""
+    eps: float
+    angles: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """Returns cosines and sines [n, 1, O / 2] of positions [n]."""
+    num_turned: int
+    """O, the first entries of a key that are turned."""
     ratio: int
     """Tokens of a block."""
     budget: int
@@ -44,12 +56,65 @@ class Selection:
 
     def part(self, rows: slice | Tensor) -> Selection:
         """Returns the selection of some of the tokens."""
-        others = {"ratio": self.ratio, "budget": self.budget}
-        return Selection(query=self.query[rows], pool=self.pool, **others)
+        return replace(self, query=self.query[rows])
+
+    def pool(self, keys: Tensor) -> Tensor:
+        """Makes index keys [B, K] of whole blocks from those of their tokens [n, K] as they lie in
+        pages: means, normed, and turned as the first token of each."""
+        num_blocks = len(keys) // self.ratio
+        blocks = keys[: num_blocks * self.ratio].unflatten(0, (num_blocks, self.ratio))
+        means = cast(cast(blocks, accumulation_dtype(keys.dtype)).mean(1), keys.dtype)
+        starts = torch.arange(num_blocks, device=keys.device) * self.ratio
+        normed = norm(means, self.norm_scale, self.eps)
+        return turn(normed[:, None], *self.angles(starts))[:, 0]
 
 
-def store(kv: PagedKV, keys: Tensor, rows: AttentionRows) -> None:
-    """Writes index keys [T, K] of the tokens that `rows` names to their rows of the pool."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedTokens:
+    """A step's tokens as the fused kernels take them: int32 arrays, in numpy from `lay_out`, on the
+    device for `attend`."""
+
+    rows: Any
+    """[T], row of the page tables, -1 for padding."""
+    positions: Any
+    """[T]"""
+    tiles: Any
+    """[N, 4]: first token, number of tokens, row of the page tables, position of the first; TILE
+    tokens of one sequence at most, none for padding."""
+
+
+def lay_out(batch: Batch) -> IndexedTokens:
+    """Lays out a step for the fused kernels."""
+    capacity, lengths = batch.capacity, batch.lengths
+    begins = lengths.cumsum() - lengths
+    ordinals = ordinals_of(lengths)
+    counts = -(-lengths // TILE)
+    owners, places = np.arange(len(lengths)).repeat(counts), TILE * ordinals_of(counts)
+    tiles = np.zeros((capacity.num_tokens // TILE + capacity.num_sequences, 4), np.int32)
+    tiles[: len(owners)] = np.stack(
+        (
+            begins[owners] + places,
+            np.minimum(lengths[owners] - places, TILE),
+            batch.rows[owners],
+            batch.starts[owners] + places,
+        ),
+        1,
+    )
+    return IndexedTokens(
+        rows=padded(batch.rows.repeat(lengths), capacity.num_tokens, -1),
+        positions=padded(batch.starts.repeat(lengths) + ordinals, capacity.num_tokens, 0),
+        tiles=tiles,
+    )
+
+
+def store(kv: PagedKV, keys: Tensor, rows: AttentionRows | IndexedTokens, kv_rows: Tensor) -> None:
+    """Writes index keys [T, K] of the tokens that `rows` names to their rows of the pool; those are
+    `kv_rows` [T] of the step."""
+    if isinstance(rows, IndexedTokens):
+        from milepost.kernels.attention.portable import scores
+
+        scores.store(kv, keys, kv_rows)
+        return
     _, _, page_size, num_heads, head_dim = kv.pool.shape
     own = F.pad(keys.index_select(0, rows.tokens), (0, num_heads * head_dim - keys.shape[1]))
     places = as_rows(kv.pool)[2 * page_size :]
@@ -60,12 +125,16 @@ def attend(
     query: Tensor,
     gate: Tensor | None,
     kv: PagedKV,
-    rows: AttentionRows,
+    rows: AttentionRows | IndexedTokens,
     scale: float,
     selection: Selection,
 ) -> Tensor:
     """Attends from `query` [T, H, E] as `reference.attend` does, to what is selected; returns
     [T, H * E]."""
+    if isinstance(rows, IndexedTokens):
+        from milepost.kernels.attention.portable import indexed
+
+        return indexed.attend(query, gate, kv, rows, scale, selection)
     output, first = torch.empty_like(query), 0
     for decodes in rows.decodes:
         longest = decodes.mask.shape[-1]

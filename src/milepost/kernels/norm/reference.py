@@ -29,12 +29,13 @@ def add_norm(
     """
     if delta is not None:
         delta = delta if delta.dim() == 2 else _add_up(delta)
-        delta = delta if delta_scale is None else _norm(delta, delta_scale, eps)
+        delta = delta if delta_scale is None else norm(delta, delta_scale, eps)
         hidden = hidden + (delta if multiplier == 1 else delta * multiplier)
-    return hidden, _norm(hidden, scale, eps)
+    return hidden, norm(hidden, scale, eps)
 
 
-def _norm(rows: Tensor, scale: Tensor, eps: float) -> Tensor:
+def norm(rows: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """Returns the root mean square norm of `rows` [..., H], computed in `scale`'s type."""
     wide = cast(rows, scale.dtype)
     return cast(F.rms_norm(wide, wide.shape[-1:], eps=eps).mul_(scale), rows.dtype)
 
