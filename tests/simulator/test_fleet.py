@@ -10,6 +10,7 @@ import pytest
 from milepost.cache import Cache
 from milepost.simulator.cost import read_cost
 from milepost.simulator.fleet import ROUTINGS, Fleet, Shape
+from milepost.simulator.fleet.engine import FleetEngine
 from milepost.simulator.fleet.routing import ByPrefix, Pages, Traffic
 from milepost.simulator.tiers import TierSizes
 from milepost.simulator.trace import TraceRequest
@@ -63,6 +64,24 @@ def test_one_engine_is_the_same_for_any_routing(routing):
     assert (fleet.hits, fleet.queries) == (stats.hits, stats.queries)
     assert fleet.ttft_s == alone.ttft_s
     assert fleet.end_s == alone.end_s
+
+
+@pytest.mark.parametrize("num_engines", [1, 3])
+def test_requests_that_come_during_a_step_wake_an_engine_once_after_it(num_engines, monkeypatch):
+    """However many have come: an engine that each of them woke again after every later step would
+    take the square of their number."""
+    trace, run_engine, begins = conversations(60, 4, gap_s=0.0), FleetEngine.run, []
+
+    def counted(engine, now_s):
+        busy_s = engine.busy_s
+        progress = run_engine(engine, now_s)
+        begins.append(engine.busy_s > busy_s)
+        return progress
+
+    monkeypatch.setattr(FleetEngine, "run", counted)
+    run(trace, "round-robin", num_engines)
+    assert sum(begins) > 40
+    assert len(begins) <= sum(begins) + 2 * len(trace.requests)
 
 
 def test_conversations_that_stay_hit_what_round_robin_loses():

@@ -122,6 +122,9 @@ class Fleet:
         self._decoded: dict[object, FleetEngine] = {}
         """The engine that decoded each conversation's last answer."""
         self._wakes: list[tuple[float, int]] = []
+        """A heap of times and engines. Only an engine's earliest time counts."""
+        self._wake_s = dict.fromkeys(range(shape.num_engines), inf)
+        """The earliest time at which each engine is to run."""
         self.now_s = 0.0
         self._num_done = 0
         self._run = FleetRun(engines=engines, asked=self._clients.asked)
@@ -138,7 +141,10 @@ class Fleet:
             for number in self._clients.due(self.now_s):
                 self._send(number)
             while self._wakes and self._wakes[0][0] <= self.now_s:
-                self._wake(heapq.heappop(self._wakes)[1])
+                wake_s, at = heapq.heappop(self._wakes)
+                if wake_s == self._wake_s[at]:
+                    self._wake_s[at] = inf
+                    self._wake(at)
             if on_done is not None:
                 on_done(self._num_done)
 
@@ -171,7 +177,8 @@ class Fleet:
     def _push(self, engine: FleetEngine, now_s: float | None = None) -> None:
         """Has an engine run at its next work, or now."""
         next_s = engine.next_s if now_s is None else now_s
-        if next_s != inf:
+        if next_s < self._wake_s[engine.number]:
+            self._wake_s[engine.number] = next_s
             heapq.heappush(self._wakes, (next_s, engine.number))
 
     # --- a request's way --------------------------------------------------------------------------
