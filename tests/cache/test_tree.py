@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from milepost.cache.tree import Chain, Node, Outbox, Tree
+from milepost.cache.tree.path import Path
 
 PAGE = 2
 
@@ -68,3 +69,17 @@ def test_walk(events):
         num_seen = num_known(fresh, depth, tree.nodes, tree._history)
         assert tree.num_seen(fresh, depth) == num_seen
         (planted.cut if is_cut else planted.plant)(Chain(prompt, PAGE, salt))
+
+
+@given(
+    st.sets(st.lists(st.integers(0, 1), max_size=5).map(tuple), max_size=30),
+    st.lists(st.integers(0, 1), min_size=1, max_size=8),
+    st.integers(0, 10),
+)
+def test_the_deepest_checkpoint_inside_a_page(tails, prompt, limit):
+    """Whether a page has fewer checkpoints than tokens or more: these are looked up differently."""
+    node = Node(b"", 0, None, b"")
+    node.checkpoints = {Chain(tail, 6).content(0, len(tail)): tail for tail in tails}
+    matching = [t for t in tails if len(t) <= limit and t == tuple(prompt[: len(t)])]
+    found = Path(Chain(prompt, 6), node).deepest_on(node, limit)
+    assert found == max(matching, key=len, default=None)
