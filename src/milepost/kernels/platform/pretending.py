@@ -131,11 +131,11 @@ def pretend(chip: Chip, *, example: str = "") -> Iterator[Meter]:
 
 @contextmanager
 def launching_nothing() -> Iterator[None]:
-    """Inside, a launch neither compiles nor runs a kernel."""
+    """Inside, a launch neither looks at its arguments nor compiles or runs a kernel."""
     # Imported here because triton need not be installed on machines without a GPU.
     from triton.runtime.jit import JITFunction
 
-    with mock.patch.object(JITFunction, "_do_compile", return_value=None):
+    with mock.patch.object(JITFunction, "run", lambda *_, **__: None):
         yield
 
 
