@@ -32,6 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # while tests are imported, which stay
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests of tools first: single commands of ten seconds and more. Files are handed out
+    in this order, and long ones that come last leave the other cores with nothing to do."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/tools/"))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Takes modules and tests, a million objects, from the garbage collector: it would look at all
