@@ -8,15 +8,18 @@ import pytest
 from milepost.engine.media import Given, ImageFacts, MediaRules, Preparer
 from milepost.errors import InvalidPromptError
 from milepost.images import ImageSettings, prepare
+from milepost.images.tiles import prepare_tiles
+from tests import tiled
+from tests.images.pictures import picture
 from tests.pictured_chat import data_url, image
 
 SETTINGS = ImageSettings(patch_size=4, min_pixels=64, max_pixels=4096)
 FACTS = ImageFacts(settings=SETTINGS, token_id=1, text="")
 
 
-def prepared(*sources, max_tokens=1000):
+def prepared(*sources, max_tokens=1000, facts=FACTS):
     async def main():
-        preparer = Preparer(FACTS, MediaRules(), max_tokens)
+        preparer = Preparer(facts, MediaRules(), max_tokens)
         try:
             return await preparer.prepare([Given(source) for source in sources])
         finally:
@@ -44,6 +47,19 @@ def test_what_a_process_prepares_is_what_is_prepared_here():
     assert [each.record.identity for each in found] == [each.identity for each in expected]
     assert found[3].record.rows == expected[3].rows.tobytes()
     assert (found[3].num_tokens, found[3].num_positions) == (64, 8)
+
+
+def test_tiles_come_with_their_labels_and_all_their_tokens():
+    facts = ImageFacts(settings=tiled.SETTINGS, token_id=1, text="<image>")
+    large = picture(64, 96)
+    (found,) = prepared(data_url(large), facts=facts)
+    expected = prepare_tiles(large, tiled.SETTINGS)
+    assert list(found.labels) == [each.label for each in expected]
+    assert [each.record.identity for each in found.pictures] == [
+        each.image.identity for each in expected
+    ]
+    assert found.num_tokens == sum(each.image.num_tokens for each in expected) == 108
+    assert found.num_bytes == sum(each.image.rows.nbytes for each in expected)
 
 
 @pytest.mark.parametrize(
