@@ -15,7 +15,7 @@ from milepost.layers.context import Context
 from milepost.layers.linear import Begun, Linear
 from milepost.layers.norm import over_ranks, place_scale
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Numbers, Part, add_up, partials, run_parts
+from milepost.layers.parts import Numbers, Part, partials, run_parts
 from milepost.layers.weight_slots import WeightSlots
 
 
@@ -99,4 +99,4 @@ class HyperBlock(nn.Module):
         output = over_ranks(partials(output), self.connection.ranks)
         if ends:
             streams, shares = streams[ctx.step.last_tokens], shares[ctx.step.last_tokens]
-        return hyper.inject(streams, add_up(output), shares), None
+        return hyper.inject(streams, output, shares), None
