@@ -23,8 +23,9 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.tensors import check_contiguous
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
-_TOKENS_AT_ONCE = 512
-"""Tokens whose blocks are scored before the best are taken: bounds the memory of scores."""
+_SCORES = 1 << 23
+"""Scores that are made before the best are taken: 64 MiB. With 16,384 blocks they are those of 512
+tokens, and each launch passes over all tiles of tokens."""
 _BLOCKS = 32
 """Blocks of a program that scores."""
 LAST = tl.constexpr(0x7FFFFFFF)
@@ -110,9 +111,9 @@ def select(kv: PagedKV, tokens: IndexedTokens, selection: Selection, sizes: Inde
     num_blocks = max(kv.tables.shape[1] * sizes.page_size // sizes.ratio, 1)
     starts = torch.arange(num_blocks, device=device) * sizes.ratio
     cosines, sines = (each.contiguous() for each in selection.angles(starts))
-    found = []
-    for first in range(0, len(query), _TOKENS_AT_ONCE):
-        count = min(_TOKENS_AT_ONCE, len(query) - first)
+    found, most = [], max(_SCORES // num_blocks, TILE)
+    for first in range(0, len(query), most):
+        count = min(most, len(query) - first)
         scores = torch.empty(count, num_blocks, dtype=torch.int64, device=device)
         _score_kernel[(len(tokens.tiles), cdiv(num_blocks, _BLOCKS))](
             tokens.tiles,
@@ -135,8 +136,8 @@ def select(kv: PagedKV, tokens: IndexedTokens, selection: Selection, sizes: Inde
             num_warps=4,
             **OVERLAPPED,
         )
-        most = min(max(selection.budget // sizes.ratio, 1), num_blocks)
-        found.append(scores.topk(most, dim=1).values)
+        num_selected = min(max(selection.budget // sizes.ratio, 1), num_blocks)
+        found.append(scores.topk(num_selected, dim=1).values)
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
