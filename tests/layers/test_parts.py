@@ -60,7 +60,9 @@ def test_rows_are_left_out_where_all_parts_read_their_rounding(
     parts: tuple[Emit, ...], expected: Emit
 ) -> None:
     norm = Norm()
-    ResidualBlock(*map(Part, parts), pre=norm).run(torch.ones(3, 2), None, None, (0,) * len(parts))
+    ResidualBlock(*map(Part, parts), pre=norm).run(
+        torch.ones(3, 2), None, None, (0,) * len(parts), ends=False
+    )
     assert norm.emit is expected
 
 

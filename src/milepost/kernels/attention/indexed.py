@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from milepost.kernels import norm
 from milepost.kernels.attention.pages import PagedKV, as_rows, read_rows, write_rows
 from milepost.kernels.attention.reference import gated, turn
 from milepost.kernels.attention.rows import AttentionRows
 from milepost.kernels.layout.batch import Batch, ordinals_of, padded
-from milepost.kernels.norm.reference import norm
 from milepost.kernels.platform.tensors import accumulation_dtype, cast
 
 TILE = 16
@@ -65,7 +65,7 @@ class Selection:
         blocks = keys[: num_blocks * self.ratio].unflatten(0, (num_blocks, self.ratio))
         means = cast(cast(blocks, accumulation_dtype(keys.dtype)).mean(1), keys.dtype)
         starts = torch.arange(num_blocks, device=keys.device) * self.ratio
-        normed = norm(means, self.norm_scale, self.eps)
+        normed = norm.reference.norm(means, self.norm_scale, self.eps)
         return turn(normed[:, None], *self.angles(starts))[:, 0]
 
 
