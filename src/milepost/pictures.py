@@ -21,7 +21,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     """
 
     identity: bytes
-    """16 bytes."""
+    """`IDENTITY_BYTES` bytes."""
     offset: int
     """Index of its first token in the prompt. The tokens around it, such as `<|vision_start|>`, are
     text."""

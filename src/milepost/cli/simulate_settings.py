@@ -180,7 +180,7 @@ class Settings:
 
     @property
     def patience(self) -> Patience:
-        """Patience of the clients."""
+        """How long clients wait for a first token, and how often they try."""
         timeout_s = inf if self.client_timeout_s is None else self.client_timeout_s
         return Patience(timeout_s=timeout_s, max_retries=self.client_retries)
 

@@ -61,7 +61,7 @@ class ServerTalker:
     that were set are sent."""
 
     url: str
-    """Ends in /v1."""
+    """Address of the server's API, which ends in /v1."""
     name: str
     key: str | None = None
     open: Callable[[urllib.request.Request], IO[bytes]] = urllib.request.urlopen

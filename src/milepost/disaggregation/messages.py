@@ -158,7 +158,7 @@ class Released(msgspec.Struct, tag=True, frozen=True):
 
 class Find(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tokens: bytes
-    """Packed, little-endian uint32."""
+    """Token ids, packed as little-endian uint32."""
     salt: str
     least: Position
     """Fewest tokens that are of use."""

@@ -98,7 +98,7 @@ class RankWorker(Protocol):
         """Begins to carry out a command; it is answered with its ticket."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the worker; no command follows."""
 
 
 class PoolAccess(Protocol):

@@ -22,7 +22,7 @@ class Logprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     rank: int | None = None
     """1 for the likeliest token of the vocabulary."""
     decoded_token: str | None = None
-    """None without a tokenizer."""
+    """The text of the token; None without a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

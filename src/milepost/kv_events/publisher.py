@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 LINGER_MS = 100
 """How long `close` waits for messages to be sent."""
 ALIVE_S = 1.0
-"""How often an engine that waits for the thread checks whether it is alive."""
+"""Seconds between the checks of a waiting engine whether the thread is alive."""
 MAX_BYTES = 2**16
 """Most bytes of a message from a router: a subscription or a number."""
 END = (-1).to_bytes(8, "big", signed=True)

@@ -129,7 +129,7 @@ class ExpertSizes:
 
     hidden_size: int
     size: int
-    """Units of an expert."""
+    """Number of hidden units of an expert."""
     num_experts: int
     num_shared: int
     """Number of experts after the routed ones; together they are the checkpoint's shared expert."""

@@ -23,7 +23,7 @@ STATE_PATH: Final = "/ui/state"
 FRESH_S = 0.5
 """Shortest time between two readings of the state; pages that are open together share one."""
 TIMEOUT_S = 30.0
-"""The state is read between steps, and a step may take long."""
+"""Seconds to wait for the state: it is read between steps, and a step may take long."""
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",

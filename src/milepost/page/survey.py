@@ -52,7 +52,7 @@ class PageRun:
     num_strays: int
     """Number of pages at its end that no checkpoint can reach."""
     checkpoints: list[CheckpointView]
-    """Deepest first."""
+    """At most `MAX_CHECKPOINTS` of them, the deepest first."""
     num_checkpoints: int
     num_others: int = 0
     """Runs below it that are not listed."""

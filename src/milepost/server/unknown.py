@@ -106,7 +106,7 @@ class _Watch:
     """The parts of one class of bodies that may be ignored."""
 
     marks: tuple[tuple[str, Unread], ...]
-    """Fields without an effect."""
+    """Names of fields without an effect, and what is reported of each."""
     leaves_out: bool
     changes: bool
 

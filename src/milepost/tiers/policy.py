@@ -45,7 +45,7 @@ class Tiers:
         self.writes = Writes(self.holdings)
         self.stores = Stores(cache, self.holdings, self.writes.want)
         self.reach: Reach | None = None
-        """Created once somebody listens."""
+        """The pages that can be resumed from; created once somebody listens to events."""
         self._cache = cache
 
     @property

@@ -43,7 +43,7 @@ class _Source:
     num_moves: int
     tail_page: int | None = None
     windows: tuple[int, ...] = ()
-    """A state's window pages."""
+    """Ids of the window pages of a state."""
 
 
 class Stores:

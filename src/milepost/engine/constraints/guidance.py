@@ -28,7 +28,7 @@ def mask_of(vocab_size: int, token_ids: Sequence[int]) -> Mask:
 
 
 class FormGuide:
-    """Follows one answer."""
+    """Follows the tokens of one answer, and says which may come next according to its form."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ NOTHING = (None, False, "", 0, [], {})
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Projections with one form."""
+    """A form of low precision, and a rule that says which projections have it."""
 
     form: LowPrecision
     targets: Rule = field(default=lambda _: True)

@@ -57,7 +57,7 @@ class Tape:
         return text
 
     def rest(self) -> str:
-        """Reads the rest."""
+        """Returns the text that has not been read yet, and moves to the end."""
         return self.read(len(self._text) - self._at)
 
     def unread(self, tag: str) -> None:

@@ -63,7 +63,7 @@ class ResponseStore:
             self.num_bytes -= oldest.num_bytes
 
     def delete(self, owner: str, id_: str) -> bool:
-        """Returns whether there was such a response."""
+        """Deletes a stored response. Returns whether there was one."""
         stored = self._stored.pop((owner, id_), None)
         if stored is None:
             return False
@@ -126,7 +126,7 @@ def find(store: ResponseStore, http: Request, id_: str) -> StoredResponse:
 
 
 def delete(store: ResponseStore, http: Request, id_: str) -> dict[str, Any]:
-    """Raises HttpError 404."""
+    """Deletes a stored response of the caller. Raises HttpError 404."""
     if not store.delete(owner_of(http), id_):
         raise _no_such(id_, "response_id")
     return {"id": id_, "object": "response", "deleted": True}

@@ -36,13 +36,13 @@ class FleetRun:
     engines: Sequence[FleetEngine]
     asked: Goodput
     queries: int = 0
-    """Prompt tokens."""
+    """Prompt tokens of the requests that engines admitted, and of those they refused."""
     hits: int = 0
     """Prompt tokens that no engine computed for this request."""
     num_refused: int = 0
     """Requests that no engine could ever hold."""
     refused_tokens: int = 0
-    """Their prompt tokens."""
+    """Prompt tokens of those requests."""
     moved_bytes: int = 0
     """Bytes that engines read from each other."""
     busiest: float = 0.0
