@@ -14,29 +14,15 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.platform.tensors import BLOCK
-from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4, Int8
+from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4, Int8, Values
 
 _PACKED_ROWS = 16
 """Rows of the GEMMs that a packed weight is arranged for; others are right too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raw:
+class Raw(Values):
     """Weights in the model's dtype."""
-
-    values: Tensor
-    """[..., O, I]"""
-    batch_invariant: bool = False
-    """Whether a row's outputs must not depend on the number of rows: then every kernel adds their
-    terms in one order."""
-
-    @property
-    def num_inputs(self) -> int:
-        return self.values.shape[-1]
-
-    @property
-    def num_outputs(self) -> int:
-        return self.values.shape[-2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +34,7 @@ class Packed:
     num_outputs: int
     num_inputs: int
     batch_invariant: bool = False
-    """See `Raw`."""
+    """See `Values`."""
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(rows, self.values, bias, "none", [], "")

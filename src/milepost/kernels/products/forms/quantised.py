@@ -32,21 +32,14 @@ from milepost.kernels.platform.tensors import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8:
-    """Weights W[o, i] = values[o, i] * scales[o // rows, i // depth]."""
+class Values:
+    """Weights of a number each."""
 
     values: Tensor
-    """[..., O, I] float8_e4m3fn, contiguous."""
-    scales: Tensor
-    """[..., ceil(O / rows), ceil(I / depth)] float32, contiguous."""
-    rows: int
-    """Outputs that share a scale: BLOCK or 1."""
-    depth: int
-    """Inputs that share one: BLOCK, or all of them. Activations have one scale for as many."""
-    input_scale: Tensor | None = None
-    """[...] float32: the scale of all activations, where the checkpoint sets it."""
+    """[..., O, I], contiguous."""
     batch_invariant: bool = False
-    """See `Raw`."""
+    """Whether a row's outputs must not depend on the number of rows: then every kernel adds their
+    terms in one order."""
 
     @property
     def num_inputs(self) -> int:
@@ -55,6 +48,20 @@ class Fp8:
     @property
     def num_outputs(self) -> int:
         return self.values.shape[-2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8(Values):
+    """Weights W[o, i] = values[o, i] * scales[o // rows, i // depth], values in float8_e4m3fn."""
+
+    scales: Tensor
+    """[..., ceil(O / rows), ceil(I / depth)] float32, contiguous."""
+    rows: int
+    """Outputs that share a scale: BLOCK or 1."""
+    depth: int
+    """Inputs that share one: BLOCK, or all of them. Activations have one scale for as many."""
+    input_scale: Tensor | None = None
+    """[...] float32: the scale of all activations, where the checkpoint sets it."""
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Returns the weights [..., O, I]."""
@@ -72,27 +79,15 @@ class Fp8:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int8:
-    """Weights W[o, i] = values[o, i] * scales[o]. Sums of products of integers are exact, whatever
-    their order."""
+class Int8(Values):
+    """Weights W[o, i] = values[o, i] * scales[o], values in int8. Sums of products of integers are
+    exact, whatever their order."""
 
-    values: Tensor
-    """[..., O, I] int8, contiguous."""
     scales: Tensor
     """[..., O, 1] float32, contiguous."""
     input_scale: Tensor | None = None
     """[...] float32: the scale of all activations, where the checkpoint sets it. Otherwise each row
     has one."""
-    batch_invariant: bool = False
-    """See `Raw`."""
-
-    @property
-    def num_inputs(self) -> int:
-        return self.values.shape[-1]
-
-    @property
-    def num_outputs(self) -> int:
-        return self.values.shape[-2]
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Returns the weights [..., O, I]."""
@@ -110,25 +105,39 @@ class Int8:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int4:
+class Nibbles:
+    """Weights that share bytes, two in each; activations are not rounded."""
+
+    packed: Tensor
+    """[..., O, J / 2] uint8, where J is I, or I rounded up."""
+    group: int
+    """Inputs that share a scale."""
+    batch_invariant: bool = False
+    """See `Values`."""
+
+    @property
+    def num_outputs(self) -> int:
+        return self.packed.shape[-2]
+
+    def round_inputs(self, hidden: Tensor) -> Tensor:
+        """Returns the rows unchanged."""
+        return hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4(Nibbles):
     """Weights W[o, i] = (q[o, i] - zeros[o, i // group]) * scales[o, i // group].
 
     Inputs 2 * L * b + j and 2 * L * b + L + j, where L is `lane` and j < L, share byte L * b + j of
     a row: the first is its low half. So a kernel that reads L bytes has 2 * L inputs in two pieces
-    of one scale each.
+    of one scale each. Groups are of 32 or 64 inputs or whole blocks: kernels load the scales of a
+    block as those of one group, of two halves or of four quarters.
     """
 
-    packed: Tensor
-    """[..., O, I / 2] uint8."""
     scales: Tensor
     """[..., O, I / group] in the model's type."""
     zeros: Tensor
     """[..., O, I / group] uint8."""
-    group: int
-    """32, 64 or whole blocks: kernels load the scales of a block of inputs as those of one group,
-    of two halves or of four quarters."""
-    batch_invariant: bool = False
-    """See `Raw`."""
 
     def __post_init__(self) -> None:
         is_known = self.group in (32, 64) or self.group % BLOCK == 0
@@ -142,10 +151,6 @@ class Int4:
     def num_inputs(self) -> int:
         return 2 * self.packed.shape[-1]
 
-    @property
-    def num_outputs(self) -> int:
-        return self.packed.shape[-2]
-
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Returns the weights [..., O, I]."""
         q = unpack(self.packed, self.lane)
@@ -153,34 +158,22 @@ class Int4:
         scales = self.scales.to(torch.float32).repeat_interleave(self.group, -1)
         return ((q.to(torch.float32) - zeros) * scales).to(dtype)
 
-    def round_inputs(self, hidden: Tensor) -> Tensor:
-        """Returns the rows unchanged."""
-        return hidden
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp4:
+class Fp4(Nibbles):
     """Weights W[o, i] = e2m1(q[o, i]) * scales[o, i // group] * factors[o]: NVFP4 with groups of 16
     (arXiv 2509.25149, section 2), MXFP4 with groups of 32.
 
     A number of a row's scale has six significant bits, so it is exact in 16-bit types; factors are
-    multiplied with the sum. Numbers share bytes as those of `Int4` do.
+    multiplied with the sum. Numbers share bytes as those of `Int4` do; J inputs are whole blocks,
+    those beyond I are zeros.
     """
 
-    packed: Tensor
-    """[..., O, J / 2] uint8; J inputs are whole blocks, those beyond I are zeros."""
     scales: Tensor
     """[..., O, J / group] float8_e4m3fn."""
     factors: Tensor
     """[..., O] float32."""
-    group: int
     num_inputs: int
-    batch_invariant: bool = False
-    """See `Raw`."""
-
-    @property
-    def num_outputs(self) -> int:
-        return self.packed.shape[-2]
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Returns the weights [..., O, I]."""
@@ -188,10 +181,6 @@ class Fp4:
         scales = self.scales.to(torch.float32).repeat_interleave(self.group, -1)
         weights = numbers * scales * self.factors[..., None]
         return weights[..., : self.num_inputs].to(dtype)
-
-    def round_inputs(self, hidden: Tensor) -> Tensor:
-        """Returns the rows unchanged."""
-        return hidden
 
 
 FourBits = Int4 | Fp4
