@@ -35,7 +35,8 @@ class OutputGate(NamedTuple):
     base: Any
     stride: Any
     each: Any
-    """Entries of the output that a gate multiplies."""
+    """Entries of the output that a gate multiplies; None if it is one. A 1 would be a constant, and
+    Triton 3.6 takes a constant inside a tuple for None after a `return`."""
 
 
 class WorkItems(NamedTuple):
@@ -114,9 +115,9 @@ class AttentionCall:
     @property
     def output_gate(self) -> OutputGate:
         if self.gate is None:
-            return OutputGate(None, 0, 1)
+            return OutputGate(None, 0, None)
         each = self.output.shape[1] // self.gate.shape[1]
-        return OutputGate(self.gate, self.gate.stride(0), each)
+        return OutputGate(self.gate, self.gate.stride(0), each if each > 1 else None)
 
     @property
     def extents(self) -> tuple[int, int]:

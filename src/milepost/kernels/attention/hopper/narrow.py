@@ -168,7 +168,8 @@ def _store(call, item, i_h, b_o, b_lse, SIZES: gl.constexpr):
     else:
         at = token[None, :, None, None]
         if gate.base is not None:
-            p_gate = gate.base + at * gate.stride + inside // gate.each
+            column = inside if gate.each is None else inside // gate.each
+            p_gate = gate.base + at * gate.stride + column
             b_g = gl.load(p_gate, mask=held, other=0.0)
             b_o = b_o / (1.0 + gl.exp2(b_g.to(gl.float32) * -1.4426950408889634))
         gl.store(output + at * WIDTH + inside, b_o.to(output.dtype.element_ty), mask=held)

@@ -204,7 +204,8 @@ def store(call, item, row, m, l, acc, half: gl.constexpr, SIZES: gl.constexpr):
     held = is_held[:, None] & (o_e >= 0)[None, :]
     if item.ordinal < 0:
         if gate.base is not None:
-            p_gate = gate.base + token[:, None] * gate.stride + inside // gate.each
+            column = inside if gate.each is None else inside // gate.each
+            p_gate = gate.base + token[:, None] * gate.stride + column
             b_g = gl.load(p_gate, mask=held, other=0.0)
             acc = acc / (1.0 + gl.exp2(b_g.to(gl.float32) * -1.4426950408889634))
         b_o = acc.to(output.dtype.element_ty)

@@ -203,7 +203,8 @@ def _store(m, l, acc, item, rows, call, SIZES: tl.constexpr):
     inside = head[:, None] * SIZES.head_dim + rows.o_e[None, :]
     if item.ordinal < 0:
         if gate.base is not None:
-            p_gate = gate.base + token[:, None] * gate.stride + inside // gate.each
+            column = inside if gate.each is None else inside // gate.each
+            p_gate = gate.base + token[:, None] * gate.stride + column
             b_g = tl.load(p_gate, mask=held, other=0.0)
             acc *= tl.sigmoid(b_g.to(tl.float32))
         b_o = acc.to(output.dtype.element_ty)

@@ -73,7 +73,9 @@ def _combine_kernel(
     inside = o_e < HEAD_DIM
     step = tl.arange(0, STEP)
     if gate.base is not None:
-        p_gate = gate.base + token * gate.stride + (head * HEAD_DIM + o_e) // gate.each
+        column = head * HEAD_DIM + o_e
+        column = column if gate.each is None else column // gate.each
+        p_gate = gate.base + token * gate.stride + column
         b_g = tl.load(p_gate, mask=inside, other=0.0)
     m = float("-inf")
     l = 0.0
