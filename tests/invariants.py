@@ -85,7 +85,8 @@ def _check_checkpoints(cache: Cache, checkpoints: list[Checkpoint]) -> None:
     slots = [checkpoint.slot for checkpoint in checkpoints]
     outputs = [allocation.slot_out for allocation in cache.allocations if cache.slots_each]
     exports = [export.slot for allocation in cache.allocations for export in allocation.exports]
-    owners = slots + outputs + exports
+    set_aside = [slot for allocation in cache.allocations for slot in allocation.slots_kept]
+    owners = slots + outputs + exports + set_aside
     assert len(set(owners)) == len(owners), "S5: a slot has one owner: a request or a checkpoint"
 
 
@@ -173,6 +174,7 @@ def _expected_slots(
         if cache.slots_each:
             live[allocation.slot_out] += 1
         live.update(export.slot for export in allocation.exports)
+        live.update(allocation.slots_kept)
         if allocation.source is not None:
             live[allocation.source.slot] += 1
     live.update(loan.slot for loan in cache.loans if loan.slot is not None)

@@ -290,7 +290,7 @@ def copies_beside_steps(loop: Loop, source: OracleSource) -> Iterator[tuple[Step
 def test_moves_of_copies_planned_beside_a_step_may_be_half_done_when_it_is_taken_back():
     """The step itself moves nothing, and only it is taken back."""
     found = 0
-    for seed in range(8):
+    for seed in range(24):
         loop = busy_unified_pool(seed, longest=1)
         source = OracleSource(loop.runner, random.Random(seed), share=0.9)
         loop.scheduler.outside.add_source(source)

@@ -91,7 +91,8 @@ class Cache:
         self._finder = Finder(self.tree, self.config)
         window = self.config.window
         windows = Windows(window, page_size, self.windows) if window else None
-        self._admitter = Admitter(self.config, self.reclaimer, windows)
+        keeps_forks = mode == "auto" and placement is None
+        self._admitter = Admitter(self.config, self.reclaimer, windows, keeps_forks=keeps_forks)
         place = placement or POLICIES[mode]
         self._running = Running(self.config, self.reclaimer, place, windows)
 

@@ -8,7 +8,7 @@ from milepost.cache.allocation.states import Allocation, State
 from milepost.cache.allocation.windows import NOTHING, Windows
 from milepost.cache.eviction import LOOK_AHEAD, HoldBack, Reclaimer
 from milepost.cache.memory import ZERO_SLOT
-from milepost.cache.placement import PromptFacts
+from milepost.cache.placement import PromptFacts, floor
 from milepost.cache.plans import PageCopy
 from milepost.cache.tree import CacheConfig, End, Match, Reservation
 
@@ -19,7 +19,14 @@ MOST_GROWTH = 0.2
 class Admitter:
     """Builds allocations from pages and slots, which the reclaimer frees where none are left."""
 
-    def __init__(self, config: CacheConfig, reclaimer: Reclaimer, windows: Windows | None) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        reclaimer: Reclaimer,
+        windows: Windows | None,
+        *,
+        keeps_forks: bool,
+    ) -> None:
         self._config = config
         self._windows = windows
         self._reclaimer = reclaimer
@@ -31,13 +38,16 @@ class Admitter:
         self._hold_back = HoldBack(self._tree, self._storage, self._score, config.page_size)
         self._page_size = config.page_size
         self._slots_each = config.slots_each
+        self._keeps_forks = keeps_forks and config.slots_each > 0
 
     def admit(
         self, match: Match, marks: tuple[int, ...], reservation: Reservation | None
     ) -> Allocation | None:
-        """Pins a match and allocates the pages and the slot that the prompt needs besides. Returns
+        """Pins a match and allocates the pages and the slots that the prompt needs besides. Returns
         None, and changes nothing, if there is no room."""
-        takes_over = self._find_room(match)
+        branch_points = self._branch_points(match)
+        num_kept = len(branch_points) if self._keeps_forks else 0
+        takes_over = self._find_room(match, num_kept)
         if takes_over is None:
             return None
         self._reclaimer.change()
@@ -47,7 +57,9 @@ class Admitter:
             self._reclaimer.stats.checkpoints_used += 1
             self._tree.use(match.checkpoint, end)
         allocation = self._make(match, end, takes_over=takes_over)
-        allocation.facts.marks = marks
+        allocation.facts.marks, allocation.facts.branch_points = marks, branch_points
+        while len(allocation.slots_kept) < num_kept and self._storage.has_room(0, 1):
+            allocation.slots_kept.append(self._reclaimer.allocate_slot())
         allocation.is_first = is_first
         return allocation
 
@@ -64,33 +76,62 @@ class Admitter:
 
     # --- room -------------------------------------------------------------------------------------
 
-    def _find_room(self, match: Match) -> bool | None:
+    def _branch_points(self, match: Match) -> tuple[int, ...]:
+        """Returns the positions at which a prompt keeps states for others: at the end of what it
+        shares with resident pages, and at a known fork further on, whose pages have gone."""
+        if not self._keeps_forks:
+            return match.branch_points
+        chain, size = match.path.chain, self._page_size
+        seen = floor(min(match.num_seen * size, chain.last_resume), self._config.grid)
+        if seen <= max(match.state_length, *match.branch_points, 0):
+            return match.branch_points
+        depth = seen // size
+        is_fork = self._score.is_fork(chain.digests(depth)[depth - 1])
+        return (*match.branch_points, seen) if is_fork else match.branch_points
+
+    def _find_room(self, match: Match, num_kept: int) -> bool | None:
         """Pins a match and returns whether its checkpoint must be taken over to make room. Returns
-        None, and pins nothing, if there is no room."""
-        fresh = self._num_fresh(match)
-        if not self._may_have_room(match, fresh):
+        None, and pins nothing, if there is no room.
+
+        Running requests could fill all the memory, and leave no slot for a state that many share.
+        So while others run, a request also needs room for the `num_kept` states that it keeps, and
+        does not take over the state of a fork.
+        """
+        fresh, wanted_slots, takes_over = self._num_fresh(match), self._slots_each, True
+        if self._pages.num_used:
+            wanted_slots += num_kept
+            takes_over = not self._resumes_at_fork(match)
+        if not self._may_have_room(match, fresh, wanted_slots, takes_over=takes_over):
             return None
         self._pin(match)
-        if self._storage.has_room(fresh, self._slots_each):
+        if self._storage.has_room(fresh, wanted_slots):
             return False
-        if self._can_take_over(match, fresh):
+        if takes_over and self._can_take_over(match, fresh):
             return True
         self._unpin(match)
         return None
+
+    def _resumes_at_fork(self, match: Match) -> bool:
+        source = match.checkpoint
+        if source is None or source.tail or not self._keeps_forks:
+            return False
+        return self._score.is_fork(source.node.digest)
 
     def _num_fresh(self, match: Match) -> int:
         """Returns the number of pages that a prompt needs besides those found in the cache."""
         return -(-len(match.path.chain) // self._page_size) - match.path.num_pages
 
-    def _may_have_room(self, match: Match, fresh: int) -> bool:
+    def _may_have_room(
+        self, match: Match, fresh: int, wanted_slots: int, *, takes_over: bool
+    ) -> bool:
         """Whether there can be room once the match is pinned. It is checked without pinning
         anything, since a waiting request may ask in every step. Costs the logarithm of the path's
         pages."""
         pages, slots = self._revived(match)
-        wanted_pages, wanted_slots = fresh + pages, slots + self._slots_each
-        if self._storage.has_room(wanted_pages, wanted_slots):
+        wanted_pages = fresh + pages
+        if self._storage.has_room(wanted_pages, slots + wanted_slots):
             return True
-        if not slots:
+        if not slots or not takes_over:
             return False
         # A checkpoint that is taken over provides its slot, and its tail page needs no copy.
         return self._storage.has_room(wanted_pages - len(match.tail), slots)
@@ -197,7 +238,6 @@ class Admitter:
             end=end,
             facts=PromptFacts(
                 prompt_length=min(len(chain), chain.shared_end + 1),
-                branch_points=match.branch_points,
                 block_size=self._config.block_size,
                 new_from=match.kv_length,
                 pictures=chain.pictures,

@@ -88,15 +88,22 @@ class Running:
         num_left_out = max(len(places) - most, 0) if most is not None else 0
         self._stats.checkpoints_skipped += num_left_out
         for position, kind in places[num_left_out:]:
-            if not self._storage.has_room(0, 1):
+            if kind is Kind.BRANCH_POINT and allocation.slots_kept:
+                slot = allocation.slots_kept.pop()
+            elif not self._storage.has_room(0, 1):
                 self._stats.checkpoints_skipped += 1
                 continue
-            if kind is Kind.SPARSE and not self._is_worth_a_slot(allocation, position):
+            elif kind is Kind.SPARSE and not self._is_worth_a_slot(allocation, position):
                 self._stats.checkpoints_declined += 1
                 continue
-            self._change()
-            slot = self._reclaimer.allocate_slot()
+            else:
+                self._change()
+                slot = self._reclaimer.allocate_slot()
             allocation.exports.append(Export(position=position, slot=slot, kind=kind))
+        if allocation.slots_kept and end >= max(allocation.facts.branch_points):
+            self._change()
+            self._slots.unpin(allocation.slots_kept)
+            allocation.slots_kept.clear()
         return allocation.exports[num_taken:]
 
     def _is_worth_a_slot(self, allocation: Allocation, position: int) -> bool:
@@ -254,6 +261,7 @@ class Running:
         allocation.happens(Transition.RELEASED)
         self._change()
         self._slots.unpin([export.slot for export in allocation.exports])
+        self._slots.unpin(allocation.slots_kept)
         self._end_reading(allocation)
         if is_ready and allocation.path and kind is not Kind.PREEMPTED:
             self._reclaimer.score.ended(allocation.end, allocation.path[-1], allocation.committed)

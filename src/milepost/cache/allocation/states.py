@@ -129,6 +129,8 @@ class Allocation:
     """Window pages that a state being loaded fills from outside."""
     pinned_window: tuple[int, ...] = ()
     """The window page that `window_copy` reads, pinned until the first commit."""
+    slots_kept: list[int] = field(default_factory=list)
+    """Slots set aside for the states at its branch points."""
     exports: list[Export] = field(default_factory=list)
     """Exports of the steps in flight that are not yet committed, by position."""
 

@@ -222,6 +222,10 @@ class Score:
             score += self._forks.chance(fork, self.clock) * checkpoint.replay_tokens
         return score
 
+    def is_fork(self, digest: bytes) -> bool:
+        """Whether several prompts are known to have parted after the page with this digest."""
+        return digest in self._forks.places
+
     def _fork_at(self, checkpoint: Checkpoint) -> End | None:
         return None if checkpoint.tail else self._forks.places.get(checkpoint.node.digest)
 
