@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from milepost.kernels.attention.portable import prepare
-from milepost.runner.device import DeviceExecutor
-from milepost.runner.graphs import largest_step
 from tests.engines import ask_all, greedy, logprobs, save_tiny, tokens
+from tests.kernels.triton_interpreter.fused import run_fused
 
 SHAPES = {
     "num_hidden_layers": 2,
@@ -37,14 +36,7 @@ def test_answers_beside_others_and_alone(tmp_path, monkeypatch: pytest.MonkeyPat
         page_size=64,
         max_num_batched_tokens=71,
     )
-    runner = llm.llm_engine.runner
-    runner.executor = DeviceExecutor(
-        runner.executor.model,
-        runner.pools,
-        num_requests=16,
-        max_model_len=1024,
-        largest=largest_step(max_num_seqs=64, max_num_batched_tokens=8192),
-    )
+    run_fused(llm)
     prompts = [tokens(length, length) for length in LENGTHS]
     wishes = [greedy(count) for count in NUM_ANSWERED]
     alone = [ask_all(llm, [own], [wish])[0] for own, wish in zip(prompts, wishes, strict=True)]

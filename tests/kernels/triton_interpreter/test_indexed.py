@@ -12,11 +12,10 @@ from milepost.kernels.attention import AttentionOperation, PagedKV, attend, inde
 from milepost.kernels.attention.portable import scores
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import probe
-from milepost.runner.device import DeviceExecutor
-from milepost.runner.graphs import largest_step
 from milepost.runner.staging import on_device
 from tests.batches import Part, build_batch
-from tests.engines import ask, cached, greedy, save_tiny, tokens
+from tests.engines import save_tiny
+from tests.kernels.triton_interpreter.fused import check_answers
 from tests.numbers import relative_error
 
 
@@ -167,17 +166,4 @@ def test_an_engine_on_fused_kernels_answers_as_one_on_the_reference(tmp_path) ->
         "ple_layer_ids": [1],
     }
     tiny = save_tiny(tmp_path, "qwen4_exp", torch.float32, **shapes)
-    llm = tiny.open(num_pages=64, num_slots=16, page_size=16, max_num_batched_tokens=96)
-    runner = llm.llm_engine.runner
-    runner.executor = DeviceExecutor(
-        runner.executor.model,
-        runner.pools,
-        num_requests=16,
-        max_model_len=1024,
-        largest=largest_step(max_num_seqs=64, max_num_batched_tokens=96),
-    )
-    params = greedy(4)
-    for prompts, expected in (([130], [0]), ([130], [128]), ([130, 3], [128, 0])):
-        outputs = ask(llm, *(tokens(num) for num in prompts), params=params)
-        tiny.check(outputs, params)
-        assert cached(outputs) == expected
+    check_answers(tiny)

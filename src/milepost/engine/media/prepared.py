@@ -41,23 +41,27 @@ class PreparedPicture(msgspec.Struct, array_like=True, frozen=True, tag="prepare
         return PreparedPicture(record, image.num_tokens, image.num_positions)
 
 
-class PreparedVideo(msgspec.Struct, array_like=True, frozen=True, tag="video"):
-    """A video as the tower reads it."""
+class _PreparedPictures(msgspec.Struct, array_like=True, frozen=True):
+    """Pictures that stand side by side in a prompt, with texts between them."""
 
     pictures: tuple[PreparedPicture, ...]
-    """Its groups of frames."""
-    times: tuple[str, ...]
-    """The text before each of them."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of its frames, without those of the times."""
+        """Number of tokens of the pictures, without those of the texts."""
         return sum(each.num_tokens for each in self.pictures)
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of its pixels."""
+        """Number of bytes of the pictures' pixels."""
         return sum(each.num_bytes for each in self.pictures)
+
+
+class PreparedVideo(_PreparedPictures, array_like=True, frozen=True, tag="video"):
+    """A video as the tower reads it: a picture for each group of frames."""
+
+    times: tuple[str, ...]
+    """The text before each group."""
 
     def text(self, after_time: str) -> str:
         """Returns the text that stands for the video in a prompt, with `after_time` for each
@@ -65,22 +69,11 @@ class PreparedVideo(msgspec.Struct, array_like=True, frozen=True, tag="video"):
         return "".join(time + after_time for time in self.times)
 
 
-class PreparedTiles(msgspec.Struct, array_like=True, frozen=True, tag="tiles"):
-    """An image of a model that reads images in tiles."""
+class PreparedTiles(_PreparedPictures, array_like=True, frozen=True, tag="tiles"):
+    """An image of a model that reads images in tiles: a picture for each tile."""
 
-    pictures: tuple[PreparedPicture, ...]
     labels: tuple[str, ...]
     """The text before each tile."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of its tiles, without those of the labels."""
-        return sum(each.num_tokens for each in self.pictures)
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of its pixels."""
-        return sum(each.num_bytes for each in self.pictures)
 
 
 Prepared = PreparedPicture | PreparedTiles | PreparedVideo
