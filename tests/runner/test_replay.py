@@ -24,7 +24,7 @@ REPLAY = Path(__file__).parents[2] / "tools" / "replay_plans.py"
 CONFIG = {
     "device": "cpu",
     "page_size": 16,
-    "cpu_cache_gib": 0.0039,
+    "cpu_cache_gib": 0.0037,
     "cache_memory": "shared",
     "async_scheduling": True,
     "max_num_batched_tokens": 192,
