@@ -56,6 +56,20 @@ def test_a_repeated_prompt_loses_less_than_a_grid_step(length):
     assert report.computed == (length - 1) % GRID + 1
 
 
+def test_a_preempted_request_keeps_no_state_in_its_answer():
+    """A step that exports a state runs in the kernels of prefills, which round in another way than
+    those of the answer's other tokens."""
+    cache = Cache(
+        num_pages=4, num_slots=4, page_size=64, mode="all", block_size=64, grid=1, bitwise=True
+    )
+    chain = cache.chain(range(63))
+    chain.extend(range(30))
+    allocation = cache.admit(chain, cache.match(chain))
+    assert cache.take_exports(allocation, 63) == []
+    cache.commit(allocation, 63, {allocation.slot_out: 63})
+    assert cache.take_exports(allocation, 64) == []
+
+
 def test_an_answer_is_reused_once_a_prompt_has_held_it():
     engine, prompt = Engine(), [1] * 100
     first = engine.answer(prompt, max_tokens=100)

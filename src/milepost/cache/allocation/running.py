@@ -111,10 +111,9 @@ class Running:
         return self._reclaimer.is_worth_a_slot(allocation.end, position, above)
 
     def _may_export(self, allocation: Allocation, start: int) -> bool:
-        if not self._slots_each:
+        if not self._slots_each or start >= allocation.chain.shared_end:
             return False
-        keeps_answers = self._config.mode == "all" and not self._config.bitwise
-        return start < allocation.facts.prompt_length or keeps_answers
+        return start < allocation.facts.prompt_length or self._config.mode == "all"
 
     def commit(self, allocation: Allocation, position: int, written: Mapping[int, int]) -> None:
         """Records that a step has run: `position` tokens of the request are final and have their
