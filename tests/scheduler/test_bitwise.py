@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from milepost.cache import Cache, Lost
+from milepost.cache import Cache, Kind, Lost
 from milepost.cache.tree import Chain
 from milepost.scheduler.canonical import Canonical
 from milepost.scheduler.scheduler import Scheduler
@@ -68,6 +68,21 @@ def test_a_preempted_request_keeps_no_state_in_its_answer():
     assert cache.take_exports(allocation, 63) == []
     cache.commit(allocation, 63, {allocation.slot_out: 63})
     assert cache.take_exports(allocation, 64) == []
+
+
+def test_a_slot_for_a_branch_point_is_free_once_a_load_has_passed_it():
+    cache = Cache(num_pages=20, num_slots=6, page_size=16, grid=16, bitwise=True)
+    first = cache.chain(range(64))
+    allocation = cache.admit(first, cache.match(first))
+    cache.take_exports(allocation, 64, most=0)
+    cache.commit(allocation, 64, {allocation.slot_out: 64})
+    cache.release(allocation, Kind.ANSWER_END)
+    second = cache.chain([*range(32), *range(100, 150)])
+    allocation = cache.admit(second, cache.match(second), load_to=80)
+    assert len(allocation.slots_kept) == 1
+    cache.loaded(allocation)
+    assert cache.take_exports(allocation, 82) == []
+    assert allocation.slots_kept == []
 
 
 def test_an_answer_is_reused_once_a_prompt_has_held_it():

@@ -81,8 +81,15 @@ class Running:
         if self._windows is not None:
             allocation.window_copy = None
             self._windows.extend(allocation)
-        if not self._may_export(allocation, start):
-            return []
+        exports: list[Export] = []
+        if self._may_export(allocation, start):
+            exports = self._make_exports(allocation, start, end, most)
+        self._free_kept(allocation, end)
+        return exports
+
+    def _make_exports(
+        self, allocation: Allocation, start: int, end: int, most: int | None
+    ) -> list[Export]:
         num_taken = len(allocation.exports)
         places = list(self._place(allocation.facts, start, end).items())
         num_left_out = max(len(places) - most, 0) if most is not None else 0
@@ -100,11 +107,15 @@ class Running:
                 self._change()
                 slot = self._reclaimer.allocate_slot()
             allocation.exports.append(Export(position=position, slot=slot, kind=kind))
+        return allocation.exports[num_taken:]
+
+    def _free_kept(self, allocation: Allocation, end: int) -> None:
+        """Frees slots that were set aside for branch points, once none is after `end`. A request
+        that loads what precedes its last grid position passes them without an export."""
         if allocation.slots_kept and end >= max(allocation.facts.branch_points):
             self._change()
             self._slots.unpin(allocation.slots_kept)
             allocation.slots_kept.clear()
-        return allocation.exports[num_taken:]
 
     def _is_worth_a_slot(self, allocation: Allocation, position: int) -> bool:
         above = max([allocation.deepest_state, *(export.position for export in allocation.exports)])
