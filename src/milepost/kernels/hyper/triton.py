@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.numerics import norm_row, sigmoid
+from milepost.kernels.platform.numerics import add_parts, norm_row, sigmoid
 from milepost.kernels.platform.tensors import check_rows
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
@@ -140,10 +140,7 @@ def _inject_kernel(
     o_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_c = o_c < SIZE
     wait_for_inputs()
-    b_o = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(PARTS):
-        p_part = parts + i_t * parts_stride + part * part_stride
-        b_o += tl.load(p_part + o_c, is_c, 0.0).to(tl.float32)
+    b_o = add_parts(parts + i_t * parts_stride + o_c, part_stride, is_c, PARTS)
     for i_s in tl.static_range(STREAMS):
         share = 2 * sigmoid(tl.load(logits + i_t * logits_stride + i_s))
         b_x = tl.load(streams + i_t * stride + i_s * stream_stride + o_c, is_c, 0.0)
