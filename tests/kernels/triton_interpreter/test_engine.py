@@ -11,6 +11,7 @@ from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import Graphs, largest_step
 from milepost.runner.pools import Pools
 from tests.engines import ask, cached, greedy, num_held, save_tiny, tokens
+from tests.kernels.triton_interpreter.fused import run_fused
 from tests.shared import share_memory
 
 
@@ -168,14 +169,7 @@ def test_windows_have_tables_of_their_own(tmp_path, monkeypatch):
     }
     tiny = save_tiny(tmp_path, "lfm3", torch.float32, **shapes)
     llm = tiny.open(num_pages=64, num_slots=16, page_size=16, max_num_batched_tokens=64)
-    runner = llm.llm_engine.runner
-    runner.executor = DeviceExecutor(
-        runner.executor.model,
-        runner.pools,
-        num_requests=16,
-        max_model_len=256,
-        largest=largest_step(max_num_seqs=16, max_num_batched_tokens=64),
-    )
+    run_fused(llm)
     params = greedy(3)
     outputs = ask(llm, tokens(70), tokens(30, 1), params=params)
     tiny.check(outputs, params)
