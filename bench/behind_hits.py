@@ -84,7 +84,7 @@ def main() -> int:
 
 def survey(llm: LLM, before: int, own: int) -> Iterator[Row]:
     """Yields a row for each kind of operation, those that differ most first."""
-    vocab, rng = llm.llm_engine.vocab_size, random.Random(own)
+    vocab, rng = llm.llm_engine.limits.vocab_size, random.Random(own)
     llm.reset_prefix_cache()
     prompt = rng.choices(range(10, vocab), k=before)
     # Leaves a state where the prompt of this survey will depart from it, as others would.

@@ -111,6 +111,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "linear_value_head_dim": 192,
     },
+    "qwen4_exp": {
+        "head_dim": 128,
+        "hc_lowrank": 32,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 16,
+        "indexer_head_dim": 128,
+        "indexer_n_heads": 8,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 128,
+        "moe_intermediate_size": 128,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "ple_embed_dim": 64,
+        "shared_expert_intermediate_size": 128,
+    },
 }
 
 

@@ -1,4 +1,4 @@
-"""Qwen3.8-Flash-Next's text part on a GPU, on the reference kernels: its table of n-grams lies in
+"""Qwen3.8-Flash-Next's text part on a GPU: its table of n-grams lies in
 pinned host memory, and a kernel reads it there."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Qwen3.8-Flash-Next: Gated DeltaNet, and attention to what an indexer selects, with experts in
 every layer; hyper-connections in place of the residual sum, and n-gram embeddings from host memory
-in a few layers. The text part, on the reference kernels."""
+in a few layers. The text part."""
 
 from __future__ import annotations
 
