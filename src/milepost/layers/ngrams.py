@@ -137,7 +137,7 @@ class NgramPart(nn.Module):
             num_rows, num_drafts, _ = carried.records.shape
             recorded = states_after(every[: num_rows * (1 + num_drafts)])  # decodes come first
         states = states_after(rows.targets[:, 0].long().clamp(min=0))
-        ngrams.keep(states, recorded, carried, rows, columns)
+        ngrams.keep_states(states, recorded, carried, rows, columns)
         return output.view_as(streams)
 
     def _embed(self, sequences: NgramSequences, digits: Tensor, every: Tensor) -> Tensor:

@@ -6,9 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from milepost.kernels import ngrams
-from milepost.kernels.mtp import Carried, CarryRows
-from milepost.kernels.ngrams import triton
+from milepost.kernels.mtp import Carried, CarryRows, keep_states, triton
 from tests.engines import save_tiny
 from tests.kernels.triton_interpreter.fused import check_answers
 
@@ -35,7 +33,7 @@ def test_states_are_kept_as_defined(num_drafts: int) -> None:
     states, recorded = (torch.randn(4, SIZE, generator=random) for _ in range(2))
     before = torch.randn(5, 2600, generator=random), torch.randn(3, 3, 2600, generator=random)
     found = []
-    for keep in (ngrams.keep, triton.keep):
+    for keep in (keep_states, triton.keep_states):
         own = Carried(states=before[0].clone(), records=before[1].clone() if num_drafts else None)
         keep(states, recorded if num_drafts else None, own, rows, COLUMNS)
         found.append(own)

@@ -19,10 +19,19 @@ from milepost.kernels.mtp.reference import Carried, CarryRows, lay_out
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import fused
 
-__all__ = ["Carried", "CarryOperation", "CarryRows", "join", "keep", "lay_out"]
+__all__ = [
+    "Carried",
+    "CarryOperation",
+    "CarryRows",
+    "join",
+    "keep",
+    "keep_states",
+    "lay_out",
+]
 
 join = fused("mtp.triton")(reference.join)
 keep = fused("mtp.triton")(reference.keep)
+keep_states = fused("mtp.triton")(reference.keep_states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

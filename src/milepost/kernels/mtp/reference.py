@@ -1,8 +1,8 @@
 """The inputs of an MTP head in plain torch: the definition, on any device. The host works out
 before, for kernels too, where hidden states are read and carried to.
 
-Legend: T tokens, S sequences, W states to be carried, V vocabulary, C hidden size; T and S of a
-capacity where rows are laid out.
+Legend: T tokens, S sequences, W states to be carried, R tokens that may be drafts, V vocabulary, C
+hidden size, N numbers of a state; T and S of a capacity where rows are laid out.
 """
 
 from __future__ import annotations
@@ -149,14 +149,26 @@ def _norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
-    """Carries on rows of `hidden` [T, C], and records, and records others, as `rows` say."""
+    """Carries on and records rows of `hidden` [T, C], one after each token, as `rows` say."""
+    keep_states(hidden[rows.targets[:, 0].long().clamp(min=0)], hidden, carried, rows, slice(None))
+
+
+def keep_states(
+    states: Tensor, recorded: Tensor | None, carried: Carried, rows: CarryRows, columns: slice
+) -> None:
+    """Writes `states` [W, N], those after the tokens of `rows.targets`, to `columns` of their
+    slots; or, for a target without a token, the state of its record.
+
+    Then `recorded` [R, N], the states after the step's first R tokens, replace the records of
+    those tokens that are drafts.
+    """
     token, slot, row, place = rows.targets.long().unbind(1)
-    in_batch = token >= 0
-    carried.states[slot[in_batch]] = hidden[token[in_batch]]
-    if carried.records is None:
+    is_new = (token >= 0) & (slot >= 0)
+    carried.states[slot[is_new], columns] = states[is_new]
+    if carried.records is None or recorded is None:
         return
-    in_record = (token < 0) & (slot >= 0)
-    carried.states[slot[in_record]] = carried.records[row[in_record], place[in_record]]
-    row, place = rows.recorded.unbind(1)
-    is_draft = row >= 0
-    carried.records[row[is_draft], place[is_draft]] = hidden[is_draft]
+    is_folded = (token < 0) & (slot >= 0)
+    found = carried.records[row[is_folded], place[is_folded], columns]
+    carried.states[slot[is_folded], columns] = found
+    row, place = rows.recorded[: len(recorded)].long().unbind(1)
+    carried.records[row[row >= 0], place[row >= 0], columns] = recorded[row >= 0]

@@ -1,6 +1,6 @@
 """The inputs of an MTP head on a GPU: each of `reference`'s functions in one launch.
 
-Legend: T tokens, V vocabulary, C hidden size, W states to be carried.
+Legend: T tokens, V vocabulary, C hidden size, W states to be carried, N numbers of a state.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from torch import Tensor
 from milepost.kernels.mtp.reference import Carried, CarryRows
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import norm_row
-from milepost.kernels.platform.tiles import next_power_of_2
+from milepost.kernels.platform.tensors import check_contiguous
+from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+
+_BLOCK = 2048
+"""Numbers of a state that one program copies, at most."""
 
 
 def join(
@@ -99,61 +103,96 @@ def _join_kernel(
 
 
 def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
-    """As `reference.keep`."""
-    size, num_targets = hidden.shape[1], len(rows.targets)
-    columns = next_power_of_2(size)
-    num_recorded = 0 if carried.records is None else len(rows.recorded)
-    _keep_kernel[(num_targets + num_recorded,)](
-        hidden,
-        hidden.stride(0),
-        *_states(carried),
+    """As `reference.keep`; rows of `hidden` may lie apart."""
+    _keep(hidden, hidden, carried, rows, slice(None), by_token=True)
+
+
+def keep_states(
+    states: Tensor, recorded: Tensor | None, carried: Carried, rows: CarryRows, columns: slice
+) -> None:
+    """As `reference.keep_states`."""
+    check_contiguous(states=states)
+    _keep(states, recorded, carried, rows, columns, by_token=False)
+
+
+def _keep(
+    states: Tensor,
+    recorded: Tensor | None,
+    carried: Carried,
+    rows: CarryRows,
+    columns: slice,
+    *,
+    by_token: bool,
+) -> None:
+    """Launches `_keep_kernel` for states [T, N] `by_token`, or [W, N]."""
+    (size, num_targets), records = (states.shape[1], len(rows.targets)), carried.records
+    num_recorded = 0 if records is None or recorded is None else len(recorded)
+    block = min(_BLOCK, next_power_of_2(size))
+    _keep_kernel[(num_targets + num_recorded, cdiv(size, block))](
+        states,
+        recorded,
+        states.stride(0),
+        carried.states[:, columns],
+        None if records is None else records[..., columns],
+        carried.states.stride(0),
+        *((0, 0) if records is None else records.stride()[:2]),
         rows.targets,
         rows.recorded,
         num_targets,
         SIZE=size,
-        COLUMNS=columns,
-        num_warps=min(32, max(1, columns // 256)),
+        BLOCK=block,
+        BY_TOKEN=by_token,
+        num_warps=max(1, block // 256),
         **OVERLAPPED,
     )
 
 
 @quick
-@triton.jit(do_not_specialize=["num_targets", "slot_stride", "num_drafts"])
+@triton.jit(
+    do_not_specialize=["slot_stride", "row_stride", "draft_stride", "num_targets"],
+    do_not_specialize_on_alignment=["targets", "drafts"],
+)
 def _keep_kernel(
-    hidden,
-    hidden_stride,
+    states,
+    recorded,
+    stride,
     carried,
     records,
     slot_stride,
-    num_drafts,
+    row_stride,
+    draft_stride,
     targets,
-    recorded,
+    drafts,
     num_targets,
     SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
 ):
-    """Writes one state: first those for slots, then those for records."""
+    """Writes some numbers of one state: first those for slots, then those for records."""
     launch_dependents()
-    wait_for_inputs()
     i_n = tl.program_id(0)
-    o_h = tl.arange(0, COLUMNS)
-    is_h = o_h < SIZE
+    o_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_c = o_c < SIZE
+    wait_for_inputs()
     if i_n < num_targets:
         i_t = tl.load(targets + 4 * i_n).to(tl.int64)
         slot = tl.load(targets + 4 * i_n + 1).to(tl.int64)
         if slot < 0:
             return
-        p_x = hidden + i_t * hidden_stride
-        if records is not None:  # noqa: SIM102  decided when compiled
-            if i_t < 0:
+        p_state = states + (i_t if BY_TOKEN else i_n.to(tl.int64)) * stride
+        if i_t < 0:
+            if records is None:
+                return
+            else:
                 row = tl.load(targets + 4 * i_n + 2).to(tl.int64)
-                p_x = records + (row * num_drafts + tl.load(targets + 4 * i_n + 3)) * SIZE
-        b_x = tl.load(p_x + o_h, mask=is_h, other=0.0)
-        tl.store(carried + slot * slot_stride + o_h, b_x, mask=is_h)
+                place = tl.load(targets + 4 * i_n + 3).to(tl.int64)
+                p_state = records + row * row_stride + place * draft_stride
+        b_state = tl.load(p_state + o_c, is_c)
+        tl.store(carried + slot * slot_stride + o_c, b_state, is_c)
     elif records is not None:
         i_t = (i_n - num_targets).to(tl.int64)
-        row = tl.load(recorded + 2 * i_t).to(tl.int64)
-        place = tl.load(recorded + 2 * i_t + 1)
+        row = tl.load(drafts + 2 * i_t).to(tl.int64)
         if row >= 0:
-            b_x = tl.load(hidden + i_t * hidden_stride + o_h, mask=is_h, other=0.0)
-            tl.store(records + (row * num_drafts + place) * SIZE + o_h, b_x, mask=is_h)
+            place = tl.load(drafts + 2 * i_t + 1).to(tl.int64)
+            b_state = tl.load(recorded + i_t * stride + o_c, is_c)
+            tl.store(records + row * row_stride + place * draft_stride + o_c, b_state, is_c)

@@ -1,14 +1,14 @@
 """N-gram embeddings: rows of a table in host memory, chosen by hashes of a token and those before
 it (Engram, arXiv 2601.07372; as Qwen3.8-Flash-Next has them). This is the definition, in plain
-torch and in shapes that graphs can have; on a GPU `triton` keeps states, and `rows.triton` reads
-the table, over the bus.
+torch and in shapes that graphs can have; on a GPU `mtp.triton` keeps states, and `rows.triton`
+reads the table, over the bus.
 
 A sequence's state is what its next tokens need of those before: the last D inputs of a convolution,
 and the last ids. It is carried beside the slots' states, as numbers of the model's dtype; ids are
 written as digits, which bfloat16 holds exactly.
 
-Legend: T tokens, N numbers of each, W states that are kept, R tokens that may be drafts, O order of
-the largest n-gram, X rows that a token has of the table.
+Legend: T tokens, N numbers of each, O order of the largest n-gram, X rows that a token has of the
+table.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.layout.batch import Batch
-from milepost.kernels.mtp import Carried, CarryRows, lay_out
+from milepost.kernels.mtp import Carried, CarryRows, keep_states, lay_out
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.tables import fused
 from milepost.kernels.rows import take_from_host
 
 __all__ = [
@@ -36,7 +35,7 @@ __all__ = [
     "decode_ids",
     "encode_ids",
     "hash_ids",
-    "keep",
+    "keep_states",
     "last_of",
     "take_from_host",
 ]
@@ -125,25 +124,6 @@ def last_of(
     back = torch.arange(count - 1, -1, -1, device=tokens.device).repeat(len(tokens))
     found = continued(sequences, values, part, tokens.repeat_interleave(count), back)
     return found.unflatten(0, (len(tokens), count))
-
-
-@fused("ngrams.triton")
-def keep(
-    states: Tensor, recorded: Tensor | None, carried: Carried, rows: CarryRows, columns: slice
-) -> None:
-    """Carries on the `states` [W, size] after the tokens that `rows.targets` name, and those of
-    records; records the ones after the first tokens, `recorded` [R, size], where they are drafts.
-    """
-    token, slot, row, place = rows.targets.long().unbind(1)
-    is_new = (token >= 0) & (slot >= 0)
-    carried.states[slot[is_new], columns] = states[is_new]
-    if carried.records is None or recorded is None:
-        return
-    is_folded = (token < 0) & (slot >= 0)
-    found = carried.records[row[is_folded], place[is_folded], columns]
-    carried.states[slot[is_folded], columns] = found
-    row, place = rows.recorded[: len(recorded)].long().unbind(1)
-    carried.records[row[row >= 0], place[row >= 0], columns] = recorded[row >= 0]
 
 
 def encode_ids(ids: Tensor, dtype: torch.dtype) -> Tensor:
