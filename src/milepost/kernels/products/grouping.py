@@ -51,11 +51,11 @@ def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
     """Groups the routed tokens of `experts` [T, N] int32 into blocks of M = `block_rows` rows, on
     the device.
 
-    Expert x's blocks stand from x + (its first row) // M on, which leaves room for every
-    distribution without knowing how many blocks the others have.
+    Blocks leave no gaps: each launch over them has a program for every one that there may be, and
+    those of few tokens would be a fraction of one for every expert.
     """
     num_routed = experts.numel()
-    capacity = num_experts + num_routed // block_rows
+    capacity = min(num_routed, num_experts + num_routed // block_rows)
     order = torch.empty(num_routed, dtype=torch.int32, device=experts.device)
     blocks = torch.empty(3, capacity, dtype=torch.int32, device=experts.device)
     chunk = min(_CHUNK, max(32, next_power_of_2(num_routed)))
@@ -65,6 +65,8 @@ def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
         blocks,
         num_routed,
         capacity,
+        # One bin more than experts takes what is no routed token.
+        BINS=next_power_of_2(num_experts + 1),
         ROWS=block_rows,
         CHUNK=chunk,
         num_warps=4 if chunk <= 1024 else 8,
@@ -76,27 +78,37 @@ def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
 @quick
 @triton.jit(do_not_specialize=("num_routed", "capacity"))
 def _group_kernel(
-    experts, order, blocks, num_routed, capacity, ROWS: tl.constexpr, CHUNK: tl.constexpr
+    experts,
+    order,
+    blocks,
+    num_routed,
+    capacity,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Counts one expert's rows and those before them, then lists them. Without atomics results are
     always the same."""
     launch_dependents()
     wait_for_inputs()
     i_x, o_c = tl.program_id(0), tl.arange(0, CHUNK)
-    b_before = tl.zeros([CHUNK], tl.int32)
-    b_own = tl.zeros([CHUNK], tl.int32)
+    o_x = tl.arange(0, BINS)
+    b_counts = tl.zeros([BINS], tl.int32)
     # `while`, because the interpreter cannot take a range's end from a tensor under NumPy 2.4.
     first = 0
     while first < num_routed:
         o_p = first + o_c
-        b_x = tl.load(experts + o_p, mask=o_p < num_routed, other=1 << 30)
-        b_before += b_x < i_x
-        b_own += b_x == i_x
+        b_x = tl.load(experts + o_p, mask=o_p < num_routed, other=BINS - 1)
+        b_counts += tl.histogram(b_x, BINS)
         first += CHUNK
-    start, count = tl.sum(b_before), tl.sum(b_own)
-    end = start + count
-    first_block, end_block = i_x + start // ROWS, i_x + 1 + end // ROWS
-    begin = first_block
+    b_taken = (b_counts + ROWS - 1) // ROWS
+    start = tl.sum(tl.where(o_x < i_x, b_counts, 0))
+    end = start + tl.sum(tl.where(o_x == i_x, b_counts, 0))
+    begin = tl.sum(tl.where(o_x < i_x, b_taken, 0))
+    first_block, end_block = begin, begin + (end - start + ROWS - 1) // ROWS
+    if i_x == tl.num_programs(0) - 1:
+        # Padding follows the last expert's blocks.
+        end_block = capacity
     while begin < end_block:
         o_b = begin + o_c
         o_m = start + (o_b - first_block) * ROWS
@@ -116,8 +128,8 @@ def _group_kernel(
 
 
 def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
-    """Groups as `group_few` does, without gaps between blocks, in three launches whose cost hardly
-    grows: they count each chunk's routed tokens, add up over the chunks, and place them."""
+    """Groups as `group_few` does, in three launches whose cost hardly grows: they count each
+    chunk's routed tokens, add up over the chunks, and place them."""
     num_routed = experts.numel()
     capacity = num_experts + num_routed // block_rows
     chunks = cdiv(num_routed, _COUNTED)
