@@ -52,7 +52,7 @@ from milepost.kernels.attention.portable import prepare as preparation
 from milepost.kernels.platform.device import probe
 from milepost.kernels.products import Raw, experts_reference, multiply
 from milepost.kernels.products.portable import gemv
-from milepost.kernels.products.portable.tiles import GemvTiles
+from milepost.kernels.products.portable.row_tiles import GemvTiles
 
 DTYPE, BOUND = torch.bfloat16, 1e-2
 HIDDEN, SIZE, EXPERTS, CHOSEN = 256, 128, 8, 4

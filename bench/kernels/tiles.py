@@ -1,12 +1,13 @@
 """Tiles of the portable kernels for quantised weights, timed beside each other and the floor.
 
-    PYTHONPATH=src:. python bench/kernels/tiles.py [--form int4 fp4] [--tokens 16 64 2048]
-        [--only experts dense] [--out FILE]
+    PYTHONPATH=src:. python bench/kernels/tiles.py [--model 35b] [--form int4 fp4]
+        [--tokens 16 64 2048] [--only experts dense] [--out FILE]
 
-The experts of the 35B-A3B shape (256 and a shared one, 8 chosen at random), each projection alone,
-and dense products of that shape and the 9B's. Tiles are written rows x outputs, warps, stages,
-and "u" where four bits are scaled before they are multiplied with rows on the left, "s" where rows
-are on the right; "1xweights,warps" is row by row;
+The experts of the 35B-A3B shape (256 and a shared one, 8 chosen at random) or of Ling's, each
+projection alone, and dense products of that shape and the 9B's. Tiles are written rows x outputs,
+perhaps x inputs, warps, stages, and "u" where four bits are scaled before they are multiplied with
+rows on the left, "s" where rows are on the right; "1 x outputs x inputs, warps" is row by row, with
+"a" where all weights are loaded before the first are multiplied;
 "chosen" are those that the tables choose, in whole layers of experts with grouping and beside
 Hopper's kernels. Experts of few tokens are not grouped. The floor is the time to read what is
 touched.
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,17 +43,52 @@ from milepost.kernels.products.forms.quantised import Int4, Quantised
 from milepost.kernels.products.grouping import group
 from milepost.kernels.products.portable import gemm, gemv, grouped
 from milepost.kernels.products.portable.rounding import round_rows
-from milepost.kernels.products.portable.tiles import GemvTiles, SplitTiles
+from milepost.kernels.products.portable.row_tiles import GemvTiles
+from milepost.kernels.products.portable.tiles import SplitTiles
 from milepost.kernels.products.run import Multiplication, RoutedRows
 
 FORMS = quantised.FORMS | {"int4, 32": partial(quantised.make_int4, group=32)}
-EXPERTS, CHOSEN = 257, 8
+
+
+class Model(NamedTuple):
+    """The shapes of a model's products."""
+
+    hidden: int
+    size: int
+    """Of an expert."""
+    experts: int
+    """With the shared one."""
+    dense: dict[str, tuple[int, int]]
+    """Inputs and outputs."""
+
+
+CHOSEN = 8
+LING_SHAPES = {
+    "recurrent input": (2560, 20480),
+    "mixer output": (4096, 2560),
+    "latents": (2560, 576),
+    "feed-forward": (2560, 12288),
+}
+MODELS = {
+    "35b": Model(HIDDEN, SIZE, 257, SHAPES),
+    "ling": Model(2560, 768, 513, LING_SHAPES),
+}
 COPY_GBPS = 4280
 """Of an H200, measured."""
 FEW = "8x64,4,4 8x64,2,4 8x64,4,3 8x128,4,4 8x128,4,3 16x64,2,4"
 FEW_FP8 = "16x64,4,3 16x64,4,4 16x64,4,5 16x64,8,3 16x128,4,3 16x128,4,4 16x128,8,3 16x32,2,4"
 ROWS = "8x128,8,4 8x128,4,4 8x64,2,4 8x64,4,4 16x128,8,4 16x64,2,4"
-ONE = "1x8192,4 1x16384,4 1x16384,8 1x4096,4"
+SMALL_STEPS = (
+    "8x64x64,4,6 8x64x64,4,8 8x64x64,2,8 8x32x64,2,8 8x128x64,8,6 8x128x64,4,8 16x64x64,4,6 "
+    "16x128x64,8,6 8x128,8,4 8x64,4,4"
+)
+"""For groups of 32, a step of which has two."""
+NUM_OF_ONE = 4
+"""Tiles of several rows that are tried with one."""
+ONE = (
+    "1x4x2048,4 1x4x1024,4 1x4x1024,4,a 1x8x512,4 1x8x512,4,a 1x16x512,4,a 1x8x512,2,a 1x4x512,2,a "
+    "1x16x256,4 1x16x256,4,a 1x8x256,2,a"
+)
 SOME = "32x64,4,4 32x128,8,4 64x64,4,3 64x128,8,3 64x128,8,4"
 MANY = (
     "32x64,4,4 64x64,4,3 64x128,8,3 64x64,4,3,s 64x128,4,3,s 64x64,4,3,u 64x64,4,2,u 64x64,8,3,u "
@@ -65,6 +101,7 @@ Calls = list[Callable[[], object]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="35b", choices=list(MODELS))
     parser.add_argument("--form", nargs="+", default=["int4"], choices=list(FORMS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 2048, 8192])
     parser.add_argument("--only", nargs="+", default=["experts", "dense"])
@@ -73,26 +110,29 @@ def main() -> None:
     rows = []
     for form in options.form:
         for name in options.only:
-            for row in {"experts": time_experts, "dense": time_dense}[name](form, options.tokens):
+            time = {"experts": time_experts, "dense": time_dense}[name]
+            for row in time(form, MODELS[options.model], options.tokens):
                 rows.append(json.dumps({"form": form, **row}))
                 print(rows[-1], flush=True)
     if options.out:
         options.out.write_text("\n".join(rows) + "\n")
 
 
-def time_experts(form: str, counts: list[int]) -> Iterator[dict[str, Any]]:
-    up = FORMS[form](EXPERTS, 2 * SIZE, HIDDEN)
-    down = FORMS[form](EXPERTS, HIDDEN, SIZE)
+def time_experts(form: str, model: Model, counts: list[int]) -> Iterator[dict[str, Any]]:
+    up = FORMS[form](model.experts, 2 * model.size, model.hidden)
+    down = FORMS[form](model.experts, model.hidden, model.size)
     few, many = (FEW_FP8, MANY_FP8) if form == "fp8" else (FEW, MANY)
+    few = SMALL_STEPS if form == "int4, 32" else few
     for num_tokens in counts:
         draws = [draw(num_tokens, up, down) for _ in range(6 if num_tokens <= 64 else 2)]
         touched = sum(each.experts.unique().numel() for each in draws) / len(draws)
         for is_up, weight in ((True, up), (False, down)):
             named = {"op": "up" if is_up else "down", "tokens": num_tokens}
-            floor = bytes_of(weight) * touched / EXPERTS / COPY_GBPS / 1e3
+            floor = bytes_of(weight) * touched / model.experts / COPY_GBPS / 1e3
+            tiles = few if num_tokens <= 128 else many
             calls = {
                 each: project(draws, parse(each), is_up=is_up)
-                for each in (few if num_tokens <= 128 else many).split()
+                for each in tiles.split()[: None if num_tokens > 1 else NUM_OF_ONE]
             }
             if num_tokens <= 4:
                 calls |= {each: project_one(draws, each, is_up=is_up) for each in ONE.split()}
@@ -101,14 +141,16 @@ def time_experts(form: str, counts: list[int]) -> Iterator[dict[str, Any]]:
             "chosen": [partial(run_mix, each, False) for each in draws],
             "Hopper's": [partial(run_mix, each, True) for each in draws],
             "grouped": [partial(grouped.run, each) for each in draws],
-            "grouping alone": [partial(group, each.experts, EXPERTS, 16) for each in draws],
+            "grouping alone": [
+                partial(group, each.experts, each.num_experts, 16) for each in draws
+            ],
         }
         yield {"op": "experts", "tokens": num_tokens, "us": time_all(whole)}
 
 
 def draw(num_tokens: int, up: Quantised, down: Quantised) -> RoutedRows:
-    hidden = torch.randn(num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    logits = torch.randn(num_tokens, EXPERTS, device="cuda", dtype=torch.bfloat16)
+    hidden = torch.randn(num_tokens, up.num_inputs, device="cuda", dtype=torch.bfloat16)
+    logits = torch.randn(num_tokens, len(up.scales), device="cuda", dtype=torch.bfloat16)
     weights, experts = products.route(logits, CHOSEN, normalise=True, num_shared=1)
     return RoutedRows(as_activations(hidden), weights, experts, up, down)
 
@@ -124,8 +166,8 @@ def project(draws: list[RoutedRows], tiles: Tiles, *, is_up: bool) -> Calls:
         weight = routed.up if is_up else routed.down
         groups = None
         if len(routed.experts) > min(SEARCHED, tiles.block_m):
-            groups = group(routed.experts, EXPERTS, tiles.block_m)
-        active = torch.randn(routed.num_routed, SIZE, device="cuda", dtype=torch.bfloat16)
+            groups = group(routed.experts, routed.num_experts, tiles.block_m)
+        active = torch.randn(routed.num_routed, routed.size, device="cuda", dtype=torch.bfloat16)
         given, output = (routed.rows, active) if is_up else (active, routed.new_output(CHOSEN + 1))
         are_few = (tiles.block_m <= 16 or tiles.scales_first) and isinstance(weight, Int4)
         rows = round_rows(given, weight, routed.chip, are_few=are_few)
@@ -136,32 +178,32 @@ def project(draws: list[RoutedRows], tiles: Tiles, *, is_up: bool) -> Calls:
 def project_one(draws: list[RoutedRows], name: str, *, is_up: bool) -> Calls:
     calls: Calls = []
     for routed in draws:
-        tiles = parse_one(name, routed.up if is_up else routed.down, 1 + is_up)
-        active = torch.randn(routed.num_routed, SIZE, device="cuda", dtype=torch.bfloat16)
+        tiles = parse_one(name)
+        active = torch.randn(routed.num_routed, routed.size, device="cuda", dtype=torch.bfloat16)
         rows, output = (routed.values, active) if is_up else (active, routed.new_output(CHOSEN + 1))
         calls.append(partial(gemv.project, rows, routed, output, tiles, is_up=is_up))
     return calls
 
 
-def parse_one(name: str, weight: Quantised, num_matrices: int = 1) -> GemvTiles:
+def parse_one(name: str) -> GemvTiles:
     """Returns the tiles of one row that are written so."""
-    num_weights, num_warps = map(int, name.removeprefix("1x").split(","))
-    block_k = min(weight.num_inputs, 2048)
-    block_n = num_weights // (num_matrices * block_k)
-    return GemvTiles(block_n=block_n, block_k=block_k, num_warps=num_warps)
+    sizes, num_warps, *how = name.split(",")
+    _, block_n, block_k = map(int, sizes.split("x"))
+    return GemvTiles(block_n, block_k, int(num_warps), is_ahead=how == ["a"])
 
 
-def time_dense(form: str, counts: list[int]) -> Iterator[dict[str, Any]]:
-    few = FEW_FP8 if form == "fp8" else ROWS
-    for name, (num_inputs, num_outputs) in SHAPES.items():
+def time_dense(form: str, model: Model, counts: list[int]) -> Iterator[dict[str, Any]]:
+    few = FEW_FP8 if form == "fp8" else SMALL_STEPS if form == "int4, 32" else ROWS
+    for name, (num_inputs, num_outputs) in model.dense.items():
         count = max(3, int(120e6 * 2 // (num_inputs * num_outputs)))
         weights = [FORMS[form](num_outputs, num_inputs) for _ in range(count)]
         floor = bytes_of(weights[0]) / COPY_GBPS / 1e3
         for num_tokens in (each for each in counts if each <= 64):
             hidden = torch.randn(num_tokens, num_inputs, device="cuda", dtype=torch.bfloat16)
+            tiles = few if num_tokens <= 16 else SOME
             calls: dict[str, Calls] = {
                 each: [partial(run_dense, hidden, weight, each) for weight in weights]
-                for each in (few if num_tokens <= 16 else SOME).split()
+                for each in tiles.split()[: None if num_tokens > 1 else NUM_OF_ONE]
             }
             if num_tokens == 1:
                 calls |= {
@@ -182,7 +224,7 @@ def run_dense(hidden: Tensor, weight: Quantised, name: str) -> Tensor:
 
 
 def run_one(hidden: Tensor, weight: Quantised, name: str) -> Tensor:
-    return gemv.run(Multiplication(as_activations(hidden), weight), parse_one(name, weight))
+    return gemv.run(Multiplication(as_activations(hidden), weight), parse_one(name))
 
 
 def run_chosen(hidden: Tensor, weight: Quantised, allowed: bool) -> Tensor:
@@ -193,11 +235,11 @@ def run_chosen(hidden: Tensor, weight: Quantised, allowed: bool) -> Tensor:
 def parse(name: str) -> Tiles:
     """Returns the tiles that are written so."""
     sizes, num_warps, num_stages, *how = name.split(",")
-    block_m, block_n = map(int, sizes.split("x"))
+    block_m, block_n, *block_k = map(int, sizes.split("x"))
     return Tiles(
         block_m=block_m,
         block_n=block_n,
-        block_k=128,
+        block_k=block_k[0] if block_k else 128,
         num_warps=int(num_warps),
         num_stages=int(num_stages),
         is_swapped=how != ["u"],

@@ -11,7 +11,7 @@ from milepost.kernels.platform.tables import HOPPER, Condition, Kernel, KernelTa
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int8
 from milepost.kernels.products.hopper import tiles as hopper
-from milepost.kernels.products.portable import tiles
+from milepost.kernels.products.portable import row_tiles, tiles
 
 _HOPPER_WEIGHTS = 1 << 22
 """Fewest weights for which Hopper's FP8 kernel of some rows is the fastest."""
@@ -89,8 +89,8 @@ _HALVES: Condition[Product] = ("gates and ups are no halves", lambda it, _:
     it.epilogue is not Epilogue.GATED or not (it.has_bias or it.weight.num_outputs % 2))
 _SHORT: Condition[Product] = ("it takes longer than the norm", lambda it, _:
     it.weight.num_inputs <= _NORMED_INPUTS and it.weight.num_outputs <= _NORMED_OUTPUTS)
-_NARROW: Condition[Product] = (f"more than {tiles.FEW_INPUTS} inputs", lambda it, _:
-    it.weight.num_inputs <= tiles.FEW_INPUTS)
+_NARROW: Condition[Product] = (f"more than {row_tiles.FEW_INPUTS} inputs", lambda it, _:
+    it.weight.num_inputs <= row_tiles.FEW_INPUTS)
 _SMALL: Condition[Product] = ("torch's GEMM is as fast", lambda it, _:
     it.num_rows <= tiles.FEW_ROWS or it.weight.num_outputs <= tiles.FEW_OUTPUTS
     or it.epilogue is Epilogue.FLOAT32)
@@ -126,7 +126,7 @@ _HOPPER_FEW: dict[str, Any] = {"needs": HOPPER, "takes_bias": False}
 
 PRODUCTS: KernelTable[Product] = KernelTable(
     row("raw gemv", "products.portable.gemv", _RAW, "lanes, tree", _CONTIGUOUS, _HALVES,
-        rows=_ONE, epilogues=(*_ALL, Epilogue.GATED), cut=tiles.cut_gemv),
+        rows=_ONE, epilogues=(*_ALL, Epilogue.GATED), cut=row_tiles.cut_gemv),
     row("raw gemv of two rows", "products.portable.gemv", _RAW, "lanes, tree", _NARROW,
         _CONTIGUOUS, rows=_ONE, epilogues=(Epilogue.PAIR,), entry="multiply_pair"),
     row("raw gemv of heads", "products.portable.gemv", _RAW, "lanes, tree", _CONTIGUOUS,
@@ -147,9 +147,9 @@ PRODUCTS: KernelTable[Product] = KernelTable(
     row("gemv, Hopper", "products.hopper.gemv", _BLOCKED, "8 parts, 128 seq", _HALVES, _ROW,
         rows=_ONE, epilogues=_GATED, needs=HOPPER),
     row("int8 gemv", "products.portable.gemv", _INT8, "int32, exact", _ROW, _EXACT,
-        rows=_ONE, epilogues=_PLAIN, cut=tiles.cut_gemv, batch_invariant=True),
+        rows=_ONE, epilogues=_PLAIN, cut=row_tiles.cut_gemv, batch_invariant=True),
     row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _KEPT_ROW, _HALVES,
-        rows=_ONE, epilogues=_GATED, cut=tiles.cut_gemv),
+        rows=_ONE, epilogues=_GATED, cut=row_tiles.cut_gemv),
     row("fp8 small_m, Hopper", "products.hopper.fp8_small_m", (Fp8,), "128 seq", _ROWS, _LARGE,
         _BESIDE, _BESIDE_TMA, _FP8_SIZES, rows=RowRange(most=_MANY_ROWS),
         epilogues=(*_PLAIN, Epilogue.BESIDE), cut=hopper.cut_fp8, batch_invariant=True,

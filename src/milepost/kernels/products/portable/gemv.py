@@ -22,7 +22,7 @@ from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 from milepost.kernels.products.forms.matrix import Packed
 from milepost.kernels.products.portable import gemv_step
 from milepost.kernels.products.portable.gemv_step import multiply_raw
-from milepost.kernels.products.portable.tiles import NARROW, GemvTiles, cut_expert_gemv
+from milepost.kernels.products.portable.row_tiles import NARROW, GemvTiles, cut_expert_gemv
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
 from milepost.kernels.products.run import Multiplication, RoutedRows
 
@@ -31,7 +31,7 @@ def run(given: Multiplication, tiles: GemvTiles) -> Tensor:
     """Multiplies each row for itself."""
     hidden, weight, output = given.values, given.weight, given.output()
     assert not isinstance(weight, Packed), "a form of kernels"
-    tile = {"block_n": tiles.block_n, "block_k": tiles.block_k, "is_gated": given.is_gated}
+    tile = {**tiles.sizes, "is_gated": given.is_gated}
     _gemv_kernel[(cdiv(output.shape[-1], tiles.block_n), len(hidden))](
         hidden,
         None,
@@ -66,7 +66,7 @@ def project(
     or `output` [P, H] with the routing weights times `rows` [P, I] through `down`."""
     weight, is_gated = routed.up if is_up else routed.down, is_up and routed.is_gated
     top_k = routed.experts.shape[1] if is_up else 1
-    tile = {"block_n": tiles.block_n, "block_k": tiles.block_k, "limit": routed.limit * is_up}
+    tile = {**tiles.sizes, "limit": routed.limit * is_up}
     _gemv_kernel[(cdiv(output.shape[-1], tiles.block_n), routed.num_routed)](
         rows,
         routed.experts,

@@ -10,18 +10,17 @@ Legend: T tokens, I inputs, O outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.tiles import Tiles, choose_split_k, next_power_of_2
+from milepost.kernels.platform.tiles import Tiles, choose_split_k
 from milepost.kernels.products.expert_table import SEARCHED
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
-from milepost.kernels.products.forms.quantised import BLOCK, FourBits, Fp8, Int8
+from milepost.kernels.products.forms.quantised import BLOCK, FP4_LANE, FourBits, Fp8, Int4, Int8
 
 if TYPE_CHECKING:
-    from milepost.kernels.products.expert_table import Mixture
     from milepost.kernels.products.run import RoutedRows
     from milepost.kernels.products.table import Product
 
@@ -46,75 +45,6 @@ def _tiles(
         num_stages=num_stages,
         is_swapped=is_swapped,
     )
-
-
-# --- one row --------------------------------------------------------------------------------------
-
-FEW_INPUTS = 128
-"""Inputs that a raw GEMV takes in one step of narrow programs."""
-_MANY_OUTPUTS = 4096
-"""Outputs from which on programs with half as many threads read faster."""
-
-
-class GemvTiles(NamedTuple):
-    """Outputs of a program and inputs of a step."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-
-
-NARROW = GemvTiles(block_n=32, block_k=FEW_INPUTS, num_warps=4)
-_GEMV_INPUTS = 2048
-"""Inputs of a step, at most."""
-_SMALL, _SMALL_EXPERT = 1 << 24, 1024
-"""Fewest weights of a matrix that is not small, and the largest size of a small expert."""
-_WEIGHTS, _FEW_WEIGHTS, _FOUR_BIT_WEIGHTS = 1 << 15, 1 << 14, 1 << 13
-"""Quantised weights that a program reads at a time. Each program rounds its row, so few are better;
-small matrices, and experts' last projections, need more, and so does unpacking four bits."""
-
-
-def cut_gemv(product: Product, chip: Chip) -> GemvTiles:  # noqa: ARG001
-    """Cuts the product of one row."""
-    weight, is_gated = product.weight, product.epilogue is Epilogue.GATED
-    if weight.form is not Raw:
-        num_weights = _FEW_WEIGHTS if weight.num_weights < _SMALL else _WEIGHTS
-        return _cut_quantised_row(weight, num_weights, 1 + is_gated)
-    if is_gated:
-        return _cut_raw_gates(weight)
-    if product.epilogue is Epilogue.FLOAT32:
-        block_n = 1 if weight.num_outputs <= FEW_OUTPUTS else 4
-        return GemvTiles(block_n, 2048, num_warps=8)
-    if weight.num_inputs <= FEW_INPUTS:
-        return NARROW
-    if weight.num_inputs > 2048:
-        return GemvTiles(2, 2048, num_warps=4)
-    if weight.num_outputs >= _MANY_OUTPUTS:
-        return GemvTiles(4, 1024, num_warps=4)
-    return GemvTiles(4, 2048, num_warps=8)
-
-
-def cut_expert_gemv(mixture: Mixture) -> tuple[GemvTiles, GemvTiles]:
-    """Cuts both projections of experts, row by row."""
-    up, down = mixture.weights
-    if mixture.form is not Raw:
-        up_tiles = _cut_quantised_row(up, _WEIGHTS, 1 + mixture.is_gated)
-        return up_tiles, _cut_quantised_row(down, _FEW_WEIGHTS)
-    block_n, depth = (8, 512) if down.num_inputs <= _SMALL_EXPERT else (2, 2048)
-    return _cut_raw_gates(up), GemvTiles(block_n, depth, num_warps=4)
-
-
-def _cut_raw_gates(weight: Matrix) -> GemvTiles:
-    """Cuts gate and up projections, which a program reads side by side."""
-    return GemvTiles(4, 2048 if weight.num_inputs <= 2048 else 1024, num_warps=4)
-
-
-def _cut_quantised_row(weight: Matrix, num_weights: int, num_matrices: int = 1) -> GemvTiles:
-    """Cuts `num_matrices` that a program multiplies the same row by."""
-    block_k = min(next_power_of_2(weight.num_inputs), _GEMV_INPUTS)
-    has_bytes = weight.form in (Fp8, Int8)
-    num_weights = num_weights if has_bytes else _FOUR_BIT_WEIGHTS
-    return GemvTiles(num_weights // (num_matrices * block_k), block_k, 8 if has_bytes else 4)
 
 
 # --- raw weights, few rows ------------------------------------------------------------------------
@@ -182,6 +112,9 @@ _SPLIT_OUTPUTS = 4096
 _WIDE = replace(_tiles(64, 128, 4, 3), is_swapped=False, scales_first=True)
 _FEW_EXPERT = _tiles(8, 64, 4), _tiles(8, 128, 4)
 """Tiles of both projections of experts with few rows."""
+_SMALL_STEP = _tiles(8, 64, 4, 8)
+"""Tiles of few rows with groups smaller than a piece of a packed row: a step has two groups, each
+scaled in its sums."""
 _FEW_EACH = 6
 """Rows of an expert on average, at most, whose tiles have eight: of more rows it would take two."""
 
@@ -191,9 +124,10 @@ def choose_gemm(num_rows: float, weight: Matrix, chip: Chip) -> Tiles:
     if weight.form in (Fp8, Int8):
         return next((each for each in (FEW, SOME, MORE) if num_rows <= each.block_m), MANY)
     if num_rows <= _most_in_eights(weight, chip):
-        return _EIGHT
+        return _in_small_steps(_EIGHT, weight)
     if num_rows <= _THIRTY_TWO.block_m:
-        return _SIXTEEN if num_rows <= _SIXTEEN.block_m else _THIRTY_TWO
+        is_small = num_rows <= _SIXTEEN.block_m
+        return _in_small_steps(_SIXTEEN, weight) if is_small else _THIRTY_TWO
     return _SIXTY_FOUR_SPLIT if weight.num_outputs <= _SPLIT_OUTPUTS else _SIXTY_FOUR
 
 
@@ -202,8 +136,17 @@ def choose_experts(rows_each: float, weight: Matrix, chip: Chip) -> tuple[Tiles,
     if rows_each > _FEW_EACH:
         return _THIRTY_TWO, _THIRTY_TWO
     if not _most_in_eights(weight, chip):
-        return replace(_SIXTEEN, block_n=64, num_warps=4), _SIXTEEN
-    return _FEW_EXPERT
+        up, down = replace(_SIXTEEN, block_n=64, num_warps=4), _SIXTEEN
+    else:
+        up, down = _FEW_EXPERT
+    return _in_small_steps(up, weight), _in_small_steps(down, weight)
+
+
+def _in_small_steps(tiles: Tiles, weight: Matrix) -> Tiles:
+    """Returns tiles of as many rows whose steps have no more than two groups."""
+    if weight.form is not Int4 or weight.group >= FP4_LANE or weight.batch_invariant:
+        return tiles
+    return replace(_SMALL_STEP, block_m=tiles.block_m, block_k=2 * weight.group)
 
 
 def _most_in_eights(weight: Matrix, chip: Chip) -> int:
