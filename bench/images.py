@@ -1,11 +1,14 @@
 """Images a second through a vision tower on a GPU, beside its floor and beside transformers'.
 
     python bench/images.py --out images.jsonl
+    python bench/images.py --pictures "256 tokens" 640x480 --alone --out small.jsonl
 
 Towers of the three published sizes with random weights in bfloat16, and pictures of 512x512,
-640x480, 1080p and 4K; the small ones also several in one run of the tower, in milliseconds each.
-The floor is the operations at the measured rate of GEMMs, attention included. Preparing a picture
-on one core of the host is timed too, beside transformers' Pillow processor.
+640x480, 1080p and 4K; the small ones also several in one run of the tower, in milliseconds each,
+and from the host's memory launch by launch (`ms_sent`) and by a CUDA graph (`ms_by_graph`). The
+floor is the operations at the measured rate of GEMMs, attention included. Preparing a picture on
+one core of the host is timed too, beside transformers' Pillow processor; `--alone` leaves
+transformers out.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
@@ -35,7 +39,9 @@ from milepost.images import ImageSettings, PreparedImage, normalisation, prepare
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower import Tower
 from milepost.layers.tower_parts import TowerShapes
+from milepost.runner.measuring import measure_tower
 from milepost.runner.pictures import FEW_PATCHES, MOST_PATCHES
+from milepost.runner.tower_graphs import MOST_GRAPH_PATCHES, TowerGraphs
 
 SIZES = {"256 tokens": (512, 512), "640x480": (480, 640), "1080p": (1080, 1920), "4K": (2160, 3840)}
 TOWERS = {
@@ -97,11 +103,36 @@ def median_ms(call: Callable[[], object]) -> float:
 
 
 @torch.inference_mode()
-def on_the_device(images: dict[str, PreparedImage]) -> Iterator[dict[str, Any]]:
+def from_the_host(
+    tower: Tower, table: Tensor, graphs: TowerGraphs, image: PreparedImage
+) -> dict[str, float]:
+    """Times a small picture from pinned memory, launch by launch and by a graph."""
+    rows, grids = torch.from_numpy(image.rows).pin_memory(), (image.grid,)
+
+    def launch() -> Tensor:
+        return tower(rows.to("cuda", non_blocking=True), table, grids)
+
+    def replay() -> Tensor | None:
+        return graphs.run(rows, grids, is_fixed=False)
+
+    launched = launch()
+    made = [replay() for _ in range(3)]
+    assert made[-1] is not None, "it came twice"
+    assert torch.equal(made[-1], launched)
+    return {"ms_sent": median_ms(launch), "ms_by_graph": median_ms(replay)}
+
+
+@torch.inference_mode()
+def on_the_device(
+    images: dict[str, PreparedImage], *, is_compared: bool
+) -> Iterator[dict[str, Any]]:
     table = torch.from_numpy(normalisation(ImageSettings())).cuda().bfloat16()
     for name in TOWERS:
         shapes = shapes_of(name)
-        tower, reference = made(shapes), theirs(shapes)
+        tower, reference = made(shapes), theirs(shapes) if is_compared else None
+        most = measure_tower(tower, ImageSettings(), captures=True).graphs
+        graphs = TowerGraphs(tower, table, most_bytes=most)
+        graphs.prepare()
         for picture, prepared in images.items():
             rows = torch.from_numpy(prepared.rows).cuda()
             linear, attention = num_flops(shapes, len(rows))
@@ -130,8 +161,11 @@ def on_the_device(images: dict[str, PreparedImage]) -> Iterator[dict[str, Any]]:
                 if number <= count
             }
             # Of 4K it takes seconds an image.
-            is_short = len(rows) <= _MOST_COMPARED
-            other = median_ms(partial(reference, values, grid_thw=grid)) if is_short else None
+            other = None
+            if reference is not None and len(rows) <= _MOST_COMPARED:
+                other = median_ms(partial(reference, values, grid_thw=grid))
+            is_small = len(rows) <= MOST_GRAPH_PATCHES
+            sent = from_the_host(tower, table, graphs, prepared) if is_small else {}
             floor = 1e3 * (linear + attention) / FLOPS_PER_S
             yield {
                 "tower": name,
@@ -140,6 +174,9 @@ def on_the_device(images: dict[str, PreparedImage]) -> Iterator[dict[str, Any]]:
                 "ms": own,
                 "images_per_s": 1e3 / own,
                 "ms_each_of_several": together,
+                **sent,
+                "graphs_mib": graphs.num_bytes / 2**20,
+                "most_graphs_mib": most / 2**20,
                 "floor_ms": floor,
                 "times_floor": own / floor,
                 "attention_share_of_flops": attention / (linear + attention),
@@ -176,15 +213,20 @@ def _seconds(call: Callable[[], object], count: int = 5) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--pictures", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--alone", action="store_true")
     options = parser.parse_args()
     random = np.random.default_rng(0)
     pictures = {
-        name: Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8))
-        for name, size in SIZES.items()
+        name: Image.fromarray(random.integers(0, 256, (*SIZES[name], 3), dtype=np.uint8))
+        for name in options.pictures
     }
     images = {name: prepare(each, ImageSettings()) for name, each in pictures.items()}
     rows = []
-    for row in chain(on_the_host(pictures), on_the_device(images) if has_gpu() else ()):
+    is_compared = not options.alone
+    on_host = on_the_host(pictures) if is_compared else ()
+    on_device = on_the_device(images, is_compared=is_compared) if has_gpu() else ()
+    for row in chain(on_host, on_device):
         rows.append(row | provenance())
         print(row, flush=True)
     if options.out:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.images import ImageSettings, normalisation, prepare
+from milepost.images import ImageSettings, PreparedImage, normalisation, prepare
 from milepost.images.settings import ImageTiling
 from milepost.images.tiles import prepare_tiles
 from milepost.kernels import vision
@@ -19,10 +19,14 @@ from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower import Tower
 from milepost.layers.tower_parts import TowerNames, TowerShapes
 from milepost.models import Decoder, LoadOptions, load_model
+from milepost.pictures import Picture
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import largest_step
+from milepost.runner.measuring import measure_tower
+from milepost.runner.pictures import EncodedPictures, PicturePixels
 from milepost.runner.pools import Pools
 from milepost.runner.runner import Executor
+from milepost.scheduler.plans import StepPlan
 from tests import tiled
 from tests.images.pictures import picture
 from tests.numbers import relative_error
@@ -205,6 +209,48 @@ def test_pictures_that_are_encoded_together_have_the_bits_of_each_alone(size: st
             assert torch.equal(found, alone[index])
     library = own(torch.from_numpy(images[1].rows).cuda(), table, [images[1].grid])
     assert relative_error(alone[1], library) < 2e-2
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("size", HEADS)
+def test_graphs_have_the_bits_of_launches_and_the_memory_that_was_counted(
+    size: str, joins: bool
+) -> None:
+    """Pictures of several sizes take turns, two of one size in a step, with other pixels each
+    time."""
+    own = tower(size, torch.bfloat16, "cuda")
+    most = measure_tower(own, ImageSettings(), joins=joins, captures=True).graphs
+    plain, graphed = (EncodedPictures(own, ImageSettings(), joins=joins) for _ in range(2))
+    graphed.capture(most)
+    sizes = [(256, 256), (480, 640), (64, 2000), (1024, 1024), (300, 420), (1000, 500)]
+    for turn in range(4):
+        images = [prepare(picture(*each, turn), ImageSettings()) for each in sizes]
+        first, rest = images[0], images[1:]
+        for together in ([first, first], *([each] for each in rest)):
+            expected, found = (encode(each, together) for each in (plain, graphed))
+            assert torch.equal(found, expected)
+    assert graphed._graphs.num_bytes <= most
+    assert len(graphed._graphs._recent) >= len(sizes)
+
+
+def encode(pictures: EncodedPictures, images: list[PreparedImage]) -> Tensor:
+    """Encodes pictures in one step, and forgets them."""
+    own = [
+        Picture(
+            offset=0,
+            num_tokens=each.num_tokens,
+            num_positions=each.num_tokens,
+            identity=bytes([index]),
+            grid=each.grid,
+        )
+        for index, each in enumerate(images)
+    ]
+    for each, image_ in zip(own, images, strict=True):
+        pictures.take(each.identity, PicturePixels(rows=image_.rows, grid=image_.grid))
+    pictures.follow(StepPlan(sequences=(), encodes=tuple(own)))
+    made = torch.cat([pictures._embeddings[each.identity] for each in own])
+    pictures.follow(StepPlan(sequences=(), drops=tuple(each.identity for each in own)))
+    return made
 
 
 def test_steps_with_pictures_are_close_to_those_of_the_reference(tmp_path: Path) -> None:

@@ -89,7 +89,8 @@ def test_a_picture_that_is_encoded_over_several_steps_has_the_same_bits(
     model, prepared = load(tmp_path), image(5, 4)
     table = torch.from_numpy(normalisation(SETTINGS))
     assert model.tower is not None
-    run = model.tower.begin(torch.from_numpy(prepared.rows), table, [prepared.grid])
+    layout = model.tower.lay_out([prepared.grid])
+    run = model.tower.begin(torch.from_numpy(prepared.rows), table, layout)
     for first, end in pairwise(edges):
         model.tower.advance(run, list(model.tower.blocks)[first:end])
     assert torch.equal(model.tower.end(run), encode(model, prepared))

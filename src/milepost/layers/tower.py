@@ -24,18 +24,17 @@ from milepost.kernels import vision
 from milepost.kernels.vision import PictureFrames
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower_parts import (
+    Grid,
     Merger,
     PatchEmbedding,
     TowerBlock,
+    TowerLayout,
     TowerNames,
     TowerRun,
     TowerShapes,
     by_rows,
 )
 from milepost.layers.weight_slots import WeightSlots, fill_matrix, place_whole
-
-Grid = tuple[int, int, int]
-"""Frames of a picture, patches of a frame from top to bottom, and patches from left to right."""
 
 
 class Tower(nn.Module):
@@ -68,32 +67,43 @@ class Tower(nn.Module):
     def forward(
         self, rows: Tensor, table: Tensor, grids: Sequence[Grid], *, is_fixed: bool = False
     ) -> Tensor:
-        """Returns the embeddings [P / M, C] of the pictures' tokens: `begin`, all blocks, `end`."""
-        run = self.begin(rows, table, grids, is_fixed=is_fixed)
-        self.advance(run, self.blocks)
-        return self.end(run)
+        """Returns the embeddings [P / M, C] of the pictures' tokens: `lay_out`, then `run`."""
+        return self.run(rows, table, self.lay_out(grids, is_fixed=is_fixed))
 
     @torch.inference_mode()
-    def begin(
-        self, rows: Tensor, table: Tensor, grids: Sequence[Grid], *, is_fixed: bool = False
-    ) -> TowerRun:
-        """Embeds the patches of pictures with these grids. `rows` [P, bytes] are their patches,
-        picture by picture, with the M patches of a token one after the other. `table` [3, 256] maps
-        each byte to a value in each channel, in the tower's dtype. With `is_fixed`, products use an
-        order that does not depend on the number of rows, so several pictures have the same bits as
-        each alone."""
-        shapes, places = self.shapes, self._places(grids)
-        values = vision.normalise(rows, table, shapes.num_frames, shapes.patch_size**2)
+    def lay_out(self, grids: Sequence[Grid], *, is_fixed: bool = False) -> TowerLayout:
+        """Returns what runs over pictures with these grids need besides their patches. With
+        `is_fixed`, products use an order that does not depend on the number of rows, so several
+        pictures have the same bits as each alone."""
         assert is_fixed or len(grids) == 1, "several pictures take one order"
-        hidden = self.embedding(values, is_fixed=is_fixed)
+        places = self._places(grids)
         turn = partial(vision.turned_angles, frequencies=self._frequencies)
-        return TowerRun(
-            hidden=self._with_positions(hidden, places, grids),
-            delta=None,
+        return TowerLayout(
+            grids=tuple(grids),
+            places=places,
             angles=by_rows(turn, *places, is_fixed=is_fixed),
             frames=self._frames(grids, is_fixed=is_fixed),
             is_fixed=is_fixed,
         )
+
+    @torch.inference_mode()
+    def run(self, rows: Tensor, table: Tensor, layout: TowerLayout) -> Tensor:
+        """Returns the embeddings [P / M, C] of the pictures' tokens: `begin`, all blocks, `end`.
+        Nothing in it waits for the host or reads its memory, so it can be captured."""
+        run = self.begin(rows, table, layout)
+        self.advance(run, self.blocks)
+        return self.end(run)
+
+    @torch.inference_mode()
+    def begin(self, rows: Tensor, table: Tensor, layout: TowerLayout) -> TowerRun:
+        """Embeds the patches of pictures. `rows` [P, bytes] are their patches, picture by picture,
+        with the M patches of a token one after the other. `table` [3, 256] maps each byte to a
+        value in each channel, in the tower's dtype."""
+        shapes = self.shapes
+        values = vision.normalise(rows, table, shapes.num_frames, shapes.patch_size**2)
+        hidden = self.embedding(values, is_fixed=layout.is_fixed)
+        hidden = self._with_positions(hidden, layout.places, layout.grids)
+        return TowerRun(hidden=hidden, delta=None, layout=layout)
 
     @torch.inference_mode()
     def advance(self, run: TowerRun, blocks: Iterable[TowerBlock]) -> None:

@@ -22,6 +22,9 @@ from milepost.kernels.vision import PictureFrames
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import WeightSlot, WeightSlots, fill_matrix, place_whole
 
+Grid = tuple[int, int, int]
+"""Frames of a picture, patches of a frame from top to bottom, and patches from left to right."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerShapes:
@@ -91,14 +94,15 @@ class TowerNames:
     merger: tuple[str, str] = ("merger.linear_fc1", "merger.linear_fc2")
 
 
-@dataclass(slots=True, kw_only=True)
-class TowerRun:
-    """A run of a tower, between two of its blocks, with the residual stream [P, D]."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerLayout:
+    """Arrays of a run that follow from its pictures' grids alone, so a graph computes them once."""
 
-    hidden: Tensor
-    delta: Tensor | None
-    """[P, D], still to be added to the residual stream."""
+    grids: tuple[Grid, ...]
+    places: tuple[Tensor, Tensor]
+    """Row and column of each patch [P], the patches of a token together."""
     angles: tuple[Tensor, Tensor]
+    """Cosines and sines by which the heads of each patch are turned."""
     frames: PictureFrames
     is_fixed: bool
     """Whether products take an order that does not depend on the number of rows."""
@@ -106,7 +110,22 @@ class TowerRun:
     @property
     def num_bytes(self) -> int:
         """Bytes that it holds on the device."""
-        held = (self.hidden, self.delta, *self.angles)
+        return sum(each.nbytes for each in (*self.places, *self.angles))
+
+
+@dataclass(slots=True, kw_only=True)
+class TowerRun:
+    """A run of a tower, between two of its blocks, with the residual stream [P, D]."""
+
+    hidden: Tensor
+    delta: Tensor | None
+    """[P, D], still to be added to the residual stream."""
+    layout: TowerLayout
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds on the device."""
+        held = (self.hidden, self.delta, *self.layout.angles)
         return sum(each.nbytes for each in held if each is not None)
 
 
@@ -130,7 +149,7 @@ class TowerLinear(nn.Module):
         self.bias = kind.empty(shape[0])
 
     def forward(self, rows: Tensor, *, is_fixed: bool) -> Tensor:
-        """Multiplies `rows` [P, I]; see `TowerRun.is_fixed`."""
+        """Multiplies `rows` [P, I]; see `TowerLayout.is_fixed`."""
         if not is_fixed:
             return F.linear(rows, self.weight, self.bias)
         return products.multiply(
@@ -221,10 +240,10 @@ class TowerBlock(nn.Module):
 
     def advance(self, run: TowerRun) -> None:
         """Runs this block on the residual stream of `run`."""
-        is_fixed = run.is_fixed
+        layout, is_fixed = run.layout, run.layout.is_fixed
         hidden, normed = self.norm1.add(run.hidden, run.delta)
         projected = self.qkv(normed, is_fixed=is_fixed)
-        attended = vision.attend(projected, run.angles, self._num_heads, run.frames)
+        attended = vision.attend(projected, layout.angles, self._num_heads, layout.frames)
         delta = self.proj(attended, is_fixed=is_fixed)
         run.hidden, normed = self.norm2.add(hidden, delta)
         run.delta = self.down(self.up.gelu(normed, is_fixed=is_fixed), is_fixed=is_fixed)
@@ -256,6 +275,6 @@ class Merger(nn.Module):
         merged = normed.view(-1, self._size)
         if self.merged_norm is not None:
             merged = self.merged_norm.add(merged, None)[1]
-        inner = self.first(merged, is_fixed=run.is_fixed)
-        inner = by_rows(F.gelu, inner, is_fixed=run.is_fixed)
-        return self.second(inner, is_fixed=run.is_fixed)
+        is_fixed = run.layout.is_fixed
+        inner = by_rows(F.gelu, self.first(merged, is_fixed=is_fixed), is_fixed=is_fixed)
+        return self.second(inner, is_fixed=is_fixed)

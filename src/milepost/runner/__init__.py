@@ -4,7 +4,7 @@ Its modules:
 
     a step                  runner, in_flight, plain, device, graphs
     its arrays              arrays, staging, tables, records, histories, counts
-    its pictures            pictures, positions
+    its pictures            pictures, positions, tower_graphs
     sampling                sampling, sampler, choice, prompt_scores
     drafts                  acceptance, drafting, device_drafting
     memory                  pool_shape, pools, shared, pool_sizes, zeroed

@@ -6,16 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt, prod
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from milepost.images import ImageSettings
 from milepost.layers.tower import Tower
+from milepost.layers.tower_parts import TowerLayout
 from milepost.models.decoder import Decoder
 from milepost.runner.arrays import Capacity
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pools import allocate
+from milepost.runner.tower_graphs import graph_bytes, largest_kind
 
 _SMALL_GRID = 1, 16, 16
 """Patches of a picture that is encoded with others."""
@@ -44,6 +48,8 @@ class StepBytes:
     """Encoding the largest picture, beyond what steps have anyway."""
     under_way: int = 0
     """State of a picture that stays between the steps in which it is encoded."""
+    tower_graphs: int = 0
+    """Captured runs of the tower, with what they read and write."""
     encoded: int = 0
     """Pictures whose embeddings are kept."""
 
@@ -53,7 +59,20 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        return max(self.without_pictures + self.under_way, self.tower) + self.encoded
+        kept = self.tower_graphs + self.encoded
+        return max(self.without_pictures + self.under_way, self.tower) + kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerBytes:
+    """The bytes that a vision tower takes besides its weights."""
+
+    run: int
+    """Encoding the largest picture."""
+    under_way: int
+    """The picture's state, kept between the steps in which it is encoded."""
+    graphs: int
+    """Captured runs."""
 
 
 def rehearsal(model: Decoder, shape: PoolShape, steps: FirstSteps) -> DeviceExecutor:
@@ -83,31 +102,53 @@ def measure_steps(executor: DeviceExecutor, steps: FirstSteps) -> StepBytes:
     )
 
 
-def measure_tower(tower: Tower, settings: ImageSettings, *, joins: bool = False) -> tuple[int, int]:
-    """Measures the bytes that encoding the largest picture takes: those of one block and of the
-    layers around the blocks, since each block reuses the memory of the one before; and those that
-    stay between steps while the picture is under way. Compiles the kernels, and with `joins` also
-    those for several pictures."""
+def measure_tower(
+    tower: Tower, settings: ImageSettings, *, joins: bool = False, captures: bool = False
+) -> TowerBytes:
+    """Measures a vision tower's memory. Compiles its kernels, with `joins` also those for several
+    pictures, and with `captures` those of the largest graph."""
     shapes, device = tower.shapes, tower.positions.device
     down = isqrt(settings.max_tokens)
     grid = 1, down * shapes.merge_size, settings.max_tokens // down * shapes.merge_size
     num_bytes = shapes.num_channels * shapes.patch_size**2
     rows = torch.zeros(prod(grid), num_bytes, dtype=torch.uint8, device=device)
-    table = torch.zeros(shapes.num_channels, 256, dtype=tower.positions.dtype, device=device)
     if joins:
-        small = rows[: prod(_SMALL_GRID)]
-        several = tower.begin(small, table, [_SMALL_GRID], is_fixed=True)
-        tower.advance(several, tower.blocks[:1])
-        tower.end(several)
-        del several
+        layout = tower.lay_out([_SMALL_GRID], is_fixed=True)
+        _measure_run(tower, rows[: prod(_SMALL_GRID)], layout)
+    largest = _measure_run(tower, rows, tower.lay_out([grid]))
+    return TowerBytes(
+        run=largest.peak + rows.nbytes,
+        under_way=largest.held,
+        graphs=_measure_graphs(tower) if captures else 0,
+    )
+
+
+def _measure_graphs(tower: Tower) -> int:
+    kind = largest_kind(tower)
+    layout, device = tower.lay_out(kind.grids), tower.positions.device
+    rows = torch.zeros(kind.num_patches, kind.row_bytes, dtype=torch.uint8, device=device)
+    return graph_bytes(tower, _measure_run(tower, rows, layout).peak, layout)
+
+
+class _RunBytes(NamedTuple):
+    peak: int
+    held: int
+    """Bytes that stay between two blocks."""
+
+
+def _measure_run(tower: Tower, rows: Tensor, layout: TowerLayout) -> _RunBytes:
+    """Measures one block and the layers around the blocks, since each block reuses the memory of
+    the one before."""
+    device, dtype = rows.device, tower.positions.dtype
+    table = torch.zeros(tower.shapes.num_channels, 256, dtype=dtype, device=device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    run = tower.begin(rows, table, [grid])
+    run = tower.begin(rows, table, layout)
     tower.advance(run, tower.blocks[:1])
     tower.end(run)
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated(device) - before + rows.nbytes
-    return peak, run.num_bytes
+    peak = torch.cuda.max_memory_allocated(device) - before
+    return _RunBytes(peak + layout.num_bytes, run.num_bytes)
 
 
 def _uncaptured(largest: Capacity, captured: Sequence[Capacity]) -> Iterator[Capacity]:

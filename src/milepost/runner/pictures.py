@@ -19,6 +19,7 @@ from milepost.layers.tower import Tower
 from milepost.layers.tower_parts import TowerRun
 from milepost.models.decoder import Decoder
 from milepost.runner.positions import PicturePart, parts
+from milepost.runner.tower_graphs import Recorder, TowerGraphs
 from milepost.scheduler.plans import EncodePart, StepPlan
 
 FEW_PATCHES = 4096
@@ -58,6 +59,7 @@ class EncodedPictures:
         self._embeddings: dict[bytes, Tensor] = {}
         self._under_way: dict[bytes, TowerRun] = {}
         """The picture that is encoded over several steps."""
+        self._graphs: TowerGraphs | None = None
 
     @staticmethod
     def of(model: Decoder, settings: ImageSettings | None) -> EncodedPictures | None:
@@ -65,6 +67,13 @@ class EncodedPictures:
         if model.tower is None:
             return None
         return EncodedPictures(model.tower, settings or ImageSettings())
+
+    def capture(self, most_bytes: int, recorder: Recorder | None = None) -> None:
+        """Encodes small pictures by CUDA graphs from now on, which take up to `most_bytes`."""
+        self._graphs = TowerGraphs(
+            self._tower, self._table, most_bytes=most_bytes, recorder=recorder
+        )
+        self._graphs.prepare()
 
     @property
     def merge_size(self) -> int:
@@ -126,9 +135,12 @@ class EncodedPictures:
         several.clear()
 
     def _encode(self, pixels: Sequence[PicturePixels], *, is_fixed: bool) -> Tensor:
-        rows = self._send_all(pixels)
-        grids = [each.grid for each in pixels]
-        return self._tower(rows, self._table, grids, is_fixed=is_fixed)
+        rows, grids = self._staged(pixels), tuple(each.grid for each in pixels)
+        if self._graphs is not None:
+            embeddings = self._graphs.run(rows, grids, is_fixed=is_fixed)
+            if embeddings is not None:
+                return embeddings
+        return self._tower(self._sent(rows), self._table, grids, is_fixed=is_fixed)
 
     def _encode_part(self, part: EncodePart) -> None:
         """Runs some of the tower's blocks for a large picture."""
@@ -137,8 +149,8 @@ class EncodedPictures:
             return  # it was encoded by a step that the planner took back
         if part.first == 0:
             pixels = self._take(identity)
-            rows = self._send_all([pixels])
-            self._under_way[identity] = tower.begin(rows, self._table, [pixels.grid])
+            rows = self._sent(self._staged([pixels]))
+            self._under_way[identity] = tower.begin(rows, self._table, tower.lay_out([pixels.grid]))
         run, depth = self._under_way[identity], len(tower.blocks)
         first, end = (depth * number // part.num_parts for number in (part.first, part.end))
         tower.advance(run, list(tower.blocks)[first:end])
@@ -146,20 +158,25 @@ class EncodedPictures:
             del self._under_way[identity]
             self._embeddings[identity] = tower.end(run)
 
-    def _send_all(self, pixels: Sequence[PicturePixels]) -> Tensor:
-        """Returns the rows of pictures on the device. Rows of still pictures are half as long as
-        those of videos' frames; if both occur, the former are doubled."""
+    def _staged(self, pixels: Sequence[PicturePixels]) -> Tensor:
+        """Returns the rows of pictures in memory that a GPU reads. Rows of still pictures are half
+        as long as those of videos' frames; if both occur, the former are doubled."""
         longest = max(each.rows.shape[1] for each in pixels)
         rows = [each.widened(longest, self._tower.shapes.num_channels) for each in pixels]
-        return self.send(rows[0] if len(rows) == 1 else np.concatenate(rows))
+        return self._pinned(rows[0] if len(rows) == 1 else np.concatenate(rows))
 
-    def send(self, values: NDArray[np.uint8] | NDArray[np.int64]) -> Tensor:
+    def send(self, values: NDArray[np.int64]) -> Tensor:
         """Returns the values on the device, without waiting for it."""
-        is_cuda = self._device.type == "cuda"
+        return self._sent(self._pinned(values))
+
+    def _pinned(self, values: NDArray[np.uint8] | NDArray[np.int64]) -> Tensor:
         dtype = torch.uint8 if values.dtype == np.uint8 else torch.int64
-        own = torch.empty(values.shape, dtype=dtype, pin_memory=is_cuda)
+        own = torch.empty(values.shape, dtype=dtype, pin_memory=self._device.type == "cuda")
         own.numpy()[...] = values
-        return own.to(self._device, non_blocking=True)
+        return own
+
+    def _sent(self, values: Tensor) -> Tensor:
+        return values.to(self._device, non_blocking=True)
 
 
 def rows_of(

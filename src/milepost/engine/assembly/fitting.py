@@ -218,11 +218,17 @@ def bytes_of(
     found, model = measure_steps(executor, steps), executor.model
     if model.tower is None or settings is None:
         return found
-    tower, under_way = measure_tower(model.tower, settings, joins=config.encode_images_together)
+    tower = measure_tower(
+        model.tower,
+        settings,
+        joins=config.encode_images_together,
+        captures=not config.enforce_eager,
+    )
     return replace(
         found,
-        tower=tower,
-        under_way=under_way,
+        tower=tower.run,
+        under_way=tower.under_way,
+        tower_graphs=tower.graphs,
         encoded=(config.encoder_cache_size or 0) * token_bytes_of(model),
     )
 

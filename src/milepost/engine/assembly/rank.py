@@ -100,6 +100,8 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     executor = _executor(model, pools, fitted.steps, num_requests, max_model_len, settings)
     if executor.pictures is not None:
         executor.pictures.joins = config.encode_images_together
+        if fitted.step_bytes.tower_graphs:
+            executor.pictures.capture(fitted.step_bytes.tower_graphs)
     runner = Runner(
         executor,
         pools,

@@ -87,8 +87,12 @@ def compile_share(share: WarmShare) -> None:
         with torch.inference_mode():
             compile_steps(rehearsal(model, fitted.shape, fitted.steps), fitted.steps)
             if model.tower is not None and found.settings is not None:
-                joins = config.encode_images_together
-                measure_tower(model.tower, found.settings, joins=joins)
+                measure_tower(
+                    model.tower,
+                    found.settings,
+                    joins=config.encode_images_together,
+                    captures=not config.enforce_eager,
+                )
 
 
 @contextmanager
