@@ -1,11 +1,12 @@
 """Whether products of the few rows after a cache hit have the bits of the cold run's many rows, and
 what kernels that do cost.
 
-    PYTHONPATH=src:. python bench/kernels/hit_orders.py [--out FILE]
+    PYTHONPATH=src:. python bench/kernels/hit_orders.py [--shapes 35B] [--out FILE]
 
-A row of JSON for each shape, form and number of rows: the kernel that serves them, its time, and
-the share of rows with the bits that they have among 1,024, 2,048 and 8,192; then the same for the
-kernel that serves them with `batch_invariant`.
+A row of JSON for each shape, form and number of rows: the kernel that serves a decode, its time,
+and the share of rows with the bits that they have among 1,024, 2,048 and 8,192; then the same for
+the kernel that serves a prefill of a model that follows many rows (`models.many`), and for that
+which serves both with `batch_invariant`.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ SHAPES = {
     "35B attention in": (9216, 2048),
     "35B out": (2048, 4096),
     "35B router": (264, 2048),
+    "35B gates": (64, 2048),
     "9B Gated DeltaNet in": (12352, 4096),
     "9B up": (24576, 4096),
     "9B down": (4096, 12288),
     "9B out": (4096, 4096),
 }
 MANY = (1024, 2048, 8192)
-FEW = (16, 32, 64, 96, 128, 256, 512)
+FEW = (17, 32, 64, 72, 96, 128, 200, 256, 512)
 LEAST_BYTES = 256 << 20
 """Weights of a graph together: they outgrow the L2 cache."""
 
@@ -53,11 +55,12 @@ def main() -> int:
     out = provenance.ROOT / "out" / "hit-orders.jsonl"
     parser.add_argument("--out", type=Path, default=out)
     parser.add_argument("--forms", nargs="*", choices=("raw", "fp8"), default=("raw", "fp8"))
+    parser.add_argument("--shapes", default="", help="beginning of the names")
     arguments = parser.parse_args()
     found = []
     for form in arguments.forms:
         for name, shape in SHAPES.items():
-            if form == "fp8" and shape[0] % 128:
+            if not name.startswith(arguments.shapes) or (form == "fp8" and shape[0] % 128):
                 continue
             for row in survey(form, shape):
                 row = {"shape": name, "form": form} | row
@@ -83,25 +86,27 @@ def survey(form: str, shape: tuple[int, int]) -> Iterator[dict[str, Any]]:
     for num in FEW:
         own = hidden[:num].contiguous()
         row: dict[str, Any] = {"rows": num}
-        for way, weight in (("now", free), ("invariant", fixed)):
-            product = _multiply(own, weight)
+        ways = ("decode", free, False), ("prefill", free, True), ("invariant", fixed, False)
+        for way, weight, like_many in ways:
+            product = _multiply(own, weight, like_many=like_many)
             row[way] = {
-                "kernel": _name(own, weight),
-                "us": _time(own, weight),
+                "kernel": _name(own, weight, like_many=like_many),
+                "us": _time(own, weight, like_many=like_many),
                 "as many": [_equal(product, whole[many]) for many in MANY],
             }
         yield row
 
 
-def _multiply(rows: Tensor, weight: Form) -> Tensor:
+def _multiply(rows: Tensor, weight: Form, *, like_many: bool = False) -> Tensor:
     """As an output projection: partials are added up by the next norm."""
-    product = products.multiply(rows, weight, epilogue=Epilogue.PARTIALS)
+    product = products.multiply(rows, weight, epilogue=Epilogue.PARTIALS, like_many=like_many)
     assert isinstance(product, Tensor)
     return product if product.dim() == 2 else product.sum(1).to(rows.dtype)
 
 
-def _name(rows: Tensor, weight: Form) -> str:
-    given = Multiplication(as_activations(rows), weight, epilogue=Epilogue.PARTIALS)
+def _name(rows: Tensor, weight: Form, *, like_many: bool = False) -> str:
+    how = {"epilogue": Epilogue.PARTIALS, "like_many": like_many}
+    given = Multiplication(as_activations(rows), weight, **how)
     choice = PRODUCTS.choose(given.product, probe(rows.device))
     return "none" if choice is None else f"{choice.kernel.name}: {choice.order}"
 
@@ -112,10 +117,11 @@ def _equal(found: Tensor, expected: Tensor) -> float:
     return round(float(same.float().mean()), 4)
 
 
-def _time(rows: Tensor, weight: Form) -> float:
+def _time(rows: Tensor, weight: Form, *, like_many: bool = False) -> float:
     copies = max(2, min(24, LEAST_BYTES // (weight.num_outputs * weight.num_inputs)))
     weights = [replace(weight, values=weight.values.clone()) for _ in range(copies)]
-    calls = [partial(products.multiply, rows, each, epilogue=Epilogue.PARTIALS) for each in weights]
+    how = {"epilogue": Epilogue.PARTIALS, "like_many": like_many}
+    calls = [partial(products.multiply, rows, each, **how) for each in weights]
     return round(time_us(calls), 2)
 
 

@@ -9,10 +9,16 @@ import torch
 
 pytest.importorskip("milepost.kernels.attention.run", exc_type=ImportError)
 
-from milepost.kernels import sampling
+from milepost.kernels import norm, products, sampling
 from milepost.kernels.attention import run
+from milepost.kernels.attention.items import AttentionItems
+from milepost.kernels.layout.emit import Emit
+from milepost.kernels.platform.device import probe
+from milepost.kernels.products.forms.matrix import Epilogue, Matrix
+from milepost.kernels.products.table import PRODUCTS, Product
 from tests.kernels.attention_cases import Case, Step
 from tests.kernels.orders import NUM_ROWS, SHAPES, compare, forms
+from tests.kernels.quantised_cases import make_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,6 +63,67 @@ def test_a_decode_has_the_same_bits_beside_others(num_beside: int, *, has_float8
         for count, work in ((len(together.query), items), (1, alone))
     ]
     assert torch.equal(outputs[0][:1], outputs[1])
+
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs Hopper, where cuBLAS was compared",
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("form", ["raw", "fp8"])
+@pytest.mark.parametrize("shape", [(2048, 4096), (9216, 2048), (264, 2048), (64, 2048)], ids=str)
+def test_few_rows_of_a_prefill_have_the_bits_of_many(form: str, shape: tuple[int, int]) -> None:
+    if form == "fp8" and shape[0] % 128:
+        pytest.skip("blocks are not whole")
+    weight, chip = dict(forms(*shape))[form], probe(torch.device("cuda"))
+    rows = make_rows(2048, shape[1]).cuda().bfloat16()
+    how = {"epilogue": Epilogue.PARTIALS, "like_many": True}
+    many = products.multiply(rows, weight, **how)
+    different, are_split = {}, []
+    for num in (17, 33, 48, 64, 65, 72, 96, 128, 129, 200, 256, 384, 512):
+        own = rows[-num:].contiguous()
+        few = products.multiply(own, weight, **how)
+        if not torch.equal(few, many[-num:]):
+            product = Product(Matrix.of(weight), num, **how)
+            choice = PRODUCTS.choose(product, chip)
+            different[num] = "none" if choice is None else f"{choice.kernel.name}: {choice.order}"
+        are_split.append(products.multiply(own, weight, epilogue=Epilogue.PARTIALS).dim() == 3)
+    assert different == {}
+    assert any(are_split) or shape[0] > 8192, "a decode's sums are in parts"
+
+
+@pytest.mark.parametrize("num_rows", [17, 64, 300])
+def test_few_norms_of_a_prefill_have_the_bits_of_many(num_rows: int) -> None:
+    hidden, delta = (torch.randn(2048, 2048, device="cuda").bfloat16() for _ in range(2))
+    scale = torch.rand(2048, device="cuda")
+    how = {"emit": Emit.BOTH, "like_many": True}
+    total, normed = norm.add_norm(hidden, delta, scale, 1e-6, **how)
+    own = slice(2048 - num_rows, None)
+    few_total, few = norm.add_norm(hidden[own], delta[own], scale, 1e-6, **how)
+    assert torch.equal(few_total, total[own])
+    assert torch.equal(few.values, normed.values[own])
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_new", [17, 60, 300])
+def test_tokens_after_a_hit_attend_as_in_a_cold_run(num_new: int) -> None:
+    """The same KV and queries: the cold run has them all, the hit the last ones."""
+    how = {"num_heads": 16, "num_kv_heads": 2, "head_dim": 256, "dtype": torch.bfloat16}
+    case = Case(starts=(0,), lengths=(1300,), num_programs=132, like_many=True, **how)
+    cold = Step(case, "cuda")
+    hit = Step(replace(case, starts=(1300 - num_new,), lengths=(num_new,)), "cuda")
+
+    def attend(step: Step, items: AttentionItems) -> torch.Tensor:
+        query, gate = (None if each is None else each[-len(step.query) :] for each in given)
+        work = step.on_device(items)
+        return run.attend(query.contiguous(), gate.contiguous(), cold.kv(), work, 256**-0.5)
+
+    given = cold.query, cold.gate
+    assert torch.equal(attend(hit, hit.items()), attend(cold, cold.items())[-num_new:])
+    hit.case = replace(hit.case, like_many=False)
+    assert hit.items().num_partials, "without it tiles are cut"
 
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)

@@ -47,6 +47,7 @@ class Case:
     least_rows: int = NARROW_ROWS
     capacity: Capacity | None = None
     window: int | None = None
+    like_many: bool = False
 
 
 class Step:
@@ -126,6 +127,7 @@ class Step:
             num_programs=case.num_programs,
             max_dequantised=case.max_dequantised,
             window=case.window,
+            like_many=case.like_many,
         )
         tables = self.tables if share else None
         return work.lay_out(case.starts, case.lengths, self.rows, tiling, tables)

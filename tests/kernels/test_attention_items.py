@@ -75,6 +75,25 @@ def test_a_short_sequence_is_cut_into_whole_units() -> None:
     assert items[:, BEGIN].tolist() == list(range(0, 191, 32))
 
 
+@pytest.mark.parametrize(
+    ("start", "length", "like_many", "are_whole"),
+    [
+        (1000, 60, True, True),
+        (1000, 60, False, False),
+        (1000, 300, True, True),
+        (0, 1300, True, True),
+        (0, 1300, False, True),
+        (4000, 60, True, False),  # it would take more than `LIKE_MANY_COST` longer
+    ],
+)
+def test_wide_tiles_after_a_hit_are_whole_where_that_costs_little(
+    start: int, length: int, *, like_many: bool, are_whole: bool
+) -> None:
+    items = lay_out(Step((start,), (length,), 0), 8, like_many=like_many)
+    assert (items.num_partials == 0) == are_whole
+    assert bool((items.wide[:, ORDINAL] == -1).all()) == are_whole
+
+
 @settings(deadline=None)
 @given(
     steps(),

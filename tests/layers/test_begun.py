@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def run(part: Projecting, num_tokens: int) -> tuple[Tensor, Tensor]:
     hidden = torch.randn(num_tokens, 6, generator=torch.Generator().manual_seed(1))
     block = ResidualBlock(part, pre=RMSNorm(6, 1e-6, replace(KIND)))
     block.pre.fill(1.0, torch.Generator())
-    return block.run(hidden, 2 * hidden, None, (0,), ends=False)
+    return block.run(hidden, 2 * hidden, SimpleNamespace(like_many=False), (0,), ends=False)
 
 
 @pytest.mark.parametrize(

@@ -388,3 +388,14 @@ def _arrays(step) -> list[np.ndarray]:
     from milepost.runner.staging import _arrays as walk
 
     return list(walk(step))
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_prefills_alone_are_like_many(tables: HostTables, *, follows: bool) -> None:
+    geometry = replace(GEOMETRY, follows_many=follows)
+    prefill = steps(sequence(0, [1, 2, 3, 4], 1))
+    tables.follow(prefill)
+    assert build(prefill, tables, geometry, exact_capacity(prefill)).like_many == follows
+    decode = StepPlan(sequences=(sequence(4, [5], 1, new_pages=()),))
+    tables.follow(decode)
+    assert not build(decode, tables, geometry, exact_capacity(decode)).like_many

@@ -222,7 +222,7 @@ class Attention(nn.Module):
         tables = ctx.tables if shapes.window is None else ctx.window_tables
         kv = PagedKV(ctx.kv[number], tables, self.kv_scales.values)
         attended = attention.attend(query, gate, kv, layout, scale, selection=selection)
-        return self.out(attended, epilogue=Epilogue.PARTIALS)
+        return self.out(attended, epilogue=Epilogue.PARTIALS, like_many=ctx.like_many)
 
     def store(self, rows: Inputs, ctx: Context, number: int) -> None:
         """Writes the KV of the step's tokens and computes nothing else; tokens are laid out as for
@@ -234,7 +234,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Writes KV; returns queries [T, H, E] and the whole projection."""
         norms = self.norms
-        projected = self.qkv_gate(rows, launch_dependents=ctx.decodes)
+        how = {"launch_dependents": ctx.decodes, "like_many": ctx.like_many}
+        projected = self.qkv_gate(rows, **how)
         if norms is not None and norms.is_whole:
             self._norm_whole(projected, norms)
             norms = None

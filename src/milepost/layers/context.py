@@ -145,6 +145,9 @@ class StepArrays:
     """[1] int32, number of tokens that are sampled after."""
     decodes: bool
     """Whether every sequence decodes."""
+    like_many: bool = False
+    """Whether rows are added up as each of many rows is, so that the few after a cache hit have the
+    bits of a cold run: in prefills of models whose operations all can (see `models.many`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,3 +214,8 @@ class Context:
         """Whether every sequence decodes. If so, the kernel after a projection starts before the
         projection ends; in a prefill, kernels that start early would crowd the running ones."""
         return self.step.decodes
+
+    @property
+    def like_many(self) -> bool:
+        """See `StepArrays`."""
+        return self.step.like_many

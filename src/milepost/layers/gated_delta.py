@@ -188,13 +188,13 @@ class GatedDelta(nn.Module):
             gates_by_sigmoid=self.shapes.gates_by_sigmoid,
         )
         mixed = recurrent.mix(
-            self.projection(rows, launch_dependents=ctx.decodes),
+            self.projection(rows, launch_dependents=ctx.decodes, like_many=ctx.like_many),
             weights,
             ctx.layer_states(number),
             ctx.step.layouts[self.operation],
             emit=self.out.reads,
         )
-        return self.out(mixed, epilogue=Epilogue.PARTIALS)
+        return self.out(mixed, epilogue=Epilogue.PARTIALS, like_many=ctx.like_many)
 
     def placements(self) -> WeightSlots:
         heads = self._segments(self.full.num_value_heads)

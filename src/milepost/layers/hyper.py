@@ -65,6 +65,7 @@ class HyperConnection(nn.Module):
         *,
         emit: Emit = Emit.VALUES,  # noqa: ARG002
         begun: Begun | None = None,  # noqa: ARG002
+        like_many: bool = False,  # noqa: ARG002
     ) -> tuple[Tensor, Inputs]:
         """Mixes the streams after the last layer, whose output they have: see `StreamNorm`."""
         assert delta is None, "blocks add their outputs themselves"

@@ -122,6 +122,7 @@ class Linear(nn.Module):
         epilogue: Epilogue = Epilogue.NONE,
         emit: Emit = Emit.VALUES,
         launch_dependents: bool = True,
+        like_many: bool = False,
     ) -> Inputs:
         """Multiplies `rows` [T, I] by the projection and applies the epilogue: see
         `products.multiply`. A projection with several matrices returns whole outputs, not
@@ -135,8 +136,10 @@ class Linear(nn.Module):
                 epilogue=epilogue,
                 emit=emit,
                 launch_dependents=launch_dependents,
+                like_many=like_many,
             )
-        output = self._multiply_apart(rows, launch_dependents=launch_dependents)
+        how = {"launch_dependents": launch_dependents, "like_many": like_many}
+        output = self._multiply_apart(rows, **how)
         if epilogue is not Epilogue.GATED:
             return output
         return products.gate(output, emit, batch_invariant=self.kind.batch_invariant)
@@ -145,7 +148,7 @@ class Linear(nn.Module):
     """Bypasses `nn.Module.__call__`: there are no hooks to run, and it costs as much as a small
     operation."""
 
-    def _multiply_apart(self, rows: Inputs, *, launch_dependents: bool) -> Tensor:
+    def _multiply_apart(self, rows: Inputs, **how: bool) -> Tensor:
         """Multiplies by one matrix after another, skipping the product that came with the rows."""
         output, groups = self._made_of(rows), list(range(len(self.weights)))
         if output is not None:
@@ -154,7 +157,6 @@ class Linear(nn.Module):
             made = as_activations(rows)
             output = made.new_empty(*made.shape[:-1], self._num_outputs)
         biases = self.biases or [None] * len(self.weights)
-        how = {"launch_dependents": launch_dependents}
         beside = self._beside if len(groups) > 1 else None
         if beside is not None:
             products.multiply(rows, self._weight.form, into=output, beside=beside, **how)

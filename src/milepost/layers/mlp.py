@@ -51,17 +51,18 @@ class MLP(nn.Module):
         """See `Part`."""
         return self.up.reads
 
-    def forward(self, rows: Inputs) -> Tensor:
-        return self.down(self._units(rows))
+    def forward(self, rows: Inputs, *, like_many: bool = False) -> Tensor:
+        return self.down(self._units(rows, like_many=like_many), like_many=like_many)
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
         """Returns the output, or partials [T, P, H] of it, which the reader adds up. Padding costs
         nothing here, so it does not matter which tokens are real."""
-        return self.down(self._units(rows), epilogue=Epilogue.PARTIALS)
+        units = self._units(rows, like_many=ctx.like_many)
+        return self.down(units, epilogue=Epilogue.PARTIALS, like_many=ctx.like_many)
 
-    def _units(self, rows: Inputs) -> Inputs:
-        if self.is_gated and self.limit:
-            return norm.silu_mul(self.up(rows), self.limit)
-        if self.is_gated:
-            return self.up(rows, epilogue=Epilogue.GATED, emit=self.down.reads)
-        return norm.relu_squared(self.up(rows))
+    def _units(self, rows: Inputs, *, like_many: bool) -> Inputs:
+        if self.is_gated and not self.limit:
+            how = {"emit": self.down.reads, "like_many": like_many}
+            return self.up(rows, epilogue=Epilogue.GATED, **how)
+        units = self.up(rows, like_many=like_many)
+        return norm.silu_mul(units, self.limit) if self.is_gated else norm.relu_squared(units)

@@ -137,27 +137,31 @@ class MoE(nn.Module):
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
         """Returns the output as partials, which the reader adds up."""
-        return self.partials(rows, ctx.num_real)
+        return self.partials(rows, ctx.num_real, like_many=ctx.like_many)
 
-    def partials(self, rows: Inputs, num_real: Tensor | None = None) -> Tensor:
+    def partials(
+        self, rows: Inputs, num_real: Tensor | None = None, *, like_many: bool = False
+    ) -> Tensor:
         """Computes `run`; tokens from `num_real` [1] on are padding."""
         is_precise = self.shapes.scores.kind == "sigmoid"
         epilogue = Epilogue.FLOAT32 if is_precise else Epilogue.PARTIALS
-        logits = self.router(rows, epilogue=epilogue)[..., : self.num_logits]
-        inputs = rows if self.latent_in is None else self.latent_in(rows)
+        how = {"like_many": like_many}
+        logits = self.router(rows, epilogue=epilogue, **how)[..., : self.num_logits]
+        inputs = rows if self.latent_in is None else self.latent_in(rows, **how)
         shares, experts = self._route(logits, rows.dtype, num_real)
         partials = self.experts.mix(inputs, shares, experts, self.shapes.limit)
         if self.latent_out is not None:
-            partials = self.latent_out(partials.sum(1))[:, None]
+            partials = self.latent_out(partials.sum(1), **how)[:, None]
         if self.shared_gate is not None:
-            partials[:, 0].addcmul_(self._gate_shared(rows), self.shared(rows))
+            shared = self.shared(rows, **how)
+            partials[:, 0].addcmul_(self._gate_shared(rows, **how), shared)
         elif self.shared is not None:
-            partials[:, 0].add_(self.shared(rows))
+            partials[:, 0].add_(self.shared(rows, **how))
         return partials
 
-    def _gate_shared(self, rows: Inputs) -> Tensor:
+    def _gate_shared(self, rows: Inputs, **how: bool) -> Tensor:
         """Returns the shared expert's share [T, 1]."""
-        gate = self.shared_gate(rows)
+        gate = self.shared_gate(rows, **how)
         # On a CPU the last elements of a tensor are computed in another way than the others.
         is_split = self.kind.batch_invariant and not gate.is_cuda
         return in_blocks(torch.sigmoid, gate) if is_split else gate.sigmoid_()

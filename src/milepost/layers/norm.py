@@ -38,6 +38,7 @@ class StreamNorm(Protocol):
         *,
         emit: Emit = Emit.VALUES,
         begun: Begun | None = None,
+        like_many: bool = False,
     ) -> tuple[Tensor, Inputs]:
         """Adds the output of the part before to the stream. Returns the stream and what the next
         part reads of it: see `RMSNorm.add`."""
@@ -85,10 +86,11 @@ class RMSNorm(nn.Module):
         *,
         emit: Emit = Emit.VALUES,
         begun: Begun | None = None,
+        like_many: bool = False,
     ) -> tuple[Tensor, Inputs]:
         """Adds a layer's output to the residual stream and norms it. Returns the sum [T, N] and its
         norm, in the form that `emit` asks for; the product that was `begun` is computed in the same
-        launch.
+        launch. With `like_many` a row is added up as each of many rows is.
 
         `hidden` is [T, N]; `delta` is [T, N], partials [T, P, N], or None. Partials are summed over
         all ranks.
@@ -106,6 +108,7 @@ class RMSNorm(nn.Module):
             total, normed = norm.add_norm_and_multiply(hidden, delta, *how, *product)
             return total, Activations(values=normed, projected=begun.projected)
         options = {"emit": emit, "batch_invariant": self.kind.batch_invariant}
+        options["like_many"] = like_many
         if of_output is not None:
             options["delta_scale"] = of_output.scale
         return norm.add_norm(hidden, delta, *how, **options)

@@ -42,6 +42,7 @@ class ResidualAttention(nn.Module):
         *,
         emit: Emit = Emit.VALUES,
         begun: Begun | None = None,
+        like_many: bool = False,
     ) -> tuple[Tensor, Inputs]:
         """Takes in `delta`, the output of the part before, as `RMSNorm.add` does. `hidden` is the
         stream [T, S, C], or the embedding [T, C]. Returns the stream and the normed mixture."""
@@ -52,7 +53,7 @@ class ResidualAttention(nn.Module):
             sources = torch.cat((sources, whole[:, None]), 1)
             delta = None
         mixed = self._mix(sources, delta)
-        return sources, self.norm.add(mixed, None, emit=emit, begun=begun)[1]
+        return sources, self.norm.add(mixed, None, emit=emit, begun=begun, like_many=like_many)[1]
 
     def _mix(self, sources: Tensor, delta: Tensor | None) -> Tensor:
         how = self.scale, self.query, self.norm.eps

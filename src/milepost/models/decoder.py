@@ -199,7 +199,7 @@ class Decoder(nn.Module):
                 ends = ctx.last_tokens_only and (layer, block) == self._last
                 hidden, delta = block.run(hidden, delta, ctx, numbers, ends=ends)
                 ctx = ctx.at_ends() if ends else ctx
-        hidden = self.norm.add(hidden, delta)[1]
+        hidden = self.norm.add(hidden, delta, like_many=ctx.like_many)[1]
         if self.mtp is not None:
             assert not ctx.last_tokens_only, "a head takes in every token"
             self.mtp.note(token_ids, self.embedding, hidden, ctx)

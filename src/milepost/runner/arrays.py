@@ -30,6 +30,9 @@ from milepost.kernels.layout.batch import (
 )
 from milepost.kernels.platform.device import Chip
 from milepost.layers.context import StepArrays
+from milepost.models.decoder import Decoder
+from milepost.models.many import follows_many
+from milepost.runner.pools import Pools
 from milepost.runner.positions import shifted
 from milepost.runner.records import NO_ROW, RecordRows
 from milepost.runner.tables import HostTables
@@ -51,10 +54,29 @@ class Geometry:
     chip: Chip | None
     """The GPU's properties, or None if the reference kernels run."""
     has_float8_kv: bool = False
+    follows_many: bool = False
+    """Whether prefills of few tokens are added up as those of many are."""
     window_page_rows: int = 0
     """Number of KV rows from one window page to the next."""
     merge_size: int | None = None
     """Patches of a token's side, if a picture's tokens have rows and columns for positions."""
+
+    @staticmethod
+    def of(model: Decoder, pools: Pools, chip: Chip | None) -> Geometry:
+        """Returns those of a model with these pools. On a `chip` its fused kernels run."""
+        has_float8_kv = chip is not None and pools.has_float8_kv
+        return Geometry(
+            operations=model.operations,
+            page_size=pools.page_size,
+            page_rows=pools.page_rows,
+            device=pools.device,
+            chip=chip,
+            has_float8_kv=has_float8_kv,
+            follows_many=chip is not None
+            and follows_many(model, chip, has_float8_kv=has_float8_kv),
+            window_page_rows=pools.window_page_rows,
+            merge_size=model.merge_size,
+        )
 
 
 def build(
@@ -111,6 +133,7 @@ def begin(
         num_sampled=np.array([len(spread.sampled)], np.int32),
         layouts={},
         decodes=capacity.decodes,
+        like_many=batch.like_many,
     )
     return step, batch
 
@@ -207,6 +230,7 @@ def _batch(
         device=geometry.device,
         chip=geometry.chip,
         has_float8_kv=geometry.has_float8_kv,
+        like_many=geometry.follows_many and not capacity.decodes,
     )
 
 

@@ -64,16 +64,7 @@ class DeviceExecutor:
         self._pools = pools
         sizes = num_requests, -(-max_model_len // pools.page_size), pools.page_size
         self._tables = PageTables(*sizes, pools.device, has_windows=pools.all_windows is not None)
-        self._geometry = Geometry(
-            operations=model.operations,
-            page_size=pools.page_size,
-            page_rows=pools.page_rows,
-            window_page_rows=pools.window_page_rows,
-            device=pools.device,
-            chip=probe(pools.device),
-            has_float8_kv=pools.has_float8_kv,
-            merge_size=model.merge_size,
-        )
+        self._geometry = Geometry.of(model, pools, probe(pools.device))
         most = [
             arrays.build(_NOTHING, self._tables.host, self._geometry, capacity)
             for capacity in {largest, replace(largest, num_drafts=0)}

@@ -45,15 +45,7 @@ class PlainExecutor:
         windows = HostTables.of_windows(*sizes) if pools.all_windows is not None else None
         self._tables = HostTables(*sizes, windows)
         self._records = RecordRows(pools.num_record_rows)
-        self._geometry = Geometry(
-            operations=model.operations,
-            page_size=pools.page_size,
-            page_rows=pools.page_rows,
-            device=pools.device,
-            window_page_rows=pools.window_page_rows,
-            chip=None,
-            merge_size=model.merge_size,
-        )
+        self._geometry = Geometry.of(model, pools, None)
         has_head = model.mtp is not None
         self._drafting = Drafting(model, pools, self._tables, self._geometry) if has_head else None
 

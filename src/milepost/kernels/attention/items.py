@@ -35,6 +35,7 @@ from milepost.kernels.attention.tiles import (
     END,
     FIRST,
     GRID,
+    LIKE_MANY_COST,
     NARROW_CUT_COST,
     POSITION,
     TOKENS,
@@ -106,6 +107,8 @@ class Tiling(NamedTuple):
     """Tokens that a token attends to; None: all. Nothing before them is shared, or read."""
     capacity: Capacity | None = None
     """Room in arrays; None: for the step alone."""
+    like_many: bool = False
+    """Whether wide tiles are left whole where that costs little: those of many tokens are."""
     batch_invariant: bool = False
     """Whether items depend on a sequence alone: none are shared, decodes' are narrow, a token each,
     those of prefills are wide, and all are cut by their positions."""
@@ -140,6 +143,7 @@ def tile(
         num_programs=chip.num_sms,
         shapes=shapes,
         capacity=None if batch.capacity.is_exact else batch.capacity,
+        like_many=batch.like_many,
     )
 
 
@@ -241,7 +245,8 @@ def _lay_out(
     if narrow_pieces is None:
         given = tiling.narrow_programs, NARROW_CUT_COST, shapes.narrow_waves
         narrow_pieces = count_pieces(units_of(narrow, shapes.narrow_unit), *given)
-    wide_pieces = count_pieces(units_of(wide), tiling.programs, WIDE_CUT_COST)
+    gain = LIKE_MANY_COST if tiling.like_many else 0.0
+    wide_pieces = count_pieces(units_of(wide), tiling.programs, WIDE_CUT_COST, least_gain=gain)
     return _assemble(narrow, wide, narrow_pieces, wide_pieces, tiling)
 
 

@@ -206,19 +206,24 @@ _ITEM_COST = 0.5
 """Cost of beginning and ending an item."""
 NARROW_CUT_COST, WIDE_CUT_COST = 0.2, 1.0
 """Costs of writing an item's partial results and reading them again."""
+LIKE_MANY_COST = 8.0
+"""Most that it may cost to leave wide tiles whole, as those of many tokens are."""
 _COMBINE_COST = 1.5
 """Cost of launching the kernel that combines them."""
 
 
-def count_pieces(units: Ints, programs: int, cut_cost: float, most_waves: int = WAVES) -> Ints:
+def count_pieces(
+    units: Ints, programs: int, cut_cost: float, most_waves: int = WAVES, least_gain: float = 0.0
+) -> Ints:
     """Returns the number of pieces [N] to cut tiles with these units of KV [N] into, so that
     `programs` at a time finish soonest, each after at most `most_waves` items; `cut_cost` is that
-    of a partial result."""
+    of a partial result. They are cut if that gains more than `least_gain`."""
     best = np.ones_like(units)
     if not len(units):
         return best
     total, longest = int(units.sum()), int(units.max())
     least = _cost(len(units), total, longest, int(units.min()), _ITEM_COST, programs)
+    least -= least_gain
     for waves in range(1, most_waves + 1):
         size = -(-total // (programs * waves))
         if size >= longest:

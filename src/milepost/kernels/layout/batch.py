@@ -103,6 +103,8 @@ class Batch:
     chip: Chip | None
     """None where the reference kernels run."""
     has_float8_kv: bool = False
+    like_many: bool = False
+    """Whether tokens of a prefill attend as each of many tokens does, where that costs little."""
     samples: Ints | None = None
     """[S] whether each sequence samples after its last token; None if all do."""
     recorded: Ints | None = None
@@ -141,6 +143,7 @@ class Batch:
             capacity=replace(
                 self.capacity, num_tokens=num, num_sequences=num, num_exports=0, decodes=True
             ),
+            like_many=False,
             samples=None,
             recorded=None,
         )

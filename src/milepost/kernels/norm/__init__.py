@@ -31,14 +31,17 @@ def add_norm(
     delta_scale: Tensor | None = None,
     emit: Emit = Emit.VALUES,
     batch_invariant: bool = False,
+    like_many: bool = False,
 ) -> tuple[Tensor, Inputs]:
     """See `reference.add_norm`; the norm is handed on as `emit` asks. With `batch_invariant`, a
-    row's bits do not depend on the number of rows."""
+    row's bits do not depend on the number of rows; with `like_many` they are those of many rows,
+    except for partials."""
     if runs_triton(hidden):
         from milepost.kernels.norm import triton
 
-        how = {"delta_scale": delta_scale, "emit": emit, "batch_invariant": batch_invariant}
-        return triton.add_norm(hidden, delta, scale, eps, multiplier, **how)
+        how = {"batch_invariant": batch_invariant, "like_many": like_many}
+        out = {"delta_scale": delta_scale, "emit": emit}
+        return triton.add_norm(hidden, delta, scale, eps, multiplier, **out, **how)
     return reference.add_norm(hidden, delta, scale, eps, multiplier, delta_scale=delta_scale)
 
 

@@ -41,9 +41,11 @@ def add_norm(
     delta_scale: Tensor | None = None,
     emit: Emit = Emit.VALUES,
     batch_invariant: bool = False,
+    like_many: bool = False,
 ) -> tuple[Tensor, Inputs]:
     """As `reference.add_norm`; rows of `hidden` and `delta` may lie apart. Sums are float32. With
-    `batch_invariant` as many threads add a row up whatever the number of rows."""
+    `batch_invariant` as many threads add a row up whatever the number of rows; with `like_many` as
+    many as add up each of many rows."""
     check_rows(hidden=hidden, delta=delta, scale=scale, delta_scale=delta_scale)
     num_tokens, size = hidden.shape
     fp8 = room_for(num_tokens, size, hidden, emit)
@@ -51,7 +53,7 @@ def add_norm(
     total = hidden if delta is None else torch.empty_like(normed)
     num_parts, *strides = parts_of(delta)
     columns = next_power_of_2(size)
-    are_many = num_tokens > _MANY and num_parts <= 1 and not batch_invariant
+    are_many = (num_tokens > _MANY or like_many) and num_parts <= 1 and not batch_invariant
     of_thread = 8 if are_many else 4
     _add_norm_kernel[(num_tokens,)](
         hidden,

@@ -79,17 +79,20 @@ def multiply(
     into: Tensor | None = None,
     beside: Raw | None = None,
     launch_dependents: bool = True,
+    like_many: bool = False,
 ) -> Inputs:
     """Multiplies `rows` [T, I] by the transposed `weight` [O, I], adds `bias` [O] and applies the
     epilogue.
 
     Gated outputs are returned as `emit` asks; all others are tensors. Whole products may go `into`
     a tensor [T, O], whose rows may lie apart; with `beside`, a raw weight for the same rows, into
-    [T, O + R]. On a GPU the next kernel may start early, unless `launch_dependents` is False.
+    [T, O + R]. On a GPU the next kernel may start early, unless `launch_dependents` is False; with
+    `like_many` an output's terms are added in the order that many rows have, if there is a kernel
+    for few that does.
     """
     assert into is None or epilogue is Epilogue.NONE, "only whole products have a place"
     given = Multiplication(
-        as_activations(rows), weight, bias, epilogue, into, beside, launch_dependents
+        as_activations(rows), weight, bias, epilogue, into, beside, launch_dependents, like_many
     )
     if beside is not None:
         return _multiply_beside(given, beside)

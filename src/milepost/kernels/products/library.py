@@ -9,10 +9,11 @@ from torch import Tensor
 from milepost.kernels.layout.emit import LINE
 from milepost.kernels.products.forms.matrix import Epilogue, Raw
 from milepost.kernels.products.forms.quantised import FourBits, Fp8
+from milepost.kernels.products.hopper.tiles import LibraryTiles
 from milepost.kernels.products.run import Multiplication
 
 
-def run(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
+def run(given: Multiplication, tiles: LibraryTiles) -> Tensor:  # noqa: ARG001
     """Multiplies with raw weights."""
     weight = given.weight
     assert isinstance(weight, Raw), "the kernel's form"

@@ -41,6 +41,8 @@ class Multiplication(NamedTuple):
     """[R, I]"""
     launch_dependents: bool = True
     """Whether the next kernel may start early."""
+    like_many: bool = False
+    """See `Product`."""
 
     @property
     def values(self) -> Tensor:
@@ -78,6 +80,7 @@ class Multiplication(NamedTuple):
             alignment=alignment,
             is_contiguous=is_contiguous,
             num_beside=0 if self.beside is None else self.beside.num_outputs,
+            like_many=self.like_many and len(self.rows) > 1,
         )
 
     def new_output(self, split_k: int = 1) -> Tensor:

@@ -23,6 +23,8 @@ _MOST_BESIDE = 128
 """Raw outputs of a product beside another, at most: each unit reads all rows."""
 _MANY_ROWS = 64
 """Above this, torch's GEMM is as fast as ours, or it pays off to make 16-bit weights first."""
+_WHOLE_INPUTS = 4096
+"""Inputs up to which a sum costs little more if it is not cut into parts."""
 _NORMED_INPUTS, _NORMED_OUTPUTS = 4096, 512
 """Sizes of products that take no longer than the norm before them, at most."""
 
@@ -40,10 +42,19 @@ class Product(NamedTuple):
     """Whether a row's values are adjacent."""
     num_beside: int = 0
     """Raw outputs of a product beside this one."""
+    like_many: bool = False
+    """Whether several rows should have the order of many: those of a prefill, however few a hit
+    leaves. A sum with many inputs is cut into parts even so."""
 
     @property
     def form(self) -> type[Any]:
         return self.weight.form
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a sum is not cut into parts, though that would be faster."""
+        is_short = self.weight.num_inputs <= _WHOLE_INPUTS
+        return self.weight.batch_invariant or (self.like_many and is_short)
 
     @property
     def is_row(self) -> bool:
@@ -91,6 +102,8 @@ _SHORT: Condition[Product] = ("it takes longer than the norm", lambda it, _:
     it.weight.num_inputs <= _NORMED_INPUTS and it.weight.num_outputs <= _NORMED_OUTPUTS)
 _NARROW: Condition[Product] = (f"more than {row_tiles.FEW_INPUTS} inputs", lambda it, _:
     it.weight.num_inputs <= row_tiles.FEW_INPUTS)
+_FREE: Condition[Product] = ("many rows have another order", lambda it, _:
+    not it.is_whole or it.weight.batch_invariant)
 _SMALL: Condition[Product] = ("torch's GEMM is as fast", lambda it, _:
     it.num_rows <= tiles.FEW_ROWS or it.weight.num_outputs <= tiles.FEW_OUTPUTS
     or it.epilogue is Epilogue.FLOAT32)
@@ -138,10 +151,11 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         batch_invariant=True, **_HOPPER_FEW),
     row("raw gemm", "products.portable.gemm", _RAW, "64 seq", _INVARIANT,
         _CONTIGUOUS, epilogues=_ALL, cut=tiles.cut_raw_invariant, batch_invariant=True),
-    row("raw small_m", "products.portable.gemm", _RAW, "{tiles.tiles.block_k} seq", _SMALL,
-        _CONTIGUOUS, rows=RowRange(above=1, most=2 * _MANY_ROWS), epilogues=_ALL,
+    row("raw small_m", "products.portable.gemm", _RAW, "{tiles.tiles.block_k} seq", _FREE,
+        _SMALL, _CONTIGUOUS, rows=RowRange(above=1, most=2 * _MANY_ROWS), epilogues=_ALL,
         cut=tiles.cut_raw),
-    row("torch's GEMM", "products.library", _RAW, "cuBLAS", epilogues=_ALL),
+    row("torch's GEMM", "products.library", _RAW, "{tiles.order}", epilogues=_ALL,
+        cut=hopper.cut_library),
     row("fp8 gemv over a ring, Hopper", "products.hopper.gemv_ring", (Fp8,), "8 parts, 128 seq",
         _RING, _PARTS, _HALVES, _ROW, rows=_ONE, epilogues=_GATED, needs=HOPPER),
     row("gemv, Hopper", "products.hopper.gemv", _BLOCKED, "8 parts, 128 seq", _HALVES, _ROW,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
@@ -65,7 +65,7 @@ def cut_raw(product: Product, chip: Chip) -> RawTiles | None:
         return None
     wide, long, square, small = _RAW_STAGES[block_m]
     stages, block_n, warps, programs, split_k = long, 64, 4, 1, 1
-    if weight.batch_invariant:
+    if product.is_whole:
         # Partials' sums would differ from those of many rows, so narrow tiles fill the SMs.
         block_n = _spread(num_outputs, sms, 128)
         sizes = {"block_m": block_m, "block_n": block_n, "num_stages": min(wide, long)}
@@ -98,6 +98,27 @@ def _spread(num_outputs: int, num_sms: int, widest: int) -> int:
     """Returns the width of tiles that gives all SMs the same number of them."""
     rounds = cdiv(num_outputs, num_sms * widest)
     return cdiv(cdiv(num_outputs, num_sms * rounds), _NARROWEST) * _NARROWEST
+
+
+_LIBRARY_INPUTS = 4096
+"""Inputs up to which cuBLAS was seen to add up raw products as `cut_raw`'s kernel does. It cuts
+12,288 inputs into parts if there are 96 to 256 rows, and not if there are more."""
+_LIBRARY_ROWS = 64
+"""Rows above which it was compared."""
+
+
+class LibraryTiles(NamedTuple):
+    """Properties of a GEMM that torch cuts up."""
+
+    order: str
+
+
+def cut_library(product: Product, chip: Chip) -> LibraryTiles:
+    """Returns the order of a GEMM with raw weights by cuBLAS, as far as it is known."""
+    is_hopper = chip.capability == (9, 0) and chip.arch != "cpu"
+    is_short = product.weight.num_inputs <= _LIBRARY_INPUTS and product.num_rows > _LIBRARY_ROWS
+    is_known = is_hopper and is_short and product.epilogue is not Epilogue.FLOAT32
+    return LibraryTiles(f"{RAW_BLOCK_K} seq" if is_known else "cuBLAS")
 
 
 MMA_M = 64
@@ -144,9 +165,9 @@ def cut_fp8(product: Product, chip: Chip) -> Fp8Tiles | None:
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
     if not block_m or not weight.is_blocked or num_inputs % BLOCK:
         return None
-    if num_outputs > chip.num_sms * 64 or weight.batch_invariant:
+    if num_outputs > chip.num_sms * 64 or product.is_whole:
         block_n = _spread(num_outputs, chip.num_sms, _WIDE_N)
-        if weight.batch_invariant:
+        if product.is_whole:
             block_n = max(block_n, _LEAST_FP8_N)
         return Fp8Tiles(block_m=block_m, block_n=block_n, split_k=1)
     split_k, units = 1, cdiv(num_outputs, _WIDE_N)

@@ -165,7 +165,7 @@ def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
     if chip.capability[0] == 10:
         tiles = OF_TENSOR_MEMORY.get(tiles, tiles)
     tiles = tiles.fitted(chip, num_bytes=1 if weight.form is Int8 else 2)
-    has_parts = product.epilogue is Epilogue.PARTIALS and not weight.batch_invariant
+    has_parts = product.epilogue is Epilogue.PARTIALS and not product.is_whole
     if num_rows <= MORE.block_m and has_parts:
         split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
     return SplitTiles(tiles=tiles, split_k=split_k)
