@@ -32,7 +32,7 @@ class GemvTiles(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What a kernel is told."""
+        """Sizes that a kernel is compiled for."""
         return {"block_n": self.block_n, "block_k": self.block_k, "is_ahead": self.is_ahead}
 
 

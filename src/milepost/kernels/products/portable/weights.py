@@ -202,8 +202,8 @@ def load_scales(p_row, i_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def load_pairs(p_scale, p_zero, place):
-    """Loads the scales and the zero points of two groups, the first of which is at an even place,
-    in a word each: half as many loads."""
+    """Loads the scales and the zero points of two neighbouring groups in a word each, which is half
+    as many loads. The first group's place is even."""
     p_scale = (p_scale + place).to(tl.pointer_type(tl.int32), bitcast=True)
     p_zero = (p_zero + place).to(tl.pointer_type(tl.uint16), bitcast=True)
     return tl.load(p_scale), tl.load(p_zero)
