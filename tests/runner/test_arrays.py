@@ -104,16 +104,19 @@ def test_decodes_over_float8_have_eight_rows_where_hoppers_kernel_takes_them(
     ("capability", "has_float8_kv", "num_tokens", "rows", "num_copied"),
     [
         ((8, 0), True, 200, 64, 0),
-        ((8, 0), True, 600, 64, 0),
+        ((8, 0), True, 600, 128, 10),
+        ((8, 0), True, 900, 64, 0),
         ((8, 0), False, 200, 128, 0),
         ((8, 9), True, 200, 128, 0),
-        ((8, 9), True, 600, 128, 0),
-        ((9, 0), True, 600, 128, 10),
+        ((8, 9), True, 600, 128, 10),
+        ((8, 9), True, 900, 128, 0),
+        ((9, 0), True, 900, 128, 15),
         ((9, 0), True, 200, 128, 0),
         ((9, 0), False, 600, 128, 0),
     ],
 )
 def test_large_heads_have_fewer_rows_where_float8_is_taken_apart(
+    monkeypatch,
     tables,
     capability: tuple[int, int],
     has_float8_kv: bool,
@@ -121,8 +124,9 @@ def test_large_heads_have_fewer_rows_where_float8_is_taken_apart(
     rows: int,
     num_copied: int,
 ) -> None:
-    """Only Hopper's kernel needs pages in 16 bits: a copy takes a longest sequence's memory."""
+    """Only Hopper's kernel needs all pages in 16 bits; elsewhere a copy's memory is limited."""
     pytest.importorskip("triton")
+    monkeypatch.setattr("milepost.kernels.attention.table.COPIED_BYTES", 800 * 4 * 2 * 256)
     chip = replace(GEOMETRY.chip, arch="sm", capability=capability, shared_bytes=163 << 10)
     large = replace(ATTENTION, head_dim=256)
     geometry = replace(GEOMETRY, operations=(large,), chip=chip, has_float8_kv=has_float8_kv)

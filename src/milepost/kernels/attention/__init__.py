@@ -89,9 +89,10 @@ class AttentionOperation:
         group, tokens_each = self.num_heads // self.num_kv_heads, 1 + batch.capacity.num_drafts
         tokens_each = 1 if self.batch_invariant else tokens_each
         # Few pages of a window's table are read.
-        max_dequantised = 0 if self.batch_invariant or self.window else _max_dequantised(batch)
-        if max_dequantised and not table.reads_copies(self.head_dim, batch.page_size, batch.chip):
-            max_dequantised = 0
+        max_dequantised = 0
+        if not (self.batch_invariant or self.window):
+            page = self.num_kv_heads, self.head_dim, batch.page_size
+            max_dequantised = _max_dequantised(batch, table.most_copied(*page, batch.chip))
         shapes = table.shape_heads(
             group,
             self.head_dim,
@@ -147,14 +148,20 @@ def _lay_out(batch: Batch, tiling: Tiling) -> AttentionItems:
     return items.lay_out(*sequences, tiling, batch.tables, batch.num_decodes)
 
 
-def _max_dequantised(batch: Batch) -> int:
+def _max_dequantised(batch: Batch, limit: int) -> int:
     """Returns the most pages of FP8 that a step may also have in 16 bits: those of the longest
-    sequence possible, or of any sequences whose tokens are all new."""
-    capacity = batch.capacity
+    sequence possible, or of any sequences whose tokens are all new; but no more than the limit, and
+    none if this step's prefills read more."""
+    capacity, page_size = batch.capacity, batch.page_size
     if not batch.has_float8_kv or capacity.decodes or capacity.num_tokens <= CAPTURED_TOKENS:
         return 0
-    new_pages = capacity.num_tokens // batch.page_size + capacity.num_sequences
-    return int(batch.tables.shape[1]) + new_pages
+    new_pages = capacity.num_tokens // page_size + capacity.num_sequences
+    pages = int(batch.tables.shape[1]) + new_pages
+    most = min(pages, limit)
+    if most == pages:
+        return most
+    ends = (batch.starts + batch.lengths)[batch.lengths > 1 + capacity.num_drafts]
+    return most if int((-(-ends // page_size)).sum()) <= most else 0
 
 
 def prepare(

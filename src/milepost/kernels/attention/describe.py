@@ -11,9 +11,7 @@ from milepost.kernels.attention.portable.tiles import AttentionTile
 from milepost.kernels.attention.table import (
     ATTENTION,
     CAPTURED_TOKENS,
-    HOPPER_BLOCK,
     choose,
-    reads_copies,
     shape_heads,
     shape_latents,
 )
@@ -52,7 +50,7 @@ def heads_served(
         wide = tile._replace(rows=shapes.wide_rows, is_wide=True)
         pages = "FP8 pages" if is_fp8 else f"{dtype.itemsize * 8}-bit pages"
         yield _served(pages, f"1 to {most}" if most > 1 else "1", tile, chip)
-        if not is_fp8 or is_windowed or not reads_copies(head_dim, HOPPER_BLOCK, chip):
+        if not is_fp8 or is_windowed:
             yield _served(pages, f"from {most + 1}", wide, chip)
             continue
         yield _served(pages, f"{most + 1} to {CAPTURED_TOKENS}", wide, chip)
