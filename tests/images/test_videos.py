@@ -115,7 +115,7 @@ def test_as_many_frames_are_taken_as_by_the_reference(count: int, end_s: float, 
     own = SimpleNamespace(fps=fps, min_frames=4, max_frames=768)
     metadata = SimpleNamespace(total_num_frames=count, fps=count / end_s)
     expected = Qwen3VLVideoProcessor.sample_frames(own, metadata).tolist()
-    assert FrameSampling(fps=fps).chosen(count, end_s) == expected
+    assert FrameSampling(fps=fps).chosen(count, count / end_s) == expected
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ numpy, and no torch. Its modules:
 
     settings of a checkpoint      settings
     sizes of resized pictures     sizes
-    from bytes to pixels          headers, decoding
+    from bytes to pixels          headers, decoding, containers
     from pixels to patches        patches, tiles, bilinear
     frames of videos              videos
 """

@@ -25,6 +25,12 @@ _OTHERS = (
 )
 _CONTAINERS = {b"avif": "AVIF", b"heic": "HEIC", b"mif1": "HEIF", b"isom": "MP4", b"mp42": "MP4"}
 """Brands of files whose fifth to eighth bytes are `ftyp`."""
+_PICTURES = (b"avif", b"avis", b"heic", b"heix", b"hevc", b"mif1", b"msf1", b"crx ")
+"""Brands of such files with pictures: https://mp4ra.org/registered-types/brands."""
+_MOST_BRANDS = 1024
+"""Largest size of the box that names the brands, in bytes."""
+_EBML = b"\x1a\x45\xdf\xa3"
+"""Beginning of a Matroska file (RFC 8794, section 11.2.1)."""
 
 
 def format_of(data: bytes) -> str:
@@ -38,6 +44,16 @@ def format_of(data: bytes) -> str:
     raise InvalidPromptError(
         f"the image {_described(data)}: supported are PNG, JPEG, WebP and GIF; convert it"
     )
+
+
+def container_of(data: bytes) -> str | None:
+    """Returns MP4 or WebM for the files of videos, QuickTime's and Matroska's included; None for
+    others."""
+    if data.startswith(_EBML):
+        return "WebM"
+    size, brand = int.from_bytes(data[:4], "big"), data[8:12]
+    is_whole = data[4:8] == b"ftyp" and 16 <= size <= min(len(data), _MOST_BRANDS)
+    return "MP4" if is_whole and brand not in _PICTURES else None
 
 
 def webp_size(data: bytes) -> tuple[int, int]:

@@ -136,9 +136,10 @@ class FrameSampling:
         for name in ("min_frames", "max_frames"):
             _check_whole(name, getattr(self, name), 2**16)
 
-    def chosen(self, num_frames: int, seconds: float) -> list[int]:
-        """Returns the indices of the frames to take, evenly from the first to the last."""
-        wanted = int(num_frames / (num_frames / seconds) * self.fps)
+    def chosen(self, num_frames: int, rate: float) -> list[int]:
+        """Returns the indices of the frames to take, evenly from the first to the last, of a video
+        with `rate` frames a second."""
+        wanted = int(num_frames / rate * self.fps)
         count = min(max(wanted, self.min_frames), self.max_frames, num_frames)
         if count == 1:
             return [0]

@@ -12,6 +12,8 @@ from PIL import Image
 
 from milepost.errors import InvalidPromptError
 from milepost.images import decoding
+from milepost.images.containers import VideoFile
+from milepost.images.headers import container_of
 from milepost.images.patches import PreparedImage, from_frames, resize
 from milepost.images.settings import FrameSampling, ImageSettings
 from milepost.images.sizes import resized
@@ -80,7 +82,7 @@ def prepare_animation(
     for _, shown_s in decoding.Animation(data, max_decoded).frames():
         times.append(end)
         end += shown_s
-    chosen = sampling.chosen(len(times), end)
+    chosen = sampling.chosen(len(times), len(times) / end)
     pixels: list[NDArray[np.uint8]] = []
     size = None
     for index, (frame, _) in enumerate(decoding.Animation(data, max_decoded).frames()):
@@ -88,6 +90,29 @@ def prepare_animation(
             size = size or _fit(frame.height, frame.width, len(chosen), settings)
             pixels.append(resize(frame, size))
     return _parts(pixels, [times[index] for index in chosen], settings)
+
+
+def prepare_file(
+    data: bytes,
+    settings: ImageSettings,
+    sampling: FrameSampling,
+    *,
+    max_decoded: int = decoding.MAX_PIXELS,
+) -> list[FrameGroup]:
+    """Prepares the frames that `sampling` takes of a video: an animation, or a file that OpenCV
+    decodes. Raises InvalidPromptError."""
+    if container_of(data) is None:
+        return prepare_animation(data, settings, sampling, max_decoded=max_decoded)
+    video = VideoFile(data, max_decoded)
+    pixels: list[NDArray[np.uint8]] = []
+    chosen: list[int] = []
+    while not chosen or len(pixels) < len(chosen):  # a header may name more frames than there are
+        chosen, pixels = sampling.chosen(video.num_frames, video.rate), []
+        size = None
+        for frame in video.frames(chosen):
+            size = size or _fit(frame.height, frame.width, len(chosen), settings)
+            pixels.append(resize(frame, size))
+    return _parts(pixels, [index / video.rate for index in chosen], settings)
 
 
 def _parts(

@@ -3,12 +3,16 @@
 import asyncio
 import zlib
 
+import msgspec
+import numpy as np
 import pytest
 
 from milepost.engine.media import Given, ImageFacts, MediaRules, Preparer
+from milepost.engine.media.facts import VideoFacts
 from milepost.errors import InvalidPromptError
-from milepost.images import ImageSettings, prepare
+from milepost.images import FrameSampling, ImageSettings, prepare
 from milepost.images.tiles import prepare_tiles
+from milepost.images.videos import prepare_file
 from tests import tiled
 from tests.images.pictures import picture
 from tests.pictured_chat import data_url, image
@@ -109,3 +113,32 @@ def test_a_caller_that_leaves_ends_the_work():
             await preparer.close()
 
     assert asyncio.run(main()) == 2
+
+
+def test_a_video_file_is_decoded_in_a_process(tmp_path):
+    """Within its memory, and in its own words if it is cut short."""
+    cv2 = pytest.importorskip("cv2")
+    path = tmp_path / "video.mp4"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), 10, (1920, 1080))
+    for seed in range(12):
+        writer.write(np.asarray(picture(1080, 1920, seed)))
+    writer.release()
+    video = VideoFacts(
+        settings=SETTINGS, sampling=FrameSampling(), token_id=2, text="", max_videos=1
+    )
+    facts, data = msgspec.structs.replace(FACTS, video=video), path.read_bytes()
+
+    async def main(data):
+        preparer = Preparer(facts, MediaRules(), 1000)
+        try:
+            return await preparer.prepare([Given(data, is_video=True)])
+        finally:
+            await preparer.close()
+
+    (found,) = asyncio.run(main(data))
+    expected = prepare_file(data, SETTINGS, FrameSampling())
+    assert [each.record.identity for each in found.pictures] == [
+        each.image.identity for each in expected
+    ]
+    with pytest.raises(InvalidPromptError, match=r"the MP4 video of .* cut short"):
+        asyncio.run(main(data[: len(data) // 2]))

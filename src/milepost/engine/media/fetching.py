@@ -21,7 +21,7 @@ from milepost.errors import InvalidPromptError, missing
 MAX_REDIRECTS = 5
 _PIECE_BYTES = 2**16
 _REDIRECTS = (301, 302, 303, 307, 308)
-_HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "milepost"}
+_HEADERS = {"Accept": "image/*, video/*", "Accept-Encoding": "identity", "User-Agent": "milepost"}
 
 
 def is_public(address: str) -> bool:

@@ -92,6 +92,10 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
     times: tuple[float, ...] = ()
     """Seconds of each frame, if they are in a list."""
 
+    @property
+    def name(self) -> str:
+        return "an image" if self.sampling is None else "a video"
+
     @staticmethod
     def of(given: Given, loaded: Sequence[Any], facts: ImageFacts) -> Unprepared:
         """Returns an image or a video to prepare; `loaded` has the contents of its `sources_of`.
@@ -123,7 +127,7 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
     def prepared(self) -> Prepared:
         """Prepares it in this process. Raises InvalidPromptError."""
         from milepost.images import prepare
-        from milepost.images.videos import prepare_animation, prepare_video
+        from milepost.images.videos import prepare_file, prepare_video
 
         data: Any = list(map(_file, self.data)) if isinstance(self.data, list) else _file(self.data)
         if self.settings.is_tiled:
@@ -134,11 +138,11 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
         if isinstance(data, list):
             parts = prepare_video(data, self.times, self.settings)
         elif isinstance(data, bytes):
-            parts = prepare_animation(data, self.settings, self.sampling)
+            parts = prepare_file(data, self.settings, self.sampling)
         else:
             raise InvalidPromptError(
-                f"a video of type {type(data).__name__}: use a URL, the bytes of a GIF, WebP "
-                'or PNG file, or {"frames": [...], "fps": 2}'
+                f"a video of type {type(data).__name__}: use a URL, a file's bytes, or "
+                '{"frames": [...], "fps": 2}'
             )
         pictures = tuple(PreparedPicture.of(part.image) for part in parts)
         return PreparedVideo(pictures, tuple(part.text for part in parts))

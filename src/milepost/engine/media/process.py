@@ -42,14 +42,14 @@ class PreparingProcess:
         except TimeoutError:
             await self._kill()
             raise InvalidPromptError(
-                f"an image took more than {TIMEOUT_S:g} seconds to decode: send a smaller one"
+                f"{asked.name} took more than {TIMEOUT_S:g} seconds to decode: send a smaller one"
             ) from None
         except BaseException:
             self._killed = self._child.kill()
             raise
         if found is None:
             await self._child.ended()
-            raise InvalidPromptError("an image could not be decoded: its decoder ended")
+            raise InvalidPromptError(f"{asked.name} could not be decoded: its decoder ended")
         reply: Prepared | _Refusal = self._decoder.decode(found)
         if isinstance(reply, _Refusal):
             raise InvalidPromptError(reply.message)
@@ -71,9 +71,15 @@ class PreparingProcess:
 
 def main() -> None:
     """Prepares one image after the other, until the input ends."""
-    # What Pillow loads is no image's memory.
+    # What Pillow and OpenCV load is no image's memory.
     import milepost.images.tiles
     import milepost.images.videos  # noqa: F401
+    from milepost.images.containers import can_decode
+
+    if can_decode():
+        import cv2
+
+        cv2.setNumThreads(1)
 
     decoder, encoder = msgspec.msgpack.Decoder(Unprepared), msgspec.msgpack.Encoder()
     bound_memory(MAX_BYTES)
@@ -87,4 +93,4 @@ def _answer(asked: Unprepared) -> Prepared | _Refusal:
     except InvalidRequestError as error:
         return _Refusal(str(error))
     except MemoryError:
-        return _Refusal("an image takes too much memory to decode: send a smaller one")
+        return _Refusal(f"{asked.name} takes too much memory to decode: send a smaller one")
