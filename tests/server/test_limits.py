@@ -176,6 +176,33 @@ def test_a_client_that_leaves_is_no_failure_of_the_server(limited):
     assert '"status": 499' in line
 
 
+def test_a_client_that_sent_ahead_is_missed_when_it_leaves():
+    """The first request is running while the protocol already holds the next ones."""
+    own = connections.protocol(max_connections=9, head_timeout_s=60.0)
+    running, messages = asyncio.Event(), []
+
+    async def answer(scope, receive, send):
+        running.set()
+        while not messages or messages[-1]["type"] != "http.disconnect":
+            messages.append(await receive())
+
+    async def leave_early():
+        config = uvicorn.Config(answer, ws="none")
+        config.load()
+        loop, state = asyncio.get_running_loop(), ServerState()
+        listening = await loop.create_server(lambda: own(config, state, {}), "127.0.0.1", 0)
+        async with listening, asyncio.timeout(10):
+            _, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+            writer.write((HEAD + b"\r\n") * 3)
+            await running.wait()
+            writer.transport.abort()
+            while state.tasks:
+                await asyncio.sleep(0)
+
+    asyncio.run(leave_early())
+    assert [message["type"] for message in messages].count("http.disconnect") == 1
+
+
 def test_a_huge_body_is_refused_early_and_late(limited, connect):
     def chunks():
         for _ in range(20):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from milepost.server.errors import HttpError, body_of, json_response
 
@@ -78,6 +78,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._refusal: HttpError | None = None
         self._is_broken = False
         self._timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
         if len(self.connections) > self.max_connections:
             message = f"{self.max_connections} connections are open: try again later"
             self._answer(HttpError(503, message))
@@ -88,7 +89,11 @@ class _BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._incoming.is_whole = True
-        super().connection_lost(exc)
+        self.pipeline.clear()
+        super().connection_lost(exc)  # tells the request that arrived last
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._is_broken or self.transport.is_closing():
@@ -121,6 +126,10 @@ class _BoundedProtocol(HttpToolsProtocol):
             named = codings[:100].decode("latin-1")
             self._break(HttpError(501, f"transfer-encoding {named!r}: use chunked alone"))
             raise ValueError("the parser would take the chunks for the body")
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
