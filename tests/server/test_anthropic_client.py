@@ -1,8 +1,14 @@
 """Anthropic's official client against a real server."""
 
+import re
+from typing import get_args, get_type_hints
+
 import anthropic
 import pytest
+from anthropic.types import ThinkingConfigParam
+from anthropic.types.beta import BetaThinkingConfigParam
 
+from milepost.server.anthropic.protocol import Thinking
 from milepost.server.config import ServerConfig
 from tests.server.inprocess import answered
 
@@ -234,3 +240,12 @@ def test_unknown_fields_are_named(official):
         model="tiny", max_tokens=2, messages=HELLO, extra_body=body
     )
     assert raw.headers["x-milepost-ignored"] == "context_management"
+
+
+@pytest.mark.parametrize("kind", [ThinkingConfigParam, BetaThinkingConfigParam])
+def test_every_way_of_thinking_is_known(kind):
+    for config in get_args(kind):
+        hints = get_type_hints(config)
+        (type_,) = get_args(hints["type"])
+        for display in (None, *re.findall(r"'(\w+)'", str(hints.get("display", "")))):
+            assert Thinking.model_validate({"type": type_, "display": display}).type == type_

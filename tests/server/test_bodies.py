@@ -11,8 +11,10 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from milepost.server import bodies, messages, unknown
+from milepost.server.config import ServerConfig
 from milepost.server.errors import HttpError
 from milepost.server.protocol import ChatRequest, CompletionRequest
+from tests.server.inprocess import answered
 
 MIB = 2**20
 MESSAGE = b'{"role": "user", "content": "a"}'
@@ -145,6 +147,16 @@ def test_a_content_type_is_not_needed_but_must_not_lie(http):
         )
         assert response.status_code == 415
         assert "application/json" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd", "br, gzip"])
+def test_a_compressed_body_is_refused_as_one(coding):
+    headers = {"content-encoding": coding}
+    response = answered(ServerConfig(), "/tokenize", {"prompt": "a"}, headers=headers)
+    assert response.status_code == 415
+    assert coding in response.json()["error"]["message"]
+    headers = {"content-encoding": "identity"}
+    assert answered(ServerConfig(), "/tokenize", {"prompt": "a"}, headers=headers).is_success
 
 
 def test_a_marked_part_costs_few_calls():

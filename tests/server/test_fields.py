@@ -1,13 +1,20 @@
 """What clients send beside the question: taken, ignored aloud, or refused by name."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import accumulate
+from typing import get_type_hints
 
 import pytest
+from openai.types.chat.chat_completion_content_part_image_param import ImageURL
+from openai.types.responses import ResponseInputImageContentParam, ResponseInputImageParam
 from tokenizers.processors import TemplateProcessing
 
+from milepost.engine.media.given import images_of
 from milepost.server.config import ServerConfig
+from milepost.server.parts import ImageUrl
+from milepost.server.responses.protocol import InputImage
 from tests import chatmodel
 from tests.server import inprocess
 from tests.server.inprocess import answered
@@ -344,6 +351,31 @@ def test_images_are_refused_by_a_model_without_them(http):
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "messages")
     assert "1 image: this model is served for text only" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "kind", [ImageURL, ResponseInputImageParam, ResponseInputImageContentParam]
+)
+def test_every_detail_of_an_image_is_known(kind):
+    """Agents choose it themselves: an unknown one would end the conversation."""
+    known = re.findall(r"'(\w+)'", str(get_type_hints(kind)["detail"]))
+    assert "low" in known
+    for detail in known:
+        part = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": detail}
+        assert InputImage.model_validate(part).detail == detail
+        assert ImageUrl.model_validate({"url": "data:,", "detail": detail}).detail == detail
+        images_of([{"role": "user", "content": [part]}])
+
+
+def test_openais_breakpoint_is_a_mark(http):
+    def marks(own):
+        content = [{"type": "text", "text": "be brief", **own}, {"type": "text", "text": " please"}]
+        body = {"messages": [{"role": "user", "content": content}]}
+        return http.post("/tokenize", json=body).json()["cache_marks"]
+
+    theirs = marks({"cache_control": {"type": "ephemeral"}})
+    assert theirs != marks({})
+    assert marks({"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "30m"}}) == theirs
 
 
 def test_videos_are_refused_by_a_model_without_them(http):

@@ -209,3 +209,22 @@ def test_the_store_is_bounded_by_number_and_bytes():
     store.put("me", "larger", stored(101))
     assert (len(store), store.num_bytes) == (0, 0)
     assert store.get("you", "large") is None
+
+
+def test_a_part_of_a_response_may_be_marked(http):
+    def marks(own):
+        part = {"type": "input_text", "text": "be brief", **own}
+        items = [{"role": "user", "content": [part]}, {"role": "user", "content": "hello"}]
+        return http.post("/v1/responses/render", json={"input": items}).json()["cache_marks"]
+
+    marked = marks({"prompt_cache_breakpoint": {"mode": "explicit"}})
+    assert marked != marks({})
+    assert marked == marks({"cache_control": {"type": "ephemeral"}})
+
+
+def test_a_conversation_of_nothing_that_is_served_is_named(client):
+    item = {"type": "web_search_call", "id": "ws_1", "status": "completed"}
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.create(input=[item], **GREEDY)
+    assert error.value.param == "input"
+    assert "left out" in error.value.message

@@ -52,6 +52,7 @@ class JsonRoute(GuardedRoute):
         async def handle_json(request: Request) -> Response:
             if self.body_field is not None:  # clients name types for empty bodies
                 _check_content_type(request.headers.get("content-type"))
+                _check_coding(request.headers.get("content-encoding", ""))
             try:
                 return await handle(_JsonRequest(request.scope, request.receive, self.body_field))
             except HTTPException as error:
@@ -101,6 +102,12 @@ def _check_content_type(value: str | None) -> None:
     subtype = message.get_content_subtype()
     if message.get_content_maintype() != "application" or subtype.split("+")[-1] != "json":
         raise HttpError(415, f"content-type {value[:100]!r}: send JSON as 'application/json'")
+
+
+def _check_coding(value: str) -> None:
+    """Raises HttpError 415 for a compressed body."""
+    if value.strip().lower() not in ("", "identity"):
+        raise HttpError(415, f"content-encoding {value[:100]!r}: send the body uncompressed")
 
 
 def check_size(body: bytes) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -61,6 +61,8 @@ TokenIds = Annotated[
     Many[TokenId],
     WrapValidator(lambda value, check: value if _are_token_ids(value) else check(value)),
 ]
+Detail = Literal["auto", "low", "high", "original"]
+"""How closely an image is looked at: only `low` changes anything, to 256 tokens at most."""
 MAX_STOP_LEN = 1024
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]
 

@@ -58,8 +58,8 @@ def _part(part: TextPart | ImagePart | VideoPart) -> dict[str, Any]:
         plain = part.plain
     else:
         plain = {"type": "text", "text": part.text if part.type == "text" else part.refusal}
-    if part.cache_control is not None:
-        plain["cache_control"] = {"type": part.cache_control.type}
+    if part.is_marked:
+        plain["cache_control"] = {"type": "ephemeral"}
     return plain
 
 

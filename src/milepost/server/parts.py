@@ -10,6 +10,7 @@ from milepost.server.fields import (
     MAX_INT,
     MAX_PARTS,
     Body,
+    Detail,
     Int64,
     Many,
     only,
@@ -35,22 +36,38 @@ class CacheControl(Body):
     ttl: unread(str) = None
 
 
+class CacheBreakpoint(Body):
+    """A breakpoint in OpenAI's form."""
+
+    mode: Literal["explicit"]
+    ttl: unread(str) = None
+
+
+class MarkedPart(Body):
+    """A part whose end may be a breakpoint, in Anthropic's form or in OpenAI's."""
+
+    cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+    @property
+    def is_marked(self) -> bool:
+        return (self.cache_control or self.prompt_cache_breakpoint) is not None
+
+
 class ImageUrl(Body):
     """An image by its URL, most often a data: URL."""
 
     url: str
-    detail: Literal["auto", "low", "high"] | None = None
-    """`low` limits the image to 256 tokens."""
+    detail: Detail | None = None
 
 
-class ImagePart(Body):
+class ImagePart(MarkedPart):
     """An image, as Chat Completions or the Responses API have it."""
 
     type: Literal["image_url", "input_image"]
     image_url: ImageUrl | str
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Detail | None = None
     uuid: unread(str) = None
-    cache_control: CacheControl | None = None
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -67,13 +84,12 @@ class VideoUrl(Body):
     url: str
 
 
-class VideoPart(Body):
+class VideoPart(MarkedPart):
     """A video, as vLLM has it."""
 
     type: Literal["video_url"]
     video_url: VideoUrl | str
     uuid: unread(str) = None
-    cache_control: CacheControl | None = None
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -95,13 +111,12 @@ class OtherPart(Body):
         )
 
 
-class TextPart(Body):
+class TextPart(MarkedPart):
     """Text, or a refusal of the assistant's, which counts as text."""
 
     type: Literal["text", "refusal"]
     text: str | None = None
     refusal: str | None = None
-    cache_control: CacheControl | None = None
 
     @model_validator(mode="after")
     def _has_its_text(self) -> TextPart:

@@ -12,7 +12,7 @@ KINDS = ("image_url", "input_image", "image", "image_pil")
 """Types of parts that are images: OpenAI's two, Hugging Face's, and vLLM's own."""
 VIDEOS = ("video_url", "video")
 """Types of parts that are videos: vLLM's, and Hugging Face's."""
-DETAILS = (None, "auto", "low", "high")
+DETAILS = (None, "auto", "low", "high", "original")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def _placeholder(part: Any, found: list[Given]) -> Any:
         what = "video" if kind in VIDEOS else "image"
         raise InvalidPromptError(f"a part of type {kind!r} has no {what}: give it a URL")
     if detail not in DETAILS:
-        raise InvalidPromptError(f"detail={str(detail)[:32]!r}: use auto, low or high")
+        raise InvalidPromptError(f"detail={str(detail)[:32]!r}: use auto, low, high or original")
     found.append(Given(source, is_low=detail == "low", is_video=kind in VIDEOS))
     marked = {"cache_control": part["cache_control"]} if part.get("cache_control") else {}
     return {"type": "image", **marked}

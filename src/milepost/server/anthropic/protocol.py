@@ -249,9 +249,11 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
-    display: Annotated[Literal["summarized", "omitted"] | None, Unread(("omitted",))] = None
+    display: Annotated[Literal["summarized", "updates", "omitted"] | None, Unread(("omitted",))] = (
+        None
+    )
     """`omitted` leaves the thinking out of the response."""
 
 

@@ -188,18 +188,23 @@ def _parts(content: str | Sequence[Any] | None) -> list[openai.TextPart | openai
 
 
 def _part(part: ContentPart | InputImage) -> openai.TextPart | openai.ImagePart:
+    marks: dict[str, Any] = {
+        "cache_control": part.cache_control,
+        "prompt_cache_breakpoint": part.prompt_cache_breakpoint,
+    }
     if isinstance(part, InputImage):
         return openai.ImagePart(
-            type="input_image", image_url=part.image_url or "", detail=part.detail
+            type="input_image", image_url=part.image_url or "", detail=part.detail, **marks
         )
-    return openai.TextPart(type="text", text=_text(part))
+    return openai.TextPart(type="text", text=_text(part), **marks)
 
 
 def _content(parts: list[openai.TextPart | openai.ImagePart]) -> str | list[Any]:
-    """Returns the content. Several parts stay separate: the chat template decides how they are
-    joined. So does an image."""
+    """Returns the content: a text, unless the chat template must see several parts, an image or a
+    mark."""
     texts = [part.text or "" for part in parts if isinstance(part, openai.TextPart)]
-    return parts if len(parts) > 1 or len(texts) < len(parts) else "".join(texts)
+    is_text = len(parts) == len(texts) < 2 and not any(part.is_marked for part in parts)
+    return "".join(texts) if is_text else parts
 
 
 def _text(part: ContentPart) -> str:

@@ -111,7 +111,11 @@ async def chat_of(
     try:
         converted = await service.large.run(lambda: to_chat(request, items), size_of(items))
     except ValidationError as error:
-        raise HttpError(400, error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+        finding = error.errors()[0]
+        if finding["loc"] == ("messages",):
+            message = "input: all of its items are of kinds that are left out here"
+            raise HttpError(400, message, param="input") from error
+        raise HttpError(400, finding["msg"].removeprefix("Value error, ")) from error
     except ValueError as error:
         raise HttpError(400, str(error), param="tools") from error
     return own, items, converted

@@ -16,6 +16,7 @@ from milepost.server.fields import (
     Alternatives,
     AnyType,
     Body,
+    Detail,
     LeftOutBody,
     Many,
     Positive,
@@ -23,13 +24,13 @@ from milepost.server.fields import (
     tagged,
     unread,
 )
-from milepost.server.parts import AnswerFields
+from milepost.server.parts import AnswerFields, MarkedPart
 from milepost.server.protocol import MAX_MESSAGES
 from milepost.server.responses.tools import ChosenTool, ResponseTool
 from milepost.server.tools import read_arguments
 
 
-class ContentPart(Body):
+class ContentPart(MarkedPart):
     """A part of a message, of a tool's output or of a reasoning item."""
 
     type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
@@ -46,11 +47,11 @@ class ContentPart(Body):
         return self
 
 
-class InputImage(Body):
+class InputImage(MarkedPart):
     type: Literal["input_image"]
     image_url: str | None = None
     file_id: only(hint="use image_url with a data: URL") = None
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Detail | None = None
 
     @model_validator(mode="after")
     def _has_url(self) -> InputImage:
