@@ -235,6 +235,66 @@ def test_websockets_are_turned_away():
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
+SITES = [
+    ("http://127.0.0.1:8000", {}, 200),
+    ("http://127.0.0.1:8000", {"host": "localhost:8000"}, 200),
+    ("http://127.0.0.1:8000", {"host": "milepost:8000"}, 200),
+    ("http://127.0.0.1:8000", {"host": "box.local."}, 200),
+    ("http://127.0.0.1:8000", {"host": "192.168.1.5"}, 200),
+    ("http://[::1]:8000", {"host": "[::1]:8000"}, 200),
+    ("http://[::1]:8000", {"host": "evil.example"}, 403),
+    ("http://127.0.0.1:8000", {"host": "evil.example:8000"}, 403),
+    ("http://127.0.0.1:8000", {"host": "127.0.0.1.evil.example"}, 403),
+    ("http://10.0.0.9:8000", {"host": "llm.example"}, 200),
+    ("http://10.0.0.9", {"sec-fetch-site": "cross-site", "origin": "https://evil.example"}, 403),
+    ("http://10.0.0.9", {"sec-fetch-site": "cross-site"}, 403),
+    ("http://10.0.0.9", {"sec-fetch-site": "same-origin", "origin": "http://10.0.0.9"}, 200),
+    ("http://10.0.0.9", {"sec-fetch-site": "same-site", "origin": "http://10.0.0.9:3000"}, 200),
+]
+
+
+def told(url, headers, **options):
+    config = ServerConfig(access_log=False, **options)
+
+    async def use(_, http):
+        return (
+            await http.post(f"{url}/tokenize", json={"prompt": "a"}, headers=headers)
+        ).status_code
+
+    return asyncio.run(within(config, use))
+
+
+@pytest.mark.parametrize(("url", "headers", "status"), SITES)
+def test_pages_of_other_sites_use_no_server_without_keys(url, headers, status):
+    assert told(url, headers) == status
+    key = {"authorization": "Bearer k"}
+    assert told(url, {**headers, **key}, api_key=["k"]) == 200
+    assert told(url, headers, admin_key=["a"]) == status
+    assert told(url, headers, allowed_origins=["*"], allowed_hosts=["*"]) == 200
+
+
+def test_pages_and_names_may_be_allowed_one_by_one():
+    page = {"sec-fetch-site": "cross-site", "origin": "https://a.example"}
+    assert told("http://127.0.0.1", page, allowed_origins=["https://a.example"]) == 200
+    assert told("http://127.0.0.1", page, allowed_origins=["https://b.example"]) == 403
+    proxy = {"host": "LLM.example:443"}
+    assert told("http://127.0.0.1", proxy, allowed_hosts=["llm.example"]) == 200
+    assert told("http://127.0.0.1", proxy, allowed_hosts=["other.example"]) == 403
+
+
+def test_head_is_answered_where_get_is():
+    for path, key, status in (
+        ("/health", "", 200),
+        ("/v1/models", "k", 200),
+        ("/v1/models", "", 401),
+        ("/metrics", "k", 401),
+        ("/v1/completions", "k", 405),
+        ("/nowhere", "k", 404),
+    ):
+        config = ServerConfig(api_key=["k"], admin_key=["a"], access_log=False)
+        assert asked(config, [("HEAD", path, key)]) == [status], path
+
+
 def caller(keys, **headers):
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     return keys.caller(raw)

@@ -71,6 +71,11 @@ class Keys:
         if self._clients:
             self._unknown = Audience.ANYONE
 
+    @property
+    def are_required(self) -> bool:
+        """Whether clients need a key."""
+        return self._unknown is Audience.ANYONE
+
     def caller(self, headers: Sequence[tuple[bytes, bytes]]) -> Caller:
         """Returns the caller whose key is in `Authorization: Bearer` or in `X-Api-Key`."""
         bearer, other = _bearer(headers)

@@ -102,6 +102,10 @@ class ServerConfig:
     """Headers that they may send; by default all."""
     allow_credentials: bool = False
     """Let them send cookies and other credentials."""
+    allowed_hosts: Sequence[str] | None = None
+    """Names under which this machine's proxies and browsers reach a server without API keys, such
+    as llm.example, `*` for all; by default addresses and local names alone. May be given several
+    times, or once as a JSON list."""
     ssl_keyfile: str | None = None
     """File with the key of the TLS certificate."""
     ssl_certfile: str | None = None
@@ -129,8 +133,8 @@ class ServerConfig:
     """`json`: log one JSON object a line, with the ids of requests and of their traces."""
 
     def __post_init__(self) -> None:
-        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
-            default = () if name == "allowed_origins" else ("*",)
+        for name in ("allowed_origins", "allowed_hosts", "allowed_methods", "allowed_headers"):
+            default = () if name in ("allowed_origins", "allowed_hosts") else ("*",)
             object.__setattr__(self, name, flat_texts(getattr(self, name)) or default)
         read_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
         read_object("override_generation_config", self.override_generation_config)

@@ -26,6 +26,7 @@ from milepost.server.config import ServerConfig
 from milepost.server.connections import Incoming
 from milepost.server.errors import ClientGoneError, HttpError, body_for, message_of, response_of
 from milepost.server.http_metrics import HttpMetrics
+from milepost.server.sites import check_site
 from milepost.server.tracing import TraceContext
 
 if TYPE_CHECKING:
@@ -76,19 +77,26 @@ class Gate:
         scope["milepost.abort"] = incoming.abort
         scope["milepost.write_timeout_s"] = self._config.write_timeout_s
         scope["milepost.caller"] = self._keys.caller(scope["headers"])
-        asked = scope["path"]
+        asked, method = scope["path"], scope["method"]
         scope = {**scope, **_routed(asked, self._config.root_path or scope.get("root_path", ""))}
+        if method == "HEAD":  # uvicorn leaves the body out
+            scope["method"] = "GET"
         context = self._trace(scope)
         ids = _ids(scope["headers"], context)
         if self._config.enable_request_id_headers:
             exchange.headers.append((b"x-request-id", ids.request_id.encode()))
         with logs.of_request(ids):
-            await self._pass_on(asked, scope, receive, exchange)
+            await self._pass_on((method, asked), scope, receive, exchange)
 
-    async def _pass_on(self, asked: str, scope: Any, receive: Any, exchange: _Exchange) -> None:
-        """Lets the application answer a request; counts and logs it."""
+    async def _pass_on(
+        self, asked: tuple[str, str], scope: Any, receive: Any, exchange: _Exchange
+    ) -> None:
+        """Lets the application answer a request; counts and logs it, as it was `asked`."""
+        method, path = asked
         try:
-            _check_path(asked)
+            _check_path(path)
+            if not self._keys.are_required:
+                check_site(scope, self._config)
             await self._app(scope, self._limited(receive, scope), exchange.send)
         except ClientGoneError:
             pass  # it is in the record
@@ -106,8 +114,8 @@ class Gate:
                 scope["milepost.span"].end(scope, exchange.status)
             is_quiet = exchange.status == 200 and scope["milepost.path"] in self._quiet_paths
             if self._config.access_log and not is_quiet:
-                line = exchange.line({**scope, "path": asked})
-                words = scope["method"], asked, exchange.status
+                line = exchange.line({**scope, "method": method, "path": path})
+                words = method, path, exchange.status
                 access.info("%s %s %s", *words, extra={"fields": line})
 
     def _trace(self, scope: Any) -> TraceContext | None:
