@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,11 +29,11 @@ class Norm(nn.Module):
     ranks = ModuleScope(dtype=torch.float32, device=torch.device("cpu")).ranks
 
     def add(
-        self, hidden: Tensor, delta: Tensor | None, *, emit: Emit, begun: Any
+        self, hidden: Tensor, delta: Tensor | None, *, emit: Emit, begun: Any, like_many: bool
     ) -> tuple[Tensor, Tensor]:
         assert delta is None
         assert begun is None
-        self.emit = emit
+        self.emit, self.like_many = emit, like_many
         return hidden, hidden
 
 
@@ -60,10 +61,13 @@ def test_rows_are_left_out_where_all_parts_read_their_rounding(
     parts: tuple[Emit, ...], expected: Emit
 ) -> None:
     norm = Norm()
-    ResidualBlock(*map(Part, parts), pre=norm).run(
-        torch.ones(3, 2), None, None, (0,) * len(parts), ends=False
-    )
-    assert norm.emit is expected
+    for like_many in (False, True):
+        ctx = SimpleNamespace(like_many=like_many)
+        ResidualBlock(*map(Part, parts), pre=norm).run(
+            torch.ones(3, 2), None, ctx, (0,) * len(parts), ends=False
+        )
+        assert norm.emit is expected
+        assert norm.like_many == like_many
 
 
 @pytest.mark.parametrize(
