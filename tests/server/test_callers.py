@@ -245,7 +245,6 @@ SITES = [
     ("http://[::1]:8000", {"host": "evil.example"}, 403),
     ("http://127.0.0.1:8000", {"host": "evil.example:8000"}, 403),
     ("http://127.0.0.1:8000", {"host": "127.0.0.1.evil.example"}, 403),
-    ("http://10.0.0.9:8000", {"host": "llm.example"}, 200),
     ("http://10.0.0.9", {"sec-fetch-site": "cross-site", "origin": "https://evil.example"}, 403),
     ("http://10.0.0.9", {"sec-fetch-site": "cross-site"}, 403),
     ("http://10.0.0.9", {"sec-fetch-site": "same-origin", "origin": "http://10.0.0.9"}, 200),
@@ -278,6 +277,9 @@ def test_pages_and_names_may_be_allowed_one_by_one():
     assert told("http://127.0.0.1", page, allowed_origins=["https://a.example"]) == 200
     assert told("http://127.0.0.1", page, allowed_origins=["https://b.example"]) == 403
     proxy = {"host": "LLM.example:443"}
+    for host, status in (("127.0.0.1", 403), ("localhost", 403), ("::1", 403), ("0.0.0.0", 200)):
+        assert told("http://127.0.0.1", proxy, host=host) == status
+    assert told("http://127.0.0.1", proxy, uds="socket") == 200
     assert told("http://127.0.0.1", proxy, allowed_hosts=["llm.example"]) == 200
     assert told("http://127.0.0.1", proxy, allowed_hosts=["other.example"]) == 403
 

@@ -33,17 +33,18 @@ def check_site(scope: Any, config: ServerConfig) -> None:
         )
     host = header(headers, b"host").decode("latin-1")
     hosts = config.allowed_hosts or ()
-    if _is_loopback(scope) and not _is_local(host) and not {"*", _name(host)} & {*hosts}:
+    if _is_loopback(config) and not _is_local(host) and not {"*", _name(host)} & {*hosts}:
         raise HttpError(
             403, f"host {host[:100]!r}: allow this name with --allowed-hosts, or set a key"
         )
 
 
-def _is_loopback(scope: Any) -> bool:
-    """Returns whether the connection came to this machine's own address, as a page in its browser
-    would reach it, or a proxy."""
-    address = (scope.get("server") or ("",))[0]
-    return address == "::1" or address.startswith("127.")
+def _is_loopback(config: ServerConfig) -> bool:
+    """Returns whether the server listens for this machine alone. One that listens for others has
+    names that it does not know, such as those of proxies beside it."""
+    if config.uds is not None:
+        return False
+    return config.host in ("localhost", "::1") or config.host.startswith("127.")
 
 
 def _is_local(host: str) -> bool:
