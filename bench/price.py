@@ -1,13 +1,14 @@
 """What each special kernel earns in whole models: steps with all kernels, and with one taken away.
 
     python bench/price.py [--model bench/models/hybrid-35b-a3b] [--option 'quantization="fp8"']
-        [--only NAME ...] [--seconds 200] [--out FILE]
+        [--only NAME ...] [--without ROW ...] [--seconds 200] [--out FILE]
 
 One engine with dummy weights. For each kernel the graphs of a decode of 1, 16 and 64 sequences and
 of short prompts are captured again without it; then both are timed in turn, and prompts of 512 to
 32,000 tokens too. A row for each kernel and step: milliseconds with it and without, and the median
 ratio of the pairs (1.03: without it the step takes 3 % longer). Rows that a kernel cannot change
-are left out. What is not measured after --seconds is named at the end.
+are left out. What is not measured after --seconds is named at the end. `--without` takes away any
+row of the tables, by its name or its module: a new kernel needs no entry here.
 """
 
 from __future__ import annotations
@@ -196,7 +197,8 @@ KERNELS: dict[str, Kernel] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(rows.ROOT / "bench/models/hybrid-35b-a3b"))
-    parser.add_argument("--only", nargs="*", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--only", nargs="*", choices=KERNELS)
+    parser.add_argument("--without", nargs="*", default=[], help="rows of the tables")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no kernel after these")
     rows.add_option(parser)
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "price.jsonl")
@@ -217,10 +219,15 @@ def main() -> int:
     price = Price(llm)
     common = {**rows.provenance(), "model": Path(arguments.model).name, "options": options}
     found: list[Row] = []
-    left = [name for name in arguments.only if price.form in KERNELS[name].forms]
+    steps = (*ONE, *FEW, *MANY)
+    rest = {
+        name: Kernel(forms=FORMS, steps=steps, without=_without(name)) for name in arguments.without
+    }
+    kernels, names = KERNELS | rest, [*rest, *(arguments.only or ([] if rest else KERNELS))]
+    left = [name for name in names if price.form in kernels[name].forms]
     while left and time.perf_counter() - begun < arguments.seconds:
         name = left.pop(0)
-        for row in price.of(name, KERNELS[name]):
+        for row in price.of(name, kernels[name]):
             print(json.dumps(row), flush=True)
             found.append(common | row)
     rows.write(arguments.out, found)

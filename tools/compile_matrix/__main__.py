@@ -36,10 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     chips = options.chips.split(",")
     if len(chips) == 1:
         return _run(CHIPS[chips[0]], options)
-    others = [argument for argument in arguments if not argument.startswith("--chips")]
 
     def run_alone(chip: str) -> int:
-        command = [sys.executable, __file__, f"--chips={chip}", *others]
+        command = [sys.executable, __file__, *arguments, f"--chips={chip}"]
         return subprocess.run(command, check=False).returncode
 
     with ThreadPoolExecutor(num_cores()) as pool:
