@@ -1,8 +1,7 @@
 """Token mixers with states in slots: Gated DeltaNet, KDA and Mamba2, each from its input projection
 to its output projection, over pools of states: short convolution, recurrence, gated norm.
 
-This is the door to them: callers import from here, whatever computes it. It can be imported without
-triton.
+Callers import from here, whichever kernels run. The package can be imported without triton.
 
 weights      small weights of a layer, and what its projections hand over
 table        which kernel serves decodes, verifies and prefills, and why no better one
@@ -13,7 +12,7 @@ portable     kernels in Triton, for any chip
 hopper       kernels in Gluon
 reference    the definition, in plain torch, on any device
 
-In the fused kernels sums are float32, the operands of matrix products have the projection's type.
+The fused kernels add up in float32; operands of matrix products have the projection's dtype.
 """
 
 from __future__ import annotations
@@ -79,40 +78,42 @@ __all__ = [
 MixerLayout = ChunkLayout | DecodeLayout | VerifyLayout | MixerRows | MixerPieces
 
 _CHUNKS = 64, 128
-"""Tokens: shorter ones leave more states to write than tokens to read; of longer ones the products
-within a chunk outgrow a program's registers."""
+"""Lengths of chunks in tokens. Shorter chunks write more states than they read tokens; the products
+within longer ones do not fit a program's registers."""
 _LINE = 64
 
 
 def choose_chunk(size: int) -> int:
-    """Returns the longest chunk that is no longer than the model's own, if there is one: how a sum
-    is split is the kernels' matter, and what can be resumed is the finer the shorter chunks are."""
+    """Returns the longest supported chunk that is no longer than the model's own, else the
+    shortest. Shorter chunks let prompts resume at more positions; results do not depend on the
+    choice but for rounding."""
     return max((chunk for chunk in _CHUNKS if chunk <= size), default=_CHUNKS[0])
 
 
 def takes_drafts_fused(key_dim: int, value_dim: int) -> bool:
-    """Whether the fused kernels that verify are right for Gated DeltaNet's heads of these sizes:
-    powers of two, from 16 on. Of others, which need masks, a GPU's states were not those of plain
-    decoding."""
+    """Whether the fused kernels verify drafts correctly for Gated DeltaNet heads of these sizes:
+    powers of two from 16 on. Other sizes need masks, and with those the states on a GPU differed
+    from plain decoding."""
     return all(size >= 16 and size.bit_count() == 1 for size in (key_dim, value_dim))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentOperation:
-    """A token mixer after convolutions of `conv_width` taps, in chunks of `chunk` tokens."""
+    """A token mixer with convolutions of `conv_width` taps, computed in chunks of `chunk`
+    tokens."""
 
     recurrence: Recurrence
     conv_width: int
     chunk: int = CHUNK
     batch_invariant: bool = False
-    """Whether bits depend on one sequence alone."""
+    """Whether a sequence's bits must not depend on the rest of the batch."""
 
     def __post_init__(self) -> None:
         assert self.chunk <= _CHUNKS[-1], f"a chunk of {self.chunk} tokens outgrows a program"
 
     def lay_out(self, batch: Batch) -> MixerLayout:
-        """Chunks for the fused kernels, or what they need where every sequence decodes or the step
-        may verify; or rows for the reference."""
+        """Returns a step's layout: chunks, decodes or verifies for the fused kernels, rows or
+        pieces for the reference."""
         if batch.chip is None:
             define = lay_out_pieces if self.batch_invariant else lay_out_rows
             return define(batch, conv_width=self.conv_width, chunk=self.chunk)
@@ -125,9 +126,9 @@ class RecurrentOperation:
         return chunks.lay_out_step(batch, self.chunk)
 
     def _steps_by_verifying(self, batch: Batch) -> bool:
-        """Whether decodes run by the kernels that verify, so that all have one rounding: a decode
-        beside a prefill would run by the prefill's kernels, and of those that decode only Hopper's
-        have the bits of those that verify."""
+        """Whether decodes run with the verify kernels, so that all decodes round alike. A decode
+        beside a prefill would otherwise run with the prefill's kernels; and among decode kernels
+        only Hopper's have the bits of the verify kernels."""
         if not self.batch_invariant or not batch.capacity.decodes:
             return self.batch_invariant
         assert batch.chip is not None, "the reference has rows"
@@ -136,8 +137,9 @@ class RecurrentOperation:
         return choice is None or not choice.kernel.is_hopper
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
-        """The fused kernels run on every chip that runs Triton's; KDA's rows of bfloat16 that are
-        no whole lines of memory leave wrong states there (an H200, triton 3.6)."""
+        """Why the reference runs on the chip; empty if the fused kernels do, as they do on every
+        chip that Triton supports. KDA heads whose rows are not whole cache lines left wrong states
+        in bfloat16 (H200, triton 3.6)."""
         head_dim = self.recurrence.shared
         if self.recurrence.rule is KDAWeights and head_dim % _LINE:
             return f"the fused ones have heads of multiples of {_LINE}, not {head_dim}"
@@ -152,19 +154,19 @@ def mix(
     *,
     emit: Emit = Emit.VALUES,
 ) -> Inputs:
-    """Advances the sequences by all their tokens, as `layout` has them; returns the mixer's output
-    [T, heads * W] and writes both pools, the states of exports among them.
+    """Advances each sequence by all its tokens, as laid out by `layout`. Returns the mixer's output
+    [T, heads * W] and writes both pools, including the states of exports.
 
-    Rows of `projected` may be strided, as may a pool's slots be, and nothing else.
+    Rows of `projected` and slots of a pool may lie apart; everything else is contiguous.
 
-    Records [rows, drafts, ...] hold, of each draft that a sequence had in its step before, what is
-    read of its row of the projections but for the gates; those of this step's drafts take their
-    place. A state is written as it is after a sequence's first token, never after a draft.
+    Records [rows, drafts, ...] hold a draft's row of the projections without the gates, for each
+    draft of a sequence's previous step; this step's drafts replace them. A state is written as of
+    the sequence's first token, never as of a draft.
 
     A slot that is written is read by no other sequence of the batch; several sequences may read one
-    slot, and slot_out may be slot_in. Where slot_out is negative there is no sequence; outputs of
-    padding are zeros, but for steps that verify, where they hold anything. Gated DeltaNet's output
-    is handed on as `emit` asks, but for that of steps that verify; the others' is values alone.
+    slot, and slot_out may equal slot_in. A negative slot_out marks padding, whose outputs are
+    zeros, or undefined in steps that verify. Gated DeltaNet's output is emitted as `emit` asks,
+    except in steps that verify; the other mixers return values alone.
     """
     if isinstance(layout, MixerRows | MixerPieces):
         return reference.mix(projected, weights, states, layout)

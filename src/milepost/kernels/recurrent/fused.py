@@ -1,7 +1,7 @@
 """A step of a token mixer by the fused kernels that the tables name.
 
-A prefill of the delta rule, Gated DeltaNet's or KDA's, takes four launches; `portable.mamba2` has
-Mamba2's.
+A prefill with the delta rule (Gated DeltaNet, KDA) takes four launches. Those of Mamba2 are in
+`portable.mamba2`.
 
 1. `conv.convolve_heads`: a head of a tile in each program; queries, keys and values, ready for the
    rule.
@@ -96,7 +96,7 @@ _RULES: dict[type[Weights], Callable[..., Mixer]] = {
 
 
 def describe(projected: MixerProjections, weights: Weights, recurrent_pool: Tensor) -> Mixer:
-    """Returns a layer's mixer, as kernels take it."""
+    """Describes a layer's mixer for the kernels."""
     return _RULES[type(weights)](projected, weights, recurrent_pool)
 
 
@@ -129,7 +129,7 @@ def _prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout, emit: Emit)
 def _prepare(
     mixer: Mixer, states: LayerStates, layout: ChunkLayout, chunks: PrefillChunks
 ) -> ChunkTensors:
-    """Runs the first two launches, which do not depend on the states before chunks."""
+    """Runs the first two launches of a prefill, which do not depend on the states before chunks."""
     tensors = _open(mixer, layout)
     conv, tiles = slot_states(states.conv), states.tiles(layout)
     convolve_heads(mixer, conv, tiles, tensors.query_key, tensors.v)

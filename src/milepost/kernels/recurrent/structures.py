@@ -1,7 +1,7 @@
-"""The arguments of recurrent kernels, grouped by what they belong to.
+"""Arguments of the recurrent kernels, in named groups.
 
-Kernels take these as they are: a field is read by its name on the device too. `base` is a tensor on
-the host and a pointer on the device (a field named `values` would be hidden by Triton's tuples).
+Kernels read fields by name. `base` is a tensor on the host and a pointer on the device (Triton's
+tuples would hide a field named `values`).
 
 Legend: S sequences, T tokens, N chunks, L tiles, E exports, C channels, J taps, U units, K entries
 that a state is read along, W entries of a head's output.
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class ProjectedRows(NamedTuple):
-    """Some columns of a projection, [T, columns], `stride` from token to token."""
+    """Some columns of a projection [T, columns], with `stride` elements between tokens."""
 
     base: Any
     stride: Any
     recorded: Any = 0
-    """First of these columns in a draft's record."""
+    """Where these columns begin in a draft's record."""
 
 
 class MixerInputs(NamedTuple):
-    """All that a mixer reads of a token."""
+    """Everything that a mixer reads per token."""
 
     mixed: ProjectedRows
     """Inputs of the convolution [T, C]."""
@@ -44,14 +44,14 @@ class MixerInputs(NamedTuple):
 
 
 class SlotStates(NamedTuple):
-    """States of all slots, `stride` from slot to slot."""
+    """States of all slots, with `stride` elements between slots."""
 
     base: Any
     stride: Any
 
 
 class Sequences(NamedTuple):
-    """The decoding sequences, int32 arrays [S]. The first four are None if none has drafts."""
+    """The decoding sequences, int32 arrays [S]. The first four are None in steps without drafts."""
 
     begin: Any
     """First token of the step."""
@@ -67,7 +67,7 @@ class Sequences(NamedTuple):
 
 
 class DraftRecords(NamedTuple):
-    """Drafts of the step before: [rows, drafts, columns], `stride` from draft to draft."""
+    """The previous step's drafts [rows, drafts, columns], `stride` elements between drafts."""
 
     base: Any
     row_stride: Any
@@ -75,22 +75,22 @@ class DraftRecords(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """Where a token's output goes."""
+    """Destination of a token's output."""
 
     read: Any
     """[T, U * GROUP * W] float32, before the norm; None where heads are normed one by one."""
     base: Any
     """[T, U * GROUP * W]"""
     rounded: Any = None
-    """`RoundedOutput`, if outputs are rounded too."""
+    """A `RoundedOutput` if outputs are also rounded to FP8."""
 
 
 class RoundedOutput(NamedTuple):
-    """Where outputs rounded to FP8 go. The stride of scales is an argument of its own, so that
-    kernels are not compiled anew for it."""
+    """Destination of outputs rounded to FP8. The stride of scales is an argument of its own, since
+    kernels are specialised on fields."""
 
     base: Any
-    """[T, V * W], in kernels for any chip the numbers' bits."""
+    """[T, V * W], as uint8 in the portable kernels."""
     scales: Any
     """[V, T] float32"""
 
@@ -130,31 +130,30 @@ class PrefillTiles(NamedTuple):
 
 
 class ChunkTensors(NamedTuple):
-    """Tensors that the launches of a delta rule's prefill hand on."""
+    """Intermediate tensors of a prefill with the delta rule."""
 
     query_key: Any
-    """[2 * U, T, K], unit vectors; KDA's are then decayed, queries from their chunk's begin, keys
+    """[2 * U, T, K], unit queries and keys. KDA's are decayed: queries from the chunk's begin, keys
     to its end."""
     v: Any
-    """[V, T, W], values; then what tokens add for their keys as if the state before the chunk were
-    zero; at last what they do add."""
+    """[V, T, W]: values; then u, what tokens would add to a zero state; then what they do add."""
     w: Any
-    """[V, T, K], times the state before the chunk what tokens add less."""
+    """[V, T, K]. Times the state before the chunk it is what tokens add less than u."""
     decay: Any
-    """[V, T] float32, sums of log decays from the chunk's begin; or, by channel, [N, V, K], decays
-    over the whole chunk."""
+    """[V, T] float32, sums of log decays in the chunk; by channel [N, V, K], whole decays."""
     h: Any
     """[N, V, K, W], the states before chunks."""
     scores: Any = None
-    """[V, T, C], decayed products of queries and keys, zero for later keys; None if made later."""
+    """[V, T, C], decayed products of queries and keys, zero for later keys; None if the last launch
+    makes them."""
 
 
 class MixerSizes(NamedTuple):
-    """The shape of a mixer; a constant on the device. Its properties only name what the fields say:
-    Triton's cache knows the fields alone.
+    """The shape of a mixer; a constant on the device. Properties must depend on fields alone, since
+    Triton's cache knows only those.
 
-    A *unit* is what shares one key and query (or B and C) and finishes together: a key head with
-    its value heads, a KDA head, a Mamba2 group.
+    A *unit* is a group of heads that share a key and a query (or B and C) and finish together: a
+    key head with its value heads, a KDA head, a Mamba2 group.
     """
 
     units: int
@@ -166,7 +165,7 @@ class MixerSizes(NamedTuple):
     """W: entries of a head's value and output."""
     shared_tile: int
     own_tile: int
-    """Tiles of K and W in kernels that work by chunks: see `tile_of`."""
+    """Tiles of K and W in prefill kernels: see `tile_of`."""
     shared_stride: int
     own_stride: int
     """Strides of a head's state."""
@@ -179,13 +178,13 @@ class MixerSizes(NamedTuple):
     decays: int
     """Columns of `MixerInputs`."""
     norms_heads: bool
-    """Whether each head is normed by itself, and queries and keys are unit vectors (the delta
-    rule); else all heads of a unit are normed together."""
+    """Whether heads are normed one by one and queries and keys are unit vectors (the delta rule);
+    else the heads of a unit are normed together."""
     taps: int
     max_beta: float = 1.0
     """Factor of the delta rule's betas."""
     least_decay: float = 0.0
-    """The number that KDA's log decays stay above; 0 if there is none."""
+    """Lower bound of KDA's log decays, 0 for none."""
     gates_first: bool = False
     """Whether heads are gated before they are normed."""
 
@@ -209,7 +208,7 @@ class Mixer:
 
     inputs: MixerInputs
     weights: Any
-    """A named tuple of what kernels read."""
+    """A named tuple of tensors and numbers, as the rule's functions read it."""
     sizes: MixerSizes
     rule: MixerRule
     rule_of: type[Weights]
@@ -219,13 +218,14 @@ class Mixer:
 
 
 class MixerRule(NamedTuple):
-    """A mixer's own arithmetic, as functions of the device.
+    """A mixer's own arithmetic, as device functions that kernels take as constants.
 
-    `open_head(weights, head, o_shared, o_own, SIZES, HEADS)` reads what does not change from token
-    to token. `strengths(streams, place, head, weights, SIZES, VERIFIES)` returns how strongly a
-    token is written, and the decay before that; `advance(b_state, vectors, b_strength, b_decay)`
-    the state after the token, in memory's order of rows and columns; `read(b_state, vectors, head)`
-    what the token reads of it [W]. `finish(y, weight, gate, eps, WIDTH)` norms and gates rows.
+    `open_head(weights, head, o_shared, o_own, SIZES, HEADS)` loads a head's small weights.
+    `strengths(streams, place, head, weights, SIZES, VERIFIES)` returns the strength with which a
+    token is written and the decay applied before it. `advance(b_state, vectors, b_strength,
+    b_decay)` returns the state after the token, rows and columns as in memory. `read(b_state,
+    vectors, head)` returns what the token reads of that state [W]. `finish(y, weight, gate, eps,
+    WIDTH)` norms and gates rows.
     """
 
     open_head: Any
@@ -236,7 +236,7 @@ class MixerRule(NamedTuple):
 
 
 class DecodingSteps(NamedTuple):
-    """The decoding sequences of a step, and what they read and write of a layer."""
+    """The decoding sequences of a step, with the states and records of a layer."""
 
     conv: SlotStates
     recurrent: SlotStates
@@ -246,12 +246,12 @@ class DecodingSteps(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """Room for the drafts of a sequence."""
+        """Most drafts of a sequence."""
         return 0 if self.records is None else int(self.records.base.shape[1])
 
     @property
     def num_places(self) -> int:
-        """Tokens of a sequence at most, recorded ones and new ones."""
+        """Most tokens of a sequence, recorded ones included."""
         return 2 * self.num_drafts + 1
 
 
@@ -274,7 +274,7 @@ class LayerStates(NamedTuple):
         return DecodingSteps(slot_states(self.conv), slot_states(self.recurrent), sequences, None)
 
     def verifies(self, sequences: Tensor) -> DecodingSteps:
-        """Sequences [6, S] as a `VerifyLayout` has them."""
+        """Returns a step that verifies `sequences` [6, S], ordered as in `VerifyLayout`."""
         assert self.records is not None, "V1: only mixers that keep records verify"
         records = DraftRecords(self.records, *self.records.stride()[:2])
         own = Sequences(*sequences.unbind())

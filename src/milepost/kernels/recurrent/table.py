@@ -24,19 +24,19 @@ from milepost.kernels.recurrent.weights import GatedDeltaWeights, KDAWeights, Ma
 CHUNK = 64
 """Tokens in a full chunk of the delta rule."""
 HOST_BOUND_TOKENS = 4096
-"""Tokens up to which the host often takes as long to launch a layer as the device to compute it:
-TMA's descriptors cost it some 0.1 ms."""
+"""Up to this many tokens launching a layer takes about as long as computing it, and making TMA
+descriptors costs the host another 0.1 ms."""
 _DELTA_STATE, _SSD_STATE = (128, 128), (128, 64)
-"""K and W of states that a program on Hopper holds in registers."""
+"""State shapes (K, W) that the Hopper kernels keep in registers."""
 _COLUMNS = 32
 """Columns of a state in one program of Hopper's `chunk_h`."""
 _LINE, _ALIGNMENT, _MOST_LINES = 32, 16, 2**31
-"""Numbers of a line that TMA copies, the bytes where it begins, and how many it counts to."""
+"""TMA's limits: numbers per line, alignment in bytes, and number of lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
-    """A layer's recurrence, as far as it decides which kernel runs."""
+    """Properties of a layer's recurrence that decide which kernel runs."""
 
     rule: type[Weights]
     num_units: int
@@ -60,7 +60,7 @@ class Recurrence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerPart:
-    """A part of a mixer's work in a step."""
+    """A part of a mixer's work in a step: the problem that the tables choose a kernel for."""
 
     recurrence: Recurrence
     num: int
@@ -68,7 +68,7 @@ class MixerPart:
     element_bytes: int = 2
     chunk: int = CHUNK
     is_reached: bool = True
-    """Whether states are in float32 and TMA reaches them: see `is_reached`."""
+    """Whether TMA can load the states: see `is_reached`."""
 
     @property
     def form(self) -> type[Any]:
@@ -91,7 +91,8 @@ def needs_arrivals(recurrence: Recurrence, num_sequences: int, chip: Chip) -> bo
 
 
 def is_reached(recurrent_pool: Tensor) -> bool:
-    """Whether `recurrent_pool` [slots, heads, ...] is in float32, and TMA reaches all of it."""
+    """Whether TMA can load states from `recurrent_pool` [slots, heads, ...]: float32, aligned, and
+    no more lines than TMA counts."""
     stride = recurrent_pool.stride(0)
     is_aligned = recurrent_pool.data_ptr() % _ALIGNMENT == 0 and stride % 128 == 0
     num_lines = len(recurrent_pool) * stride // _LINE
@@ -124,8 +125,8 @@ DECODES: KernelTable[MixerPart] = KernelTable(
         _DELTA_STATES, _REACHED, _SILU, needs=HOPPER, epilogues=_FP8),
     _STEP,
 )
-"""Steps of sequences that each decode one token. Hopper's kernel of the delta rule serves any
-number of sequences, as that which verifies: the two backends add up squares in different orders."""
+"""Kernels for steps in which each sequence decodes one token. On Hopper one kernel serves any
+number of sequences, since Triton and Gluon add up squares in different orders."""
 VERIFIES: KernelTable[MixerPart] = KernelTable(
     row("delta verify, Hopper", "recurrent.hopper.delta_verify", _DELTA, "4 rows, warps",
         _DELTA_STATES, _REACHED, _SILU, needs=HOPPER),
@@ -133,19 +134,20 @@ VERIFIES: KernelTable[MixerPart] = KernelTable(
         _SSD_STATES, _REACHED, needs=HOPPER),
     _STEP,
 )
-"""Steps that may verify drafts."""
+"""Kernels for steps that may verify drafts."""
 STATES: KernelTable[MixerPart] = KernelTable(
     row("chunk_h, Hopper", "recurrent.hopper.chunk_h", _DELTA, "64 seq",
         _KEYS, _HALF, _LONG, needs=HOPPER),
     row("chunk_h", "recurrent.portable.chunk_h", _DELTA, "64 seq"),
     row("ssd", "recurrent.portable.ssd", _SSD, "chunk seq", entry="chunk_fwd_h"),
 )
-"""A prefill's states from chunk to chunk; SSD's kernels are launched together."""
+"""Kernels that pass a prefill's states from chunk to chunk. Mamba2's two rows here and in `OUTPUTS`
+are launched together."""
 OUTPUTS: KernelTable[MixerPart] = KernelTable(
     row("chunk_o", "recurrent.portable.chunk_o", _DELTA, "state, tokens"),
     row("ssd", "recurrent.portable.ssd", _SSD, "state, tokens", entry="chunk_fwd_o"),
 )
-"""Outputs of a prefill's tokens."""
+"""Kernels for the outputs of a prefill's tokens."""
 # fmt: on
 
 TABLES = {

@@ -1,5 +1,4 @@
-"""The small weights of token mixers, as kernels take them, and what the projections of one hand
-over.
+"""Small weights of token mixers, and the outputs of their input projections.
 
 Legend: T tokens, C channels, J taps.
 """
@@ -14,12 +13,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaWeights:
-    """A Gated DeltaNet layer's. Legend: V value heads, W value_dim."""
+    """Small weights of a Gated DeltaNet layer. Legend: V value heads, W value_dim."""
 
     conv: Tensor
     """[C, J], any float type, contiguous."""
     decay_rate: Tensor
-    """[V] float32, negative: what softplus is multiplied by."""
+    """[V] float32, negative: the factor of softplus in a log decay."""
     decay_bias: Tensor
     """[V] float32, added before softplus."""
     norm: Tensor
@@ -28,31 +27,31 @@ class GatedDeltaWeights:
     max_beta: float = 1.0
     """Factor of a beta's sigmoid."""
     gates_by_sigmoid: bool = False
-    """Whether outputs are multiplied by the sigmoid of their gate, not by its SiLU; Hopper's own
-    kernels know SiLU alone."""
+    """Whether outputs are multiplied by the gate's sigmoid instead of its SiLU. The Hopper kernels
+    support SiLU only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KDAWeights:
-    """A KDA layer's. Legend: C = 3 * H * K channels, H heads, K head_dim."""
+    """Small weights of a KDA layer. Legend: C = 3 * H * K channels, H heads, K head_dim."""
 
     conv: Tensor
     """[C, J], any float type, contiguous."""
     decay_rate: Tensor
-    """[H] float32, negative: what softplus is multiplied by."""
+    """[H] float32, negative: the factor of softplus in a log decay."""
     decay_bias: Tensor
     """[H * K] float32, added before softplus."""
     norm: Tensor
     """[K] float32."""
     norm_eps: float
     least_decay: float = 0.0
-    """If it is not 0, a log decay is this number times the sigmoid of the input times -rate, not
-    the rate times the input's softplus."""
+    """Lower bound of log decays, 0 for none. With a bound a log decay is bound * sigmoid(-rate *
+    input), without one rate * softplus(input)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Weights:
-    """A Mamba2 layer's. Legend: H heads, P head_dim."""
+    """Small weights of a Mamba2 layer. Legend: H heads, P head_dim."""
 
     conv: Tensor
     """[C, J], any float type, contiguous."""
@@ -65,13 +64,13 @@ class Mamba2Weights:
     skip: Tensor
     """[H] float32: the published D."""
     norm: Tensor | None
-    """[H * P] float32; None: outputs are gated and not normed."""
+    """[H * P] float32. If None, outputs are gated but not normed."""
     norm_eps: float
     norm_before_gate: bool = False
     dt_limit: tuple[float, float] = (0.0, float("inf"))
-    """Least and most that a time step may be."""
+    """Bounds of time steps."""
     batch_invariant: bool = False
-    """Whether kernels are cut alike for any number of sequences."""
+    """Whether tiles must not depend on the number of sequences."""
 
 
 Weights = GatedDeltaWeights | KDAWeights | Mamba2Weights
@@ -84,12 +83,12 @@ class KDAProjected(NamedTuple):
     """[T, C + H]: queries, keys, values (the C channels), heads side by side, and betas before
     their sigmoid."""
     decays: Tensor
-    """[T, H * K]: what log decays are made of. Its rows may lie apart."""
+    """[T, H * K], inputs of log decays; rows may lie apart."""
     gate: Tensor
-    """[T, H * K], likewise: what the output's gate is the sigmoid of."""
+    """[T, H * K], the output's gate before its sigmoid; rows may lie apart."""
 
 
 MixerProjections = Tensor | KDAProjected
-"""Gated DeltaNet's rows [T, C + V * W + 2 * V] hold queries, keys, values (the C channels), output
-gates, betas [V] before their sigmoid and decay inputs [V], heads side by side; Mamba2's [T, H * P +
-C + H] gates, x, B, C (the C channels) and time steps."""
+"""Outputs of a mixer's input projections, heads side by side. Gated DeltaNet [T, C + V * W + 2 *
+V]: queries, keys and values (the C channels), output gates, betas [V] before their sigmoid, decay
+inputs [V]. Mamba2 [T, H * P + C + H]: gates, then x, B and C (the C channels), time steps."""

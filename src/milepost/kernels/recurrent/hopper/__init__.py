@@ -1,1 +1,1 @@
-"""Recurrent steps in Gluon, for Hopper."""
+"""Recurrent kernels in Gluon, for Hopper."""

@@ -37,16 +37,16 @@ from milepost.kernels.recurrent.structures import (
 )
 
 _COLUMNS = 32
-"""Columns of the state in one program."""
+"""State columns of a program."""
 _STAGES = 4, 2
-"""Chunks under way if a program has an SM to itself, and if two share one."""
+"""Chunks in flight if a program has an SM to itself, and if two share one."""
 _REGISTERS, _PRODUCER_REGISTERS = 128, gl.constexpr(24)
 _WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _NARROW = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 
 
 class ChunksUnderWay(NamedTuple):
-    """Shared memory for chunks under way, and barriers: that they are there, that they are free."""
+    """Shared memory for chunks in flight, and barriers: chunk loaded, place free."""
 
     w: Any
     k: Any
@@ -55,14 +55,14 @@ class ChunksUnderWay(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared memory that a program's results leave through, and as operands of its products."""
+    """Shared memory for a program's results, which are also operands of its products."""
 
     held: Any
     """[2, K, COLUMNS], states before chunks."""
     added: Any
     """[2, C, COLUMNS], what tokens add."""
     decayed: Any
-    """[C, COLUMNS], what they add, decayed to the chunk's end."""
+    """[C, COLUMNS], the same decayed to the chunk's end."""
 
 
 class ChunkPlace(NamedTuple):
@@ -77,7 +77,7 @@ class ChunkPlace(NamedTuple):
 
 
 class ChunkOutputs(NamedTuple):
-    """Where results go: through TMA, and the values of short chunks directly."""
+    """Destinations of results: TMA descriptors, and a pointer for values of short chunks."""
 
     h: Any
     value: Any
@@ -151,7 +151,8 @@ def _chunk_fwd_h_kernel(
 
 @gluon.jit
 def _produce(span, chunks, places, key, value, w, num_tokens, FORM: gl.constexpr):
-    """Loads every chunk as soon as there is room, a short one with what lies after its tokens."""
+    """Loads every chunk as soon as there is room. Boxes have a fixed size, so short chunks come
+    with the rows after them."""
     SIZES: gl.constexpr = FORM.sizes
     STAGES: gl.constexpr = FORM.stages
     BYTES: gl.constexpr = (2 * SIZES.shared + FORM.columns) * FORM.chunk * 2
@@ -221,8 +222,8 @@ def _consume(span, chunks, pool, places, outputs, decay, num_tokens, FORM: gl.co
 
 @gluon.jit
 def _load_decay(decay, row, i_t, begin, size, RESULT: gl.constexpr, FORM: gl.constexpr):
-    """Loads the sums of log decays of a chunk's tokens and of its last; or decays of channels,
-    twice."""
+    """Returns the log decays [C] of a chunk's tokens, summed from its begin, and that of the last
+    token; by channel the chunk's decays [K], twice."""
     SIZES: gl.constexpr = FORM.sizes
     if SIZES.by_channel:
         o_k = gl.arange(0, SIZES.shared, layout=gl.SliceLayout(1, RESULT))
@@ -239,7 +240,7 @@ def _load_decay(decay, row, i_t, begin, size, RESULT: gl.constexpr, FORM: gl.con
 def _pass_chunk(
     state, chunk, places, buffers, outputs, row, RESULT: gl.constexpr, FORM: gl.constexpr
 ):
-    """Returns the state after a chunk; stores the one before it, and what its tokens add."""
+    """Returns the state after a chunk. Stores the state before it, and what its tokens add."""
     dtype: gl.constexpr = outputs.h.dtype
     SIZES: gl.constexpr = FORM.sizes
     C: gl.constexpr = FORM.chunk
@@ -273,7 +274,7 @@ def _pass_chunk(
         o_v = (row + chunk.begin + o_t).to(gl.int64)[:, None] * SIZES.own + o_w[None, :]
         gl.store(outputs.v + o_v, v.to(dtype), mask=in_chunk)
     fence_async_shared()
-    # What was stored from the buffers of the chunk before has been read: they are next.
+    # Stores from the buffers of the chunk before are complete: those buffers are next.
     tma.store_wait(1)
     thread_barrier()
     if chunk.size == C:
@@ -287,7 +288,7 @@ def _pass_chunk(
 
 @gluon.jit
 def clear_rows(tile, size, C: gl.constexpr):
-    """Puts zeros where a short chunk has no tokens: what lies there may be no numbers."""
+    """Zeroes the rows after a short chunk's tokens, which may be NaN."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
     rows = tile.load(LAYOUT)

@@ -59,10 +59,10 @@ def run(
     arrivals: Tensor | None = None,
     fp8: Fp8Rows | None = None,
 ) -> None:
-    """Advances each sequence by one token; writes `output` [S, V * W], zeros for padding, and `fp8`
-    if there is that.
+    """Advances each sequence by one token. Writes `output` [S, V * W], zeros for padding, and `fp8`
+    if given.
 
-    With `arrivals` [S, G], which are zeros and stay so, each value head has a program.
+    With `arrivals` [S, G] int32, zeros before and after, each value head has a program of its own.
     """
     sizes, rounded, scales_stride = mixer.sizes, None, 0
     if fp8 is not None:
@@ -84,7 +84,7 @@ def run(
 def _decode_kernel(
     inputs, weights, steps, lines, arrivals, output, scales_stride, num_units, FORM: gl.constexpr
 ):
-    """Takes one unit after the other: EACH value heads of a key head of a sequence, all or one."""
+    """Loops over units: EACH value heads (all or one) of a key head of a sequence."""
     SIZES: gl.constexpr = FORM.sizes
     SIZE: gl.constexpr = SIZES.shared
     TAPS: gl.constexpr = SIZES.taps
@@ -108,7 +108,7 @@ def _decode_kernel(
         i_n, i_first = (unit // UNITS).to(gl.int64), unit % UNITS * EACH
         i_h = i_first // GROUP
         p_token = inputs.mixed.base + i_n * inputs.mixed.stride
-        # Everything is asked for before anything is used.
+        # All loads are issued before any is used.
         args = p_token, weights.conv, conv.base + source.to(gl.int64) * conv.stride
         window_q = load_window(*args, i_h, SIZE, TAPS)
         window_k = load_window(*args, KEY_HEADS + i_h, SIZE, TAPS)
@@ -130,7 +130,7 @@ def _decode_kernel(
             keep_window(window_q, p_conv, i_h, is_real, SIZE, TAPS)
             keep_window(window_k, p_conv, KEY_HEADS + i_h, is_real, SIZE, TAPS)
         else:
-            # All threads have both windows: unit vectors are made of them.
+            # All threads have both windows by now: the unit vectors depend on them.
             p_arrivals = arrivals + i_n * KEY_HEADS + i_h
             arrived = gl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu")
         for i_m in gl.static_range(EACH):
@@ -143,7 +143,8 @@ def _decode_kernel(
             o_state = i_hv * (SIZE * SIZE) + o_k[:, None] * SIZE + o_v[None, :]
             gl.store(p_state + o_state, b_state, mask=is_real)
             number += 1
-            # Only now by row: beside a state, its key and its decay a thread has no registers left.
+            # Converted only now: a thread has no registers for it beside a state, its key and its
+            # decay.
             b_o = read_rows(b_state, by_row(b_q))
             b_o = norm_and_gate(b_o, b_norm, weights.norm_eps, head.gate, SIZE, SIZES.by_channel)
             _store_output(gl.where(is_real, b_o, 0.0), output, scales_stride, i_n, i_hv, SIZES)
@@ -155,7 +156,7 @@ def _decode_kernel(
 
 
 class ValueHead(NamedTuple):
-    """Inputs of a token's step of a value head, before anything is computed."""
+    """A token's inputs of a value head, as loaded."""
 
     window: Window
     gate: Any
@@ -181,7 +182,7 @@ def _load_head(window, inputs, weights, token, head, SIZES: gl.constexpr):
 
 @gluon.jit
 def _decay_of(head, SIZES: gl.constexpr):
-    """Returns what a head's state decays by, one number or one a row."""
+    """Returns the decay of a head's state: one number, or one per row [K, 1]."""
     wide = head.decay.to(gl.float32) + head.bias
     b_decay = decays_of(wide, head.rate, SIZES.least_decay)
     if SIZES.by_channel:
@@ -191,7 +192,7 @@ def _decay_of(head, SIZES: gl.constexpr):
 
 @gluon.jit
 def _store_output(b_o, output, scales_stride, token, head, SIZES: gl.constexpr):
-    """Stores what a head has read for a token, and rounded to FP8 if that is wanted."""
+    """Stores a token's output of a head, and the same rounded to FP8 if asked for."""
     o_v = gl.arange(0, SIZES.own, layout=gl.SliceLayout(0, STATE))
     b_o = b_o.to(output.base.dtype.element_ty)
     at = (token * SIZES.heads + head) * SIZES.own + o_v

@@ -60,8 +60,8 @@ from milepost.kernels.recurrent.structures import DecodingSteps, Mixer
 
 
 def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
-    """Folds recorded drafts, advances by one token, continues through drafts; writes `output` [T, V
-    * W] of the decoding sequences."""
+    """Folds recorded drafts into the states, advances each sequence by one token and goes on
+    through its drafts. Writes `output` [T, V * W] of the decoding sequences."""
     sizes = mixer.sizes
     num_units = len(steps.sequences.slot_out) * sizes.units
     units_at_once = num_sms(output.device)
@@ -74,7 +74,8 @@ def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
 
 
 class UnitTokens(NamedTuple):
-    """A unit's tokens: where they are read, and what is left of them."""
+    """A unit's tokens: sources of their inputs, destinations, and shared memory for their
+    vectors."""
 
     stream: TokenStream
     """Inputs of the convolution."""
@@ -83,7 +84,7 @@ class UnitTokens(NamedTuple):
     conv: Any
     """The convolution's state."""
     kept_conv: Any
-    """Where that goes."""
+    """Destination of the convolution's state."""
     weights: Any
     rows: Any
     """In shared memory [2 or 3 times PLACES, K]: queries, keys, decays of channels."""
@@ -92,7 +93,7 @@ class UnitTokens(NamedTuple):
 
 
 class VerifiedHead(NamedTuple):
-    """A value head's small weights, and where its new tokens are read and written."""
+    """A value head's small weights, and pointers to its gates, outputs and state."""
 
     index: Any
     rate: Any
@@ -107,7 +108,7 @@ class VerifiedHead(NamedTuple):
 @quick
 @gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["steps"])
 def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.constexpr):
-    """Takes one unit after the other: the value heads of a key head of a sequence."""
+    """Loops over units: the value heads of a key head of a sequence."""
     SIZES: gl.constexpr = FORM.sizes
     SIZE: gl.constexpr = SIZES.shared
     KEY_HEADS: gl.constexpr = SIZES.units
@@ -148,7 +149,7 @@ def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.co
             p_state = states.base + target.to(gl.int64) * states.stride + i_hv * (SIZE * SIZE)
             head = VerifiedHead(i_hv, rate, bias, b_norm, *p_head, p_output, p_state)
             _pass_tokens(state, own, head, FORM)
-            # All threads have read what these columns had recorded.
+            # All threads have read the records before any overwrites them.
             thread_barrier()
             leave_column(betas, i_hv, o_c)
             if not SIZES.by_channel:
@@ -167,8 +168,8 @@ def _beside(stream, rows, first_token):
 
 @gluon.jit
 def _keep_places(own, channel, ARE_KEYS: gl.constexpr, FORM: gl.constexpr):
-    """Keeps vectors of all tokens in shared memory, some at a time: a unit's, or a head's
-    values."""
+    """Writes all tokens' vectors to shared memory, some tokens at a time: a unit's keys, or a
+    head's values."""
     STEP: gl.constexpr = FORM.at_once
     _keep_some(own, channel, 0, True, ARE_KEYS, FORM)
     if FORM.places > STEP:
@@ -180,7 +181,7 @@ def _keep_places(own, channel, ARE_KEYS: gl.constexpr, FORM: gl.constexpr):
 def _keep_some(
     own, channel, begin, IS_FIRST: gl.constexpr, ARE_KEYS: gl.constexpr, FORM: gl.constexpr
 ):
-    """Keeps vectors of some tokens in shared memory, and leaves their inputs."""
+    """Writes some tokens' vectors to shared memory, and their inputs to states and records."""
     STEP: gl.constexpr = FORM.at_once
     TAPS: gl.constexpr = FORM.sizes.taps
     if ARE_KEYS:
@@ -196,8 +197,8 @@ def _keep_some(
 
 @gluon.jit
 def _keep_keys(own, channel, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr):
-    """Keeps a key head's queries and keys of some tokens in shared memory, and KDA's values and
-    decays; leaves their inputs."""
+    """Writes some tokens' queries and keys of a key head to shared memory, for KDA values and
+    decays too, and their inputs to states and records."""
     SIZES: gl.constexpr = FORM.sizes
     PLACES: gl.constexpr = FORM.places
     STEP: gl.constexpr = FORM.at_once
@@ -237,8 +238,8 @@ def _keep_keys(own, channel, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _pass_tokens(state, own, head, FORM: gl.constexpr):
-    """Takes a value head's state through all tokens: it is stored after the last committed one, and
-    read for each new one."""
+    """Advances a value head's state through all tokens. Stores it after the last committed token,
+    and outputs for each new one."""
     SIZES: gl.constexpr = FORM.sizes
     SIZE: gl.constexpr = SIZES.shared
     PLACES: gl.constexpr = FORM.places

@@ -45,7 +45,7 @@ from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, MixerSiz
 _HEAD_DIM, _STATE_SIZE = 64, 128
 _NUM_WARPS = 4
 _STATE = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-"""Layout of [P, K]: a warp holds whole rows, so sums over columns stay inside it."""
+"""Layout of a state [P, K]. A warp holds whole rows, so sums over columns stay in the warp."""
 _BY_LINE = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [64, 0], [128, 0]],
@@ -55,16 +55,16 @@ _BY_LINE = gl.constexpr(
         shape=[_HEAD_DIM * _STATE_SIZE // 32, 32],
     )
 )
-"""A state by lines, four to a row."""
+"""Layout of a state by lines of 128 bytes, four per row."""
 _PROGRAMS, _STAGES = 2, 2
-"""Programs of an SM, and places for states in each."""
+"""Programs per SM, and places for states in each."""
 _MOST_HEADS = 8
-"""Heads that a program takes one after the other."""
+"""Most heads that a program takes one after the other."""
 
 
 def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
-    """Folds recorded drafts, advances by one token, continues through drafts; writes `output` [T,
-    I] of the decoding sequences."""
+    """Folds recorded drafts into the states, advances each sequence by one token and goes on
+    through its drafts. Writes `output` [T, I] of the decoding sequences."""
     sizes, num_sequences = mixer.sizes, len(steps.sequences.slot_out)
     units_at_once = _PROGRAMS * num_sms(output.device)
     each = _choose_heads(sizes, num_sequences, units_at_once)
@@ -80,8 +80,8 @@ def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
 
 
 def _choose_heads(sizes: MixerSizes, num_sequences: int, units_at_once: int) -> int:
-    """Returns the number of heads of a program, as many of a group as leave work for all that run
-    at a time."""
+    """Returns the number of heads of a program: as many of a group as leave work for all programs
+    that run at a time."""
     each = 1
     while 2 * each <= _MOST_HEADS and sizes.group % (2 * each) == 0:
         if num_sequences * sizes.heads < 2 * each * units_at_once:
@@ -98,7 +98,7 @@ class Channels(NamedTuple):
 
 
 class SequenceTokens(NamedTuple):
-    """A sequence's tokens: where they are read, and what is kept of them in shared memory."""
+    """A sequence's tokens: sources of their inputs, and shared memory for their vectors."""
 
     stream: TokenStream
     conv: Any
@@ -111,7 +111,7 @@ class SequenceTokens(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
-    """Inputs of a head's tokens, before anything is computed."""
+    """Inputs of a head's tokens, as loaded."""
 
     x: Channels
     rate: Any
@@ -122,7 +122,7 @@ class HeadInputs(NamedTuple):
 
 
 class GroupedHeadRows(NamedTuple):
-    """Where a head's new tokens are written, and its time steps read."""
+    """Pointers to a head's outputs and state, and the column of its time steps."""
 
     y: Any
     state: Any
@@ -133,7 +133,7 @@ class GroupedHeadRows(NamedTuple):
 @quick
 @gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["steps"])
 def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.constexpr):
-    """Takes one unit after the other: EACH heads of a group of a sequence."""
+    """Loops over units: EACH heads of a group of a sequence."""
     SIZES: gl.constexpr = FORM.sizes
     HEADS: gl.constexpr = SIZES.heads
     HEAD_DIM: gl.constexpr = SIZES.own
@@ -154,7 +154,7 @@ def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.co
         stream, first_token, target = open_stream(inputs.mixed, steps.records, sequences, sequence)
         read = conv.base + gl.load(sequences.slot_in + sequence).to(gl.int64) * conv.stride
         tokens = SequenceTokens(stream, read, weights, vectors, values)
-        # Everything is asked for before anything is used.
+        # All loads are issued before any is used.
         following = _ask_head(tokens, first_head, FORM)
         _keep_group(tokens, first_head // SIZES.group, FORM)
         for member in range(EACH):
@@ -199,7 +199,7 @@ def _ask_head(tokens, head, FORM: gl.constexpr):
 
 @gluon.jit
 def _keep(channels, vectors, first, begin, num_places, FORM: gl.constexpr):
-    """Keeps some channels after the convolution in shared memory, of some tokens."""
+    """Convolves some channels of some tokens into shared memory."""
     STEP: gl.constexpr = FORM.at_once
     for ahead in gl.static_range(STEP):
         if begin + ahead < num_places:
@@ -209,7 +209,7 @@ def _keep(channels, vectors, first, begin, num_places, FORM: gl.constexpr):
 
 @gluon.jit
 def _keep_group(tokens, group, FORM: gl.constexpr):
-    """Keeps B of all tokens in shared memory, and C after it, which the heads of a group share."""
+    """Writes all tokens' B and then C, which the heads of a group share, to shared memory."""
     STEP: gl.constexpr = FORM.at_once
     _keep_both(tokens, group, 0, True, FORM)
     if FORM.places > STEP:
@@ -219,7 +219,7 @@ def _keep_group(tokens, group, FORM: gl.constexpr):
 
 @gluon.jit
 def _keep_both(tokens, group, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr):
-    """Keeps B and C of some tokens."""
+    """Writes B and C of some tokens to shared memory."""
     SIZES: gl.constexpr = FORM.sizes
     num_places = tokens.stream.num_places
     o_k = gl.arange(0, SIZES.shared, layout=CHANNEL)
@@ -233,7 +233,8 @@ def _keep_both(tokens, group, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr)
 
 @gluon.jit
 def _keep_values(tokens, head, asked, FORM: gl.constexpr):
-    """Keeps a head's x of all tokens in shared memory; that of the first has been asked for."""
+    """Writes a head's x of all tokens to shared memory; the first tokens' inputs are loaded
+    already."""
     STEP: gl.constexpr = FORM.at_once
     SIZES: gl.constexpr = FORM.sizes
     num_places = tokens.stream.num_places
@@ -247,8 +248,8 @@ def _keep_values(tokens, head, asked, FORM: gl.constexpr):
 
 @gluon.jit
 def _pass_tokens(tokens, state, own, at, FORM: gl.constexpr):
-    """Takes a head's state through all tokens: it is stored after the last committed one, and read
-    for each new one."""
+    """Advances a head's state through all tokens. Stores it after the last committed token, and
+    outputs for each new one."""
     SIZES: gl.constexpr = FORM.sizes
     stream, weights = tokens.stream, tokens.weights
     last = gl.minimum(stream.num_folded, stream.num_places - 1)

@@ -26,16 +26,17 @@ from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, MixerSiz
 STATE_SIZE = 128
 """Channels of a key and of a value of Gated DeltaNet and KDA, each a thread's."""
 _LINE = 32
-"""Numbers of a line, 128 bytes: the most that TMA swizzles."""
+"""Numbers of a line: 128 bytes, the widest that TMA swizzles."""
 MOST_AT_ONCE = 8
-"""Tokens whose inputs a thread holds at a time, at most."""
+"""Most tokens whose inputs a thread holds at a time."""
 _BOX = 256
-"""Lines that it copies at a time, the most."""
+"""Lines that TMA copies at a time, its maximum."""
 
 CHANNEL = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-"""Layout of a head's channels, one a thread."""
+"""Layout of a head's channels, one per thread."""
 STATE = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [1, 4], [1, 0]))
-"""Layout of [K, W], both STATE_SIZE: a warp holds 32 columns, so sums over rows stay inside it."""
+"""Layout of a state [K, W], both STATE_SIZE. A warp holds 32 columns, so sums over rows stay in the
+warp."""
 BY_LINE = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [16, 0], [32, 0], [64, 0], [128, 0], [256, 0]],
@@ -45,7 +46,7 @@ BY_LINE = gl.constexpr(
         shape=[STATE_SIZE * STATE_SIZE // _LINE, _LINE],
     )
 )
-"""A state by lines, four to a row."""
+"""Layout of a state by lines of 128 bytes, four per row."""
 
 
 class Work(NamedTuple):
@@ -73,13 +74,13 @@ class Window(NamedTuple):
 
 
 def operands(mixer: Mixer, steps: DecodingSteps) -> tuple[Any, ...]:
-    """Returns the first arguments of a kernel of steps: inputs, weights, steps and lines of
-    states."""
+    """Returns the first arguments of Hopper's step kernels: inputs, weights, steps, and TMA's
+    descriptor of states."""
     return mixer.inputs, mixer.weights, steps, _describe_states(steps.recurrent.base)
 
 
 def _describe_states(recurrent_pool: Tensor) -> TensorDescriptor:
-    """`recurrent_pool` [slots, heads, K, W] float32 line by line."""
+    """Returns TMA's descriptor of `recurrent_pool` [slots, heads, K, W] float32, line by line."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     num_states = (len(recurrent_pool) - 1) * recurrent_pool.stride(0) + recurrent_pool[0].numel()
     lines = recurrent_pool.as_strided((num_states // _LINE, _LINE), (_LINE, 1))
@@ -87,7 +88,7 @@ def _describe_states(recurrent_pool: Tensor) -> TensorDescriptor:
 
 
 class StepForm(NamedTuple):
-    """Constants of a kernel of steps."""
+    """Constants of Hopper's step kernels."""
 
     sizes: MixerSizes
     each: int
@@ -95,7 +96,7 @@ class StepForm(NamedTuple):
     stages: int
     """Places for states in a program."""
     places: int = 1
-    """Tokens of a sequence at most."""
+    """Most tokens of a sequence."""
     at_once: int = 1
     """Tokens whose inputs a thread holds at a time."""
 
@@ -107,7 +108,7 @@ class StepForm(NamedTuple):
 
 @gluon.jit
 def begin_work(states, steps, num_units, FORM: gl.constexpr):
-    """This program's `Work`, with places for states to which the first are on their way."""
+    """Returns this program's `Work`, after starting to load its first states."""
     EACH: gl.constexpr = FORM.each
     STAGES: gl.constexpr = FORM.stages
     LINE: gl.constexpr = states.block_type.shape[1]
@@ -128,8 +129,8 @@ def begin_work(states, steps, num_units, FORM: gl.constexpr):
 
 @gluon.jit
 def fetch(work, number, FORM: gl.constexpr):
-    """Starts loading this program's state of this number into shared memory, if there is one.
-    Nothing is read for padding, whose turn is over at once."""
+    """Starts loading the program's state `number` into shared memory, if it has that many. Padding
+    loads nothing and counts as loaded."""
     UNITS: gl.constexpr = FORM.units
     EACH: gl.constexpr = FORM.each
     BOX: gl.constexpr = work.states.block_type.shape[0]
@@ -154,8 +155,8 @@ def fetch(work, number, FORM: gl.constexpr):
 def take(
     work, number, LAYOUT: gl.constexpr, LINE_LAYOUT: gl.constexpr, FORM: gl.constexpr, decay=None
 ):
-    """Returns the state of this number in registers, times its decay, as soon as it has come; the
-    next one takes its place in shared memory."""
+    """Waits for the state `number` and returns it in registers, times its decay; then starts to
+    load the next state into its place."""
     STAGES: gl.constexpr = FORM.stages
     HEIGHT: gl.constexpr = FORM.sizes.own
     WIDTH: gl.constexpr = FORM.sizes.shared
@@ -164,7 +165,7 @@ def take(
     state = gl.convert_layout(state, LAYOUT, assert_trivial=True)
     if decay is not None:
         state *= decay
-    # All threads have the state: its place is free.
+    # All threads have read the state: its place is free.
     thread_barrier()
     fetch(work, number + STAGES, FORM)
     return state
@@ -193,8 +194,8 @@ def load_taps(weight, channel, TAPS: gl.constexpr):
 
 @gluon.jit
 def convolve(window, TAPS: gl.constexpr, PLACE: gl.constexpr = 0, bias=None):
-    """Convolves TAPS inputs from a place on, with SiLU. Here and below what is fused is said, so
-    that kernels that verify round as those that decode."""
+    """Returns the convolution of TAPS inputs from PLACE on, through SiLU. Fused multiply-adds are
+    explicit here and below, so that verify and decode kernels round alike."""
     rows, taps = window
     x = rows[PLACE].to(gl.float32) * taps[0]
     for tap in gl.static_range(1, TAPS):
@@ -206,7 +207,7 @@ def convolve(window, TAPS: gl.constexpr, PLACE: gl.constexpr = 0, bias=None):
 
 @gluon.jit
 def keep_window(window, state, head, is_real, SIZE: gl.constexpr, TAPS: gl.constexpr):
-    """Moves a head's convolution state on by one input."""
+    """Advances a head's convolution state by one input."""
     channel = head * SIZE + gl.arange(0, SIZE, layout=CHANNEL)
     for tap in gl.static_range(1, TAPS):
         at = state + channel * (TAPS - 1) + tap - 1
@@ -229,7 +230,7 @@ def _add_each(a, b, c, d):
 
 @gluon.jit
 def square(x):
-    """Returns the square, rounded whatever it is added to."""
+    """Returns the square, rounded before it is added to anything."""
     return gl.fma(x, x, gl.zeros_like(x))
 
 
@@ -241,7 +242,7 @@ def by_row(x):
 
 @gluon.jit
 def softplus(x):
-    """Computes `numerics.softplus`, and says what is fused."""
+    """Computes `numerics.softplus` with explicit fused multiply-adds."""
     e = gl.exp2(gl.abs(x) * -LOG2_E)
     p = gl.fma(e, 0.005126102361828089, -0.029074065387248993)
     p = gl.fma(p, e, 0.0775160863995552)
@@ -270,8 +271,9 @@ def decays_of(x, rate, LEAST: gl.constexpr):
 
 @gluon.jit
 def read_rows(state, x):
-    """Returns what `x` [K, 1] reads of a state [K, W]: [W]. A thread's sum begins with one product
-    that is rounded, its first; else the compiler chooses one of the first two."""
+    """Returns the product [W] of `x` [K, 1] and a state [K, W]. A thread's sum begins with a
+    rounded product, its first; otherwise the compiler would choose which of the first two to
+    round."""
     SIZE: gl.constexpr = state.shape[0]
     row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))[:, None]
     begins = row < 4  # of all threads' first rows
@@ -281,7 +283,7 @@ def read_rows(state, x):
 
 @gluon.jit
 def delta_rule(state, key, value, beta):
-    """Returns a decayed state [K, W] after a token, whose key is [K, 1]."""
+    """Applies the delta rule to a decayed state [K, W], with a token's key [K, 1]."""
     change = (value - read_rows(state, key)) * beta
     return gl.fma(key, change[None, :], state)
 

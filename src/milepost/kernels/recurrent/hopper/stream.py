@@ -1,6 +1,5 @@
-"""A sequence's tokens as Hopper's verify kernels read and leave them, in Gluon: some at once, a
-channel a thread. So nobody else reads what a thread overwrites.
-"""
+"""A sequence's tokens as Hopper's verify kernels read and write them, in Gluon: several tokens at a
+time, a channel per thread, so that each thread alone reads what it overwrites."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class TokenStream(NamedTuple):
 
 @gluon.jit
 def keep_rows(place, x):
-    """Puts a vector where `load_rows` finds it."""
+    """Writes a vector [K] to shared memory for `load_rows`."""
     place.store(x.reshape([x.shape[0] // 4, 4]))
 
 
@@ -53,8 +52,8 @@ def load_rows(place):
 
 @gluon.jit
 def open_stream(rows, records, sequences, i_sequence):
-    """Returns a sequence's `TokenStream`, the number of its first new token, and the slot that it
-    writes: below 0 it is padding, which has no places."""
+    """Returns a sequence's `TokenStream`, its first new token, and the slot that it writes. A
+    negative slot marks padding, which has no places."""
     num_folded = gl.load(sequences.fold + i_sequence)
     num_new = gl.load(sequences.length + i_sequence)
     first_token = gl.load(sequences.begin + i_sequence).to(gl.int64)
@@ -68,7 +67,7 @@ def open_stream(rows, records, sequences, i_sequence):
 
 @gluon.jit
 def row_of(stream, place):
-    """Where a token's row begins."""
+    """Returns a pointer to the row of the token at a place."""
     at = stream.new + (place - stream.num_folded) * stream.new_stride
     return gl.where(place < stream.num_folded, stream.folded + place * stream.folded_stride, at)
 
@@ -88,8 +87,8 @@ def load_places(stream, column, begin, STEP: gl.constexpr):
 def load_inputs(
     stream, state, channel, begin, IS_FIRST: gl.constexpr, TAPS: gl.constexpr, STEP: gl.constexpr
 ):
-    """Returns the TAPS - 1 inputs before those tokens, which a convolution's `state` has kept
-    before the first, and then what `load_places` returns."""
+    """Returns the TAPS - 1 inputs before those tokens, from the convolution's `state` if IS_FIRST,
+    and then what `load_places` returns."""
     rows = ()
     for tap in gl.static_range(TAPS - 1):
         if IS_FIRST:
@@ -102,9 +101,9 @@ def load_inputs(
 
 @gluon.jit
 def leave_inputs(inputs, stream, state, channel, begin, TAPS: gl.constexpr, STEP: gl.constexpr):
-    """Leaves what the next step reads of a convolution's inputs: those up to the last committed
-    token in the `state` that is written, the drafts' in place of the records. These are read up to
-    TAPS - 1 places before what was left last, which is none that any draft takes."""
+    """Writes the convolution's inputs for the next step: those up to the last committed token to
+    `state`, those of drafts to the records. Records are read up to TAPS - 1 places before the last
+    one written, and no draft takes such a place."""
     last = gl.minimum(stream.num_folded, stream.num_places - 1)
     places = ()
     for row in gl.static_range(TAPS - 1 + STEP):
@@ -119,7 +118,7 @@ def leave_inputs(inputs, stream, state, channel, begin, TAPS: gl.constexpr, STEP
 
 @gluon.jit
 def leave_places(rows, stream, column, begin, STEP: gl.constexpr):
-    """Puts what columns of the step's drafts hold in place of the records."""
+    """Replaces the records by these columns of the step's drafts."""
     for ahead in gl.static_range(STEP):
         draft = begin + ahead - stream.num_folded - 1
         is_draft = (draft >= 0) & (begin + ahead < stream.num_places)
@@ -129,7 +128,8 @@ def leave_places(rows, stream, column, begin, STEP: gl.constexpr):
 
 @gluon.jit
 def leave_column(stream, column, draft):
-    """Puts one column, which all threads have read, in place of the records: a `draft` a thread."""
+    """Replaces the records by one column of the drafts, after all threads have read it: one `draft`
+    per thread."""
     is_draft = draft < stream.num_places - stream.num_folded - 1
     p_new = stream.new + (draft + 1) * stream.new_stride + column
     x = gl.load(p_new, mask=is_draft, other=0.0)
@@ -138,7 +138,7 @@ def leave_column(stream, column, draft):
 
 @gluon.jit
 def bias_of(conv_bias, channel):
-    """Returns the bias of some channels' convolution, if there is one."""
+    """Returns the convolution's bias of some channels, or None."""
     bias = conv_bias
     if conv_bias is not None:
         bias = gl.load(conv_bias + channel).to(gl.float32)

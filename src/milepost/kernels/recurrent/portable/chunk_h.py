@@ -20,7 +20,8 @@ from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, PrefillCh
 _COLUMNS = 32
 """Columns of the state in one program."""
 _WARPS, _STAGES = 4, (2, 3)
-"""The latter for decays by channel where it has room (on an H200 244 and 215 us a layer of KDA)."""
+"""Warps, and stages for one decay per head and for decays by channel, if shared memory has room for
+three (H200: 244 us a layer of KDA with two, 215 with three)."""
 
 
 def run(
@@ -39,8 +40,8 @@ def run(
 
 
 class StateColumns(NamedTuple):
-    """Some columns of a value head's state: rows [K], columns [W], and places of both in `h` and in
-    a slot [K, W], each with a mask."""
+    """Some columns of a value head's state: rows [K], columns [W], and offsets in `h` and in a slot
+    [K, W], each with a mask."""
 
     head: Any
     num_tokens: Any
@@ -69,11 +70,11 @@ def _chunk_fwd_h_kernel(
     in_h = is_k[:, None] & is_v[None, :]
     o_h = (i_hv * SIZES.shared + o_k[:, None]) * SIZES.own + o_v[None, :]
     own = StateColumns(i_hv, tl.cast(num_tokens, tl.int64), o_k, is_k, o_v, is_v, o_h, in_h)
-    # What an earlier step wrote may be read before the kernels of this one have ended.
+    # States were written in an earlier step, so they are read before the launch ahead has ended.
     b_h = load_state(pool, chunks, i_n, o_h, in_h)
     wait_for_inputs()
-    # Loaded a chunk ahead: addresses that wait for a load would keep the tiles from being fetched
-    # early.
+    # Loaded a chunk ahead, since the compiler cannot prefetch tiles whose addresses wait for a
+    # load.
     begin, size = tl.load(chunks.begin + first), tl.load(chunks.size + first)
     for i_t in range(first, last):
         b_h = _pass_chunk(b_h, tensors, own, i_t, begin, size, SIZES, C)
@@ -85,7 +86,7 @@ def _chunk_fwd_h_kernel(
 
 @triton.jit
 def _pass_chunk(b_h, tensors, own, i_t, begin, size, SIZES: tl.constexpr, C: tl.constexpr):
-    """Returns the state after a chunk; stores the one before it, and what its tokens add."""
+    """Returns the state after a chunk. Stores the state before it, and what its tokens add."""
     KEY_DIM: tl.constexpr = SIZES.shared
     VALUE_DIM: tl.constexpr = SIZES.own
     o_t = tl.arange(0, C)
@@ -124,14 +125,15 @@ def _pass_chunk(b_h, tensors, own, i_t, begin, size, SIZES: tl.constexpr, C: tl.
 
 @triton.jit
 def load_state(pool, chunks, i_n, o_state, in_state):
-    """Returns a sequence's state in float32; `o_state` are its numbers' places."""
+    """Returns a sequence's state at offsets `o_state` of its slot, in float32."""
     source = tl.load(chunks.slot_in + i_n).to(tl.int64) * pool.stride
     return tl.load(pool.base + source + o_state, in_state, 0).to(tl.float32)
 
 
 @triton.jit
 def store_state(pool, chunks, i_n, o_state, in_state, b_state):
-    """Writes the final state once nobody reads the slot that it came from: it may be the same."""
+    """Writes the final state after all threads have read the initial one, whose slot may be the
+    same."""
     tl.debug_barrier()
     target = tl.load(chunks.slot_out + i_n).to(tl.int64) * pool.stride
     tl.store(pool.base + target + o_state, b_state.to(pool.base.dtype.element_ty), in_state)
@@ -139,7 +141,7 @@ def store_state(pool, chunks, i_n, o_state, in_state, b_state):
 
 @triton.jit
 def export_state(pool, slot, o_state, in_state, b_state):
-    """Writes the state after a chunk to `slot`, if that is one."""
+    """Writes the state after a chunk to `slot` unless that is negative."""
     if slot >= 0:
         exported = b_state.to(pool.base.dtype.element_ty)
         tl.store(pool.base + slot.to(tl.int64) * pool.stride + o_state, exported, in_state)

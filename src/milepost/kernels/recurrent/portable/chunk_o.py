@@ -37,7 +37,7 @@ def run(
     output: Tensor,
     fp8: Fp8Rows | None,
 ) -> None:
-    """Writes `output` [T, V * W] through the gated norm, and to `fp8` if there is that."""
+    """Writes `output` [T, V * W] after the gated norm, and rounded to `fp8` if given."""
     sizes, rounded, scales_stride = mixer.sizes, None, 0
     if fp8 is not None:
         rounded = RoundedOutput(fp8.values.view(torch.uint8), fp8.scales)
@@ -56,9 +56,8 @@ def run(
 
 
 def delta_warps(sizes: MixerSizes, like: Tensor) -> int:
-    """Returns the number of warps of a program with a head's keys and values. Products in float32
-    are unrolled: for wide heads a program of fewer threads has so much code in each that it takes
-    minutes to compile."""
+    """Returns the number of warps of a program that holds a head's keys and values. Products in
+    float32 are unrolled, and with wide heads and few threads they take minutes to compile."""
     is_wide = sizes.shared_tile * sizes.own_tile > 128 * 128
     return 16 if is_wide and like.element_size() == 4 else 4
 
@@ -76,7 +75,7 @@ class ChunkHead(NamedTuple):
 
 
 class OutputPlaces(NamedTuple):
-    """Places of a chunk's outputs [C, W] and of their scales [C], each with a mask."""
+    """Offsets of a chunk's outputs [C, W] and of their scales [C], each with a mask."""
 
     rows: Any
     in_rows: Any
@@ -103,8 +102,8 @@ def _chunk_fwd_o_kernel(
     KEEPS_ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Makes a value head's outputs of a chunk, through the gated norm, in `output` [T, V * W] or in
-    FP8."""
+    """Computes a value head's outputs of a chunk with the gated norm, in `output` [T, V * W], in
+    FP8 or in both."""
     VALUE_DIM: tl.constexpr = SIZES.own
     i_hv, i_t = tl.program_id(0), tl.program_id(1)
     size = tl.load(chunks.size + i_t)
@@ -167,8 +166,8 @@ def _read_chunk(tensors, own, o_v, is_v, SIZES: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _store_zeros(output, rounded, at, KEEPS_ROWS: tl.constexpr):
-    """Stores zeros for tokens that no sequence has; FP8 by its bits, since CUDA 12.8's ptxas turns
-    a zero that it knows into FP8 with another register's."""
+    """Stores zeros for tokens of no sequence. FP8 zeros are stored as bytes: ptxas of CUDA 12.8
+    converts constant zeros to FP8 together with another register's value."""
     if KEEPS_ROWS:
         tl.store(output + at.rows, tl.zeros(at.rows.shape, output.dtype.element_ty), at.in_rows)
     if rounded is not None:
@@ -191,7 +190,7 @@ def _store_outputs(output, rounded, at, b_o, KEEPS_ROWS: tl.constexpr, NATIVE: t
 
 @triton.jit
 def pairwise_decay(decay, row, BELOW: tl.constexpr):
-    """Returns [C, C], decay from token j to token i where i >= j + BELOW, else 0."""
+    """Returns [C, C]: the decay from token j to token i if i >= j + BELOW, else 0."""
     is_later = row[:, None] >= row[None, :] + BELOW
     between = tl.where(is_later, decay[:, None] - decay[None, :], 0)
     return tl.where(is_later, tl.exp(between), 0)

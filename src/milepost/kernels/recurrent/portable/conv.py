@@ -19,15 +19,16 @@ from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 from milepost.kernels.recurrent.structures import Mixer, PrefillTiles, SlotStates
 
 _ROWS, _HEAD_ROWS = 16, 32
-"""Rows of a tile in one program, no fewer than the convolution is wide."""
+"""Rows of a tile per program, no fewer than the convolution has taps."""
 _CHANNELS = 512
 """Channels of one program."""
 _TILE, _BATCH = tl.constexpr(TILE), tl.constexpr(8)
-"""Rows of a tile, and how many are loaded at a time."""
+"""Rows of a tile, and rows loaded at a time."""
 
 
 def convolve(mixer: Mixer, pool: SlotStates, tiles: PrefillTiles) -> Tensor:
-    """Returns all channels [T, C] after the convolution."""
+    """Returns all channels [T, C] after the convolution and SiLU; updates convolution states and
+    exports."""
     sizes, like = mixer.sizes, mixer.inputs.mixed.base
     mixed = like.new_empty(len(like), sizes.channels)
     grid = cdiv(sizes.channels, _CHANNELS), len(tiles.sequence) * (TILE // _ROWS)
@@ -40,8 +41,8 @@ def convolve(mixer: Mixer, pool: SlotStates, tiles: PrefillTiles) -> Tensor:
 def convolve_heads(
     mixer: Mixer, pool: SlotStates, tiles: PrefillTiles, query_key: Tensor, values: Tensor
 ) -> None:
-    """Writes `query_key` [2 * U, T, K] and `values` [V, T, W], ready for the delta rule: queries
-    and keys are unit vectors."""
+    """Writes `query_key` [2 * U, T, K], as unit vectors, and `values` [V, T, W] for the delta rule;
+    updates convolution states and exports."""
     sizes, rows = mixer.sizes, mixer.inputs.mixed
     block = next_power_of_2(max(sizes.shared, sizes.own))
     num_heads = max(2 * sizes.units, sizes.heads)
@@ -173,8 +174,8 @@ def load_taps(weight, channel, is_channel, TAPS: tl.constexpr):
 
 @triton.jit
 def load_rows(p_inputs, stride, is_channel, num_rows, BATCH: tl.constexpr):
-    """BATCH rows of inputs, zeros after the first `num_rows`. All are loaded before anything is
-    stored: for all the compiler knows that might change what later ones read."""
+    """Returns BATCH rows of inputs, zeros after the first `num_rows`. All are loaded before
+    anything is stored, since the compiler assumes that stores may change later loads."""
     rows = ()
     for row in tl.static_range(BATCH):
         b_row = tl.load(p_inputs + row * stride, is_channel & (row < num_rows), 0)
@@ -196,7 +197,8 @@ def slide(window, taps, newest, TAPS: tl.constexpr):
 
 @triton.jit
 def keep_states(rows, state, pool, tiles, tile, channel, is_channel, part_from, TAPS: tl.constexpr):
-    """Writes the states of a tile's exports, and of a sequence's first tile its final state."""
+    """Writes the states of a tile's exports, and the sequence's final state if the tile is its
+    first."""
     sequence = tl.load(tiles.sequence + tile)
     begin = tl.load(tiles.sequence_begin + sequence)
     args = rows, state, pool, channel, is_channel, begin

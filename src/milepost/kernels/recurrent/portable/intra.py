@@ -26,10 +26,10 @@ from milepost.kernels.recurrent.rules.gated_delta import log_decays
 from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, MixerSizes, PrefillChunks
 
 _CHANNELS = tl.constexpr(64)
-"""Channels of a head at a time; all at once would be more than there are registers."""
+"""Channels of a head per iteration; all at once do not fit the registers."""
 _MOST = {torch.float16: 6.0}
-"""That half a chunk may decay by, as a power of two, if decays within it and their opposites are to
-be numbers of the type."""
+"""Largest log2 decay of half a chunk for which decays and their inverses are representable in the
+dtype."""
 _MOST_OF_OTHERS = 100.0
 
 
@@ -54,7 +54,7 @@ class IntraForm(NamedTuple):
 
 
 class HeadPlaces(NamedTuple):
-    """Where a chunk's tokens of a head are: rows [C, 1], then of the head alone."""
+    """Pointers to a chunk's tokens of a head: rows [C, 1], then those of the head alone."""
 
     decay_inputs: Any
     query: Any
@@ -77,7 +77,8 @@ class PairSums(NamedTuple):
 @quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["chunks"])
 def _intra_kernel(num_tokens, inputs, weights, chunks, tensors, FORM: tl.constexpr):
-    """Handles one head of a chunk."""
+    """Handles one head of a chunk: stores decayed queries and keys, w, u, scores and the chunk's
+    decays."""
     HEADS: tl.constexpr = FORM.sizes.heads
     HEAD_DIM: tl.constexpr = FORM.sizes.shared
     C: tl.constexpr = FORM.chunk
@@ -125,7 +126,7 @@ def _intra_kernel(num_tokens, inputs, weights, chunks, tensors, FORM: tl.constex
     # The factors of the right sides' rows stand in the inverse's columns.
     b_inv = (b_inv * b_beta[None, :]).to(tensors.v.dtype.element_ty)
 
-    # What threads stored others read.
+    # Other threads read what was stored above.
     tl.debug_barrier()
     for first in range(0, HEAD_DIM, _CHANNELS):
         o_k = first + tl.arange(0, _CHANNELS)
@@ -135,8 +136,8 @@ def _intra_kernel(num_tokens, inputs, weights, chunks, tensors, FORM: tl.constex
 
 @triton.jit
 def _signs(o_t, middle, SPLIT: tl.constexpr):
-    """Returns the matrix [C, C] that sums a column from the row after the middle on; back to the
-    middle it returns the opposites of sums."""
+    """Returns the matrix [C, C] that sums a column from the row after the middle on; before the
+    middle sums are negative."""
     signs = tl.where(o_t[:, None] > middle, 1.0, -1.0)
     signs = tl.where(_between(tl.minimum(o_t, middle), tl.maximum(o_t, middle), o_t), signs, 0)
     return signs.to(tl.bfloat16 if SPLIT else tl.float32)
@@ -213,8 +214,8 @@ def _times(chosen, parts):
 
 @triton.jit
 def _add_mild_pairs(b_q, b_k, b_d, b_qk, b_kk):
-    """Does `_add_pairs` where two to the power of `b_d`, log decays from the middle of the chunk
-    on, and its opposite are numbers."""
+    """Does `_add_pairs` where exp2 of `b_d`, log decays from the middle of the chunk on, and its
+    inverse are representable."""
     down = tl.exp2(b_d)
     right = tl.trans((b_k.to(tl.float32) * tl.exp2(-b_d)).to(b_k.dtype))
     left = (b_q.to(tl.float32) * down).to(b_q.dtype)
@@ -225,11 +226,11 @@ def _add_mild_pairs(b_q, b_k, b_d, b_qk, b_kk):
 
 @triton.jit
 def _add_pairs(b_q, b_k, parts, o_t, b_qk, b_kk):
-    """Adds decayed products of some channels of queries and keys to `b_qk` [C, C], and those of
-    keys and keys to `b_kk`; those of later keys are anything."""
+    """Adds decayed products of some channels of queries and keys to `b_qk` [C, C], and of keys and
+    keys to `b_kk`. Entries of later keys are undefined."""
     apart = o_t[:, None] ^ o_t[None, :]
     wide_q, wide_k = b_q.to(tl.float32), b_k.to(tl.float32)
-    # Rolled up: all sizes at once would be more than there are registers.
+    # A loop, since all sizes at once do not fit the registers.
     for power in range(6):
         # Halves of 2 ** power tokens; their blocks' first halves end with these.
         end = (o_t | ((2 << power) - 1)) - (1 << power)

@@ -31,9 +31,9 @@ from milepost.kernels.recurrent.rules.mamba2 import time_step
 from milepost.kernels.recurrent.structures import LayerStates, Mixer, PrefillChunks, slot_states
 
 _HEADS = 8
-"""Heads in one program of `_discretise_kernel`."""
+"""Heads per program of `_discretise_kernel`."""
 _NORMED = 4096
-"""Entries in one program of `_norm_kernel`."""
+"""Entries per program of `_norm_kernel`."""
 
 
 def prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout) -> Tensor:
@@ -83,7 +83,7 @@ def _discretise_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes time steps and decays of some heads of a chunk; log decays are of base 2."""
+    """Computes time steps and log2 decays of some heads of a chunk."""
     launch_dependents()
     i_t = tl.program_id(1)
     size = tl.load(chunks.size + i_t)
@@ -123,8 +123,8 @@ def _norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gates and norms a group of ROWS tokens, `y` [T, I] to `output` [T, I]; stores zeros for
-    tokens that no sequence has."""
+    """Gates and norms one group of ROWS tokens of `y` [T, I] into `output` [T, I]; tokens of no
+    sequence get zeros."""
     W: tl.constexpr = SIZES.group * SIZES.own
     i_g = tl.program_id(0)
     token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

@@ -20,25 +20,25 @@ from milepost.kernels.recurrent.portable.chunk_h import export_state, load_state
 from milepost.kernels.recurrent.structures import Mixer, MixerSizes, PrefillChunks, SlotStates
 
 _ROWS = 64
-"""Tokens of a program of outputs; tiles of float32 are no wider."""
+"""Tokens of a program that makes outputs, and the widest tiles in float32."""
 _MOST_HEADS = 8
-"""Heads in one program of outputs."""
+"""Most heads of a program that makes outputs."""
 _COLUMNS = 32
-"""Columns of the state in one program; twice as many in float32."""
+"""State columns of a program; twice as many in float32."""
 _WARPS, _STAGES = 4, 3
 
 
 class SSDTensors(NamedTuple):
-    """Tensors that the launches of Mamba2's prefill hand on. Time steps and decays are float32."""
+    """Intermediate tensors of Mamba2's prefill. Time steps and decays are float32."""
 
     mixed: Any
     """[T, WIDTH], x, B and C after the convolution."""
     steps: Any
     """[H, T]"""
     sums: Any
-    """[H, T], logarithms of decays, of base 2, added up from a chunk's begin."""
+    """[H, T], log2 decays added up from the chunk's begin."""
     to_end: Any
-    """[H, T], steps decayed up to a chunk's end."""
+    """[H, T], time steps times the decay up to the chunk's end."""
     decays: Any
     """[N, H], of whole chunks."""
     h: Any
@@ -73,7 +73,7 @@ def chunk_fwd_o(mixer: Mixer, chunk: int, chunks: PrefillChunks, tensors: SSDTen
 
 
 def _choose_heads(sizes: MixerSizes, num_tiles: int, num_sms: int) -> int:
-    """Returns the number of heads of a program: as many as leave two programs for each SM."""
+    """Returns the number of heads of a program: as many as leave two programs per SM."""
     each = _MOST_HEADS
     while sizes.group % each or (each > 1 and sizes.heads // each * num_tiles < 2 * num_sms):
         each //= 2
@@ -148,9 +148,9 @@ def _chunk_fwd_o_kernel(
     COLUMNS: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """ROWS tokens of EACH heads of a group and chunk: what C reads from the states before the chunk
-    and from the chunk's own tokens, COLUMNS at a time, and D * x, into `y` [T, I]. C times B is the
-    group's; how many heads share them changes no bit."""
+    """Computes `y` [T, I] for ROWS tokens of EACH heads of a group and chunk: what C reads of the
+    state before the chunk and of the chunk's tokens, COLUMNS at a time, plus D * x. Products of C
+    and B are the group's; the number of heads that share them changes no bit."""
     STATE_SIZE: tl.constexpr = SIZES.shared
     HEAD_DIM: tl.constexpr = SIZES.own
     WIDTH: tl.constexpr = SIZES.channels
@@ -167,7 +167,7 @@ def _chunk_fwd_o_kernel(
     p_b = tensors.mixed + begin * WIDTH + SIZES.width + first // SIZES.group * STATE_SIZE
     p_b += o_s[None, :]
     i_row, column = i_part * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    # Nothing is read of later tokens than these rows.
+    # Tokens after these rows are not read.
     is_row, stop = i_row < size, tl.minimum(size, (i_part + 1) * ROWS)
     p_c = p_b + SIZES.units * STATE_SIZE + i_row[:, None] * WIDTH
     b_c = tl.load(p_c, is_row[:, None] & is_s[None, :], 0)
@@ -212,7 +212,7 @@ def _read_tokens(b_y, scores, b_sums, p_x, p_steps, p_sums, j_row, stop, is_p, W
     b_x = tl.load(p_x + j_row[:, None] * WIDTH, is_token[:, None] & is_p[None, :], 0)
     sums = tl.load(p_sums + j_row, is_token, 0)
     step = tl.load(p_steps + j_row, is_token, 0)
-    # For later tokens it would be no decay, perhaps no number; their scores are zero.
+    # Clamped, since for later tokens, whose scores are zero, it may overflow.
     decay = tl.minimum(b_sums[:, None] - sums[None, :], 0, propagate_nan=tl.PropagateNan.ALL)
     weight = scores * (tl.exp2(decay) * step[None, :])
     return tl.dot(weight.to(b_x.dtype), b_x, b_y, input_precision="ieee")

@@ -32,7 +32,7 @@ from milepost.kernels.recurrent.portable.step_kernels import (
 from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, MixerSizes, StepOutput
 
 _COLUMNS = 512
-"""Columns that a program of the last launch leaves to the next step."""
+"""Columns per program that the last launch writes for the next step."""
 
 
 def run(
@@ -42,11 +42,12 @@ def run(
     arrivals: Tensor | None = None,
     fp8: Fp8Rows | None = None,
 ) -> None:
-    """Folds recorded drafts, advances each sequence by one token, continues through drafts; writes
-    `output` [T, U * GROUP * W] of the decoding sequences, without drafts zeros for padding.
+    """Folds recorded drafts into the states, advances each sequence by one token and goes on
+    through its drafts. Writes `output` [T, U * GROUP * W] of the decoding sequences; padding gets
+    zeros in steps without drafts.
 
-    `arrivals` [S, U] are zeros and stay so; units that are normed together need them in a step
-    without drafts.
+    `arrivals` [S, U] int32 are zeros before and after. Steps without drafts need them for units
+    that are normed together.
     """
     assert fp8 is None, "outputs are rounded by who reads them"
     sizes, rule, num_sequences = mixer.sizes, mixer.rule, len(steps.sequences.slot_out)
@@ -69,8 +70,8 @@ def run(
 
 
 def finish(mixer: Mixer, steps: DecodingSteps, output: StepOutput, *, moves: bool) -> None:
-    """Norms and gates what new tokens have read, unit by unit. If it `moves`, it also moves the
-    convolution's states on and records the drafts, which another kernel has left to do."""
+    """Norms and gates what new tokens have read, unit by unit. With `moves` it also advances the
+    convolution states and records the drafts, if the kernel before left that to do."""
     sizes, most = mixer.sizes, steps.num_drafts + 1
     num_blocks = triton.cdiv(max(sizes.channels, sizes.strengths), _COLUMNS) if moves else 0
     grid = sizes.units * most + num_blocks, len(steps.sequences.slot_out)
@@ -80,8 +81,8 @@ def finish(mixer: Mixer, steps: DecodingSteps, output: StepOutput, *, moves: boo
 
 
 def _cut(sizes: MixerSizes, num_sequences: int, device: torch.device) -> tuple[int, int]:
-    """Returns the number of heads of a program, and its warps. Two heads share what a unit shares,
-    where they are normed together and there is work for all SMs."""
+    """Returns a program's number of heads and of warps. Heads that are normed together are taken
+    two at a time if that leaves work for all SMs."""
     entries = triton.next_power_of_2(sizes.shared) * triton.next_power_of_2(sizes.own)
     if sizes.norms_heads:
         return 1, min(16, max(4, entries // 4096))

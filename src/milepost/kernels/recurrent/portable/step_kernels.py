@@ -1,4 +1,4 @@
-"""The launches of `step`, for any chip that runs Triton.
+"""Kernels of `step` in Triton. Places of a sequence's tokens:
 
     place     0 .. F - 1    F          F + 1 .. F + N - 1
     token     records       its own    drafts
@@ -26,7 +26,7 @@ from milepost.kernels.recurrent.portable.stream import (
 
 
 class Vectors(NamedTuple):
-    """A token's inputs after the convolution, float32."""
+    """A token's vectors after the convolution, float32."""
 
     read: Any
     """[K] query, or C."""
@@ -49,7 +49,7 @@ def convolve_kernel(inputs, weights, steps, mixed, places, SIZES: tl.constexpr):
     key of the delta rule becomes a unit vector."""
     VERIFIES: tl.constexpr = steps.records is not None
     conv, sequences = steps.conv, steps.sequences
-    # The second launch may start, and load what this one does not write.
+    # The next launch may start and load what this one does not write.
     launch_dependents()
     i_sequence, i_vector = tl.program_id(0).to(tl.int64), tl.program_id(1)
     written = tl.load(sequences.slot_out + i_sequence).to(tl.int64)
@@ -114,7 +114,7 @@ def update_kernel(
     FINISH: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Moves the states of HEADS heads of a sequence on, and reads them for new tokens."""
+    """Advances the states of HEADS heads of a sequence and reads them for new tokens."""
     VERIFIES: tl.constexpr = steps.records is not None
     states, sequences = steps.recurrent, steps.sequences
     i_head, i_sequence = tl.program_id(0) * HEADS, tl.program_id(1).to(tl.int64)
@@ -125,7 +125,7 @@ def update_kernel(
     o_output = i_head * SIZES.own + o_own
     written = tl.load(sequences.slot_out + i_sequence).to(tl.int64)
     if written < 0:
-        # Padding waits too: a launch that is nothing else must not end before the one before it.
+        # Padding waits too: a launch of padding alone must not end before the launch ahead.
         wait_for_inputs()
         if not VERIFIES:
             zeros = tl.zeros(o_own.shape, output.base.dtype.element_ty)
@@ -153,7 +153,7 @@ def update_kernel(
     if SIZES.norms_heads:
         b_norm = tl.load(weights.norm + o_own, is_own, 0)
         b_gate = tl.load(p_gate + first * inputs.gate.stride, is_own & (num_new > 0), 0)
-    # From here on the first launch has ended.
+    # The convolution's launch has ended from here on.
     wait_for_inputs()
 
     for place in range(num_folded + num_new):
@@ -170,10 +170,10 @@ def update_kernel(
                 tl.store(output.read + at, b_y, is_own)
         b_kept = b_state.to(states.base.dtype.element_ty)
         if place == last:
-            # Threads that hold the same numbers have all read them: slot_in may be slot_out.
+            # All threads have read the state before any writes it: slot_in may be slot_out.
             tl.debug_barrier()
             tl.store(p_written + o_state, b_kept, in_state)
-        # What a step that ends here would find in the pool.
+        # Rounded as a step that ended here would find it in the pool.
         b_state = b_kept.to(tl.float32)
         if VERIFIES:
             following = tl.minimum(place + 1, num_folded + num_new - 1)
@@ -183,7 +183,7 @@ def update_kernel(
                 p_following = p_gate + (first + following) * inputs.gate.stride
                 b_gate = tl.load(p_following, is_own & (num_new > 0), 0)
     if VERIFIES:
-        # All threads have read what the columns of these heads had recorded.
+        # All threads have read the records before any overwrites them.
         tl.debug_barrier()
         _record(streams.strengths, i_head, num_new, HEADS, SIZES.strengths // SIZES.heads)
         if SIZES.decays > 0:
@@ -196,8 +196,8 @@ def update_kernel(
 
 @triton.jit
 def _find_states(i_head, o_s, o_own, is_s, is_own, SIZES: tl.constexpr):
-    """Returns places of some heads' states in a slot, in memory's order of rows and columns, and
-    which of them there are."""
+    """Returns offsets of some heads' states in a slot, rows and columns as in memory, and their
+    mask."""
     if SIZES.shared_stride == 1:
         o_state = o_own[:, None] * SIZES.own_stride + o_s[None, :]
         in_state = is_own[:, None] & is_s[None, :]
@@ -209,7 +209,7 @@ def _find_states(i_head, o_s, o_own, is_s, is_own, SIZES: tl.constexpr):
 
 @triton.jit
 def _load_vectors(p_place, i_unit, o_s, is_s, o_output, is_own, SIZES: tl.constexpr):
-    """Loads what the convolution has left of a token for some heads of a unit."""
+    """Loads a token's convolved vectors for some heads of a unit."""
     p_shared = p_place + i_unit * SIZES.shared + o_s
     return Vectors(
         tl.load(p_shared + SIZES.first_read, is_s, 0),
@@ -222,14 +222,15 @@ def _load_vectors(p_place, i_unit, o_s, is_s, o_output, is_own, SIZES: tl.conste
 def _finish_heads(
     b_y, b_norm, b_gate, weights, output, at, is_own, SIZES: tl.constexpr, FINISH: tl.constexpr
 ):
-    """Norms and gates what a head of its own norm has read for a token."""
+    """Norms, gates and stores a token's output of heads that are normed one by one."""
     b_y = FINISH(b_y[None, :], b_norm[None, :], b_gate[None, :], weights.norm_eps, SIZES.own)
     tl.store(output.base + at[None, :], b_y.to(output.base.dtype.element_ty), is_own[None, :])
 
 
 @triton.jit
 def _is_last(p_arrivals, num_programs):
-    """Counts this program, whose numbers all its threads have stored, among those of its unit."""
+    """Counts this program as done. Returns whether it is its unit's last, which resets the
+    count."""
     tl.debug_barrier()
     is_last = tl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu") == num_programs - 1
     if is_last:
@@ -239,14 +240,14 @@ def _is_last(p_arrivals, num_programs):
 
 @triton.jit
 def _record(stream, i_head, num_new, HEADS: tl.constexpr, EACH: tl.constexpr):
-    """Records EACH columns of some heads' drafts."""
+    """Records EACH columns of the drafts for HEADS heads."""
     o_column = tl.arange(0, triton.next_power_of_2(HEADS * EACH))
     record_drafts(stream, i_head * EACH + o_column, o_column < HEADS * EACH, num_new)
 
 
 @triton.jit
 def _finish_unit(gate, output, weights, token, i_unit, SIZES: tl.constexpr, FINISH: tl.constexpr):
-    """Norms and gates what all heads of a unit have read for a token."""
+    """Norms, gates and stores a token's output of all heads of a unit."""
     WIDTH: tl.constexpr = SIZES.group * SIZES.own
     column = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
     is_real, at = column < WIDTH, i_unit * WIDTH + column
@@ -271,8 +272,8 @@ def finish_kernel(
     MOST: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Norms and gates a unit of one of a sequence's new tokens, MOST at most; programs after those
-    leave COLUMNS columns of what the next step reads."""
+    """Norms and gates a unit of one of a sequence's new tokens, MOST at most. Programs after those
+    write COLUMNS columns of convolution states and records."""
     i_part, i_sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     conv, sequences = steps.conv, steps.sequences
     written = tl.load(sequences.slot_out + i_sequence).to(tl.int64)
@@ -293,7 +294,7 @@ def finish_kernel(
     is_channel = column < SIZES.channels
     p_conv = conv.base + source * conv.stride
     window = load_window(mixed, p_conv, column, is_channel, last, SIZES.taps, True)
-    # Both are read before either is written: slot_in may be slot_out.
+    # The window is read before any state is written: slot_in may be slot_out.
     tl.debug_barrier()
     keep_window(conv.base + written * conv.stride, window, column, is_channel, SIZES.taps)
     record_drafts(mixed, column, is_channel, num_new)

@@ -3,7 +3,7 @@
     place     0 .. F - 1    F          F + 1 .. F + N - 1
     token     records       its own    drafts
 
-With VERIFIES false a sequence has one token and nothing recorded, and its place is 0.
+If VERIFIES is false, a sequence has a single token, at place 0, and no records.
 
 Legend: F folded and N new tokens, J taps, B channels of a program.
 """
@@ -19,13 +19,13 @@ from milepost.kernels.platform.numerics import silu
 
 
 class TokenRows(NamedTuple):
-    """Some columns of a sequence's tokens: first the recorded ones, then those of the step."""
+    """Some columns of a sequence's tokens, recorded tokens first, then those of the step."""
 
     token: Any
-    """Row of the step's first token."""
+    """Pointer to the step's first token."""
     stride: Any
     record: Any
-    """The first record; nothing is read there where nothing is recorded."""
+    """Pointer to the first record; unused if nothing is recorded."""
     record_stride: Any
     num_folded: Any
 
@@ -51,7 +51,7 @@ def open_stream(rows, steps, i_sequence, VERIFIES: tl.constexpr):
 def load_place(stream, column, place, VERIFIES: tl.constexpr):
     """Returns columns of the token at a place; `column` may be one or a block, without padding."""
     if VERIFIES:
-        # Two masked loads: AMD's compiler cannot follow a pointer that is one of two.
+        # Two masked loads, since AMD's compiler cannot analyse a pointer that is one of two.
         is_new = place >= stream.num_folded
         p_new = stream.token + (place - stream.num_folded) * stream.stride + column
         x = tl.load(p_new, is_new, 0)
@@ -86,10 +86,10 @@ def load_window(
 
 @triton.jit
 def convolve(window, weight, bias, channel, is_channel, TAPS: tl.constexpr):
-    """Convolution and SiLU of a window, float32 [B].
+    """Returns the convolution of a window, through SiLU: float32 [B].
 
-    Products are added one after the other, however a program's threads hold them, so all kernels
-    make the same bits.
+    Taps are added one after the other whatever the threads' layout, so that all kernels return the
+    same bits.
     """
     tap = tl.arange(0, triton.next_power_of_2(TAPS))[None, :]
     is_tap = is_channel[:, None] & (tap < TAPS)
@@ -104,14 +104,15 @@ def convolve(window, weight, bias, channel, is_channel, TAPS: tl.constexpr):
 
 @triton.jit
 def _at_tap(x, i_tap, TAPS: tl.constexpr):
-    """Returns a column of [B, next power of 2 of J], float32: a sum of one number and zeros."""
+    """Returns one column of `x` [B, next power of 2 of J] in float32, as a sum of one number and
+    zeros."""
     tap = tl.arange(0, triton.next_power_of_2(TAPS))[None, :]
     return tl.sum(tl.where(tap == i_tap, x.to(tl.float32), 0.0), 1)
 
 
 @triton.jit
 def keep_window(state, window, channel, is_channel, TAPS: tl.constexpr):
-    """Writes to `state` the inputs that the next token sees."""
+    """Writes the inputs that the next token's window needs to `state`."""
     tap = tl.arange(0, triton.next_power_of_2(TAPS))[None, :]
     is_kept = is_channel[:, None] & (tap > 0) & (tap < TAPS)
     at = channel[:, None] * (TAPS - 1) + tap - 1
@@ -120,7 +121,7 @@ def keep_window(state, window, channel, is_channel, TAPS: tl.constexpr):
 
 @triton.jit
 def record_drafts(stream, column, is_column, num_new):
-    """Puts these columns of the step's drafts in place of what was recorded."""
+    """Replaces the records by these columns of the step's drafts."""
     for draft in range(num_new - 1):
         x = tl.load(stream.token + (draft + 1) * stream.stride + column, is_column, 0)
         tl.store(stream.record + draft * stream.record_stride + column, x, is_column)

@@ -29,7 +29,7 @@ def wy_fwd(mixer: Mixer, chunk: int, chunks: PrefillChunks, tensors: ChunkTensor
 
 
 def splits(like: torch.Tensor) -> bool:
-    """Whether float32 numbers are multiplied as sums of two in bfloat16."""
+    """Whether float32 matrices are multiplied as sums of two bfloat16 matrices."""
     return like.is_cuda and like.dtype != torch.float32
 
 
@@ -45,7 +45,7 @@ def _wy_fwd_kernel(
     C: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Handles one value head of a chunk: turns values into u [V, T, W], and stores w [V, T, K] and
+    """Handles one value head of a chunk: replaces values by u [V, T, W], and stores w [V, T, K] and
     the sums of log decays from the chunk's begin [V, T]."""
     KEY_DIM: tl.constexpr = SIZES.shared
     VALUE_DIM: tl.constexpr = SIZES.own
@@ -81,7 +81,7 @@ def _wy_fwd_kernel(
     b_inv = invert(system, o_t, C, SPLIT)
     p_u = tensors.v + v_begin * VALUE_DIM + o_t[:, None] * VALUE_DIM + o_v
     b_v = tl.load(p_u, in_v, 0)
-    # The factors of the right sides' rows stand in the inverse's columns.
+    # Scaling the inverse's columns scales the rows of the right-hand sides.
     by_value = (b_inv * b_beta[None, :]).to(b_v.dtype)
     by_key = (b_inv * (b_beta * tl.exp(b_g))[None, :]).to(b_k.dtype)
     b_u = tl.dot(by_value, b_v, input_precision="ieee")

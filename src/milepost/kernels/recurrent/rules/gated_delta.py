@@ -30,7 +30,7 @@ from milepost.kernels.recurrent.weights import GatedDeltaWeights, KDAProjected, 
 
 
 class DeltaWeights(NamedTuple):
-    """The small weights, as the kernels take them."""
+    """Small weights of the delta rule as kernel arguments."""
 
     conv: Any
     conv_bias: Any
@@ -72,7 +72,8 @@ def _delta_sizes(
     num_decays: int,
     max_beta: float = 1.0,
 ) -> MixerSizes:
-    """Sizes for `recurrent_pool` [slots, V, K, W] and `num_decays` of a token."""
+    """Returns the sizes of a mixer with `recurrent_pool` [slots, V, K, W] and `num_decays` decay
+    inputs per token."""
     _, heads, key_dim, value_dim = recurrent_pool.shape
     channels, taps = weights.conv.shape
     key_heads = (channels - heads * value_dim) // (2 * key_dim)
@@ -98,7 +99,7 @@ def _delta_sizes(
 
 
 class GatedDeltaHead(NamedTuple):
-    """Weights that a program reads once."""
+    """Small weights of a head, loaded once per program."""
 
     index: Any
     decay_rate: Any
@@ -163,11 +164,11 @@ def describe_kda(projected: KDAProjected, weights: KDAWeights, recurrent_pool: T
 
 
 class KDAHead(NamedTuple):
-    """Weights that a program reads once."""
+    """Small weights of a head, loaded once per program."""
 
     index: Any
     channel: Any
-    """[K] of its decay inputs."""
+    """[K], columns of its decay inputs."""
     decay_rate: Any
     decay_bias: Any
     """[K]"""
@@ -176,7 +177,7 @@ class KDAHead(NamedTuple):
 @triton.jit
 def open_kda_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.constexpr):
     """See `MixerRule`."""
-    # Channels beyond the head's last repeat it: the state has none of them.
+    # Channels past the head's last one repeat it; the state has no such rows.
     channel = head * SIZES.shared + tl.minimum(o_shared, SIZES.shared - 1)
     bias = tl.load(weights.decay_bias + channel)
     return KDAHead(head, channel, tl.load(weights.decay_rate + head), bias)

@@ -27,7 +27,7 @@ from milepost.kernels.recurrent.weights import Mamba2Weights
 
 
 class SmallMamba2Weights(NamedTuple):
-    """The small weights, as the kernels take them."""
+    """Small weights of Mamba2 as kernel arguments."""
 
     conv: Any
     conv_bias: Any
@@ -71,7 +71,7 @@ def describe(rows: Tensor, weights: Mamba2Weights, recurrent_pool: Tensor) -> Mi
 
 
 def _sizes(weights: Mamba2Weights, recurrent_pool: Tensor) -> MixerSizes:
-    """Sizes for `recurrent_pool` [slots, H, P, K]."""
+    """Returns the sizes of a mixer with `recurrent_pool` [slots, H, P, K]."""
     _, heads, head_dim, state_size = recurrent_pool.shape
     channels, taps = weights.conv.shape
     inner = heads * head_dim
@@ -98,7 +98,8 @@ def _sizes(weights: Mamba2Weights, recurrent_pool: Tensor) -> MixerSizes:
 
 
 class Mamba2Head(NamedTuple):
-    """Weights that a program reads once, for each of its entries [O], or for its only head."""
+    """Small weights loaded once per program: [O] for the entries of several heads, or one number
+    each."""
 
     index: Any
     rate: Any
@@ -110,7 +111,7 @@ class Mamba2Head(NamedTuple):
 def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.constexpr):
     """See `MixerRule`."""
     if HEADS > 1:
-        # Entries beyond the last head repeat it; they are not stored.
+        # Entries past the last head repeat it and are not stored.
         head = tl.minimum(head + o_own // SIZES.own, SIZES.units * SIZES.group - 1)
     rate, bias = tl.load(weights.rate + head), tl.load(weights.dt_bias + head)
     return Mamba2Head(head, rate, bias, tl.load(weights.skip + head))
