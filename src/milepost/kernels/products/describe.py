@@ -1,4 +1,4 @@
-"""Says which kernels serve one weight, by the number of tokens: for people."""
+"""Describes which kernels serve a weight, by the number of tokens, for `milepost kernels`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import KernelTable, P
 
 _PROBED = (*range(1, 130), 160, 256, 512, 1024, 2048, 4096, 8192)
-"""Numbers of tokens that are looked up."""
+"""Numbers of tokens that are looked up in the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Numbers of tokens that one kernel serves."""
+    """A range of numbers of tokens that one kernel serves."""
 
     first: int
     last: int
@@ -55,7 +55,7 @@ def spans(table: KernelTable[P], make: Callable[[int], P], chip: Chip) -> list[S
 
 
 def _changes(find: Callable[[int], _Served]) -> Iterator[int]:
-    """Yields the numbers of tokens from which on another kernel serves."""
+    """Yields the numbers of tokens at which another kernel takes over."""
     for before, num_tokens in pairwise(_PROBED):
         served = find(num_tokens)
         if served == find(before):

@@ -1,7 +1,7 @@
 """The table of expert kernels, `EXPERTS`, says which of them multiply routed experts.
 
-Launches depend on shapes alone, never on choices of experts. A token has a row for each of its
-experts; rows of an expert are an average.
+Launches depend on shapes alone, never on the experts chosen. A token has one row per expert of its
+own, and the rows of an expert are an average.
 
 Legend: T tokens, N experts of a token, P = T * N rows, X experts.
 """
@@ -16,27 +16,27 @@ from milepost.kernels.products.forms.matrix import Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int8
 
 ROW_BY_ROW = 40
-"""Most rows (four tokens, nine experts each) that are multiplied one by one, and rounded on the
-way."""
+"""Most rows that are multiplied one by one and rounded on the way: four tokens with nine experts
+each, say."""
 SEARCHED = 16
-"""Most tokens that no launch groups by expert: programs search the routing for their rows. These
-are the rows of the smallest tile."""
+"""Most tokens that are not grouped by expert: programs search the routing for their rows. It is the
+number of rows of the smallest tile."""
 _TOKENS_AT_ONCE = 64
 """Most tokens whose FP8 experts Hopper multiplies in one launch."""
 _FEW_INT4 = 10
-"""Rows of an expert above which Hopper multiplies four-bit weights in tall blocks."""
+"""Rows per expert above which Hopper multiplies four-bit weights in tall blocks."""
 _TALL, _UNPACKED = 32, 112
-"""Rows of an expert above which the GEMMs are bound by arithmetic, and above which it is faster to
-make 16-bit weights of four bits first."""
+"""Rows per expert above which GEMMs are compute-bound, and above which unpacking four-bit weights
+to 16 bits first is faster."""
 _TALL_BYTES, _RAW_TALL_BYTES = 200 << 10, 128 << 10
-"""Shared memory that tall blocks need, with some to spare."""
+"""Shared memory in bytes that tall blocks need, rounded up."""
 _IN_ALL, _TOKENS, _EACH = "in all", "tokens", "an expert"
 """Units of `RowRange`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """Routed experts, as far as they decide which kernels run."""
+    """Properties of routed experts that decide which kernel runs."""
 
     up: Matrix
     down: Matrix

@@ -22,27 +22,27 @@ from milepost.kernels.products.forms.quantised import Quantised, nth
 
 _DENSE_TOKENS = 32
 _DENSE_WEIGHTS = 1 << 15
-"""Up to this many tokens, and weights in an expert's first matrix, running every expert at once is
-cheaper than visiting those that are hit: the visits cost more than the arithmetic."""
+"""Up to this many tokens, and weights of an expert's first matrix, running all experts at once is
+cheaper than visiting only the chosen ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """How a router's logits become choices and routing weights; hashable."""
+    """How a router's logits become choices and routing weights."""
 
     kind: Literal["softmax", "sigmoid"] = "softmax"
-    """Sigmoid scores are taken from logits as they are, unrounded."""
+    """Sigmoid scores are computed from unrounded logits."""
     num_groups: int = 1
-    """Groups of neighbouring experts. A token chooses among those groups only whose two best
-    experts have the greatest sums."""
+    """Groups of neighbouring experts. A token chooses only from the groups whose two best scores
+    have the greatest sums."""
     num_groups_chosen: int = 1
     norm_eps: float = 0.0
-    """Added to the sum that routing weights are divided by."""
+    """Added to the sum by which routing weights are normalised."""
     scale: float = 1.0
-    """Factor of all routing weights but the shared experts'."""
+    """Factor of all routing weights except the shared experts'."""
     gates_shared: bool = True
-    """Whether the shared experts' routing weight is the sigmoid of the last logit; else it is 1,
-    and there is no such logit."""
+    """Whether the shared experts' routing weight is the sigmoid of the last logit. Otherwise it is
+    1 and there is no such logit."""
 
 
 SOFTMAX = Scores()
@@ -59,17 +59,17 @@ def route(
     dtype: torch.dtype | None = None,
     num_real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores the experts and chooses the best: returns weights [T, N] in `dtype`, by default that
-    of `logits`, and experts [T, N] int64.
+    """Scores the experts and chooses the best. Returns routing weights [T, N] in `dtype`, by
+    default that of `logits`, and experts [T, N] int64.
 
     `logits` [T, X], or [T, P, X] whose parts are added up; for a softmax they are rounded to
-    `dtype` first. `bias` [X] is added to the scores by which experts are chosen, not to those that
-    become weights. With `normalise` the weights of a token's `num_chosen` experts add up to 1.
-    `num_shared` experts more are every token's last choices, their weight the sigmoid of the last
-    logit, and the others are chosen as if they were not there.
+    `dtype` first. `bias` [X] affects which experts are chosen but not their weights. With
+    `normalise` the weights of a token's `num_chosen` experts add up to 1. Each token's last
+    `num_shared` choices are shared experts, weighted by the sigmoid of the last logit; they do not
+    affect the others.
 
-    Tokens from `num_real` [1] on are padding, whose logits mean nothing: they choose what the last
-    one before them does, so that no expert is needed for them alone.
+    Tokens from `num_real` [1] on are padding. They choose the experts of the last real token, so
+    that no expert is read for padding alone.
     """
     if num_real is not None:
         token = torch.arange(len(logits), device=logits.device)
@@ -121,8 +121,8 @@ def apply(
     limit: float = 0.0,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Mixes the outputs of each token's experts: `hidden` [T, H], `weights` and `experts` [T, N];
-    returns [T, H]. A token's experts are added up in their own order."""
+    """Returns the weighted sums [T, H] of the outputs of each token's experts. `hidden` [T, H],
+    `weights` and `experts` [T, N]. Experts are added up in the order of their numbers."""
     given = hidden, weights, experts, gate_up, down
     if batch_invariant:
         return _apply_hit(*given, limit, in_blocks)
@@ -143,7 +143,7 @@ def _activate(inputs: Tensor, size: int, limit: float) -> Tensor:
 def _apply_all(
     hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, limit: float
 ) -> Tensor:
-    """Runs every expert for every token; those that were not chosen weigh nothing."""
+    """Runs every expert for every token; experts that were not chosen have a weight of zero."""
     num_experts = gate_up.shape[0]
     routing_weights = weights.new_zeros(hidden.shape[0], num_experts).scatter_(1, experts, weights)
     inputs = F.linear(hidden, gate_up.flatten(0, 1)).view(-1, num_experts, gate_up.shape[1])
@@ -164,7 +164,8 @@ def _apply_hit(
     limit: float,
     run: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = _at_once,
 ) -> Tensor:
-    """Runs the experts that were chosen, each with all its tokens, as `run` computes rows."""
+    """Runs the chosen experts, each on all its tokens. `run` calls the computation with all rows,
+    or with blocks of them."""
     num_chosen = experts.shape[1]
     chosen, order = experts.flatten().sort(stable=True)
     tokens = order // num_chosen
@@ -216,9 +217,8 @@ def mix_quantised(
 
 
 def _find_tokens(experts: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor | slice]]:
-    """Yields experts and the tokens that may have chosen them. A device must not be asked for its
-    choices, since steps are recorded: there, each expert gets all tokens, which is slow and
-    right."""
+    """Yields experts and the tokens that may have chosen them. Steps on a device are captured, so
+    its choices cannot be read: there each expert gets all tokens, which is slow but correct."""
     if experts.device.type != "cpu":
         yield from ((expert, slice(None)) for expert in range(num_experts))
         return

@@ -1,4 +1,4 @@
-"""torch's own GEMMs, where they are as fast as ours: the entries of their rows in `table`."""
+"""torch's own GEMMs, as entries of rows in `table`, where they are as fast as ours."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def run(given: Multiplication, tiles: LibraryTiles) -> Tensor:  # noqa: ARG001
 
 
 def run_scaled(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
-    """Multiplies with FP8 weights. Rows fill whole lines of four, so only those can go `into` a
-    tensor at once."""
+    """Multiplies with FP8 weights. torch takes rows in multiples of four, so other numbers of rows
+    are not written `into` a tensor directly."""
     from milepost.kernels.products.portable import rounding
 
     weight, num_rows = given.weight, len(given.rows)
@@ -47,7 +47,7 @@ def run_scaled(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
 
 
 def run_unpacked(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
-    """Makes 16-bit weights of four bits, then multiplies with them."""
+    """Unpacks four-bit weights to 16 bits, then multiplies with those."""
     from milepost.kernels.products.portable.unpack import unpack
 
     assert isinstance(given.weight, FourBits), "the kernel's forms"

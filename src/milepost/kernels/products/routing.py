@@ -1,4 +1,4 @@
-"""Triton: which experts a token chooses.
+"""Triton: chooses each token's experts.
 
 Legend: T tokens, P parts, X experts (`o_e`), N experts for each token (`o_n`).
 """
@@ -69,7 +69,7 @@ def route(
 
 @triton.jit
 def _add_up(p_logits, part_stride, mask, dtype: tl.constexpr, PARTS: tl.constexpr):
-    """Adds the parts of logits up and rounds the sums to `dtype`."""
+    """Adds up the parts of logits, rounds the sums to `dtype` and returns them in float32."""
     b_logits = tl.load(p_logits, mask=mask).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         b_logits += tl.load(p_logits + part * part_stride, mask=mask)
@@ -78,8 +78,8 @@ def _add_up(p_logits, part_stride, mask, dtype: tl.constexpr, PARTS: tl.constexp
 
 @triton.jit
 def _choose_by_keys(b_logits, o_e, o_n, is_e, dtype: tl.constexpr, CHOSEN: tl.constexpr):
-    """Returns the experts with the largest logits of 16 bits, and these. They become integers in
-    the same order, the first column before equal ones: a warp finds the greatest in one
+    """Returns the experts with the largest 16-bit logits, and those logits. Logits become integer
+    keys in the same order, ties by column, since a warp finds the greatest integer in one
     instruction."""
     b_bits = (b_logits + 0.0).to(dtype).to(tl.int16, bitcast=True).to(tl.int32)
     b_keys = ((b_bits ^ (b_bits >> 15 & 0x7FFF)) << 16) | (0xFFFF - o_e)
@@ -97,8 +97,8 @@ def _choose_by_keys(b_logits, o_e, o_n, is_e, dtype: tl.constexpr, CHOSEN: tl.co
 
 @triton.jit
 def _choose_by_scores(b_scores, is_left, o_e, o_n, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr):
-    """Returns the experts with the largest scores among those that are left, the first of equal
-    ones."""
+    """Returns the experts with the largest scores among those that are left; of equal scores the
+    first wins."""
     b_experts = tl.zeros_like(o_n)
     for n in tl.static_range(CHOSEN):
         best = tl.max(tl.where(is_left, b_scores, float("-inf")))
@@ -110,7 +110,7 @@ def _choose_by_scores(b_scores, is_left, o_e, o_n, EXPERTS: tl.constexpr, CHOSEN
 
 @triton.jit
 def _source(i_t, num_real):
-    """Returns the token whose logits are read: padding repeats the last one."""
+    """Returns the token whose logits are read: for padding that is the last real one."""
     i_source = i_t
     if num_real is not None:
         i_source = tl.maximum(tl.minimum(i_t, tl.load(num_real) - 1), 0)
@@ -149,8 +149,8 @@ def _route_kernel(
     GROUPS_CHOSEN: tl.constexpr,
     BY_KEYS: tl.constexpr,
 ):
-    """Routes one token: its scores, perhaps its best groups, and CHOSEN times the largest score
-    that is left, or if BY_KEYS the largest logit."""
+    """Routes one token: scores its experts, limits them to the best groups if there are GROUPS, and
+    takes the largest score that is left CHOSEN times, or the largest logit if BY_KEYS."""
     launch_dependents()
     WIDTH: tl.constexpr = CHOSEN + SHARED
     i_t = tl.program_id(0)
@@ -179,7 +179,7 @@ def _route_kernel(
         if GROUPS > 1:
             is_left &= _is_in_best_group(b_scores, o_e, EXPERTS // GROUPS, GROUPS, GROUPS_CHOSEN)
         b_experts = _choose_by_scores(b_scores, is_left, o_e, o_n, EXPERTS, CHOSEN)
-        # Looking their logits up again takes less than a sum for each.
+        # Loading their logits again costs less than a reduction for each.
         b_chosen = _add_up(p_row + b_experts, part_stride, is_chosen, rounded, PARTS)
     b_weights = tl.where(is_chosen, _score(b_chosen, top, SIGMOID), 0.0)
     b_weights /= tl.sum(b_weights) + norm_eps * total if NORMALISE else total
@@ -195,7 +195,7 @@ def _route_kernel(
 
 @triton.jit
 def _score(logits, top, SIGMOID: tl.constexpr):
-    """Returns sigmoids, or what a softmax with this greatest logit divides by its sum."""
+    """Returns sigmoids, or the numerators of a softmax whose greatest logit is `top`."""
     return tl.sigmoid(logits) if SIGMOID else tl.exp(logits - top)
 
 

@@ -1,8 +1,8 @@
 """Runs the kernels that the tables choose: for rows and one weight, and for routed experts.
 
-A product's entry takes a `Multiplication` and its tiles. It returns `into`, filled, or a tensor of
-its own: [T, O], or split-K partials [T, S, O]. Experts' entry takes `RoutedRows` and returns
-partials [T, P, H]: one for each expert of a token, or one for all.
+The entry of a dense kernel takes a `Multiplication` and its tiles. It returns `into`, filled, or a
+new tensor: [T, O], or split-K partials [T, S, O]. The entry of an expert kernel takes `RoutedRows`
+and returns partials [T, P, H]: one per expert of a token, or one in all.
 
 Legend: T tokens, I inputs, O outputs, S split-K partials; H hidden size, X experts, N experts of a
 token, I an expert's size.
@@ -27,7 +27,7 @@ _UNROUNDED = Epilogue.PARTIALS, Epilogue.FLOAT32
 
 
 class Multiplication(NamedTuple):
-    """Rows, a weight, and what becomes of their product. A tuple, for every launch makes one."""
+    """Rows, a weight, and what becomes of their product. A tuple because every launch makes one."""
 
     rows: Activations
     """[T, I]"""
@@ -59,11 +59,11 @@ class Multiplication(NamedTuple):
 
     @property
     def product(self) -> Product:
-        """The product as the table sees it."""
+        """The properties of the product that the table chooses by."""
         epilogue, weight, values = self.epilogue, self.weight, self.rows.values
         raw = weight if isinstance(weight, Raw) else self.beside
         if not isinstance(weight, Raw) and self.into is None and epilogue is Epilogue.NONE:
-            # A launch of its own adds partials up: it costs less than what they gain.
+            # A separate launch adds up the partials, and costs less than splitting gains.
             epilogue = Epilogue.PARTIALS
         alignment, is_contiguous = 16, True
         if values is not None:
@@ -93,13 +93,13 @@ class Multiplication(NamedTuple):
         return self.rows.new_empty(num_rows, width // (1 + self.is_gated), dtype=dtype)
 
     def output(self, split_k: int = 1) -> Tensor:
-        """Returns `into`, if it can be written at once, or a new output."""
+        """Returns `into` if the kernel can write there, else a new output."""
         return self.new_output(split_k) if self.into is None or split_k > 1 else self.into
 
 
 def run_product(given: Multiplication) -> Tensor | None:
-    """Returns `into` or a new tensor with what the epilogue asks for; None if no kernel serves the
-    product."""
+    """Runs the kernel that the table chooses. Returns `into` or a new tensor, as the epilogue asks;
+    None if no kernel serves the product."""
     rows, into = given.rows, given.into
     if rows.dtype.itemsize != 2:
         return None
@@ -117,7 +117,7 @@ def run_product(given: Multiplication) -> Tensor | None:
 
 
 class RoutedRows(NamedTuple):
-    """Rows, the experts that each was routed to, and those experts' weights."""
+    """Rows, the experts that each row was routed to, and all experts' weights."""
 
     rows: Activations
     """[T, H], each row contiguous."""
@@ -193,8 +193,8 @@ def run_mixture(
     *,
     limit: float = 0.0,
 ) -> Tensor | None:
-    """Returns partials [T, P, H] in the rows' dtype, which add up to each token's mix of its
-    experts; None if no kernel takes the shapes."""
+    """Runs the kernel that the table chooses. Returns partials [T, P, H] in the rows' dtype, whose
+    sums are each token's mixture of its experts; None if no kernel takes the shapes."""
     rows = as_activations(rows)
     if isinstance(up, Raw) and isinstance(down, Raw):
         check_rows(hidden=rows.values)

@@ -1,2 +1,2 @@
-"""Forms that a weight may have: `matrix` has raw ones and the description that tables use,
-`quantised` FP8 and four bits."""
+"""Forms of weights: `matrix` has raw weights and the description that tables choose by, `quantised`
+has FP8, int8 and four bits."""

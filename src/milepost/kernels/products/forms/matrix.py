@@ -17,7 +17,7 @@ from milepost.kernels.platform.tensors import BLOCK
 from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4, Int8, Values
 
 _PACKED_ROWS = 16
-"""Rows of the GEMMs that a packed weight is arranged for; others are right too."""
+"""Number of rows that packed weights are arranged for; other numbers are correct too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Packed:
     """Raw weights as oneDNN arranges them for small batches on a CPU."""
 
     values: Tensor
-    """Arranged as oneDNN likes."""
+    """Opaque: oneDNN's arrangement."""
     num_outputs: int
     num_inputs: int
     batch_invariant: bool = False
@@ -41,8 +41,8 @@ class Packed:
 
 
 def pack(raw: Raw) -> Packed | None:
-    """Returns packed weights, if they are float32 on a CPU whose torch has oneDNN; None otherwise.
-    A GEMM of 16 rows then costs 0.5 to 0.9 of its time."""
+    """Returns packed weights if `raw` is float32 on a CPU and torch has oneDNN, else None. A GEMM
+    of 16 rows takes 0.5 to 0.9 of the time with them."""
     values = raw.values
     if values.device.type != "cpu" or values.dtype != torch.float32:
         return None
@@ -68,8 +68,8 @@ class Epilogue(Enum):
     GATED = "gated"
     """SiLU of the first half of the outputs times the second half: [T, O / 2]."""
     PARTIALS = "partials"
-    """[T, O]; or float32 split-K partials [T, P, O] for whoever reads them next to add up, which
-    costs less than a pass of its own."""
+    """[T, O], or float32 split-K partials [T, P, O] that the next reader adds up, which saves a
+    launch."""
     FLOAT32 = "float32"
     """Unrounded (float64 for float64 rows): [T, O] or partials."""
     BESIDE = "beside"
@@ -84,7 +84,7 @@ class Epilogue(Enum):
 
 
 class Matrix(NamedTuple):
-    """A weight without its values, as far as it decides which kernel multiplies by it."""
+    """Properties of a weight that decide which kernel multiplies by it."""
 
     form: type[Any]
     num_outputs: int
@@ -97,7 +97,7 @@ class Matrix(NamedTuple):
     has_input_scale: bool = False
     """The checkpoint sets the scale of all activations."""
     batch_invariant: bool = False
-    """Whether all numbers of rows have one order of summation."""
+    """Whether the order of summation must be the same for all numbers of rows."""
 
     @staticmethod
     def of(weight: Form) -> Matrix:
@@ -121,7 +121,8 @@ class Matrix(NamedTuple):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether it is FP8 with a scale for each whole block, as its rows have."""
+        """Whether it is FP8 with a scale per block of weights, and rows get a scale per block
+        too."""
         return self.rows == self.depth == BLOCK and not self.has_input_scale
 
     @property

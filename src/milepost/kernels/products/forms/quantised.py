@@ -1,4 +1,4 @@
-"""Quantised matrices in plain torch: how they are kept, made and read back. This is the definition.
+"""Quantised matrices in plain torch: storage, rounding and products. This is the definition.
 
 Four forms. `Fp8`: values in float8_e4m3fn, each scale for a block of them; activations are rounded
 to the same type when they are multiplied, as the checkpoints' makers evaluate them (block scales:
@@ -33,13 +33,13 @@ from milepost.kernels.platform.tensors import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Values:
-    """Weights of a number each."""
+    """Weights with one number per element."""
 
     values: Tensor
     """[..., O, I], contiguous."""
     batch_invariant: bool = False
-    """Whether a row's outputs must not depend on the number of rows: then every kernel adds their
-    terms in one order."""
+    """Whether a row's bits must not depend on the number of rows, so that every kernel must add
+    terms in the same order."""
 
     @property
     def num_inputs(self) -> int:
@@ -59,7 +59,7 @@ class Fp8(Values):
     rows: int
     """Outputs that share a scale: BLOCK or 1."""
     depth: int
-    """Inputs that share one: BLOCK, or all of them. Activations have one scale for as many."""
+    """Inputs that share a scale: BLOCK, or all. Activations share scales alike."""
     input_scale: Tensor | None = None
     """[...] float32: the scale of all activations, where the checkpoint sets it."""
 
@@ -71,8 +71,7 @@ class Fp8(Values):
         return (self.values.to(torch.float32) * scales).to(dtype)
 
     def round_inputs(self, hidden: Tensor) -> Tensor:
-        """Returns `hidden` [T, I] as it is multiplied: rounded, in its own type's precision or
-        float32."""
+        """Returns `hidden` [T, I] rounded to FP8 and scaled back, in float32."""
         values, scales = quantise_rows(hidden, self.depth, self.input_scale)
         scales = scales.repeat_interleave(self.depth, -1)[:, : hidden.shape[-1]]
         return values.to(torch.float32) * scales
@@ -106,7 +105,7 @@ class Int8(Values):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nibbles:
-    """Weights that share bytes, two in each; activations are not rounded."""
+    """Weights of four bits, two per byte. Activations are not rounded."""
 
     packed: Tensor
     """[..., O, J / 2] uint8, where J is I, or I rounded up."""
@@ -187,7 +186,7 @@ FourBits = Int4 | Fp4
 Quantised = Fp8 | Int8 | FourBits
 
 FP4_LANE = 64
-"""Inputs of one piece of a packed row of `Fp4`, whose scales are several."""
+"""Inputs of one piece of a packed row of `Fp4`; it has several scales."""
 
 
 def nth(stack: Quantised, index: int) -> Quantised:
@@ -197,9 +196,9 @@ def nth(stack: Quantised, index: int) -> Quantised:
 
 
 def widen_e2m1(q: Tensor) -> Tensor:
-    """Returns the floats that four bits in uint8 stand for, a sign, two bits of exponent and one of
-    mantissa: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, in float32. Uses no table, since a recorded step could
-    not bring one to a device."""
+    """Decodes e2m1 numbers in uint8 (a sign, two bits of exponent, one of mantissa: 0, 0.5, 1, 1.5,
+    2, 3, 4 and 6) to float32. Uses no table, since a captured step could not copy one to the
+    device."""
     size = q & 7
     quarters = torch.where(size < 2, size * 2, (2 + (size & 1)) << (size >> 1))
     return torch.where(q < 8, 0.25, -0.25) * quarters

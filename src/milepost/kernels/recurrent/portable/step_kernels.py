@@ -196,8 +196,7 @@ def update_kernel(
 
 @triton.jit
 def _find_states(i_head, o_s, o_own, is_s, is_own, SIZES: tl.constexpr):
-    """Returns offsets of some heads' states in a slot, rows and columns as in memory, and their
-    mask."""
+    """Returns offsets of some heads' states in a slot, ordered as in memory, and their mask."""
     if SIZES.shared_stride == 1:
         o_state = o_own[:, None] * SIZES.own_stride + o_s[None, :]
         in_state = is_own[:, None] & is_s[None, :]
@@ -229,8 +228,7 @@ def _finish_heads(
 
 @triton.jit
 def _is_last(p_arrivals, num_programs):
-    """Counts this program as done. Returns whether it is its unit's last, which resets the
-    count."""
+    """Counts this program as done; returns whether it is its unit's last, and then resets it."""
     tl.debug_barrier()
     is_last = tl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu") == num_programs - 1
     if is_last:
