@@ -1,14 +1,14 @@
-"""The frame of experts for few tokens on Hopper, both projections in one launch, in Gluon; FP8 and
-four bits fill it in.
+"""Experts for few tokens on Hopper, in Gluon: both projections in one launch. This is the frame;
+`fp8_experts` and `int4_experts` fill it in.
 
-An expert that was chosen is multiplied with blocks of its own rows (`gathering`). Programs on each
-SM take their share of all experts' up projections, then of their down projections, whose weights
-are on their way meanwhile: loading does not stop in between. A program multiplies what another has
-made, once a counter says that it is there. All programs are resident and have finished their up
-projections by then, so none waits for ever; two such launches at once on one GPU could.
+Each chosen expert is multiplied with blocks of its own rows (`gathering`). Every program takes a
+share of all experts' up projections, then a share of their down projections, whose weights are
+loaded meanwhile so that loading never stops. Before a program multiplies what others have made, it
+waits for a counter. All programs are resident and finish their up projections first, so none waits
+for ever; two such launches at once on one GPU could.
 
-A unit is what a program makes at a time: some outputs of an expert for one block of rows. A form
-says how a unit's steps are loaded, and what is made of them.
+A unit is the work that a program takes at a time: some outputs of an expert for one block of rows.
+A form says how a unit's steps are loaded and multiplied.
 
 Legend: T tokens, N experts of a token, P = T * N routed tokens, M rows of a block, H hidden size, I
 an expert's size.
@@ -31,7 +31,7 @@ _M = gl.constexpr(BLOCK_M)
 
 
 class ExpertScales(NamedTuple):
-    """Scales of a product; what a form does not have is None."""
+    """Scales of a product; None for those that a form does not have."""
 
     weights: Any
     zeros: Any = None
@@ -43,8 +43,8 @@ class ExpertScales(NamedTuple):
 
 
 class ExpertOutput(NamedTuple):
-    """The tensor that takes a product, scales if it is rounded, and routing weights [P] in the down
-    projection."""
+    """Destination of a product, with its scales if it is rounded, and the routing weights [P] in
+    the down projection."""
 
     base: Any
     scales: Any = None
@@ -52,7 +52,7 @@ class ExpertOutput(NamedTuple):
 
 
 class MixtureBoxes(NamedTuple):
-    """Descriptors by which TMA brings a projection's rows, their scales (or None) and weights."""
+    """TMA descriptors of a projection's rows, their scales (or None) and weights."""
 
     rows: Any
     row_scales: Any
@@ -61,8 +61,8 @@ class MixtureBoxes(NamedTuple):
 
 class MixtureShape(NamedTuple):
     """Both projections and their units; a constant on the device. A block of rows has `tiles` units
-    of the up projection, `wide` rows of weights apart, and `columns` of the down projection. In
-    four bits as many inputs as a group share a scale."""
+    of the up projection, `wide` rows of weights apart, and `columns` units of the down projection.
+    `up_group` and `down_group` inputs share a scale in four bits."""
 
     inputs: int
     size: int
@@ -78,7 +78,7 @@ class MixtureShape(NamedTuple):
 
     @staticmethod
     def of(routed: RoutedRows, wide: int, width: int, stages: int, *groups: int) -> MixtureShape:
-        """A unit of the down projection has `width` outputs."""
+        """Returns the shape of `routed`; a unit of the down projection has `width` outputs."""
         inputs, size = routed.up.num_inputs, routed.size
         cut = size // wide, inputs // width, wide, stages
         shape = MixtureShape(inputs, size, routed.is_gated, *cut, *groups)
@@ -86,8 +86,8 @@ class MixtureShape(NamedTuple):
 
 
 class MixtureForm(NamedTuple):
-    """Parts that differ between forms of weights: functions of the device; programs of an SM and
-    registers of their multiplying and loading threads, so that all programs are resident."""
+    """Differences between forms of weights: device functions, programs per SM, and registers of
+    multiplying and of loading threads. All programs must be resident."""
 
     open: Any
     load_up: Any
@@ -106,7 +106,7 @@ def launch(
     shape: MixtureShape,
     form: MixtureForm,
 ) -> Tensor:
-    """Returns partials [T, N, H]; `active` [B * M, I] is what the up projection makes."""
+    """Returns partials [T, N, H]. `active` [B * M, I] takes the outputs of the up projection."""
     output = routed.new_output(routed.experts.shape[1])
     mix_kernel[(form.programs * routed.chip.num_sms,)](
         *boxes[0],
@@ -152,7 +152,7 @@ def mix_kernel(
     CONSUME: gl.constexpr,
     LOADING_REGISTERS: gl.constexpr,
 ):
-    """One warp loads, four multiply."""
+    """Runs both projections: one warp loads, four multiply."""
     stages = OPEN(rows, row_scales, up, SHAPE)
     wait_for_inputs()
     launch_dependents()
@@ -179,14 +179,14 @@ def _consume(
 def _produce(
     LOAD_UP: gl.constexpr, LOAD_DOWN: gl.constexpr, stages, lists, up, down, SHAPE: gl.constexpr
 ):
-    """Loads every step as soon as there is room, the down projection's weights after the up
-    projection's; rows that other programs make are waited for."""
+    """Loads every step as soon as there is room, first of the up projection, then of the down
+    projection, whose rows may have to be waited for."""
     TILES: gl.constexpr = SHAPE.tiles
     COLUMNS: gl.constexpr = SHAPE.columns
     HEIGHT: gl.constexpr = 2 * SHAPE.size if SHAPE.is_gated else SHAPE.size
     owners, num_blocks = lists.experts, gl.load(lists.count)
     num_units, stride = num_blocks * TILES, gl.num_programs(0)
-    # The next expert is looked up a unit ahead: a unit is few steps, and would begin with waiting.
+    # The next expert is looked up a unit ahead: a unit has few steps, and would begin with waiting.
     expert = gl.load(owners + gl.minimum(gl.program_id(0) // TILES, num_blocks - 1))
     number = 0
     for unit in range(gl.program_id(0), num_units, stride):
@@ -208,7 +208,7 @@ def _produce(
 
 @gluon.jit
 def fence_async():
-    """Makes what this thread or others wrote to memory visible to TMA."""
+    """Makes writes of this thread, and those that it has observed, visible to TMA."""
     gl.inline_asm_elementwise(
         "fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -216,7 +216,7 @@ def fence_async():
 
 @gluon.jit
 def wait_for(counter, value: gl.constexpr):
-    """Waits until other programs have counted up to `value`."""
+    """Waits until a counter that other programs increase has reached `value`."""
     count = _read(counter)
     while count < value:
         count = _read(counter)
@@ -262,14 +262,15 @@ def find_down(index, share):
 
 @gluon.jit
 def find_place(index, share, num_blocks, SHAPE: gl.constexpr):
-    """Returns the block of rows of such a unit; past the last unit, the last block."""
+    """Returns the block of rows of a program's `index`-th unit; past the last unit, the last
+    block."""
     return gl.minimum(find_down(index, share) // SHAPE.columns, num_blocks - 1)
 
 
 @gluon.jit
 def store_routed(partials, own, weight, first, second, o_n, SHAPE: gl.constexpr):
     """Stores both parts of a unit [N, M], the first one's outputs at `o_n`, times the routing
-    weights of the routed tokens `own` [M], which are negative where there is no row."""
+    weights of the routed tokens `own` [M]. A negative entry of `own` has no row."""
     is_row = (own >= 0)[None, :]
     target = partials + own.to(gl.int64)[None, :] * SHAPE.inputs
     target += o_n[:, None]

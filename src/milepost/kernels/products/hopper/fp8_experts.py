@@ -1,4 +1,4 @@
-"""Experts of FP8 weights and few tokens on Hopper, in Gluon: `experts` with FP8 filled in.
+"""Experts with FP8 weights for few tokens on Hopper, in Gluon: FP8's part of `experts`.
 
 Units of the up projection are blocks of 128 activations of an expert with the gates beside them,
 units of the down projection two blocks of 128 outputs of one. A step loads two blocks of weights:
@@ -52,8 +52,8 @@ _BLOCK, _M = gl.constexpr(BLOCK), gl.constexpr(BLOCK_M)
 
 
 class ScaledStages(NamedTuple):
-    """Inputs [WIDE * STAGES, BLOCK_M, BLOCK], weights [2 * STAGES, BLOCK, BLOCK], scales of rows
-    [WIDE * STAGES, 1, BLOCK_M]. Barriers: loaded stages, weights and rows apart, then used ones."""
+    """Inputs [WIDE * STAGES, BLOCK_M, BLOCK], weights [2 * STAGES, BLOCK, BLOCK], rows' scales
+    [WIDE * STAGES, 1, BLOCK_M]. Barriers: loaded stages (weights and rows), then used ones."""
 
     inputs: Any
     weights: Any
@@ -106,7 +106,7 @@ def _open_stages(rows, row_scales, weight, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _load_up(stages, up, row, first, number, SHAPE: gl.constexpr):
-    """Has a unit's steps loaded; returns the number of the next step."""
+    """Loads a unit's steps; returns the number of the next step."""
     WIDE: gl.constexpr = _wide_of(SHAPE)
     for step in range(0, SHAPE.inputs // _BLOCK, WIDE):
         for part in gl.static_range(WIDE):
@@ -118,7 +118,7 @@ def _load_up(stages, up, row, first, number, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _load_down(stages, down, row, first, number, counter, SHAPE: gl.constexpr):
-    """Does `_load_up` for the down projection, once the rows are there."""
+    """Loads a unit's steps of the down projection, once `counter` says that its rows are there."""
     WIDE: gl.constexpr = _wide_of(SHAPE)
     for part in gl.static_range(WIDE):
         for step in range(0, SHAPE.tiles, WIDE):
@@ -132,8 +132,8 @@ def _load_down(stages, down, row, first, number, counter, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _load_weights(stages, boxes, row, step, part, APART: gl.constexpr, number, SHAPE: gl.constexpr):
-    """Has a step's weights loaded, once its stage, which is returned, is used up: of the rows from
-    `row` on, or of those that stand APART."""
+    """Loads a step's weights, from `row` on and APART from there, once its stage is free. Returns
+    the stage."""
     STAGES: gl.constexpr = SHAPE.stages
     stage, bars = number % STAGES, stages.bars
     mbarrier.wait(bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
@@ -148,7 +148,7 @@ def _load_weights(stages, boxes, row, step, part, APART: gl.constexpr, number, S
 
 @gluon.jit
 def _load_rows(stages, boxes, first, step, stage, WIDE: gl.constexpr):
-    """Has a step's rows from `first` on loaded, and their scales."""
+    """Loads a step of the rows from `first` on, and their scales."""
     bar = stages.bars.index(stage)
     mbarrier.expect(bar, WIDE * _M * (_BLOCK + 4))
     for i in gl.static_range(WIDE):
@@ -166,7 +166,7 @@ def _consume(stages, lists, scales, active, capacity, output, SHAPE: gl.constexp
 
 @gluon.jit
 def _consume_up(stages, lists, scales, active, capacity, DTYPE: gl.constexpr, SHAPE: gl.constexpr):
-    """Makes activations and rounds them; returns the number of the next step."""
+    """Computes activations and rounds them to FP8; returns the number of the next step."""
     owners, num_blocks = lists.experts, gl.load(lists.count)
     TILES: gl.constexpr = SHAPE.tiles
     STEPS: gl.constexpr = SHAPE.inputs // _BLOCK
@@ -227,7 +227,7 @@ def _consume_down(stages, lists, scales, output, number, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _add_up_at_once(stages, number, p_first, p_second, STEPS: gl.constexpr, SHAPE: gl.constexpr):
-    """Returns two scaled sums [_BLOCK, M] of products: a step has one block of either."""
+    """Returns two scaled sums of products [_BLOCK, M], if a step has one block of either."""
     first = gl.zeros([_BLOCK, _M], gl.float32, layout=_RESULT)
     second = first
     first_scale, second_scale = gl.load(p_first), gl.load(p_second)
@@ -243,7 +243,7 @@ def _add_up_at_once(stages, number, p_first, p_second, STEPS: gl.constexpr, SHAP
 
 @gluon.jit
 def _add_up_in_turn(stages, number, p_first, p_second, STEPS: gl.constexpr, SHAPE: gl.constexpr):
-    """Returns such sums if a step has two blocks of one, and the next step two of the other."""
+    """Returns those two sums, if a step has two blocks of one, and the next two of the other."""
     first = gl.zeros([_BLOCK, _M], gl.float32, layout=_RESULT)
     second = first
     a, b = gl.load(p_first), gl.load(p_first + 1)
@@ -260,7 +260,7 @@ def _add_up_in_turn(stages, number, p_first, p_second, STEPS: gl.constexpr, SHAP
 
 @gluon.jit
 def _add_up(stages, number, p_scale, STEPS: gl.constexpr, SHAPE: gl.constexpr):
-    """Returns one such sum; a step has two of its blocks."""
+    """Returns one scaled sum [_BLOCK, M], if a step has two of its blocks."""
     total = gl.zeros([_BLOCK, _M], gl.float32, layout=_RESULT)
     for step in gl.static_range(0, STEPS, 2):
         a, b = gl.load(p_scale + step), gl.load(p_scale + step + 1)

@@ -1,12 +1,12 @@
-"""Experts of FP8 weights and many rows on Hopper, in Gluon: `grouped` with FP8 filled in.
+"""Experts with FP8 weights and many rows on Hopper, in Gluon: FP8's part of `grouped`.
 
 Two groups of four warps multiply 64 rows each of the same block: while one adds a step's product up
 in float32, times its scales, the other's runs on the tensor cores. They begin in turn: begun at
 once they end at once, and the tensor cores wait for both. A step is as deep as a block that shares
 a scale.
 
-What the up projection makes is laid out by blocks, with room for all of a block's rows, so that the
-down projection finds boxes.
+Outputs of the up projection are laid out by blocks, with room for all of a block's rows, so that
+TMA can load them for the down projection.
 
 Legend: P routed tokens, T tokens, N experts of a token, H hidden size.
 """
@@ -38,7 +38,7 @@ from milepost.kernels.products.portable.rounding import round_rows
 from milepost.kernels.products.run import RoutedRows
 
 _ROWS, _STAGES = 64, 4
-"""Rows of a group of warps, half of a block's."""
+"""Rows of a group of warps, half of a block's; and stages."""
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _HALF, _BLOCK = gl.constexpr(_ROWS), gl.constexpr(BLOCK)
 _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
@@ -46,7 +46,7 @@ _RESULT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32]
 
 
 class TurnStages(NamedTuple):
-    """Stages, and barriers by which two groups of warps take turns."""
+    """Stages in shared memory, and barriers by which two groups of warps take turns."""
 
     inputs: Any
     weights: Any
@@ -123,7 +123,7 @@ def _consume(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexp
 
 @gluon.jit
 def _make_active(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr):
-    """Makes one group's rows of each tile of activations, and rounds them."""
+    """Computes one group's rows of each tile of activations and rounds them to FP8."""
     STEPS: gl.constexpr = SHAPE.steps
     o_m = OWN * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, _RESULT))
     number, turn = 0, 0
@@ -153,7 +153,7 @@ def _make_active(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.cons
 
 @gluon.jit
 def _make_outputs(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr):
-    """Makes one group's rows of each tile of outputs, times their routing weights."""
+    """Computes one group's rows of each tile of outputs, times their routing weights."""
     STEPS: gl.constexpr = SHAPE.steps
     PARTS: gl.constexpr = SHAPE.parts
     order = work.groups.order
@@ -162,7 +162,7 @@ def _make_outputs(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.con
     number, turn, first_index = 0, 0, gl.program_id(0)
     expert, first_row, end = find_block(work, first_index // SHAPE.tiles)
     for index in range(first_index, work.num_tiles, gl.num_programs(0)):
-        # Looked up a tile ahead: a tile is four steps, and would begin with waiting.
+        # Looked up a tile ahead: a tile has four steps, and would begin with waiting.
         following = gl.minimum(index + gl.num_programs(0), work.num_tiles - 1) // SHAPE.tiles
         next_expert, next_row, next_end = find_block(work, following)
         block, tile = index // SHAPE.tiles, index % SHAPE.tiles
@@ -229,8 +229,8 @@ def _multiply(
 
 @gluon.jit
 def _multiply_in_turn(left, right, turns, turn, is_tall, OWN: gl.constexpr):
-    """Returns the product, begun when the other group's is: both at once would end at once, and
-    then the tensor cores would wait for both."""
+    """Returns the product, which is begun after the other group has begun its own. Begun at once,
+    both would end at once, and the tensor cores would wait."""
     nothing = gl.zeros([_HALF, _BLOCK], gl.float32, layout=_RESULT)
     mbarrier.wait(turns.index(OWN), (turn & 1) ^ (1 - OWN), pred=is_tall)
     product = warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
@@ -240,8 +240,8 @@ def _multiply_in_turn(left, right, turns, turn, is_tall, OWN: gl.constexpr):
 
 @gluon.jit
 def _add_here(total, product, scale):
-    """Returns `total` plus rows of `product` times their scales. The compiler would rather add up
-    after the next product, and has no registers for two: so the sum is used at once."""
+    """Returns `total` plus rows of `product` times their scales. Without the move the compiler
+    postpones the sum past the next product, and has no registers for two."""
     total += product * scale[:, None]
     return gl.inline_asm_elementwise(
         "mov.f32 $0, $1;", "=f,f", [total], dtype=gl.float32, is_pure=False, pack=1
@@ -250,7 +250,7 @@ def _add_here(total, product, scale):
 
 @gluon.jit
 def _skip(number, bars, STEPS: gl.constexpr, STAGES: gl.constexpr):
-    """Gives back the steps of a tile in which the group has no rows."""
+    """Releases the steps of a tile in which the group has no rows."""
     for _ in range(STEPS):
         mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
         mbarrier.arrive(bars.index(STAGES + number % STAGES), count=1)

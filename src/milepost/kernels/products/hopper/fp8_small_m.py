@@ -1,4 +1,4 @@
-"""GEMMs of up to 64 rows with FP8 weights on Hopper, in Gluon: `small_m` with FP8 filled in.
+"""GEMMs of up to 64 rows with FP8 weights on Hopper, in Gluon: FP8's part of `small_m`.
 
 Two groups of four warps multiply half of a tile's outputs each and do not wait for each other. The
 left operand has a side of 64 whatever there is. Up to 32 rows it is the weights, so that no thread
@@ -48,7 +48,7 @@ _RAW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, 
 _SCALES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 _REGISTERS = 80
 _LINE = 64
-"""Inputs of a line, the widest that TMA swizzles; and rows that tensor cores take."""
+"""Inputs of a line, the widest that TMA swizzles, and rows of an MMA."""
 _MMA_M, _RAW_N, _LINES = gl.constexpr(_LINE), gl.constexpr(BESIDE_N), gl.constexpr(_RAW_LAYOUT)
 
 
@@ -81,7 +81,8 @@ def run(given: Multiplication, tiles: Fp8Tiles) -> Tensor:
 
 @gluon.constexpr_function
 def _parts_of(block_m):
-    """Returns the lines of a row in a step, if `block_m` rows are loaded: a stage has 128 lines."""
+    """Returns the number of lines per row in a step if `block_m` rows are loaded; a stage has 128
+    lines."""
     return 1 if block_m == _LINE else 2
 
 
@@ -98,7 +99,7 @@ def _produce(stages, boxes, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _consume(stages, product, PART: gl.constexpr, SHAPE: gl.constexpr):
-    """Multiplies half of the outputs of what is loaded. They have one or two scales."""
+    """Computes half of the outputs of the loaded stages, which have one or two scales."""
     DEPTHS: gl.constexpr = SHAPE.steps * SHAPE.split_k
     BLOCK: gl.constexpr = SHAPE.block_k
     LAST: gl.constexpr = (SHAPE.outputs + BLOCK - 1) // BLOCK - 1

@@ -40,9 +40,9 @@ from milepost.kernels.products.hopper.gemv_parts import (
 from milepost.kernels.products.run import Multiplication, RoutedRows
 
 _HELD, _DOWN_HELD = 4, 5
-"""Blocks of a row that a thread holds at a time; half as many of two rows, gate and up."""
+"""Blocks of a row that a thread holds at a time; half as many if it has two rows, gate and up."""
 _PROGRAMS, _REGISTERS = 3, 80
-"""Programs of four bits that share an SM, and registers few enough for them."""
+"""Programs per SM with four-bit weights, and the registers that allow it."""
 _TILE, _BLOCK = gl.constexpr(TILE), gl.constexpr(BLOCK)
 
 
@@ -53,7 +53,7 @@ def run(given: Multiplication, tiles: None) -> Tensor:
     num_outputs, room = output.shape[1], {}
     how = {"is_gated": is_gated, "is_active": is_gated, "held": _HELD // (1 + is_gated)}
     if isinstance(weight, Int4) and not is_gated:
-        # All programs run at once: most of a program's time passes before it multiplies.
+        # All programs run at once, since most of a program's time passes before it multiplies.
         how["tiles"] = 1 + (cdiv(num_outputs, TILE) > _PROGRAMS * given.chip.num_sms)
         how["held"], room = _HELD // how["tiles"], {"maxnreg": _REGISTERS}
     shape = RowShape.of(weight, num_outputs, **how)
@@ -73,7 +73,7 @@ def run(given: Multiplication, tiles: None) -> Tensor:
 
 
 def run_experts(routed: RoutedRows) -> Tensor:
-    """Returns partials [T, 1, H]: the token's experts are added up."""
+    """Returns partials [T, 1, H], in which a token's experts are added up."""
     (num_tokens, num_chosen), size = routed.experts.shape, routed.size
     up, down, is_gated = routed.up, routed.down, routed.is_gated
     assert isinstance(up, Fp8 | Int4), "the kernel's forms"
@@ -156,7 +156,7 @@ def _row_kernel(hidden, experts, weight, bias, output, stride, SHAPE: gl.constex
     if experts is None:
         wait_for_inputs()
         kept, sums = keep_blocks(load_row(hidden, SHAPE), GROUP)
-    # All weights are asked for ahead of this barrier, too.
+    # Loads of all weights are issued ahead of this barrier, too.
     thread_barrier()
     total = multiply_blocks(held, starts, kept, sums, scale, zero, SHAPE)
     gates, ups = _parted(total, SHAPE.is_gated)
@@ -182,7 +182,7 @@ def _parted(total, GATED: gl.constexpr):
 @quick
 @gluon.jit
 def _down_kernel(active, routing_weights, experts, weight, output, SHAPE: gl.constexpr):
-    """Makes a tile of one token's outputs."""
+    """Computes a tile of one token's outputs: the weighted sum of its experts' down projections."""
     launch_dependents()
     OUTPUTS: gl.constexpr = SHAPE.outputs
     GROUP: gl.constexpr = SHAPE.group

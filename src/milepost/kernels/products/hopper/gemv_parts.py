@@ -74,7 +74,7 @@ class RowShape(NamedTuple):
 
     @staticmethod
     def of(weight: Fp8 | Int4, outputs: int, num_rows: int = 1, **how: Any) -> RowShape:
-        """The row is made of `num_rows` of the weight's inputs."""
+        """Returns the shape of a product whose row has `num_rows` times the weight's inputs."""
         blocks, depths = num_rows * (weight.num_inputs // BLOCK), weight.scales.shape[-1]
         group, rows = (weight.group, 1) if isinstance(weight, Int4) else (0, weight.rows)
         return RowShape(blocks, outputs, cdiv(blocks, PARTS), group, depths, rows, **how)
@@ -82,7 +82,7 @@ class RowShape(NamedTuple):
 
 @gluon.constexpr_function
 def width_of(group):
-    """Returns W."""
+    """Returns W, the bytes of a block of inputs in the weights."""
     return BLOCK // 2 if group else BLOCK
 
 
@@ -144,7 +144,7 @@ def keep_blocks(blocks, GROUP: gl.constexpr):
     dtype: gl.constexpr = blocks[0].dtype if GROUP else gl.float16
     kept, sums = (), ()
     for b in gl.static_range(len(blocks)):
-        # Memory of their own: stores to parts of one wait for each other.
+        # Separate allocations, since stores to parts of one allocation wait for each other.
         place = gl.allocate_shared_memory(dtype, [_PARTS, _BLOCK], _KEPT)
         p_sum = gl.allocate_shared_memory(gl.float32, [_PARTS], _KEPT_SUMS)
         wide = blocks[b].to(gl.float32)

@@ -34,7 +34,7 @@ from milepost.kernels.products.hopper.gemv_parts import (
 from milepost.kernels.products.run import Multiplication
 
 _PROGRAMS, _STAGES, _REGISTERS = 2, 3, 120
-"""Programs of an SM, and stages and registers that leave it room for them."""
+"""Programs per SM, and the stages and registers that allow them."""
 _BOXES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
 _PARTS, _TILE, _BLOCK = gl.constexpr(PARTS), gl.constexpr(TILE), gl.constexpr(BLOCK)
 _OUTPUTS = gl.constexpr(OUTPUTS_LAYOUT.value)

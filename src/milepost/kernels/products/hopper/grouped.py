@@ -1,8 +1,9 @@
-"""Experts' GEMMs for many rows on Hopper, in Gluon: the frame; FP8 and four bits fill it in.
+"""Experts' GEMMs for many rows on Hopper, in Gluon. This is the frame; `fp8_grouped` and
+`int4_grouped` fill it in.
 
-Some warps bring steps to shared memory, two groups of four multiply them. Four warps gather the up
-projection's rows where the tokens are; TMA brings the down projection's, and all weights. A form
-says how rows are gathered, and what is made of a tile: gates and ups, or two blocks of outputs.
+Some warps load steps to shared memory, two groups of four multiply them. The up projection's rows
+are gathered by four warps, the down projection's rows and all weights are loaded by TMA. A form
+says how rows are gathered and how a tile is multiplied: gates and ups, or two blocks of outputs.
 
 Legend: T tokens, N experts of a token, H hidden size, D scales of a row.
 """
@@ -27,13 +28,13 @@ from milepost.kernels.products.portable.expert_parts import RowBase, RowGroups
 from milepost.kernels.products.run import RoutedRows
 
 _REGISTERS = 168
-"""Registers of a thread, before multiplying and loading threads share them out."""
+"""Registers per thread, before multiplying and loading threads divide them."""
 _BLOCK = gl.constexpr(BLOCK)
 
 
 class GroupedStages(NamedTuple):
-    """Inputs [2 * STAGES, ...] in shared memory, halves of the rows in FP8 and of a step in int4,
-    weights [PARTS * STAGES, BLOCK, ...], and barriers: loaded stages first, then used ones."""
+    """Shared memory: inputs [2 * STAGES, ...], halves of the rows in FP8 and of a step in int4, and
+    weights [PARTS * STAGES, BLOCK, ...]. Barriers: loaded stages, then used ones."""
 
     inputs: Any
     weights: Any
@@ -55,8 +56,9 @@ class GroupedWork(NamedTuple):
 
 
 class GroupedForm(NamedTuple):
-    """Parts that differ between forms of weights: descriptors on the host, functions of the device.
-    These allocate stages, point to a block's rows, copy a step of them, and make all tiles."""
+    """Differences between forms of weights. `box_weights` and `box_rows` make descriptors on the
+    host; the others are device functions that allocate stages, point to a block's rows, copy a step
+    of them, and compute all tiles."""
 
     box_weights: Any
     box_rows: Any
@@ -116,8 +118,8 @@ def run(
     form: GroupedForm,
     **how: float,
 ) -> Tensor:
-    """Returns partials [T, N, H] of `rows`; `active` takes the up projection. `parts` are those of
-    both projections' tiles."""
+    """Returns partials [T, N, H] of `rows`. `active` takes the up projection's outputs; `parts` are
+    the numbers of parts of a tile in both projections."""
     output = routed.new_output(routed.experts.shape[1])
     how |= {"is_bfloat": output.dtype == torch.bfloat16, "is_padded": active.scales is not None}
     how["limit"] = routed.limit
@@ -127,7 +129,7 @@ def run(
     made = ExpertOutput(output, routing_weights=routed.routing_weights)
     first, second = (routed.up, rows, ExpertOutput(*active), up), (routed.down, active, made, down)
     for weight, given, taken, shape in (first, second):
-        # Rows are gathered, or lie by block and are read in boxes.
+        # Rows are gathered in the up projection, and read in boxes, block by block, in the other.
         _project_kernel[(routed.chip.num_sms,)](
             given.base if shape.is_up else form.box_rows(given.base),
             form.box_weights(weight),
@@ -168,7 +170,7 @@ def _project_kernel(
     COPY: gl.constexpr,
     CONSUME: gl.constexpr,
 ):
-    """Each program takes its share of the tiles."""
+    """Computes one projection; each program takes every n-th tile."""
     stages = OPEN(output.base.dtype.element_ty, weight, SHAPE)
     wait_for_inputs()
     launch_dependents()
@@ -194,7 +196,7 @@ def _consume(
 
 @gluon.jit
 def open_bars(SHAPE: gl.constexpr):
-    """Allocates barriers of stages. Weights are loaded apart from rows that are gathered."""
+    """Allocates the stages' barriers. Loaded stages await weights and gathered rows one by one."""
     STAGES: gl.constexpr = SHAPE.stages
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -248,7 +250,7 @@ def _produce(
 
 @gluon.jit
 def _signal(bar):
-    """Says that all threads' copies have arrived, to those too who read as TMA does."""
+    """Signals that all threads' copies have arrived and are visible to tensor cores."""
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(bar, count=1)
@@ -256,8 +258,8 @@ def _signal(bar):
 
 @gluon.jit
 def _load_weights(stages, weight, rows, row, found, step, stage, SHAPE: gl.constexpr):
-    """Has TMA bring a step's weights of all parts, `row` being the first one's; the barrier waits
-    for boxes of rows too."""
+    """Loads a step's weights of all parts by TMA, the first part's from `row` on. The barrier
+    awaits boxes of rows too."""
     bar, weights = stages.bars.index(stage), stages.weights
     HEIGHT: gl.constexpr = weights.type.shape[1]
     WIDTH: gl.constexpr = weights.type.shape[2]
@@ -280,7 +282,7 @@ def _load_weights(stages, weight, rows, row, found, step, stage, SHAPE: gl.const
 
 @gluon.jit
 def _load_rows(stages, rows, found, step, stage, SHAPE: gl.constexpr):
-    """Has TMA bring a step of rows that lie by block; blocks of few rows have no second box."""
+    """Loads a step of rows that lie by block by TMA; blocks of few rows have no second box."""
     BOX: gl.constexpr = rows.block_type.shape[0]
     WIDTH: gl.constexpr = rows.block_type.shape[1]
     PIECES: gl.constexpr = _BLOCK // WIDTH

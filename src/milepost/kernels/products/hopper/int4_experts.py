@@ -1,5 +1,4 @@
-"""Experts of four-bit weights and few tokens on Hopper, in Gluon: `experts` with int4 filled
-in.
+"""Experts with int4 weights for few tokens on Hopper, in Gluon: int4's part of `experts`.
 
 A unit is 128 rows of an expert's weights in two parts of 64: of the up projection gates and the ups
 that belong to them, or without gates 128 ups; of the down projection 128 outputs. A step is 256
@@ -90,8 +89,8 @@ def _boxes(rows: Tensor, weight: Int4) -> MixtureBoxes:
 
 @gluon.constexpr_function
 def _up_of(shape):
-    """Returns the up projection. The last step may be half beyond the inputs, where all that is
-    loaded is zeros."""
+    """Returns the shape of the up projection. Half of the last step may lie past the inputs, where
+    TMA fills in zeros."""
     apart = shape.size if shape.is_gated else HALF
     num_steps = (shape.inputs + _STEP - 1) // _STEP
     return HalvedShape(apart, shape.inputs // shape.up_group, shape.up_group, num_steps)
@@ -119,7 +118,7 @@ def _open_stages(rows, row_scales, weight, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _load_up(stages, up, row, first, number, SHAPE: gl.constexpr):
-    """Has a unit's steps loaded; returns the number of the next step."""
+    """Loads a unit's steps; returns the number of the next step."""
     UP: gl.constexpr = _up_of(SHAPE)
     for step in range(UP.steps):
         stage = _load_weights(stages, up, row, UP.apart, step, number, SHAPE)
@@ -130,7 +129,8 @@ def _load_up(stages, up, row, first, number, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _load_down(stages, down, row, first, number, counter, SHAPE: gl.constexpr):
-    """Does `_load_up` for the down projection, once the rows are there."""
+    """Loads a unit's steps of the down projection, its rows once `counter` says that they are
+    complete."""
     DOWN: gl.constexpr = _down_of(SHAPE)
     for step in range(DOWN.steps):
         stage = _load_weights(stages, down, row, DOWN.apart, step, number, SHAPE)
@@ -143,8 +143,8 @@ def _load_down(stages, down, row, first, number, counter, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _load_weights(stages, boxes, row, APART: gl.constexpr, step, number, SHAPE: gl.constexpr):
-    """Has a step's weights loaded, once its stage, which is returned, is used up: those from `row`
-    on and those APART from them."""
+    """Loads a step's weights, from `row` on and APART from there, once its stage is free. Returns
+    the stage."""
     stage = number % SHAPE.stages
     bar = stages.loaded.index(stage)
     mbarrier.wait(stages.used.index(stage), (number // SHAPE.stages & 1) ^ 1)
@@ -157,7 +157,7 @@ def _load_weights(stages, boxes, row, APART: gl.constexpr, step, number, SHAPE: 
 
 @gluon.jit
 def _load_rows(stages, boxes, first, step, stage):
-    """Has a step's rows from `first` on loaded."""
+    """Loads a step of the rows from `first` on."""
     bar = stages.loaded.index(stage)
     mbarrier.expect(bar, 4 * _M * _BLOCK)
     for i in gl.static_range(4):
@@ -176,7 +176,7 @@ def _consume(stages, lists, scales, active, capacity, output, SHAPE: gl.constexp
 
 @gluon.jit
 def _consume_up(stages, lists, scales, active, SHAPE: gl.constexpr):
-    """Makes activations; returns the number of the next step."""
+    """Computes activations; returns the number of the next step."""
     UP: gl.constexpr = _up_of(SHAPE)
     TILES: gl.constexpr = SHAPE.tiles
     HEIGHT: gl.constexpr = 2 * SHAPE.size if SHAPE.is_gated else SHAPE.size
@@ -209,8 +209,8 @@ def _consume_up(stages, lists, scales, active, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _store_active(active, values, unit, BEYOND: gl.constexpr, SHAPE: gl.constexpr):
-    """Stores a part's activations, which begin BEYOND the unit's first; also those of what is no
-    row."""
+    """Stores a part's activations, which begin BEYOND the unit's first one. Rows without a token
+    are stored too."""
     o_n = outputs_of(gl.SliceLayout(1, PRODUCTS))
     row = unit // SHAPE.tiles * _M + gl.arange(0, _M, gl.SliceLayout(0, PRODUCTS))
     target = active + row.to(gl.int64)[None, :] * SHAPE.size
@@ -220,8 +220,8 @@ def _store_active(active, values, unit, BEYOND: gl.constexpr, SHAPE: gl.constexp
 
 @gluon.jit
 def _begin_down(lists, scaled, SHAPE: gl.constexpr):
-    """Returns a program's units of the down projection and what the first one needs, loaded before
-    the up projection so that nothing is waited for in between."""
+    """Returns a program's units of the down projection, and what the first unit needs: loaded
+    before the up projection, so that nothing waits in between."""
     DOWN: gl.constexpr = _down_of(SHAPE)
     owners, num_blocks = lists.experts, gl.load(lists.count)
     share, num_units = share_down(num_blocks, SHAPE)

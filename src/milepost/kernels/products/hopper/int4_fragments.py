@@ -1,4 +1,5 @@
-"""Products that a program makes of int4 experts with few tokens on Hopper, in Gluon.
+"""Products of int4 experts with few tokens on Hopper, in Gluon: unpacking and multiplying in
+registers.
 
 Every thread reads just the bytes that it multiplies and unpacks them in registers. Weights are the
 left operand. A block's product is made of whole numbers, less their zero point, then scaled and
@@ -39,12 +40,12 @@ _ACROSS = [[0, 16], [0, 32]]
 _WEIGHTS = gl.constexpr(
     _layout([*_INSIDE, [8, 0]], [*_ACROSS, [4, 0], [1, 0], [2, 0]], _WARPS, [HALF, HALF])
 )
-"""Layout of bytes [N, K] as they are loaded: a thread has 16 side by side, of outputs such that no
-two threads want the same bank."""
+"""Layout of weights' bytes [N, K] as they are loaded: a thread has 16 adjacent ones, of outputs
+chosen so that no two threads read the same bank."""
 _ROWS = gl.constexpr(
     _layout(_INSIDE, [*_ACROSS, [1, 0], [2, 0], [4, 0]], [[0, 0], [0, 0]], [BLOCK_M, HALF])
 )
-"""Layout of rows [M, K], likewise."""
+"""Layout of rows [M, K] as they are loaded, chosen likewise."""
 _SCALED = gl.constexpr(
     _layout([[0, 1], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], _WARPS, [HALF, 2])
 )
@@ -90,8 +91,8 @@ def load_scales(own, place, step, HALVES: gl.constexpr):
 def multiply(
     stages, held, own, place, next_place, number, HALVES: gl.constexpr, SHAPE: gl.constexpr
 ):
-    """Returns both parts' products [N, M] of a unit, whose first step has the `number` among a
-    program's and the scales `held`; and the next unit's first scales."""
+    """Returns both parts' products [N, M] of a unit, and the next unit's first scales. The unit's
+    first step is the program's step `number` and has the scales `held`."""
     first = gl.zeros([_HALF, _M], gl.float32, PRODUCTS)
     second = gl.zeros([_HALF, _M], gl.float32, PRODUCTS)
     for step in range(HALVES.steps):

@@ -1,4 +1,4 @@
-"""Experts of int4 weights and many rows on Hopper, in Gluon: `grouped` with int4 filled in.
+"""Experts with int4 weights and many rows on Hopper, in Gluon: int4's part of `grouped`.
 
 Two groups of four warps multiply 64 outputs each of both parts of the weights with the same rows.
 Weights are the left operand, which the tensor cores take from registers: while they multiply a
@@ -40,9 +40,9 @@ from milepost.kernels.products.portable.expert_parts import RowBase
 from milepost.kernels.products.run import RoutedRows
 
 _STAGES = {64: 6, 128: 4}
-"""Stages by a block's rows: as many as there is room for."""
+"""Stages by the rows of a block: as many as fit shared memory."""
 _SOME_ROWS = 48
-"""Rows of an expert up to which blocks have 64 rows."""
+"""Most rows per expert for which blocks have 64 rows."""
 _N = BLOCK // 2
 """Outputs of a group, and inputs of a piece."""
 _ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -70,7 +70,7 @@ def run(routed: RoutedRows) -> Tensor:
 
 
 def run_blocks(routed: RoutedRows, block_m: int) -> Tensor:
-    """Does `run` with blocks of `block_m` rows; the bits do not depend on it."""
+    """Returns partials as `run`, with blocks of `block_m` rows. Bits do not depend on it."""
     assert type(routed.up) is type(routed.down) is Int4, "the kernel's form"
     groups = group_many(routed.experts, routed.num_experts, block_m)
     active = RowBase(routed.values.new_empty(routed.num_routed, routed.size), None)
@@ -119,7 +119,7 @@ def _copy_rows(found, step, stages, stage):
 
 @gluon.jit
 def _consume(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr):
-    """Makes the 64 outputs of both parts of each tile that belong to the group OWN."""
+    """Computes the 64 outputs of both parts of each tile that belong to the group OWN."""
     BLOCK_M: gl.constexpr = SHAPE.block_m
     PITCH: gl.constexpr = SHAPE.steps * _BLOCK // SHAPE.group
     number, first_index = 0, gl.program_id(0)

@@ -51,7 +51,7 @@ def run(given: Multiplication, tiles: Int4Tiles) -> Tensor:
 
 @gluon.constexpr_function
 def _products_layout(num_warps):
-    """Gives each warp 16 outputs, again and again, and all rows."""
+    """Returns the layout of products: each warp has 16 outputs, repeated, and all rows."""
     return gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
 
 
@@ -65,7 +65,8 @@ def _copied_layout(width, size, num_warps):
 
 @gluon.constexpr_function
 def _kept_layout(width):
-    """Four threads read 32 bytes of a row, and four rows at a time."""
+    """Returns the layout of weights in shared memory, from which four threads read 32 bytes of a
+    row, and four rows at a time."""
     per_phase = 128 // width
     return gl.SwizzledSharedLayout(32, per_phase, 4 // per_phase, [1, 0])
 

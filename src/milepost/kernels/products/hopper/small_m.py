@@ -1,10 +1,10 @@
-"""GEMMs of up to 64 rows on Hopper, in Gluon: the frame, and raw weights in it (`fp8_small_m` has
-FP8).
+"""GEMMs of up to 64 rows on Hopper, in Gluon: the frame, and the part for raw weights
+(`fp8_small_m` has FP8's).
 
-One warp has TMA bring steps of the weights and of the rows to stages in shared memory; the others
-multiply and do not pause between one tile and the next. The weights do not depend on the kernels
-before, so TMA begins to fetch them while those still run, when memory would be idle. A form says
-what a group of warps makes of the stages.
+One warp has TMA load steps of the weights and of the rows to stages in shared memory; the others
+multiply without a pause between tiles. Weights do not depend on earlier kernels, so TMA loads them
+while those still run and memory would be idle. A form says how a group of warps multiplies the
+stages.
 
 Legend: T tokens, I inputs, O outputs, S split-K partials; N outputs and M rows of a stage.
 """
@@ -68,8 +68,8 @@ class SmallShape(NamedTuple):
 
 
 class SmallBoxes(NamedTuple):
-    """Descriptors of rows and weights, of the rows' scales, and of the raw product beside; None for
-    what a form does not have."""
+    """TMA descriptors of rows, weights, rows' scales and the raw product beside; None for those
+    that a form does not have."""
 
     rows: Any
     weight: Any
@@ -104,14 +104,14 @@ def run(given: Multiplication, tiles: RawTiles) -> Tensor:
     assert isinstance(weight, Raw), "the kernel's form"
     how = {"mma_n": tiles.mma_m, "launch_dependents": given.launch_dependents}
     shape = SmallShape.of(weight, tiles, RAW_BLOCK_K, block_m=tiles.block_m, **how)
-    # What is copied at a time has a power of two of rows.
+    # Boxes have a power of two of rows.
     box = [tiles.block_n & -tiles.block_n, RAW_BLOCK_K]
     boxes = SmallBoxes(
         TensorDescriptor.from_tensor(hidden, [tiles.block_m, RAW_BLOCK_K], _LAYOUT),
         TensorDescriptor.from_tensor(weight.values, box, _LAYOUT),
     )
     product = SmallProduct(None, given.new_output(tiles.split_k), len(hidden))
-    # Few registers, so that the kernels before and after find room.
+    # Few registers, so that the kernels before and after fit beside it.
     held = tiles.block_m * tiles.mma_m // (32 * tiles.num_warps)
     room = {"num_warps": tiles.num_warps, "maxnreg": 48 if held <= 16 else 64 if held <= 32 else 96}
     form = {"PRODUCE": produce, "CONSUME": _consume_raw}
@@ -121,7 +121,7 @@ def run(given: Multiplication, tiles: RawTiles) -> Tensor:
 def launch(
     boxes: SmallBoxes, product: SmallProduct, shape: SmallShape, num_programs: int, **how: Any
 ) -> Tensor:
-    """Returns the output [T, O], or partials [T, S, O]. Launches `num_programs` at most."""
+    """Launches `num_programs` at most; returns the output [T, O], or partials [T, S, O]."""
     num_units = shape.tiles * shape.split_k + cdiv(shape.beside, BESIDE_N)
     grid, output = (min(num_units, num_programs),), product.base
     _gemm_kernel[grid](*boxes, *product, SHAPE=shape, **how, **OVERLAPPED)
@@ -259,8 +259,8 @@ def _fetch_inputs(stages, boxes, step, stage, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _consume_raw(stages, product, PART: gl.constexpr, SHAPE: gl.constexpr):
-    """Multiplies what is loaded. The weights are the left operand: they fill the tensor cores' tall
-    side. A step is used up once the multiplications of the next have begun."""
+    """Multiplies the loaded stages. Weights are the left operand, which fills the tall side of the
+    tensor cores. A stage is released once the next step's multiplications have begun."""
     STAGES: gl.constexpr = SHAPE.stages
     M: gl.constexpr = SHAPE.block_m
     N: gl.constexpr = SHAPE.mma_n

@@ -26,7 +26,7 @@ class RawTiles:
     """Tiles of a GEMM whose left operand is the weight."""
 
     block_m: int
-    """Tokens; results of others in a tile are dropped."""
+    """Tokens of a tile; results of missing ones are dropped."""
     block_n: int
     """Outputs of a tile: a multiple of 8."""
     num_stages: int
@@ -39,7 +39,7 @@ class RawTiles:
 
     @property
     def mma_m(self) -> int:
-        """Rows of weight that are multiplied at a time; the tile's come first."""
+        """Rows of weights that an MMA takes; the tile's come first."""
         return 64 if self.block_n <= 64 else 128
 
     @property
@@ -56,8 +56,8 @@ begin; with fewer of both, the portable kernel is as fast."""
 
 
 def cut_raw(product: Product, chip: Chip) -> RawTiles | None:
-    """Returns the tiles of a GEMM that Hopper's kernel is the fastest for, else None. Without
-    `Epilogue.PARTIALS` a launch of its own adds split-K partials up."""
+    """Returns the tiles of a GEMM if Hopper's kernel is the fastest for it, else None. Without
+    `Epilogue.PARTIALS` a separate launch adds up split-K partials."""
     num_rows, weight, sms = product.num_rows, product.weight, chip.num_sms
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
     block_m = next((rows for rows in _RAW_STAGES if num_rows <= rows), 0)
@@ -95,7 +95,7 @@ def cut_raw(product: Product, chip: Chip) -> RawTiles | None:
 
 
 def _spread(num_outputs: int, num_sms: int, widest: int) -> int:
-    """Returns the width of tiles that gives all SMs the same number of them."""
+    """Returns the width of tiles that gives each SM the same number of tiles."""
     rounds = cdiv(num_outputs, num_sms * widest)
     return cdiv(cdiv(num_outputs, num_sms * rounds), _NARROWEST) * _NARROWEST
 
@@ -124,10 +124,11 @@ def cut_library(product: Product, chip: Chip) -> LibraryTiles:
 MMA_M = 64
 """Tokens of the left operand; the GEMM's come first."""
 _FP8_ROWS, _INT4_ROWS = (16, 32, 64), (8, 16, 32)
-"""Numbers of rows that tiles are made for. 64 rows of int4 are left to the portable kernel: each
-warp would read too much of them from shared memory."""
+"""Numbers of rows that tiles exist for. The portable kernel takes 64 rows of int4: here each warp
+would read too much of them from shared memory."""
 _WIDE_N, _SOME_N, _FEW_N = 128, 64, 32
-"""Outputs of a program, by how many the product has: fewer programs would leave SMs idle."""
+"""Outputs of a program, wide to narrow: products with few outputs need narrow ones to keep SMs
+busy."""
 _LEAST_FP8_N = 96
 """Outputs of an FP8 tile of weights that are not split, at least: half of those that are multiplied
 at a time are rows of an MMA, which has 64."""
@@ -159,7 +160,8 @@ class Fp8Tiles:
 
 
 def cut_fp8(product: Product, chip: Chip) -> Fp8Tiles | None:
-    """Returns tiles that give each SM as much of the weight, or None if the kernel cannot do it."""
+    """Returns tiles that give each SM the same share of the weight, or None if the kernel does not
+    serve the product."""
     block_m = next((rows for rows in _FP8_ROWS if product.num_rows <= rows), 0)
     weight = product.weight
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
@@ -208,7 +210,7 @@ class Int4Tiles:
 
 
 def cut_int4(product: Product, chip: Chip) -> Int4Tiles | None:
-    """Returns tiles that keep all SMs loading, or None if the kernel cannot do it."""
+    """Returns tiles that keep all SMs loading, or None if the kernel does not serve the product."""
     block_m = next((rows for rows in _INT4_ROWS if product.num_rows <= rows), 0)
     weight = product.weight
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
