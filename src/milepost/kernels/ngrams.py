@@ -53,7 +53,7 @@ class NgramOperation:
         return lay_out(batch)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
-        """The fused kernel runs on every chip that runs Triton's."""
+        """Returns nothing: the fused kernel runs on every chip that Triton supports."""
         return ""
 
 

@@ -81,9 +81,9 @@ def add_norm(
     mail: RankBuffers,
     multiplier: float = 1.0,
 ) -> Sums:
-    """`norm.add_norm` of all ranks' `partials` [T, P, C], where each rank's sum is first rounded to
-    the type of `hidden` [T, C]; rows of both may lie apart. Sums are float32. All ranks call it, in
-    the same order as `add_up`."""
+    """Does `norm.add_norm` with the sum of all ranks' `partials` [T, P, C]. Each rank's own sum is
+    rounded to the dtype of `hidden` [T, C] first; sums are float32, and rows of both may lie apart.
+    All ranks must call this and `add_up` in the same order."""
     residual, sums = open_sums(hidden, scale, eps)
     launch(_exchange_kernel, len(hidden), residual, partials, sums, mail, multiplier)
     return sums

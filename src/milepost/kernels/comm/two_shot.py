@@ -35,7 +35,7 @@ def share_norm(
     boxes: RankBuffers,
     multiplier: float = 1.0,
 ) -> Sums:
-    """As `one_shot.add_norm`; one rank adds up each row."""
+    """See `one_shot.add_norm`; here one rank adds up each row."""
     residual, sums = open_sums(hidden, scale, eps)
     num_each, given = cdiv(len(hidden), boxes.size), (residual, partials, sums, boxes, multiplier)
     launch(_share_kernel, num_each, *given, len(hidden), num_each)

@@ -5,8 +5,8 @@ sequence's first it is *carried*: each slot holds the last hidden state of the t
 for. So a hit, whose tokens are not in the batch, has it too, bit for bit. After accepted drafts it
 is one of the recorded states; recurrent layers record theirs likewise.
 
-This is the door to the op: callers import it from here, whatever computes it. `reference` is the
-definition, on any device.
+Callers import the operations from here. `reference` is the definition, on any device; on a GPU
+`triton` computes them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ keep_states = fused("mtp.triton")(reference.keep_states)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarryOperation:
-    """Chooses the hidden state before each token, and those that are carried on."""
+    """Says which hidden state precedes each token, and which ones slots carry on."""
 
     def lay_out(self, batch: Batch) -> CarryRows:
         """Lays out a step, alike for the fused kernels and the reference."""
         return lay_out(batch)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
-        """The fused kernels run on every chip that runs Triton's."""
+        """Returns nothing: the fused kernels run on every chip that Triton supports."""
         return ""

@@ -25,7 +25,7 @@ _NUM_REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """Hidden states beside the pools of layers."""
+    """Hidden states that slots carry, beside the pools of layers."""
 
     states: Tensor
     """[slots, C], the last of the tokens that each slot stands for."""
@@ -77,7 +77,7 @@ def lay_out(batch: Batch) -> CarryRows:
 
 
 class _TokenPlaces(NamedTuple):
-    """How tokens fall to sequences."""
+    """How a step's tokens belong to sequences."""
 
     begins: Ints
     """[S], where each begins."""
@@ -98,7 +98,8 @@ class _TokenPlaces(NamedTuple):
 
 @lru_cache(maxsize=_NUM_REMEMBERED)
 def _places(packed: bytes, num_decodes: int) -> _TokenPlaces:
-    """Returns how tokens fall to sequences of these lengths: mostly those of the step before."""
+    """Returns how tokens belong to sequences of these `packed` lengths, which mostly are those of
+    the step before."""
     lengths = np.frombuffer(packed, np.int64)
     begins = lengths.cumsum() - lengths
     computing = lengths.nonzero()[0]

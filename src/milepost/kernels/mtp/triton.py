@@ -27,7 +27,7 @@ def join(
     eps: float,
     carried: tuple[Carried, CarryRows] | None = None,
 ) -> Tensor:
-    """As `reference.join`; rows of `hidden` and slots of `carried` may lie apart."""
+    """See `reference.join`; rows of `hidden` and slots of `carried` may lie apart."""
     num_tokens, size = hidden.shape
     joined = hidden.new_empty(num_tokens, 2 * size)
     columns = next_power_of_2(size)
@@ -103,14 +103,14 @@ def _join_kernel(
 
 
 def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
-    """As `reference.keep`; rows of `hidden` may lie apart."""
+    """See `reference.keep`; rows of `hidden` may lie apart."""
     _keep(hidden, hidden, carried, rows, slice(None), by_token=True)
 
 
 def keep_states(
     states: Tensor, recorded: Tensor | None, carried: Carried, rows: CarryRows, columns: slice
 ) -> None:
-    """As `reference.keep_states`."""
+    """See `reference.keep_states`."""
     check_contiguous(states=states)
     _keep(states, recorded, carried, rows, columns, by_token=False)
 

@@ -18,14 +18,14 @@ _COLUMNS = 1024
 
 
 def silu_mul(gate_up: Tensor, limit: float = 0.0) -> Tensor:
-    """As `reference.silu_mul`; rows of `gate_up` may lie apart."""
+    """See `reference.silu_mul`; rows of `gate_up` may lie apart."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty(num_tokens, size)
     return _activate(gate_up, output, is_gated=True, limit=limit)
 
 
 def relu_squared(hidden: Tensor) -> Tensor:
-    """As `reference.relu_squared`; rows of `hidden` may lie apart."""
+    """See `reference.relu_squared`; rows of `hidden` may lie apart."""
     return _activate(hidden, hidden.new_empty(hidden.shape), is_gated=False)
 
 
@@ -71,7 +71,7 @@ def _activate_kernel(
 
 
 def gate_heads(hidden: Tensor, gate: Tensor) -> Tensor:
-    """As `reference.gate_heads`; rows of `gate` may lie apart."""
+    """See `reference.gate_heads`; rows of `gate` may lie apart."""
     check_rows(gate=gate)
     num_tokens, num_heads, size = hidden.shape
     assert hidden.is_contiguous(), "heads are side by side"

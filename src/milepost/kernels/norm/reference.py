@@ -20,8 +20,8 @@ def add_norm(
     *,
     delta_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Adds a layer's output, times `multiplier`, to the residual stream and norms the sum: both [T,
-    H] in `hidden`'s type.
+    """Adds a layer's output, times `multiplier`, to the residual stream and norms the sum. Returns
+    the sum and the norm, both [T, H] in `hidden`'s dtype.
 
     `hidden` [T, H]; `delta` [T, H], or [T, P, H] whose parts are added up, or None. The norm is the
     root mean square one with `scale` [H], computed in `scale`'s type. With `delta_scale` [H], the
@@ -41,8 +41,8 @@ def norm(rows: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor, limit: float = 0.0) -> Tensor:
-    """SiLU of the first half of the columns times the second: [T, 2 * I] to [T, I]. With a `limit`
-    the SiLU is at most that, and the second half within it on both sides of zero."""
+    """Returns SiLU of the first half of the columns times the second half: [T, 2 * I] to [T, I]. A
+    `limit` bounds the SiLU from above, and the second half on both sides of zero."""
     gate, up = gate_up.chunk(2, -1)
     if limit:
         return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
@@ -50,7 +50,7 @@ def silu_mul(gate_up: Tensor, limit: float = 0.0) -> Tensor:
 
 
 def relu_squared(hidden: Tensor) -> Tensor:
-    """The square of the ReLU, [T, I] in and out."""
+    """Returns the square of the ReLU, [T, I]."""
     return F.relu(hidden).square_()
 
 

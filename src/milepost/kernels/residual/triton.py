@@ -16,7 +16,7 @@ from milepost.kernels.platform.tiles import next_power_of_2
 
 
 def mix(sources: Tensor, delta: Tensor | None, scale: Tensor, query: Tensor, eps: float) -> Tensor:
-    """As `residual.mix`, with one program a token whatever their number; sums are float32."""
+    """See `residual.mix`. One program per token whatever their number; sums are float32."""
     check_rows(sources=sources, delta=delta, scale=scale, query=query)
     num_tokens, num_sources, size = sources.shape
     mixed = torch.empty(num_tokens, size, dtype=sources.dtype, device=sources.device)

@@ -1,5 +1,5 @@
-"""Rows of a table: `take`. Torch's indexing is the definition; on a GPU its launches do not overlap
-with those around them.
+"""Rows of a table: `take`. torch's indexing is the definition; on a GPU the kernel of `rows.triton`
+overlaps with the launches around it, which torch's does not.
 
 Legend: T rows that are taken, V rows of the table, N numbers of each.
 """

@@ -1,8 +1,8 @@
-"""Sampling: greedy choices (`argmax`), guesses of draws (`guess`) and, in `draws`, draws on a GPU.
-`runner.sampling` and `runner.sampler` say what is drawn, and `reference` defines the noise. Here is
-also what draws are given: what their launches read, and what these leave for one another.
+"""Sampling: greedy choices (`argmax`), guesses of draws (`guess`), and draws on a GPU (`draws`).
+`runner.sampling` and `runner.sampler` say what is drawn, `reference` defines the noise. The
+structures here are the inputs of a draw and the memory between its launches.
 
-Torch's argmax defines `argmax`, and takes several times as long on a GPU.
+torch's argmax is the definition of `argmax`; on a GPU it takes several times as long.
 
 Legend: R rows, V vocabulary, B blocks, E entries (biases), W words of a mask.
 """
@@ -21,7 +21,8 @@ __all__ = ["StepRows", "Workspace", "argmax", "guess"]
 
 BLOCK = 8192
 LISTED = 16384
-"""Logits that `search` may collect; if there are more it reads the whole row, which is slower."""
+"""Most logits that `search` collects; if there are more, it reads the whole row, which is
+slower."""
 NUM_BOUNDS = 16
 
 # Columns of `StepRows.ints`.
@@ -32,7 +33,7 @@ IS_PLAIN, DRAWS, SEARCHES = 1, 2, 4
 
 
 class RowSettings(NamedTuple):
-    """Holds the arrays of `StepRows` that most launches read."""
+    """Arrays of `StepRows` that most launches read."""
 
     ints: Any
     floats: Any
@@ -60,7 +61,7 @@ class Scratch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """All that a step's sampling depends on apart from logits: numpy arrays, then tensors."""
+    """All inputs of a step's sampling except logits: numpy arrays on the host, then tensors."""
 
     ints: Any
     """[R, 8] int32: kind, index of the draw, top_k (0: all), bits of min_p's distance, row of
@@ -70,7 +71,8 @@ class StepRows:
     top_p: Any
     """[R] float64."""
     starts: Any
-    """[R, B + 1] int32, where the entries of each block of the vocabulary begin, by token id."""
+    """[R, B + 1] int32, first entry of each block of the vocabulary; entries are ordered by token
+    id."""
     entry_ids: Any
     """[E] int32."""
     entry_values: Any
@@ -99,7 +101,7 @@ def seed_words(seed: int) -> tuple[int, int]:
 
 
 class Workspace:
-    """Memory in which the launches of up to `num_rows` rows leave things for one another."""
+    """Memory for intermediate results of up to `num_rows` rows, between the launches of a draw."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         blocks = num_blocks(vocab_size)
@@ -127,7 +129,8 @@ class Workspace:
 
 @fused("sampling.likeliest")
 def argmax(logits: Tensor) -> Tensor:
-    """Returns the first of the greatest of each row of `logits` [R, V]: [R] int64."""
+    """Returns each row's token with the greatest of `logits` [R, V], the first of equal ones: [R]
+    int64."""
     return logits.argmax(dim=-1)
 
 

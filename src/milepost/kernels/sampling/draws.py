@@ -1,12 +1,11 @@
 """From logits to tokens, as `runner.sampling` defines it, without sorting.
 
-Up to seven short launches, each over the blocks of all rows side by side; the host waits for none
-and knows nothing of their results:
+Up to seven short launches, each over the blocks of all rows; the host waits for none and reads no
+results:
 
-- adjust: biases, penalties and masks; the best logit of each block;
-- for rows with top_k or top_p, the lowest logit that is kept (`search`);
-- draw: adds noise to what is kept; the best of each block;
-- take: the best of all blocks, counted in the table of the answer's tokens.
+- adjust: biases, penalties and masks; the best logit of each block; - for rows with top_k or top_p,
+the lowest logit that is kept (`search`); - draw: adds noise to what is kept; the best of each
+block; - take: the best of all blocks, counted in the table of the answer's tokens.
 
 Legend: R rows, V vocabulary, W words of a mask.
 """
@@ -42,7 +41,7 @@ from milepost.kernels.sampling.search import search
 
 
 class Biases(NamedTuple):
-    """Biases of tokens: see `StepRows`."""
+    """Biases of tokens, as in `StepRows`."""
 
     starts: Any
     ids: Any
@@ -54,9 +53,9 @@ def draw(
 ) -> Tensor:
     """Returns token ids [R] int64 of `logits` [R, V] of any float type but float64.
 
-    `best` [R] are the likeliest tokens as they are, taken for rows that are plain. `counts` [rows,
-    V] int16 holds how often an answer has each token, less 2^15 if its prompt has it too; the
-    tokens chosen are counted. `searches` if any row has a top_k or top_p.
+    `best` [R] are the tokens with the greatest raw logits, which plain rows take. `counts` [rows,
+    V] int16 hold how often each token occurs in an answer, less 2^15 if it occurs in the prompt
+    too; the tokens drawn are added. `searches` says whether any row has a top_k or top_p.
     """
     num_rows, blocks = len(logits), next_power_of_2(work.num_blocks)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -102,7 +101,7 @@ def _adjust_kernel(
     num_rows,
     BLOCK: tl.constexpr,
 ):
-    """Applies biases, penalties and masks to a block, and finds its best logit."""
+    """Applies biases, penalties and masks to a block of logits, and finds its best logit."""
     i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = i_r + first
     kind = tl.load(rows.ints + row * INTS)
@@ -139,7 +138,7 @@ def _adjust_kernel(
 
 @triton.jit
 def _penalized(b_x, p_counts, is_v, p_floats):
-    """Applies the penalties to logits whose counts are at `p_counts`."""
+    """Returns logits with penalties applied, by the counts at `p_counts`."""
     repetition, frequency = tl.load(p_floats + 1), tl.load(p_floats + 2)
     presence = tl.load(p_floats + 3)
     b_counted = tl.load(p_counts, mask=is_v, other=0).to(tl.int32)
@@ -152,7 +151,7 @@ def _penalized(b_x, p_counts, is_v, p_floats):
 @quick
 @triton.jit(do_not_specialize=["first"])
 def _draw_kernel(rows, scratch, first, vocab_size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Adds noise to the logits kept in a block, and finds the best."""
+    """Adds noise to the logits that are kept in a block, and finds the best sum."""
     i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = i_r + first
     kind = tl.load(rows.ints + row * INTS)
@@ -185,7 +184,7 @@ def _draw_kernel(rows, scratch, first, vocab_size, BLOCK: tl.constexpr, BLOCKS: 
 
 @triton.jit
 def _store_best(b_x, start, scratch, o_best):
-    """Stores the first of the greatest."""
+    """Stores the greatest number and its token, the first of equal ones."""
     top, where = tl.max(b_x, 0, return_indices=True)
     tl.store(scratch.best + o_best, top)
     tl.store(scratch.columns + o_best, start + where)
@@ -196,7 +195,7 @@ def _store_best(b_x, start, scratch, o_best):
 def _take_kernel(
     rows, scratch, first, vocab_size, likeliest, counts, token_ids, num_blocks, BLOCKS: tl.constexpr
 ):
-    """Takes the best of all blocks, and counts it in the table of the answer's tokens."""
+    """Takes the best token of all blocks, and counts it in the answer's counts."""
     i_r = tl.program_id(0).to(tl.int64)
     row, o_b = i_r + first, tl.arange(0, BLOCKS)
     if tl.load(rows.ints + row * INTS) & PLAIN != 0:
@@ -213,6 +212,6 @@ def _take_kernel(
         if count_row >= 0:
             p_count = counts + count_row * vocab_size + token
             counted = tl.load(p_count).to(tl.int32)
-            # It stays at the largest count that there is room for.
+            # Counts saturate at the largest that fits.
             step = tl.where((counted & 0x7FFF) < 0x7FFF, 1, 0)
             tl.store(p_count, (counted + step).to(tl.int16))

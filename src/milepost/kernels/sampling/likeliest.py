@@ -1,4 +1,5 @@
-"""The likeliest token of each row: as logits are, or with the noise of a draw (`guess`).
+"""The likeliest token of each row, by logits alone (`argmax`) or with the noise of a draw
+(`guess`).
 
 Legend: R rows, V vocabulary, B blocks.
 """
@@ -19,7 +20,7 @@ from milepost.kernels.sampling.parts import DRAWS, INTS, gumbel
 
 
 class Noise(NamedTuple):
-    """Settings of draws that will be made: columns of `StepRows`, and indices [R] int32."""
+    """Settings of future draws: columns of `StepRows`, and indices of the draws [R] int32."""
 
     ints: Any
     temperatures: Any
@@ -27,28 +28,29 @@ class Noise(NamedTuple):
 
 
 class BlockBests(NamedTuple):
-    """The best of each block [R, B], and its token."""
+    """The best logit of each block [R, B], and its token."""
 
     base: Any
     places: Any
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Returns the first of the greatest of each row of `logits` [R, V]: [R] int64; V is below 2^31.
+    """Returns each row's token with the greatest of `logits` [R, V], the first of equal ones: [R]
+    int64. V is below 2^31.
 
-    Takes two launches over blocks side by side: a few rows are long.
+    Takes two launches over blocks, since there are few rows and they are long.
     """
     return _choose(logits, None)
 
 
 def guess(logits: Tensor, ints: Tensor, temperatures: Tensor, indices: Tensor) -> Tensor:
-    """Guess draws from `logits` [R, V] that are a guess themselves, with these `indices` [R] int32:
-    token ids [R] int64. Kinds and seeds of `ints` [R, 8] count, laid out as `StepRows.ints`, and
-    `temperatures` [R] float32; a row that does not draw gets its likeliest token.
+    """Guesses the tokens [R] int64 that draws number `indices` [R] int32 will return, from `logits`
+    [R, V] of a draft. Uses kinds and seeds of `ints` [R, 8], laid out as `StepRows.ints`, and
+    `temperatures` [R] float32. A row that does not draw gets its likeliest token.
 
-    A draft is accepted if it is the token that the model draws in its place. So the noise of that
-    place is added here too, which makes both the same more often than the likeliest token would be.
-    Other sampling parameters are left out: they change few draws.
+    A draft is accepted if it equals the token that the model draws there. With the noise of that
+    draw both agree more often than with the likeliest token. Other sampling parameters are ignored,
+    since they change few draws.
     """
     return _choose(logits, Noise(ints, temperatures, indices))
 

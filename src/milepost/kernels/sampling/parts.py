@@ -21,11 +21,11 @@ SEED_HIGH, PLAIN = tl.constexpr(sampling.SEED_HIGH), tl.constexpr(sampling.IS_PL
 DRAWS, SEARCHES = tl.constexpr(sampling.DRAWS), tl.constexpr(sampling.SEARCHES)
 NUM_BOUNDS = tl.constexpr(sampling.NUM_BOUNDS)
 BEYOND = tl.constexpr(0x7F800001)
-"""After every logit, minus infinity too; but not after NaN."""
+"""Greater than the distance of any logit, of minus infinity too, but not of NaN."""
 
 
 class DrawSettings(NamedTuple):
-    """A row's settings."""
+    """Settings of a row's draw."""
 
     top: Any
     """Best logit."""
@@ -39,7 +39,7 @@ class DrawSettings(NamedTuple):
 
 @triton.jit
 def top_of(tops, i_r, num_blocks, BLOCKS: tl.constexpr):
-    """Returns the best logit of a row; 0 if none is possible."""
+    """Returns the best logit of a row, or 0 if all are minus infinity."""
     i_b = tl.arange(0, BLOCKS)
     values = tl.load(tops + i_r * num_blocks + i_b, mask=i_b < num_blocks, other=float("-inf"))
     top = tl.max(values, 0)
@@ -48,13 +48,14 @@ def top_of(tops, i_r, num_blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def distance_of(x, top, temperature):
-    """Returns bits of the scaled distance to the best logit: the smaller, the likelier."""
+    """Returns the bits of the distance to the best logit divided by the temperature: smaller is
+    likelier."""
     return tl.abs(tl.div_rn(x - top, temperature)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def open_row(rows, scratch, i_r, row, num_blocks, BLOCKS: tl.constexpr):
-    """Returns the settings of row i_r of the workspace, which is `row` of the step."""
+    """Returns the settings of row i_r of the workspace, which is row `row` of the step."""
     top = top_of(scratch.tops, i_r, num_blocks, BLOCKS)
     temperature = tl.load(rows.floats + row * 4)
     top_k = tl.load(rows.ints + row * INTS + TOP_K)
@@ -64,7 +65,7 @@ def open_row(rows, scratch, i_r, row, num_blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def gumbel(ints, index, first_quad, BLOCK: tl.constexpr):
-    """Returns the noise of a block of tokens: see `reference.gumbel`."""
+    """Returns the noise of a block of tokens [BLOCK] float32: see `reference.gumbel`."""
     low = tl.load(ints + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(ints + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
     o_quad = first_quad + tl.arange(0, BLOCK // 4)
@@ -77,8 +78,8 @@ def gumbel(ints, index, first_quad, BLOCK: tl.constexpr):
 
 @triton.jit
 def _log(x):
-    """Returns the logarithm of a normal number, exact to float32 also near 1, which a GPU's own is
-    not."""
+    """Returns the logarithm of a normal number, accurate in float32 near 1 too, unlike a GPU's
+    own."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23
     x = (bits - (exponent << 23)).to(tl.float32, bitcast=True)  # from sqrt(1/2) to sqrt(2)

@@ -1,8 +1,8 @@
 """The definition of a draw: which tokens remain, and the noise that chooses among them.
 
 The noise of a token is a function of (seed, index of the draw, token id) alone: Philox4x32-10
-(Salmon et al., Parallel random numbers: as easy as 1, 2, 3; 2011) keyed by the seed. Whoever draws
-it again, on whatever device, finds it again.
+(Salmon et al., Parallel random numbers: as easy as 1, 2, 3; 2011) keyed by the seed. The same draw
+on any device returns the same noise.
 
 Masses are integers, in units of 2^-40 of the likeliest token's: their sums do not depend on the
 order in which they are added up.
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 MASS_OF_BEST = 2.0**40
-"""Mass of the likeliest token; the sum of 2**22 tokens, more than any vocabulary has, fits 63
+"""Mass of the likeliest token. Sums of up to 2**22 tokens, more than any vocabulary has, fit 63
 bits."""
 
 _CANDIDATES = 1024
-"""Tokens that top_p looks at first; it sorts the whole vocabulary only if they don't suffice."""
+"""Tokens that top_p looks at first. The whole vocabulary is sorted only if they do not suffice."""
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -37,7 +37,7 @@ _NUM_ROUNDS = 10
 def gumbel(
     seeds: Sequence[int], indices: Sequence[int], num_tokens: int, device: torch.device
 ) -> Tensor:
-    """Returns noise [R, num_tokens] float32, finite; of seeds below 2^64 and indices below 2^32."""
+    """Returns finite noise [R, num_tokens] float32 for seeds below 2^64 and indices below 2^32."""
     quads = torch.arange(-(-num_tokens // 4), device=device).unsqueeze(0)
     seed_low = _column([seed & _WORD for seed in seeds], device)
     seed_high = _column([seed >> 32 for seed in seeds], device)
@@ -50,8 +50,8 @@ def gumbel(
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns four random words of a counter of four and a key of two; int64 that hold 32 bits
-    each."""
+    """Returns four random words for a counter of four words and a key of two; all are int64 with 32
+    bits each."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):
@@ -76,7 +76,7 @@ def _column(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def lowest_kept(scaled: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Returns the lowest logit [R, 1] that min_p, top_k and top_p leave in.
+    """Returns the lowest logit [R, 1] that min_p, top_k and top_p keep.
 
     `scaled` [R, V] has maximum 0; `floor` [R, 1] is min_p's own; `top_k` [R, 1] int64, V for all
     tokens; `top_p` [R, 1] float64 is a share of what the other two leave. Equal logits stay or go
@@ -96,18 +96,18 @@ def lowest_kept(scaled: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Nucleus:
-    """The tokens to keep, as far as some of the likeliest tell; both [R, 1]."""
+    """The tokens to keep, judged by some of the likeliest; fields are [R, 1]."""
 
     lowest: Tensor
     """The lowest logit kept."""
     is_final: Tensor
-    """Whether these tokens are enough to know it."""
+    """Whether those tokens suffice to decide."""
 
 
 def _nucleus(
     scaled: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int
 ) -> _Nucleus:
-    """Looks at `num_candidates` C, which covers every top_k below V."""
+    """Judges by the `num_candidates` likeliest tokens, which must include every top_k below V."""
     values = scaled.topk(num_candidates, dim=-1).values
     ranks = torch.arange(num_candidates, device=scaled.device)
     is_left = (ranks < top_k) & (values >= floor)

@@ -43,7 +43,7 @@ _CAPACITY = tl.constexpr(LISTED)
 
 
 def search(rows: StepRows, work: Workspace, first: int, last: int) -> None:
-    """Writes the rows' lowest logits that are kept to the workspace."""
+    """Writes the distance of each row's lowest kept logit to the workspace."""
     grid = (work.num_blocks, last - first)
     common = rows.settings, work.scratch, first, work.vocab_size, work.num_rows
     blocks = next_power_of_2(work.num_blocks)
@@ -72,21 +72,20 @@ class Rest(NamedTuple):
 
 @triton.jit
 def _mass(distance, floor):
-    """Returns the mass of a token at that distance; none for NaN, or if min_p leaves the token
-    out."""
+    """Returns the mass of a token at that distance; 0 for NaN, or if min_p excludes the token."""
     mass = tl.exp(-distance.to(tl.float32, bitcast=True)) * _MASS
     return tl.where(distance <= floor, mass, 0.0).to(tl.int64)
 
 
 @triton.jit
 def _weight(distance, top_k, floor):
-    """Returns weights to sum from the best logit on: ones for top_k, else masses."""
+    """Returns the weights to add up from the best logit on: ones for top_k, else masses."""
     return tl.where(top_k > 0, tl.full(distance.shape, 1, tl.int64), _mass(distance, floor))
 
 
 @triton.jit
 def _target(sums, top_p, top_k):
-    """Returns the sum at which the lowest logit kept is reached; `sums` are those of the first
+    """Returns the sum at which the lowest kept logit is reached; `sums` are those of the first
     narrowing."""
     total = tl.load(sums + NUM_BOUNDS - 1)
     return tl.where(top_k > 0, top_k.to(tl.int64), _share(top_p, total))

@@ -78,7 +78,7 @@ class ShortConvOperation:
         return _lay_out_items(batch, in_slots=self.in_slots)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
-        """The fused kernels run on every chip that runs Triton's."""
+        """Returns nothing: the fused kernels run on every chip that Triton supports."""
         return ""
 
 

@@ -1,8 +1,8 @@
 """Operations of vision towers: patches of bytes to numbers, attention in both directions, and what
 stands around it.
 
-This is the door to the ops: callers import them from here, whatever computes them. `reference` is
-the definition, on any device; on a GPU `attention`, `triton` and torch's GEMM compute them.
+Callers import the operations from here. `reference` is the definition, on any device; on a GPU
+`attention`, `triton` and torch's GEMM compute them.
 """
 
 from __future__ import annotations

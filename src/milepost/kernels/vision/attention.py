@@ -27,7 +27,7 @@ _LEAST = 16
 
 
 class VisionTiles(NamedTuple):
-    """How attention is cut: queries and keys of a program at a time."""
+    """Tiles of attention: queries of a program, and keys at a time."""
 
     queries: int
     keys: int
@@ -50,7 +50,7 @@ def attend(
     frames: PictureFrames,
     tiles: VisionTiles | None = None,
 ) -> Tensor:
-    """As `reference.attend`: turns queries and keys in place, then attends. A patch's bits depend
+    """See `reference.attend`. Turns queries and keys in place, then attends; a patch's bits depend
     on its own frame alone."""
     check_contiguous(projected=projected, cosines=angles[0], sines=angles[1])
     num_patches, width = projected.shape

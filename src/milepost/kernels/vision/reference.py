@@ -16,7 +16,8 @@ from milepost.kernels.platform.tensors import accumulation_dtype, cast
 
 
 class PictureFrames(NamedTuple):
-    """Frames that stand one after the other in a run of a tower. Each attends to itself alone."""
+    """Frames that stand one after the other in a run of a tower, and each attend to themselves
+    alone."""
 
     starts: Tensor | None
     """[F + 1] int32 on the device: the first patch of each, and the number of all patches. None for
