@@ -26,7 +26,8 @@ __all__ = ["ConvLayout", "decode", "lay_out_windows", "prefill"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvLayout:
-    """Rows of the extended input: for each sequence J - 1 rows of state, then its tokens."""
+    """Rows of the extended input, which has J - 1 rows of state per sequence and then its
+    tokens."""
 
     windows: Tensor
     """[T] int64, row at which each token's window of J rows begins."""
@@ -98,7 +99,7 @@ def decode(
 def _shifted(before: Tensor, inputs: Tensor) -> Tensor:
     """Returns the last J - 1 inputs after one more: `before` [D, C, J - 1], `inputs` [D, C].
 
-    Moves everything by one place, as a whole, which leaves only the newest to be put in.
+    Copies the whole memory shifted by one element, and then fills in the newest inputs.
     """
     after = torch.empty_like(before)
     after.flatten(1)[:, :-1] = before.flatten(1)[:, 1:]

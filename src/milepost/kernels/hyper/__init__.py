@@ -1,6 +1,7 @@
-"""Hyper-connections: the residual stream is several streams, which a part reads as a mixture and
-writes to with a share each (Hyper-Connections, arXiv 2409.19606; as Qwen3.8-Flash-Next has them).
-This is the definition, in plain torch; on a GPU `triton` computes each in one launch.
+"""Hyper-connections: there are several residual streams; a part of a layer reads a mixture of them
+and adds its output to each, times a share (Hyper-Connections, arXiv 2409.19606; as in
+Qwen3.8-Flash-Next). This is the definition, in plain torch; on a GPU `triton` computes each
+function in one launch.
 
 Legend: T tokens, S streams, C hidden size, P split-K partials.
 """

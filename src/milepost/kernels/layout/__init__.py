@@ -1,4 +1,4 @@
-"""Where a step's tokens, chunks and states lie, and in what form rows are handed on.
+"""Layouts of a step's tokens, chunks and states, and the forms in which rows are handed on.
 
 batch       a step's batch on the host
 chunks      prefills in chunks of the absolute grid

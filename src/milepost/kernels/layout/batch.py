@@ -1,13 +1,12 @@
 """One step's batch on the host, from which every operation lays out its own work.
 
-A step is a flat list of tokens, sequence after sequence; decoding sequences (one token each, and
-nothing to export) come first. What an operation works out of this is the same for all layers
-of a step that have the operation, so it is worked out once: layouts are kept by operation.
+A step is a flat list of tokens, sequence after sequence; decoding sequences (one token each,
+nothing to export) come first. An operation's layout is the same for all layers that have the
+operation, so it is made once per step.
 
-In a step that *verifies*, a decoding sequence has drafts after its one token, which leave no trace
-in its state: whatever recurrent layers would need to take them in is
-recorded. The accepted ones are
-folded into the state by the sequence's next step, before its one token:
+In a step that *verifies*, a decoding sequence has drafts after its one token. Drafts do not change
+its state; their inputs to recurrent layers are recorded instead. The sequence's next step folds the
+accepted ones into the state, before its one token:
 
     state    [ fold ][ 1 ]                  fold: recorded tokens, that are no longer in the batch
     tokens           [ 1 ][ drafts ]        a sequence that only folds has none
@@ -30,28 +29,28 @@ from milepost.kernels.platform.device import Capable, Chip
 
 Ints = NDArray[np.int64]
 StateExport = tuple[int, int, int]
-"""A state to write: sequence (index in the batch), the position after which it is taken, and its
-slot; start < position <= start + length."""
+"""A state to export: the sequence's index in the batch, the position after which it is taken (start
+< position <= start + length), and its slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The most that a step may hold; arrays of a capacity have the same shapes whatever is in
-    them, so that a captured graph can read them."""
+    """The most that a step may hold. Shapes of arrays depend on the capacity alone, so that a
+    captured graph can read them."""
 
     num_tokens: int
     num_sequences: int
     num_exports: int = 0
     decodes: bool = False
-    """Every sequence decodes."""
+    """Whether every sequence decodes."""
     num_drafts: int = 0
     """Most drafts of a decoding sequence; if above 0 the step may verify."""
     is_exact: bool = False
-    """It is one step's own: what depends on contents need not be padded."""
+    """Whether it is that of one step alone, so that arrays need no padding."""
 
     @property
     def ends_early(self) -> bool:
-        """Whether most tokens are not sampled from: they have nothing to do once their KV and
+        """Whether most tokens are not sampled from, and so need no more layers once their KV and
         states are written."""
         return not self.decodes and not self.num_drafts
 
@@ -72,7 +71,7 @@ class WindowPages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A step's sequences, and what the device that runs it is like."""
+    """A step's sequences, and properties of the device that runs it."""
 
     starts: Ints
     """[S] position of each sequence's first new token."""
@@ -80,7 +79,7 @@ class Batch:
     """[S] new tokens of each sequence."""
     num_decodes: int
     folds: Ints
-    """[S] recorded tokens that each sequence's state is moved on by first."""
+    """[S] recorded tokens that are folded into each sequence's state first."""
     record_rows: Ints
     """[S] row of the records that each sequence reads and then writes, -1 for those without."""
     rows: Ints
@@ -106,10 +105,10 @@ class Batch:
     like_many: bool = False
     """Whether tokens of a prefill attend as each of many tokens does, where that costs little."""
     samples: Ints | None = None
-    """[S] whether each sequence samples after its last token; None if all do."""
+    """[S] 1 for sequences that sample after their last token, else 0; None if all do."""
     recorded: Ints | None = None
-    """[S] how many drafts of its last step each sequence has taken since, -1 where it had none; of
-    states beside pages, which have no fold. None where nothing is drafted."""
+    """[S] number of accepted drafts of each sequence's last step, -1 if it had none; for states
+    beside pages, which are not folded. None if nothing is drafted."""
 
     windows: WindowPages | None = None
     """Pages of layers with a sliding window; None if those use the same ones."""
@@ -122,8 +121,8 @@ class Batch:
         return replace(self, kv_rows=own.kv_rows, tables=own.tables, page_rows=own.page_rows)
 
     def ends(self) -> Batch:
-        """Returns the last tokens of the sequences that sample, as if each were a decode of its own
-        whose KV is written already; states and records are left out."""
+        """Returns a batch of the last tokens of the sequences that sample, as decodes whose KV is
+        written already, without states and records."""
         own = slice(None) if self.samples is None else self.samples.nonzero()[0]
         lasts = (self.starts + self.lengths - 1)[own]
         nothing = np.zeros_like(lasts)
@@ -156,15 +155,15 @@ class Batch:
 
 
 def ordinals_of(counts: Ints) -> Ints:
-    """0, 1 ... count - 1 for each of `counts`: the place of each token of a batch, say, among its
-    sequence's."""
+    """Returns 0, 1 ... count - 1 for each of `counts`, one after the other: for lengths of
+    sequences, each token's place in its sequence."""
     return np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
 
 
 def padded(
     values: Sequence[int] | Ints, length: int, filler: int, dtype: type = np.int32
 ) -> NDArray[Any]:
-    """Pads `values` with `filler` up to `length`."""
+    """Returns an array of `values`, padded with `filler` up to `length`."""
     assert len(values) <= length, "a batch stays within its capacities"
     if len(values) == length:
         return np.array(values, dtype)
@@ -175,9 +174,10 @@ def padded(
 
 
 class Operation(Capable, Protocol):
-    """A kind of work that layers share, with all sizes on which its layout depends; hashable."""
+    """A kind of work that layers share, with all sizes which determine its layout; hashable."""
 
     def lay_out(self, batch: Batch) -> Any:
-        """The work of a step: for a chip a dataclass of numpy arrays, which the runner sends to
-        the device; for the reference one of tensors there. None where no array is needed."""
+        """Returns the work of a step. With a chip it is a dataclass of numpy arrays, which the
+        runner sends to the device; for the reference one of tensors on the device; None if there is
+        nothing to do."""
         ...

@@ -38,7 +38,7 @@ Array = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLayout:
-    """Where each token goes; the same for every recurrent layer of a step."""
+    """Chunks and tiles of a step's tokens, shared by all recurrent layers."""
 
     chunk: int
     """Tokens in a full chunk."""
@@ -92,8 +92,8 @@ def lay_out(
     `chunk` tokens.
 
     `exports` are (sequence, position, slot) with start < position <= start + length, at most one
-    for each position. The tokens before `first` are of others. The capacities default to what is
-    needed; arrays have shapes that follow from the capacities alone.
+    per position. Tokens before `first` belong to other sequences. Capacities default to what is
+    needed, and shapes follow from them alone.
     """
     start, length = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
     end = first + length.cumsum()
@@ -168,7 +168,7 @@ def _sort_exports(
 
 
 def _begins(ends: Array, first: int) -> Array:
-    """Where pieces begin that follow each other from `first` and end at `ends`."""
+    """Returns the begins of consecutive pieces, the first at `first`, that end at `ends`."""
     begins = np.empty_like(ends)
     begins[:1] = first
     begins[1:] = ends[:-1]
@@ -191,12 +191,12 @@ def _padded(capacity: int, filler: int, *parts: Array) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRows:
-    """Where each token goes in the reference kernels; the same for every recurrent layer of a step.
+    """Chunks of a step's tokens for the reference kernels, shared by all recurrent layers.
 
-    Chunks are ordered step by step: first the first chunk of every sequence, then
-    the second of those that have one, and so on. Sequences with more chunks stand first in every
-    step, so that the sequences of a step are always the first few of the same order, and a step
-    reads contiguous rows.
+    Chunks are ordered step by step: first the first chunk of every sequence, then the second of
+    those that have one, and so on. Sequences with more chunks stand first in every step, so that
+    the sequences of a step are always the first few of the same order, and a step reads contiguous
+    rows.
     """
 
     tokens: Tensor

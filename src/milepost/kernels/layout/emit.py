@@ -1,8 +1,8 @@
 """The rows that a kernel hands on to the products after it: in the model's dtype, in FP8, or both.
 
-Who reads rows is known when a model is put together, so each producer is told then what to emit. A
-producer may return the rows as they are where that is as fast: one row, or a chip whose products
-round their rows themselves. So a product takes either, and looks at nothing but what it is given.
+The readers of rows are known when a model is put together, and each producer is told then what to
+emit. A producer may return values instead of FP8 where that is as fast: for one row, or on a chip
+whose products round rows themselves. So a product accepts either form.
 
 Legend: T rows, R rows in whole lines, I inputs, D blocks of a row.
 """
@@ -20,7 +20,7 @@ from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tensors import BLOCK, FP8
 
 LINE = 4
-"""Rows that torch's GEMM takes at a time; scales that TMA does."""
+"""torch's scaled GEMM takes rows, and TMA copies scales, in multiples of this."""
 FEW = 64
 """Most rows for which some FP8 products read the values and round them on the way."""
 
@@ -41,8 +41,7 @@ class Emit(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fp8Rows:
-    """Rows rounded to FP8 with a scale for each block, as `triton_rounding.quantise` returns them,
-    in whole lines."""
+    """Rows rounded to FP8 with a scale per block, padded to whole lines."""
 
     values: Tensor
     """[R, I] float8_e4m3fn"""
@@ -63,17 +62,17 @@ class Fp8Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Projected:
-    """A projection of the row, made in the launch that made the row."""
+    """A projection of the row that was computed in the same launch as the row."""
 
     owner: object
-    """The projection that it belongs to; others read the row."""
+    """The layer that the projection belongs to; other layers read the row."""
     output: Tensor
-    """[1, O], with room for all outputs; only the last matrix's are filled in."""
+    """[1, O] with room for all outputs; only those of the last matrix are filled in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Activations:
-    """Rows that products read; what is None was not made."""
+    """Rows that products read, in the forms made by their producer; others are None."""
 
     values: Tensor | None
     """[T, I] in the model's dtype."""
@@ -123,6 +122,7 @@ Inputs = Tensor | Activations
 
 
 def as_activations(rows: Inputs) -> Activations:
+    """Returns the rows as `Activations`."""
     return rows if isinstance(rows, Activations) else Activations(values=rows)
 
 
@@ -135,13 +135,13 @@ def values_of(rows: Inputs) -> Tensor:
 
 
 def reads_rounded(rows: Inputs) -> bool:
-    """Whether FP8 products read rows that their producer rounded: where the chip multiplies FP8."""
+    """Whether FP8 products read rows rounded by their producer: if the chip multiplies FP8."""
     return rows.is_cuda and probe(rows.device).has_fp8
 
 
 def room_for(num_rows: int, size: int, like: Tensor, emit: Emit) -> Fp8Rows | None:
-    """Unfilled rows in FP8 that products read; None where nobody does, or where products round rows
-    themselves. Many may be alone if nobody reads values."""
+    """Allocates FP8 rows for a producer to fill. Returns None if nobody reads FP8, or if products
+    round rows themselves. More than FEW rows exist in FP8 only, if nobody reads values."""
     if emit is Emit.VALUES or num_rows <= 1 or size % BLOCK or like.element_size() != 2:
         return None
     if not reads_rounded(like):
@@ -157,14 +157,14 @@ def room_for(num_rows: int, size: int, like: Tensor, emit: Emit) -> Fp8Rows | No
 
 
 def handed_on(values: Tensor, fp8: Fp8Rows | None) -> Inputs:
-    """Returns the output of a producer: it filled `fp8`, and `values` unless FP8 is alone."""
+    """Returns a producer's output: `values` alone, or `fp8` with `values` unless FP8 is alone."""
     if fp8 is None:
         return values
     return Activations(values=None if fp8.is_alone else values, fp8=fp8)
 
 
 def keeps_values(fp8: Fp8Rows | None) -> bool:
-    """Whether a producer also writes the rows' values."""
+    """Whether a producer has to write the rows' values."""
     return fp8 is None or not fp8.is_alone
 
 

@@ -38,7 +38,7 @@ class VerifyLayout:
 
     @property
     def num_sequences(self) -> int:
-        """S, with padding."""
+        """S, including padding."""
         return self.sequences.shape[1]
 
 
@@ -82,14 +82,14 @@ def _lay_out_prefills(batch: Batch, chunk: int) -> PrefillLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLayout:
-    """Where every sequence decodes."""
+    """Layout of a step in which every sequence decodes."""
 
     arrivals: Array | None
-    """[S, G] zeros: programs of a group that have read all they need. The last one resets it, so
-    that all layers of a step share it. None where no program waits for others."""
+    """[S, G] int32 zeros: number of a group's programs that have read their inputs. The last one
+    resets it, so all layers of a step share the array. None if no program waits for others."""
 
 
 def lay_out_decodes(num_sequences: int, num_groups: int) -> DecodeLayout:
-    """Returns the layout; without groups no program waits for others."""
+    """Returns the layout of a step's decodes; if `num_groups` is 0, no program waits for others."""
     arrivals = np.zeros((num_sequences, num_groups), np.int32) if num_groups else None
     return DecodeLayout(arrivals=arrivals)

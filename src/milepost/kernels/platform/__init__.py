@@ -1,4 +1,4 @@
-"""The chip that kernels run on, how they are launched, and the numbers they compute with.
+"""Chips, launches of kernels, and arithmetic shared by operations.
 
 device      capabilities of a GPU, present or not, and which kernels run on it
 launches    Triton launches that are cheap to repeat, and that overlap with the one before

@@ -1,6 +1,6 @@
 """Capabilities of a device, and the kernels that run on it.
 
-This can be imported without triton, which Gluon's kernels and the fused ones need.
+This module can be imported without triton, which the fused kernels need.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from milepost.errors import ConfigError, how_to_install
 
 _GLUON_TRITONS = ((3, 6), (3, 9))
-"""First and last version whose Gluon our kernels are compiled with in tests; it may change with
-every Triton."""
+"""First and last Triton whose Gluon compiles our kernels in tests; Gluon may change with every
+release."""
 _OLDEST = (8, 0)
-"""Compute capability from which on there is arithmetic in bfloat16."""
+"""Least compute capability with arithmetic in bfloat16."""
 _FLOAT8 = (8, 9)
-"""And from which on there is float8."""
+"""Least compute capability with float8."""
 _UNLIMITED = 1 << 30
 _AMD_SHARED_BYTES = 64 << 10
 """Shared memory of AMD's chips if torch does not report it."""
@@ -88,7 +88,7 @@ class Chip:
 
 
 _INTERPRETER = Chip(arch="cpu", capability=(9, 0), is_amd=False, num_sms=1, shared_bytes=_UNLIMITED)
-"""It goes the way of the largest chip."""
+"""Triton's interpreter, which takes the code paths of the largest chip."""
 
 
 @lru_cache
@@ -113,8 +113,8 @@ _ALLOWS_HOPPER: ContextVar[bool] = ContextVar("allows_hopper", default=True)
 
 @contextmanager
 def hopper_kernels(allowed: bool) -> Iterator[None]:
-    """Inside, kernels for Hopper alone run where they can, or those for every chip take over. Holds
-    for this thread, so that two engines may differ."""
+    """Allows or forbids Hopper's own kernels inside; the portable ones replace them. Holds for the
+    current thread, so two engines may differ."""
     token = _ALLOWS_HOPPER.set(allowed)
     try:
         yield
@@ -123,13 +123,13 @@ def hopper_kernels(allowed: bool) -> Iterator[None]:
 
 
 def allows_hopper_kernels() -> bool:
-    """Whether the innermost `hopper_kernels` allows them."""
+    """Whether Hopper's own kernels are allowed by the innermost `hopper_kernels`."""
     return _ALLOWS_HOPPER.get()
 
 
 def as_made(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs a method with the kernels allowed that its object's `allows_hopper` names, whichever
-    thread calls it."""
+    """Decorates a method to run under `hopper_kernels(self.allows_hopper)`, whichever thread calls
+    it."""
 
     @wraps(method)
     def run(own: Any, *given: Any, **how: Any) -> Any:
@@ -140,12 +140,12 @@ def as_made(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Whether kernels in Triton compute what needs no layout, where the tensor is."""
+    """Whether Triton kernels compute operations without a layout on the tensor's device."""
     return tensor.is_cuda and tensor.dtype != torch.float64 and triton_version() != (0, 0)
 
 
 def why_no_gluon(chip: Chip) -> str:
-    """Why the kernels for Hopper do not run on the chip; empty if they do. Asked before one of them
+    """Why Hopper's own kernels do not run on the chip; empty if they do. Asked before one of them
     is imported."""
     if chip.arch == "cpu":
         return "no interpreter runs Gluon"
@@ -161,7 +161,7 @@ def why_no_gluon(chip: Chip) -> str:
 
 @lru_cache
 def triton_version() -> tuple[int, int]:
-    """Major and minor version; (0, 0) where triton is missing."""
+    """Returns Triton's major and minor version; (0, 0) if it is not installed."""
     try:
         major, minor = version("triton").split(".")[:2]
     except PackageNotFoundError:
@@ -209,7 +209,7 @@ def describe(device: torch.device, dtype: torch.dtype, operations: Iterable[Capa
 
 
 def num_sms(device: torch.device) -> int:
-    """SMs of a GPU; 1 for Triton's interpreter."""
+    """Returns the number of SMs of a GPU; 1 for Triton's interpreter."""
     return probe(device).num_sms
 
 

@@ -1,4 +1,5 @@
-"""Gluon: names that differ between the versions of Triton that we support (3.6 to 3.9), and FP8."""
+"""Gluon: names that differ between the supported versions of Triton (3.6 to 3.9), and rounding to
+FP8."""
 
 from __future__ import annotations
 

@@ -47,12 +47,14 @@ OVERLAPPED: dict[str, bool] = {"launch_pdl": True} if _CAN_OVERLAP else {}
 
 @triton.jit
 def launch_dependents():
+    """Lets the next kernel start: see the module."""
     if _OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs():
+    """Waits until all earlier launches are complete: see the module."""
     if _OVERLAPS:
         tl.extra.cuda.gdc_wait()
 
@@ -60,7 +62,7 @@ def wait_for_inputs():
 # --- launches that are remembered -----------------------------------------------------------------
 
 _TRITONS = ((3, 6), (3, 9))
-"""First and last version whose way to specialise and to launch was read."""
+"""First and last Triton whose specialisation and launch code this module follows."""
 _TAKES_TUPLES = triton_version() == (3, 6)
 """Whether a compiled kernel takes an argument's fields as a tuple of numbers."""
 ORDINARY = JITFunction.run
@@ -106,10 +108,11 @@ def _ends_in_constants(kernel: JITFunction[Any]) -> bool:
 
 
 def describe(args: tuple[Any, ...]) -> tuple[LaunchKind, list[Any]] | None:
-    """Returns all that Triton specialises a kernel's arguments by, and what to launch it with in
-    their place; None if a launch cannot be remembered by them.
+    """Returns everything that Triton specialises a kernel's arguments by, and the values to launch
+    it with. Returns None if the launch cannot be remembered.
 
-    Tensors become addresses: the driver need not be asked about those on a GPU."""
+    Tensors become addresses: the driver need not be asked about those on a GPU.
+    """
     kind: list[object] = []
     values: list[Any] = []
     for value in args:
@@ -151,8 +154,7 @@ def _kind_of_int(value: int) -> str:
 
 
 def _kind_of_descriptor(descriptor: Any) -> LaunchKind:
-    """Returns what tells descriptors apart: the numbers' type and the box; in Gluon it has a
-    layout."""
+    """Returns what distinguishes descriptors: the dtype, the box and, in Gluon, the layout."""
     fields = vars(descriptor)
     rest = [
         tuple(value) if isinstance(value, list) else value
@@ -198,7 +200,7 @@ def _remembering(kernel: JITFunction[Any]) -> Callable[..., Any]:
     def run(*args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         ordinary: Callable[..., Any] = JITFunction.run
         described = None
-        # Whoever replaced the launch, or watches it, wants to see all of them.
+        # If the launch is replaced or watched, all launches have to go that way.
         is_watched = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or hooks
         if not (warmup or is_watched or ordinary is not ORDINARY or callable(grid)):
             described = describe(args) if len(args) == num_arguments else None

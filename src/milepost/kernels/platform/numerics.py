@@ -1,5 +1,5 @@
-"""Triton device functions on numbers: activations and norms in float32, and float8_e4m3fn on chips
-with and without instructions for it."""
+"""Device functions in Triton: activations and norms in float32, and float8_e4m3fn on chips with and
+without instructions for it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ _TO_BFLOAT16 = tl.constexpr("""
 
 @triton.jit
 def sigmoid(x):
+    """Returns the sigmoid in float32."""
     return 1 / (1 + _exp_negative(x.to(tl.float32)))
 
 
 @triton.jit
 def silu(x):
+    """Returns x * sigmoid(x) for float32."""
     return x / (1 + _exp_negative(x))
 
 
@@ -144,7 +146,7 @@ def decode_as(bits, TYPE: tl.constexpr):
 
 @triton.jit
 def add_parts(p_row, part_stride, mask, PARTS: tl.constexpr):
-    """Returns the sum of a row's partials in float32; there is at least one."""
+    """Returns the sum of a row's PARTS partials in float32; PARTS is at least 1."""
     b_sum = tl.load(p_row, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         b_sum += tl.load(p_row + part * part_stride, mask=mask, other=0.0).to(tl.float32)
@@ -161,8 +163,8 @@ def norm_row(b_x, b_scale, eps, SIZE: tl.constexpr):
 
 @triton.jit
 def activate(up, gate, GATED: tl.constexpr, LIMIT: tl.constexpr = 0.0):
-    """Returns SiLU(gate) * up, perhaps both within a limit; without gates the square of up's
-    ReLU."""
+    """Returns SiLU(gate) * up, both within LIMIT if that is not 0; without gates the square of
+    ReLU(up)."""
     if GATED:
         return multiply_within(gate * tl.sigmoid(gate), up, LIMIT)
     else:
@@ -172,7 +174,7 @@ def activate(up, gate, GATED: tl.constexpr, LIMIT: tl.constexpr = 0.0):
 
 @triton.jit
 def multiply_within(active, up, LIMIT: tl.constexpr):
-    """Multiplies SiLU's outputs by ups: see `norm.silu_mul`."""
+    """Multiplies SiLU's outputs by ups, both within LIMIT if that is not 0: see `norm.silu_mul`."""
     if LIMIT > 0:
         active = tl.minimum(active, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)

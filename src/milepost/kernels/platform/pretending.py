@@ -1,5 +1,5 @@
-"""A GPU that is not there: a process believes in one, asks what an engine asks, and launches
-nothing.
+"""A pretended GPU: a process is told that there is one, so an engine can be put together without
+launching anything.
 
 What torch and Triton are asked about a GPU is answered from a `Chip`. Tensors are on torch's device
 `meta`, which has shapes and no memory; a `Meter` counts what a GPU's allocator would take for them.
@@ -39,7 +39,7 @@ class Meter(TorchDispatchMode):
         )
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The memory of these, which others view, is never counted."""
+        """Never counts the memory of these tensors, nor of views of them."""
         for tensor in tensors:
             self._sizes[tensor.untyped_storage()] = 0
 
@@ -86,8 +86,8 @@ def target_of(chip: Chip) -> GPUTarget:
 
 @contextmanager
 def pretend(chip: Chip, *, example: str = "") -> Iterator[Meter]:
-    """Inside, there is a GPU, whose tensors are on `meta`. A process can have one in its life:
-    kernels ask for it as they are imported."""
+    """Pretends inside that there is a GPU, whose tensors are on `meta`. A process can pretend one
+    chip only, since kernels ask for it when they are imported."""
     # Imported here because triton need not be installed on machines without a GPU.
     import triton
 
@@ -131,7 +131,8 @@ def pretend(chip: Chip, *, example: str = "") -> Iterator[Meter]:
 
 @contextmanager
 def launching_nothing() -> Iterator[None]:
-    """Inside, a launch neither looks at its arguments nor compiles or runs a kernel."""
+    """Makes launches inside do nothing: they neither look at arguments nor compile or run
+    kernels."""
     # Imported here because triton need not be installed on machines without a GPU.
     from triton.runtime.jit import JITFunction
 

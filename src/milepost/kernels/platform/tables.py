@@ -28,15 +28,15 @@ _MOST_REMEMBERED = 1 << 14
 
 
 class Problem(Hashable, Protocol):
-    """A computation, as far as it decides which kernel runs."""
+    """Properties of a computation that decide which kernel runs."""
 
     @property
     def form(self) -> type[Any]:
-        """The form of its weights."""
+        """The form of the computation's weights."""
         ...
 
     def count(self, unit: str) -> float:
-        """Number of rows, in a unit that `RowRange` names."""
+        """Returns the number of rows in a unit of `RowRange`."""
         ...
 
     def why_not(self, kernel: Kernel[Any]) -> str:
@@ -50,7 +50,7 @@ A = ParamSpec("A")
 R = TypeVar("R")
 Cut = Callable[[P, Chip], Any]
 Condition = tuple[str, Callable[[P, Chip], bool]]
-"""A condition on a problem, after the reason why a kernel does not serve others."""
+"""A reason for refusal, and the condition under which it does not apply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class Kernel(Generic[P]):
 
     @property
     def run(self) -> Callable[..., Any]:
-        """The module's entry. The module is imported here, for it may need Triton."""
+        """The module's entry. Imports the module, which may need Triton."""
         return _find(self.module, self.entry)
 
     def why_not(self, problem: P, chip: Chip) -> str:
@@ -184,7 +184,7 @@ class KernelChoice(Generic[P]):
 
     @property
     def order(self) -> str:
-        """The order in which an output's terms are added."""
+        """The order in which an output's terms are added, with the number of splits."""
         split = f", split {self.split_k}" if self.split_k > 1 else ""
         return self.kernel.order.format(tiles=self.tiles) + split
 
@@ -218,7 +218,7 @@ class KernelTable(Generic[P]):
 
     @contextmanager
     def without(self, *names: str) -> Iterator[None]:
-        """Inside, rows with one of these names or modules are left out: for tests and prices."""
+        """Leaves out rows with these names or modules inside: for tests and `bench/price.py`."""
         kernels = self.kernels
         self.kernels = [each for each in kernels if {each.name, each.module}.isdisjoint(names)]
         self.forget()
@@ -229,5 +229,5 @@ class KernelTable(Generic[P]):
             self.forget()
 
     def forget(self) -> None:
-        """Has every kernel chosen again."""
+        """Forgets all choices that were made."""
         self._remembered.cache_clear()

@@ -42,9 +42,9 @@ def rows_apart(like: Tensor, *shape: int) -> Tensor:
 
 
 def in_blocks(compute: Callable[..., Made], *rows: Tensor, size: int = ROW_BLOCK) -> Made:
-    """Returns what `compute` makes of `rows` [T, ...], but calls it with `size` rows at a time.
-    Libraries choose by the number of rows how they add up, so a row's bits would depend on how many
-    there are. Zeros fill the last block."""
+    """Returns `compute(*rows)` of `rows` [T, ...], computed `size` rows at a time. Libraries choose
+    their order of sums by the number of rows, on which a row's bits would depend otherwise. The
+    last block is filled up with zeros."""
     num_rows = len(rows[0])
     missing = -num_rows % size if num_rows else size
     padded = (torch.cat((each, each.new_zeros(missing, *each.shape[1:]))) for each in rows)
@@ -93,17 +93,16 @@ def check_slots(**pools: Tensor) -> None:
 
 
 _WIDEST = torch.complex128
-"""On a CPU torch copies rows to an index element by element: 16 bytes at a time are three times as
-fast as 4."""
+"""torch's index_copy_ on a CPU copies element by element: elements of 16 bytes are three times as
+fast as those of 4."""
 
 
 def read_slots(pool: Tensor, slot_in: Tensor, slot_out: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the states at `slot_in` [S], as `dtype`, to be changed and then written to `slot_out`
     [S].
 
-    They are contiguous. On a CPU they are the pool's own memory where nothing speaks against it:
-    each state is written where it was read, and they lie side by side, as those of requests that
-    came together do, with nothing between them.
+    They are contiguous. On a CPU they share the pool's memory if each state is written where it was
+    read and the slots are consecutive, as those of requests that came together are.
     """
     if pool.device.type == "cpu" and pool.dtype == dtype:
         places = slot_out.tolist()
@@ -115,8 +114,8 @@ def read_slots(pool: Tensor, slot_in: Tensor, slot_out: Tensor, dtype: torch.dty
 
 
 def write_slots(pool: Tensor, slot_out: Tensor, states: Tensor) -> None:
-    """pool[slot_out] = states: `slot_out` [S], all different; `states` [S, ...] of any float type,
-    or what `read_slots` gave for these slots."""
+    """Does `pool[slot_out] = states`. `slot_out` [S] are all different; `states` [S, ...] have any
+    float type, or are what `read_slots` returned for these slots."""
     if states.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr():
         return
     states = states.to(pool.dtype)

@@ -1,4 +1,4 @@
-"""How a GEMM is cut up into programs, and those into steps."""
+"""Tiles of GEMMs: how they are cut into programs, and those into steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Tiles:
     num_warps: int
     num_stages: int
     is_swapped: bool = False
-    """The weight is the left operand: with few rows it fills the tensor cores' tall side."""
+    """Whether the weight is the left operand, which fills the tall side of tensor cores if rows are
+    few."""
     scales_first: bool = False
     """Weights of Int4 are scaled before they are multiplied, in place of their groups' sums: with
     many rows there are more sums than weights."""
@@ -30,7 +31,8 @@ class Tiles:
 
 
 def choose_split_k(num_outputs: int, num_inputs: int, tiles: Tiles, num_sms: int) -> int:
-    """Parts along the inputs of a GEMM of few rows: until there are programs for nearly each SM.
+    """Returns the number of parts along the inputs of a GEMM with few rows, so that nearly each SM
+    has a program.
 
     Up to half as many start while the kernel before still runs; more would crowd on the few SMs
     that are free by then.
@@ -48,10 +50,11 @@ def num_programs(num_sms: int) -> int:
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """Rounds up. Triton's own, called from the host, takes as long as a small allocation."""
+    """Returns the quotient, rounded up. (Triton's own cdiv takes as long as a small allocation on
+    the host.)"""
     return -(-number // divisor)
 
 
 def next_power_of_2(number: int) -> int:
-    """No less than `number`, which is positive."""
+    """Returns the least power of two that is no less than a positive `number`."""
     return 1 << (number - 1).bit_length()

@@ -1,6 +1,6 @@
-"""Attention over depth: what a layer reads is a mixture of the embedding and of what earlier blocks
-of layers have added up (attention residuals, arXiv 2603.15031). `mix` is the definition, in plain
-torch; on a GPU `triton` computes it.
+"""Attention over depth: a layer reads a mixture of the embedding and of the sums of earlier blocks
+of layers (attention residuals, arXiv 2603.15031). `mix` is the definition, in plain torch; on a GPU
+`triton` computes it.
 
 Legend: T tokens, S sources, C hidden size, P parts.
 """

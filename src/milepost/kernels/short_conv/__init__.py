@@ -6,9 +6,8 @@ the page that is being filled, and once that is full it stays there as it is at 
 every page boundary can be resumed, and no request needs a slot. Where other layers have states that
 are not there at every boundary, states lie in slots, as those of recurrent layers do.
 
-This is the door to the op: callers import it from here, whatever computes it.
-`ShortConvOperation.lay_out` chooses the kernels by the device's capabilities; what it returns is
-what `mix` goes by. `reference` is the definition, on any device.
+Callers import the operation from here. `ShortConvOperation.lay_out` chooses the kernels by the
+device, and `mix` runs those that the layout is for. `reference` is the definition, on any device.
 
 Legend: T tokens, S sequences, C channels, J taps (kernel size).
 """
@@ -37,9 +36,9 @@ __all__ = ["ShortConvOperation", "mix"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvItems:
-    """A step as the fused kernels take it: int32 arrays, in numpy from `lay_out`, on the device for
-    `mix`. T, S and the E states that are written are those of a capacity. Rows are the pool's, row
-    0 being zeros and row p + 1 beside page p, or slot p."""
+    """A step for the fused kernels: int32 arrays, in numpy from `lay_out`, on the device for `mix`.
+    T, S and the number E of written states are those of a capacity. Rows are the pool's: row 0 is
+    zeros, row p + 1 lies beside page p; or row p is slot p."""
 
     token_sequence: Any
     """[T], -1 for padding."""
@@ -56,7 +55,7 @@ class ShortConvItems:
     sequence_record: Any
     """[S], row of the records."""
     sequence_recorded: Any
-    """[S], drafts of its step before that each has taken since, -1 where it had none."""
+    """[S], accepted drafts of each one's previous step, -1 if it had none."""
     sequence_drafts: Any
     """[S]"""
     decodes: bool
@@ -83,13 +82,13 @@ class ShortConvOperation:
 
 
 def _lay_out_items(batch: Batch, *, in_slots: bool) -> ShortConvItems:
-    """Returns the states that a step reads, and those it writes."""
+    """Returns the layout of a step for the fused kernels."""
     capacity, count = batch.capacity, len(batch.starts)
     owners, begins = np.arange(count), batch.lengths.cumsum() - batch.lengths
     kept, written = find_places(batch, range(count), in_slots=in_slots)
     begun = batch.slot_in if in_slots else find_rows(batch, owners, batch.starts)
     recorded = find_recorded(batch, in_slots=in_slots)
-    # A state that is read may be overwritten by the first place; the others are written before.
+    # The state at the first position may overwrite the one that is read, so it is written last.
     order = np.lexsort((-kept[:, 1], kept[:, 0]))
     (sequence, position), written = kept[order].T, written[order]
     most = capacity.num_tokens // batch.page_size + 2 * capacity.num_sequences

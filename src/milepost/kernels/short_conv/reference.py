@@ -25,7 +25,7 @@ from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRows:
-    """Decoding sequences of any length; inputs of records are counted in [rows, inputs]."""
+    """Decoding sequences of any length. Places in records are pairs of a row and an input."""
 
     windows: conv.ConvLayout
     """Windows, with the states that are written."""
@@ -41,7 +41,8 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvRows:
-    """Rows of the pool, row 0 being zeros and row p + 1 beside page p, or slot p."""
+    """A step for the reference. Rows are the pool's: row 0 is zeros, row p + 1 lies beside page p;
+    or row p is slot p."""
 
     decodes_in: Tensor
     """[D] int64"""
@@ -104,8 +105,8 @@ def num_drafts(batch: Batch) -> Ints:
 
 
 def find_recorded(batch: Batch, *, in_slots: bool) -> Ints:
-    """Returns how many recorded drafts each sequence goes on after, -1 where its state is that of
-    its page or slot."""
+    """Returns the number of recorded drafts after which each sequence continues, -1 if it continues
+    from the state of its page or slot."""
     if in_slots:
         return np.where(batch.folds > 0, batch.folds, -1)
     return np.full(len(batch.starts), -1) if batch.recorded is None else batch.recorded

@@ -170,7 +170,7 @@ def _load(inputs, own, source, o_c, inside, SIZES: tl.constexpr, dtype: tl.const
     p_old = inputs.pool + kept[:, None] + o_c[None, :] * (TAPS - 1)
     is_old = inside & (source < own.begin)[:, None]
     if SIZES.recorded:
-        # It may be that of drafts which were rejected.
+        # The state beside a page may be that of rejected drafts.
         is_again = is_old & tl.broadcast_to(own.recorded >= 0, source.shape)[:, None]
         number = own.record * SIZES.recorded + own.recorded + source - own.begin + TAPS - 1
         p_again = inputs.records + number[:, None] * CHANNELS + o_c[None, :]
