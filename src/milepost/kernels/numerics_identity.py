@@ -1,5 +1,5 @@
-"""Names what the bits of a result depend on besides the model, its settings and the tokens. It is
-part of all cache keys in the bitwise mode.
+"""Identifies everything that the bits of a result depend on besides the model, its settings and the
+tokens. In the bitwise mode all cache keys include it.
 
 No kernel is tuned while an engine runs. The tables choose kernels and tiles by shapes and by the
 chip, so their orders of summation and the chip say everything.
@@ -19,12 +19,12 @@ from milepost.kernels.platform.device import allows_hopper_kernels, probe
 from milepost.kernels.platform.tables import KernelTable
 
 ORDERS = 2
-"""Version of what the tables do not state: tiles, steps of attention, the references' blocks of
-rows. A change of any order that the tables do not show gets a new number."""
+"""Version of the orders that the tables do not state: tiles, steps of attention, blocks of rows in
+the references. Any change of those gets a new number."""
 
 
 def numerics_identity(device: torch.device) -> Mapping[str, str | int]:
-    """Returns what bits depend on where a model runs; the same in every process."""
+    """Returns the facts about device and kernels that bits depend on; the same in every process."""
     facts: dict[str, str | int] = {"orders": f"{ORDERS} {_digest()}", "torch": torch.__version__}
     if device.type != "cuda":
         facts["chip"] = torch.backends.cpu.get_cpu_capability()

@@ -1,7 +1,7 @@
-"""The arguments of the attention kernels, grouped by what they belong to.
+"""Arguments of the attention kernels, in named groups.
 
-Kernels take these as they are: a field is read by its name on the device too. `base` is a tensor on
-the host and a pointer on the device.
+Kernels take these tuples as they are, and read fields by name. `base` is a tensor on the host and a
+pointer on the device.
 
 Legend: T tokens, H query heads, G KV heads, E head_dim, N items, P partial results.
 """
@@ -35,12 +35,12 @@ class OutputGate(NamedTuple):
     base: Any
     stride: Any
     each: Any
-    """Entries of the output that a gate multiplies; None if it is one. A 1 would be a constant, and
-    Triton 3.6 takes a constant inside a tuple for None after a `return`."""
+    """Entries of the output per gate; None if it is one. (A 1 would be a constant, and Triton 3.6
+    takes constants inside tuples for None after a `return`.)"""
 
 
 class WorkItems(NamedTuple):
-    """Items [N, ITEM_SIZE] and where each token's partial results begin [T + 1]."""
+    """Items [N, ITEM_SIZE], and the first partial result of each token [T + 1]."""
 
     base: Any
     bases: Any
@@ -67,7 +67,7 @@ class WorkItem(NamedTuple):
 
 
 class AttentionArguments(NamedTuple):
-    """All that a kernel reads and writes, apart from the pages."""
+    """Everything that a kernel reads and writes, except the pages."""
 
     query: Any
     shared_query: Any
@@ -82,7 +82,7 @@ class AttentionArguments(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """Everything that the launches of one attention share."""
+    """Inputs and outputs that all launches of one attention share."""
 
     query: Tensor
     """[T, H, E]"""
@@ -95,7 +95,7 @@ class AttentionCall:
     output: Tensor
     """[T, H * E]"""
     window: int = 0
-    """Tokens that a token attends to; 0: all."""
+    """Number of tokens that a token attends to; 0 for all."""
     shared_query: Tensor | None = None
     """[T, H, P] for latents."""
 
@@ -122,14 +122,14 @@ class AttentionCall:
     @property
     def extents(self) -> tuple[int, int]:
         """Rows of KV from one page to the next, and entries from one page table to the next. They
-        follow from how much memory there is: kernels are not specialised by them, so they are no
+        depend on the size of memory, and kernels must not be specialised by them, so they are not
         fields of a structure."""
         assert self.kv.tables is not None, "items name rows of page tables"
         return rows_per_page(self.kv.pool), self.kv.tables.stride(0)
 
     @property
     def scale_of_2(self) -> float:
-        """Scale of scores for exponentials of base 2."""
+        """The scale of scores for exponentials of base 2."""
         return self.scale * _LOG2_E
 
 
@@ -138,7 +138,7 @@ def _heads(query: Tensor | None) -> QueryHeads:
 
 
 def make_partials(query: Tensor, items: AttentionItems) -> PartialResults:
-    """Room for the partial results of items of queries [T, H, E]."""
+    """Allocates partial results for the items of queries [T, H, E]."""
     _, num_heads, size = query.shape
     base = query.new_empty(items.num_partials, num_heads, size, dtype=torch.float32)
     return PartialResults(base, base.new_empty(items.num_partials, num_heads))

@@ -1,4 +1,4 @@
-"""Says which kernels attend for one model, by pages and tokens: for people."""
+"""Describes which kernels attend for a model, by pages and tokens, for `milepost kernels`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from milepost.kernels.platform.device import Chip
 
 
 class Served(NamedTuple):
-    """Tokens of a sequence that one kernel serves."""
+    """Numbers of tokens per sequence that one kernel serves."""
 
     pages: str
     tokens: str

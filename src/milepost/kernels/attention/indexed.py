@@ -38,7 +38,7 @@ _QUERY_TILE = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Says which tokens others attend to."""
+    """An indexer's inputs, which determine the tokens that others attend to."""
 
     query: Tensor
     """[T, I, K], index queries, normed and turned."""
@@ -52,15 +52,15 @@ class Selection:
     ratio: int
     """Tokens of a block."""
     budget: int
-    """Most tokens that are selected besides those after the last whole block."""
+    """Most tokens that are selected, apart from those after the last whole block."""
 
     def part(self, rows: slice | Tensor) -> Selection:
-        """Returns the selection of some of the tokens."""
+        """Returns the selection for some of the tokens."""
         return replace(self, query=self.query[rows])
 
     def pool(self, keys: Tensor) -> Tensor:
-        """Makes index keys [B, K] of whole blocks from those of their tokens [n, K] as they lie in
-        pages: means, normed, and turned as the first token of each."""
+        """Returns index keys [B, K] of whole blocks, made of their tokens' [n, K] as they lie in
+        pages: means, normed, and turned by the position of each block's first token."""
         num_blocks = len(keys) // self.ratio
         blocks = keys[: num_blocks * self.ratio].unflatten(0, (num_blocks, self.ratio))
         means = cast(cast(blocks, accumulation_dtype(keys.dtype)).mean(1), keys.dtype)
@@ -108,8 +108,8 @@ def lay_out(batch: Batch) -> IndexedTokens:
 
 
 def store(kv: PagedKV, keys: Tensor, rows: AttentionRows | IndexedTokens, kv_rows: Tensor) -> None:
-    """Writes index keys [T, K] of the tokens that `rows` names to their rows of the pool; those are
-    `kv_rows` [T] of the step."""
+    """Writes the index keys [T, K] of the tokens named by `rows` to the pool, at the step's
+    `kv_rows` [T]."""
     if isinstance(rows, IndexedTokens):
         from milepost.kernels.attention.portable import scores
 
@@ -129,8 +129,8 @@ def attend(
     scale: float,
     selection: Selection,
 ) -> Tensor:
-    """Attends from `query` [T, H, E] as `reference.attend` does, to what is selected; returns
-    [T, H * E]."""
+    """Attends from `query` [T, H, E] to the selected tokens, otherwise as `reference.attend`;
+    returns [T, H * E]."""
     if isinstance(rows, IndexedTokens):
         from milepost.kernels.attention.portable import indexed
 
@@ -175,8 +175,8 @@ def _attend(
 
 
 def select(selection: Selection, pooled: Tensor, start: int, num_tokens: int) -> Tensor:
-    """Returns [T, num_tokens], where tokens from position `start` on attend, given the keys of the
-    sequence's whole blocks, `pooled` [B, K]."""
+    """Returns the mask [T, num_tokens] of what tokens from position `start` on attend to, given the
+    index keys `pooled` [B, K] of the sequence's whole blocks."""
     query, ratio, num_blocks = selection.query, selection.ratio, len(pooled)
     positions = torch.arange(start, start + len(query), device=query.device)[:, None]
     whole = (positions + 1) // ratio

@@ -1,4 +1,4 @@
-"""Where KV lies in the pages.
+"""The layout of KV in pages.
 
 A layer's pool is [pages, 2, page_size, G, E]: a page's keys, then its values. Pages are further
 apart if they hold other layers too, or are padded. So KV is addressed by *rows* of the memory, each
@@ -45,6 +45,7 @@ class PagedKV(NamedTuple):
 
     @property
     def fp8_scales(self) -> Tensor | None:
+        """The scales if the pages are FP8, else None."""
         return self.scales if self.is_fp8 else None
 
 
@@ -64,8 +65,8 @@ def _num_rows(pool: Tensor) -> int:
 
 
 def as_rows(pool: Tensor) -> Tensor:
-    """Returns the memory from a pool's first row to its last, [R, G, E], whatever else lies
-    there."""
+    """Returns the memory from a pool's first row to its last as [R, G, E], including what lies
+    between the pool's own rows."""
     return pool.as_strided((_num_rows(pool), *pool.shape[3:]), pool.stride()[2:])
 
 
@@ -84,8 +85,8 @@ def write_rows(rows: Tensor, places: Tensor, numbers: Tensor, scale: Tensor | No
 
 
 def read_rows(rows: Tensor, places: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """Reads what `write_rows` wrote: [W, G, E]; FP8 becomes `dtype`, which holds all of its
-    numbers."""
+    """Returns the rows [W, G, E] that `write_rows` wrote to `places` [W]. FP8 becomes `dtype`,
+    times `scale` [G]."""
     found = as_bytes(rows).index_select(0, places)
     if rows.dtype != FP8:
         return found

@@ -67,7 +67,8 @@ def prepare(
 
 
 def turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotates `heads` [T, H, E] by angles [T, 1, O / 2]; dimension i is paired with i + O / 2."""
+    """Returns `heads` [T, H, E] rotated by angles [T, 1, O / 2]; dimension i is paired with i + O /
+    2."""
     half = cosines.shape[-1]
     first, second, rest = heads.split((half, half, heads.shape[-1] - 2 * half), -1)
     turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
@@ -75,16 +76,16 @@ def turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def store(kv: PagedKV, key: Tensor, value: Tensor, tokens: Tensor, kv_rows: Tensor) -> None:
-    """Writes KV of `tokens` [W] of `key` and `value` [T, G, E] to `kv_rows` [W] of the pool, and
-    touches no other row."""
+    """Writes `key` and `value` [T, G, E] of `tokens` [W] to `kv_rows` [W] of the pool; no other row
+    changes."""
     rows, scales = as_rows(kv.pool), (None, None) if kv.scales is None else kv.scales
     write_rows(rows, kv_rows, key.index_select(0, tokens), scales[0])
-    # A token has the same number among keys and among values.
+    # A page's values have the same order as its keys.
     write_rows(rows[kv.pool.shape[2] :], kv_rows, value.index_select(0, tokens), scales[1])
 
 
 class TurnedEntries(NamedTuple):
-    """Angles of the entries that all heads share, and the queries to turn by them too."""
+    """Angles for the entries that all heads share, and the queries to be turned by them too."""
 
     cosines: Tensor
     sines: Tensor
@@ -117,8 +118,8 @@ def store_latents(
 
 
 def turn_pairs(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotates `heads` [T, H, P] by angles [T, 1, P / 2]; dimension 2 * i is paired with the next
-    one."""
+    """Returns `heads` [T, H, P] rotated by angles [T, 1, P / 2]; dimension 2 * i is paired with the
+    next one."""
     first, second = heads[..., ::2], heads[..., 1::2]
     turned = first * cosines - second * sines, second * cosines + first * sines
     return torch.stack(turned, -1).flatten(-2)
@@ -132,9 +133,9 @@ def attend(
     scale: float,
     shared_query: Tensor | None = None,
 ) -> Tensor:
-    """Attends from `query` [T, H, E] to pages, times the sigmoid of `gate` [T, H * E], or [T, H],
-    if there is one; returns [T, H * E]. Latents are attended to from `query` [T, H, R] and
-    `shared_query` [T, H, P], which returns [T, H * R]."""
+    """Attends from `query` [T, H, E] to pages, and multiplies by the sigmoid of `gate` [T, H * E]
+    or [T, H] if given; returns [T, H * E]. With latents attends from `query` [T, H, R] and
+    `shared_query` [T, H, P], and returns [T, H * R]."""
     size = None
     if shared_query is not None:
         size, query = query.shape[-1], torch.cat((query, shared_query), -1)

@@ -1,4 +1,4 @@
-"""The rows of KV that a step writes and reads: what the reference attends by.
+"""The rows of KV that a step writes and reads, as the reference needs them.
 
 Legend: T tokens, W tokens whose KV is written, D tokens of decoding sequences (the first D of the
 batch: one each unless a step verifies), L tokens of the longest of them.
@@ -18,13 +18,14 @@ from torch import Tensor
 from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
 
 PIECE = 64
-"""Queries of a prefill that are computed together where bits must not depend on cuts."""
+"""Queries of a prefill that are computed together if bits must not depend on where prompts are
+cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decodes:
-    """KV up to each of D tokens of decoding sequences, or that in their windows, padded to the
-    longest."""
+    """The KV that D tokens of decoding sequences attend to, up to each token or in its window,
+    padded to the longest."""
 
     kv_rows: Tensor
     """[D * L] int64, rows of the keys."""
@@ -34,7 +35,7 @@ class Decodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """KV of one sequence, and where its new tokens stand in the batch."""
+    """The KV of one sequence, and the place of its new tokens in the batch."""
 
     kv_rows: Tensor
     """[start + length - begin] int64, rows of the keys."""

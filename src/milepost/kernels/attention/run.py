@@ -1,4 +1,4 @@
-"""One attention on a GPU: the launches of a step's items, by the kernels that the table chooses.
+"""Attention on a GPU: launches the kernels that the table chooses for a step's items.
 
 Legend: T tokens, H query heads, G KV heads, E head_dim, P partial results.
 """
@@ -36,7 +36,7 @@ def attend(
     if there is one; to latents with `shared_query` [T, H, P]. Returns [T, H * E]; rows of tokens
     that are in no item hold anything.
 
-    `tiles` for "wide" or "narrow" items have the portable kernel run, cut like that.
+    `tiles` for "wide" or "narrow" items force the portable kernel with these tiles.
     """
     check_rows(query=query, shared_query=shared_query, gate=gate, tables=kv.tables)
     num_tokens, num_heads, head_dim = query.shape
@@ -60,7 +60,7 @@ def attend(
         tile = tile._replace(is_wide=True, is_windowed=bool(call.window))
         _run(replace(call, kv=pages), items.wide, tile, forced.get("wide"))
     if len(items.narrow):
-        # Most of them are decodes; how many items are padding is not known here.
+        # Most narrow items are decodes. How many are padding is not known here.
         num_programs = num_tokens // items.tokens_each * kv.pool.shape[3]
         tile = _tile(query, kv, shared_query, items.narrow_rows)
         tile = tile._replace(num_programs=num_programs, is_windowed=bool(call.window))

@@ -33,7 +33,7 @@ from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 
 _STAGES, _WARPS = 3, 4
-"""So that two programs share an SM."""
+"""Stages and warps that let two programs share an SM."""
 _BYTES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _WORDS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 
@@ -87,7 +87,8 @@ def _attend_kernel(call, keys, values, scale, page_rows, table_stride, SIZES: gl
     begin, end, position = item.begin, item.end, item.position
     table = call.tables + item.table_row.to(gl.int64) * table_stride
     stream = KVStream(keys, values, ring, word_ring, bars, table, page_rows, i_h, begin, end)
-    # KV before the item's first token was written in an earlier step, or pass of a head.
+    # KV before the item's first token was written in an earlier step, or by an earlier pass of a
+    # draft head.
     earlier = gl.minimum(position, end)
     for i_b in gl.static_range(STAGES):
         if begin + (i_b + 1) * BLOCK <= earlier:

@@ -1,4 +1,5 @@
-"""How Hopper's attention over FP8 KV loads blocks, and takes one into the running softmax."""
+"""Parts of Hopper's attention over FP8 KV: loading blocks, and adding one to the running
+softmax."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ _UNPACK = gl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $2, p2;
     cvt.rn.f16x2.e4m3x2 $3, p3;
 }""")
-"""Two words of four float8 to pairs of float16."""
+"""PTX that converts two words of four float8 to pairs of float16."""
 
 
 class NarrowSizes(NamedTuple):
-    """How the kernel is compiled; a constant on the device."""
+    """Sizes that the kernel is compiled for; a constant on the device."""
 
     kv_heads: int
     group: int
@@ -40,7 +41,7 @@ class NarrowSizes(NamedTuple):
 
 
 class KVStream(NamedTuple):
-    """The KV of an item on its way through shared memory."""
+    """An item's KV, and its ring in shared memory."""
 
     key_bytes: Any
     """TMA descriptors."""
@@ -74,8 +75,8 @@ class RunningResult(NamedTuple):
 
 @gluon.jit
 def _find(stream, i_b, SIZES: gl.constexpr):
-    """Returns the row of a block's first key in each of its pages; past the end the table names
-    pages that are not the sequence's, or none."""
+    """Returns the row of a block's first key in each of its pages. Entries of the table past the
+    end are not read."""
     BLOCK: gl.constexpr = SIZES.block
     BOX: gl.constexpr = min(SIZES.block, SIZES.page_size)
     rows = ()
@@ -113,7 +114,7 @@ def _fetch(stream, rows, i_b, OF_VALUES: gl.constexpr, SIZES: gl.constexpr):
 
 @gluon.jit
 def take(state, b_q, i_b, stream, scale, last_seen, MASKED: gl.constexpr, SIZES: gl.constexpr):
-    """Takes a block into the running softmax, and starts loading another in its place."""
+    """Adds a block to the running softmax, and starts loading another into its place."""
     m, l, acc0, acc1, acc2, acc3 = state
     BLOCK: gl.constexpr = SIZES.block
     ROWS: gl.constexpr = SIZES.rows
@@ -138,7 +139,7 @@ def take(state, b_q, i_b, stream, scale, last_seen, MASKED: gl.constexpr, SIZES:
         _fetch(stream, rows, i_b + STAGES, False, SIZES)
     base = m_new
     if MASKED:
-        # A row that has seen nothing yet has no m to subtract.
+        # A row without any visible key so far has no maximum to subtract.
         base = gl.where(m_new == float("-inf"), 0.0, m_new)
     b_p = gl.exp2(b_s - base[None, :])
     shrink = gl.exp2(m - base)[None, :]
@@ -147,7 +148,7 @@ def take(state, b_q, i_b, stream, scale, last_seen, MASKED: gl.constexpr, SIZES:
     mbarrier.wait(bars.index(STAGES + stage), phase)
     b_w = stream.word_ring.index(stage).permute((1, 0)).load(VALUES)
     if MASKED:
-        # What lies past the end may be NaN, which a weight of 0 would not silence.
+        # Values past the end may be NaN, and a weight of 0 times NaN is NaN.
         o_kv = begin + i_b * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, VALUES))
         b_w = gl.where((o_kv < end)[None, :], b_w, 0)
     b_0, b_1, b_2, b_3 = gl.inline_asm_elementwise(

@@ -127,7 +127,7 @@ def _attend_kernel(
 
 @gluon.jit
 def _produce(kv_range, blocks, SIZES: gl.constexpr):
-    """Loads every block of the range, as soon as its place is free."""
+    """Loads every block of the range as soon as its place is free."""
     SIZE: gl.constexpr = SIZES.block * SIZES.head_dim * 2
     STAGES: gl.constexpr = SIZES.stages
     bars = blocks.bars
@@ -135,7 +135,7 @@ def _produce(kv_range, blocks, SIZES: gl.constexpr):
     i_b = 0
     for i_kv in range(kv_range.begin, kv_range.end, SIZES.block):
         stage = i_b % STAGES
-        # A barrier's phase before its first is over.
+        # The phase before a barrier's first one counts as complete.
         phase = (i_b // STAGES & 1) ^ 1
         page = gl.load(kv_range.table + i_kv // SIZES.page_size)
         row = page * kv_range.page_rows + i_kv % SIZES.page_size
@@ -185,8 +185,8 @@ def _consume(call, scale, blocks, half: gl.constexpr, SIZES: gl.constexpr):
     else:
         stage = i_b % SIZES.stages
         mbarrier.wait(blocks.bars.index(2 * SIZES.stages + stage), i_b // SIZES.stages & 1)
-        # What lies past the end may be NaN, which a weight of 0 would not silence. The clean values
-        # take the queries' place, which belongs to this group and is not needed any more.
+        # Values past the end may be NaN, and a weight of 0 times NaN is NaN. The cleaned values
+        # overwrite the queries of this group, which are no longer needed.
         clean(blocks.value_blocks.index(stage), queries, num_left, BLOCK, LOADED)
         acc = warpgroup_mma(b_p, queries, acc)
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 class WideSizes(NamedTuple):
-    """How the kernel is compiled; a constant on the device."""
+    """Sizes that the kernel is compiled for; a constant on the device."""
 
     kv_heads: int
     group: int
@@ -59,9 +59,8 @@ class Softmax(NamedTuple):
 def attend_blocks(
     blocks, scale, item, last_seen, SCORES: gl.constexpr, RESULT: gl.constexpr, SIZES: gl.constexpr
 ):
-    """Pass over the blocks of a range. A block's scores and the values of the one before are
-    multiplied while the weights of neither are worked out. `scale` [64] is that of each row's
-    scores.
+    """Passes over the blocks of a range. A block's scores and the values of the block before are
+    multiplied while softmax weights are computed. `scale` [64] is the scale of each row's scores.
 
     Returns m, l, acc, the last block's weights, whose values are not added yet, and its number.
     """
@@ -101,7 +100,7 @@ def _advance(
     RESULT: gl.constexpr,
     SIZES: gl.constexpr,
 ):
-    """Adds the values of the block before, and takes a block's scores into the running softmax."""
+    """Adds the values of the block before, and a block's scores to the running softmax."""
     b_s = _start_scores(blocks, i_b, SCORES, SIZES)
     acc = _start_values(blocks, state.acc, state.b_p, i_b - 1, SIZES)
     b_s = _finish_scores(blocks, b_s, i_b, 1, SIZES)
@@ -128,7 +127,7 @@ def _start_scores(blocks, i_b, SCORES: gl.constexpr, SIZES: gl.constexpr):
 
 @gluon.jit
 def _finish_scores(blocks, b_s, i_b, LATER: gl.constexpr, SIZES: gl.constexpr):
-    """Waits for the scores, after which LATER other products were started; frees the keys'
+    """Waits for the scores while LATER products that were started afterwards go on; frees the keys'
     place."""
     b_s = warpgroup_mma_wait(LATER, [b_s])
     mbarrier.arrive(blocks.bars.index(SIZES.stages + i_b % SIZES.stages), count=1)
@@ -164,12 +163,12 @@ def _as_operand(b_p, blocks, RESULT: gl.constexpr):
 
 @gluon.jit
 def _online_softmax(m, l, b_s, scale, MASKED: gl.constexpr):
-    """Takes a block's scores into the running softmax. Returns it, the block's weights, and the
-    factor for earlier sums."""
+    """Adds a block's scores to the running softmax. Returns its maximum and sum, the block's
+    weights, and the factor for earlier sums."""
     m_new = gl.maximum(m, gl.max(b_s, 1) * scale)
     base = m_new
     if MASKED:
-        # A row that has seen nothing yet has no m to subtract.
+        # A row without any visible key so far has no maximum to subtract.
         base = gl.where(m_new == float("-inf"), 0.0, m_new)
     b_p = gl.exp2(b_s * scale[:, None] - base[:, None])
     shrink = gl.exp2(m - base)
@@ -178,7 +177,7 @@ def _online_softmax(m, l, b_s, scale, MASKED: gl.constexpr):
 
 @gluon.jit
 def clean(source, target, num_valid, BLOCK: gl.constexpr, LOADED: gl.constexpr):
-    """Copies a block's values, with zeros past the end; in parts, which need few registers."""
+    """Copies a block's values with zeros past the end, in parts that need few registers."""
     PART: gl.constexpr = BLOCK // 4
     for first in gl.static_range(0, BLOCK, PART):
         place = first + gl.arange(0, PART, layout=gl.SliceLayout(1, LOADED))
