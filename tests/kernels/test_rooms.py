@@ -28,7 +28,7 @@ OPERATIONS: tuple[str, ...] = (
 )
 BEFORE = (*LOWER, *OPERATIONS, "numerics_identity")
 MIXERS = {"recurrent", "conv"}
-"""One operation in several folders."""
+"""One operation in several rooms."""
 
 
 def breaches(path: Path) -> list[str]:
@@ -70,11 +70,12 @@ def test_imports_in_kernels_go_up_and_through_doors() -> None:
     assert [each for path in sorted(ROOT.rglob("*.py")) for each in breaches(path)] == []
 
 
-def test_every_folder_has_its_place() -> None:
-    folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"__pycache__"}
-    assert folders <= set(BEFORE)
+def test_every_room_has_its_place() -> None:
+    rooms = {path.name.removesuffix(".py") for path in ROOT.iterdir()}
+    rooms -= {"__pycache__", "__init__"}
+    assert rooms <= set(BEFORE)
     text = (ROOT / "__init__.py").read_text(encoding="utf-8")
-    assert all(room in text for room in folders)
+    assert all(room in text for room in rooms)
 
 
 def test_a_breach_is_seen(tmp_path, monkeypatch) -> None:
@@ -87,7 +88,9 @@ def test_a_breach_is_seen(tmp_path, monkeypatch) -> None:
         ("attention/a.py", "from milepost.kernels.attention.table import choose", True),
         ("layout/a.py", "from milepost.kernels.attention import attend", False),
         ("platform/a.py", "from milepost.kernels.layout.batch import Batch", False),
-        ("conv/a.py", "from milepost.kernels.recurrent.structures import Mixer", True),
+        ("conv.py", "from milepost.kernels.recurrent.structures import Mixer", True),
+        ("ngrams.py", "from milepost.kernels.mtp import Carried", True),
+        ("ngrams.py", "from milepost.kernels.mtp.triton import keep", False),
     ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
