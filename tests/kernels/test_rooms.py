@@ -23,7 +23,6 @@ OPERATIONS: tuple[str, ...] = (
     "rows",
     "comm",
     "ngrams",
-    "hyper",
     "residual",
 )
 BEFORE = (*LOWER, *OPERATIONS, "numerics_identity")

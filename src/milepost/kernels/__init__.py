@@ -4,7 +4,7 @@ Imports go up this list only:
 
     chips, launches, numbers                      platform
     where a step's tokens and states lie          layout
-    norms, attention over depth, streams          norm, residual, hyper
+    norms, residual streams                       norm, residual
     products, routed experts                      products
     short convolutions                            conv, short_conv
     token mixers                                  recurrent

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from milepost.kernels import hyper
+from milepost.kernels import residual
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.layers.context import Context
 from milepost.layers.linear import Begun, Linear
@@ -53,10 +53,10 @@ class HyperConnection(nn.Module):
         """Returns what a part reads [T, C], and logits [T, S] of the streams' shares of its
         output, [T, 0] after the last layer."""
         num_streams = len(self.scale)
-        normed = hyper.norm(streams, self.scale, self.eps)
+        normed = residual.norm_streams(streams, self.scale, self.eps)
         both = self.down(normed.flatten(1)) / num_streams
         low, shares = both[:, : self.rank], both[:, self.rank :]
-        return hyper.mix(normed, self.up(F.silu(low))), shares
+        return residual.mix_streams(normed, self.up(F.silu(low))), shares
 
     def add(
         self,
@@ -100,4 +100,4 @@ class HyperBlock(nn.Module):
         output = over_ranks(partials(output), self.connection.ranks)
         if ends:
             streams, shares = streams[ctx.step.last_tokens], shares[ctx.step.last_tokens]
-        return hyper.inject(streams, output, shares), None
+        return residual.inject(streams, output, shares), None

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from milepost.errors import ConfigError, WeightsError
-from milepost.kernels import hyper, ngrams
+from milepost.kernels import ngrams, residual
 from milepost.kernels.layout.emit import Emit
 from milepost.kernels.ngrams import NgramOperation, NgramSequences, StatePart
 from milepost.layers.context import Context
@@ -121,7 +121,7 @@ class NgramPart(nn.Module):
         digits = ngrams.encode_ids(ctx.step.token_ids, streams.dtype)
         every = torch.arange(len(digits), device=digits.device)
         values = self._gate(streams, self._embed(sequences, digits, every))
-        inputs = hyper.norm(values, self.scales["norm_conv"], shapes.norm_eps).flatten(1)
+        inputs = residual.norm_streams(values, self.scales["norm_conv"], shapes.norm_eps).flatten(1)
         output = values.flatten(1) + self._convolve(sequences, inputs, every)
 
         def states_after(tokens: Tensor) -> Tensor:
@@ -151,8 +151,8 @@ class NgramPart(nn.Module):
     def _gate(self, streams: Tensor, embedded: Tensor) -> Tensor:
         """Returns the value times each stream's gate [T, S, C]."""
         key, eps = self.key(embedded).view_as(streams), self.shapes.norm_eps
-        key = hyper.norm(key, self.scales["norm_key"], eps)
-        query = hyper.norm(streams, self.scales["norm_query"], eps)
+        key = residual.norm_streams(key, self.scales["norm_key"], eps)
+        query = residual.norm_streams(streams, self.scales["norm_query"], eps)
         fit = (key * query).sum(-1, keepdim=True) / math.sqrt(self.shapes.hidden_size)
         fit = fit.abs().clamp_min(1e-6).sqrt() * fit.sign()
         return fit.sigmoid() * self.value(embedded)[:, None]

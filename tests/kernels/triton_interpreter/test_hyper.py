@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from milepost.kernels import hyper
-from milepost.kernels.hyper import triton
+from milepost.kernels import residual
+from milepost.kernels.residual import triton
 from tests.numbers import relative_error
 
 
@@ -32,14 +32,17 @@ def test_each_is_as_defined(
     if is_expanded:
         streams = streams[:, :1].expand(-1, num_streams, -1)
     scale, logits = randn(num_streams, size), randn(num_tokens, num_streams * size + 9).to(dtype)
-    normed = triton.norm(streams, scale, 1e-6)
-    assert relative_error(normed, hyper.norm(streams, scale, 1e-6)) < bound
+    normed = triton.norm_streams(streams, scale, 1e-6)
+    assert relative_error(normed, residual.norm_streams(streams, scale, 1e-6)) < bound
     mixing = logits[:, 9:]
     assert (
-        relative_error(triton.mix(normed, mixing), hyper.mix(normed, mixing.contiguous())) < bound
+        relative_error(
+            triton.mix_streams(normed, mixing), residual.mix_streams(normed, mixing.contiguous())
+        )
+        < bound
     )
     output = randn(num_tokens, *[num_parts] * (num_parts is not None), size)
     output = output.to(dtype) if num_parts is None else output
     found = triton.inject(streams, output, logits[:, :num_streams])
-    assert relative_error(found, hyper.inject(streams, output, logits[:, :num_streams])) < bound
+    assert relative_error(found, residual.inject(streams, output, logits[:, :num_streams])) < bound
     assert found.dtype == dtype

@@ -1,19 +1,24 @@
-"""Attention over depth: a layer reads a mixture of the embedding and of the sums of earlier blocks
-of layers (attention residuals, arXiv 2603.15031). `mix` is the definition, in plain torch; on a GPU
-`triton` computes it.
+"""The residual stream where it is more than one sum: attention over depth, and hyper-connections.
+These are the definitions, in plain torch; on a GPU `triton` computes each in one launch.
 
-Legend: T tokens, S sources, C hidden size, P parts.
+Attention over depth (`mix`): a layer reads a mixture of the embedding and of the sums of earlier
+blocks of layers (attention residuals, arXiv 2603.15031). Hyper-connections: there are several
+residual streams; a part of a layer reads a mixture of them and adds its output to each, times a
+share (arXiv 2409.19606; as in Qwen3.8-Flash-Next).
+
+Legend: T tokens, S sources or streams, C hidden size, P parts.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.platform.tables import fused
 from milepost.kernels.platform.tensors import cast
 
-__all__ = ["mix"]
+__all__ = ["inject", "mix", "mix_streams", "norm_streams"]
 
 
 @fused("residual.triton")
@@ -36,3 +41,25 @@ def mix(sources: Tensor, delta: Tensor | None, scale: Tensor, query: Tensor, eps
     for source, share in zip(sources.unbind(1), shares.unbind(1), strict=True):
         mixed.addcmul_(cast(source, scale.dtype), share[:, None])
     return cast(mixed, sources.dtype)
+
+
+@fused("residual.triton")
+def norm_streams(streams: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """Norms each stream of `streams` [T, S, C] and multiplies it by its row of `scale` [S, C]."""
+    wide = cast(streams, scale.dtype)
+    return cast(F.rms_norm(wide, wide.shape[-1:], eps=eps).mul_(scale), streams.dtype)
+
+
+@fused("residual.triton")
+def mix_streams(normed: Tensor, logits: Tensor) -> Tensor:
+    """Returns the mean [T, C] of `normed` [T, S, C] times the sigmoids of `logits` [T, S * C]."""
+    return (logits.view_as(normed).sigmoid() * normed).mean(1)
+
+
+@fused("residual.triton")
+def inject(streams: Tensor, output: Tensor, logits: Tensor) -> Tensor:
+    """Adds a part's `output` [T, C], or the sum of its partials [T, P, C], to each of `streams`
+    [T, S, C], times twice the sigmoid of its logit [T, S]."""
+    output = output if output.dim() == 2 else output.sum(1)
+    shares = 2 * logits.sigmoid()
+    return streams + cast(output, streams.dtype)[:, None] * shares[:, :, None]
