@@ -1,13 +1,12 @@
 """Paged, causal attention, to heads in groups or to latents: KV is written to pages and always read
 from there.
 
-This is the door to the op: callers import it from here, whatever computes it. A layer makes two
-calls: `prepare` or `store_latents` does everything between the projection and attention, `attend`
-everything up to the output projection. Queries of latents are multiplied by the keys' matrices
-before, and outputs by the values' after. An operation's `lay_out` chooses the kernels by the
-device's capabilities, and returns what the two calls go by: `AttentionItems` or `AttentionRows`,
-or `IndexedTokens` where an indexer selects.
-`table` says which kernel serves what, and `reference` is the definition.
+Callers import attention from here, whichever kernels run. A layer makes two calls: `prepare` or
+`store_latents` does everything between the projection and attention, `attend` everything up to the
+output projection. With latents the layer multiplies queries by the keys' matrices before, and
+outputs by the values' after. An operation's `lay_out` chooses the kernels by the device, and
+returns the layout for both calls: `AttentionItems` or `AttentionRows`, or `IndexedTokens` with an
+indexer. `table` says which kernel serves what, and `reference` is the definition.
 
 Legend: T tokens.
 """
@@ -62,15 +61,15 @@ class AttentionOperation:
     head_dim: int
     norm: HeadNorm = "each"
     first_row: int = 0
-    """KV before this position is not attended to."""
+    """Position of the first KV that is attended to."""
     window: int | None = None
-    """Tokens that a token attends to, itself the last; None: all before it."""
+    """Number of tokens that a token attends to, itself included; None for all before it."""
     is_indexed: bool = False
-    """Whether tokens attend to what an indexer selects: see `indexed`."""
+    """Whether an indexer selects the tokens to attend to: see `indexed`."""
     last_tokens_only: bool = False
-    """Only the tokens after which a prefill samples attend."""
+    """Whether only tokens that are sampled from attend."""
     batch_invariant: bool = False
-    """Whether bits depend on a token's position and KV alone."""
+    """Whether a token's bits must depend on its position and KV alone."""
 
     def lay_out(self, batch: Batch) -> AttentionLayout | None:
         """Returns items for the fused kernels, or rows for the reference."""
@@ -125,9 +124,9 @@ class LatentOperation:
     value_bytes: int = 2
     """Bytes of an entry of the queries."""
     first_row: int = 0
-    """Latents before this position are not attended to."""
+    """Position of the first latent that is attended to."""
     batch_invariant: bool = False
-    """Whether bits depend on a token's position and KV alone."""
+    """Whether a token's bits must depend on its position and KV alone."""
 
     def lay_out(self, batch: Batch) -> AttentionLayout:
         """Returns items for the fused kernels, or rows for the reference."""
@@ -149,9 +148,9 @@ def _lay_out(batch: Batch, tiling: Tiling) -> AttentionItems:
 
 
 def _max_dequantised(batch: Batch, limit: int) -> int:
-    """Returns the most pages of FP8 that a step may also have in 16 bits: those of the longest
-    sequence possible, or of any sequences whose tokens are all new; but no more than the limit, and
-    none if this step's prefills read more."""
+    """Returns the most pages of FP8 that a step may also have in 16 bits: enough for the longest
+    possible sequence, or for any sequences whose tokens are all new. It is at most `limit`, and 0
+    if this step's prefills read more."""
     capacity, page_size = batch.capacity, batch.page_size
     if not batch.has_float8_kv or capacity.decodes or capacity.num_tokens <= CAPTURED_TOKENS:
         return 0
@@ -174,7 +173,8 @@ def prepare(
     kv_rows: Tensor,
     layout: AttentionLayout,
 ) -> Tensor:
-    """Norm, rotate and store: see `reference.prepare`. `kv_rows` [T] are the step's."""
+    """Norms, rotates and stores: see `reference.prepare`. `kv_rows` [T] are the rows of the step's
+    KV."""
     common, num_heads = (projected, norm_scale, eps, angles), operation.num_heads
     if isinstance(layout, AttentionRows):
         return reference.prepare(*common, kv, layout, num_heads=num_heads)
@@ -193,7 +193,8 @@ def store_latents(
     layout: AttentionLayout,
     turned: TurnedEntries | None = None,
 ) -> None:
-    """Norm, rotate and store: see `reference.store_latents`. `kv_rows` [T] are the step's."""
+    """Norms, rotates and stores: see `reference.store_latents`. `kv_rows` [T] are the rows of the
+    step's latents."""
     if isinstance(layout, AttentionRows):
         return reference.store_latents(projected, norm_weight, eps, kv, layout, turned)
     from milepost.kernels.attention.portable import latents
@@ -211,8 +212,8 @@ def attend(
     shared_query: Tensor | None = None,
     selection: Selection | None = None,
 ) -> Tensor:
-    """Attends to pages and gates: see `reference.attend`, or with a `selection`
-    `indexed.attend`."""
+    """Attends to pages and gates: see `reference.attend`, or `indexed.attend` if there is a
+    `selection`."""
     if selection is not None:
         assert isinstance(layout, AttentionRows | IndexedTokens), "layouts of an indexer"
         return indexed.attend(query, gate, kv, layout, scale, selection)

@@ -1,8 +1,8 @@
 """Norms and activations fused with what stands around them: `add_norm`, `silu_mul`, `relu_squared`
 and `gate_heads`.
 
-This is the door to the op: callers import it from here, whatever computes it. `reference` is the
-definition; on a GPU `triton` computes norms, and `activations` the others.
+Callers import the operations from here. `reference` is the definition; on a GPU `triton` computes
+norms and `activations` the others.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def add_norm(
     batch_invariant: bool = False,
     like_many: bool = False,
 ) -> tuple[Tensor, Inputs]:
-    """See `reference.add_norm`; the norm is handed on as `emit` asks. With `batch_invariant`, a
-    row's bits do not depend on the number of rows; with `like_many` they are those of many rows,
-    except for partials."""
+    """See `reference.add_norm`. The norm is emitted as `emit` asks. With `batch_invariant` a row's
+    bits do not depend on the number of rows; with `like_many` they are those of many rows, except
+    for partials."""
     if runs_triton(hidden):
         from milepost.kernels.norm import triton
 
@@ -54,8 +54,8 @@ def add_norm_and_multiply(
     weight: Tensor,
     output: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `add_norm` of `hidden` [1, H], where `products.norms_too`; `output` [1, O] becomes the
-    norm times `weight` [O, H]."""
+    """Does `add_norm` of `hidden` [1, H], and writes the norm times `weight` [O, H] to `output` [1,
+    O]; only where `products.norms_too` allows."""
     from milepost.kernels.norm import triton
 
     return triton.add_norm_and_multiply(hidden, delta, scale, eps, multiplier, weight, output)

@@ -25,10 +25,10 @@ from milepost.kernels.platform.tensors import BLOCK, check_contiguous, check_row
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _WEIGHTS = 8192
-"""Weights that a program of `add_norm_and_multiply` reads."""
+"""Weights per program of `add_norm_and_multiply`."""
 _MANY = 512
-"""Above this many rows, memory is the limit, and a thread asks for 16 bytes at a time. Fewer rows,
-or many parts, are done sooner by more threads."""
+"""Above this many rows memory is the limit, and a thread loads 16 bytes at a time. With fewer rows
+or many parts more threads are faster."""
 
 
 def add_norm(
@@ -43,9 +43,9 @@ def add_norm(
     batch_invariant: bool = False,
     like_many: bool = False,
 ) -> tuple[Tensor, Inputs]:
-    """As `reference.add_norm`; rows of `hidden` and `delta` may lie apart. Sums are float32. With
-    `batch_invariant` as many threads add a row up whatever the number of rows; with `like_many` as
-    many as add up each of many rows."""
+    """See `reference.add_norm`; rows of `hidden` and `delta` may lie apart, and sums are float32.
+    With `batch_invariant` the number of threads per row does not depend on the number of rows; with
+    `like_many` it is that for many rows."""
     check_rows(hidden=hidden, delta=delta, scale=scale, delta_scale=delta_scale)
     num_tokens, size = hidden.shape
     fp8 = room_for(num_tokens, size, hidden, emit)
@@ -143,8 +143,8 @@ def sum_and_norm(
     MULTIPLIER: tl.constexpr,
     element: tl.constexpr,
 ):
-    """Returns a row with its delta added, normed if `b_delta_scale` is given, and the sum's norm,
-    both as they are stored."""
+    """Returns a row plus its delta, which is normed first if `b_delta_scale` is given, and the norm
+    of the sum, both rounded as they are stored."""
     b_x = tl.load(p_hidden + o_h, mask=is_h, other=0.0)
     if PARTS:
         b_delta = add_parts(p_delta + o_h, part_stride, is_h, PARTS)
@@ -167,8 +167,8 @@ def add_norm_and_multiply(
     weight: Tensor,
     output: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `add_norm` of `hidden` [1, H]; `output` [1, O] becomes the norm times `weight` [O, H].
-    Each program norms the row again, which costs less than to wait for another launch."""
+    """Does `add_norm` of `hidden` [1, H], and writes the norm times `weight` [O, H] to `output` [1,
+    O]. Each program norms the row again, which costs less than another launch."""
     check_rows(hidden=hidden, delta=delta, scale=scale)
     check_contiguous(weight=weight)
     size, num_outputs = hidden.shape[1], len(weight)

@@ -1,8 +1,8 @@
 """Products of rows with a weight of any form, and routed experts: `multiply`, `route` and `mix`.
 
-This is the door: layers import products from here, whatever computes them. What becomes of an
-output is its epilogue. `table` says which kernel runs, and `run` runs it; where none does, the
-definition in plain torch does.
+Layers import products from here, whichever kernels run. The epilogue says what becomes of an
+output. `table` chooses the kernel and `run` runs it; without a kernel the definition in plain torch
+runs.
 
 Legend: T tokens, I inputs, O outputs, R raw outputs, P split-K partials, H heads, X experts, N
 experts of a token.
@@ -39,7 +39,7 @@ from milepost.kernels.products.run import Multiplication, run_mixture, run_produ
 from milepost.kernels.products.table import PRODUCTS, Product
 
 _HEAD_ROWS = 64
-"""Rows that heads are multiplied with at a time where bits must not depend on their number."""
+"""Rows that heads are multiplied with at a time if bits must not depend on the number of rows."""
 
 __all__ = [
     "SOFTMAX",
@@ -63,8 +63,8 @@ TABLES = PRODUCTS, EXPERTS
 
 
 def reads(weight: Form) -> Emit:
-    """Returns what products with the weight read: FP8 if rows are rounded in blocks, each with a
-    scale of its own."""
+    """Returns the form of rows that products with the weight read: FP8 if rows are rounded in
+    blocks with a scale each, else values."""
     rounds = isinstance(weight, Fp8) and weight.depth == BLOCK and weight.input_scale is None
     return Emit.FP8 if rounds else Emit.VALUES
 
@@ -84,11 +84,11 @@ def multiply(
     """Multiplies `rows` [T, I] by the transposed `weight` [O, I], adds `bias` [O] and applies the
     epilogue.
 
-    Gated outputs are returned as `emit` asks; all others are tensors. Whole products may go `into`
-    a tensor [T, O], whose rows may lie apart; with `beside`, a raw weight for the same rows, into
-    [T, O + R]. On a GPU the next kernel may start early, unless `launch_dependents` is False; with
-    `like_many` an output's terms are added in the order that many rows have, if there is a kernel
-    for few that does.
+    Gated outputs are emitted as `emit` asks; all others are tensors. Without an epilogue the
+    product may be written `into` a tensor [T, O], whose rows may lie apart. `beside` is a raw
+    weight [R, I] for the same rows, whose outputs follow in `into` [T, O + R]. On a GPU the next
+    kernel may start early unless `launch_dependents` is False. With `like_many` terms are added in
+    the order of many rows, if a kernel for few rows does that.
     """
     assert into is None or epilogue is Epilogue.NONE, "only whole products have a place"
     given = Multiplication(
@@ -128,7 +128,7 @@ def _multiply_beside(given: Multiplication, beside: Raw) -> Tensor:
 
 
 def _runs_kernels(given: Multiplication) -> bool:
-    """Whether kernels multiply the rows; rows that were made in FP8 alone were made for them."""
+    """Whether kernels multiply the rows. Rows that exist in FP8 alone were made for kernels."""
     values = given.rows.values
     if isinstance(given.weight, Packed):
         return False
@@ -156,7 +156,7 @@ def _define_any(values: Tensor, weight: Form, bias: Tensor | None, epilogue: Epi
 def multiply_both(
     rows: tuple[Tensor, Tensor], weights: tuple[Form, Form], *, launch_dependents: bool
 ) -> tuple[Inputs, Inputs]:
-    """Multiplies each of the rows by its weight, in one launch if there is one."""
+    """Multiplies each of two inputs by its own weight, in one launch if a kernel serves both."""
     first, second = weights
     if isinstance(first, Raw) and isinstance(second, Raw) and runs_triton(rows[0]):
         are_alike = first.values.shape == second.values.shape and rows[0].shape == rows[1].shape
@@ -174,7 +174,7 @@ def multiply_heads(
     hidden: Tensor, weight: Tensor, gate: Tensor | None = None, *, batch_invariant: bool = False
 ) -> Tensor:
     """Multiplies `hidden` [T, H, I] by `weight` [H, I, O], head by head, and by the sigmoid of
-    `gate` [T, H] if there is one: [T, H, O] with tokens as the outer dimension in memory."""
+    `gate` [T, H] if given. Returns [T, H, O], token by token in memory."""
     if batch_invariant:
         made = in_blocks(lambda rows: _define_heads(rows, weight), hidden, size=_HEAD_ROWS)
         return made if gate is None else norm.gate_heads(made.contiguous(), gate)
@@ -201,8 +201,8 @@ def _define_heads(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def norms_too(row: Tensor, weight: Raw) -> bool:
-    """Whether `norm.add_norm_and_multiply` norms `row` [T, I] and multiplies it by the weight in
-    one launch."""
+    """Whether one launch norms `row` [T, I] and multiplies it by the weight:
+    `norm.add_norm_and_multiply`."""
     if not runs_triton(row) or row.dtype != weight.values.dtype or row.element_size() != 2:
         return False
     product = Product(weight=Matrix.of(weight), num_rows=len(row), epilogue=Epilogue.NORMED)
@@ -210,7 +210,8 @@ def norms_too(row: Tensor, weight: Raw) -> bool:
 
 
 def gate(gate_up: Tensor, emit: Emit = Emit.VALUES, *, batch_invariant: bool = False) -> Inputs:
-    """Multiplies SiLU of the first half of the columns by the second: [T, 2 * I] to [T, I]."""
+    """Returns SiLU of the first half of the columns times the second half: [T, 2 * I] to [T, I], as
+    `emit` asks."""
     if batch_invariant and not runs_triton(gate_up):
         return in_blocks(norm.silu_mul, gate_up)
     if emit is Emit.FP8 and rounds_gated(gate_up):
@@ -221,8 +222,8 @@ def gate(gate_up: Tensor, emit: Emit = Emit.VALUES, *, batch_invariant: bool = F
 
 
 def rounds_gated(gate_up: Tensor) -> bool:
-    """Whether gated columns are rounded to FP8 as they are made: for products of many rows, or of
-    some where these read rounded ones."""
+    """Whether gated columns are rounded to FP8 in the same launch: for many rows, or for some if
+    the next product reads FP8."""
     is_whole = gate_up.dim() == 2 and gate_up.shape[-1] % (2 * BLOCK) == 0
     if not is_whole or gate_up.element_size() != 2 or gate_up.stride(-1) != 1:
         return False
@@ -233,8 +234,8 @@ def rounds_gated(gate_up: Tensor) -> bool:
 def route(
     logits: Tensor, num_chosen: int, *, batch_invariant: bool = False, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    """Chooses experts as `experts_reference.route`, with its arguments; their integer type is the
-    device's choice."""
+    """Chooses experts as `experts_reference.route`, with its arguments. Experts are int64, or int32
+    on a GPU."""
     if not runs_triton(logits):
         define = partial(experts_reference.route, num_chosen=num_chosen, **how)
         return in_blocks(define, logits) if batch_invariant else define(logits)
@@ -252,9 +253,9 @@ def mix(
     *,
     limit: float = 0.0,
 ) -> Tensor:
-    """Multiplies `rows` [T, I] by each token's `experts` [T, N], weighted by `routing_weights`
-    [T, N], and returns partials [T, P, I]. What SwiGLU multiplies is within a `limit`, if that is
-    not 0: see `norm.silu_mul`."""
+    """Runs each token's `experts` [T, N] on `rows` [T, I], weighted by `routing_weights` [T, N].
+    Returns partials [T, P, I] to be added up. A `limit` other than 0 bounds SwiGLU's factors: see
+    `norm.silu_mul`."""
     given = as_activations(rows)
     if given.values is None or (given.values.dim() == 2 and runs_triton(given.values)):
         mixed = run_mixture(given, routing_weights, experts, up, down, limit=limit)

@@ -1,6 +1,6 @@
 """Triton: finds the tokens of each expert on the device, without waiting for it.
 
-Routed tokens are sorted by expert, each expert's by number, so results do not depend on timing.
+Routed tokens are sorted by expert and then by number, so results do not depend on timing.
 
 Legend: T tokens, X experts (the shared one included), N experts of a token, P = T * N routed tokens
 (t * N + n is token t at its n-th expert), M rows of a block.
@@ -22,10 +22,10 @@ MANY_ROUTED = 6144
 """Routed tokens above which the two additional launches of `group_many` pay."""
 _CHUNK = 4096
 _UNROLLED_BINS = tl.constexpr(512)
-"""Bins up to which all that a chunk is compared with is loaded at once; with more bins that takes
-no less time."""
+"""Most bins for which the loop over a chunk's other tokens is unrolled; with more bins unrolling
+gains nothing."""
 _COUNTED = 256
-"""Routed tokens of a program of `group_many`, which finds their ranks by comparing all with all."""
+"""Routed tokens per program of `group_many`, which ranks them by comparing all pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,8 @@ class Groups:
 
 
 def group(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
-    """Groups the routed tokens by expert, in the way that is faster for their number."""
+    """Groups the routed tokens of `experts` [T, N] int32 by expert, in the way that is faster for
+    their number."""
     by = group_many if experts.numel() > MANY_ROUTED else group_few
     return by(experts, num_experts, block_rows)
 
@@ -51,8 +52,8 @@ def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
     """Groups the routed tokens of `experts` [T, N] int32 into blocks of M = `block_rows` rows, on
     the device.
 
-    Blocks leave no gaps: each launch over them has a program for every one that there may be, and
-    those of few tokens would be a fraction of one for every expert.
+    Blocks leave no gaps: launches over them have a program per possible block, and a few tokens
+    have far fewer blocks than there are experts.
     """
     num_routed = experts.numel()
     capacity = min(num_routed, num_experts + num_routed // block_rows)
@@ -65,7 +66,7 @@ def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
         blocks,
         num_routed,
         capacity,
-        # One bin more than experts takes what is no routed token.
+        # One bin more than experts, for places after the last routed token.
         BINS=next_power_of_2(num_experts + 1),
         ROWS=block_rows,
         CHUNK=chunk,
@@ -128,12 +129,12 @@ def _group_kernel(
 
 
 def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
-    """Groups as `group_few` does, in three launches whose cost hardly grows: they count each
-    chunk's routed tokens, add up over the chunks, and place them."""
+    """Groups as `group_few` does, in three launches whose cost hardly grows with the number of
+    tokens: they count each chunk's routed tokens, add up over chunks, and place the tokens."""
     num_routed = experts.numel()
     capacity = num_experts + num_routed // block_rows
     chunks = cdiv(num_routed, _COUNTED)
-    # One bin more than experts takes what is no routed token.
+    # One bin more than experts, for places after the last routed token.
     bins = next_power_of_2(num_experts + 1)
     order, blocks, num_blocks, counts, totals = (
         torch.empty(shape, dtype=torch.int32, device=experts.device)
@@ -184,7 +185,7 @@ def _count_kernel(experts, counts, num_routed, BINS: tl.constexpr, CHUNK: tl.con
 def _prefix_kernel(
     counts, totals, chunks, BINS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr
 ):
-    """Replaces an expert's count in each chunk by that of all chunks before it."""
+    """Replaces an expert's count in each chunk by the sum of its counts in all chunks before."""
     launch_dependents()
     wait_for_inputs()
     o_x = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
@@ -203,8 +204,8 @@ def _prefix_kernel(
 def _count_before(
     p_chunk, num_left, b_x, first, BINS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr
 ):
-    """Counts the routed tokens, among PART from `first` on, that stand before each of the chunk's
-    and have its expert."""
+    """For each of the chunk's routed tokens, counts those with the same expert that stand before
+    it, among PART from `first` on."""
     # Others go down the first axis, which lies in a thread's registers.
     o_other, o_c = first + tl.arange(0, PART), tl.arange(0, CHUNK)
     b_other = tl.load(p_chunk + o_other, mask=o_other < num_left, other=BINS - 1)
