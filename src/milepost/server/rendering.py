@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from milepost.engine.prompts import Prompt
+from milepost.engine.text import text_of
 from milepost.server import completions, conversation, errors, parameters
 from milepost.server.callers import for_clients
 from milepost.server.errors import HttpError, json_response
@@ -61,9 +62,9 @@ def add(app: FastAPI, service: Service) -> None:
         size = len(tokens)
         return await service.large.run(lambda: errors.json_response(found), size)
 
-    @app.post("/detokenize", responses=meanings)
+    @app.post("/detokenize", responses=meanings, response_class=Response)
     @for_clients
-    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         service.check_model(body.model)
         vocab_size = service.client.limits.vocab_size
@@ -74,9 +75,10 @@ def add(app: FastAPI, service: Service) -> None:
                     field = f"tokens[{index}]"
                     message = f"{field}={token}: the vocabulary has {vocab_size} tokens"
                     raise HttpError(400, message, param=field)
-            return str(tokenizer.decode(body.tokens))
+            return text_of(tokenizer, body.tokens)
 
-        return {"prompt": await service.encoder.with_tokenizer(detokenized, len(body.tokens))}
+        text = await service.encoder.with_tokenizer(detokenized, len(body.tokens))
+        return await service.large.run(lambda: errors.json_response({"prompt": text}), len(text))
 
 
 async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int], list[int]]:

@@ -1,9 +1,12 @@
 import json
 import os
+import sys
+import threading
 
 import pytest
 from transformers import tokenization_utils_base
 
+from milepost.engine.text import text_of
 from milepost.engine.text.tokenizer import load_tokenizer
 from milepost.errors import ConfigError
 
@@ -149,3 +152,30 @@ def test_a_pipe_is_not_waited_for(tokenizer, tmp_path):
     os.mkfifo(tmp_path / "added_tokens.json")
     with pytest.raises(ConfigError, match=r"added_tokens\.json: is no regular file"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+def test_the_text_of_many_tokens_is_the_tokenizers(tokenizer, cleans, monkeypatch):
+    monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", cleans)
+    token_ids = [*range(len(tokenizer)), *tokenizer.encode("naïve 日本 🙂 . <|im_end|>")]
+    for given in (token_ids, token_ids[::-1], [], [len(tokenizer) - 1]):
+        assert text_of(tokenizer, given) == tokenizer.decode(given)
+
+
+def test_other_threads_run_while_many_tokens_become_text(tokenizer):
+    """The interpreter does not take the lock from this thread: decoding has to give it away."""
+    token_ids = list(range(3, len(tokenizer))) * 3000
+    begun, seen = threading.Event(), []
+    other = threading.Thread(target=lambda: begun.wait() and seen.append(1))
+    other.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        begun.set()
+        assert seen == []
+        text_of(tokenizer, token_ids)
+        has_run = seen == [1]
+    finally:
+        sys.setswitchinterval(interval)
+        other.join()
+    assert has_run

@@ -21,7 +21,7 @@ from milepost.engine.text.generation_config import (
 )
 from milepost.engine.text.lanes import MAX_SHORT, Lane
 from milepost.engine.text.lengths import BYTE_LEVEL, text_length
-from milepost.engine.text.token_texts import TokenTexts
+from milepost.engine.text.token_texts import TokenTexts, text_of
 from milepost.engine.text.tokenizer import load_tokenizer, tokenizer_for, without_torch
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "sampling_defaults",
     "special_texts",
     "text_length",
+    "text_of",
     "tokenizer_for",
     "with_defaults",
     "within",

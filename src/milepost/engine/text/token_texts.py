@@ -23,7 +23,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._is_raw = tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces
+        self._is_raw = _is_raw(tokenizer)
         self.special_ids = frozenset(
             id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special
         )
@@ -55,6 +55,21 @@ class TokenTexts:
             if INCOMPLETE not in text:
                 self._whole[token_id] = text
         return None if text is None or INCOMPLETE in text else text
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    """Returns the text of many tokens, special ones included, as `tokenizer.decode` does. Other
+    threads can run meanwhile, unless the tokenizer's Python layer makes a difference."""
+    if not _is_raw(tokenizer):
+        return str(tokenizer.decode(token_ids))
+    # Of the calls that decode, only this one releases the interpreter lock.
+    (text,) = tokenizer.backend_tokenizer.decode_batch([token_ids], skip_special_tokens=False)
+    return str(text)
+
+
+def _is_raw(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer's Python layer makes no difference to texts."""
+    return tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces
 
 
 def _spells_bytes(tokenizer: PreTrainedTokenizerBase) -> bool:
