@@ -1,5 +1,4 @@
-"""Tiny checkpoints of LFM3, and of LFM3-VL beside parts that are not run; transformers may be too
-old to have them."""
+"""Tiny checkpoints of LFM3 and of LFM3-VL; transformers may be too old to have them."""
 
 from __future__ import annotations
 
@@ -23,11 +22,17 @@ def lfm3(sizes: dict[str, Any], **changes: Any) -> PreTrainedModel:
     return _find("Lfm3ForCausalLM")(_config(sizes, changes))
 
 
-def lfm3_vl(sizes: dict[str, Any], **changes: Any) -> PreTrainedModel:
-    """Returns LFM3-VL with this text part."""
+def lfm3_vl(
+    sizes: dict[str, Any],
+    vision: dict[str, Any] | None = None,
+    ids: dict[str, int] | None = None,
+    **changes: Any,
+) -> PreTrainedModel:
+    """Returns LFM3-VL with this text part, changes of its vision part, and ids of tokens."""
+    ids = ids or {}
     outer = {"projector_hidden_size": 8, "tie_word_embeddings": False}
     config = _find("Lfm3VlConfig")(
-        text_config=_config(sizes, changes), vision_config=_VISION, **outer
+        text_config=_config(sizes, changes), vision_config=_VISION | (vision or {}), **outer | ids
     )
     return _find("Lfm3VlForConditionalGeneration")(config)
 

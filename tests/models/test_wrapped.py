@@ -27,7 +27,10 @@ WRAPPED = {
 @pytest.mark.parametrize("name", WRAPPED)
 def test_the_text_part_is_read_and_the_rest_left_out_by_name(name: str, tmp_path: Path) -> None:
     save(name, tmp_path)
-    has_tower = name in ("lfm2_vl",)  # and is left out all the same unless it is asked for
+    has_tower = name in (
+        "lfm2_vl",
+        "lfm3_vl",
+    )  # and is left out all the same unless it is asked for
     model, config = load_model(tmp_path, LoadOptions(has_tower=not has_tower))
     text_type, *left_out = WRAPPED[name]
     assert (config.model_type, config.get_text_config().model_type) == (name, text_type)
@@ -71,7 +74,7 @@ def test_a_head_that_is_not_in_the_checkpoint_is_refused(name: str, tmp_path: Pa
         load_model(tmp_path, LoadOptions(head="mtp"))
 
 
-@pytest.mark.parametrize("name", ["intern_s2_preview", "minicpmv4_6", "lfm3_vl"])
+@pytest.mark.parametrize("name", ["intern_s2_preview", "minicpmv4_6"])
 def test_images_are_refused_and_the_log_says_why(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +38,19 @@ from milepost.layers.tower_parts import (
 from milepost.layers.weight_slots import WeightSlots, fill_matrix, place_whole
 
 
+class TowerModules(NamedTuple):
+    """The layers of a tower, without its table of positions."""
+
+    embedding: nn.Module
+    """Called like `PatchEmbedding`."""
+    blocks: nn.ModuleList
+    """Each runs like a `TowerBlock`."""
+    merger: Merger
+
+
 class Tower(nn.Module):
     """A vision tower with its tensors under `kind.path`, but for those of a merger at another path,
-    `merger_kind`'s."""
+    `merger_kind`'s. `modules` are its layers if they are no transformer's."""
 
     def __init__(
         self,
@@ -47,17 +58,16 @@ class Tower(nn.Module):
         kind: ModuleScope,
         names: TowerNames | None = None,
         merger_kind: ModuleScope | None = None,
+        modules: TowerModules | None = None,
     ) -> None:
         super().__init__()
         names = names or TowerNames()
         self.shapes, self.kind, self._names = shapes, kind, names
-        self.embedding = PatchEmbedding(shapes, names, kind)
-        self.positions = kind.empty(shapes.num_positions, shapes.hidden_size)
-        self.blocks = nn.ModuleList(
-            TowerBlock(shapes, names, kind.under(names.block.format(index=index)))
-            for index in range(shapes.depth)
-        )
-        self.merger = Merger(shapes, names, kind, merger_kind or kind)
+        modules = modules or _transformer(shapes, names, kind, merger_kind or kind)
+        self.embedding, self.blocks, self.merger = modules
+        self.positions = None
+        if shapes.num_positions:
+            self.positions = kind.empty(shapes.num_positions, shapes.hidden_size)
         exponents = torch.arange(0, shapes.head_dim // 2, 2, dtype=torch.float32)
         frequencies = 1.0 / (shapes.theta or 1.0) ** (exponents / (shapes.head_dim // 2))
         # Angles of zero turn nothing.
@@ -102,7 +112,8 @@ class Tower(nn.Module):
         shapes = self.shapes
         values = vision.normalise(rows, table, shapes.num_frames, shapes.patch_size**2)
         hidden = self.embedding(values, is_fixed=layout.is_fixed)
-        hidden = self._with_positions(hidden, layout.places, layout.grids)
+        if self.positions is not None:
+            hidden = self._with_positions(hidden, self.positions, layout)
         return TowerRun(hidden=hidden, delta=None, layout=layout)
 
     @torch.inference_mode()
@@ -116,6 +127,11 @@ class Tower(nn.Module):
         """Returns the embeddings of the tokens of a run that has passed all blocks."""
         return self.merger.end(run)
 
+    def one_of_each_kind(self) -> list[nn.Module]:
+        """Returns a block of each kind; all others are like one of them."""
+        kinds = {tuple(map(type, block.children())): block for block in reversed(self.blocks)}
+        return list(kinds.values())
+
     def _frames(self, grids: Sequence[Grid], *, is_fixed: bool) -> PictureFrames:
         lengths = tuple(rows * columns for times, rows, columns in grids for _ in range(times))
         if not is_fixed:
@@ -125,17 +141,15 @@ class Tower(nn.Module):
         sent = torch.tensor(starts, dtype=torch.int32, pin_memory=is_cuda)
         return PictureFrames(starts=sent.to(device, non_blocking=True), lengths=lengths)
 
-    def _with_positions(
-        self, hidden: Tensor, places: tuple[Tensor, Tensor], grids: Sequence[Grid]
-    ) -> Tensor:
+    def _with_positions(self, hidden: Tensor, table: Tensor, layout: TowerLayout) -> Tensor:
         """Adds the positions of each picture's patches."""
+        grids = layout.grids
         lengths = [prod(grid) for grid in grids]
-        parts = zip(*(each.split(lengths) for each in (hidden, *places)), grids, strict=True)
+        split = (each.split(lengths) for each in (hidden, *layout.places))
+        parts = zip(*split, grids, strict=True)
         is_averaged = self.shapes.has_averaged_positions
         add = vision.add_averaged_positions if is_averaged else vision.add_positions
-        added = [
-            add(own, self.positions, (row, column), grid[1:]) for own, row, column, grid in parts
-        ]
+        added = [add(own, table, (row, column), grid[1:]) for own, row, column, grid in parts]
         return added[0] if len(added) == 1 else torch.cat(added)
 
     def _places(self, grids: Sequence[Grid]) -> tuple[Tensor, Tensor]:
@@ -152,8 +166,26 @@ class Tower(nn.Module):
         return row, token % across * merge + inner % merge
 
     def placements(self) -> WeightSlots:
+        if self.positions is None:
+            return {}
         path = f"{self._names.positions}.weight"
         return {self.kind.full(path): place_whole(self.positions)}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
-        fill_matrix(self.positions, spread, generator)
+        if self.positions is not None:
+            fill_matrix(self.positions, spread, generator)
+
+
+def _transformer(
+    shapes: TowerShapes, names: TowerNames, kind: ModuleScope, merger_kind: ModuleScope
+) -> TowerModules:
+    """Returns the layers of a tower whose blocks all attend."""
+    blocks = (
+        TowerBlock(shapes, names, kind.under(names.block.format(index=index)))
+        for index in range(shapes.depth)
+    )
+    return TowerModules(
+        embedding=PatchEmbedding(shapes, names, kind),
+        blocks=nn.ModuleList(blocks),
+        merger=Merger(shapes, names, kind, merger_kind),
+    )

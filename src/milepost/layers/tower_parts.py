@@ -42,7 +42,7 @@ class TowerShapes:
     """Frames of a patch."""
     num_channels: int
     num_positions: int
-    """Number of entries in the table of positions, a square number."""
+    """Number of entries in the table of positions, a square number; 0 without a table."""
     theta: float | None
     """Base of the frequencies by which heads are turned; None if they are not."""
     eps: float = 1e-6
@@ -51,6 +51,11 @@ class TowerShapes:
     has_averaged_positions: bool = False
     """Whether the table is resized to a picture as pictures are, by triangles that widen as it is
     made smaller. Otherwise its corners are the picture's, with linear steps in between."""
+
+    is_gated: bool = False
+    """Whether feed-forwards have a gate, and so three matrices."""
+    num_attending: int | None = None
+    """Number of blocks with attention; all if None."""
 
     @property
     def num_inputs(self) -> int:
@@ -65,7 +70,7 @@ class TowerShapes:
     def num_weights(self) -> int:
         """Number of weights that the patches of one token are multiplied by; each patch counts."""
         size, num_patches = self.hidden_size, self.merge_size**2
-        block = 4 * size**2 + 2 * size * self.feed_forward_size
+        block = 4 * size**2 + (3 if self.is_gated else 2) * size * self.feed_forward_size
         merged = num_patches * size
         inner = self.merger_size or merged
         merger = inner * (merged + self.output_size)
@@ -137,16 +142,18 @@ def by_rows(compute: Callable[..., Made], *rows: Tensor, is_fixed: bool) -> Made
 
 
 class TowerLinear(nn.Module):
-    """A projection with bias. `shape` is that of the checkpoint's weight, whose dimensions after
-    the first are the inputs; or of several with equal parts of the outputs, at the paths of
-    `kinds`."""
+    """A projection, with a bias or without. `shape` is that of the checkpoint's weight, whose
+    dimensions after the first are the inputs; or of several with equal parts of the outputs, at the
+    paths of `kinds`."""
 
-    def __init__(self, kinds: ModuleScope | Sequence[ModuleScope], *shape: int) -> None:
+    def __init__(
+        self, kinds: ModuleScope | Sequence[ModuleScope], *shape: int, has_bias: bool = True
+    ) -> None:
         super().__init__()
         self._kinds = [kinds] if isinstance(kinds, ModuleScope) else kinds
         self.kind, self._shape = kind, shape = self._kinds[0], shape
         self.weight = kind.empty(shape[0], torch.Size(shape[1:]).numel())
-        self.bias = kind.empty(shape[0])
+        self.bias = kind.empty(shape[0]) if has_bias else None
 
     def forward(self, rows: Tensor, *, is_fixed: bool) -> Tensor:
         """Multiplies `rows` [P, I]; see `TowerLayout.is_fixed`."""
@@ -159,22 +166,27 @@ class TowerLinear(nn.Module):
     def gelu(self, rows: Tensor, *, is_fixed: bool) -> Tensor:
         """Multiplies `rows` [P, I] and applies the GELU in its tanh approximation."""
         if not is_fixed:
+            assert self.bias is not None, "units have biases"
             return vision.multiply_gelu(rows, self.weight, self.bias)
         gelu = partial(F.gelu, approximate="tanh")
         return by_rows(gelu, self(rows, is_fixed=True), is_fixed=True)
 
     def placements(self) -> WeightSlots:
         count = len(self._kinds)
-        weights, biases = self.weight.view(self._shape).chunk(count), self.bias.chunk(count)
-        own = {}
-        for kind, weight, bias in zip(self._kinds, weights, biases, strict=True):
-            own |= {kind.full("weight"): place_whole(weight), kind.full("bias"): place_whole(bias)}
-        return own
+        own = {"weight": self.weight.view(self._shape)}
+        if self.bias is not None:
+            own["bias"] = self.bias
+        return {
+            kind.full(name): place_whole(values)
+            for name, whole in own.items()
+            for kind, values in zip(self._kinds, whole.chunk(count), strict=True)
+        }
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
-        """Fills the weight; the bias is zero."""
+        """Fills the weight; a bias is zero."""
         fill_matrix(self.weight, spread, generator)
-        self.bias.zero_()
+        if self.bias is not None:
+            self.bias.zero_()
 
 
 class PatchEmbedding(TowerLinear):

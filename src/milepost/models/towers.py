@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
+from milepost.layers.grid_tower import GridBlock, GridBlockShapes, NormedEmbedding
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.tower import Tower
-from milepost.layers.tower_parts import TowerNames, TowerShapes
+from milepost.layers.tower import Tower, TowerModules
+from milepost.layers.tower_parts import Merger, TowerNames, TowerShapes
 
 _THETA = 10_000.0
 """Base of the rotary frequencies if a configuration does not name it."""
@@ -63,6 +65,7 @@ def qwen_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
     return Tower(shapes, kind)
 
 
+_PROJECTOR = "multi_modal_projector"
 _SIGLIP: dict[str, int] = {
     "num_hidden_layers": 1024,
     "hidden_size": 2**16,
@@ -134,10 +137,79 @@ def siglip_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
     path = next(
         (each for each in _SIGLIP_PATHS if f"{each}.{norm}" in kind.names), _SIGLIP_PATHS[0]
     )
-    projector = f"{path.partition('vision_tower')[0]}multi_modal_projector"
+    projector = f"{path.partition('vision_tower')[0]}{_PROJECTOR}"
     merged_norm = "layer_norm" if whole.projector_use_layernorm else None
     names = replace(_SIGLIP_NAMES, merged_norm=merged_norm)
     return Tower(shapes, root.under(path), names, root.under(projector))
+
+
+_GRID: dict[str, int] = {
+    "num_hidden_layers": 1024,
+    "hidden_size": 2**16,
+    "num_attention_heads": 2**10,
+    "num_key_value_heads": 2**10,
+    "intermediate_size": 2**18,
+    "patch_size": 256,
+    "spatial_merge_size": 16,
+    "temporal_patch_size": 16,
+    "in_channels": 3,
+    "conv_kernel_size": 255,
+}
+_GRID_NAMES = TowerNames(norm="layer_norm", merger=("linear_1", "linear_2"))
+_MIXERS = ("conv", "full_attention")
+
+
+def lfm3_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
+    """Builds the tower of LFM3-VL, whose blocks convolve a picture over its grid or attend, and its
+    projector. Raises UnsupportedModelError, naming the setting."""
+    config = whole.vision_config
+    sizes = {name: _size(config, name, most) for name, most in _GRID.items()}
+    _refuse(config, "in_channels", sizes["in_channels"] != 3, "3")
+    num_heads, hidden_size = sizes["num_attention_heads"], sizes["hidden_size"]
+    wanted = f"a divisor of hidden_size={hidden_size} / 4"
+    _refuse(config, "num_attention_heads", hidden_size % (4 * num_heads) > 0, wanted)
+    num_kv_heads, width = sizes["num_key_value_heads"], sizes["conv_kernel_size"]
+    wanted = f"a divisor of num_attention_heads={num_heads}"
+    _refuse(config, "num_key_value_heads", num_heads % num_kv_heads > 0, wanted)
+    _refuse(config, "conv_kernel_size", width % 2 == 0, "an odd number")
+    mixers, depth = getattr(config, "layer_types", None), sizes["num_hidden_layers"]
+    is_list = isinstance(mixers, list | tuple) and len(mixers) == depth
+    is_known = is_list and all(each in _MIXERS for each in mixers)
+    _refuse(config, "layer_types", not is_known, f"{depth} of {' and '.join(_MIXERS)}")
+    for name, value in (("projector_hidden_act", "gelu"), ("projector_bias", True)):
+        _refuse(whole, name, getattr(whole, name, None) != value, repr(value))
+    shapes = TowerShapes(
+        depth=depth,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        feed_forward_size=sizes["intermediate_size"],
+        output_size=whole.get_text_config().hidden_size,
+        patch_size=sizes["patch_size"],
+        merge_size=sizes["spatial_merge_size"],
+        num_frames=sizes["temporal_patch_size"],
+        num_channels=sizes["in_channels"],
+        num_positions=0,
+        theta=_theta(config),
+        merger_size=_size(whole, "projector_hidden_size", 2**18),
+        is_gated=True,
+        num_attending=sum(each != "conv" for each in mixers),
+    )
+    own = GridBlockShapes(num_kv_heads=num_kv_heads, conv_width=width, eps=config.norm_eps)
+    root = kind.root()
+    paths = [f"{outer}vision_tower" for outer in ("model.", "")]
+    found = (path for path in paths if f"{path}.embedding_norm.weight" in kind.names)
+    path = next(found, paths[0])
+    outer = path.removesuffix("vision_tower")
+    tower, projector = root.under(path), root.under(f"{outer}{_PROJECTOR}")
+    modules = TowerModules(
+        embedding=NormedEmbedding(shapes, own.eps, tower),
+        blocks=nn.ModuleList(
+            GridBlock(shapes, own, mixer, tower.under(f"layers.{index}"))
+            for index, mixer in enumerate(mixers)
+        ),
+        merger=Merger(shapes, _GRID_NAMES, projector, projector),
+    )
+    return Tower(shapes, tower, _GRID_NAMES, modules=modules)
 
 
 def _size(config: PreTrainedConfig, name: str, most: int) -> int:

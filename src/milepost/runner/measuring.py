@@ -107,7 +107,7 @@ def measure_tower(
 ) -> TowerBytes:
     """Measures a vision tower's memory. Compiles its kernels, with `joins` also those for several
     pictures, and with `captures` those of the largest graph."""
-    shapes, device = tower.shapes, tower.positions.device
+    shapes, device = tower.shapes, tower.kind.device
     down = isqrt(settings.max_tokens)
     grid = 1, down * shapes.merge_size, settings.max_tokens // down * shapes.merge_size
     num_bytes = shapes.num_channels * shapes.patch_size**2
@@ -125,7 +125,7 @@ def measure_tower(
 
 def _measure_graphs(tower: Tower) -> int:
     kind = largest_kind(tower)
-    layout, device = tower.lay_out(kind.grids), tower.positions.device
+    layout, device = tower.lay_out(kind.grids), tower.kind.device
     rows = torch.zeros(kind.num_patches, kind.row_bytes, dtype=torch.uint8, device=device)
     return graph_bytes(tower, _measure_run(tower, rows, layout).peak, layout)
 
@@ -137,14 +137,14 @@ class _RunBytes(NamedTuple):
 
 
 def _measure_run(tower: Tower, rows: Tensor, layout: TowerLayout) -> _RunBytes:
-    """Measures one block and the layers around the blocks, since each block reuses the memory of
-    the one before."""
-    device, dtype = rows.device, tower.positions.dtype
+    """Measures a block of each kind and the layers around the blocks, since each block reuses the
+    memory of the one before."""
+    device, dtype = rows.device, tower.kind.dtype
     table = torch.zeros(tower.shapes.num_channels, 256, dtype=dtype, device=device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run = tower.begin(rows, table, layout)
-    tower.advance(run, tower.blocks[:1])
+    tower.advance(run, tower.one_of_each_kind())
     tower.end(run)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated(device) - before

@@ -178,10 +178,10 @@ class TowerGraphs:
         self._tower, self._table, self._most_bytes = tower, table, most_bytes
         self._recorder = recorder or CudaRecorder()
         self._recent: RecentGraphs[RunKind, CapturedRun] = RecentGraphs()
-        shapes, positions = tower.shapes, tower.positions
+        shapes = tower.shapes
         num_tokens = MOST_GRAPH_PATCHES // shapes.merge_size**2
-        self._rows = positions.new_empty(MOST_GRAPH_PATCHES * shapes.num_inputs, dtype=torch.uint8)
-        self._embeddings = positions.new_empty(num_tokens, shapes.output_size)
+        self._rows = table.new_empty(MOST_GRAPH_PATCHES * shapes.num_inputs, dtype=torch.uint8)
+        self._embeddings = table.new_empty(num_tokens, shapes.output_size)
 
     @property
     def num_bytes(self) -> int:
@@ -245,6 +245,6 @@ def graph_bytes(tower: Tower, run_bytes: int, layout: TowerLayout) -> int:
     runs of other sizes."""
     shapes = tower.shapes
     num_tokens = MOST_GRAPH_PATCHES // shapes.merge_size**2
-    embeddings = num_tokens * shapes.output_size * tower.positions.element_size()
+    embeddings = num_tokens * shapes.output_size * tower.kind.dtype.itemsize
     buffers = MOST_GRAPH_PATCHES * shapes.num_inputs + embeddings
     return run_bytes * 3 // 2 + buffers + MOST_GRAPHS * layout.num_bytes

@@ -57,10 +57,17 @@ def takes_images(config: EngineConfig, whole: PreTrainedConfig) -> bool:
     return True
 
 
-def image_settings_of(config: EngineConfig, folder: Path) -> ImageSettings:
+def image_settings_of(config: EngineConfig, folder: Path, whole: PreTrainedConfig) -> ImageSettings:
     """Returns the checkpoint's settings for pictures, with the limits of the configuration. Raises
     ConfigError."""
-    return read_image_settings(folder).with_pixels(*config.pixel_limits)
+    settings = read_image_settings(folder).with_pixels(*config.pixel_limits)
+    return settings if _has_rows(whole) else replace(settings, has_rows=False)
+
+
+def _has_rows(whole: PreTrainedConfig) -> bool:
+    """Whether the tokens of pictures have rows and columns for rotary positions."""
+    parameters = getattr(whole.get_text_config(), "rope_parameters", None) or {}
+    return "mrope_section" in parameters
 
 
 def with_encoder_cache(
@@ -88,7 +95,8 @@ def tower_cost(model: Decoder) -> TowerCost:
     if model.tower is None:
         return TowerCost()
     shapes, text = model.tower.shapes, num_weights(model)
-    pairs = 2 * shapes.depth * shapes.hidden_size * shapes.merge_size**4
+    num_attending = shapes.depth if shapes.num_attending is None else shapes.num_attending
+    pairs = 2 * num_attending * shapes.hidden_size * shapes.merge_size**4
     return TowerCost(
         linear=shapes.num_weights / text,
         quadratic=_ATTENTION_TIMES * pairs / text,
@@ -116,14 +124,15 @@ def image_facts(
         raise UnsupportedModelError("config.json has a vision tower and no image_token_id")
     video, video_id = None, getattr(whole, "video_token_id", None)
     if video_id is not None:
+        settings = read_video_settings(folder)
         video = VideoFacts(
-            settings=read_video_settings(folder),
+            settings=settings if _has_rows(whole) else replace(settings, has_rows=False),
             sampling=read_frame_sampling(folder),
             token_id=video_id,
             text=text_of(start, "video_token_id", end),
             max_videos=config.max_videos,
         )
-    settings = image_settings_of(config, folder)
+    settings = image_settings_of(config, folder, whole)
     return ImageFacts(
         settings=settings,
         token_id=token_id,

@@ -128,7 +128,7 @@ def outline_of(config: EngineConfig) -> Outline:
     )
     options = load_options_of(config, folder, GPU, ranks)
     model, whole = outline(folder, replace(options, device=META))
-    settings = image_settings_of(config, folder) if model.tower is not None else None
+    settings = image_settings_of(config, folder, whole) if model.tower is not None else None
     return Outline(model=model, whole=whole, ranks=ranks, settings=settings)
 
 

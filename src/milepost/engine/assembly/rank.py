@@ -86,7 +86,7 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     model, whole = load_model(folder, load_options_of(config, folder, device, ranks))
     weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.pack()
-    settings = image_settings_of(config, folder) if model.tower is not None else None
+    settings = image_settings_of(config, folder, whole) if model.tower is not None else None
     fitted = fit(config, model, whole, device, ranks, settings)
     config, shape, sizes = fitted.config, fitted.shape, fitted.sizes
     facts = facts_of(config, device, ranks, is_fused=fitted.steps is not None)

@@ -17,6 +17,7 @@ from milepost.layers.rotary import Rotary
 from milepost.layers.short_conv import ShortConv
 from milepost.models.architecture import Architecture, attention_shapes, is_unset
 from milepost.models.decoder import DecoderParts
+from milepost.models.towers import lfm3_tower
 
 _GATE_UP_DOWN = "w1", "w3", "w2"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -130,10 +131,12 @@ _PLAIN = Architecture(
 )
 ARCHITECTURES = (
     _PLAIN,
-    replace(  # the text part of LFM3-VL
+    replace(
         _PLAIN,
         model_types=("lfm3_vl",),
         text_types=("lfm3",),
+        tower=lfm3_tower,
+        tower_path="model.vision_tower",
         skipped=(r"(model\.)?vision_tower\.", r"(model\.)?multi_modal_projector\."),
     ),
 )
