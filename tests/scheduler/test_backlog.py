@@ -86,16 +86,6 @@ def test_what_is_cached_of_a_request_does_not_count():
     assert refusal(bench, length=3000)
 
 
-def test_a_newcomer_that_would_be_held_back_for_longer_is_refused():
-    """Nobody but it would wait for what it displaces."""
-    bench = queue_of(1, 25.0)
-    admission = bench.scheduler._admission
-    bench.scheduler.check_wait(newcomer(bench))
-    admission.token_s, admission.busy_share = 1.0, 1.0
-    bench.cache._admitter.displaced = lambda _: 40.0
-    assert "about 40 s" in str(refusal(bench))
-
-
 def test_those_that_have_waited_too_long_are_named_once_and_no_others():
     bench = Bench(max_num_seqs=1, max_queue_wait_s=12.5, num_slots=40)
     for seed in range(4):

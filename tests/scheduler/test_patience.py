@@ -11,9 +11,9 @@ def tokens(num, seed):
     return random.Random(seed).choices(range(1000), k=num)
 
 
-def full_of_chats(num_chats=3, budget=512):
+def full_of_chats(num_chats=3, budget=512, **options):
     """64 pages, filled by chats that have each gone on once."""
-    bench = Bench(num_pages=64, num_slots=40, budget=budget)
+    bench = Bench(num_pages=64, num_slots=40, budget=budget, **options)
     chats = [tokens(256, seed) for seed in range(num_chats)]
     for _ in range(2):
         for number, chat in enumerate(chats):
@@ -36,9 +36,9 @@ def set_pace(bench, token_s):
     admission.ran = lambda _, seconds: setattr(admission, "now_s", admission.now_s + seconds)
 
 
-def held_back(num_others):
+def held_back(num_others, **options):
     """A newcomer that is held back while others wait, and the chats, of which one runs."""
-    bench, chats = full_of_chats()
+    bench, chats = full_of_chats(**options)
     bench.submit(chats[0], max_tokens=600)
     bench.step()
     set_pace(bench, 1 / 100)
@@ -50,6 +50,12 @@ def held_back(num_others):
 
 def test_a_newcomer_for_whom_nobody_else_waits_is_not_held_back():
     _, _, newcomer, _ = held_back(0)
+    assert newcomer.allocation is not None
+
+
+def test_where_waits_are_limited_a_newcomer_is_not_held_back():
+    """Held past the limit it would be refused, with all that its client asks later."""
+    _, _, newcomer, _ = held_back(2, max_queue_wait_s=1000.0)
     assert newcomer.allocation is not None
 
 

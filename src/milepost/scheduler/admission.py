@@ -11,7 +11,9 @@ and nothing would ever hit. So seconds are weighed against seconds. A request *d
 items that others are likely to ask for soon. They have to compute these again, and each such second
 is a second more for all who wait, as far as the machine is busy with prompts. The request is held
 back until it has waited for as long as it costs the others, counted from the last admission that
-displaced anything, so such requests come one at a time.
+displaced anything, so such requests come one at a time. Where waits are limited nothing is held
+back (`holds_back` is false): what is held past the limit is an answer lost, and with it the rest of
+its conversation.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ class Admission:
         running: list[Request],
         outside: Outside,
         stats: SchedulerStats,
+        *,
+        holds_back: bool = True,
     ) -> None:
         self.now_s = 0.0
         """Seconds that steps have taken so far."""
@@ -67,6 +71,7 @@ class Admission:
         self.pending = PendingPrefixes(cache.grid)
         self._outside = outside
         self._stats = stats
+        self._holds_back = holds_back
         self._cache = cache
         self._waiting = waiting
         self._running = running
@@ -259,20 +264,14 @@ class Admission:
 
     def _may_hold_back(self, request: Request, turn: AdmissionRound) -> bool:
         """Whether others may go first, so that what they need is not evicted for this request.
-        False if nothing else runs or waits, if the request has run before or has waited for long,
-        or if something less urgent runs. Also false if the request is loaded from outside, since
-        what it displaces can then be loaded too."""
-        if not self._running or len(self._waiting) == 1 or request.num_preemptions:
+        False if waits are limited, if nothing else runs or waits, if the request has run before or
+        has waited for long, or if something less urgent runs. Also false if the request is loaded
+        from outside, since what it displaces can then be loaded too."""
+        if not self._holds_back or not self._running or len(self._waiting) == 1 or request.num_preemptions:
             return False
         if turn.last_priority is None:
             turn.last_priority = max(other.priority for other in self._running)
         return turn.last_priority <= request.priority and not self.has_waited_long(request)
-
-    def held_back_s(self, request: Request, match: Match) -> float:
-        """Returns the minimum number of seconds for which a request will be held back, by what is
-        known now."""
-        displaced = self._cache.displaced(match) if self._running else 0.0
-        return max(self._until_s(request, displaced) - self.now_s, 0.0) if displaced else 0.0
 
     def _until_s(self, request: Request, displaced: float) -> float:
         """Returns the time at which a request has waited for as long as the others lose by what it

@@ -2,9 +2,8 @@
 too long.
 
 The estimate is the cost of all requests that would go first, divided by the cost that has begun per
-second lately. That rate is measured while requests wait, so it covers whatever holds them back: the
-tokens of a step, seats, or memory. If the request would be held back for longer, because its memory
-is worth more to others, that time counts instead.
+second lately. That rate is measured while requests wait, so it covers whatever they wait for: the
+tokens of a step, seats, or memory.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Backlog:
         """Raises QueueWaitError if a new request would wait longer than `max_wait_s`."""
         cost = STEP_TOKENS + request.num_tokens - match.state_length
         ahead = self._order().cost_ahead(request.priority, cost)
-        wait_s = max(self._seconds(ahead), self._admission.held_back_s(request, match))
+        wait_s = self._seconds(ahead)
         if wait_s > self.max_wait_s:
             self._stats.num_refused_early += 1
             raise QueueWaitError(
@@ -98,14 +97,13 @@ class Backlog:
 
     def _too_late(self, request: Request, order: QueueOrder) -> QueueWaitError:
         """Returns the error for a request that has waited too long. Its retry time is the time that
-        the requests ahead of it need, or the time for which it was last held back."""
+        the requests ahead of it need."""
         cost = self._cost(request)
         wait_s = self._seconds(order.cost_ahead(request.priority, cost) - cost)
-        held_s = (request.held_until_s or 0.0) - self._admission.now_s
         return QueueWaitError(
             f"the request has waited {self.max_wait_s:g} s for its turn, and this server lets none "
             "wait longer: try again later",
-            retry_after_s=_retry_after_s(max(wait_s, held_s)),
+            retry_after_s=_retry_after_s(wait_s),
         )
 
     def _order(self) -> QueueOrder:

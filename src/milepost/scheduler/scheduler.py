@@ -61,7 +61,14 @@ class Scheduler:
         self.running: list[Request] = []
         self.stats = stats = SchedulerStats()
         self.outside = Outside(cache)
-        self._admission = Admission(cache, self.waiting, self.running, self.outside, self.stats)
+        self._admission = Admission(
+            cache,
+            self.waiting,
+            self.running,
+            self.outside,
+            self.stats,
+            holds_back=max_queue_wait_s is None,
+        )
         self._backlog = (
             Backlog(self.waiting, self._admission, self.stats, max_queue_wait_s)
             if max_queue_wait_s is not None
