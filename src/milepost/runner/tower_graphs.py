@@ -31,6 +31,9 @@ _LEAST_BETWEEN = 32
 """Runs between two captures once `MOST_GRAPHS` are kept. A capture takes as long as launching a few
 runs, so pictures of ever new sizes must not cause one each."""
 
+_SLACK_BYTES = 64 * 2**20
+"""Memory of graphs besides a run's: a GEMM library's workspace, and the allocator's rounding."""
+
 Key = TypeVar("Key", bound=Hashable)
 Graph = TypeVar("Graph")
 Launches = Callable[[], object]
@@ -242,9 +245,9 @@ def largest_kind(tower: Tower) -> RunKind:
 def graph_bytes(tower: Tower, run_bytes: int, layout: TowerLayout) -> int:
     """Returns the most bytes that a tower's graphs take. The largest run takes `run_bytes`, and has
     this layout. The graphs share what it takes, and half as much for the gaps between tensors of
-    runs of other sizes."""
+    runs of other sizes, and some more for libraries."""
     shapes = tower.shapes
     num_tokens = MOST_GRAPH_PATCHES // shapes.merge_size**2
     embeddings = num_tokens * shapes.output_size * tower.kind.dtype.itemsize
     buffers = MOST_GRAPH_PATCHES * shapes.num_inputs + embeddings
-    return run_bytes * 3 // 2 + buffers + MOST_GRAPHS * layout.num_bytes
+    return run_bytes * 3 // 2 + _SLACK_BYTES + buffers + MOST_GRAPHS * layout.num_bytes
