@@ -267,7 +267,8 @@ class Admission:
         False if waits are limited, if nothing else runs or waits, if the request has run before or
         has waited for long, or if something less urgent runs. Also false if the request is loaded
         from outside, since what it displaces can then be loaded too."""
-        if not self._holds_back or not self._running or len(self._waiting) == 1 or request.num_preemptions:
+        is_alone = not self._running or len(self._waiting) == 1
+        if not self._holds_back or is_alone or request.num_preemptions:
             return False
         if turn.last_priority is None:
             turn.last_priority = max(other.priority for other in self._running)
