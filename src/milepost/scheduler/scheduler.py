@@ -61,13 +61,9 @@ class Scheduler:
         self.running: list[Request] = []
         self.stats = stats = SchedulerStats()
         self.outside = Outside(cache)
+        holds_back = max_queue_wait_s is None
         self._admission = Admission(
-            cache,
-            self.waiting,
-            self.running,
-            self.outside,
-            self.stats,
-            holds_back=max_queue_wait_s is None,
+            cache, self.waiting, self.running, self.outside, stats, holds_back=holds_back
         )
         self._backlog = (
             Backlog(self.waiting, self._admission, self.stats, max_queue_wait_s)
