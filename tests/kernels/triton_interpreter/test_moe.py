@@ -146,8 +146,8 @@ def test_route_of_parts() -> None:
 @pytest.mark.parametrize("block_rows", [2, 16])
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 3), (9, 7), (700, 7), (5, 300)])
 def test_group(group, num_tokens: int, num_experts: int, block_rows: int) -> None:
-    """Every choice stands once, among its expert's rows, and blocks cover them without overlap or
-    gaps between them."""
+    """Every choice stands once, among its expert's rows, and blocks cover them without overlap. No
+    more of them are launched than there are rows, however many experts."""
     random = torch.Generator().manual_seed(0)
     experts = torch.randint(0, num_experts, (num_tokens, 3), generator=random, dtype=torch.int32)
     experts[experts == 1] = 2
@@ -162,10 +162,8 @@ def test_group(group, num_tokens: int, num_experts: int, block_rows: int) -> Non
             assert sorted_experts[rows.start : end].tolist() == [expert] * (end - first)
             covered.extend(rows)
     assert covered == list(range(experts.numel()))
-    are_real = (groups.blocks[0] >= 0).tolist()
-    assert are_real == sorted(are_real, reverse=True), "padding follows"
     if group is group_few:
-        assert len(are_real) <= experts.numel(), "no block without a row, however many experts"
+        assert groups.blocks.shape[1] <= experts.numel()
     if groups.num_blocks is not None:
         num_blocks = groups.num_blocks.item()
         assert (groups.blocks[0, :num_blocks] >= 0).all()

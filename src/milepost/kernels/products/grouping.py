@@ -52,11 +52,14 @@ def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
     """Groups the routed tokens of `experts` [T, N] int32 into blocks of M = `block_rows` rows, on
     the device.
 
-    Blocks leave no gaps: launches over them have a program per possible block, and a few tokens
-    have far fewer blocks than there are experts.
+    Expert x's blocks stand from x + (its first row) // M on, which leaves room for every
+    distribution without knowing how many blocks the others have. Fewer rows than that have a place
+    for a block each: launches have a program for every place, and most experts have no rows.
     """
     num_routed = experts.numel()
-    capacity = min(num_routed, num_experts + num_routed // block_rows)
+    capacity = num_experts + num_routed // block_rows
+    by_row = num_routed < capacity
+    capacity = min(capacity, num_routed)
     order = torch.empty(num_routed, dtype=torch.int32, device=experts.device)
     blocks = torch.empty(3, capacity, dtype=torch.int32, device=experts.device)
     chunk = min(_CHUNK, max(32, next_power_of_2(num_routed)))
@@ -66,9 +69,8 @@ def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
         blocks,
         num_routed,
         capacity,
-        # One bin more than experts, for places after the last routed token.
-        BINS=next_power_of_2(num_experts + 1),
         ROWS=block_rows,
+        BY_ROW=by_row,
         CHUNK=chunk,
         num_warps=4 if chunk <= 1024 else 8,
         **OVERLAPPED,
@@ -84,8 +86,8 @@ def _group_kernel(
     blocks,
     num_routed,
     capacity,
-    BINS: tl.constexpr,
     ROWS: tl.constexpr,
+    BY_ROW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Counts one expert's rows and those before them, then lists them. Without atomics results are
@@ -93,28 +95,32 @@ def _group_kernel(
     launch_dependents()
     wait_for_inputs()
     i_x, o_c = tl.program_id(0), tl.arange(0, CHUNK)
-    o_x = tl.arange(0, BINS)
-    b_counts = tl.zeros([BINS], tl.int32)
+    b_before = tl.zeros([CHUNK], tl.int32)
+    b_own = tl.zeros([CHUNK], tl.int32)
     # `while`, because the interpreter cannot take a range's end from a tensor under NumPy 2.4.
     first = 0
     while first < num_routed:
         o_p = first + o_c
-        b_x = tl.load(experts + o_p, mask=o_p < num_routed, other=BINS - 1)
-        b_counts += tl.histogram(b_x, BINS)
+        b_x = tl.load(experts + o_p, mask=o_p < num_routed, other=1 << 30)
+        b_before += b_x < i_x
+        b_own += b_x == i_x
         first += CHUNK
-    b_taken = (b_counts + ROWS - 1) // ROWS
-    start = tl.sum(tl.where(o_x < i_x, b_counts, 0))
-    end = start + tl.sum(tl.where(o_x == i_x, b_counts, 0))
-    begin = tl.sum(tl.where(o_x < i_x, b_taken, 0))
-    first_block, end_block = begin, begin + (end - start + ROWS - 1) // ROWS
-    if i_x == tl.num_programs(0) - 1:
-        # Padding follows the last expert's blocks.
-        end_block = capacity
+    start, count = tl.sum(b_before), tl.sum(b_own)
+    end = start + count
+    if BY_ROW:
+        first_block, end_block = start, end
+    else:
+        first_block, end_block = i_x + start // ROWS, i_x + 1 + end // ROWS
+    begin = first_block
     while begin < end_block:
         o_b = begin + o_c
-        o_m = start + (o_b - first_block) * ROWS
+        if BY_ROW:
+            o_m, is_real = o_b, (o_b - start) % ROWS == 0
+        else:
+            o_m = start + (o_b - first_block) * ROWS
+            is_real = o_m < end
         is_b = o_b < end_block
-        tl.store(blocks + o_b, tl.where(o_m < end, i_x, -1), mask=is_b)
+        tl.store(blocks + o_b, tl.where(is_real, i_x, -1), mask=is_b)
         tl.store(blocks + capacity + o_b, o_m, mask=is_b)
         tl.store(blocks + 2 * capacity + o_b, end, mask=is_b)
         begin += CHUNK
@@ -129,8 +135,8 @@ def _group_kernel(
 
 
 def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
-    """Groups as `group_few` does, in three launches whose cost hardly grows with the number of
-    tokens: they count each chunk's routed tokens, add up over chunks, and place the tokens."""
+    """Groups as `group_few` does, without gaps between blocks, in three launches whose cost hardly
+    grows: they count each chunk's routed tokens, add up over the chunks, and place them."""
     num_routed = experts.numel()
     capacity = num_experts + num_routed // block_rows
     chunks = cdiv(num_routed, _COUNTED)
