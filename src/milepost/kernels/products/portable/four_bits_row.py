@@ -16,7 +16,7 @@ from milepost.kernels.platform.launches import wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, FP4_LANE
 from milepost.kernels.products.portable import float4, int4
 from milepost.kernels.products.portable.gemm_step import factors
-from milepost.kernels.products.portable.weights import find_both, take_apart
+from milepost.kernels.products.portable.weights import find_both
 
 _PIECE = tl.constexpr(16)
 """Bytes of a piece."""
@@ -136,9 +136,19 @@ def _dot(weights, x, TYPE: tl.constexpr, SHAPE: tl.constexpr):
     if SHAPE.group < 0:
         return low * float4.wide_scales(first) + high * float4.wide_scales(second)
     elif SHAPE.group < _BLOCK:
-        scale, zero, high_scale, high_zero = take_apart(first, second, TYPE)
-        low = (low - (zero + 128.0) * x_sum[None, :]) * scale
-        return low + (high - (high_zero + 128.0) * y_sum[None, :]) * high_scale
+        low = (low - _surplus(second & 255) * x_sum[None, :]) * _take(first, TYPE)
+        return low + (high - _surplus(second >> 8) * y_sum[None, :]) * _take(first >> 16, TYPE)
     else:
-        zero = second.to(tl.float32) + 128.0
-        return (low + high - zero * (x_sum + y_sum)[None, :]) * first.to(tl.float32)
+        return (low + high - _surplus(second) * (x_sum + y_sum)[None, :]) * first.to(tl.float32)
+
+
+@triton.jit
+def _surplus(zero):
+    """Returns the excess of numbers beside 128 over those less their zero point."""
+    return zero.to(tl.float32) + 128.0
+
+
+@triton.jit
+def _take(pair, TYPE: tl.constexpr):
+    """Returns the number of a 16-bit TYPE at the low end of 32 bits, in float32."""
+    return (pair & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from milepost.kernels.platform.numerics import decode, decode_as, encode, scale_of
 from milepost.kernels.products.forms.matrix import Raw
-from milepost.kernels.products.forms.quantised import BLOCK, Quantised
+from milepost.kernels.products.forms.quantised import Quantised
 from milepost.kernels.products.portable import float4, int4, int8_step
 from milepost.kernels.products.portable.weights import (
     columns,
@@ -27,10 +27,7 @@ from milepost.kernels.products.portable.weights import (
     find_row,
     load_row_scale,
     load_scales,
-    take_apart,
 )
-
-_BLOCK = tl.constexpr(BLOCK)
 
 
 def choose(weight: Raw | Quantised) -> Any:
@@ -235,11 +232,7 @@ def _add_int4(acc, x, p_w, scales, i_k, SHAPE: tl.constexpr):
     in which it was unpacked."""
     LANE: tl.constexpr = min(SHAPE.group, 64)
     p_x, _, sums = x
-    if SHAPE.group < _BLOCK:
-        # The scales' type is the rows'.
-        scale, zero, high_scale, high_zero = take_apart(*scales, p_x.dtype.element_ty)
-    else:
-        scale, zero, high_scale, high_zero = scales
+    scale, zero, high_scale, high_zero = scales
     b_w, b_x, b_y = _load_step(p_x, p_w, i_k, LANE)
     b_low = tl.dot(int4.low(b_w, b_x.dtype, SHAPE.has_ptx), b_x)
     b_high = int4.high(b_w, b_x.dtype, SHAPE.has_ptx)

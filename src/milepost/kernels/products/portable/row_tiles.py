@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tiles import next_power_of_2
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
-from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int8
+from milepost.kernels.products.forms.quantised import Fp4, Int4
 from milepost.kernels.products.portable.tiles import FEW_OUTPUTS
 
 if TYPE_CHECKING:
@@ -44,18 +44,23 @@ _SMALL, _SMALL_EXPERT = 1 << 24, 1024
 _WEIGHTS, _FEW_WEIGHTS = 1 << 15, 1 << 14
 """Weights of eight bits that a program reads at a time. Each program rounds its row, so few are
 better; small matrices, and experts' last projections, need more."""
-_FOUR_BIT_INPUTS, _FOUR_BIT_WEIGHTS = 512, 1 << 12
-"""Inputs of a step of four bits, at most, and its weights: what each thread loads at once. Whole
-steps compute nothing beyond the last input, and scales stay where they are loaded."""
-_LEAST_STEPS, _MOST_AHEAD = 2, 10
-"""Fewest steps of a program, which has more outputs otherwise; and most whose weights there are
-registers for."""
+_FOUR_BIT_INPUTS, _FOUR_BIT_OUTPUTS, _FEW_INPUTS = 1024, 4, 256
+"""Inputs of a step of four bits and outputs of a program, at most; and inputs of a step of experts'
+last projections. Whole steps compute nothing beyond the last input."""
+_WARP_WEIGHTS = 1024
+"""Weights in four bits that a warp loads at once. Where no thread loads more in a step, scales stay
+in the threads that loaded them."""
+_MOST_AHEAD, _MOST_WEIGHTS_AHEAD = 10, 1 << 26
+"""Most steps whose weights there are registers for, and weights of a matrix from which on programs
+hide each other's waits."""
 
 
 def cut_gemv(product: Product, chip: Chip) -> GemvTiles:  # noqa: ARG001
     """Cuts the product of one row."""
     weight, is_gated = product.weight, product.epilogue is Epilogue.GATED
     if weight.form is not Raw:
+        if weight.form in (Int4, Fp4):
+            return _cut_four_bits(weight, 1 + is_gated)
         num_weights = _FEW_WEIGHTS if weight.num_weights < _SMALL else _WEIGHTS
         return _cut_quantised_row(weight, num_weights, 1 + is_gated)
     if is_gated:
@@ -75,6 +80,9 @@ def cut_gemv(product: Product, chip: Chip) -> GemvTiles:  # noqa: ARG001
 def cut_expert_gemv(mixture: Mixture) -> tuple[GemvTiles, GemvTiles]:
     """Cuts both projections of experts, row by row."""
     up, down = mixture.weights
+    if mixture.form in (Int4, Fp4):
+        tiles = _cut_expert_in_four_bits
+        return tiles(up, is_up=True), tiles(down, is_up=False)
     if mixture.form is not Raw:
         up_tiles = _cut_quantised_row(up, _WEIGHTS, 1 + mixture.is_gated)
         return up_tiles, _cut_quantised_row(down, _FEW_WEIGHTS)
@@ -87,13 +95,24 @@ def _cut_raw_gates(weight: Matrix) -> GemvTiles:
     return GemvTiles(4, 2048 if weight.num_inputs <= 2048 else 1024, num_warps=4)
 
 
+def _cut_four_bits(weight: Matrix, num_matrices: int = 1) -> GemvTiles:
+    """Cuts `num_matrices` in four bits that a program multiplies the same row by."""
+    block_k = math.gcd(weight.num_inputs, _FOUR_BIT_INPUTS)
+    num_warps = max(1, _FOUR_BIT_OUTPUTS * block_k // _WARP_WEIGHTS)
+    steps = num_matrices * weight.num_inputs // block_k
+    is_ahead = steps <= _MOST_AHEAD and weight.num_weights < _MOST_WEIGHTS_AHEAD
+    return GemvTiles(num_warps * _WARP_WEIGHTS // block_k, block_k, num_warps, is_ahead=is_ahead)
+
+
+def _cut_expert_in_four_bits(weight: Matrix, *, is_up: bool) -> GemvTiles:
+    """Cuts an expert's projection. Not all of its weights are loaded first: other experts' programs
+    hide what one waits for."""
+    block_k = math.gcd(weight.num_inputs, 2 * _FOUR_BIT_INPUTS if is_up else _FEW_INPUTS)
+    block_n = max(_FOUR_BIT_OUTPUTS, 4 * _WARP_WEIGHTS // block_k)
+    return GemvTiles(block_n, block_k, num_warps=4)
+
+
 def _cut_quantised_row(weight: Matrix, num_weights: int, num_matrices: int = 1) -> GemvTiles:
     """Cuts `num_matrices` that a program multiplies the same row by."""
-    if weight.form not in (Fp8, Int8):
-        block_k = math.gcd(weight.num_inputs, _FOUR_BIT_INPUTS)
-        while block_k > BLOCK and weight.num_inputs < _LEAST_STEPS * block_k:
-            block_k //= 2
-        is_ahead = num_matrices * weight.num_inputs <= _MOST_AHEAD * block_k
-        return GemvTiles(_FOUR_BIT_WEIGHTS // block_k, block_k, num_warps=4, is_ahead=is_ahead)
     block_k = min(next_power_of_2(weight.num_inputs), _GEMV_INPUTS)
     return GemvTiles(num_weights // (num_matrices * block_k), block_k, num_warps=8)

@@ -112,9 +112,9 @@ _SPLIT_OUTPUTS = 4096
 _WIDE = replace(_tiles(64, 128, 4, 3), is_swapped=False, scales_first=True)
 _FEW_EXPERT = _tiles(8, 64, 4), _tiles(8, 128, 4)
 """Tiles of both projections of experts with few rows."""
-_SMALL_STEP = _tiles(8, 64, 4, 8)
-"""Tiles of few rows with groups smaller than a piece of a packed row: a step has two groups, each
-scaled in its sums."""
+_MANY_OUTPUTS, _OF_MANY, _OF_MANY_GROUPS = 16384, _tiles(16, 64, 2), _tiles(8, 64, 4)
+"""Outputs from which on nine to sixteen rows of Int4 have narrow tiles: one, whose weights are
+unpacked once; or two, if groups are so small that weights are scaled first."""
 _FEW_EACH = 6
 """Rows of an expert on average, at most, whose tiles have eight: of more rows it would take two."""
 
@@ -123,11 +123,16 @@ def choose_gemm(num_rows: float, weight: Matrix, chip: Chip) -> Tiles:
     """Returns the tiles of a quantised GEMM with this many rows."""
     if weight.form in (Fp8, Int8):
         return next((each for each in (FEW, SOME, MORE) if num_rows <= each.block_m), MANY)
+    is_large = weight.num_outputs >= _MANY_OUTPUTS and not weight.batch_invariant
+    if is_large and weight.form is Int4 and _EIGHT.block_m < num_rows <= _SIXTEEN.block_m:
+        if weight.group >= FP4_LANE:
+            return _OF_MANY
+        if num_rows <= _most_in_eights(weight, chip):
+            return _OF_MANY_GROUPS
     if num_rows <= _most_in_eights(weight, chip):
-        return _in_small_steps(_EIGHT, weight)
+        return _EIGHT
     if num_rows <= _THIRTY_TWO.block_m:
-        is_small = num_rows <= _SIXTEEN.block_m
-        return _in_small_steps(_SIXTEEN, weight) if is_small else _THIRTY_TWO
+        return _SIXTEEN if num_rows <= _SIXTEEN.block_m else _THIRTY_TWO
     return _SIXTY_FOUR_SPLIT if weight.num_outputs <= _SPLIT_OUTPUTS else _SIXTY_FOUR
 
 
@@ -136,17 +141,9 @@ def choose_experts(rows_each: float, weight: Matrix, chip: Chip) -> tuple[Tiles,
     if rows_each > _FEW_EACH:
         return _THIRTY_TWO, _THIRTY_TWO
     if not _most_in_eights(weight, chip):
-        up, down = replace(_SIXTEEN, block_n=64, num_warps=4), _SIXTEEN
-    else:
-        up, down = _FEW_EXPERT
-    return _in_small_steps(up, weight), _in_small_steps(down, weight)
-
-
-def _in_small_steps(tiles: Tiles, weight: Matrix) -> Tiles:
-    """Returns tiles of as many rows whose steps have no more than two groups."""
-    if weight.form is not Int4 or weight.group >= FP4_LANE or weight.batch_invariant:
-        return tiles
-    return replace(_SMALL_STEP, block_m=tiles.block_m, block_k=2 * weight.group)
+        return replace(_SIXTEEN, block_n=64, num_warps=4), _SIXTEEN
+    has_pieces = weight.form is Int4 and weight.group < FP4_LANE
+    return (_FEW_EXPERT[0],) * 2 if has_pieces else _FEW_EXPERT
 
 
 def _most_in_eights(weight: Matrix, chip: Chip) -> int:

@@ -35,7 +35,7 @@ def unpack(weight: FourBits, dtype: torch.dtype) -> Tensor:
     device, num_inputs = weight.packed.device, weight.num_inputs
     output = torch.empty(*weight.packed.shape[:-1], num_inputs, dtype=dtype, device=device)
     num_rows, chip = output.numel() // num_inputs, probe(device)
-    shape = ProductShape.of(weight, chip, block_n=_BLOCK_N, block_k=BLOCK, scales_first=True)
+    shape = ProductShape.of(weight, chip, block_n=_BLOCK_N, block_k=BLOCK)
     _unpack_kernel[(cdiv(num_rows, _BLOCK_N), num_inputs // shape.block_k)](
         WeightTensors.of(weight, chip),
         output,

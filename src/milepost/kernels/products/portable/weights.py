@@ -19,6 +19,7 @@ from milepost.kernels.platform.device import Chip
 from milepost.kernels.products.forms.matrix import Raw
 from milepost.kernels.products.forms.quantised import (
     BLOCK,
+    FP4_LANE,
     Fp4,
     Fp8,
     Int4,
@@ -26,8 +27,6 @@ from milepost.kernels.products.forms.quantised import (
     Quantised,
 )
 from milepost.kernels.products.portable.rounding import readable
-
-_BLOCK = tl.constexpr(BLOCK)
 
 
 class WeightTensors(NamedTuple):
@@ -109,8 +108,8 @@ class ProductShape(NamedTuple):
                 group=group,
                 depths=depths,
                 is_swapped=shape.is_swapped or not shape.scales_first,
-                # Several small groups of a step have as many sums as weights.
-                scales_first=shape.scales_first or 0 < 2 * group < shape.block_k,
+                # A step has several small groups, whose sums would be as many as their weights.
+                scales_first=shape.scales_first or 0 < group < FP4_LANE,
                 has_ptx=not chip.is_amd and chip.arch != "cpu",
             )
         return shape._replace(
@@ -179,9 +178,7 @@ def load_scales(p_row, i_k, SHAPE: tl.constexpr):
     for them."""
     p_scale, p_zero = p_row[1], p_row[2]
     i_k = tl.minimum(i_k, SHAPE.inputs - SHAPE.block_k)
-    if SHAPE.group > 0 and SHAPE.group < _BLOCK and not SHAPE.scales_first:
-        return load_pairs(p_scale, p_zero, i_k // SHAPE.group)
-    elif SHAPE.group > 0:
+    if SHAPE.group > 0:
         place, scales = i_k // SHAPE.group, ()
         if 2 * SHAPE.group < SHAPE.block_k:
             place += 2 * tl.arange(0, SHAPE.block_k // (2 * SHAPE.group))[None, :]
@@ -198,24 +195,6 @@ def load_scales(p_row, i_k, SHAPE: tl.constexpr):
         return (tl.load(p_scale + i_k // SHAPE.block_k),)
     else:
         return (tl.zeros([1], tl.float32),)
-
-
-@triton.jit
-def load_pairs(p_scale, p_zero, place):
-    """Loads the scales and the zero points of two neighbouring groups in a word each, which is half
-    as many loads. The first group's place is even."""
-    p_scale = (p_scale + place).to(tl.pointer_type(tl.int32), bitcast=True)
-    p_zero = (p_zero + place).to(tl.pointer_type(tl.uint16), bitcast=True)
-    return tl.load(p_scale), tl.load(p_zero)
-
-
-@triton.jit
-def take_apart(scales, zeros, TYPE: tl.constexpr):
-    """Returns the first and the second groups' scales, of a TYPE, and their zero points, from
-    `load_pairs`: float32."""
-    first = (scales & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
-    second = (scales >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
-    return first, (zeros & 255).to(tl.float32), second, (zeros >> 8).to(tl.float32)
 
 
 @triton.jit
