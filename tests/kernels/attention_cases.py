@@ -48,6 +48,7 @@ class Case:
     capacity: Capacity | None = None
     window: int | None = None
     like_many: bool = False
+    batch_invariant: bool = False
 
 
 class Step:
@@ -128,6 +129,7 @@ class Step:
             max_dequantised=case.max_dequantised,
             window=case.window,
             like_many=case.like_many,
+            batch_invariant=case.batch_invariant,
         )
         tables = self.tables if share else None
         return work.lay_out(case.starts, case.lengths, self.rows, tiling, tables)

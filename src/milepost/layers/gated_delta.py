@@ -193,6 +193,7 @@ class GatedDelta(nn.Module):
             ctx.layer_states(number),
             ctx.step.layouts[self.operation],
             emit=self.out.reads,
+            batch_invariant=self.kind.batch_invariant,
         )
         return self.out(mixed, epilogue=Epilogue.PARTIALS, like_many=ctx.like_many)
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from milepost.kernels.attention import pages, table
+from milepost.kernels.attention import pages, table, tiles
+from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.portable.tiles import AttentionTile, cut
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import Chip
@@ -67,6 +68,35 @@ HOPPER = replace(
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_attend_matches_reference(case: Case) -> None:
     assert error(case) < 1e-5
+
+
+def test_a_tokens_partial_results_are_combined_alike_in_any_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With batch_invariant, whichever tokens before it have none, however much of the prompt is in
+    the step."""
+    monkeypatch.setattr(tiles, "_LEAST_WIDE_UNITS", 1)
+    case = Case(starts=(0, 1088), lengths=(70, 100), batch_invariant=True, num_programs=132)
+    step, items = Step(case), Step(case).items()
+    assert items.first_combined == 70
+    assert items.num_combined == 170
+    together = attend(step, items, slice(None))
+    assert relative_error(together, step.expected()) < 1e-5
+    for start, length in ((1088, 60), (1088, 100), (1152, 36)):
+        alone = replace(step.case, starts=(start,), lengths=(length,))
+        step.case = alone
+        own = slice(70 + start - 1088, 70 + start - 1088 + length)
+        rows, step.rows = step.rows, step.rows[1:]
+        items = step.items()
+        assert items.num_partials == 5 * length
+        assert torch.equal(attend(step, items, own), together[own])
+        step.case, step.rows = case, rows
+
+
+def attend(step: Step, items: AttentionItems, own: slice) -> torch.Tensor:
+    work, scale = step.on_device(items), step.case.head_dim**-0.5
+    gate = None if step.gate is None else step.gate[own]
+    return attention.attend(step.query[own], gate, step.kv(), work, scale)
 
 
 @pytest.mark.parametrize("name", ["mixed", "shared", "suffixes", "window"])

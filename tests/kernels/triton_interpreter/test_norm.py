@@ -102,6 +102,17 @@ def test_a_norm_brings_its_rounding_along(monkeypatch, size: int) -> None:
         assert as_activations(normed).fp8 is None
 
 
+def test_the_norm_of_one_row_is_rounded_if_it_is_batch_invariant(monkeypatch) -> None:
+    monkeypatch.setattr(emit, "reads_rounded", lambda _: True)
+    hidden, scale = randn(5, 256).half(), randn(256)
+    how = {"emit": Emit.BOTH, "batch_invariant": True}
+    every = triton.add_norm(hidden, None, scale, EPS, **how)[1]
+    one = triton.add_norm(hidden[2:3], None, scale, EPS, **how)[1]
+    assert torch.equal(one.values, every.values[2:3])
+    assert torch.equal(one.fp8.values[:1].float(), every.fp8.values[2:3].float())
+    assert torch.equal(one.fp8.scales[:, :1], every.fp8.scales[:, 2:3])
+
+
 @pytest.mark.parametrize("num_tokens", [64, 66])
 def test_many_rounded_rows_may_be_alone(monkeypatch, num_tokens: int) -> None:
     """Some products of few read the rows themselves."""

@@ -85,6 +85,8 @@ class AttentionItems:
     """Pages of all of them, at most; 0: items read pages as they are."""
     window: int | None = None
     """Tokens that a token attends to, itself the last; None: all before it."""
+    first_combined: int = 0
+    """Tokens before this one have no partial results either."""
     batch_invariant: bool = False
     """Whether partial results are combined in an order that does not depend on their number."""
 
@@ -260,13 +262,15 @@ def _assemble(
     ends = counts.cumsum()
     num_partials = int(ends[-1]) if len(ends) else 0
     if tiling.capacity is None:
+        combined = counts.nonzero()[0]
         room = Room(
             num_narrow=int(narrow_pieces.sum()),
             num_wide=int(wide_pieces.sum()),
             num_tokens=len(counts),
             num_sequences=len(dequantised),
             num_partials=num_partials,
-            num_combined=int(counts.nonzero()[0][-1]) + 1 if num_partials else 0,
+            num_combined=int(combined[-1]) + 1 if num_partials else 0,
+            first_combined=int(combined[0]) if num_partials else 0,
             num_dequantised=int(dequantised[:, 1].sum()),
         )
     else:
@@ -284,6 +288,7 @@ def _assemble(
         wide_rows=shapes.wide_rows,
         num_partials=room.num_partials,
         num_combined=room.num_combined,
+        first_combined=room.first_combined,
         dequantised=lengthen(dequantised, room.num_sequences),
         num_dequantised=room.num_dequantised,
         window=tiling.window,

@@ -28,6 +28,7 @@ class Room(NamedTuple):
     num_partials: int
     num_combined: int
     num_dequantised: int
+    first_combined: int = 0
 
 
 @cache

@@ -23,8 +23,9 @@ UNIT = 128
 """KV ranges begin at multiples of this."""
 MOST_PIECES, MOST_WIDE_PIECES = 32, 8
 """Pieces of a tile's KV, at most, if only its length counts: of decodes and of prefills."""
-_LEAST_UNITS, _LEAST_WIDE_UNITS = 2, 16
-"""Units of such a piece, at least."""
+_LEAST_UNITS, _LEAST_WIDE_UNITS = 2, 24
+"""Units of such a piece, at least: a long prompt writes and combines few partial results, and few
+tokens after a hit pass over as much KV one after the other."""
 GRID = 64
 """Prefills begin at multiples of this if bits must not depend on where prompts are cut."""
 _MIN_SHARED = 512

@@ -139,10 +139,15 @@ def reads_rounded(rows: Inputs) -> bool:
     return rows.is_cuda and probe(rows.device).has_fp8
 
 
-def room_for(num_rows: int, size: int, like: Tensor, emit: Emit) -> Fp8Rows | None:
+def room_for(
+    num_rows: int, size: int, like: Tensor, emit: Emit, *, batch_invariant: bool = False
+) -> Fp8Rows | None:
     """Allocates FP8 rows for a producer to fill. Returns None if nobody reads FP8, or if products
-    round rows themselves. More than FEW rows exist in FP8 only, if nobody reads values."""
-    if emit is Emit.VALUES or num_rows <= 1 or size % BLOCK or like.element_size() != 2:
+    round rows themselves, as those of one row do unless they are `batch_invariant`. More than FEW
+    rows exist in FP8 only, if nobody reads values."""
+    if emit is Emit.VALUES or size % BLOCK or like.element_size() != 2:
+        return None
+    if num_rows <= 1 and not (num_rows and batch_invariant):
         return None
     if not reads_rounded(like):
         return None

@@ -48,7 +48,7 @@ def add_norm(
     `like_many` it is that for many rows."""
     check_rows(hidden=hidden, delta=delta, scale=scale, delta_scale=delta_scale)
     num_tokens, size = hidden.shape
-    fp8 = room_for(num_tokens, size, hidden, emit)
+    fp8 = room_for(num_tokens, size, hidden, emit, batch_invariant=batch_invariant)
     normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     total = hidden if delta is None else torch.empty_like(normed)
     num_parts, *strides = parts_of(delta)

@@ -214,20 +214,21 @@ def gate(gate_up: Tensor, emit: Emit = Emit.VALUES, *, batch_invariant: bool = F
     `emit` asks."""
     if batch_invariant and not runs_triton(gate_up):
         return in_blocks(norm.silu_mul, gate_up)
-    if emit is Emit.FP8 and rounds_gated(gate_up):
+    if emit is Emit.FP8 and rounds_gated(gate_up, batch_invariant=batch_invariant):
         from milepost.kernels.products.portable import rounding
 
         return rounding.gate(gate_up, probe(gate_up.device))
     return norm.silu_mul(gate_up)
 
 
-def rounds_gated(gate_up: Tensor) -> bool:
+def rounds_gated(gate_up: Tensor, *, batch_invariant: bool = False) -> bool:
     """Whether gated columns are rounded to FP8 in the same launch: for many rows, or for some if
-    the next product reads FP8."""
+    the next product reads FP8, as a `batch_invariant` product of one row does too."""
     is_whole = gate_up.dim() == 2 and gate_up.shape[-1] % (2 * BLOCK) == 0
     if not is_whole or gate_up.element_size() != 2 or gate_up.stride(-1) != 1:
         return False
-    is_read = len(gate_up) > FEW or (len(gate_up) > 1 and reads_rounded(gate_up))
+    is_some = len(gate_up) > (0 if batch_invariant else 1)
+    is_read = len(gate_up) > FEW or (is_some and reads_rounded(gate_up))
     return is_read and runs_triton(gate_up) and probe(gate_up.device).rounds_to_fp8
 
 

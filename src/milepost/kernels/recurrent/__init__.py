@@ -153,6 +153,7 @@ def mix(
     layout: MixerLayout,
     *,
     emit: Emit = Emit.VALUES,
+    batch_invariant: bool = False,
 ) -> Inputs:
     """Advances each sequence by all its tokens, as laid out by `layout`. Returns the mixer's output
     [T, heads * W] and writes both pools, including the states of exports.
@@ -166,7 +167,8 @@ def mix(
     A slot that is written is read by no other sequence of the batch; several sequences may read one
     slot, and slot_out may equal slot_in. A negative slot_out marks padding, whose outputs are
     zeros, or undefined in steps that verify. Gated DeltaNet's output is emitted as `emit` asks,
-    except in steps that verify; the other mixers return values alone.
+    except in steps that verify; the other mixers return values alone. The products after it read
+    one row in FP8 too if they are `batch_invariant`.
     """
     if isinstance(layout, MixerRows | MixerPieces):
         return reference.mix(projected, weights, states, layout)
@@ -179,4 +181,4 @@ def mix(
     check_slots(conv_pool=states.conv, recurrent_pool=states.recurrent)
     from milepost.kernels.recurrent import fused
 
-    return fused.mix(projected, weights, states, layout, emit)
+    return fused.mix(projected, weights, states, layout, emit, batch_invariant=batch_invariant)

@@ -24,11 +24,19 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.layout.chunks import ChunkLayout
-from milepost.kernels.layout.emit import Emit, Inputs, handed_on, room_for
+from milepost.kernels.layout.emit import (
+    Activations,
+    Emit,
+    Inputs,
+    handed_on,
+    room_for,
+    values_of,
+)
 from milepost.kernels.layout.verify import DecodeLayout, VerifyLayout
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tables import Kernel, KernelTable
 from milepost.kernels.platform.tensors import BLOCK
+from milepost.kernels.products.portable.rounding import round_into
 from milepost.kernels.recurrent.portable import mamba2
 from milepost.kernels.recurrent.portable.conv import convolve_heads
 from milepost.kernels.recurrent.portable.intra import intra
@@ -66,26 +74,33 @@ def mix(
     states: LayerStates,
     layout: ChunkLayout | DecodeLayout | VerifyLayout,
     emit: Emit,
+    *,
+    batch_invariant: bool = False,
 ) -> Inputs:
     """See `recurrent.mix`."""
     mixer = describe(projected, weights, states.recurrent)
     if isinstance(layout, DecodeLayout):
-        return _decode(mixer, states, layout.arrivals, emit)
+        return _decode(mixer, states, layout.arrivals, emit, batch_invariant=batch_invariant)
     if isinstance(layout, ChunkLayout):
         return _prefill(mixer, states, layout, emit)
     like, many = mixer.inputs.mixed.base, layout.prefills
+    most_each = 1 if states.records is None else 1 + states.records.shape[1]
     if many is None:
-        output = like.new_empty(len(like), mixer.sizes.width)
+        made: Inputs = like.new_empty(len(like), mixer.sizes.width)
     else:
         own = states._replace(slot_in=many.slot_in, slot_out=many.slot_out)
-        output = _prefill(mixer, own, many.chunks, Emit.VALUES)
-        assert isinstance(output, Tensor), "nothing else was asked for"
+        both = Emit.VALUES if emit is Emit.VALUES else Emit.BOTH
+        made = _prefill(mixer, own, many.chunks, both)
+    output = values_of(made)
     if states.records is None:  # nothing is drafted, nothing is recorded
         states = states._replace(records=like.new_empty(1, 1, like.shape[1]))
     steps = states.verifies(layout.sequences)
     kernel = _choose(VERIFIES, mixer, len(steps.sequences.slot_out), states)
     kernel.run(mixer, steps, output)
-    return output
+    if isinstance(made, Activations) and made.fp8 is not None:
+        # The decodes' rows come first; their kernel leaves values.
+        round_into(made.fp8, output[: layout.num_sequences * most_each], probe(output.device))
+    return made
 
 
 _RULES: dict[type[Weights], Callable[..., Mixer]] = {
@@ -100,13 +115,20 @@ def describe(projected: MixerProjections, weights: Weights, recurrent_pool: Tens
     return _RULES[type(weights)](projected, weights, recurrent_pool)
 
 
-def _decode(mixer: Mixer, states: LayerStates, arrivals: Tensor | None, emit: Emit) -> Inputs:
+def _decode(
+    mixer: Mixer,
+    states: LayerStates,
+    arrivals: Tensor | None,
+    emit: Emit,
+    *,
+    batch_invariant: bool,
+) -> Inputs:
     num_sequences = len(states.slot_out)
     output = mixer.inputs.mixed.base.new_empty(num_sequences, mixer.sizes.width)
     kernel = _choose(DECODES, mixer, num_sequences, states)
     fp8 = None
     if emit is not Emit.VALUES and Emit.FP8 in kernel.epilogues:
-        fp8 = room_for(*output.shape, output, Emit.BOTH)
+        fp8 = room_for(*output.shape, output, Emit.BOTH, batch_invariant=batch_invariant)
     kernel.run(mixer, states.decodes(), output, arrivals, fp8)
     return handed_on(output, fp8)
 

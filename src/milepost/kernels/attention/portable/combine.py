@@ -17,24 +17,30 @@ _PROGRAMS = 256
 which are then all loaded at once."""
 _LEAST_PART, _NUMBERS = 32, 8192
 """Least dimensions of a program, and numbers that it loads at once."""
+_FEW = 8
+"""Partial results that are added up at a time if the order must not depend on their number:
+prefills have no more."""
 
 
 def combine(call: AttentionCall, items: AttentionItems) -> None:
     """Writes output rows with partial results, times the sigmoid of their gate."""
     _, num_heads, head_dim = call.partials.base.shape
     block_e = triton.next_power_of_2(head_dim)
-    part = block_e
+    num_tokens = items.num_combined - items.first_combined
+    part, step = block_e, _FEW
     if not items.batch_invariant:
-        part = choose_part(items.num_combined * num_heads, block_e)
-    _combine_kernel[(items.num_combined, num_heads, block_e // part)](
+        part = choose_part(num_tokens * num_heads, block_e)
+        step = max(32, _NUMBERS // part)
+    _combine_kernel[(num_tokens, num_heads, block_e // part)](
         call.partials,
         items.bases,
         call.output_gate,
         call.output,
+        items.first_combined,
         HEADS=num_heads,
         HEAD_DIM=head_dim,
         PART=part,
-        STEP=max(32, _NUMBERS // part),
+        STEP=step,
         num_warps=4 if part == block_e else 8,
         **OVERLAPPED,
     )
@@ -49,12 +55,13 @@ def choose_part(num_results: int, block_e: int) -> int:
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _combine_kernel(
     partials,
     bases,
     gate,
     output,
+    first,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PART: tl.constexpr,
@@ -62,7 +69,7 @@ def _combine_kernel(
 ):
     """Makes PART dimensions of the result of one token and head: the sum of its partial results,
     weighted by their LSE."""
-    token = tl.program_id(0).to(tl.int64)
+    token = first + tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     base = tl.load(bases + token)
     count = tl.load(bases + token + 1) - base

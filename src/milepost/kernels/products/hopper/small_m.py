@@ -1,5 +1,4 @@
-"""GEMMs of up to 64 rows on Hopper, in Gluon: the frame, and the part for raw weights
-(`fp8_small_m` has FP8's).
+"""GEMMs of up to 64 rows on Hopper, in Gluon: the frame, and raw weights (`fp8_small_m` has FP8).
 
 One warp has TMA load steps of the weights and of the rows to stages in shared memory; the others
 multiply without a pause between tiles. Weights do not depend on earlier kernels, so TMA loads them
@@ -100,7 +99,7 @@ class SmallProduct(NamedTuple):
 
 def run(given: Multiplication, tiles: RawTiles) -> Tensor:
     """Multiplies up to 64 rows by raw weights."""
-    weight, hidden = given.weight, given.values
+    weight, hidden, output = given.weight, given.values, given.output(tiles.split_k)
     assert isinstance(weight, Raw), "the kernel's form"
     how = {"mma_n": tiles.mma_m, "launch_dependents": given.launch_dependents}
     shape = SmallShape.of(weight, tiles, RAW_BLOCK_K, block_m=tiles.block_m, **how)
@@ -110,12 +109,13 @@ def run(given: Multiplication, tiles: RawTiles) -> Tensor:
         TensorDescriptor.from_tensor(hidden, [tiles.block_m, RAW_BLOCK_K], _LAYOUT),
         TensorDescriptor.from_tensor(weight.values, box, _LAYOUT),
     )
-    product = SmallProduct(None, given.new_output(tiles.split_k), len(hidden))
-    # Few registers, so that the kernels before and after fit beside it.
+    stride = None if output.is_contiguous() else output.stride(0)
+    product = SmallProduct(None, output, len(hidden), stride)
+    # Few registers, so that the kernels before and after find room.
     held = tiles.block_m * tiles.mma_m // (32 * tiles.num_warps)
     room = {"num_warps": tiles.num_warps, "maxnreg": 48 if held <= 16 else 64 if held <= 32 else 96}
-    form = {"PRODUCE": produce, "CONSUME": _consume_raw}
-    return launch(boxes, product, shape, tiles.programs * given.chip.num_sms, **form, **room)
+    room |= {"PRODUCE": produce, "CONSUME": _consume_raw}
+    return launch(boxes, product, shape, tiles.programs * given.chip.num_sms, **room)
 
 
 def launch(

@@ -64,17 +64,32 @@ def quantise(
     """
     num_rows, num_inputs = len(rows), rows.shape[1] // (1 + is_gated)
     count = cdiv(num_inputs, depth)
-    block = next_power_of_2(depth)
-    parts = max(1, min(next_power_of_2(count), _PART // block))
     num_padded = max(num_padded, num_rows)
     values = rows.new_empty(num_padded, num_inputs, dtype=dtype)
     scales = rows.new_empty(count, num_padded, dtype=torch.float32)
+    _quantise(rows, values, scales, depth, chip, is_gated=is_gated)
+    return values, scales
+
+
+def round_into(target: Fp8Rows, rows: Tensor, chip: Chip) -> None:
+    """Rounds `rows` [R, I], whose other rows are rounded already, to the first of the `target`."""
+    _quantise(rows, target.values, target.scales, BLOCK, chip)
+
+
+def _quantise(
+    rows: Tensor, values: Tensor, scales: Tensor, depth: int, chip: Chip, *, is_gated: bool = False
+) -> None:
+    """Fills the first rows of `values` and `scales`."""
+    num_rows, num_inputs = len(rows), values.shape[1]
+    count = cdiv(num_inputs, depth)
+    block = next_power_of_2(depth)
+    parts = max(1, min(next_power_of_2(count), _PART // block))
     _quantise_kernel[(num_rows, cdiv(count, parts))](
         rows,
-        values.view(torch.uint8) if dtype == FP8 else values,
+        values.view(torch.uint8) if values.dtype == FP8 else values,
         scales,
         rows.stride(0),
-        num_padded,
+        scales.stride(0),
         INPUTS=num_inputs,
         DEPTH=depth,
         PARTS=parts,
@@ -84,7 +99,6 @@ def quantise(
         num_warps=max(1, min(8, parts * block // 512)),
         **OVERLAPPED,
     )
-    return values, scales
 
 
 def round_rows(rows: Inputs, weight: Raw | Quantised, chip: Chip, *, are_few: bool) -> RoundedRows:
