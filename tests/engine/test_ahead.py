@@ -7,6 +7,7 @@ import torch
 
 from milepost.engine.prompts import Prompt
 from tests.engines import (
+    NUM_TOKENS,
     WIDE_STATES,
     answer,
     ask,
@@ -118,7 +119,7 @@ def test_a_step_ahead_is_taken(tiny, monkeypatch):
 
     monkeypatch.setattr(llm.llm_engine.runner, "launch", note)
     ask(llm, tokens(100))
-    assert launched == [False] + [True] * 19
+    assert launched == [False] + [True] * (NUM_TOKENS - 1)
 
 
 def test_min_tokens_counts_the_token_that_is_not_known_yet(tiny, llm):

@@ -18,6 +18,7 @@ from milepost.engine.prompts import Prompt
 from milepost.errors import EngineDeadError, InvalidRequestError
 from milepost.scheduler.plans import StepPlan
 from tests.engines import (
+    NUM_TOKENS,
     VOCAB_SIZE,
     WIDE_STATES,
     answer,
@@ -150,7 +151,7 @@ def test_chat_template_of_a_call(talker, tokenizer):
 def test_without_detokenize_there_is_no_text(talker):
     (output,) = talker.generate("the fox", greedy(detokenize=False), use_tqdm=False)
     assert output.outputs[0].text == ""
-    assert len(answer(output)) == 20
+    assert len(answer(output)) == NUM_TOKENS
 
 
 def test_several_answers(llm):
@@ -276,7 +277,7 @@ def test_prompt_goes_on_behind_a_stop_string(talker):
 def test_logprobs(tiny, llm, num):
     (output,) = ask(llm, tokens(50), params=greedy(logprobs=num))
     (completion,) = output.outputs
-    assert len(completion.logprobs) == len(completion.token_ids) == 20
+    assert len(completion.logprobs) == len(completion.token_ids) == NUM_TOKENS
     full = tiny.logits([*tokens(50), *completion.token_ids]).log_softmax(-1)
     for place, (token, entry) in enumerate(
         zip(completion.token_ids, completion.logprobs, strict=True), start=49
@@ -303,8 +304,8 @@ def test_without_logprobs_there_are_none(llm):
 def test_stream_grows_token_by_token(tiny, llm):
     full = tiny.expected(tokens(150), greedy())
     outputs = list(llm.stream(prompt(tokens(150)), greedy()))
-    assert [answer(output) for output in outputs] == [full[:num] for num in range(1, 21)]
-    assert [output.finished for output in outputs] == [False] * 19 + [True]
+    assert [answer(output) for output in outputs] == [full[: num + 1] for num in range(NUM_TOKENS)]
+    assert [output.finished for output in outputs] == [False] * (NUM_TOKENS - 1) + [True]
     assert num_held(llm) == (0, 0)
 
 
@@ -363,7 +364,7 @@ def test_stream_chat(talker):
     talker.reset_prefix_cache()
     (whole,) = talker.chat(messages, greedy(), use_tqdm=False)
     assert outputs[-1].outputs == whole.outputs
-    assert len(outputs) == 20
+    assert len(outputs) == NUM_TOKENS
     stream = talker.stream_chat(messages, greedy())
     next(stream)
     stream.close()
@@ -438,7 +439,7 @@ def test_metrics_add_up(tiny):
     assert metric(llm, "prefix_cache_hits") + lost == queries
     assert metric(llm, "num_preemptions") == 0
     assert metric(llm, "prompt_tokens_computed") == lost
-    assert metric(llm, "decode_tokens") == 10 * 19
+    assert metric(llm, "decode_tokens") == 10 * (NUM_TOKENS - 1)
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert metric(llm, name) == 0
 

@@ -157,7 +157,7 @@ def test_drafters_of_texts_leave_answers_as_they_are(exact, method):
     config = {"method": method, "num_speculative_tokens": 5, "adaptive": False}
     config |= {"prompt_lookup_min": 2} if method != "suffix" else {}
     llm = exact.open(speculative_config=config, **POOLS)
-    for params in (greedy(), sampled()):
+    for params in (greedy(20), sampled(20)):
         exact.check(ask(llm, *prompts, params=params), params)
         exact.check(ask(llm, *prompts, params=params), params)
     assert stats_of(llm).num_drafts > 0
