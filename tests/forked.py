@@ -18,13 +18,28 @@ from collections.abc import Mapping
 from multiprocessing import forkserver, reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from milepost.__main__ import run
 from milepost.engine.ending import without_main
 from milepost.engine.processes import starting
+from milepost.models import architectures
 
-NEEDED = ["milepost.engine.processes.engine", "milepost.server.run", "tests.forked"]
+NEEDED = [
+    "milepost.cli.bench",  # the command line is built with the commands of annexes
+    "milepost.cli.main",
+    "milepost.cli.simulate",
+    "milepost.engine.processes.engine",
+    "milepost.page.routes",
+    "milepost.server.run",
+    "tests.forked",
+    "transformers.tokenization_utils_tokenizers",
+    "uvloop",
+    *(module.name for module in iter_modules(architectures.__path__, f"{architectures.__name__}.")),
+]
+"""Modules that a server and its engine import: each of them would otherwise do so for a second of
+processor time."""
 
 
 def context() -> ForkServerContext:
