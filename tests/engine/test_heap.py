@@ -33,6 +33,18 @@ def test_what_is_there_before_the_first_request_is_not_collected_again():
     assert len(gc.get_objects()) < known - len(things)
 
 
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_collector_pauses_during_imports_and_is_then_as_it_was(is_enabled):
+    before = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with heap.without_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
 def test_the_operators_own_bounds_stay():
     """In the environment that a process hands on, which is the one that libraries read."""
     code = "import os; from milepost.engine import heap; heap.bound_plans(); os.system('env')"

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 _NUM_PLANS = b"256"
@@ -33,6 +34,19 @@ def bound_plans() -> None:
     if setenv is not None:
         for name in _BOUNDS:
             setenv(name, _NUM_PLANS, 0)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Pauses garbage collection while modules are imported. What they make stays, so a collector
+    that scans it again and again finds nothing, for a tenth of the time of an engine's imports."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def settle() -> None:

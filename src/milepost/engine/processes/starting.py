@@ -20,6 +20,7 @@ from typing import Any
 
 from milepost import logs
 from milepost.config import EngineConfig
+from milepost.engine import heap
 from milepost.engine.ending import end_with_program, heed_sigterm, without_interrupts, without_main
 
 logger = logging.getLogger(__name__)
@@ -149,8 +150,9 @@ def _run(
     if setup is not None:
         logs.set_up(replace(setup, process="engine"))
     try:
-        from milepost.engine.loop import Engine
-        from milepost.engine.processes.engine import main
+        with heap.without_collection():
+            from milepost.engine.loop import Engine
+            from milepost.engine.processes.engine import main
 
         main(config, sock, make_engine or Engine)
     except Exception:
