@@ -36,6 +36,9 @@ class Browser:
         self._http = httpx.Client(base_url=url, timeout=330)
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         arguments += [f"--window-size={size[0]},{size[1]}", "--disable-dev-shm-usage"]
+        # Each page would start a process of its own, and another one in reserve.
+        arguments += ["--disable-site-isolation-trials", "--renderer-process-limit=1"]
+        arguments.append("--disable-features=SpareRendererForSitePerProcess")
         options = {"binary": found[0], "args": arguments}
         wanted = {
             "goog:chromeOptions": options,
