@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pickle
+import signal
+import warnings
 from array import array
 from itertools import islice, pairwise
 from operator import attrgetter
@@ -635,3 +639,27 @@ def _fail(*_):
 
 def _interrupt(*_):
     raise KeyboardInterrupt
+
+
+def test_a_forked_process_is_told_to_make_its_own(llm):
+    """The engine's thread does not exist there: a call would wait for ever."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 on: this process has threads
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            llm.generate(prompt(tokens(8)), greedy(1), use_tqdm=False)
+        except EngineDeadError as error:
+            status = 0 if "spawn" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert llm.generate(prompt(tokens(8)), greedy(1), use_tqdm=False)
+
+
+def test_an_llm_is_not_sent_to_other_processes(llm):
+    with pytest.raises(TypeError, match="make one in each process"):
+        pickle.dumps(llm)

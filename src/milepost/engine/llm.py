@@ -214,6 +214,9 @@ class LLM:
         finally:
             self._thread.tidy(self._give_up, groups)
 
+    def __reduce__(self) -> str:
+        raise TypeError("an LLM cannot be copied or sent: make one in each process that needs it")
+
     # --- on the engine's thread -------------------------------------------------------------------
 
     def _begin(

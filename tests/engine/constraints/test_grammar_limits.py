@@ -66,6 +66,24 @@ def test_a_costly_form_meets_its_bound(compiler, limit, form):
     assert limit in LIMITS
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": {"$ref": "#"}},
+        {
+            "json": {
+                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+                "$ref": "#/$defs/a",
+            }
+        },
+        {"grammar": "start: start"},
+        {"grammar": 'start: "call" arguments\narguments: %json {"$ref": "#"}'},
+    ],
+)
+def test_a_form_that_nothing_completes_says_why(compiler, form):
+    assert "refer to itself without an end" in end_of(compiler, **form)
+
+
 ORDINARY = {
     "fields": {"json": optional(300)},
     "words": {"grammar": words(1_500)},

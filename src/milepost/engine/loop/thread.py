@@ -8,6 +8,7 @@ since Python raises it in the caller's thread.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -45,6 +46,7 @@ class EngineThread:
         self._todo: _Todo = SimpleQueue()
         self._gate = threading.RLock()  # a collector's callback may queue in the midst of queueing
         self._is_closed = False
+        self._pid = os.getpid()
         device = engine.runner.pools.device
         self._thread = threading.Thread(
             target=_serve, args=(self._todo, device), name="milepost-engine", daemon=True
@@ -136,6 +138,11 @@ class EngineThread:
 
     def _queue(self, work: Callable[..., T], *args: Any) -> Future[T]:
         future: Future[T] = Future()
+        if os.getpid() != self._pid:
+            raise EngineDeadError(
+                "the engine runs in the process that this one was forked from: make another one "
+                "here, after starting the process with `spawn`"
+            )
         with self._gate:
             if not self._is_open:
                 raise EngineDeadError("the engine was closed: make a new one")
