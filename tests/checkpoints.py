@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import transformers  # its models are loaded when they are named, which takes seconds
 
@@ -115,6 +116,32 @@ def _nemotron_h(**changes: Any) -> PreTrainedModel:
             layer.mixer.time_step_limit = tuple(config.time_step_limit)
         elif layer.block_type == "moe":
             layer.mixer.gate.e_score_correction_bias.normal_(std=0.2)
+    return model
+
+
+def _nemotron_h_omni(**changes: Any) -> PreTrainedModel:
+    """Nemotron's text part beside a tower, which is not run; transformers may be too old for it."""
+    names = "NemotronH_Omni_Reasoning_V3_Config", "NemotronH_Omni_Reasoning_V3"
+    if not all(hasattr(transformers, name) for name in names):
+        pytest.skip(f"transformers {transformers.__version__} has no {names[1]}")
+    vision = {
+        "model_type": "radio",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_img_size": 64,
+        "patch_size": 4,
+        "video_temporal_patch_size": 2,
+    }
+    text = _nemotron_h(**changes)
+    config = getattr(transformers, names[0])(
+        text_config=text.config,
+        vision_config=vision,
+        vision_hidden_size=16,
+        projector_hidden_size=8,
+    )
+    model = getattr(transformers, names[1])(config)
+    model.language_model = text
     return model
 
 
@@ -285,6 +312,7 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "olmo_hybrid": _olmo_hybrid,
     "bamba": _bamba,
     "nemotron_h": _nemotron_h,
+    "nemotron_h_omni": _nemotron_h_omni,
     "granitemoehybrid": _granitemoehybrid,
     "granitemoehybrid_as_built": _granitemoehybrid,
     "falcon_h1": _falcon_h1,

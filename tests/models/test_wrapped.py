@@ -10,16 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from milepost import SamplingParams
 from milepost.errors import InvalidRequestError, UnsupportedModelError, WeightsError
 from milepost.models import LoadOptions, configuration, load_config, load_model
 from tests.checkpoints import save
-from tests.engines import VOCAB_SIZE, ask, greedy, open_llm, tokens
+from tests.engines import VOCAB_SIZE, ask, greedy, open_llm, prompt, tokens
 
 WRAPPED = {
     "intern_s2_preview": ("qwen3_5_moe_text", "model.visual.", "time_series"),
     "minicpmv4_6": ("qwen3_5_text", "model.vision_tower.", "model.merger."),
     "minicpmv4_7": ("qwen3_5_text", "model.vision_tower.", "model.merger."),
     "lfm2_vl": ("lfm2", "model.vision_tower.", "model.multi_modal_projector."),
+    "nemotron_h_omni": ("nemotron_h", "vision_model.", "mlp1."),
     "lfm3_vl": ("lfm3", "model.vision_tower.", "model.multi_modal_projector."),
 }
 
@@ -58,6 +60,29 @@ def test_a_text_part_of_another_family_is_refused(name: str, tmp_path: Path) -> 
     assert load_config(tmp_path).get_text_config().model_type == WRAPPED[name][0]
 
 
+def test_nemotrons_text_part_answers_as_transformers(tmp_path: Path) -> None:
+    """By its published name in config.json, too."""
+    reference = save("nemotron_h_omni", tmp_path, vocab_size=VOCAB_SIZE)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    given = tokens(90)
+    with torch.no_grad():
+        logits = reference(input_ids=torch.tensor([given])).logits[0]
+    wanted = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(given[1:])[:, None])[:, 0]
+    for changed in (raw, {name: raw[name] for name in raw if name != "text_config"}):
+        if "text_config" not in changed:
+            changed["llm_config"] = raw["text_config"]
+        path.write_text(json.dumps(changed))
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        (output,) = open_llm(tmp_path).generate(prompt(given), params, use_tqdm=False)
+        found = [
+            each[token].logprob
+            for each, token in zip(output.prompt_logprobs[1:], given[1:], strict=True)
+        ]
+        assert (torch.tensor(found) - wanted).abs().max() < 1e-3
+    assert wanted.std() > 0.5, "flat logits would show nothing"
+
+
 def test_a_type_that_an_older_transformers_does_not_know_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +99,7 @@ def test_a_head_that_is_not_in_the_checkpoint_is_refused(name: str, tmp_path: Pa
         load_model(tmp_path, LoadOptions(head="mtp"))
 
 
-@pytest.mark.parametrize("name", ["intern_s2_preview", "minicpmv4_6"])
+@pytest.mark.parametrize("name", ["intern_s2_preview", "minicpmv4_6", "nemotron_h_omni"])
 def test_images_are_refused_and_the_log_says_why(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

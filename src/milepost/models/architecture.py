@@ -70,6 +70,8 @@ class Architecture:
     prefixes: tuple[str, ...] = ("model.language_model", "model")
     """Paths that the text model may have in a checkpoint; the first with an embedding is used."""
     embedding: str = "embed_tokens"
+    output_path: str = ""
+    """Path of the module with the output projection `lm_head`; empty for the top level."""
     head: Callable[[PreTrainedConfig, ModuleScope, Rotary], MTPHead] | None = None
     """Builds the MTP head, with tensors under `kind.path` and the model's rotary embedding; None if
     the family has none."""
@@ -101,7 +103,8 @@ class Architecture:
             parts = replace(parts, tower=self.tower_of(whole, kind))
         if has_head:
             parts = replace(parts, head=self.head_of(config, kind, rotary_of(parts.layers)))
-        return Decoder(config, parts, own, is_tied=is_tied, embedding=self.embedding)
+        output = own.root().under(self.output_path)
+        return Decoder(config, parts, own, is_tied=is_tied, embedding=self.embedding, output=output)
 
     def head_of(
         self, config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary | None = None

@@ -62,7 +62,8 @@ class Decoder(nn.Module):
     """A model for inference; keeps no state of its own.
 
     Parameters are allocated on their device and left unfilled. `config` is the text model's
-    configuration, `kind` that of the module with the embedding.
+    configuration, `kind` that of the module with the embedding, and `output` that of the module
+    with the output projection, which is the checkpoint's top level if None.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Decoder(nn.Module):
         *,
         is_tied: bool,
         embedding: str = "embed_tokens",
+        output: ModuleScope | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -88,7 +90,7 @@ class Decoder(nn.Module):
         self.lm_head = Linear(
             config.hidden_size,
             (("lm_head", self._vocab.size),),
-            kind.root(),
+            output or kind.root(),
             weight=RawWeight(self.embedding, kind.batch_invariant) if is_tied else None,
             cuts={"lm_head": self._vocab},
         )

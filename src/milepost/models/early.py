@@ -34,7 +34,7 @@ def refuse_early(config: EngineConfig) -> None:
     with reading(path):
         if raw.get("model_type") not in declared_types():
             raise unknown_type(raw.get("model_type"), declared_types())
-    text = raw.get("text_config") or raw
+    text = raw.get("text_config") or raw.get("llm_config") or raw
     if config.overrides or not isinstance(text, Mapping):
         return
     with reading(path):

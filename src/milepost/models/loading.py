@@ -185,6 +185,7 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
     has_tower = options.has_tower and has_pictures(config)
     without = () if has_tower else (rf"{re.escape(architecture.tower_path)}\.",)
     without += () if has_head else (rf"{re.escape(architecture.head_path(text))}\.",)
+    has_output = kind.under(architecture.output_path).has_projection("lm_head")
     return _Plan(
         config=config,
         architecture=architecture,
@@ -192,7 +193,7 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
         files=files,
         seed=options.seed,
         # A checkpoint that says it is tied but has its own head means that head.
-        is_tied=config.tie_word_embeddings and not kind.has_projection("lm_head"),
+        is_tied=config.tie_word_embeddings and not has_output,
         has_head=has_head,
         has_tower=has_tower,
         is_quantised=forms is not None,

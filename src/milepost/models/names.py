@@ -24,6 +24,8 @@ TEXT = "text_config"
 _OVERRIDES = "hf_overrides"
 _ROPE = "rope_parameters"
 _ALIASES = {"torch_dtype": "dtype"}
+_OF_TEXT = {"llm_config": TEXT}
+"""Other names of the text part."""
 _ROPE_NAMES = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 """Settings next to `rope_parameters`, or instead of it, before transformers 5."""
 _ROPE_TYPES = {"mrope": "default", "su": "longrope"}
@@ -54,8 +56,12 @@ def read_settings(
     for an override of a setting that the configuration does not have, and for numbers that no model
     has."""
     inner = _inner(kind, architecture)
-    own = _renamed(_nested(_copied(raw), kind, inner), architecture, kind, "")
-    given = _renamed(_copied(overrides), architecture, kind, _OVERRIDES)
+    own, given = _copied(raw), _copied(overrides)
+    if inner is not None:
+        _rename(own, _OF_TEXT, "")
+        _rename(given, _OF_TEXT, _OVERRIDES)
+    own = _renamed(_nested(own, kind, inner), architecture, kind, "")
+    given = _renamed(given, architecture, kind, _OVERRIDES)
     _check_known(given, own, architecture, kind)
     _leave_out_others(own, given, architecture)
     found = _merged(own, given)

@@ -8,6 +8,7 @@ Time steps are bounded by `time_step_limit`, as in the published code. transform
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -127,37 +128,51 @@ def _settle(settings: dict[str, Any]) -> None:
     take_same(settings, "layers_block_type", "hybrid_override_pattern", listed)
 
 
+_PLAIN = Architecture(
+    model_types=("nemotron_h",),
+    build=_parts,
+    layer_types=tuple(_PARTS),
+    aliases={
+        "layer_types": "layers_block_type",
+        "num_local_experts": "n_routed_experts",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_expand": "expand",
+        "mamba_dt_min": "time_step_min",
+        "mamba_dt_max": "time_step_max",
+        "mamba_dt_limit": "time_step_limit",
+        "mamba_dt_init_floor": "time_step_floor",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_chunk_size": "chunk_size",
+    },
+    spellings=(("layers_block_type", "hybrid_override_pattern"),),
+    settle=_settle,
+    requirements={
+        "hidden_act": (is_unset, "none"),
+        "mlp_hidden_act": (lambda value: value == "relu2", "relu2"),
+        "mamba_hidden_act": (lambda value: value in ("silu", "swish"), "silu"),
+        "attention_bias": (is_unset, "false"),
+        "mlp_bias": (is_unset, "false"),
+        "mamba_proj_bias": (is_unset, "false"),
+        "residual_in_fp32": (is_unset, "false"),
+        "n_shared_experts": (lambda value: value == 1, "1"),
+    },
+    prefixes=("backbone", "model"),
+    embedding="embeddings",
+)
 ARCHITECTURES = (
-    Architecture(
-        model_types=("nemotron_h",),
-        build=_parts,
-        layer_types=tuple(_PARTS),
-        aliases={
-            "layer_types": "layers_block_type",
-            "num_local_experts": "n_routed_experts",
-            "mamba_n_groups": "n_groups",
-            "mamba_d_conv": "conv_kernel",
-            "mamba_expand": "expand",
-            "mamba_dt_min": "time_step_min",
-            "mamba_dt_max": "time_step_max",
-            "mamba_dt_limit": "time_step_limit",
-            "mamba_dt_init_floor": "time_step_floor",
-            "mamba_conv_bias": "use_conv_bias",
-            "mamba_chunk_size": "chunk_size",
-        },
-        spellings=(("layers_block_type", "hybrid_override_pattern"),),
-        settle=_settle,
-        requirements={
-            "hidden_act": (is_unset, "none"),
-            "mlp_hidden_act": (lambda value: value == "relu2", "relu2"),
-            "mamba_hidden_act": (lambda value: value in ("silu", "swish"), "silu"),
-            "attention_bias": (is_unset, "false"),
-            "mlp_bias": (is_unset, "false"),
-            "mamba_proj_bias": (is_unset, "false"),
-            "residual_in_fp32": (is_unset, "false"),
-            "n_shared_experts": (lambda value: value == 1, "1"),
-        },
-        prefixes=("backbone", "model"),
-        embedding="embeddings",
+    _PLAIN,
+    replace(  # the text part of Nemotron-3-Nano-Omni and 3.5-Super-VL
+        _PLAIN,
+        model_types=("nemotron_h_omni",),
+        text_types=("nemotron_h",),
+        prefixes=("language_model.backbone", "language_model.model"),
+        output_path="language_model",
+        head_at="language_model.mtp",
+        tower_path="vision_model",
+        skipped=(
+            r"(mlp1|multi_modal_projector|vision_final_layernorm)\.",
+            r"(sound_encoder|sound_projection|audio_tower|embed_audio)\.",
+        ),
     ),
 )
