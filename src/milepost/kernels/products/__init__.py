@@ -22,6 +22,7 @@ from milepost.kernels.layout.emit import (
     FEW,
     Activations,
     Emit,
+    Fp8Rows,
     Inputs,
     as_activations,
     reads_rounded,
@@ -56,6 +57,7 @@ __all__ = [
     "multiply_heads",
     "norms_too",
     "reads",
+    "round_into",
     "route",
 ]
 
@@ -219,6 +221,14 @@ def gate(gate_up: Tensor, emit: Emit = Emit.VALUES, *, batch_invariant: bool = F
 
         return rounding.gate(gate_up, probe(gate_up.device))
     return norm.silu_mul(gate_up)
+
+
+def round_into(target: Fp8Rows, rows: Tensor) -> None:
+    """Rounds `rows` [R, I] to the first R rows of the `target`, whose others are rounded
+    already."""
+    from milepost.kernels.products.portable import rounding
+
+    rounding.round_into(target, rows, probe(rows.device))
 
 
 def rounds_gated(gate_up: Tensor, *, batch_invariant: bool = False) -> bool:

@@ -36,7 +36,7 @@ from milepost.kernels.layout.verify import DecodeLayout, VerifyLayout
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tables import Kernel, KernelTable
 from milepost.kernels.platform.tensors import BLOCK
-from milepost.kernels.products.portable.rounding import round_into
+from milepost.kernels.products import round_into
 from milepost.kernels.recurrent.portable import mamba2
 from milepost.kernels.recurrent.portable.conv import convolve_heads
 from milepost.kernels.recurrent.portable.intra import intra
@@ -99,7 +99,7 @@ def mix(
     kernel.run(mixer, steps, output)
     if isinstance(made, Activations) and made.fp8 is not None:
         # The decodes' rows come first; their kernel leaves values.
-        round_into(made.fp8, output[: layout.num_sequences * most_each], probe(output.device))
+        round_into(made.fp8, output[: layout.num_sequences * most_each])
     return made
 
 
