@@ -46,7 +46,8 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.tiles import next_power_of_2
 
 _MOST_IN_WORDS = 64
-"""Rows from which on matrix units read shared memory, so what is loaded goes back there."""
+"""From this many rows on matrix units read operands from shared memory, so unpacked words would
+have to be written back."""
 
 
 def attend(call: AttentionCall, work: Tensor, rows: int, tiles: KVTiles) -> None:
@@ -125,7 +126,7 @@ def _attend_kernel(
         # Float16 holds what FP8 holds; a chip without FP8 holds it divided by 256.
         factor: tl.constexpr = 256.0 if SIZES.float8 and not SIZES.native else 1.0
         scale *= tl.load(call.kv_scales + i_h) * factor
-        # A latent is key and value, with one scale.
+        # A latent is both key and value, with one scale.
         values: tl.constexpr = 0 if SIZES.latents else SIZES.kv_heads
         value_scale = tl.load(call.kv_scales + values + i_h) * factor
         if SIZES.float8 and call.query.base.dtype.element_ty == tl.bfloat16:
@@ -147,7 +148,8 @@ def _attend_kernel(
     for i_kv in tl.range(masked, item.end, SIZES.block, num_stages=TAIL_STAGES):
         m, l, acc = _step(m, l, acc, b_q, b_sq, i_kv, item, rows, pages, scale, True, SIZES)
 
-    # A row that has seen nothing has an m of -inf and an acc of 0: it adds nothing to the sum.
+    # A row without any visible key has a maximum of -inf and a sum of 0, which adds nothing to
+    # partial results.
     l = tl.where(l == 0.0, 1.0, l)
     acc = acc / l[:, None]
     if call.kv_scales is not None:
@@ -161,9 +163,9 @@ def _attend_kernel(
 def _step(
     m, l, acc, b_q, b_sq, i_kv, item, rows, pages, scale, MASKED: tl.constexpr, SIZES: tl.constexpr
 ):
-    """Takes the block of KV at i_kv into the running softmax: the maximum score `m`, the sum of
-    weights `l`, the sum of values `acc`. If MASKED, a row sees no KV past its own position, or
-    before its window."""
+    """Adds the block of KV at i_kv to the running softmax: maximum score `m`, sum of weights `l`,
+    sum of values `acc`. If MASKED, rows do not see KV after their own position or before their
+    window."""
     o_kv = i_kv + tl.arange(0, SIZES.block)
     if SIZES.latents:
         b_k, b_shared = load_latents(pages, i_kv, SIZES, b_q.dtype)
@@ -184,7 +186,7 @@ def _step(
     else:
         b_v = load_words(pages, i_kv, SIZES.page_size, SIZES)
     if MASKED and not SIZES.latents:
-        # What lies outside may be NaN, which a weight of 0 would not silence.
+        # Values outside may be NaN, and a weight of 0 times NaN is NaN.
         b_v = tl.where(is_read(pages, o_kv, SIZES)[:, None], b_v, 0.0)
     m, l, b_p, shrink = online_softmax(m, l, b_s, scale, MASKED)
     acc = dot(b_p.to(b_v.dtype), b_v, acc * shrink[:, None])

@@ -33,7 +33,7 @@ _UNPACK = tl.constexpr("""{
 
 
 class BlockSizes(NamedTuple):
-    """How the kernel is compiled; a constant on the device."""
+    """Sizes that the kernel is compiled for; a constant on the device."""
 
     boxed: bool
     """Whether TMA loads KV."""
@@ -47,13 +47,13 @@ class BlockSizes(NamedTuple):
     block_e: int
     latents: bool
     shared: int
-    """Entries of a latent that are no values."""
+    """Entries of a latent that are not part of its value."""
     block_p: int
     page_size: int
     rows: int
     block: int
     window: int = 0
-    """Tokens that a token attends to; 0: all."""
+    """Number of tokens that a token attends to; 0 for all."""
 
 
 class QueryRows(NamedTuple):
@@ -62,7 +62,7 @@ class QueryRows(NamedTuple):
     o_e: Any
     """Entries of a head [block_e]."""
     ahead: Any
-    """Tokens from the item's first."""
+    """Token of each row, counted from the item's first."""
     token: Any
     head: Any
     are_held: Any
@@ -88,7 +88,7 @@ class KVPointers(NamedTuple):
 
 @triton.jit
 def load_item(items, i_item):
-    """Returns the item."""
+    """Loads an item of work."""
     p_item = items + i_item * _ITEM_SIZE
     first = tl.load(p_item)
     num_tokens = tl.load(p_item + 1)
@@ -102,7 +102,7 @@ def load_item(items, i_item):
 
 @triton.jit
 def find_rows(item, i_h, SIZES: tl.constexpr):
-    """Returns the rows of an item."""
+    """Returns the tokens and heads of an item's rows."""
     row = tl.arange(0, SIZES.rows)
     o_e = tl.arange(0, SIZES.block_e)
     ahead = row // SIZES.group
@@ -143,9 +143,9 @@ def load(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.conste
 
 @triton.jit
 def load_words(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr):
-    """Loads FP8 as `load` does, with number i of word w in column i * words + w. Matrix units want
-    two tokens of a column side by side: that takes one instruction for two numbers from words, and
-    a load for each from bytes."""
+    """Loads FP8 as `load` does, but number i of word w becomes column i * words + w. Matrix units
+    need two tokens of a column side by side: from words one instruction makes two such numbers,
+    from bytes each takes a load."""
     BLOCK: tl.constexpr = SIZES.block
     HEAD_DIM: tl.constexpr = SIZES.head_dim
     WORDS: tl.constexpr = HEAD_DIM // 4
@@ -169,8 +169,8 @@ def load_words(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr):
 
 @triton.jit
 def load_latents(pages, i_kv, SIZES: tl.constexpr, DTYPE: tl.constexpr):
-    """Loads latents from i_kv on: entries that are values too [BLOCK, block_e], and those that all
-    heads share [BLOCK, block_p]. Rows past the end hold anything, and are not read."""
+    """Loads latents from i_kv on: the entries that are values too [BLOCK, block_e], and those that
+    all heads share [BLOCK, block_p]. Rows past the end are not read."""
     WIDTH: tl.constexpr = SIZES.head_dim + SIZES.shared
     o_e, o_p = tl.arange(0, SIZES.block_e)[None, :], tl.arange(0, SIZES.block_p)[None, :]
     o_kv = i_kv + tl.arange(0, SIZES.block)
@@ -187,7 +187,7 @@ def load_latents(pages, i_kv, SIZES: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def fit_float16(b_q):
-    """Rounds queries to float16, which holds all that FP8 holds; bfloat16 exceeds its range."""
+    """Rounds queries to float16, clamped to its range. It represents all FP8 numbers."""
     return tl.clamp(b_q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
 
 
@@ -202,8 +202,8 @@ def first_seen(item, SIZES: tl.constexpr):
 
 @triton.jit
 def is_read(pages, o_kv, SIZES: tl.constexpr):
-    """Whether rows of KV may be read: a table names no pages of a sequence's before its window or
-    past its end."""
+    """Whether rows of KV may be read. Entries of a page table before the window and past the end
+    are stale."""
     inside = o_kv < pages.end
     if SIZES.window != 0:
         inside = inside & (o_kv >= pages.first)
@@ -212,8 +212,8 @@ def is_read(pages, o_kv, SIZES: tl.constexpr):
 
 @triton.jit
 def first_block(item, first, SIZES: tl.constexpr):
-    """Returns the position of the first block that some row of an item sees; blocks before it lie
-    in no page of the sequence's."""
+    """Returns the position of the first block that some row of an item sees. Earlier blocks may lie
+    in pages of other sequences."""
     begin = item.begin
     if SIZES.window != 0:
         begin = tl.maximum(begin, first // SIZES.block * SIZES.block)
@@ -232,12 +232,12 @@ def first_masked(item, begin, SIZES: tl.constexpr):
 
 @triton.jit
 def online_softmax(m, l, b_s, scale, MASKED: tl.constexpr):
-    """Takes a block's scores [ROWS, BLOCK] into the running softmax: maximum `m` and sum of weights
-    `l`, both [ROWS]. Returns both, the block's weights, and the factor for earlier sums."""
+    """Adds a block's scores [ROWS, BLOCK] to the running softmax with maximum `m` and sum of
+    weights `l`, both [ROWS]. Returns both, the block's weights, and the factor for earlier sums."""
     m_new = tl.maximum(m, tl.max(b_s, 1) * scale)
     base = m_new
     if MASKED:
-        # A row that has seen nothing yet has no m to subtract.
+        # A row without any visible key so far has no maximum to subtract.
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
     b_p = tl.exp2(b_s * scale - base[:, None])
     shrink = tl.exp2(m - base)
@@ -246,5 +246,5 @@ def online_softmax(m, l, b_s, scale, MASKED: tl.constexpr):
 
 @triton.jit
 def dot(left, right, start=None):
-    """Multiplies so that float32 stays float32: matrix units would round it to 10 bits."""
+    """Returns the matrix product without rounding float32 to tf32's 10 bits."""
     return tl.dot(left, right, start, input_precision="ieee")

@@ -1,5 +1,5 @@
-"""Triton: attention to what an indexer selects, as `attention.indexed` defines it; a token and KV
-head a program.
+"""Triton: attention to what an indexer selects, as `attention.indexed` defines it, with a program
+per token and KV head.
 
 Legend: T tokens, H query heads, G KV heads, E head_dim.
 """
@@ -29,7 +29,7 @@ def attend(
     scale: float,
     selection: Selection,
 ) -> Tensor:
-    """See `attention.indexed.attend`; rows of padding hold anything."""
+    """See `attention.indexed.attend`; rows of padding are undefined."""
     assert kv.tables is not None, "tokens name rows of page tables"
     num_tokens, num_heads, head_dim = query.shape
     output = query.new_empty(num_tokens, num_heads * head_dim)
@@ -86,7 +86,8 @@ def _attend_kernel(
     BLOCK: tl.constexpr,
     SIZES: tl.constexpr,
 ):
-    """A token's query heads of one KV head: selected blocks, then what comes after whole ones."""
+    """Attends from a token's query heads of one KV head: first to selected blocks, then to the
+    tokens after the last whole block."""
     launch_dependents()
     wait_for_inputs()
     i_h, i_t = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -133,7 +134,7 @@ def _attend_kernel(
 def _step(
     m, l, acc, b_q, position, is_kv, i_h, pool, table, page_rows, o_e, scale, SIZES: tl.constexpr
 ):
-    """Takes KV at these positions into the running softmax."""
+    """Adds the KV at some positions to the running softmax."""
     E: tl.constexpr = SIZES.head_dim
     page = tl.load(table + position // SIZES.page_size).to(tl.int64)
     row = page * page_rows + position % SIZES.page_size

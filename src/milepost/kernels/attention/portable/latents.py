@@ -1,4 +1,5 @@
-"""The launch before attention to latents: norm, rotary positions, and latents to their rows.
+"""The launch before attention to latents: norms and rotates latents, and writes them to their
+pages.
 
 Legend: T tokens, H query heads, R latent_dim, P shared_dim.
 """
@@ -30,8 +31,8 @@ def store_latents(
     kv_rows: Tensor,
     turned: TurnedEntries | None = None,
 ) -> None:
-    """As `reference.store_latents`; `kv_rows` [T] int64 say where each token's latent goes, -1 for
-    nowhere."""
+    """See `reference.store_latents`. `kv_rows` [T] int64 are the rows that tokens' latents are
+    written to, -1 for none."""
     size, width, heads = len(norm_weight), kv.pool.shape[-1], 0
     turn = _TurnArguments(None, 0, 0, None, None, 0)
     if turned is not None:
@@ -61,7 +62,7 @@ def store_latents(
 
 
 class _TurnArguments(NamedTuple):
-    """`TurnedEntries`, as the kernel takes them; all None and zeros if nothing is turned."""
+    """`TurnedEntries` as kernel arguments; None and zeros if nothing is turned."""
 
     query: Any
     token_stride: Any

@@ -1,5 +1,5 @@
-"""Launches before attention to heads: norms, rotary positions and KV to its rows (`prepare`), and
-FP8 pages to a 16-bit type for prefills (`dequantise`).
+"""Launches before attention to heads: `prepare` norms and rotates heads and writes KV to its pages,
+`dequantise` copies FP8 pages to a 16-bit type for prefills.
 
 Legend: T tokens, H query heads, G KV heads, E head_dim, O turned dimensions of E, S sequences.
 """
@@ -39,9 +39,9 @@ def prepare(
     num_heads: int,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """As `reference.prepare`, with norms of each head or none; `norm_scale` is float32, and
-    `kv_rows` [T] int64 say where each token's key goes, -1 for nowhere. With `batch_invariant` as
-    many threads norm a head whatever the number of tokens."""
+    """See `reference.prepare`. `norm_scale` is float32 or None, and `kv_rows` [T] int64 are the
+    rows that tokens' keys are written to, -1 for none. With `batch_invariant` the number of threads
+    per head does not depend on the number of tokens."""
     check_rows(projected=projected, norm_scale=norm_scale, kv_rows=kv_rows)
     num_tokens = len(projected)
     _, _, page_size, num_kv_heads, head_dim = kv.pool.shape

@@ -1,8 +1,8 @@
 """Triton: index keys, and the blocks that an indexer selects by them (see `attention.indexed`).
 
-A launch scores blocks for tiles of tokens; it makes the blocks' keys on the way, so that nothing
-has to be kept of them. A score's bits and the block's number are one integer, largest for the block
-that wins, so torch's top k are the definition's, whatever is equal.
+A launch scores blocks for tiles of tokens, and makes the blocks' keys on the way, so that those
+need no memory. A score's bits and the block's number form one integer, which is largest for the
+block that wins; so torch's top k breaks ties as the definition does.
 
 Legend: T tokens, B blocks, I index heads, K entries of an index key, S selected blocks.
 """
@@ -24,12 +24,12 @@ from milepost.kernels.platform.tensors import check_contiguous
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
 _SCORES = 1 << 23
-"""Scores that are made before the best are taken: 64 MiB. With 16,384 blocks they are those of 512
-tokens, and each launch passes over all tiles of tokens."""
+"""Most scores that are made before the best are taken: 64 MiB. With 16,384 blocks that is enough
+for 512 tokens, and each launch passes over all tiles of tokens."""
 _BLOCKS = 32
 """Blocks of a program that scores."""
 LAST = tl.constexpr(0x7FFFFFFF)
-"""A selected block's number is this, exclusive or the low half of its integer."""
+"""XOR of a selected block's number and the low half of its integer."""
 
 
 class IndexSizes(NamedTuple):

@@ -16,8 +16,9 @@ import triton.language as tl
 
 
 class RowGroups(NamedTuple):
-    """`grouping.Groups` as kernels take them. If routed tokens are not grouped, `order` is None and
-    `blocks` are their experts: each is a block, whose rows `find_rows` searches for."""
+    """`grouping.Groups` as kernel arguments. If routed tokens are not grouped, `order` is None and
+    `blocks` are the routed tokens' experts: each is a block, whose rows `find_rows` searches
+    for."""
 
     order: Any
     blocks: Any
@@ -25,7 +26,7 @@ class RowGroups(NamedTuple):
 
 
 class RowBase(NamedTuple):
-    """Rows as kernels take them, and their scales [D, rows], or None."""
+    """Rows as a kernel argument, and their scales [D, rows] or None."""
 
     base: Any
     scales: Any
@@ -43,8 +44,8 @@ def find_block(groups, capacity, block):
 
 @triton.jit
 def find_rows(groups, capacity, block, SHAPE: tl.constexpr):
-    """Returns a block's expert (negative for padding), its first row, its rows [M], and which of
-    these there are."""
+    """Returns a block's expert (negative for padding), its first row, its rows [M] and their
+    mask."""
     if groups.order is None:
         return _search(groups.blocks, capacity, block, SHAPE)
     else:
@@ -56,8 +57,8 @@ def find_rows(groups, capacity, block, SHAPE: tl.constexpr):
 
 @triton.jit
 def _search(experts, num_routed, routed, SHAPE: tl.constexpr):
-    """Finds the routed tokens of a routed token's expert, for no more than M tokens. The first of
-    an expert has them all, the others' blocks are padding."""
+    """Searches the routing of at most M tokens for the rows of a routed token's expert. The
+    expert's first routed token has them all; the blocks of its others are padding."""
     o_m, o_n = tl.arange(0, SHAPE.block_m), tl.arange(0, triton.next_power_of_2(SHAPE.top_k))
     o_p = o_m[:, None] * SHAPE.top_k + o_n[None, :]
     is_routed = (o_p < num_routed) & (o_n < SHAPE.top_k)[None, :]
@@ -71,7 +72,7 @@ def _search(experts, num_routed, routed, SHAPE: tl.constexpr):
 
 @triton.jit
 def load_routed(order, row, is_row):
-    """Loads the rows' routed tokens, 0 for rows that there are not."""
+    """Returns the rows' routed tokens, 0 for masked rows."""
     if order is None:
         return tl.where(is_row, row, 0)
     else:

@@ -1,7 +1,7 @@
 """Triton: rows of few tokens gathered in blocks that share an expert, in one launch.
 
-A program has one routed token and counts by itself how many of its expert's are before it; a
-program for all of a token's experts would pass numbers between warps again and again.
+A program takes one routed token and counts how many of its expert's come before it. A program for
+all of a token's experts would have to exchange numbers between warps repeatedly.
 
 Legend: T tokens, X experts, N experts of a token, P = T * N routed tokens, M rows of a block, B
 blocks, D scales of a row.
@@ -23,8 +23,8 @@ from milepost.kernels.platform.tiles import next_power_of_2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """Blocks of rows, ordered by expert and then by token. Rows after an expert's last one, and all
-    after the last block, are not written."""
+    """Blocks of rows, ordered by expert and then by token. Rows past an expert's last one and past
+    the last block are not written."""
 
     rows: Tensor
     """[B * M, I]"""
@@ -35,13 +35,13 @@ class Gathered:
     experts: Tensor
     """[B] int32: each block's expert."""
     counters: Tensor
-    """[B] int32 zeros, which the next kernel counts with."""
+    """[B] int32 zeros, counters for the next kernel."""
     count: Tensor
     """[1] int32: number of blocks."""
 
 
 class GatheredLists(NamedTuple):
-    """The integer lists of `Gathered` as kernels take them."""
+    """The integer lists of `Gathered` as kernel arguments."""
 
     routed: Any
     experts: Any
@@ -115,9 +115,11 @@ def _gather_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Places a routed token. Without atomics results are always the same.
+    """Copies one routed token's row to its place. There are no atomics, so results are always the
+    same.
 
-    What this kernel reads is complete once the next launch starts, which may read it at once."""
+    Its inputs are complete before the next launch may start, so that launch may read them at once.
+    """
     wait_for_inputs()
     launch_dependents()
     i_p = tl.program_id(0)

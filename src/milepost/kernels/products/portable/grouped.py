@@ -1,7 +1,7 @@
 """Triton: the experts' grouped GEMMs over blocks of rows that share an expert, for every form.
 
-No launch groups the rows of a few tokens: a tile has room for all of them, so each program searches
-the routing for its expert's.
+A few tokens are not grouped by a launch of their own: a tile has room for all, so each program
+searches the routing for its expert's rows.
 
 Legend: T tokens, N experts of a token, P = T * N routed tokens, H hidden size, I an expert's size,
 M rows of a block, O outputs of a tile, D scales of a row.
@@ -116,8 +116,8 @@ def _project_kernel(
     MULTIPLY: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """Makes a tile of a block's outputs. Rows are tokens', `stride` apart, and outputs lie by
-    group; or, without a stride, rows lie by group, and outputs are routed tokens'."""
+    """Computes a tile of a block's outputs. With a stride, rows are tokens' and outputs lie by
+    group (the up projection); without, rows lie by group and outputs are routed tokens'."""
     launch_dependents()
     wait_for_inputs()
     OUTPUTS: tl.constexpr = SHAPE.outputs
@@ -127,15 +127,15 @@ def _project_kernel(
     expert, first_row, row, is_row = find_rows(groups, capacity, block, SHAPE)
     if expert < 0:
         return
-    # Rows beyond the expert's read another one, and outputs beyond the last wrap: neither is
-    # stored.
+    # Rows past the expert's last read another row, and outputs past the last wrap around; neither
+    # is stored.
     if stride is None:
         o_x = tl.where(is_row, row, first_row).to(tl.int64)
         p_x = rows + o_x[:, None] * SHAPE.inputs
     else:
         o_x = (load_routed(groups.order, row, is_row) // SHAPE.top_k).to(tl.int64)
         p_x = rows + o_x[:, None] * stride
-    # Raw weights leave registers for what is needed after the products.
+    # Raw weights leave registers to load this before the products.
     if stride is None and weight.scales is None:
         o_target, b_weight = _load_target(groups.order, routing_weights, row, is_row)
     p_row_scale = None if row_scales is None else row_scales + o_x
@@ -161,6 +161,6 @@ def _project_kernel(
 
 @triton.jit
 def _load_target(order, routing_weights, row, is_row):
-    """Loads the rows' routed tokens, and their weights in float32."""
+    """Returns the rows' routed tokens, and their routing weights in float32."""
     routed = load_routed(order, row, is_row).to(tl.int64)
     return routed, tl.load(routing_weights + routed, mask=is_row, other=0.0).to(tl.float32)

@@ -1,9 +1,8 @@
-"""Triton: the experts' GEMMs for many rows of each expert, where arithmetic is what costs.
+"""Triton: the experts' GEMMs for many rows per expert, where arithmetic is the bottleneck.
 
-Weights, and activations that lie row by row, come in through bulk TMA copies, which need whole
-tiles: conditions in `products.expert_table` say so. Rows are the left operand. In FP8 a tile is as
-wide as a block that shares a scale, and the up projection rounds what it stores for the down
-projection.
+Weights, and activations that lie row by row, are loaded by TMA in whole tiles: see the conditions
+in `products.expert_table`. Rows are the left operand. In FP8 a tile is as wide as a block that
+shares a scale, and the up projection rounds what it stores for the down projection.
 
 Legend: P routed tokens, N experts of a token, H hidden size, I an expert's size, M rows of a block,
 D scales of a row.
@@ -32,7 +31,7 @@ BLOCK_M = 128
 _BLOCK_N = 128
 _RAW_DEPTH = 64
 _PROGRAMS = 2
-"""Programs of raw weights' down projection that share an SM."""
+"""Programs per SM of the down projection with raw weights."""
 
 
 def run(routed: RoutedRows) -> Tensor:
@@ -107,7 +106,7 @@ def _up_kernel(
     SHAPE: tl.constexpr,
     BFLOAT: tl.constexpr,
 ):
-    """Makes a tile of a block's activations."""
+    """Computes a tile of a block's activations."""
     TILES: tl.constexpr = (SHAPE.outputs + SHAPE.block_n - 1) // SHAPE.block_n
     HALF: tl.constexpr = SHAPE.block_m // 2
     block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
@@ -136,7 +135,8 @@ def _make(
     BLOCK_M: tl.constexpr,
     BFLOAT: tl.constexpr,
 ):
-    """Makes a tile of activations of the rows from `first_row` on; FP8 is rounded."""
+    """Computes and stores a tile of activations for the rows from `first_row` on, rounded to FP8 if
+    that is the form."""
     expert, first_row, end, tile = place
     stride, scales_stride, num_rows = strides
     o_m = first_row + tl.arange(0, BLOCK_M)
@@ -184,7 +184,7 @@ def _multiply_raw(p_x, up, expert, tile, SHAPE: tl.constexpr):
 
 @triton.jit
 def _multiply_fp8(p_x, p_row_scale, scales_stride, up, scales, expert, tile, SHAPE: tl.constexpr):
-    """Multiplies as `_multiply_raw`, block by block."""
+    """Does `_multiply_raw` for FP8, block by block with scales."""
     NATIVE: tl.constexpr = SHAPE.is_native
     BLOCK_N: tl.constexpr = SHAPE.block_n
     BLOCK_K: tl.constexpr = SHAPE.block_k
@@ -255,7 +255,8 @@ def _down_kernel(
     SHAPE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Each program takes every PROGRAMS-th tile, and loads for the next while it stores one."""
+    """Computes every PROGRAMS-th tile of outputs; a program loads the next tile while it stores
+    one."""
     OUTPUTS: tl.constexpr = SHAPE.outputs
     NATIVE: tl.constexpr = SHAPE.is_native
     BLOCK_M: tl.constexpr = SHAPE.block_m
