@@ -19,8 +19,8 @@ from milepost.kernels.platform.device import allows_hopper_kernels, probe
 from milepost.kernels.platform.tables import KernelTable
 
 ORDERS = 3
-"""Version of what the tables do not state: tiles, steps of attention, the references' blocks of
-rows. A change of any order that the tables do not show gets a new number."""
+"""Version of the orders that the tables do not state: tiles, steps of attention, blocks of rows in
+the references. Any change of those gets a new number."""
 
 
 def numerics_identity(device: torch.device) -> Mapping[str, str | int]:

@@ -52,9 +52,9 @@ def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
     """Groups the routed tokens of `experts` [T, N] int32 into blocks of M = `block_rows` rows, on
     the device.
 
-    Expert x's blocks stand from x + (its first row) // M on, which leaves room for every
-    distribution without knowing how many blocks the others have. Fewer rows than that have a place
-    for a block each: launches have a program for every place, and most experts have no rows.
+    Expert x's blocks begin at x + (its first row) // M, which leaves room for any distribution
+    without knowing the other experts' numbers of blocks. Fewer rows than that have a place for a
+    block each: launches have a program for every place, and most experts have no rows.
     """
     num_routed = experts.numel()
     capacity = num_experts + num_routed // block_rows
@@ -135,8 +135,9 @@ def _group_kernel(
 
 
 def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
-    """Groups as `group_few` does, without gaps between blocks, in three launches whose cost hardly
-    grows: they count each chunk's routed tokens, add up over the chunks, and place them."""
+    """Groups as `group_few` does, without gaps between blocks. Three launches count each chunk's
+    routed tokens, add up over chunks, and place the tokens; their cost hardly grows with the number
+    of tokens."""
     num_routed = experts.numel()
     capacity = num_experts + num_routed // block_rows
     chunks = cdiv(num_routed, _COUNTED)

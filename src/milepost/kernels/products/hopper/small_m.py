@@ -111,7 +111,7 @@ def run(given: Multiplication, tiles: RawTiles) -> Tensor:
     )
     stride = None if output.is_contiguous() else output.stride(0)
     product = SmallProduct(None, output, len(hidden), stride)
-    # Few registers, so that the kernels before and after find room.
+    # Few registers, so that the kernels before and after fit beside it.
     held = tiles.block_m * tiles.mma_m // (32 * tiles.num_warps)
     room = {"num_warps": tiles.num_warps, "maxnreg": 48 if held <= 16 else 64 if held <= 32 else 96}
     room |= {"PRODUCE": produce, "CONSUME": _consume_raw}
