@@ -182,11 +182,11 @@ def test_memory_in_gib_is_shared_out_by_each_policy_and_what_it_cannot_hold_is_c
 
 def test_the_least_memory_for_a_hit_rate_is_found(tmp_path):
     path = tmp_path / "rows.json"
-    target = ("--target-hit-rate", "3.5", "--limit", "40", "--json", str(path))
-    assert simulate(TRACE, *target, "--policy", "auto")[0] == 0
+    target = ("--target-hit-rate", "55", "--limit", "16", "--json", str(path))
+    assert simulate(AGENTS, *target, "--policy", "auto")[0] == 0
     (row,) = json.loads(path.read_text())
-    assert row["hit_rate"] >= 0.035
-    assert row["gib"] > 1
+    assert row["hit_rate"] >= 0.55
+    assert 1 < row["gib"] < 2, "neither the first size nor the next, twice as large"
 
 
 def test_the_documented_policy_of_ones_own_runs_as_printed(monkeypatch, capsys):
