@@ -45,6 +45,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(20_000, 20, 20)  # by default 700, 10, 10, for 3 % of an engine's tests
 
 
 @pytest.fixture(scope="session")
