@@ -42,26 +42,6 @@ def planted(self, name):
 Service.check_model = planted
 run()
 """
-ENGINE = """
-import asyncio
-from milepost import logs
-from milepost.config import EngineConfig
-from milepost.engine.processes import EngineClient
-
-from tests.server.test_json_logs import broken
-
-async def main():
-    client = EngineClient(EngineConfig(), make_engine=broken)
-    await client.start()
-
-if __name__ == "__main__":
-    logs.set_up(logs.LogSetup(format="json"))
-    asyncio.run(main())
-"""
-
-
-def broken(config):
-    raise RuntimeError("planted\nin two lines")
 
 
 def lines_of(text: str) -> list[dict]:
@@ -136,7 +116,8 @@ def test_what_bypasses_logging_is_json_too(lines):
 
 
 def test_an_engine_that_fails_to_start_logs_its_traceback():
-    words = [sys.executable, "-c", ENGINE]
+    program = "from tests.server.failing_engine import main; main()"
+    words = [sys.executable, "-c", program]
     done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT)
     lines = lines_of(done.stderr)
     assert done.returncode == 1
