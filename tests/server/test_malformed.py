@@ -200,3 +200,30 @@ CALLED = [
     ("/v1/responses/input_tokens", called_in_responses, "input[].arguments"),
     ("/v1/messages/count_tokens", called_in_messages, "messages[].content[].input"),
 ]
+
+
+HELLO = [{"role": "user", "content": "a"}]
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+FORM = {"type": "json_schema", "name": "x", "schema": {"enum": []}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("messages", {"max_tokens": 1, "output_config": {"format": FORM}}, "output_config.format"),
+        ("responses", {"text": {"format": FORM}}, "text.format"),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": FORM}},
+            "response_format",
+        ),
+        ("responses", {"input": [{"role": "user", "content": [IMAGE]}]}, "input"),
+        ("responses/input_tokens", {"input": [{"role": "user", "content": [IMAGE]}]}, "input"),
+    ],
+)
+def test_errors_name_the_fields_of_their_own_api(http, path, body, field):
+    given = {"input": "a"} if path.startswith("responses") else {"messages": HELLO}
+    response = http.post(f"/v1/{path}", json={**given, **body})
+    error = response.json()["error"]
+    assert (response.status_code, error["message"].partition(": ")[0]) == (400, field)
+    assert error.get("param", field) == field

@@ -246,6 +246,22 @@ def anthropic_body_of(error: Exception) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
+_NAMED = {
+    "/v1/messages": {"response_format": "output_config.format"},
+    "/v1/responses": {"response_format": "text.format", "messages": "input"},
+}
+"""Names of a chat request's fields in the APIs whose requests are converted to one."""
+
+
 def body_for(path: str, error: Exception) -> dict[str, Any]:
-    """Returns the body of an error in the form of the API that `path` belongs to."""
-    return anthropic_body_of(error) if path.startswith("/v1/messages") else body_of(error)
+    """Returns the body of an error in the form of the API that `path` belongs to, with its names
+    of fields."""
+    api = next((api for api in _NAMED if path.startswith(api)), "")
+    body = anthropic_body_of(error) if api == "/v1/messages" else body_of(error)
+    told = body["error"]
+    for name, own in _NAMED.get(api, {}).items():
+        if told["message"].startswith(f"{name}: "):
+            told["message"] = own + told["message"].removeprefix(name)
+        if told.get("param") == name:
+            told["param"] = own
+    return body

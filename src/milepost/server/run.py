@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -216,7 +217,10 @@ def _listen(config: ServerConfig) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         where = config.uds or f"{config.host}:{config.port}"
-        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
+        hint = ""
+        if error.errno == errno.EADDRINUSE and config.uds is None:
+            hint = "; choose another with --port, 0 takes a free one"
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}{hint}") from error
     return sock
 
 
