@@ -2,7 +2,10 @@ import dataclasses
 import math
 import subprocess
 import sys
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from milepost.errors import InvalidRequestError
@@ -148,3 +151,20 @@ def test_import_needs_no_torch():
 def test_a_form_may_be_a_mapping():
     params = SamplingParams(structured_outputs={"regex": "a"})
     assert params.structured_outputs == StructuredOutputs(regex="a")
+
+
+def test_numpys_numbers_are_numbers():
+    """A seed comes from one of its generators, a temperature from a sweep."""
+    given = {"seed": np.int64(7), "max_tokens": np.int32(5), "temperature": np.float32(0.5)}
+    params = SamplingParams(**given, top_p=np.float64(0.5), n=np.uint8(2))
+    assert params == SamplingParams(seed=7, max_tokens=5, temperature=0.5, top_p=0.5, n=2)
+    for name, value in given.items():
+        assert type(getattr(params, name)) is type(value.item())
+
+
+@pytest.mark.parametrize("value", [np.complex64(1), np.True_, np.ones(1), Fraction(1), Decimal(1)])
+def test_other_numbers_are_refused(value):
+    with pytest.raises(InvalidRequestError, match=r"^max_tokens="):
+        SamplingParams(max_tokens=value)
+    with pytest.raises(InvalidRequestError, match=r"^seed="):
+        SamplingParams(seed=value)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
+from numbers import Real
 
 from milepost.checks import check_ids, check_int, check_number, check_unicode, listed, refuse
 from milepost.structured_outputs import StructuredOutputs
@@ -113,6 +114,11 @@ class SamplingParams:
         if isinstance(self.structured_outputs, Mapping):
             form = StructuredOutputs(**self.structured_outputs)
             object.__setattr__(self, "structured_outputs", form)
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if not isinstance(value, int | float | None) and isinstance(value, Real):
+                plain = getattr(value, "item", lambda own=value: own)
+                object.__setattr__(self, name, plain())
         self._check_types()
         self._check_shape_of_distribution()
         self._check_penalties()
@@ -254,6 +260,12 @@ class SamplingParams:
         return words or None
 
 
+_NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "n", "logprobs",
+    "prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "thinking_token_budget",
+)  # fmt: skip
+"""Fields that may be numpy's numbers, such as a seed from one of its generators."""
 _ABOVE_ZERO = "a finite number above 0; 1 is off"
 _LARGEST = sys.float_info.max
 _FLAGS = ("ignore_eos", "detokenize", "include_stop_str_in_output", "skip_special_tokens")
