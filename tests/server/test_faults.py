@@ -311,7 +311,7 @@ def test_a_port_in_use_is_found_before_loading(folder):
         sock.listen()
         port = str(sock.getsockname()[1])
         with (
-            pytest.raises(AssertionError, match="cannot listen.*--port"),
+            pytest.raises(AssertionError, match=r"cannot listen.*--port"),
             serving(folder, "--port", port),
         ):
             pass

@@ -16,7 +16,7 @@ from milepost.server.config import ServerConfig
 from milepost.server.errors import HttpError
 
 _READING = ("GET", "HEAD", "OPTIONS")
-_LOCAL = (".localhost", ".local", ".internal")
+_LOCAL = (".localhost", ".local", ".internal", ".lan", ".home.arpa", ".svc")
 """Ends of names that no public DNS server answers for. Nor does one for a name without a dot."""
 _PORT = re.compile(r":\d*$")
 
