@@ -107,6 +107,8 @@ def test_no_unknown_field_reaches_the_template(http):
         {"parallel_tool_calls": True, "tools": [], "tool_choice": "auto"},
         {"stream_options": None, "n": 1, "logit_bias": {}, "audio": None, "modalities": ["text"]},
         {"messages": CONVERSATION},
+        {"messages": [*CONVERSATION, {"role": "tool", "tool_call_id": "c1", "content": None}]},
+        {"logprobs": False, "top_logprobs": 0},
         {"seed": -1, "spaces_between_special_tokens": False, "documents": []},
     ],
 )

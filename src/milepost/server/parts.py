@@ -147,7 +147,7 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _has_something(self) -> Message:
-        if self.content is None and not (self.role == "assistant"):
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError(f"a message of role {self.role!r} needs a content")
         return self
 

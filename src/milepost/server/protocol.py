@@ -205,7 +205,7 @@ class ChatRequest(Sampling):
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         if self.max_tokens and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ: use one of them")
