@@ -127,6 +127,7 @@ def test_large_heads_have_fewer_rows_where_float8_is_taken_apart(
     """Only Hopper's kernel needs all pages in 16 bits; elsewhere a copy's memory is limited."""
     pytest.importorskip("triton")
     monkeypatch.setattr("milepost.kernels.attention.table.COPIED_BYTES", 800 * 4 * 2 * 256)
+    monkeypatch.setattr("milepost.kernels.attention.table.LAUNCHED_TOKENS", 512)
     chip = replace(GEOMETRY.chip, arch="sm", capability=capability, shared_bytes=163 << 10)
     large = replace(ATTENTION, head_dim=256)
     geometry = replace(GEOMETRY, operations=(large,), chip=chip, has_float8_kv=has_float8_kv)
@@ -134,6 +135,19 @@ def test_large_heads_have_fewer_rows_where_float8_is_taken_apart(
     tables.update(plan)
     layout = build(plan, tables, geometry, exact_capacity(plan)).layouts[large]
     assert (layout.wide_rows, layout.num_dequantised) == (rows, num_copied)
+
+
+@pytest.mark.parametrize(("capability", "num_copied"), [((8, 9), 0), ((9, 0), 10)])
+def test_steps_that_a_graph_may_hold_read_pages_as_they_are(tables, capability, num_copied):
+    """Unless Hopper's kernel needs 16 bits."""
+    pytest.importorskip("triton")
+    chip = replace(GEOMETRY.chip, arch="sm", capability=capability, shared_bytes=163 << 10)
+    large = replace(ATTENTION, head_dim=256)
+    geometry = replace(GEOMETRY, operations=(large,), chip=chip, has_float8_kv=True)
+    plan = steps(sequence(0, [1] * 600, 1))
+    tables.update(plan)
+    layout = build(plan, tables, geometry, exact_capacity(plan)).layouts[large]
+    assert layout.num_dequantised == num_copied
 
 
 def test_tokens_positions_and_kv_rows(tables):

@@ -24,7 +24,7 @@ from milepost.kernels.attention.items import AttentionItems, Tiling
 from milepost.kernels.attention.pages import PagedKV, rows_per_page
 from milepost.kernels.attention.reference import TurnedEntries
 from milepost.kernels.attention.rows import AttentionRows
-from milepost.kernels.attention.table import ATTENTION, CAPTURED_TOKENS
+from milepost.kernels.attention.table import ATTENTION
 from milepost.kernels.layout.batch import Batch
 from milepost.kernels.platform.device import Chip
 
@@ -91,7 +91,8 @@ class AttentionOperation:
         max_dequantised = 0
         if not (self.batch_invariant or self.window):
             page = self.num_kv_heads, self.head_dim, batch.page_size
-            max_dequantised = _max_dequantised(batch, table.most_copied(*page, batch.chip))
+            most = table.most_copied(batch.capacity.num_tokens, *page, batch.chip)
+            max_dequantised = _max_dequantised(batch, most)
         shapes = table.shape_heads(
             group,
             self.head_dim,
@@ -152,7 +153,7 @@ def _max_dequantised(batch: Batch, limit: int) -> int:
     possible sequence, or for any sequences whose tokens are all new. It is at most `limit`, and 0
     if this step's prefills read more."""
     capacity, page_size = batch.capacity, batch.page_size
-    if not batch.has_float8_kv or capacity.decodes or capacity.num_tokens <= CAPTURED_TOKENS:
+    if not batch.has_float8_kv or capacity.decodes or not limit:
         return 0
     new_pages = capacity.num_tokens // page_size + capacity.num_sequences
     pages = int(batch.tables.shape[1]) + new_pages

@@ -10,8 +10,8 @@ import torch
 from milepost.kernels.attention.portable.tiles import AttentionTile
 from milepost.kernels.attention.table import (
     ATTENTION,
-    CAPTURED_TOKENS,
     choose,
+    copied_beyond,
     shape_heads,
     shape_latents,
 )
@@ -53,10 +53,11 @@ def heads_served(
         if not is_fp8 or is_windowed:
             yield _served(pages, f"from {most + 1}", wide, chip)
             continue
-        yield _served(pages, f"{most + 1} to {CAPTURED_TOKENS}", wide, chip)
         made = shape_heads(group, head_dim, chip, tokens_each=1, has_fp8_kv=True, dequantises=True)
-        wide = wide._replace(rows=made.wide_rows, has_fp8_pages=False)
-        yield _served(f"{pages}, made 16-bit first", f"from {CAPTURED_TOKENS + 1}", wide, chip)
+        copied = wide._replace(rows=made.wide_rows, has_fp8_pages=False)
+        beyond = copied_beyond(copied, chip)
+        yield _served(pages, f"{most + 1} to {beyond}", wide, chip)
+        yield _served(f"{pages}, made 16-bit first", f"from {beyond + 1}", copied, chip)
 
 
 def latents_served(num_heads: int, width: int, dtype: torch.dtype, chip: Chip) -> Iterator[Served]:
