@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from milepost.errors import EngineDeadError
 from milepost.kernels import norm
+from milepost.kernels.layout.emit import values_of
 
 HOST = "127.0.0.1"
 
@@ -47,12 +49,13 @@ class GlooLink:
         timeout_s: float,
         why_lost: Callable[[], str],
     ) -> None:
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo  # torch's stub lacks its options and what it can do
+        options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+        options._devices = [gloo.create_device(hostname=HOST)]
         self.rank, self.size, self.store = rank, size, store
         self._why_lost = why_lost
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+        self._group = gloo(dist.PrefixStore("gloo", store), rank, size, options)
 
     def all_reduce(self, values: Tensor) -> Tensor:
         first, *others = self._exchange(values)
@@ -66,7 +69,9 @@ class GlooLink:
     def add_norm(
         self, hidden: Tensor, partials: Tensor, scale: Tensor, eps: float, multiplier: float
     ) -> tuple[Tensor, Tensor]:
-        return norm.add_norm(hidden, self.all_reduce(partials.sum(1)), scale, eps, multiplier)
+        delta = self.all_reduce(partials.sum(1))
+        added, normed = norm.add_norm(hidden, delta, scale, eps, multiplier)
+        return added, values_of(normed)
 
     def least(self, value: int) -> int:
         return min(int(each) for each in self._exchange(torch.tensor([value])))

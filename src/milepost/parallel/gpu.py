@@ -48,9 +48,16 @@ def why_apart(first: int, size: int, can_access: CanAccess) -> str:
 class Hosts(Protocol):
     """The link between the hosts of GPUs, as far as the GPUs' own link needs it."""
 
-    rank: int
-    size: int
-    store: dist.Store
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def store(self) -> dist.Store:
+        """The store through which ranks find each other."""
+        ...
 
     def least(self, value: int) -> int:
         """See `Link.least`."""
@@ -121,8 +128,9 @@ class GpuLink:
             return self._two_shot.share_norm(hidden, partials, scale, eps, boxes, multiplier)
         own = partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
         own = self.all_reduce(own.to(hidden.dtype))
-        how = {"batch_invariant": self._batch_invariant}
-        added, normed = norm.add_norm(hidden, own, scale, eps, multiplier, **how)
+        added, normed = norm.add_norm(
+            hidden, own, scale, eps, multiplier, batch_invariant=self._batch_invariant
+        )
         return added, values_of(normed)
 
     @property
@@ -251,7 +259,9 @@ class GpuLink:
         memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=self._device)
         memory.zero_()
         self._kept.append(memory)
-        handle = symmetric.rendezvous(memory, dist.group.WORLD.group_name)
+        world = dist.group.WORLD
+        assert world is not None, "the group is opened first"
+        handle = symmetric.rendezvous(memory, world.group_name)
         addresses = [
             handle.get_buffer(rank, (num_bytes,), torch.uint8).data_ptr()
             for rank in range(self._hosts.size)
