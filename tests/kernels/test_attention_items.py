@@ -183,10 +183,6 @@ def test_dequantised_pages_are_those_that_wide_items_read(step: Step, share: boo
     if pages:
         few = lay_out(step, 8, max_dequantised=len(pages) - 1, **options)
         assert (few.num_dequantised, few.wide.tolist()) == (0, plain.wide.tolist())
-        capacity = Capacity(num_tokens=sum(step.lengths), num_sequences=len(step.lengths))
-        few = lay_out(step, 8, max_dequantised=len(pages) - 1, capacity=capacity, **options)
-        assert few.num_dequantised == 0, "pages are read as they are"
-        assert few.wide[: len(plain.wide), ROW].tolist() == plain.wide[:, ROW].tolist()
 
 
 def test_shared_pages_are_read_once_for_neighbours() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from milepost.cache.placement import Kind
 from milepost.cache.plans import Export
 from milepost.kernels.attention import AttentionOperation
+from milepost.kernels.attention.table import MOST_CAPTURED_TOKENS
 from milepost.kernels.attention.tiles import END, FIRST, POSITION, ROW, TOKENS
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import Chip
@@ -104,12 +105,15 @@ def test_decodes_over_float8_have_eight_rows_where_hoppers_kernel_takes_them(
     ("capability", "has_float8_kv", "num_tokens", "rows", "num_copied"),
     [
         ((8, 0), True, 200, 64, 0),
-        ((8, 0), True, 600, 128, 10),
+        ((8, 0), True, 600, 64, 0),
+        ((8, 0), True, 701, 128, 11),
         ((8, 0), True, 900, 64, 0),
         ((8, 0), False, 200, 128, 0),
         ((8, 9), True, 200, 128, 0),
-        ((8, 9), True, 600, 128, 10),
+        ((8, 9), True, 600, 128, 0),
+        ((8, 9), True, 701, 128, 11),
         ((8, 9), True, 900, 128, 0),
+        ((9, 0), True, 600, 128, 10),
         ((9, 0), True, 900, 128, 15),
         ((9, 0), True, 200, 128, 0),
         ((9, 0), False, 600, 128, 0),
@@ -126,8 +130,9 @@ def test_large_heads_have_fewer_rows_where_float8_is_taken_apart(
 ) -> None:
     """Only Hopper's kernel needs all pages in 16 bits; elsewhere a copy's memory is limited."""
     pytest.importorskip("triton")
-    monkeypatch.setattr("milepost.kernels.attention.table.COPIED_BYTES", 800 * 4 * 2 * 256)
-    monkeypatch.setattr("milepost.kernels.attention.table.LAUNCHED_TOKENS", 512)
+    table = "milepost.kernels.attention.table"
+    monkeypatch.setattr(f"{table}.COPIED_BYTES", 800 * 4 * 2 * 256)
+    monkeypatch.setattr(f"{table}.MOST_CAPTURED_TOKENS", 700)
     chip = replace(GEOMETRY.chip, arch="sm", capability=capability, shared_bytes=163 << 10)
     large = replace(ATTENTION, head_dim=256)
     geometry = replace(GEOMETRY, operations=(large,), chip=chip, has_float8_kv=has_float8_kv)
@@ -137,17 +142,29 @@ def test_large_heads_have_fewer_rows_where_float8_is_taken_apart(
     assert (layout.wide_rows, layout.num_dequantised) == (rows, num_copied)
 
 
-@pytest.mark.parametrize(("capability", "num_copied"), [((8, 9), 0), ((9, 0), 10)])
-def test_steps_that_a_graph_may_hold_read_pages_as_they_are(tables, capability, num_copied):
-    """Unless Hopper's kernel needs 16 bits."""
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+def test_no_graph_depends_on_how_many_float8_pages_its_steps_read(
+    monkeypatch, tables, capability: tuple[int, int]
+) -> None:
+    """Few pages and many are laid out the same way for every size that may be captured."""
     pytest.importorskip("triton")
-    chip = replace(GEOMETRY.chip, arch="sm", capability=capability, shared_bytes=163 << 10)
+    monkeypatch.setattr("milepost.kernels.attention.table.COPIED_BYTES", 1 << 20)
+    chip = replace(GEOMETRY.chip, arch="sm", capability=capability, shared_bytes=99 << 10)
     large = replace(ATTENTION, head_dim=256)
     geometry = replace(GEOMETRY, operations=(large,), chip=chip, has_float8_kv=True)
-    plan = steps(sequence(0, [1] * 600, 1))
-    tables.update(plan)
-    layout = build(plan, tables, geometry, exact_capacity(plan)).layouts[large]
-    assert layout.num_dequantised == num_copied
+    captured = ladder(max_num_seqs=4, max_num_batched_tokens=8192, most_launched=8192)
+    sizes = {each.num_tokens for each in captured if not each.decodes}
+    assert max(sizes) <= MOST_CAPTURED_TOKENS
+    plans = [steps(sequence(start, [1] * 20, slot)) for slot, start in ((1, 0), (2, 900))]
+    for plan in plans:
+        tables.update(plan)
+    for num_tokens in sizes:
+        capacity = Capacity(num_tokens=num_tokens, num_sequences=4)
+        found = set()
+        for plan in plans:
+            layout = build(plan, tables, geometry, capacity).layouts[large]
+            found.add((layout.wide_rows, layout.num_dequantised, layout.wide.shape))
+        assert len(found) == 1, num_tokens
 
 
 def test_tokens_positions_and_kv_rows(tables):

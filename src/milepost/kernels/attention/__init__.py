@@ -90,9 +90,8 @@ class AttentionOperation:
         # Few pages of a window's table are read.
         max_dequantised = 0
         if not (self.batch_invariant or self.window):
-            page = self.num_kv_heads, self.head_dim, batch.page_size
-            most = table.most_copied(batch.capacity.num_tokens, *page, batch.chip)
-            max_dequantised = _max_dequantised(batch, most)
+            page = self.num_kv_heads, self.head_dim, batch.page_size, batch.capacity.num_tokens
+            max_dequantised = _max_dequantised(batch, table.most_copied(*page, batch.chip))
         shapes = table.shape_heads(
             group,
             self.head_dim,
@@ -153,15 +152,14 @@ def _max_dequantised(batch: Batch, limit: int) -> int:
     possible sequence, or for any sequences whose tokens are all new. It is at most `limit`, and 0
     if this step's prefills read more."""
     capacity, page_size = batch.capacity, batch.page_size
-    if not batch.has_float8_kv or capacity.decodes or not limit:
+    if not limit or not batch.has_float8_kv or capacity.decodes:
         return 0
     new_pages = capacity.num_tokens // page_size + capacity.num_sequences
     pages = int(batch.tables.shape[1]) + new_pages
-    most = min(pages, limit)
-    if most == pages:
-        return most
+    if pages <= limit:
+        return pages
     ends = (batch.starts + batch.lengths)[batch.lengths > 1 + capacity.num_drafts]
-    return most if int((-(-ends // page_size)).sum()) <= most else 0
+    return limit if int((-(-ends // page_size)).sum()) <= limit else 0
 
 
 def prepare(

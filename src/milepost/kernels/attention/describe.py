@@ -10,8 +10,9 @@ import torch
 from milepost.kernels.attention.portable.tiles import AttentionTile
 from milepost.kernels.attention.table import (
     ATTENTION,
+    CAPTURED_TOKENS,
+    MOST_CAPTURED_TOKENS,
     choose,
-    copied_beyond,
     shape_heads,
     shape_latents,
 )
@@ -55,9 +56,10 @@ def heads_served(
             continue
         made = shape_heads(group, head_dim, chip, tokens_each=1, has_fp8_kv=True, dequantises=True)
         copied = wide._replace(rows=made.wide_rows, has_fp8_pages=False)
-        beyond = copied_beyond(copied, chip)
-        yield _served(pages, f"{most + 1} to {beyond}", wide, chip)
-        yield _served(f"{pages}, made 16-bit first", f"from {beyond + 1}", copied, chip)
+        is_hopper = choose(copied, chip).kernel.is_hopper
+        last = CAPTURED_TOKENS if is_hopper else MOST_CAPTURED_TOKENS
+        yield _served(pages, f"{most + 1} to {last}", wide, chip)
+        yield _served(f"{pages}, made 16-bit first", f"from {last + 1}", copied, chip)
 
 
 def latents_served(num_heads: int, width: int, dtype: torch.dtype, chip: Chip) -> Iterator[Served]:

@@ -274,9 +274,9 @@ def _assemble(
             num_dequantised=int(dequantised[:, 1].sum()),
         )
     else:
+        is_short = tiling.max_dequantised and not len(dequantised)
+        assert not is_short or not len(wide), "there is room for all pages"
         room = room_of(tiling.capacity, tiling)
-        if len(wide) and not len(dequantised):
-            room = room._replace(num_dequantised=0)
     bases = np.empty(room.num_tokens + 1, np.int32)
     bases[:1], bases[1 : len(ends) + 1], bases[len(ends) + 1 :] = 0, ends, num_partials
     return AttentionItems(

@@ -26,12 +26,11 @@ from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import HOPPER, KernelChoice, KernelTable, row
 from milepost.kernels.platform.tiles import next_power_of_2
 
+MOST_CAPTURED_TOKENS = 3072
+"""Most tokens of any captured step."""
 CAPTURED_TOKENS = 512
 """Most tokens of a captured step: a graph must not depend on a step's pages, so it does not
 dequantise them first."""
-LAUNCHED_TOKENS = 3072
-"""Most tokens of a step that reads FP8 pages as they are where no kernel needs 16 bits. Launch by
-launch a 9B's prefill of 2,048 takes 54 ms, in a graph 35."""
 COPIED_BYTES, _ALL = 256 << 20, 1 << 30
 """Most memory of a layer's FP8 pages that are dequantised first where no kernel needs it. A prefill
 of 32,000 is 12 % slower without; a 27B's other activations take more memory than the copy of 65,536
@@ -83,23 +82,19 @@ def shape_heads(
     return ItemShapes(narrow_rows=rows, wide_rows=wide, num_beside=_FP8_BESIDE)
 
 
-def copied_beyond(tile: AttentionTile, chip: Chip) -> int:
-    """Returns the most tokens of a step whose wide items read FP8 pages as they are."""
-    return CAPTURED_TOKENS if choose(tile, chip).kernel.is_hopper else LAUNCHED_TOKENS
-
-
 def most_copied(
-    num_tokens: int, num_kv_heads: int, head_dim: int, page_size: int, chip: Chip
+    num_kv_heads: int, head_dim: int, page_size: int, num_tokens: int, chip: Chip
 ) -> int:
-    """Returns how many FP8 pages the wide items of a step of up to `num_tokens` may read as a copy
-    in 16 bits. Hopper's kernel needs one of all. The portable one decodes each block as it comes,
-    once for every tile that reads it; a copy saves that, and is limited so that a long sequence
-    takes no memory for it."""
+    """Returns how many FP8 pages wide items may read as a copy in 16 bits, in a step of up to
+    `num_tokens`. Hopper's kernel needs a copy of all. The portable one decodes each block as it
+    comes, once for every tile that reads it; a copy saves that, and is limited so that a long
+    sequence takes no memory for it. What is limited depends on a step's pages, so no graph may
+    hold it."""
     tile = AttentionTile(rows=WIDE_ROWS, is_wide=True, head_dim=head_dim, page_size=page_size)
-    if num_tokens <= copied_beyond(tile, chip):
-        return 0
+    if choose(tile, chip).kernel.is_hopper:
+        return _ALL if num_tokens > CAPTURED_TOKENS else 0
     page_bytes = 2 * page_size * num_kv_heads * head_dim * torch.bfloat16.itemsize
-    return _ALL if choose(tile, chip).kernel.is_hopper else COPIED_BYTES // page_bytes
+    return COPIED_BYTES // page_bytes if num_tokens > MOST_CAPTURED_TOKENS else 0
 
 
 def shape_latents(num_heads: int, width: int, chip: Chip, *, value_bytes: int) -> ItemShapes:
