@@ -151,7 +151,10 @@ def _norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
     """Carries on and records rows of `hidden` [T, C], one after each token, as `rows` say."""
-    keep_states(hidden[rows.targets[:, 0].long().clamp(min=0)], hidden, carried, rows, slice(None))
+    token = rows.targets[:, 0].long()
+    states = hidden.new_zeros(len(token), hidden.shape[1])
+    states[token >= 0] = hidden[token[token >= 0]]  # a step that folds has no tokens
+    keep_states(states, hidden, carried, rows, slice(None))
 
 
 def keep_states(
