@@ -117,6 +117,10 @@ class NgramPart(nn.Module):
         assert carried is not None, "slots carry what n-grams reach back to"
         rows = ctx.step.layouts[self.operation]
         columns = slice(self.carried_from, self.carried_from + self.carried_size)
+        if not len(streams):  # accepted drafts alone are folded
+            nothing = streams.new_zeros(len(rows.targets), self.carried_size)
+            ngrams.keep_states(nothing, nothing[:0], carried, rows, columns)
+            return streams
         sequences = NgramSequences.of(rows, carried, columns)
         digits = ngrams.encode_ids(ctx.step.token_ids, streams.dtype)
         every = torch.arange(len(digits), device=digits.device)
