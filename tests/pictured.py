@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -19,7 +20,9 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
 )
 
+from milepost.errors import UnsupportedModelError
 from milepost.images import ImageSettings, PreparedImage, normalisation, prepare
+from milepost.models import LoadOptions, load_model
 from milepost.pictures import Picture
 from tests import checkpoints
 from tests.images.pictures import picture
@@ -95,13 +98,31 @@ def save(
     """Builds the model and saves it in `folder`, with settings for its pictures."""
     model = build(name, dtype, **sizes)
     model.save_pretrained(folder)
+    save_settings(folder)
+    return model
+
+
+def save_settings(folder: Path) -> dict[str, Any]:
+    """Writes and returns the settings for pictures."""
     settings = {
         "image_processor_type": "Qwen2VLImageProcessorFast",
         "patch_size": SETTINGS.patch_size,
         "size": {"shortest_edge": SETTINGS.min_pixels, "longest_edge": SETTINGS.max_pixels},
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    return model
+    return settings
+
+
+def refuse_tower(folder: Path, changes: dict[str, Any], words: str) -> None:
+    """Checks that a checkpoint with these settings is refused by name, and its text part is not."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    changes = dict(changes)
+    config["vision_config"] |= changes.pop("vision_config", {})
+    path.write_text(json.dumps(config | changes))
+    with pytest.raises(UnsupportedModelError, match=rf"{words}.*language_model_only"):
+        load_model(folder, LoadOptions(has_tower=True))
+    load_model(folder)
 
 
 def image(height: int, width: int, seed: int = 0) -> PreparedImage:

@@ -17,7 +17,7 @@ from milepost import LLM
 from milepost.errors import UnsupportedModelError
 from milepost.models import LoadOptions, load_model
 from milepost.tiers.rates import MeasuredRates
-from tests.engines import answer, ask, cached, greedy, open_llm, tiering_of, tokens
+from tests.engines import answer, ask, cached, greedy, logprobs, open_llm, tiering_of, tokens
 from tests.numbers import relative_error
 
 
@@ -114,6 +114,29 @@ def answer_with_drafts(folder: Path, num_tokens: int, **wanted: Any) -> LLM:
         assert cached(outputs[0]) == cached(outputs[1])
         history = [*history, *found[0], *tokens(30, 2)]
     return drafting
+
+
+ALL_ACCEPTED: dict[str, Any] = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "adaptive": False,
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [1.0, 1.0, 1.0],
+}
+
+
+def resume_behind_drafts(drafting: LLM, plain: LLM, *, max_error: float) -> None:
+    """Checks that a turn after an answer that ends with drafts, all accepted, resumes behind them
+    and answers as a cold run."""
+    for num_tokens in range(3, 9):
+        prompt = [5, 6, 7, 8] * 8 + [num_tokens]
+        (first,) = ask(drafting, prompt, params=greedy(num_tokens))
+        turn = [*prompt, *answer(first), 9, 10]
+        (found,), (cold,) = (ask(llm, turn, params=greedy(1)) for llm in (drafting, plain))
+        assert found.num_cached_tokens > len(prompt)
+        assert answer(found) == answer(cold)
+        assert abs(logprobs(found.outputs[0])[0] - logprobs(cold.outputs[0])[0]) < max_error
 
 
 def configure(folder: Path, **changes: Any) -> None:

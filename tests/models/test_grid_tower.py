@@ -15,7 +15,6 @@ from torch import Tensor
 from milepost import LLM, SamplingParams
 from milepost.config import EngineConfig
 from milepost.engine.assembly.images import image_facts
-from milepost.errors import UnsupportedModelError
 from milepost.images import PreparedImage, normalisation
 from milepost.images.patches import from_frames
 from milepost.models import Decoder, LoadOptions, load_config, load_model
@@ -50,13 +49,7 @@ def save(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Saves a model with a random tower; skips the test without its class."""
     model = checkpoints.build("lfm3_vl", dtype, vision=VISION, ids=pictured._IDS)
     model.save_pretrained(folder)
-    settings = {
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-        "patch_size": SETTINGS.patch_size,
-        "size": {"shortest_edge": SETTINGS.min_pixels, "longest_edge": SETTINGS.max_pixels},
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    videos = settings | {"video_processor_type": "Qwen3VLVideoProcessor"}
+    videos = pictured.save_settings(folder) | {"video_processor_type": "Qwen3VLVideoProcessor"}
     (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
     return model
 
@@ -208,10 +201,4 @@ def test_settings_that_are_not_run_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     save(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    config["vision_config"] |= changes.pop("vision_config", {})
-    path.write_text(json.dumps(config | changes))
-    with pytest.raises(UnsupportedModelError, match=rf"{words}.*language_model_only"):
-        load_model(tmp_path, LoadOptions(has_tower=True))
-    load_model(tmp_path)
+    pictured.refuse_tower(tmp_path, changes, words)

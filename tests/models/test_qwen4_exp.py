@@ -12,13 +12,15 @@ from milepost.layers.ngrams import NgramPart
 from milepost.models import LoadOptions, load_model
 from milepost.parallel import Ranks
 from tests.checkpoints import save
-from tests.engines import VOCAB_SIZE, answer, ask, greedy, logprobs, open_llm
+from tests.engines import VOCAB_SIZE, open_llm
 from tests.models.resuming import (
+    ALL_ACCEPTED,
     Resuming,
     answer_from_host_memory,
     answer_with_drafts,
     configure,
     refuse,
+    resume_behind_drafts,
 )
 from tests.models.test_logits import expected_logits, random_tokens, step
 from tests.models.test_mtp import build_pools
@@ -121,24 +123,8 @@ def test_answers_with_drafts_are_those_without_them(tmp_path):
 def test_drafts_that_end_an_answer_are_folded_by_a_step_without_tokens(tmp_path):
     """The next turn resumes behind them, and answers as a cold run."""
     save("qwen4_exp", tmp_path, torch.float64, vocab_size=VOCAB_SIZE)
-    all_are_accepted = {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_min": 1,
-        "adaptive": False,
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": [1.0, 1.0, 1.0],
-    }
-    drafting = open_llm(tmp_path, num_slots=32, speculative_config=all_are_accepted)
-    plain = open_llm(tmp_path, num_slots=32)
-    for num_tokens in range(3, 9):
-        prompt = [5, 6, 7, 8] * 8 + [num_tokens]
-        (first,) = ask(drafting, prompt, params=greedy(num_tokens))
-        turn = [*prompt, *answer(first), 9, 10]
-        (found,), (cold,) = (ask(llm, turn, params=greedy(1)) for llm in (drafting, plain))
-        assert found.num_cached_tokens > len(prompt)
-        assert answer(found) == answer(cold)
-        assert abs(logprobs(found.outputs[0])[0] - logprobs(cold.outputs[0])[0]) < 1e-9
+    drafting = open_llm(tmp_path, num_slots=32, speculative_config=ALL_ACCEPTED)
+    resume_behind_drafts(drafting, open_llm(tmp_path, num_slots=32), max_error=1e-9)
 
 
 def test_a_hit_from_host_memory_answers_as_a_cold_run(tmp_path):

@@ -3,7 +3,6 @@ transformers'."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -15,14 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from milepost.errors import UnsupportedModelError
 from milepost.images import PreparedImage, normalisation
 from milepost.models import Decoder, LoadOptions, load_model
 from milepost.runner.pictures import EncodedPictures, PicturePixels, rows_of
 from milepost.scheduler.plans import StepPlan
 from tests.batches import Part, build_pools
 from tests.numbers import relative_error
-from tests.pictured import Pictured, prompt
+from tests.pictured import Pictured, prompt, refuse_tower
 from tests.runner.pictured import part
 from tests.tiled import SETTINGS, expected_logits, inputs, save, tile
 
@@ -129,10 +127,4 @@ def test_settings_that_are_not_run_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     save(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    config["vision_config"] |= changes.pop("vision_config", {})
-    path.write_text(json.dumps(config | changes))
-    with pytest.raises(UnsupportedModelError, match=rf"{words}.*language_model_only"):
-        load(tmp_path)
-    load_model(tmp_path)
+    refuse_tower(tmp_path, changes, words)

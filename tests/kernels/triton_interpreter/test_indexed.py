@@ -4,6 +4,7 @@ Qwen3.8-Flash-Next's on the fused kernels."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import probe
 from milepost.runner.staging import on_device
 from tests.batches import Part, build_batch
-from tests.engines import save_tiny
-from tests.kernels.triton_interpreter.fused import check_answers
+from tests.engines import Tiny, save_tiny
+from tests.kernels.triton_interpreter.fused import check_answers, run_fused
+from tests.models.resuming import ALL_ACCEPTED, resume_behind_drafts
 from tests.numbers import relative_error
 
 
@@ -150,8 +152,8 @@ def test_half_precision_selects_nearly_the_same() -> None:
     assert relative_error(found, expected) < 2e-3
 
 
-def test_an_engine_on_fused_kernels_answers_as_one_on_the_reference(tmp_path) -> None:
-    """Experts, hyper-connections, n-grams and selection: cold, in chunks, decodes, and hits."""
+def save_narrow(folder: Path) -> Tiny:
+    """Saves a model with two layers and heads of 16."""
     shapes = {
         "linear_key_head_dim": 16,
         "linear_num_key_heads": 1,
@@ -165,5 +167,17 @@ def test_an_engine_on_fused_kernels_answers_as_one_on_the_reference(tmp_path) ->
         "num_hidden_layers": 2,
         "ple_layer_ids": [1],
     }
-    tiny = save_tiny(tmp_path, "qwen4_exp", torch.float32, **shapes)
-    check_answers(tiny)
+    return save_tiny(folder, "qwen4_exp", torch.float32, **shapes)
+
+
+def test_an_engine_on_fused_kernels_answers_as_one_on_the_reference(tmp_path) -> None:
+    """Experts, hyper-connections, n-grams and selection: cold, in chunks, decodes, and hits."""
+    check_answers(save_narrow(tmp_path))
+
+
+def test_drafts_that_end_an_answer_are_folded_on_fused_kernels(tmp_path) -> None:
+    """The next turn resumes behind them, and answers as a cold run on the reference kernels."""
+    tiny, sizes = save_narrow(tmp_path), {"num_pages": 64, "num_slots": 16, "page_size": 16}
+    drafting = tiny.open(**sizes, speculative_config=ALL_ACCEPTED)
+    run_fused(drafting)
+    resume_behind_drafts(drafting, tiny.open(**sizes), max_error=1e-4)
