@@ -129,14 +129,16 @@ ALL_ACCEPTED: dict[str, Any] = {
 def resume_behind_drafts(drafting: LLM, plain: LLM, *, max_error: float) -> None:
     """Checks that a turn after an answer that ends with drafts, all accepted, resumes behind them
     and answers as a cold run."""
-    for num_tokens in range(3, 9):
-        prompt = [5, 6, 7, 8] * 8 + [num_tokens]
+    vocabulary = range(drafting.llm_engine.limits.vocab_size)  # whatever is said is found there
+    for num_tokens in range(5, 9):
+        prompt = [*vocabulary, num_tokens]
         (first,) = ask(drafting, prompt, params=greedy(num_tokens))
         turn = [*prompt, *answer(first), 9, 10]
         (found,), (cold,) = (ask(llm, turn, params=greedy(1)) for llm in (drafting, plain))
         assert found.num_cached_tokens > len(prompt)
         assert answer(found) == answer(cold)
         assert abs(logprobs(found.outputs[0])[0] - logprobs(cold.outputs[0])[0]) < max_error
+    assert drafting.llm_engine.scheduler.stats.num_accepted_tokens > 0
 
 
 def configure(folder: Path, **changes: Any) -> None:
