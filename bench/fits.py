@@ -80,7 +80,7 @@ def _run(model: str, num_bytes: float, seed: int) -> Row:
     vocab_size = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     bench = Bench(llm, milepost.SamplingParams, vocab_size, random.Random(seed))
     row |= {
-        "context": parts.max_model_len,
+        "context": parts.limits.max_model_len,
         "cache": parts.facts.cache_bytes,
         "step_tokens": parts.facts.step_tokens,
         "used": free - torch.cuda.mem_get_info()[0],

@@ -70,7 +70,7 @@ def main() -> int:
 
 def open_with_tower(make: Any, folder: Path, model: Path, **options: Any) -> Any:
     """Opens the text model, with a vision tower before it, as an `LLM` or `AsyncLLM`."""
-    text = json.loads((model / "config.json").readtext_of(encoding="utf-8"))
+    text = json.loads((model / "config.json").read_text(encoding="utf-8"))
     del text["architectures"]
     # Qwen3.5's text models have Qwen3-Next's shapes, and turn by time, row and column.
     text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
@@ -84,7 +84,7 @@ def open_with_tower(make: Any, folder: Path, model: Path, **options: Any) -> Any
         "vision_start_token_id": START,
         "vision_end_token_id": END,
     }
-    (folder / "config.json").writetext_of(json.dumps(whole), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
     given = {"max_num_seqs": 4, "max_model_len": 65536, **options}
     return make(folder, load_format="dummy", skip_tokenizer_init=True, **given)
 

@@ -89,6 +89,17 @@ def test_two_processes_answer_as_one_until_a_rank_is_killed():
     asyncio.run(run())
 
 
+def test_a_closed_engine_leaves_no_rank_though_its_owner_keeps_it():
+    """On GPUs the ranks also hold memory and torch's only process group, so that an engine that is
+    opened afterwards in the same process would find neither."""
+    with LLM(tensor_parallel_size=2, **SMALL) as llm:
+        pids = llm.llm_engine._team.pids
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], GREEDY, use_tqdm=False)
+        assert not any(map(is_gone, pids))
+    assert len(pids) == 1
+    assert all(map(is_gone, pids))
+
+
 def test_a_rank_that_hangs_is_given_up():
     """Whoever waits for it is told, after as long as it may be silent. Before, all ranks hold the
     same sums."""

@@ -298,3 +298,5 @@ class Engine:
         device, self.off_device = self.runner.pools.device, ()
         del self.runner, self.pipeline  # the caller may keep the engine, but not weights and pools
         collect_memory(device)
+        if self._team is not None:
+            self._team.close()
