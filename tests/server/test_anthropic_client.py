@@ -201,6 +201,9 @@ def test_a_form_is_kept_to(official):
     form = {"format": {"type": "json_schema", "schema": {"enum": [True, False]}}}
     said = official.messages.create(messages=HELLO, output_config=form, **GREEDY)
     assert text_of(said) in ("true", "false")
+    former = {**GREEDY["extra_body"], "output_format": form["format"]}
+    again = official.messages.create(messages=HELLO, **{**GREEDY, "extra_body": former})
+    assert text_of(again) == text_of(said)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,14 @@ def test_json_schema(client):
     assert "ok" in json.loads(text.choices[0].text)
 
 
+def test_a_json_object_may_have_a_schema(client):
+    form = {"type": "json_object", "schema": SCHEMA}
+    done = client.chat.completions.create(**OPTIONS, response_format=form)
+    assert json.loads(done.choices[0].message.content)["ok"] in (True, False)
+    with pytest.raises(openai.BadRequestError, match="use schema with type 'json_object'"):
+        client.chat.completions.create(**OPTIONS, response_format={**form, "type": "text"})
+
+
 def test_a_schema_that_cannot_be_followed_is_refused(client):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "wrong"}}}
     with pytest.raises(openai.BadRequestError, match="wrong"):

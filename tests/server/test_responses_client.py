@@ -113,6 +113,38 @@ def test_a_conversation_goes_on_where_it_was_stored(client):
         client.responses.retrieve(alone.id)
 
 
+def test_items_of_stored_answers_are_given_by_reference(server, client):
+    """As agents do that leave a conversation with the server, without naming a response."""
+    first = client.responses.create(input="the quick", extra_body=THINKING, **GREEDY)
+    second = client.responses.create(input="and?", previous_response_id=first.id, **GREEDY)
+    given = [
+        {"role": "user", "content": "the quick"},
+        *({"type": "item_reference", "id": item.id} for item in first.output),
+        {"role": "user", "content": "and?"},
+    ]
+    again = client.responses.create(input=given, **GREEDY)
+    assert again.output_text == second.output_text
+    assert again.usage.input_tokens == second.usage.input_tokens
+    third = client.responses.create(input="so?", previous_response_id=again.id, **GREEDY)
+    assert third.usage.input_tokens > again.usage.input_tokens
+    with server.client(key="another") as other, pytest.raises(openai.NotFoundError):
+        other.responses.create(input=given, **GREEDY)
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="no such item"):
+        client.responses.create(input=given, **GREEDY)
+
+
+def test_a_prompt_that_fits_may_be_truncated(http):
+    body = {"input": "hello", "truncation": "auto", "max_output_tokens": 1}
+    response = http.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-milepost-ignored"] == "truncation"
+    long = {**body, "input": "hello " * 5000}
+    assert http.post("/v1/responses", json=long).json()["error"]["code"] == (
+        "context_length_exceeded"
+    )
+
+
 def test_tokens_are_counted_before_they_are_sent(client):
     asked = {"input": "the quick brown", "instructions": "be brief", "tools": [TOOL]}
     said = client.responses.create(**asked, **GREEDY)
@@ -167,7 +199,10 @@ def test_logprobs_are_included(client):
     ("changes", "param"),
     [
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_data": ""}]}]},
+            "input[0].content[0].type",
+        ),
         ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None),
         (
@@ -183,7 +218,7 @@ def test_logprobs_are_included(client):
         ({"tools": [TOOL, TOOL]}, "tools"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "all"}, "truncation"),
         ({"temperature": -1}, "temperature"),
     ],
 )
@@ -195,8 +230,10 @@ def test_refusals_name_the_field(client, changes, param):
 
 
 def stored(num_bytes):
-    said = (MessageItem(role="user", content="a"),)
-    return StoredResponse(body={}, input_items=(), conversation=said, num_bytes=num_bytes)
+    said = (MessageItem(id=f"msg_{num_bytes}", role="assistant", content="a"),)
+    return StoredResponse(
+        body={"output": [{}]}, input_items=(), conversation=said, num_bytes=num_bytes
+    )
 
 
 def test_the_store_is_bounded_by_number_and_bytes():
@@ -209,6 +246,7 @@ def test_the_store_is_bounded_by_number_and_bytes():
     store.put("me", "larger", stored(101))
     assert (len(store), store.num_bytes) == (0, 0)
     assert store.get("you", "large") is None
+    assert not store.items
 
 
 def test_a_part_of_a_response_may_be_marked(http):

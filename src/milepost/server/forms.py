@@ -64,7 +64,8 @@ def of_response_format(wanted: ResponseFormat | None) -> StructuredOutputs | Non
     if wanted is None or wanted.type == "text":
         return None
     if wanted.json_schema is None:
-        return StructuredOutputs(json={"type": "object"})
+        schema = {"type": "object"} if wanted.schema_ is None else wanted.schema_
+        return StructuredOutputs(json=schema)
     return StructuredOutputs(json=wanted.json_schema.schema_)
 
 

@@ -141,7 +141,7 @@ class Message(Body):
     cache_control: CacheControl | None = None
     refusal: str | None = None
     audio: only() = None
-    function_call: only() = None
+    function_call: only(hint="use tool_calls") = None
     annotations: unread(Any) = None
     """Clients send these back as they received them; the model does not see them."""
 
@@ -164,9 +164,13 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    """Schema of a `json_object`, as llama.cpp and others have it."""
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
+        if self.schema_ is not None and self.type != "json_object":
+            raise ValueError("use schema with type 'json_object', and json_schema otherwise")
         return with_type("json_schema", self)
 
 

@@ -198,8 +198,8 @@ class ChatRequest(Sampling):
     modalities: only(["text"]) = None
     audio: only() = None
     web_search_options: only() = None
-    functions: only([]) = None
-    function_call: only("none", "auto") = None
+    functions: only([], hint="use tools") = None
+    function_call: only("none", "auto", hint="use tool_choice") = None
     media_io_kwargs: unread(Any) = None
     mm_processor_kwargs: unread(Any) = None
 

@@ -187,7 +187,8 @@ def _output(request: CountTokensRequest) -> dict[str, Any]:
         found["reasoning_effort"] = config.effort
     if request.thinking is not None and request.thinking.display == "omitted":
         found["include_reasoning"] = False
-    if config is not None and config.format is not None:
-        schema = openai.JsonSchema(schema=config.format.schema_)
+    form = request.output_format if config is None or config.format is None else config.format
+    if form is not None:
+        schema = openai.JsonSchema(schema=form.schema_)
         found["response_format"] = openai.ResponseFormat(type="json_schema", json_schema=schema)
     return found

@@ -277,6 +277,8 @@ class CountTokensRequest(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """Former name of `output_config.format`."""
     cache_control: CacheControl | None = None
     mcp_servers: unread(Any) = None
 

@@ -18,7 +18,7 @@ from milepost.server.callers import Caller
 from milepost.server.errors import HttpError
 from milepost.server.large import size_of
 from milepost.server.responses.convert import Converted, items_of, to_chat
-from milepost.server.responses.protocol import ITEM, ResponseItem, ResponsesRequest
+from milepost.server.responses.protocol import ITEM, ItemReference, ResponseItem, ResponsesRequest
 from milepost.server.responses.writer import Writer
 from milepost.server.service import Service
 from milepost.server.stream import send
@@ -38,12 +38,19 @@ class StoredResponse:
     """Size of the whole conversation as JSON, so that a long chain counts with all that it keeps
     alive."""
 
+    @property
+    def said(self) -> Sequence[ResponseItem]:
+        """The items of the answer."""
+        return self.conversation[len(self.conversation) - len(self.body.get("output", ())) :]
+
 
 class ResponseStore:
     """The stored responses of one server."""
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self.items: dict[tuple[str, str], ResponseItem] = {}
+        """Items of the stored answers, by owner and id."""
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self.num_bytes = 0
@@ -57,18 +64,38 @@ class ResponseStore:
     def put(self, owner: str, id_: str, stored: StoredResponse) -> None:
         """Stores a response, unless it is larger than the whole store."""
         self._stored[owner, id_] = stored
+        self.items |= {(owner, item.id): item for item in stored.said}
         self.num_bytes += stored.num_bytes
         while len(self._stored) > self._max_responses or self.num_bytes > self._max_bytes:
-            _, oldest = self._stored.popitem(last=False)
-            self.num_bytes -= oldest.num_bytes
+            (whose, _), oldest = self._stored.popitem(last=False)
+            self._forget(whose, oldest)
 
     def delete(self, owner: str, id_: str) -> bool:
         """Deletes a stored response. Returns whether there was one."""
         stored = self._stored.pop((owner, id_), None)
         if stored is None:
             return False
-        self.num_bytes -= stored.num_bytes
+        self._forget(owner, stored)
         return True
+
+    def resolved(self, owner: str, items: Sequence[ResponseItem]) -> Sequence[ResponseItem]:
+        """Returns the items, with those of stored answers in place of references to them. Raises
+        HttpError 404."""
+        return [
+            self._item(owner, item.id) if isinstance(item, ItemReference) else item
+            for item in items
+        ]
+
+    def _item(self, owner: str, id_: str) -> ResponseItem:
+        item = self.items.get((owner, id_))
+        if item is None:
+            raise _no_such(id_, "input", "item")
+        return item
+
+    def _forget(self, owner: str, stored: StoredResponse) -> None:
+        self.num_bytes -= stored.num_bytes
+        for item in stored.said:
+            self.items.pop((owner, item.id), None)
 
 
 async def respond(
@@ -106,7 +133,7 @@ async def chat_of(
 ) -> tuple[Sequence[ResponseItem], Sequence[ResponseItem], Converted]:
     """Returns the items of a request, the items of its whole conversation, and the chat request."""
     before = _conversation_before(store, owner_of(http), request.previous_response_id)
-    own = items_of(request.input)
+    own = store.resolved(owner_of(http), items_of(request.input))
     items = [*before, *own]
     try:
         converted = await service.large.run(lambda: to_chat(request, items), size_of(items))
@@ -153,10 +180,10 @@ def _conversation_before(
     return stored.conversation
 
 
-def _no_such(id_: str, field: str) -> HttpError:
+def _no_such(id_: str, field: str, what: str = "response") -> HttpError:
     return HttpError(
         404,
-        f"{field}={id_!r}: no such response is stored here: it was made with store=false, with "
+        f"{field}={id_!r}: no such {what} is stored here: it was made with store=false, with "
         "another key, or long ago",
         param=field,
     )

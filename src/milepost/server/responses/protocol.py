@@ -60,7 +60,18 @@ class InputImage(MarkedPart):
         return self
 
 
-AnyContent: Any = tagged(ContentPart, InputImage, other=lambda _: ContentPart)
+class OtherContent(Body):
+    """A part of any other type."""
+
+    type: AnyType
+
+    @field_validator("type")
+    @classmethod
+    def _is_not_served(cls, value: str) -> str:
+        raise ValueError(f"{value!r} is not supported: only text and input_image are served")
+
+
+AnyContent: Any = tagged(ContentPart, InputImage, OtherContent, other=lambda _: OtherContent)
 Parts = Annotated[Many[AnyContent], Field(max_length=MAX_PARTS)]
 TextParts = Annotated[Many[ContentPart], Field(max_length=MAX_PARTS)]
 
@@ -181,19 +192,17 @@ class MoreToolsItem(_AnyItem):
     tools: Many[ResponseTool]
 
 
+class ItemReference(Body):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference"]
+    id: Annotated[str, Field(max_length=256)]
+
+
 class OtherItem(_AnyItem, LeftOutBody):
     """An item that is left out."""
 
     type: AnyType
-
-    @field_validator("type")
-    @classmethod
-    def _is_no_reference(cls, value: str) -> str:
-        if value == "item_reference":
-            raise ValueError(
-                "items are not stored by id: send the item itself, or previous_response_id"
-            )
-        return value
 
     def left_out(self) -> Iterator[str]:
         yield self.type
@@ -210,6 +219,7 @@ ResponseItem: Any = tagged(
     ToolSearchOutputItem,
     McpCallItem,
     MoreToolsItem,
+    ItemReference,
     OtherItem,
     other=lambda kind: MessageItem if kind is None else OtherItem,
 )
@@ -262,7 +272,8 @@ class ResponsesRequest(AnswerFields):
     reasoning: ReasoningOptions | None = None
     include: Many[str] | None = None
     metadata: dict[str, Any] | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: unread(Literal["auto", "disabled"], "disabled") = None
+    """`auto` drops nothing either: a prompt that is too long is refused."""
     background: only(False) = None
     conversation: only() = None
     prompt: only() = None
