@@ -99,6 +99,7 @@ SHARED = {
     "pictures",
     "progress",
     "sampling_params",
+    "small_files",
     "speculative_config",
     "structured_outputs",
     "vllm_keywords",

@@ -83,8 +83,11 @@ def test_anchors_and_merged_objects_are_known(tmp_path):
         ("max-model-len: 5\nmax_model_len: 5", 2, "max_model_len appears twice"),
         ("seed: 1\n---\nseed: 2", 2, "expected a single document"),
         ("hf-overrides: {a: 2026-01-02}", 1, "hf-overrides: use a text"),
-        ("hf-overrides: &a {b: *a}", 1, "hf-overrides: use a text"),
-        ("seed: &a [*a]", 1, "seed: use a text"),
+        ("hf-overrides: &a {b: *a}", 1, "an alias inside an anchor"),
+        ("seed: &a [*a]", 1, "an alias inside an anchor"),
+        ("seed: 1\n<<: &a {<<: *a}", 2, "an alias inside an anchor"),
+        ("seed: &a 1\nport: [" + "*a, " * 99 + "]", 2, "64 aliases at most"),
+        ("seed: 1\nport: " + "[" * 5000, 2, "64 levels"),
         ("seed: !!python/object:a.b {}", 1, "seed: use a text"),
         ("lora-modules: [a=b]", 1, "--lora-modules a=b is not supported"),
         ("seed: 1\nno-such-flag: 1", 2, "Unknown option: --no-such-flag"),
@@ -104,6 +107,11 @@ def test_what_is_wrong_is_one_line_that_says_where(tmp_path, capsys, text, line,
 def test_a_file_that_cannot_be_read(tmp_path, capsys):
     assert main(["serve", "--config", str(tmp_path / "f.yaml")], serve=lambda *_: 0) == 2
     assert f"--config {tmp_path}/f.yaml: No such file" in capsys.readouterr().err
+
+
+def test_a_file_without_an_end(capsys):
+    assert main(["serve", "--config", "/dev/zero"], serve=lambda *_: 0) == 2
+    assert "--config /dev/zero: more than 262144 bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [["--port", "abc"], ["--max-num-seqs", "0"]])

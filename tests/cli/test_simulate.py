@@ -101,6 +101,9 @@ def test_json_to_standard_output_is_nothing_else():
         ((TRACE, "--gib", "4", "--target-hit-rate", "80"), "use one of them"),
         ((TRACE, "--target-hit-rate", "100"), "--target-hit-rate 100: use per cent"),
         ((TRACE, "--cost", "abacus"), "cost model 'abacus'"),
+        ((TRACE, "--cost", "/dev/zero"), "cost model /dev/zero: more than 262144 bytes"),
+        ((TRACE, "--gib", "4", "--fleet", "100000"), "--fleet [100000]: use 1 to 4096"),
+        ((TRACE, "--client-retries", "9999"), "--client-retries 9999: use 0 to 1000"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):

@@ -7,7 +7,7 @@ from milepost.errors import TraceError
 from milepost.pictures import Picture
 from milepost.scheduler.plans import SequencePlan, StepPlan
 from milepost.simulator import read_trace
-from milepost.simulator.cost import read_cost, shipped_costs
+from milepost.simulator.cost import SHIPPED, read_cost, shipped_costs
 from milepost.simulator.results import MemoryGib, percentile, run_row
 from tests.simulator.traces import DATA, Maker, one_engine
 
@@ -154,6 +154,15 @@ def test_a_bad_cost_model_is_refused(tmp_path, text, message):
     path = tmp_path / "cost.toml"
     path.write_text(text)
     with pytest.raises(TraceError, match=message):
+        read_cost(str(path))
+
+
+@pytest.mark.parametrize("size", ["0", "nan", "1e300", "'a'"])
+def test_a_size_that_no_state_has_is_refused(tmp_path, size):
+    text = (SHIPPED / "hybrid-35b-a3b-h200.toml").read_text()
+    path = tmp_path / "cost.toml"
+    path.write_text(text.replace("state_bytes = 64389120", f"state_bytes = {size}"))
+    with pytest.raises(TraceError, match=r"state_bytes=.* is not a number from 1 up"):
         read_cost(str(path))
 
 

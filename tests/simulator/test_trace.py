@@ -8,6 +8,7 @@ from milepost import LLM, SamplingParams
 from milepost.errors import TraceError
 from milepost.simulator import read_trace
 from milepost.simulator.chain import TraceChain
+from milepost.simulator.trace import MAX_TOKENS
 from tests.simulator.traces import DATA
 
 
@@ -63,7 +64,11 @@ def test_plain_and_gzip_read_alike(tmp_path):
         (line(timestamp=math.inf), "timestamp=inf is not a number"),
         (line(timestamp=math.nan), "timestamp=nan is not a number"),
         (line(timestamp=10**400), "timestamp=1000"),
-        (line(hash_ids=[1] * 99), "99 hash_ids do not fit 130 tokens"),
+        (line(hash_ids=list(range(100, 199))), "99 hash_ids do not fit 130 tokens"),
+        (line(output_length=10**13), "output_length=10000000000000 is not a count"),
+        (line(hash_ids=[5, 8]), "8 follows another id than the first time"),
+        (line(hash_ids=[7, 7]), "7 follows another id than the first time"),
+        (line(hash_ids=[8, 5]), "8 follows another id than the first time"),
         (line(images=7), "images=7"),
         (line(images=[[1, 2]]), "images="),
         (line(images=[[1, 0, 7]]), "images="),
@@ -76,6 +81,20 @@ def test_a_bad_line_is_named(tmp_path, bad, message):
     path = write(tmp_path / "t.jsonl", line(), bad.rstrip("\n") + "\n")
     with pytest.raises(TraceError, match="t.jsonl:2: .*" + message):
         read_trace(path)
+
+
+def test_a_trace_is_bounded(tmp_path, monkeypatch):
+    lines = [line(output_length=MAX_TOKENS, hash_ids=[])] * 3
+    monkeypatch.setattr("milepost.simulator.trace.MAX_PAGE_IDS", 2 * MAX_TOKENS // 256)
+    path = write(tmp_path / "t.jsonl", *lines)
+    assert len(read_trace(path, block_size=256, limit=1).requests) == 1
+    with pytest.raises(TraceError, match="read fewer requests"):
+        read_trace(path, block_size=256)
+    bomb = tmp_path / "bomb.gz"
+    bomb.write_bytes(gzip.compress(b" " * 2**20))
+    monkeypatch.setattr("milepost.simulator.trace.MAX_LINE", 2**10)
+    with pytest.raises(TraceError, match="a line of 1024 characters or more"):
+        read_trace(bomb)
 
 
 def test_an_empty_file_a_missing_one_and_an_open_block_size_are_refused(tmp_path):

@@ -20,8 +20,10 @@ from typing import Annotated
 import yaml
 from cyclopts import Parameter
 
+from milepost.checks import MAX_DEPTH
 from milepost.cli.vllm_flags import full_name
 from milepost.errors import ConfigError
+from milepost.small_files import read_small
 
 _FLAG = "--config"
 _NAMED = re.compile(r"--([\w-]+)|^(\w+): |\b(\w+)=")
@@ -89,7 +91,12 @@ def _plain(token: str) -> str:
 def _read(path: str) -> Mapping[str, _FileFlag]:
     """Reads the flags of a file, by name."""
     try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        text = read_small(Path(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{_FLAG} {path}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        _check_nesting(path, text)
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if isinstance(root, yaml.MappingNode):
             _check_names(path, root)
@@ -97,9 +104,8 @@ def _read(path: str) -> Mapping[str, _FileFlag]:
     except yaml.MarkedYAMLError as error:
         what = ", ".join(filter(None, (error.context, error.problem)))
         raise _problem(path, error.problem_mark, what) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ConfigError(f"{_FLAG} {path}: {why}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{_FLAG} {path}: {' '.join(str(error).split())}") from error
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
@@ -113,6 +119,23 @@ def _read(path: str) -> Mapping[str, _FileFlag]:
             raise _problem(path, value.start_mark, f"{key.value}: {what}") from error
         found[_plain(key.value)] = _FileFlag(key.start_mark.line + 1, words)
     return found
+
+
+def _check_nesting(path: str, text: str) -> None:
+    """Raises ConfigError for nesting too deep for the stack, and for aliases that multiply."""
+    are_anchors, num_aliases = [], 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            are_anchors.append(event.anchor is not None)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            are_anchors.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            num_aliases += 1
+            if any(are_anchors):
+                raise _problem(path, event.start_mark, "an alias inside an anchor")
+        if len(are_anchors) > MAX_DEPTH or num_aliases > MAX_DEPTH:
+            what = f"use {MAX_DEPTH} levels and {MAX_DEPTH} aliases at most"
+            raise _problem(path, event.start_mark, what)
 
 
 def _check_names(path: str, root: yaml.MappingNode) -> None:

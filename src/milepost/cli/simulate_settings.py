@@ -19,6 +19,8 @@ from milepost.simulator.tiers import TierSizes
 GIB = 2**30
 MAX_GIB = 2**17
 """Largest simulated memory: its pages are counted one by one."""
+MAX_ENGINES = 4096
+MAX_RETRIES = 1000
 DEFAULT_GIB = 64.0
 COMPARED = ("vllm", "sglang", "auto")
 _List = Parameter(negative_iterable=(), consume_multiple=(1, None))
@@ -104,8 +106,8 @@ class Settings:
             raise InvalidRequestError("--routing, --prefill-engines: give --fleet")
 
     def _check_counts(self) -> None:
-        if any(num < 1 for num in self.fleet or ()):
-            raise InvalidRequestError(f"--fleet {self.fleet}: use 1 or more")
+        if not all(1 <= num <= MAX_ENGINES for num in self.fleet or ()):
+            raise InvalidRequestError(f"--fleet {self.fleet}: use 1 to {MAX_ENGINES}")
         for name in (
             *("seeds", "limit", "sessions", "block_size"),
             *("max_num_seqs", "max_num_batched_tokens"),
@@ -113,8 +115,10 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequestError(f"--{name.replace('_', '-')} {value}: use 1 or more")
-        if self.client_retries < 0:
-            raise InvalidRequestError(f"--client-retries {self.client_retries}: use 0 or more")
+        if not 0 <= self.client_retries <= MAX_RETRIES:
+            raise InvalidRequestError(
+                f"--client-retries {self.client_retries}: use 0 to {MAX_RETRIES}"
+            )
         for name in ("load", "client_timeout_s", "max_queue_wait_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:

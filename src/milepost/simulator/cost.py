@@ -13,8 +13,11 @@ from milepost.errors import TraceError
 from milepost.pictures import Picture
 from milepost.scheduler.encoders import TowerCost
 from milepost.scheduler.plans import StepPlan
+from milepost.small_files import read_small
 
 SHIPPED = Path(__file__).with_name("costs")
+MAX_COST = 2**53
+"""Largest number of a cost model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +104,14 @@ def read_cost(name: str) -> CostModel:
     """Reads a shipped model by name, or a file by path. Raises TraceError."""
     path = SHIPPED / f"{name}.toml" if name in shipped_costs() else Path(name)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path)
         row = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         known = ", ".join(shipped_costs())
         raise TraceError(
             f"cost model {name!r}: {error.strerror}; give a file or one of {known}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"cost model {path}: {error}") from error
     return _checked(row, path)
 
@@ -120,6 +123,9 @@ def _checked(row: dict[str, Any], path: Path) -> CostModel:
     if wrong:
         raise TraceError(f"cost model {path}: missing or unknown: {', '.join(wrong)}")
     for name in sorted(row.keys() - {"name"}):
-        if not isinstance(row[name], (int, float)) or row[name] < 0:
-            raise TraceError(f"cost model {path}: {name}={row[name]!r} is not a number from 0 up")
+        least = 1 if name.endswith("_bytes") else 0
+        if not isinstance(row[name], (int, float)) or not least <= row[name] < MAX_COST:
+            raise TraceError(
+                f"cost model {path}: {name}={str(row[name])[:40]} is not a number from {least} up"
+            )
     return CostModel(**row)

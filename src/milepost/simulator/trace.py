@@ -6,7 +6,8 @@ One JSON object a line, in order of arrival, plain or gzip:
     input_length    prompt tokens, at least 1
     output_length   answer tokens; 0 is read as 1
     hash_ids        ids of the prompt's blocks from its start; an id stands for its block *and
-                    everything before it*. All full blocks, and maybe the partial one after them.
+                    everything before it*, so it always follows the same one. All full blocks, and
+                    maybe the partial one after them.
     session         optional: the conversation that the request belongs to
     agent           optional: which of a session's agents asks
     think_time      optional: seconds between the agent's previous answer and this request
@@ -29,18 +30,25 @@ import gzip
 import json
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from milepost.errors import TraceError
 from milepost.pictures import IDENTITY_BYTES, Picture, check_pictures
+from milepost.simulator.page_ids import PageIds
 
 _LARGEST = sys.float_info.max
 """Largest number; one in JSON may be larger, and then infinite."""
 
+MAX_TOKENS = 2**24
+"""Longest prompt or answer."""
+MAX_LINE = 2**26
+"""Longest line, in bytes or characters."""
+MAX_PAGE_IDS = 2**28
+"""Most distinct ids of a trace: a replay takes some 50 bytes for each."""
 BLOCK_SIZES = tuple(1 << k for k in range(4, 12))
 """Block sizes that are found from the lengths: 16 to 2048."""
 
@@ -134,7 +142,7 @@ def read_trace(
     limit: int | None = None,
 ) -> Trace:
     """Reads a file, or its first `limit` requests. Raises TraceError for a bad line."""
-    numbers: dict[int, int] = {}
+    ids = PageIds()
     requests: list[TraceRequest] = []
     sizes = (block_size,) if block_size else BLOCK_SIZES
     last_s = float("-inf")
@@ -144,7 +152,7 @@ def read_trace(
         if not line.strip():
             continue
         where = f"{path}:{line_number}"
-        request = _parse(line, where, numbers)
+        request = _parse(line, where, ids)
         if request.arrival_s < last_s:
             raise TraceError(f"{where}: timestamp goes back in time")
         last_s = request.arrival_s
@@ -152,10 +160,10 @@ def read_trace(
         requests.append(request)
     if not requests:
         raise TraceError(f"{path}: no requests")
-    return _finish(path.name, requests, _one_size(sizes, path), len(numbers))
+    return _finish(path, requests, _one_size(sizes, path), len(ids))
 
 
-def _finish(name: str, requests: list[TraceRequest], page_size: int, num_ids: int) -> Trace:
+def _finish(path: Path, requests: list[TraceRequest], page_size: int, num_ids: int) -> Trace:
     start_s = requests[0].arrival_s
     for request in requests:
         request.arrival_s -= start_s
@@ -163,7 +171,9 @@ def _finish(name: str, requests: list[TraceRequest], page_size: int, num_ids: in
         request.own_id = num_ids
         total = request.input_length + request.output_length
         num_ids += total // page_size + 1 - len(request.page_ids)
-    return Trace(name=name, page_size=page_size, requests=requests, num_page_ids=num_ids)
+    if num_ids > MAX_PAGE_IDS:
+        raise TraceError(f"{path}: {num_ids} pages, more than {MAX_PAGE_IDS}: read fewer requests")
+    return Trace(name=path.name, page_size=page_size, requests=requests, num_page_ids=num_ids)
 
 
 def _one_size(sizes: tuple[int, ...], path: Path) -> int:
@@ -181,17 +191,25 @@ def _lines(path: Path) -> Iterator[str]:
             is_gzip = raw.read(2) == b"\x1f\x8b"
         if is_gzip:
             with gzip.open(path, "rt", encoding="utf-8") as lines:
-                yield from lines
+                yield from _bounded(lines, path)
         else:
             with path.open(encoding="utf-8") as lines:
-                yield from lines
+                yield from _bounded(lines, path)
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not UTF-8 text") from error
     except (OSError, EOFError) as error:
         raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _parse(line: str, where: str, numbers: dict[int, int]) -> TraceRequest:
+def _bounded(lines: IO[str], path: Path) -> Iterator[str]:
+    """Yields lines; a file may be one endless line, above all if it is compressed."""
+    while line := lines.readline(MAX_LINE):
+        if len(line) == MAX_LINE:
+            raise TraceError(f"{path}: a line of {MAX_LINE} characters or more")
+        yield line
+
+
+def _parse(line: str, where: str, ids: PageIds) -> TraceRequest:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
@@ -204,7 +222,7 @@ def _parse(line: str, where: str, numbers: dict[int, int]) -> TraceRequest:
         arrival_s=_number(row, time_key, where) / 1000,
         input_length=_count(row, "input_length", where, least=1),
         output_length=max(1, _count(row, "output_length", where, least=0)),
-        page_ids=_page_ids(row.get("hash_ids"), where, numbers),
+        page_ids=ids.of(row.get("hash_ids"), where),
         session=None if row.get("session") is None else str(row["session"]),
         agent=None if row.get("agent") is None else str(row["agent"]),
         think_s=None if think_s is None else max(0.0, _number(row, "think_time", where)),
@@ -231,23 +249,6 @@ def _pictures(row: dict[str, Any], where: str) -> tuple[Picture, ...]:
     return found
 
 
-def _page_ids(ids: Any, where: str, numbers: dict[int, int]) -> array[int]:
-    if not isinstance(ids, list):
-        raise TraceError(f"{where}: hash_ids is not a list")
-    try:
-        return array("I", _renumber(ids, numbers))
-    except TypeError as error:
-        raise TraceError(f"{where}: hash_ids holds something that is not an id") from error
-
-
-def _renumber(ids: Iterable[int], numbers: dict[int, int]) -> Iterator[int]:
-    for id_ in ids:
-        number = numbers.get(id_)
-        if number is None:
-            number = numbers[id_] = len(numbers)
-        yield number
-
-
 def _number(row: dict[str, Any], key: str, where: str) -> float:
     value: Any = row.get(key)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -258,8 +259,10 @@ def _number(row: dict[str, Any], key: str, where: str) -> float:
 
 def _count(row: dict[str, Any], key: str, where: str, *, least: int) -> int:
     value = row.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise TraceError(f"{where}: {key}={value!r} is not a count of {least} or more")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_TOKENS:
+        raise TraceError(
+            f"{where}: {key}={str(value)[:40]} is not a count of {least} to {MAX_TOKENS}"
+        )
     return value
 
 
