@@ -18,6 +18,9 @@ MAX_FRAMES = 5
 MAX_QUEUED = 4096
 """Most messages queued to another engine: more than the number of waiting requests."""
 
+_MAPPED = "::ffff:"
+"""Before an IPv4 address on a socket for both kinds."""
+
 S = TypeVar("S", bound="zmq.Socket[Any]")
 
 
@@ -40,9 +43,16 @@ def between_engines(socket: S, max_bytes: int) -> S:
 
 def received(socket: zmq.Socket[Any]) -> list[bytes]:
     """Returns the first frames of the next message; the others are read and dropped."""
-    frames = [socket.recv()]
+    return received_from(socket)[1]
+
+
+def received_from(socket: zmq.Socket[Any]) -> tuple[str, list[bytes]]:
+    """Returns the address of the next message's sender, and its first frames; the others are read
+    and dropped."""
+    first = socket.recv(copy=False)
+    frames = [first.bytes]
     while socket.getsockopt(zmq.RCVMORE):
         frame = socket.recv()
         if len(frames) < MAX_FRAMES:
             frames.append(frame)
-    return frames
+    return str(first.get("Peer-Address")).removeprefix(_MAPPED), frames

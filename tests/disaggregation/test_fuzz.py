@@ -16,6 +16,7 @@ import zmq
 from milepost.disaggregation.messages import (
     ENCODER,
     MAX_QUESTION_BYTES,
+    Declined,
     Gone,
     Granted,
     Released,
@@ -97,7 +98,7 @@ def test_a_message_that_is_none_ends_nothing(fleet, caplog, body):
         welcome(first, sock)
         sock.send_multipart([b"", b"1", body])
         sock.send_multipart([b"only", b"two"])
-        until(lambda: "a question that is none of ours" in caplog.text)
+        until(lambda: "a question that is none of ours: 127.0.0.1: " in caplog.text)
     with connected(first) as sock:
         welcome(first, sock)
     assert not any(record.exc_info for record in caplog.records)
@@ -172,6 +173,10 @@ LIES = {
     "a slot that there is not": bent(Granted, slot=lambda _: 10**6),
     "no slot": bent(Granted, slot=lambda _: None),
     "another prompt": bent(Granted, key=lambda _: bytes(16)),
+    "a refusal that fakes lines": instead(Granted, Declined("no\n2026 ERROR\x1b[31m all is lost")),
+    "a refusal that fills the log": instead(
+        Granted, msgspec.msgpack.encode({"type": "Refused", "why": "x" * 10**6})
+    ),
     "a nested lease": instead(Granted, DEEP),
     "a lease that has ended": instead(Released, Released(False)),
     "an end in no text": instead(Released, BROKEN_TEXT[0]),
@@ -192,6 +197,9 @@ def test_what_a_peer_lies_about_is_computed_and_ends_nothing(tiny, others, caplo
         assert connector_of(second).num_failed == failed + 1
     finally:
         liar.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert any(f"at 127.0.0.1:{liar.port}: " in line for line in said)
+    assert all(line.isprintable() and len(line) < 1000 for line in said)
     assert not any(record.exc_info for record in caplog.records)
     params = fleet.prefill(first, tokens(200, 2))
     assert not is_computed(tiny, fleet, tokens(200, 2), params)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import msgspec
 import pytest
 import zmq
 
+from milepost.cache import Cache
 from milepost.cache.allocation import Loan
+from milepost.disaggregation import finds
 from milepost.disaggregation import lender as lender_module
+from milepost.disaggregation.finds import OpenFinds
 from milepost.disaggregation.leases import Leases
 from milepost.disaggregation.lender import Lender
 from milepost.disaggregation.messages import (
@@ -166,3 +171,28 @@ def test_a_question_about_what_is_no_prompt_is_declined(asking, find):
     assert isinstance(asking.ask(find), Declined)
     asking.say(FIND)
     assert [each for each in asking.outcomes if isinstance(each, Asked)]
+
+
+def test_questions_about_tokens_are_answered_a_few_between_steps(monkeypatch):
+    """An engine steps on however much it is asked. It has no prompt longer than its cache."""
+    monkeypatch.setattr(finds, "TOKENS_AT_ONCE", 100)
+    cache, looked, told, rung = Cache(num_pages=4, num_slots=2, page_size=64), [], [], []
+    lending = Mock(grant=lambda chain, _: looked.append(len(chain)))
+    own = OpenFinds(cache, lending, lambda asked, answer: told.append((asked, answer)), Mock())
+    own._ring = lambda: rung.append(len(told))
+    for num_tokens in (64, 64, 257, 10, 30):
+        own.add(Asked(b"who", b"1", Find(tokens=bytes(4 * num_tokens), salt="", least=0)))
+    own.answer()
+    assert (looked, rung) == ([64, 64], [2])
+    own.answer()
+    assert (looked, rung) == ([64, 64], [2, 3])
+    own.answer()
+    assert (looked, rung) == ([64, 64, 10, 30], [2, 3])
+    assert [answer for _, answer in told] == [Gone()] * 5
+
+
+def test_who_is_refused_is_named(asking, caplog):
+    asking.sockets.append(asking.connected())
+    asking.say(msgspec.structs.replace(asking.lender.hello, version=1), asking.sockets[-1])
+    assert isinstance(asking.answer(asking.sockets[-1]), Declined)
+    assert "an engine is refused: 127.0.0.1: version 1" in caplog.text

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from milepost.cache import Cache, Match
 from milepost.cache.tree import Chain
+from milepost.disaggregation.finds import OpenFinds
 from milepost.disaggregation.leases import Leases, Lending
 from milepost.disaggregation.links import Links
-from milepost.disaggregation.messages import VERSION, Find, Gone, Hello
+from milepost.disaggregation.messages import VERSION, Find, Hello
 from milepost.disaggregation.outcomes import Asked, Pulled, Read, RemoteMatch
 from milepost.disaggregation.pulls import Pull
 from milepost.kv_transfer_params import Remote, written
@@ -93,6 +94,7 @@ class Connector:
             clock=clock,
             ring=ring,
         )
+        self._asked = OpenFinds(cache, self.lending, self._links.tell, ring)
         self.place = self._links.hello.host, self._links.hello.port
         self._wanted: dict[int, tuple[Request, Remote]] = {}
         """Requests that may fetch from a lease and have not begun to."""
@@ -212,6 +214,7 @@ class Connector:
         matches found elsewhere.
         """
         self._take()
+        self._asked.answer()
         self.lending.take_back()
         self.leases.are_final = bool(self._scheduler.waiting) and not self._scheduler.running
         for number, (request, remote) in list(self._wanted.items()):
@@ -248,7 +251,7 @@ class Connector:
                         self._readers.pop(page, None)
                     self._found.append(outcome)
                 case Asked():
-                    self._tell(outcome)
+                    self._asked.add(outcome)
 
     def _pulled(self, pulled: Pulled) -> None:
         if pulled.problem:
@@ -270,13 +273,6 @@ class Connector:
         self._readers.move_to_end(read.page)
         if len(self._readers) > MAX_READERS:
             self._readers.popitem(last=False)
-
-    def _tell(self, asked: Asked) -> None:
-        find = asked.find
-        tokens = memoryview(find.tokens).cast("I")
-        chain = self._cache.chain(tokens, find.salt, find.pictures)
-        granted = self.lending.grant(chain, find.least)
-        self._links.tell(asked, granted or Gone())
 
     @property
     def counters(self) -> dict[str, float]:

@@ -21,6 +21,14 @@ DOMAIN = b"milepost"
 QUIET_S = 60.0
 """Least time between two log entries of one kind of misbehaviour by others."""
 MAX_KINDS = 64
+MAX_SHOWN = 300
+"""Most characters of what others said in a line of the log."""
+
+
+def shown(said: object) -> str:
+    """Returns what another engine said, as a part of one line."""
+    text = str(said)[:MAX_SHOWN]
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 class Complaints:
@@ -44,7 +52,7 @@ class Complaints:
             self._said[kind] = said_at, num_since + 1
             return
         more = f" ({num_since} more since the last time)" if num_since else ""
-        logger.warning("%s: %s%s", kind, str(detail)[:300], more)
+        logger.warning("%s: %s%s", kind, shown(detail), more)
         self._said[kind] = now, 0
         if len(self._said) > MAX_KINDS:
             del self._said[next(iter(self._said))]

@@ -40,7 +40,7 @@ from milepost.disaggregation.messages import (
 from milepost.disaggregation.outcomes import Asked, Outcome, Read
 from milepost.errors import ConfigError
 from milepost.kv_transfer_config import PeerNetworks
-from milepost.zeromq import between_engines, received
+from milepost.zeromq import between_engines, received_from
 
 logger = logging.getLogger(__name__)
 
@@ -112,24 +112,24 @@ class Lender:
 
     def answer(self) -> None:
         """Receives a question and answers it."""
-        who, *rest = received(self.socket)
+        host, (who, *rest) = received_from(self.socket)
         try:
-            self._answer(who, rest)
+            self._answer(host, who, rest)
         except BadMessageError as error:
             self._hellos.pop(who, None)
-            self._complaints.say("a question that is none of ours", error)
+            self._complaints.say("a question that is none of ours", f"{host}: {error}")
         except Exception:  # whatever it was, other engines are served
             self._hellos.pop(who, None)
-            logger.exception("a question of another engine could not be answered")
+            logger.exception("a question of another engine, %s, could not be answered", host)
 
-    def _answer(self, who: bytes, frames: list[bytes]) -> None:
+    def _answer(self, host: str, who: bytes, frames: list[bytes]) -> None:
         if len(frames) != 3:
             raise BadMessageError(f"{len(frames)} frames")
         _, number, body = frames
         question = decoded(QUESTIONS, body)
         match question:
             case Hello():
-                self.reply(who, number, self._greeted(who, question))
+                self.reply(who, number, self._greeted(host, who, question))
             case _ if who not in self._hellos:
                 self.reply(who, number, Declined("say hello first"))
             case Claim(lease=id_):
@@ -161,12 +161,12 @@ class Lender:
     def reply(self, who: bytes, number: bytes, answer: PeerAnswer) -> None:
         self.socket.send_multipart([who, b"", number, ENCODER.encode(answer)])
 
-    def _greeted(self, who: bytes, question: Hello) -> Welcome | Declined:
+    def _greeted(self, host: str, who: bytes, question: Hello) -> Welcome | Declined:
         if who in self._hellos:
             return Declined("it has said hello")
         problem = misfit(question, self.hello)
         if problem:
-            self._complaints.say("an engine is refused", problem)
+            self._complaints.say("an engine is refused", f"{host}: {problem}")
             return Declined(problem)
         if len(self._hellos) >= MAX_HELLOS:
             del self._hellos[next(iter(self._hellos))]

@@ -112,7 +112,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class Declined(msgspec.Struct, tag="Refused", frozen=True):
     """Answer to a hello if the two engines cannot exchange."""
 
-    why: str
+    why: Annotated[str, Meta(max_length=1000)]
 
 
 class Claim(msgspec.Struct, tag=True, frozen=True):

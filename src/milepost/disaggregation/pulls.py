@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from milepost.disaggregation.borrowed import Borrowed
+from milepost.disaggregation.door import shown
 from milepost.disaggregation.messages import (
     Claim,
     Granted,
@@ -267,7 +268,10 @@ class Pulls:
         pull.is_over = True
         if problem:
             logger.warning(
-                "engine %s: %s; the prompt is computed here", pull.remote.engine_id, problem
+                "engine %s at %s: %s; the prompt is computed here",
+                pull.remote.engine_id,
+                "{}:{}".format(*pull.remote.place),
+                shown(problem),
             )
             if pull.peer is not None and not pull.peer.is_over:
                 pull.peer.ask(Release(pull.remote.lease), lambda _: None)

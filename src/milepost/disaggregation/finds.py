@@ -1,0 +1,52 @@
+"""Questions of other engines about tokens, answered between steps: a few at a time, so that no
+number of them holds up the steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from milepost.cache import Cache
+from milepost.cache.tree import TOKEN_BYTES
+from milepost.disaggregation.leases import Lending
+from milepost.disaggregation.messages import Find, Gone, Granted
+from milepost.disaggregation.outcomes import Asked
+
+TOKENS_AT_ONCE = 2**17
+"""Tokens looked up between two steps, which takes some five milliseconds; at least one question is
+answered."""
+
+
+class OpenFinds:
+    """Questions that wait for an answer, which goes to `tell`. `ring` has the next turn come."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        lending: Lending,
+        tell: Callable[[Asked, Granted | Gone], None],
+        ring: Callable[[], None],
+    ) -> None:
+        self._cache, self._lending = cache, lending
+        self._tell, self._ring = tell, ring
+        self._waiting: deque[Asked] = deque()
+
+    def add(self, asked: Asked) -> None:
+        self._waiting.append(asked)
+
+    def answer(self) -> None:
+        """Answers some questions."""
+        left = TOKENS_AT_ONCE
+        while self._waiting and left > 0:
+            asked = self._waiting.popleft()
+            left -= len(asked.find.tokens) // TOKEN_BYTES
+            self._tell(asked, self._found(asked.find) or Gone())
+        if self._waiting:
+            self._ring()
+
+    def _found(self, find: Find) -> Granted | None:
+        tokens = memoryview(find.tokens).cast("I")
+        if len(tokens) > self._cache.pages.capacity * self._cache.page_size:
+            return None  # no prompt here is that long
+        chain = self._cache.chain(tokens, find.salt, find.pictures)
+        return self._lending.grant(chain, find.least)
