@@ -4,7 +4,7 @@ never waits for it. The modules:
     called by the engine           access, exchange
     between scheduler and thread   connector, outcomes
     the thread                     links, door, peers, messages
-    lending                        leases, lender
+    lending                        leases, lender, finds
     borrowing                      borrowed, pulls
     transfer of bytes              transport, nixl, sockets, socket_reading, registered_pools
     several ranks                  all_ranks, orders, part_reader
