@@ -100,6 +100,14 @@ def test_a_closed_engine_leaves_no_rank_though_its_owner_keeps_it():
     assert all(map(is_gone, pids))
 
 
+def test_nobody_outside_the_machine_reaches_where_ranks_meet():
+    store = open_store(0, 2, 30, is_first=True)
+    open_store(store.port, 2, 30, is_first=False).set("rank 1", "is here")
+    assert store.get("rank 1") == b"is here"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), 5)
+
+
 def test_a_rank_that_hangs_is_given_up():
     """Whoever waits for it is told, after as long as it may be silent. Before, all ranks hold the
     same sums."""

@@ -6,6 +6,7 @@ traffic does not matter.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,13 +25,16 @@ HOST = "127.0.0.1"
 def open_store(port: int, size: int, timeout_s: float, *, is_first: bool) -> dist.TCPStore:
     """Opens the store through which ranks find each other. The first rank hosts it, at a free port
     if `port` is 0."""
+    # By itself it would listen on all of the machine's addresses, whatever its host's name.
+    listening = socket.create_server((HOST, port)) if is_first else None
     return dist.TCPStore(
         HOST,
-        port,
+        port if listening is None else listening.getsockname()[1],
         size,
         is_master=is_first,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=None if listening is None else listening.detach(),
     )
 
 
