@@ -64,6 +64,16 @@ class RequestIds:
 _IDS: ContextVar[RequestIds | None] = ContextVar("milepost_request_ids", default=None)
 
 
+MAX_SHOWN = 300
+"""Most characters shown of what others said."""
+
+
+def shown(said: object) -> str:
+    """Returns what another program said, as a part of one line."""
+    text = str(said)[:MAX_SHOWN]
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 @contextmanager
 def of_request(ids: RequestIds) -> Iterator[None]:
     """Inside, all lines logged by this task, and by threads that it waits for, carry the ids."""

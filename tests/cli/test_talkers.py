@@ -115,6 +115,35 @@ def test_a_server_without_reports_is_shown_without(served, chat_session):
 
 
 @pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ([{"error": "it is\n\x1b[31mfull"}], r"error: it is\n\x1b[31mfull"),
+        ([{"error": {"message": "x" * 10**6}}], "error: " + "x" * 300),
+        (["text"], "error: the server sent what is no event: "),
+        ([[1]], "error: the server sent what is no event: "),
+        ([{"choices": ["text"]}], "error: the server sent what is no event: "),
+        ([event({"content": 5})], "error: the server sent what is no event: "),
+        ([event({}, usage=[1])], "error: the server sent what is no event: "),
+    ],
+)
+def test_whatever_a_server_sends_ends_no_chat(served, chat_session, said, shown):
+    served.answers = [(200, said), answer("fine")]
+    chat_session.run("chat", "--url", served.url, stdin="hello\nagain\n")
+    assert shown in chat_session.err.replace("\n", " ")
+    assert "Traceback" not in chat_session.err
+    assert chat_session.out.endswith("fine\n")
+    assert "x" * 301 not in chat_session.err
+
+
+@pytest.mark.parametrize("count", [None, -1, "many", 10**15])
+def test_a_count_that_no_server_has_is_unknown(served, chat_session, count):
+    usage = {"prompt_tokens": count, "completion_tokens": count}
+    served.answers = [(200, [event({"content": "hi"}, usage=usage), event(None, "stop", usage)])]
+    assert chat_session.run("chat", "--url", served.url, stdin="hello\n") == 0
+    assert chat_session.out == "hi\n"
+
+
+@pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--url", "nowhere"], "--url nowhere: use an address such as"),

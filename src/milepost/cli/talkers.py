@@ -16,8 +16,11 @@ from milepost.cli.answers import CLOSING, OPENING
 from milepost.cli.generate import SAMPLING, StreamingEngine
 from milepost.engine.outputs import CompletionOutput, RequestOutput
 from milepost.errors import ConfigError, InvalidRequestError
+from milepost.logs import shown
 from milepost.sampling_params import SamplingParams
 
+MAX_LINE = 2**24
+"""Most bytes of an event, or of another answer."""
 Said = Sequence[Mapping[str, Any]]
 
 
@@ -76,8 +79,12 @@ class ServerTalker:
         answer = _ServerAnswer()
         with closing(_asked(self, "/chat/completions", body)) as response:
             for event in _events(response):
-                answer.take(event)
-                yield answer.output()
+                try:
+                    answer.take(event)
+                    output = answer.output()
+                except (AttributeError, KeyError, TypeError) as error:
+                    raise _no_event(event) from error
+                yield output
         if answer.finish_reason is None:
             raise InvalidRequestError(f"{self.url}: the server closed before its answer ended")
 
@@ -98,10 +105,11 @@ def reach(url: str, model: str | None, key: str | None) -> ServerTalker:
     talker = ServerTalker(base, model or "", key)
     try:
         with closing(_asked(talker, "/models")) as response:
-            served = [entry["id"] for entry in json.load(response)["data"]]
+            listed = json.loads(response.read(MAX_LINE))
+            served = [str(entry["id"]) for entry in listed["data"]]
     except InvalidRequestError as error:
         raise ConfigError(f"--url {url}: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OSError, HTTPException) as error:
         raise ConfigError(f"--url {url}: no list of models at {base}/models") from error
     if model is not None and model not in served:
         raise ConfigError(f"--model {model}: {url} serves {', '.join(served)}")
@@ -128,26 +136,41 @@ def _asked(talker: ServerTalker, path: str, body: Mapping[str, Any] | None = Non
 
 def _said(error: urllib.error.HTTPError) -> str:
     try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answers {error.code} {error.reason}"
+        return shown(json.loads(error.read(MAX_LINE))["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError, OSError, HTTPException):
+        return f"the server answers {error.code} {shown(error.reason)}"
 
 
 def _events(response: IO[bytes]) -> Iterator[dict[str, Any]]:
     """Yields a stream's events until its end. Raises InvalidRequestError for one with an error."""
     try:
-        for line in response:
+        while line := response.readline(MAX_LINE):
             data = line.removeprefix(b"data:").strip()
             if not line.startswith(b"data:") or not data:
                 continue
             if data == b"[DONE]":
                 return
-            event = json.loads(data)
-            if "error" in event:
-                raise InvalidRequestError(str(event["error"].get("message", event["error"])))
-            yield event
+            yield _event(data)
     except (OSError, HTTPException) as error:
         raise InvalidRequestError(f"the connection broke: {error}") from error
+
+
+def _event(data: bytes) -> dict[str, Any]:
+    """Returns an event of a stream. Raises InvalidRequestError for an error, and for anything that
+    is none."""
+    try:
+        event: dict[str, Any] = json.loads(data)
+        problem = event.get("error")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise _no_event(data) from error
+    if problem:
+        said = problem.get("message", problem) if isinstance(problem, dict) else problem
+        raise InvalidRequestError(shown(said))
+    return event
+
+
+def _no_event(said: object) -> InvalidRequestError:
+    return InvalidRequestError(f"the server sent what is no event: {shown(said)[:80]}")
 
 
 @dataclass(slots=True)
@@ -163,7 +186,7 @@ class _ServerAnswer:
     def take(self, event: Mapping[str, Any]) -> None:
         self.usage = event.get("usage") or self.usage
         for choice in event.get("choices", ())[:1]:
-            delta = choice.get("delta", {})
+            delta = choice.get("delta") or {}
             self._think(delta.get("reasoning_content") or delta.get("reasoning") or "")
             self._say(delta.get("content") or "")
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
@@ -184,7 +207,7 @@ class _ServerAnswer:
 
     def output(self) -> RequestOutput:
         """Returns the answer so far. Its token ids are not known: each is 0."""
-        num_tokens = self.usage.get("completion_tokens", self.num_pieces) if self.text else 0
+        num_tokens = self._count("completion_tokens", self.num_pieces) if self.text else 0
         answer = CompletionOutput(
             index=0,
             text=self.text,
@@ -194,11 +217,16 @@ class _ServerAnswer:
         return RequestOutput(
             request_id="0",
             prompt=None,
-            prompt_token_ids=[0] * self.usage.get("prompt_tokens", 0),
+            prompt_token_ids=[0] * self._count("prompt_tokens", 0),
             outputs=[answer],
             finished=answer.finished,
             cache_report=self._report(),
         )
+
+    def _count(self, name: str, unknown: int) -> int:
+        """Returns a count of tokens that a server can have."""
+        count = self.usage.get(name)
+        return count if isinstance(count, int) and 0 <= count <= MAX_LINE else unknown
 
     def _report(self) -> CacheReport | None:
         """Returns the report of a server that gives reasons, as Milepost's does."""

@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from milepost.kv_transfer_config import PeerNetworks
+from milepost.logs import shown
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +22,6 @@ DOMAIN = b"milepost"
 QUIET_S = 60.0
 """Least time between two log entries of one kind of misbehaviour by others."""
 MAX_KINDS = 64
-MAX_SHOWN = 300
-"""Most characters of what others said in a line of the log."""
-
-
-def shown(said: object) -> str:
-    """Returns what another engine said, as a part of one line."""
-    text = str(said)[:MAX_SHOWN]
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 class Complaints:

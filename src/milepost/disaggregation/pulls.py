@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from milepost.disaggregation.borrowed import Borrowed
-from milepost.disaggregation.door import shown
 from milepost.disaggregation.messages import (
     Claim,
     Granted,
@@ -31,6 +30,7 @@ from milepost.disaggregation.registered_pools import pieces_of
 from milepost.disaggregation.transport import TransferError, Transport
 from milepost.errors import MilepostError
 from milepost.kv_transfer_params import Remote
+from milepost.logs import shown
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from milepost.config import GenerationConfig
 from milepost.errors import ConfigError, InvalidRequestError
+from milepost.logs import shown
 from milepost.models.files import read_object, reading
 from milepost.sampling_params import SamplingParams
 
@@ -56,7 +57,9 @@ def within(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     """Returns the ids within a vocabulary of this size, and warns of others."""
     others = [id_ for id_ in ids if id_ >= vocab_size]
     if others:
-        logger.warning("end tokens %s are left out: the model has %d tokens", others, vocab_size)
+        logger.warning(
+            "end tokens %s are left out: the model has %d tokens", shown(others), vocab_size
+        )
     return tuple(id_ for id_ in ids if id_ < vocab_size)
 
 
