@@ -147,6 +147,14 @@ def test_errors_are_failures(elsewhere, capsys, answer, words):
     assert "refuses a request" in table
 
 
+def test_a_line_without_an_end_is_a_failure(elsewhere, capsys, monkeypatch):
+    monkeypatch.setattr("milepost.load.client.MAX_LINE", 2**12)
+    elsewhere.answer = (200, b"data: " + b" " * 2**20)
+    status, row, _ = bench(capsys, "--base-url", url(elsewhere), *SMALL, "--num-warmups", "0")
+    assert (status, row["failed"]) == (1, 6)
+    assert "a line of more than 4096 bytes" in row["errors"][0]
+
+
 @pytest.mark.parametrize(
     ("listing", "words"),
     [

@@ -92,7 +92,7 @@ def test_a_trace_is_bounded(tmp_path, monkeypatch):
         read_trace(path, block_size=256)
     bomb = tmp_path / "bomb.gz"
     bomb.write_bytes(gzip.compress(b" " * 2**20))
-    monkeypatch.setattr("milepost.simulator.trace.MAX_LINE", 2**10)
+    monkeypatch.setattr("milepost.small_files.MAX_LINE", 2**10)
     with pytest.raises(TraceError, match="a line of 1024 characters or more"):
         read_trace(bomb)
 

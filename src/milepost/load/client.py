@@ -9,6 +9,9 @@ from typing import Any
 
 import aiohttp
 
+MAX_LINE = 2**24
+"""Most bytes of an event."""
+
 
 @dataclass(slots=True, kw_only=True)
 class RequestResult:
@@ -81,6 +84,8 @@ class Endpoint:
             buffer += piece
             *lines, rest = buffer.split(b"\n")
             buffer = bytearray(rest)
+            if len(buffer) > MAX_LINE:
+                raise ValueError(f"the server sent a line of more than {MAX_LINE} bytes")
             for line in lines:
                 self._take_line(bytes(line), result)
         self._take_line(bytes(buffer), result)

@@ -6,7 +6,6 @@ tokens each; the server's usage has the exact number.
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from milepost.errors import ConfigError
+from milepost.small_files import read_lines
 
 WorkloadKind = Literal["shared-prefix", "multi-turn", "agent", "labels", "trace"]
 
@@ -201,12 +201,10 @@ def _length(row: Mapping[str, Any], name: str, scale: float) -> int:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rt", encoding="utf-8") as lines:
-            yield from lines
-    except (OSError, EOFError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"trace={str(path)!r}: {why}") from error
+        yield from read_lines(path)
     except UnicodeDecodeError as error:
         raise ConfigError(f"trace={str(path)!r}: not UTF-8 text") from error
+    except (OSError, EOFError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"trace={str(path)!r}: {why}") from error

@@ -26,7 +26,6 @@ no request asks for.
 
 from __future__ import annotations
 
-import gzip
 import json
 import sys
 from array import array
@@ -34,19 +33,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from milepost.errors import TraceError
 from milepost.pictures import IDENTITY_BYTES, Picture, check_pictures
 from milepost.simulator.page_ids import PageIds
+from milepost.small_files import read_lines
 
 _LARGEST = sys.float_info.max
 """Largest number; one in JSON may be larger, and then infinite."""
 
 MAX_TOKENS = 2**24
 """Longest prompt or answer."""
-MAX_LINE = 2**26
-"""Longest line, in bytes or characters."""
 MAX_PAGE_IDS = 2**28
 """Most distinct ids of a trace: a replay takes some 50 bytes for each."""
 BLOCK_SIZES = tuple(1 << k for k in range(4, 12))
@@ -187,26 +185,11 @@ def _one_size(sizes: tuple[int, ...], path: Path) -> int:
 
 def _lines(path: Path) -> Iterator[str]:
     try:
-        with path.open("rb") as raw:
-            is_gzip = raw.read(2) == b"\x1f\x8b"
-        if is_gzip:
-            with gzip.open(path, "rt", encoding="utf-8") as lines:
-                yield from _bounded(lines, path)
-        else:
-            with path.open(encoding="utf-8") as lines:
-                yield from _bounded(lines, path)
+        yield from read_lines(path)
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not UTF-8 text") from error
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, ValueError) as error:
         raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _bounded(lines: IO[str], path: Path) -> Iterator[str]:
-    """Yields lines; a file may be one endless line, above all if it is compressed."""
-    while line := lines.readline(MAX_LINE):
-        if len(line) == MAX_LINE:
-            raise TraceError(f"{path}: a line of {MAX_LINE} characters or more")
-        yield line
 
 
 def _parse(line: str, where: str, ids: PageIds) -> TraceRequest:
