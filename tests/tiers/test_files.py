@@ -285,6 +285,22 @@ def test_a_file_that_cannot_be_read_is_deleted(files, monkeypatch):
     assert not files.path(PAGE).exists()
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_file_that_a_shortage_hides_is_kept_and_found_again(files, number, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    written(files)
+    os.utime(files.path(PAGE).parent, ns=(0, 10**9))
+    assert files.look() == ([PAGE], [])
+    with monkeypatch.context() as short:
+        short.setattr(type(files.path(PAGE)), "open", refuse)
+        assert not files.read(PAGE, empty())
+    assert files.look() == ([PAGE], [])
+    found = empty()
+    assert files.read(PAGE, found)
+
+
 def test_what_is_no_file_is_no_item(files):
     """Whoever opens a pipe waits for its other end."""
     files.path(PAGE).parent.mkdir(parents=True)

@@ -9,6 +9,7 @@ is whole or absent.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -37,6 +38,10 @@ STALE_S = 3600.0
 """Temporary files older than this were left by an engine that has died."""
 
 
+_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors of this process or machine: the file may be sound, so it is kept and found again."""
+
+
 class Files:
     """The files of one model in a directory, which `make` must have created."""
 
@@ -51,7 +56,7 @@ class Files:
         self._held: dict[str, set[str]] = {}
         """Folder -> files that were there at the last scan."""
         self._undeleted: deque[FileName] = deque()
-        """Files that could not be deleted; nobody counts them."""
+        """Files that could not be deleted, or not be opened for a moment; nobody counts them."""
         self._folders = cycle([f"{number:02x}" for number in range(NUM_FOLDERS)])
         self._complained: set[str] = set()
 
@@ -175,6 +180,9 @@ class Files:
             return None  # another engine has made room
         except OSError as error:
             self._complain("read from", error)
+            if error.errno in _SHORT:
+                self._undeleted.append(name)
+                return None
         except BadFileError as error:
             if str(error) not in self._complained:
                 self._complained.add(str(error))
