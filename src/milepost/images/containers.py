@@ -21,7 +21,7 @@ from PIL import Image
 
 from milepost.errors import InvalidPromptError, how_to_install
 from milepost.images.decoding import MAX_PIXELS, refuse_size
-from milepost.images.headers import container_of
+from milepost.images.headers import container_of, shown_share
 
 CODECS = "H.264, H.265, VP8, VP9 and MPEG-4"
 _TAGS = b"avc1 avc3 h264 hvc1 hev1 hevc vp80 vp08 vp90 vp09 mp4v fmp4".split()
@@ -39,13 +39,24 @@ _VIDEO_TIMES = 256
 _MOST_RATE = 1000.0
 _LEAST_SHARE = 0.9
 """Share of the frames named by a header below which the file counts as cut short. Headers without a
-count are estimated from the duration."""
+count are estimated from the duration, and MP4 files may name frames that they do not show."""
 _environment = Lock()
 
 
 def can_decode() -> bool:
     """Whether OpenCV is installed."""
     return find_spec("cv2") is not None
+
+
+class _FileBytes(BytesIO):
+    """The bytes of a file. OpenCV crashes if its source raises an exception."""
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Goes to an offset. Returns -1 for an impossible one, as damaged files name them."""
+        try:
+            return super().seek(offset, whence)
+        except (OSError, OverflowError, ValueError):
+            return -1
 
 
 class VideoFile:
@@ -94,7 +105,8 @@ class VideoFile:
 
         cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
         settings = [cv2.CAP_PROP_N_THREADS, 1, cv2.CAP_PROP_HW_ACCELERATION, 0]
-        source: Any = BytesIO(self._data)  # OpenCV reads it until the release, and does not keep it
+        # OpenCV reads the source until it is released, and keeps no reference to it.
+        source: Any = _FileBytes(self._data)
         capture = None
         try:
             with _ffmpeg_options(_OPTIONS | {"input_format": _FORMATS[self._kind]}):
@@ -149,7 +161,9 @@ class VideoFile:
         return count, 1000 * (count - 1) / last_ms if last_ms > 0 else rate
 
     def _note_end(self, num_frames: int) -> None:
-        if self._is_counted or num_frames < max(2, _LEAST_SHARE * self.num_frames):
+        share = shown_share(self._data) if self._kind == "MP4" else 1.0
+        least = _LEAST_SHARE * int(share * self.num_frames)
+        if self._is_counted or num_frames < max(2, least):
             raise self._unreadable()
         self.num_frames, self._is_counted = num_frames, True
 

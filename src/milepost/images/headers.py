@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
+
 from milepost.errors import InvalidPromptError
 
 _MAGIC = (
@@ -54,6 +57,54 @@ def container_of(data: bytes) -> str | None:
     size, brand = int.from_bytes(data[:4], "big"), data[8:12]
     is_whole = data[4:8] == b"ftyp" and 16 <= size <= min(len(data), _MOST_BRANDS)
     return "MP4" if is_whole and brand not in _PICTURES else None
+
+
+def shown_share(data: bytes) -> float:
+    """Returns the share of its duration for which an MP4 file shows its video: less than one if
+    a video was trimmed without coding it again, which leaves all frames in the file and an edit
+    list beside them (ISO/IEC 14496-12, section 8.6.6)."""
+    for movie in _boxes(data, b"moov"):
+        scale, _ = _duration(next(_boxes(movie, b"mvhd"), b""))
+        for track in _boxes(movie, b"trak"):
+            media = next(_boxes(track, b"mdia"), b"")
+            handler = next(_boxes(media, b"hdlr"), b"")
+            edits = next(_boxes(next(_boxes(track, b"edts"), b""), b"elst"), b"")
+            media_scale, duration = _duration(next(_boxes(media, b"mdhd"), b""))
+            if handler[8:12] == b"vide" and edits and scale and media_scale and duration:
+                return min(1.0, _num_shown(edits) * media_scale / (scale * duration))
+    return 1.0
+
+
+def _boxes(data: bytes, kind: bytes) -> Iterator[bytes]:
+    """Yields the bodies of the boxes of this kind, up to the first box that is not whole (section
+    4.2)."""
+    start = 0
+    while start + 8 <= len(data):
+        size, header = int.from_bytes(data[start : start + 4], "big"), 8
+        if size == 1:
+            size, header = int.from_bytes(data[start + 8 : start + 16], "big"), 16
+        if not header <= size <= len(data) - start:
+            return
+        if data[start + 4 : start + 8] == kind:
+            yield data[start + header : start + size]
+        start += size
+
+
+def _duration(header: bytes) -> tuple[int, int]:
+    """Returns units a second and the duration in units of `mvhd` or `mdhd` (sections 8.2.2 and
+    8.4.2)."""
+    first, width = (20, 8) if header[:1] == b"\1" else (12, 4)
+    return (
+        int.from_bytes(header[first : first + 4], "big"),
+        int.from_bytes(header[first + 4 : first + 4 + width], "big"),
+    )
+
+
+def _num_shown(edits: bytes) -> int:
+    """Returns for how many of the movie's units the edits of `elst` show the media."""
+    row = struct.Struct(">Qq4x" if edits[:1] == b"\1" else ">Ii4x")
+    rows = edits[8 : 8 + (len(edits) - 8) // row.size * row.size]
+    return sum(length for length, first in row.iter_unpack(rows) if first >= 0)
 
 
 def webp_size(data: bytes) -> tuple[int, int]:
