@@ -10,9 +10,10 @@ from torch import nn
 
 from milepost.images import ImageSettings, normalisation, prepare
 from milepost.layers.grid_tower import GridBlock, GridBlockShapes, NormedEmbedding
+from milepost.layers.mergers import Merger
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower import Tower, TowerModules
-from milepost.layers.tower_parts import Merger, TowerNames
+from milepost.layers.tower_parts import TowerNames
 from tests.gpu.test_vision import filled, shapes_of
 from tests.images.pictures import picture
 from tests.numbers import relative_error

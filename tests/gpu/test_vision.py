@@ -126,7 +126,7 @@ def tiled_tower(size: str, dtype: torch.dtype, device: str) -> Tower:
         num_positions=256,
         theta=None,
         merger_size=2560,
-        has_averaged_positions=True,
+        table_fit="averaged",
     )
     names = TowerNames(merged_norm="merger.merged_norm")
     kind = ModuleScope(dtype=dtype, device=torch.device(device))

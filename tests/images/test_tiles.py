@@ -13,7 +13,7 @@ from PIL import Image
 
 from milepost.errors import ConfigError, InvalidPromptError, UnsupportedModelError
 from milepost.images import ImageSettings, normalisation, read_image_settings
-from milepost.images.bilinear import resize_bilinear
+from milepost.images.resampling import resize_bilinear
 from milepost.images.settings import ImageTiling
 from milepost.images.tiles import THUMBNAIL, prepare_tiles
 from tests.images.pictures import encoded, picture

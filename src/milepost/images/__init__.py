@@ -1,10 +1,10 @@
 """Pictures on their way to the model: decoded, resized and cut into patches. Needs Pillow and
 numpy, and no torch. Its modules:
 
-    settings of a checkpoint      settings
+    settings of a checkpoint      settings, processors
     sizes of resized pictures     sizes
     from bytes to pixels          headers, decoding, containers
-    from pixels to patches        patches, tiles, bilinear
+    from pixels to patches        patches, tiles, resampling
     frames of videos              videos
 """
 
@@ -14,13 +14,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from milepost.errors import missing
-from milepost.images.settings import (
-    FrameSampling,
-    ImageSettings,
+from milepost.images.processors import (
     read_frame_sampling,
     read_image_settings,
     read_video_settings,
 )
+from milepost.images.settings import FrameSampling, ImageSettings
 from milepost.images.sizes import num_tokens_of
 
 if TYPE_CHECKING:

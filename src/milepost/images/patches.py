@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from milepost.images import decoding
+from milepost.images.resampling import PixelValues
 from milepost.images.settings import ImageSettings
 from milepost.images.sizes import num_tokens_of, resized
 
@@ -34,7 +35,7 @@ class PreparedImage:
 
     rows: NDArray[np.uint8]
     """[P, 3 * F * E * E], by channel, then frame, then place in the patch. The four patches of a
-    token stand one after the other."""
+    token stand one after the other. Four times as long for normalised float32 values."""
     grid: tuple[int, int, int]
     """Number of patches in time, from top to bottom and from left to right."""
     identity: bytes
@@ -69,7 +70,7 @@ def resize(picture: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:
     return np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC))
 
 
-def from_frames(frames: Sequence[NDArray[np.uint8]], settings: ImageSettings) -> PreparedImage:
+def from_frames(frames: Sequence[PixelValues], settings: ImageSettings) -> PreparedImage:
     """Makes one picture of the pixels [height, width, 3] of its frames."""
     side, merge = settings.patch_size, settings.merge_size
     height, width, channels = frames[0].shape
@@ -83,7 +84,7 @@ def from_frames(frames: Sequence[NDArray[np.uint8]], settings: ImageSettings) ->
     grid = 1, down, across
     num_tokens = num_tokens_of(grid, merge)
     return PreparedImage(
-        rows=rows,
+        rows=rows.view(np.uint8),
         grid=grid,
         identity=_identity(rows, grid, settings),
         num_tokens=num_tokens,
@@ -94,21 +95,23 @@ def from_frames(frames: Sequence[NDArray[np.uint8]], settings: ImageSettings) ->
 def normalisation(settings: ImageSettings) -> NDArray[np.float32]:
     """Returns the normalised value of each byte in each channel, [3, 256]: scaled in float64, then
     normalised in float32; or both at once, as processors on torchvision do."""
-    values: NDArray[np.float32] = np.arange(256, dtype=np.float32)
-    mean, std = (np.array(each, np.float32) for each in (settings.mean, settings.std))
+    values: NDArray[np.float32] = np.arange(256, dtype=np.float32)[:, None]
     if settings.is_tiled:
-        times = np.float32(1.0 / settings.rescale_factor)
-        mean, std = mean * times, std * times
-    else:
-        scaled = np.arange(256).astype(np.float64) * settings.rescale_factor
-        values = scaled.astype(np.float32)
-    normalised: NDArray[np.float32] = (values - mean[:, None]) / std[:, None]
-    return normalised
+        return np.ascontiguousarray(normalised(values, settings).T)
+    values = (values.astype(np.float64) * settings.rescale_factor).astype(np.float32)
+    mean, std = (np.array(each, np.float32) for each in (settings.mean, settings.std))
+    return np.ascontiguousarray(((values - mean) / std).T)
 
 
-def _identity(
-    rows: NDArray[np.uint8], grid: tuple[int, int, int], settings: ImageSettings
-) -> bytes:
+def normalised(values: NDArray[np.float32], settings: ImageSettings) -> NDArray[np.float32]:
+    """Returns values of bytes [..., 3], scaled and normalised at once in float32."""
+    times = np.float32(1.0 / settings.rescale_factor)
+    mean, std = (np.array(each, np.float32) * times for each in (settings.mean, settings.std))
+    scaled: NDArray[np.float32] = (values - mean) / std
+    return scaled
+
+
+def _identity(rows: PixelValues, grid: tuple[int, int, int], settings: ImageSettings) -> bytes:
     """Returns the hash of all that the tower's output depends on, besides its weights."""
     numbers = (_VERSION, settings.patch_size, settings.merge_size, *grid, *rows.shape)
     floats = (settings.rescale_factor, *settings.mean, *settings.std)

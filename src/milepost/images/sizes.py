@@ -29,11 +29,7 @@ def resized(
 
     Raises InvalidPromptError for a picture that is more than `MAX_RATIO` times as long as wide.
     """
-    if max(height, width) > MAX_RATIO * min(height, width):
-        raise InvalidPromptError(
-            f"the image has {width} x {height} pixels: one side may be at most {MAX_RATIO} times "
-            "as long as the other; crop it or cut it into pieces"
-        )
+    _check_ratio(height, width)
     rows, columns = round(height / unit), round(width / unit)
     if has_least_side:
         rows, columns = max(rows, 1), max(columns, 1)
@@ -47,6 +43,40 @@ def resized(
         rows = math.ceil(height * factor / unit)
         columns = math.ceil(width * factor / unit)
     return rows * unit, columns * unit
+
+
+def _check_ratio(height: int, width: int) -> None:
+    if max(height, width) > MAX_RATIO * min(height, width):
+        raise InvalidPromptError(
+            f"the image has {width} x {height} pixels: one side may be at most {MAX_RATIO} times "
+            "as long as the other; crop it or cut it into pieces"
+        )
+
+
+def resized_in_patches(
+    height: int, width: int, side: int, merge: int, limits: tuple[int, int]
+) -> tuple[int, int]:
+    """Returns the height and width that Nemotron's processor resizes a picture to: multiples of
+    `merge` patches of `side` pixels, by whole patches that cover the picture. `limits` are the
+    fewest patches and the most; where these are equal, fewer remain. Raises InvalidPromptError as
+    `resized` does."""
+    _check_ratio(height, width)
+    least, most = limits
+    rows, columns = round(height / side + 0.5), round(width / side + 0.5)
+    factor = min(math.sqrt(most / (rows * columns)), 1.0)
+    rows, columns = (max(1, math.floor(factor * each)) for each in (rows, columns))
+    if least < most and rows * columns < least:
+        factor = math.sqrt(least / (rows * columns))
+        rows, columns = math.ceil(factor * rows), math.ceil(factor * columns)
+    rows = _whole_tokens(rows, columns, merge, most)
+    columns = _whole_tokens(columns, rows, merge, most)
+    return rows * side, columns * side
+
+
+def _whole_tokens(count: int, others: int, merge: int, most: int) -> int:
+    """Returns a multiple of `merge`: the next one, if there are at most `most` patches then."""
+    above = math.ceil(count / merge) * merge
+    return above if above * others <= most else max(merge, count // merge * merge)
 
 
 def num_tokens_of(grid: tuple[int, int, int], merge_size: int) -> int:

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from milepost.images import decoding
-from milepost.images.bilinear import resize_bilinear
-from milepost.images.patches import PreparedImage, from_frames, lowered
+from milepost.images.patches import PreparedImage, from_frames, lowered, normalised
+from milepost.images.resampling import resize_bicubic, resize_bilinear
 from milepost.images.settings import ImageSettings, ImageTiling
-from milepost.images.sizes import resized
+from milepost.images.sizes import resized, resized_in_patches
 
 THUMBNAIL = "<|img_thumbnail|>"
 
@@ -43,6 +43,8 @@ def prepare_tiles(
     """Prepares a picture, as `patches.prepare` does. With `max_pixels` it is not cut. Raises
     InvalidPromptError."""
     pixels = np.asarray(decoding.open_picture(picture, max_decoded))
+    if settings.keeps_overshoot:
+        return [Tile(image=_unrounded(pixels, lowered(settings, max_pixels)), label="")]
     tiling = settings.tiling if max_pixels is None else None
     settings = lowered(settings, max_pixels)
     height, width, _ = pixels.shape
@@ -59,6 +61,14 @@ def prepare_tiles(
         small = from_frames([resize_bilinear(pixels, whole)], settings)
         tiles.append(Tile(image=small, label=THUMBNAIL))
     return tiles
+
+
+def _unrounded(pixels: NDArray[np.uint8], settings: ImageSettings) -> PreparedImage:
+    """Prepares a picture for a tower that reads floats."""
+    side, (height, width, _) = settings.patch_size, pixels.shape
+    limits = settings.min_pixels // side**2, settings.max_pixels // side**2
+    size = resized_in_patches(height, width, side, settings.merge_size, limits)
+    return from_frames([normalised(resize_bicubic(pixels, size), settings)], settings)
 
 
 def _is_large(height: int, width: int, settings: ImageSettings, tiling: ImageTiling) -> bool:

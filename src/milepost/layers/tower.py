@@ -19,14 +19,15 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from milepost.kernels import vision
 from milepost.kernels.vision import PictureFrames
+from milepost.layers.mergers import Merger, TowerEnd
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower_parts import (
     Grid,
-    Merger,
     PatchEmbedding,
     TowerBlock,
     TowerLayout,
@@ -37,6 +38,12 @@ from milepost.layers.tower_parts import (
 )
 from milepost.layers.weight_slots import WeightSlots, fill_matrix, place_whole
 
+_FITS = {
+    "corners": vision.add_positions,
+    "averaged": vision.add_averaged_positions,
+    "cropped": vision.add_cropped_positions,
+}
+
 
 class TowerModules(NamedTuple):
     """The layers of a tower, without its table of positions."""
@@ -45,7 +52,7 @@ class TowerModules(NamedTuple):
     """Called like `PatchEmbedding`."""
     blocks: nn.ModuleList
     """Each runs like a `TowerBlock`."""
-    merger: Merger
+    merger: TowerEnd
 
 
 class Tower(nn.Module):
@@ -68,6 +75,10 @@ class Tower(nn.Module):
         self.positions = None
         if shapes.num_positions:
             self.positions = kind.empty(shapes.num_positions, shapes.hidden_size)
+        self.prefix = None
+        if shapes.num_prefix:
+            assert shapes.theta is None, "the prefix has no place to turn by"
+            self.prefix = kind.empty(shapes.num_prefix, shapes.hidden_size)
         exponents = torch.arange(0, shapes.head_dim // 2, 2, dtype=torch.float32)
         frequencies = 1.0 / (shapes.theta or 1.0) ** (exponents / (shapes.head_dim // 2))
         # Angles of zero turn nothing.
@@ -87,11 +98,13 @@ class Tower(nn.Module):
         pictures have the same bits as each alone."""
         assert is_fixed or len(grids) == 1, "several pictures take one order"
         places = self._places(grids)
+        num_more = self.shapes.num_prefix * len(grids)
+        turned = [F.pad(each, (0, num_more)) for each in places] if num_more else places
         turn = partial(vision.turned_angles, frequencies=self._frequencies)
         return TowerLayout(
             grids=tuple(grids),
             places=places,
-            angles=by_rows(turn, *places, is_fixed=is_fixed),
+            angles=by_rows(turn, *turned, is_fixed=is_fixed),
             frames=self._frames(grids, is_fixed=is_fixed),
             is_fixed=is_fixed,
         )
@@ -108,12 +121,18 @@ class Tower(nn.Module):
     def begin(self, rows: Tensor, table: Tensor, layout: TowerLayout) -> TowerRun:
         """Embeds the patches of pictures. `rows` [P, bytes] are their patches, picture by picture,
         with the M patches of a token one after the other. `table` [3, 256] maps each byte to a
-        value in each channel, in the tower's dtype."""
+        value in each channel, in the tower's dtype, unless the tower reads floats."""
         shapes = self.shapes
-        values = vision.normalise(rows, table, shapes.num_frames, shapes.patch_size**2)
+        if shapes.reads_floats:
+            values = rows.view(torch.float32).to(table.dtype)
+        else:
+            values = vision.normalise(rows, table, shapes.num_frames, shapes.patch_size**2)
         hidden = self.embedding(values, is_fixed=layout.is_fixed)
         if self.positions is not None:
             hidden = self._with_positions(hidden, self.positions, layout)
+        if self.prefix is not None:
+            pictures = hidden.split([prod(grid) for grid in layout.grids])
+            hidden = torch.cat([each for own in pictures for each in (self.prefix, own)])
         return TowerRun(hidden=hidden, delta=None, layout=layout)
 
     @torch.inference_mode()
@@ -125,6 +144,8 @@ class Tower(nn.Module):
     @torch.inference_mode()
     def end(self, run: TowerRun) -> Tensor:
         """Returns the embeddings of the tokens of a run that has passed all blocks."""
+        if self.prefix is not None:
+            run.hidden, run.delta = self._patches(run.hidden, run), self._patches(run.delta, run)
         return self.merger.end(run)
 
     def one_of_each_kind(self) -> list[nn.Module]:
@@ -132,8 +153,20 @@ class Tower(nn.Module):
         kinds = {tuple(map(type, block.children())): block for block in reversed(self.blocks)}
         return list(kinds.values())
 
+    def _patches(self, rows: Tensor | None, run: TowerRun) -> Tensor | None:
+        """Returns rows without those of prefixes."""
+        if rows is None:
+            return None
+        count = self.shapes.num_prefix
+        pictures = rows.split([count + prod(grid) for grid in run.layout.grids])
+        return torch.cat([each[count:] for each in pictures])
+
     def _frames(self, grids: Sequence[Grid], *, is_fixed: bool) -> PictureFrames:
-        lengths = tuple(rows * columns for times, rows, columns in grids for _ in range(times))
+        lengths = tuple(
+            self.shapes.num_prefix + rows * columns
+            for times, rows, columns in grids
+            for _ in range(times)
+        )
         if not is_fixed:
             return PictureFrames(starts=None, lengths=lengths)
         device = self._frequencies.device
@@ -147,8 +180,7 @@ class Tower(nn.Module):
         lengths = [prod(grid) for grid in grids]
         split = (each.split(lengths) for each in (hidden, *layout.places))
         parts = zip(*split, grids, strict=True)
-        is_averaged = self.shapes.has_averaged_positions
-        add = vision.add_averaged_positions if is_averaged else vision.add_positions
+        add = _FITS[self.shapes.table_fit]
         added = [add(own, table, (row, column), grid[1:]) for own, row, column, grid in parts]
         return added[0] if len(added) == 1 else torch.cat(added)
 
@@ -166,14 +198,18 @@ class Tower(nn.Module):
         return row, token % across * merge + inner % merge
 
     def placements(self) -> WeightSlots:
-        if self.positions is None:
-            return {}
-        path = f"{self._names.positions}.weight"
-        return {self.kind.full(path): place_whole(self.positions)}
+        own = {}
+        if self.positions is not None:
+            table = self.positions[None] if self._names.has_batch else self.positions
+            own[self.kind.full(self._names.positions)] = place_whole(table)
+        if self.prefix is not None:
+            own[self.kind.full(self._names.prefix)] = place_whole(self.prefix)
+        return own
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
-        if self.positions is not None:
-            fill_matrix(self.positions, spread, generator)
+        for table in (self.positions, self.prefix):
+            if table is not None:
+                fill_matrix(table, spread, generator)
 
 
 def _transformer(

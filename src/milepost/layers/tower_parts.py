@@ -1,8 +1,7 @@
-"""Parts of a vision tower: sizes and names, a run between two blocks, projections, norms, blocks
-and the merger.
+"""Parts of a vision tower: sizes and names, a run between two blocks, projections, norms and
+blocks.
 
-Legend: P patches of all pictures, D hidden size, I inputs, M patches merged into a token, C hidden
-size of the model.
+Legend: P patches of all pictures, D hidden size, I inputs.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,10 @@ from milepost.kernels.vision import PictureFrames
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import WeightSlot, WeightSlots, fill_matrix, place_whole
 
+TableFit = Literal["corners", "averaged", "cropped"]
+"""How a table of positions is fitted to a picture: with its corners at the picture's and linear
+steps in between; resized as pictures are, by averages where it is made smaller; or resized linearly
+to a square around the picture."""
 Grid = tuple[int, int, int]
 """Frames of a picture, patches of a frame from top to bottom, and patches from left to right."""
 
@@ -48,19 +52,27 @@ class TowerShapes:
     eps: float = 1e-6
     merger_size: int | None = None
     """Size between the merger's two projections; that of the merged patches if None."""
-    has_averaged_positions: bool = False
-    """Whether the table is resized to a picture as pictures are, by triangles that widen as it is
-    made smaller. Otherwise its corners are the picture's, with linear steps in between."""
-
+    table_fit: TableFit = "corners"
     is_gated: bool = False
     """Whether feed-forwards have a gate, and so three matrices."""
     num_attending: int | None = None
     """Number of blocks with attention; all if None."""
+    gelu: Literal["tanh", "none"] = "tanh"
+    """How the GELU of feed-forwards is approximated, by torch's names."""
+    num_prefix: int = 0
+    """Number of learned rows ahead of each picture's patches, which patches attend to."""
+    reads_floats: bool = False
+    """Whether patches are normalised float32 values instead of bytes."""
 
     @property
     def num_inputs(self) -> int:
         """Values of a patch."""
         return self.num_channels * self.num_frames * self.patch_size**2
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of one frame of a patch, as it is sent."""
+        return self.num_channels * self.patch_size**2 * (4 if self.reads_floats else 1)
 
     @property
     def head_dim(self) -> int:
@@ -84,7 +96,10 @@ class TowerNames:
     embedding: str = "patch_embed.proj"
     has_channels_last: bool = False
     """Whether the embedding's inputs are in the order of rows, columns and channels."""
-    positions: str = "pos_embed"
+    positions: str = "pos_embed.weight"
+    has_batch: bool = False
+    """Whether the table of positions has a first dimension of one."""
+    prefix: str = ""
     block: str = "blocks.{index}"
     norms: tuple[str, str] = ("norm1", "norm2")
     qkv: tuple[str, ...] = ("attn.qkv",)
@@ -163,13 +178,13 @@ class TowerLinear(nn.Module):
             rows, products.Raw(values=self.weight, batch_invariant=True), self.bias
         )
 
-    def gelu(self, rows: Tensor, *, is_fixed: bool) -> Tensor:
-        """Multiplies `rows` [P, I] and applies the GELU in its tanh approximation."""
-        if not is_fixed:
+    def gelu(self, rows: Tensor, *, is_fixed: bool, approximate: str = "tanh") -> Tensor:
+        """Multiplies `rows` [P, I] and applies the GELU; see `TowerShapes.gelu`."""
+        if not is_fixed and approximate == "tanh":
             assert self.bias is not None, "units have biases"
             return vision.multiply_gelu(rows, self.weight, self.bias)
-        gelu = partial(F.gelu, approximate="tanh")
-        return by_rows(gelu, self(rows, is_fixed=True), is_fixed=True)
+        gelu = partial(F.gelu, approximate=approximate)
+        return by_rows(gelu, self(rows, is_fixed=is_fixed), is_fixed=is_fixed)
 
     def placements(self) -> WeightSlots:
         count = len(self._kinds)
@@ -240,7 +255,7 @@ class TowerBlock(nn.Module):
     def __init__(self, shapes: TowerShapes, names: TowerNames, kind: ModuleScope) -> None:
         super().__init__()
         size, inner = shapes.hidden_size, shapes.feed_forward_size
-        self._num_heads = shapes.num_heads
+        self._num_heads, self._gelu = shapes.num_heads, shapes.gelu
         first, second = map(kind.under, names.norms)
         self.norm1 = LayerNorm(size, shapes.eps, first)
         self.norm2 = LayerNorm(size, shapes.eps, second)
@@ -258,35 +273,5 @@ class TowerBlock(nn.Module):
         attended = vision.attend(projected, layout.angles, self._num_heads, layout.frames)
         delta = self.proj(attended, is_fixed=is_fixed)
         run.hidden, normed = self.norm2.add(hidden, delta)
-        run.delta = self.down(self.up.gelu(normed, is_fixed=is_fixed), is_fixed=is_fixed)
-
-
-_MERGED_EPS = 1e-5
-
-
-class Merger(nn.Module):
-    """Turns M patches [P, D] into a token [P / M, C]."""
-
-    def __init__(
-        self, shapes: TowerShapes, names: TowerNames, kind: ModuleScope, own: ModuleScope
-    ) -> None:
-        super().__init__()
-        self._size = shapes.hidden_size * shapes.merge_size**2
-        inner = shapes.merger_size or self._size
-        self.norm = LayerNorm(shapes.hidden_size, shapes.eps, kind.under(names.norm))
-        self.merged_norm = None
-        if names.merged_norm is not None:
-            self.merged_norm = LayerNorm(self._size, _MERGED_EPS, own.under(names.merged_norm))
-        first, second = map(own.under, names.merger)
-        self.first = TowerLinear(first, inner, self._size)
-        self.second = TowerLinear(second, shapes.output_size, inner)
-
-    def end(self, run: TowerRun) -> Tensor:
-        """Returns the tokens of a run that has passed all blocks."""
-        normed = self.norm.add(run.hidden, run.delta)[1]
-        merged = normed.view(-1, self._size)
-        if self.merged_norm is not None:
-            merged = self.merged_norm.add(merged, None)[1]
-        is_fixed = run.layout.is_fixed
-        inner = by_rows(F.gelu, self.first(merged, is_fixed=is_fixed), is_fixed=is_fixed)
-        return self.second(inner, is_fixed=is_fixed)
+        units = self.up.gelu(normed, is_fixed=is_fixed, approximate=self._gelu)
+        run.delta = self.down(units, is_fixed=is_fixed)

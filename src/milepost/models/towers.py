@@ -10,9 +10,10 @@ from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
 from milepost.layers.grid_tower import GridBlock, GridBlockShapes, NormedEmbedding
+from milepost.layers.mergers import Merger
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower import Tower, TowerModules
-from milepost.layers.tower_parts import Merger, TowerNames, TowerShapes
+from milepost.layers.tower_parts import TowerNames, TowerShapes
 
 _THETA = 10_000.0
 """Base of the rotary frequencies if a configuration does not name it."""
@@ -35,19 +36,19 @@ def qwen_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
     """Builds the tower of Qwen3.5 and its successors: Qwen3-VL's without the embeddings that this
     one adds to deep layers. Raises UnsupportedModelError, naming the setting."""
     config = whole.vision_config
-    sizes = {name: _size(config, name, most) for name, most in _MOST.items()}
-    _refuse(config, "hidden_act", config.hidden_act != "gelu_pytorch_tanh", "gelu_pytorch_tanh")
+    sizes = {name: size_of(config, name, most) for name, most in _MOST.items()}
+    refuse(config, "hidden_act", config.hidden_act != "gelu_pytorch_tanh", "gelu_pytorch_tanh")
     indexes = getattr(config, "deepstack_visual_indexes", None)
-    _refuse(config, "deepstack_visual_indexes", bool(indexes), "none")
-    _refuse(config, "in_channels", sizes["in_channels"] != 3, "3")
+    refuse(config, "deepstack_visual_indexes", bool(indexes), "none")
+    refuse(config, "in_channels", sizes["in_channels"] != 3, "3")
     num_heads, hidden_size = sizes["num_heads"], sizes["hidden_size"]
     is_uneven = hidden_size % (4 * num_heads) > 0
-    _refuse(config, "num_heads", is_uneven, f"a divisor of hidden_size={hidden_size} / 4")
+    refuse(config, "num_heads", is_uneven, f"a divisor of hidden_size={hidden_size} / 4")
     count = sizes["num_position_embeddings"]
-    _refuse(config, "num_position_embeddings", round(count**0.5) ** 2 != count, "a square")
+    refuse(config, "num_position_embeddings", round(count**0.5) ** 2 != count, "a square")
     text_size = whole.get_text_config().hidden_size
     own = sizes["out_hidden_size"]
-    _refuse(config, "out_hidden_size", own != text_size, f"the model's hidden_size={text_size}")
+    refuse(config, "out_hidden_size", own != text_size, f"the model's hidden_size={text_size}")
     _check_sections(whole.get_text_config())
     shapes = TowerShapes(
         depth=sizes["depth"],
@@ -78,7 +79,7 @@ _SIGLIP: dict[str, int] = {
 _SIGLIP_NAMES = TowerNames(
     embedding="embeddings.patch_embedding",
     has_channels_last=True,
-    positions="embeddings.position_embedding",
+    positions="embeddings.position_embedding.weight",
     block="encoder.layers.{index}",
     norms=("layer_norm1", "layer_norm2"),
     qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -96,26 +97,26 @@ def siglip_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
     """Builds the tower of LFM2-VL and LFM2.5-VL: SigLIP2 for pictures of any shape (NaFlex), and a
     projector that merges its patches. Raises UnsupportedModelError, naming the setting."""
     config = whole.vision_config
-    sizes = {name: _size(config, name, most) for name, most in _SIGLIP.items()}
-    _refuse(
+    sizes = {name: size_of(config, name, most) for name, most in _SIGLIP.items()}
+    refuse(
         config, "model_type", config.model_type != "siglip2_vision_model", "siglip2_vision_model"
     )
-    _refuse(config, "hidden_act", config.hidden_act != "gelu_pytorch_tanh", "gelu_pytorch_tanh")
-    _refuse(config, "num_channels", sizes["num_channels"] != 3, "3")
+    refuse(config, "hidden_act", config.hidden_act != "gelu_pytorch_tanh", "gelu_pytorch_tanh")
+    refuse(config, "num_channels", sizes["num_channels"] != 3, "3")
     num_heads, hidden_size = sizes["num_attention_heads"], sizes["hidden_size"]
     is_uneven = hidden_size % (4 * num_heads) > 0
     wanted = f"a divisor of hidden_size={hidden_size} / 4"
-    _refuse(config, "num_attention_heads", is_uneven, wanted)
+    refuse(config, "num_attention_heads", is_uneven, wanted)
     count = sizes["num_patches"]
-    _refuse(config, "num_patches", round(count**0.5) ** 2 != count, "a square")
-    merge_size = _size(whole, "downsample_factor", 16)
-    merger_size = _size(whole, "projector_hidden_size", 2**18)
+    refuse(config, "num_patches", round(count**0.5) ** 2 != count, "a square")
+    merge_size = size_of(whole, "downsample_factor", 16)
+    merger_size = size_of(whole, "projector_hidden_size", 2**18)
     for name, values, wanted in (
         ("projector_hidden_act", ("gelu",), "gelu"),
         ("projector_bias", (True,), "true"),
         ("vision_feature_layer", (None, -1), "-1"),
     ):
-        _refuse(whole, name, getattr(whole, name, None) not in values, wanted)
+        refuse(whole, name, getattr(whole, name, None) not in values, wanted)
     shapes = TowerShapes(
         depth=sizes["num_hidden_layers"],
         hidden_size=hidden_size,
@@ -130,7 +131,7 @@ def siglip_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
         theta=None,
         eps=config.layer_norm_eps,
         merger_size=merger_size,
-        has_averaged_positions=True,
+        table_fit="averaged",
     )
     root = kind.root()
     norm = f"{_SIGLIP_NAMES.norm}.weight"
@@ -163,21 +164,21 @@ def lfm3_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
     """Builds the tower of LFM3-VL, whose blocks convolve a picture over its grid or attend, and its
     projector. Raises UnsupportedModelError, naming the setting."""
     config = whole.vision_config
-    sizes = {name: _size(config, name, most) for name, most in _GRID.items()}
-    _refuse(config, "in_channels", sizes["in_channels"] != 3, "3")
+    sizes = {name: size_of(config, name, most) for name, most in _GRID.items()}
+    refuse(config, "in_channels", sizes["in_channels"] != 3, "3")
     num_heads, hidden_size = sizes["num_attention_heads"], sizes["hidden_size"]
     wanted = f"a divisor of hidden_size={hidden_size} / 4"
-    _refuse(config, "num_attention_heads", hidden_size % (4 * num_heads) > 0, wanted)
+    refuse(config, "num_attention_heads", hidden_size % (4 * num_heads) > 0, wanted)
     num_kv_heads, width = sizes["num_key_value_heads"], sizes["conv_kernel_size"]
     wanted = f"a divisor of num_attention_heads={num_heads}"
-    _refuse(config, "num_key_value_heads", num_heads % num_kv_heads > 0, wanted)
-    _refuse(config, "conv_kernel_size", width % 2 == 0, "an odd number")
+    refuse(config, "num_key_value_heads", num_heads % num_kv_heads > 0, wanted)
+    refuse(config, "conv_kernel_size", width % 2 == 0, "an odd number")
     mixers, depth = getattr(config, "layer_types", None), sizes["num_hidden_layers"]
     is_list = isinstance(mixers, list | tuple) and len(mixers) == depth
     is_known = is_list and all(each in _MIXERS for each in mixers)
-    _refuse(config, "layer_types", not is_known, f"{depth} of {' and '.join(_MIXERS)}")
+    refuse(config, "layer_types", not is_known, f"{depth} of {' and '.join(_MIXERS)}")
     for name, value in (("projector_hidden_act", "gelu"), ("projector_bias", True)):
-        _refuse(whole, name, getattr(whole, name, None) != value, repr(value))
+        refuse(whole, name, getattr(whole, name, None) != value, repr(value))
     shapes = TowerShapes(
         depth=depth,
         hidden_size=hidden_size,
@@ -190,7 +191,7 @@ def lfm3_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
         num_channels=sizes["in_channels"],
         num_positions=0,
         theta=_theta(config),
-        merger_size=_size(whole, "projector_hidden_size", 2**18),
+        merger_size=size_of(whole, "projector_hidden_size", 2**18),
         is_gated=True,
         num_attending=sum(each != "conv" for each in mixers),
     )
@@ -212,22 +213,22 @@ def lfm3_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
     return Tower(shapes, tower, _GRID_NAMES, modules=modules)
 
 
-def _size(config: PreTrainedConfig, name: str, most: int) -> int:
+def size_of(config: PreTrainedConfig, name: str, most: int) -> int:
     """Returns a whole number; two equal ones stand for one."""
     value: Any = getattr(config, name, None)
     if isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]:
         value = value[0]
     is_fit = type(value) is int and 1 <= value <= most
-    _refuse(config, name, not is_fit, f"a whole number from 1 to {most}")
+    refuse(config, name, not is_fit, f"a whole number from 1 to {most}")
     return value
 
 
 def _theta(config: PreTrainedConfig) -> float:
     parameters = getattr(config, "rope_parameters", None) or {}
     kind, theta = parameters.get("rope_type", "axial"), parameters.get("rope_theta", _THETA)
-    _refuse(config, "rope_parameters", kind not in ("axial", "default"), "of rope_type axial")
+    refuse(config, "rope_parameters", kind not in ("axial", "default"), "of rope_type axial")
     is_fit = isinstance(theta, int | float) and not isinstance(theta, bool) and 1 <= theta < 1e30
-    _refuse(config, "rope_parameters", not is_fit, "with a rope_theta of 1 or more")
+    refuse(config, "rope_parameters", not is_fit, "with a rope_theta of 1 or more")
     return float(theta)
 
 
@@ -243,7 +244,7 @@ def _check_sections(text: PreTrainedConfig) -> None:
         )
 
 
-def _refuse(config: PreTrainedConfig, name: str, is_refused: bool, wanted: str) -> None:
+def refuse(config: PreTrainedConfig, name: str, is_refused: bool, wanted: str) -> None:
     if is_refused:
         shown = repr(getattr(config, name, None))[:100]
         where = "" if getattr(config, "vision_config", None) else "vision_config."

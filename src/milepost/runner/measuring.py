@@ -110,8 +110,7 @@ def measure_tower(
     shapes, device = tower.shapes, tower.kind.device
     down = isqrt(settings.max_tokens)
     grid = 1, down * shapes.merge_size, settings.max_tokens // down * shapes.merge_size
-    num_bytes = shapes.num_channels * shapes.patch_size**2
-    rows = torch.zeros(prod(grid), num_bytes, dtype=torch.uint8, device=device)
+    rows = torch.zeros(prod(grid), shapes.frame_bytes, dtype=torch.uint8, device=device)
     if joins:
         layout = tower.lay_out([_SMALL_GRID], is_fixed=True)
         _measure_run(tower, rows[: prod(_SMALL_GRID)], layout)

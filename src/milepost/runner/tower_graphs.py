@@ -183,7 +183,8 @@ class TowerGraphs:
         self._recent: RecentGraphs[RunKind, CapturedRun] = RecentGraphs()
         shapes = tower.shapes
         num_tokens = MOST_GRAPH_PATCHES // shapes.merge_size**2
-        self._rows = table.new_empty(MOST_GRAPH_PATCHES * shapes.num_inputs, dtype=torch.uint8)
+        row_bytes = shapes.num_frames * shapes.frame_bytes
+        self._rows = table.new_empty(MOST_GRAPH_PATCHES * row_bytes, dtype=torch.uint8)
         self._embeddings = table.new_empty(num_tokens, shapes.output_size)
 
     @property
@@ -238,8 +239,7 @@ def largest_kind(tower: Tower) -> RunKind:
     """Returns the kind of a square picture with as many patches as a graph may have."""
     shapes = tower.shapes
     side = int(MOST_GRAPH_PATCHES**0.5) // shapes.merge_size * shapes.merge_size
-    row_bytes = shapes.num_channels * shapes.patch_size**2
-    return RunKind(((1, side, side),), row_bytes, is_fixed=False)
+    return RunKind(((1, side, side),), shapes.frame_bytes, is_fixed=False)
 
 
 def graph_bytes(tower: Tower, run_bytes: int, layout: TowerLayout) -> int:
@@ -249,5 +249,5 @@ def graph_bytes(tower: Tower, run_bytes: int, layout: TowerLayout) -> int:
     shapes = tower.shapes
     num_tokens = MOST_GRAPH_PATCHES // shapes.merge_size**2
     embeddings = num_tokens * shapes.output_size * tower.kind.dtype.itemsize
-    buffers = MOST_GRAPH_PATCHES * shapes.num_inputs + embeddings
+    buffers = MOST_GRAPH_PATCHES * shapes.num_frames * shapes.frame_bytes + embeddings
     return run_bytes * 3 // 2 + _SLACK_BYTES + buffers + MOST_GRAPHS * layout.num_bytes

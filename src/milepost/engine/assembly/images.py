@@ -17,7 +17,7 @@ from milepost.images import (
     read_image_settings,
     read_video_settings,
 )
-from milepost.images.settings import NESTED
+from milepost.images.processors import NESTED
 from milepost.models.decoder import Decoder
 from milepost.models.files import read_object
 from milepost.models.loading import has_pictures
@@ -61,6 +61,11 @@ def image_settings_of(config: EngineConfig, folder: Path, whole: PreTrainedConfi
     """Returns the checkpoint's settings for pictures, with the limits of the configuration. Raises
     ConfigError."""
     settings = read_image_settings(folder).with_pixels(*config.pixel_limits)
+    if settings.keeps_overshoot != (whole.vision_config.model_type == "radio"):
+        raise UnsupportedModelError(
+            f"model_type={whole.model_type!r} needs an image processor of its own in "
+            "preprocessor_config.json; language_model_only=True leaves the vision part out"
+        )
     return settings if _has_rows(whole) else replace(settings, has_rows=False)
 
 
@@ -122,35 +127,41 @@ def image_facts(
     token_id = getattr(whole, "image_token_id", None)
     if token_id is None:
         raise UnsupportedModelError("config.json has a vision tower and no image_token_id")
+    settings = image_settings_of(config, folder, whole)
     video, video_id = None, getattr(whole, "video_token_id", None)
-    if video_id is not None:
-        settings = read_video_settings(folder)
+    if video_id is not None and not settings.is_tiled:
+        own = read_video_settings(folder)
         video = VideoFacts(
-            settings=settings if _has_rows(whole) else replace(settings, has_rows=False),
+            settings=own if _has_rows(whole) else replace(own, has_rows=False),
             sampling=read_frame_sampling(folder),
             token_id=video_id,
             text=text_of(start, "video_token_id", end),
             max_videos=config.max_videos,
         )
-    settings = image_settings_of(config, folder, whole)
     return ImageFacts(
         settings=settings,
         token_id=token_id,
         text=text_of(start, "image_token_id", end),
-        tiles=_tile_facts(folder, tokenizer) if settings.is_tiled else None,
+        tiles=_tile_facts(folder, tokenizer, settings) if settings.is_tiled else None,
         video=video,
     )
 
 
-def _tile_facts(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> TileFacts:
-    """Returns the texts around images in tiles, by the names that LFM2-VL's processor has for
-    them."""
+def _tile_facts(
+    folder: Path, tokenizer: PreTrainedTokenizerBase | None, settings: ImageSettings
+) -> TileFacts:
+    """Returns the texts around images, by the names that processors of LFM2-VL and Nemotron have
+    for them."""
     path = folder / NESTED
     raw = read_object(path) if path.exists() else {}
     if tokenizer is None or raw.get("use_image_special_tokens") is False:
         return TileFacts(start="", end="")
-    start, end = "image_start_token", "image_end_token"
+    start, end = _FLOATING_TEXTS if settings.keeps_overshoot else _TILED_TEXTS
     return TileFacts(
-        start=str(getattr(tokenizer, start, "<|image_start|>")),
-        end=str(getattr(tokenizer, end, "<|image_end|>")),
+        start=str(getattr(tokenizer, "image_start_token", start)),
+        end=str(getattr(tokenizer, "image_end_token", end)),
     )
+
+
+_TILED_TEXTS = "<|image_start|>", "<|image_end|>"
+_FLOATING_TEXTS = "<img>", "</img>"

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 from milepost.kernels.platform.tables import fused
 from milepost.kernels.vision import reference
-from milepost.kernels.vision.reference import PictureFrames, add_averaged_positions, turned_angles
+from milepost.kernels.vision.reference import (
+    PictureFrames,
+    add_averaged_positions,
+    add_cropped_positions,
+    turned_angles,
+)
 
 __all__ = [
     "PictureFrames",
     "add_averaged_positions",
+    "add_cropped_positions",
     "add_norm",
     "add_positions",
     "attend",

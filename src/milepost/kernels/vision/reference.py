@@ -76,6 +76,21 @@ def add_averaged_positions(
     return hidden + resized[0].flatten(1).t()[rows * size[1] + columns].to(hidden.dtype)
 
 
+def add_cropped_positions(
+    hidden: Tensor, table: Tensor, places: tuple[Tensor, Tensor], size: tuple[int, int]
+) -> Tensor:
+    """Returns `hidden` [P, D] with embeddings added as `add_positions` does, but of the `table`
+    resized linearly to a square with the longer side of `size`, from whose first corner a picture
+    takes what it covers."""
+    side, longest = round(len(table) ** 0.5), max(size)
+    square = cast(table, accumulation_dtype(table.dtype)).view(1, side, side, -1)
+    resized = F.interpolate(
+        square.permute(0, 3, 1, 2), (longest, longest), mode="bilinear", align_corners=False
+    )
+    rows, columns = places
+    return hidden + resized[0].flatten(1).t()[rows * longest + columns].to(hidden.dtype)
+
+
 def turned_angles(rows: Tensor, columns: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines [P, E / 2] of patches at `rows` and `columns` [P]: the first half
     turns by the row, the second by the column, both with `frequencies` [E / 4]."""

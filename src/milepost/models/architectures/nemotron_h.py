@@ -26,6 +26,7 @@ from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import Architecture, is_unset
 from milepost.models.decoder import DecoderParts
 from milepost.models.names import take_same
+from milepost.models.radio import radio_tower
 
 _NAMES = ExpertNames(
     projections=("up_proj", "down_proj"),
@@ -162,16 +163,20 @@ _PLAIN = Architecture(
 )
 ARCHITECTURES = (
     _PLAIN,
-    replace(  # the text part of Nemotron-3-Nano-Omni and 3.5-Super-VL
+    replace(  # Nemotron-3-Nano-Omni and 3.5-Super-VL
         _PLAIN,
         model_types=("nemotron_h_omni",),
         text_types=("nemotron_h",),
         prefixes=("language_model.backbone", "language_model.model"),
         output_path="language_model",
         head_at="language_model.mtp",
+        tower=radio_tower,
         tower_path="vision_model",
         skipped=(
             r"(mlp1|multi_modal_projector|vision_final_layernorm)\.",
+            r"vision_model\.(radio_model\.)?(input_conditioner\.|summary_idxs)",
+            r"vision_model\.radio_model\.model\.patch_generator\.video_embedder\.",
+            r"vision_model\.embeddings\.video_patch_projection\.",
             r"(sound_encoder|sound_projection|audio_tower|embed_audio)\.",
         ),
     ),

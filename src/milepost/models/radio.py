@@ -1,0 +1,154 @@
+"""Builds C-RADIO, the vision tower of Nemotron's multimodal models, and its projector."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from milepost.errors import UnsupportedModelError
+from milepost.layers.mergers import SquaredMerger
+from milepost.layers.parameters import ModuleScope
+from milepost.layers.tower import Tower, TowerModules
+from milepost.layers.tower_parts import LayerNorm, TowerBlock, TowerLinear, TowerNames, TowerShapes
+from milepost.layers.weight_slots import WeightSlot, WeightSlots
+from milepost.models.towers import refuse, size_of
+
+_SIZES: dict[str, int] = {
+    "num_hidden_layers": 1024,
+    "hidden_size": 2**16,
+    "num_attention_heads": 2**10,
+    "patch_size": 256,
+    "num_channels": 3,
+    "max_img_size": 2**14,
+    "num_cls_tokens": 1024,
+    "num_registers": 1024,
+}
+_PUBLISHED = TowerNames(
+    embedding="radio_model.model.patch_generator.embedder",
+    positions="radio_model.model.patch_generator.pos_embed",
+    has_batch=True,
+    prefix="radio_model.model.patch_generator.cls_token.token",
+    block="radio_model.model.blocks.{index}",
+    feed_forward=("mlp.fc1", "mlp.fc2"),
+)
+_CONVERTED = TowerNames(
+    embedding="embeddings.patch_projection",
+    positions="embeddings.position_embedding",
+    has_batch=True,
+    prefix="embeddings.cls_register_token",
+    block="encoder.layer.{index}",
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    out="attention.o_proj",
+    feed_forward=("mlp.fc1", "mlp.fc2"),
+)
+"""Names that transformers has for these tensors."""
+_PROJECTORS = (
+    ("mlp1", ("0", "1", "3")),
+    (
+        "multi_modal_projector",
+        ("layer_norm", "linear_1", "linear_2"),
+    ),
+)
+"""Path and names of the projector: published, and transformers'."""
+_FINAL_NORM = "vision_final_layernorm"
+
+
+def radio_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
+    """Builds the tower of a whole configuration. Raises UnsupportedModelError, naming the
+    setting."""
+    shapes, root = _shapes(whole), kind.root()
+    names = _CONVERTED if kind.has(f"{_CONVERTED.embedding}.weight") else _PUBLISHED
+    path, projector = _PROJECTORS[root.has(f"{_PROJECTORS[1][0]}.linear_1.weight")]
+    norm = None
+    if getattr(whole.get_text_config(), "num_nextn_predict_layers", 0):
+        stored = root.has(f"{_FINAL_NORM}.weight")
+        own = LayerNorm if stored else PlainNorm
+        norm = own(shapes.hidden_size, shapes.eps, root.under(_FINAL_NORM))
+    blocks = [kind.under(names.block.format(index=index)) for index in range(shapes.depth)]
+    embedding = TowerLinear(
+        kind.under(names.embedding), shapes.hidden_size, shapes.num_inputs, has_bias=False
+    )
+    modules = TowerModules(
+        embedding=embedding,
+        blocks=nn.ModuleList(TowerBlock(shapes, names, each) for each in blocks),
+        merger=SquaredMerger(shapes, projector, root.under(path), norm),
+    )
+    tower = Tower(shapes, kind, names, modules=modules)
+    tower.add_module("scales", UnitScales(shapes.hidden_size, blocks))
+    return tower
+
+
+def _shapes(whole: PreTrainedConfig) -> TowerShapes:
+    config = whole.vision_config
+    refuse(config, "model_type", config.model_type != "radio", "radio")
+    sizes = {name: size_of(config, name, most) for name, most in _SIZES.items()}
+    for name, value in (
+        ("hidden_act", "gelu"),
+        ("use_swiglu_ffn", False),
+        ("qkv_bias", True),
+        ("num_channels", 3),
+    ):
+        refuse(config, name, getattr(config, name, None) != value, repr(value))
+    num_heads, hidden_size = sizes["num_attention_heads"], sizes["hidden_size"]
+    wanted = f"a divisor of hidden_size={hidden_size} / 4"
+    refuse(config, "num_attention_heads", hidden_size % (4 * num_heads) > 0, wanted)
+    ratio = config.mlp_ratio
+    is_fit = isinstance(ratio, int | float) and 0 < ratio * hidden_size <= 2**18
+    refuse(config, "mlp_ratio", not is_fit, "a number above 0")
+    refuse(whole, "downsample_ratio", whole.downsample_ratio != 0.5, "0.5")
+    is_other = whole.vision_hidden_size != hidden_size
+    refuse(whole, "vision_hidden_size", is_other, f"the tower's hidden_size={hidden_size}")
+    return TowerShapes(
+        depth=sizes["num_hidden_layers"],
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        feed_forward_size=int(hidden_size * ratio),
+        output_size=whole.get_text_config().hidden_size,
+        patch_size=sizes["patch_size"],
+        merge_size=2,
+        num_frames=1,
+        num_channels=3,
+        num_positions=(sizes["max_img_size"] // sizes["patch_size"]) ** 2,
+        theta=None,
+        eps=config.layer_norm_eps,
+        merger_size=size_of(whole, "projector_hidden_size", 2**18),
+        table_fit="cropped",
+        gelu="none",
+        num_prefix=sizes["num_cls_tokens"] + sizes["num_registers"],
+        reads_floats=True,
+    )
+
+
+class PlainNorm(LayerNorm):
+    """A norm without a weight and a bias, which checkpoints do not hold."""
+
+    def __init__(self, size: int, eps: float, kind: ModuleScope) -> None:
+        super().__init__(size, eps, kind)
+        self.weight.fill_(1)
+        self.bias.zero_()
+
+    def placements(self) -> WeightSlots:
+        return {}
+
+
+class UnitScales(nn.Module):
+    """Scales of a layer's outputs, which checkpoints hold and which are all one. Loading others
+    raises UnsupportedModelError."""
+
+    def __init__(self, size: int, blocks: list[ModuleScope]) -> None:
+        super().__init__()
+        names = ("layer_scale1.lambda1", "layer_scale2.lambda1")
+        self._names = [each.full(name) for each in blocks for name in names if each.has(name)]
+        self._size = size
+
+    def placements(self) -> WeightSlots:
+        return {name: WeightSlot((self._size,), _check_ones) for name in self._names}
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        """Does nothing: there are no parameters."""
+
+
+def _check_ones(values: Tensor) -> None:
+    if not torch.equal(values, torch.ones_like(values)):
+        raise UnsupportedModelError("layer_scale1 or layer_scale2 with values other than 1")
