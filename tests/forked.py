@@ -7,14 +7,17 @@ imports end.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -22,6 +25,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from milepost.__main__ import run
+from milepost.engine import child
 from milepost.engine.ending import without_main
 from milepost.engine.processes import starting
 from milepost.models import architectures
@@ -30,11 +34,15 @@ NEEDED = [
     "milepost.cli.bench",  # the command line is built with the commands of annexes
     "milepost.cli.main",
     "milepost.cli.simulate",
+    "milepost.engine.constraints.process",
+    "milepost.engine.media.process",
     "milepost.engine.processes.engine",
+    "milepost.engine.text.process",
     "milepost.page.routes",
     "milepost.server.run",
     "tests.forked",
     "transformers.tokenization_utils_tokenizers",
+    "transformers.utils.chat_template_utils",
     "uvloop",
     *(module.name for module in iter_modules(architectures.__path__, f"{architectures.__name__}.")),
 ]
@@ -51,7 +59,8 @@ def context() -> ForkServerContext:
 
 class Program:
     """A command line of `milepost` in a forked process, as `subprocess.Popen` would have it. The
-    process of its engine is forked too; its id is in `pid_file`.
+    process of its engine is forked too; its id is in `pid_file`. So are those that read texts,
+    forms and images.
     """
 
     def __init__(
@@ -96,19 +105,19 @@ class Program:
 
 
 class _Given:
-    """Sent to a process, it becomes its environment and its standard output and error."""
+    """Sent to a process, it becomes its environment and its standard output, error and input."""
 
-    def __init__(self, environment: Mapping[str, str], out: int, err: int) -> None:
-        self._environment, self._fds = dict(environment), (out, err)
+    def __init__(self, environment: Mapping[str, str], *fds: int) -> None:
+        self._environment, self._fds = dict(environment), fds
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _take, (self._environment, *map(reduction.DupFd, self._fds))
 
 
-def _take(environment: Mapping[str, str], out: Any, err: Any) -> None:
+def _take(environment: Mapping[str, str], *fds: Any) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    for number, given in ((1, out), (2, err)):
+    for number, given in zip((1, 2, 0), fds, strict=False):
         own = given.detach()
         os.dup2(own, number)
         if own != number:
@@ -119,15 +128,61 @@ def _run(arguments: list[str], given: None, address: str, pid_file: Path) -> Non
     forkserver.connect_to_new_process = _Elsewhere(address).connect_to_new_process
     _Engine.pid_file = pid_file
     starting.CONTEXT = _Context()
+    child.start_process = _start_helper
     sys.argv = ["milepost", *arguments]
-    # What forks may have begun where Ctrl-C is blocked, or ignored as in the background.
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.freeze()  # what was imported stays, and its pages stay shared
+    _begin()
     try:
         sys.exit(run())
     finally:
         atexit._run_exitfuncs()
+
+
+def _begin() -> None:
+    # What forks may have begun where Ctrl-C is blocked, or ignored as in the background.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.freeze()  # what was imported stays, and its pages stay shared
+
+
+class _Helper:
+    """A process of `milepost.engine.child`, as asyncio's subprocess would have it."""
+
+    def __init__(self, process: ForkServerProcess, reads: Any, writes: Any) -> None:
+        self._process, self.stdout, self.stdin = process, reads, writes
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    async def wait(self) -> int | None:
+        await asyncio.to_thread(self._process.join)
+        self.stdin.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+async def _start_helper(package: str, words: Sequence[str]) -> _Helper:
+    """Takes the place of `child.start_process`."""
+    ours, theirs = socket.socketpair()
+    with theirs, without_main():
+        given = _Given(os.environ, theirs.fileno(), 2, theirs.fileno())
+        process = context().Process(target=_help, args=(package, words, given), daemon=True)
+        process.start()
+    return _Helper(process, *await asyncio.open_connection(sock=ours))
+
+
+def _help(package: str, words: Sequence[str], given: None) -> None:
+    os.setsid()
+    _begin()
+    sys.argv = ["-c", *words]
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has closed it
+    importlib.import_module(f"{package}.process").main()
 
 
 class _Elsewhere(forkserver.ForkServer):

@@ -69,7 +69,10 @@ def _expect_unavailable(server):
 
 def test_a_signal_lets_short_requests_finish_and_fails_long_ones(folder):
     """Ctrl-C's here, SIGTERM's in the test below."""
-    with serving(folder, "--shutdown-timeout-s", "4") as server, server.client() as client:
+    with (
+        serving(folder, "--shutdown-timeout-s", "4", forks=False) as server,
+        server.client() as client,
+    ):
         stream = streaming(client)
         with server.http() as http:
             request = {**LONG, "max_tokens": 5, "stream": True}

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from milepost.engine.ending import end_with_parent
@@ -21,6 +21,19 @@ from milepost.logs import LogSetup, current, set_up
 
 Answer = bytes | bytearray
 _PIECE_BYTES = 2**18
+
+
+async def start_process(package: str, words: Sequence[str]) -> asyncio.subprocess.Process:
+    """Starts Python with a package's `process.main`, and these words as its arguments."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        f"from {package}.process import main; main()",
+        *words,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is the server's to handle
+    )
 
 
 class Child:
@@ -37,15 +50,7 @@ class Child:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            f"from {self._package}.process import main; main()",
-            *self._log_words(),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the server's to handle
-        )
+        self._process = await start_process(self._package, self._log_words())
 
     def _log_words(self) -> list[str]:
         setup, name = current(), self._package.rpartition(".")[2]
