@@ -76,7 +76,7 @@ def test_stop_in_a_batch_leaves_the_others(tiny, llm):
     ):
         full = tiny.expected(prompt, greedy())
         assert answer(output) == full[: full.index(stop) + 1]
-        expected = logprobs(tiny._cold(prompt, greedy(), 0))
+        expected = logprobs(tiny.cold(prompt, greedy()))
         assert logprobs(output.outputs[0]) == pytest.approx(expected[: len(answer(output))])
     assert num_held(llm) == (0, 0)
     check(llm.llm_engine.scheduler.cache)

@@ -108,6 +108,7 @@ def mistakes(share: float):
 
 def knowing(tiny, llm: LLM, prompts, params, errs=never) -> LLM:
     """Drafts what these prompts have to be answered."""
+    tiny.learn(prompts, [params] * len(prompts))
     known = [(each, tiny.expected(each, params)) for each in prompts]
     return consult(llm, Oracle(known, errs))
 
@@ -138,6 +139,7 @@ def test_answers_are_those_without_drafts(tiny, num, is_ahead):
     prompts = [tokens(40 + 5 * i, seed=i) for i in range(num)]
     wishes = [WISHES[i % 3] for i in range(num)]
     llm = tiny.open(**drafting(4), **POOLS, async_scheduling=is_ahead)
+    tiny.learn(prompts, wishes)
     known = [(p, tiny.expected(p, w)) for p, w in zip(prompts, wishes, strict=True)]
     consult(llm, Oracle(known, mistakes(0.25)))
     outputs = llm.generate([prompt(p) for p in prompts], wishes, use_tqdm=False)
@@ -496,6 +498,7 @@ def _accepts_one_more(monkeypatch):
 @pytest.mark.parametrize("break_it", [_folds_one_less, _shifts_rows, _accepts_one_more])
 def test_answers_would_show_what_is_wrong(exact, monkeypatch, break_it):
     prompts, params = [tokens(60, seed=i) for i in range(2)], greedy(40)
+    exact.learn(prompts, [params] * len(prompts))
     expected = [exact.expected(each, params) for each in prompts]
     break_it(monkeypatch)
     llm = exact.open(**drafting(4), **POOLS)

@@ -93,6 +93,7 @@ def caller(llm, asked, expected, rng, done: Counter) -> Callable[[], None]:
 def run(tiny, is_over: Callable[[int], bool]) -> Counter:
     """Has all threads act until it is over for them."""
     asked = prompts()
+    tiny.learn(asked, [greedy()] * len(asked))
     expected = [tiny.expected(ids, greedy()) for ids in asked]
     before = set(threading.enumerate())  # other tests' may end meanwhile
     done: Counter = Counter()
