@@ -3,7 +3,6 @@ memory for pages and states, and all of them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from milepost.engine.prompts import Prompt
 from tests.disaggregation.conftest import save_small
 from tests.disaggregation.fleet import ONE_TOKEN, PREFILL, connector_of, open_engine, running
-from tests.engines import greedy, sampled, tokens
+from tests.engines import Tiny, greedy, sampled, tokens
 from tests.mtp import add_head
 
 DRAFTS = {"speculative_config": {"method": "mtp", "adaptive": False}}
@@ -37,7 +36,7 @@ def headed(tmp_path_factory):
 def test_answers_are_those_of_one_plain_engine(headed, options):
     """With little memory, conversations that repeat themselves, and two tenants."""
     random, own = Random(4), {n: options[n] for n in FLOAT8 if n in options}
-    reference = replace(headed, options=own, _engine=None, _known={})
+    reference = Tiny(headed.folder, headed.dtype, own)
     engines = [open_engine(headed.folder, "socket", **options) for _ in range(2)]
     with running(*engines) as fleet:
         first, second = engines
