@@ -128,7 +128,7 @@ def _run(arguments: list[str], given: None, address: str, pid_file: Path) -> Non
     forkserver.connect_to_new_process = _Elsewhere(address).connect_to_new_process
     _Engine.pid_file = pid_file
     starting.CONTEXT = _Context()
-    child.start_process = _start_helper
+    child.start_process = start_helper
     sys.argv = ["milepost", *arguments]
     _begin()
     try:
@@ -165,10 +165,11 @@ class _Helper:
 
     def kill(self) -> None:
         self._process.kill()
+        self.stdin.close()
 
 
-async def _start_helper(package: str, words: Sequence[str]) -> _Helper:
-    """Takes the place of `child.start_process`."""
+async def start_helper(package: str, words: Sequence[str]) -> _Helper:
+    """Takes the place of `child.start_process` where a test need not start Python."""
     ours, theirs = socket.socketpair()
     with theirs, without_main():
         given = _Given(os.environ, theirs.fileno(), 2, theirs.fileno())

@@ -8,11 +8,12 @@ import json
 import pytest
 from transformers import PreTrainedTokenizer
 
+from milepost.engine import child
 from milepost.engine.text import chat
 from milepost.engine.text.encoder import Encoder
 from milepost.errors import InvalidRequestError
 from milepost.server.config import ServerConfig
-from tests import chatmodel
+from tests import chatmodel, forked
 from tests.engine.test_parent import is_running
 from tests.server.inprocess import answered
 from tests.waiting import until
@@ -44,6 +45,12 @@ REFUSED = {
     "quote": r"refuses the messages: (no){500}$",
     "deep": "refuses the messages: maximum recursion",
 }
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch):
+    """Processes begin where their imports end."""
+    monkeypatch.setattr(child, "start_process", forked.start_helper)
 
 
 def encoder(template: str = RUNAWAY, *, timeout_s: float = 0.5) -> Encoder:
