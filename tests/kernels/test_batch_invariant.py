@@ -66,7 +66,7 @@ def test_products(form: str, epilogue: Epilogue, dtype: torch.dtype) -> None:
 
 
 def test_products_with_packed_weights() -> None:
-    packed = pack(make("raw", torch.float32, 128, NUM_INPUTS))
+    packed = pack(make("raw", torch.float32, 512, NUM_INPUTS))
     if packed is None:
         pytest.skip("torch has no oneDNN here")
     assert_rows_are_alone(lambda rows: products.multiply(rows, packed), make_rows(torch.float32))

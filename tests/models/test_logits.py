@@ -131,16 +131,21 @@ def test_bfloat16_errs_no_more_than_transformers(state_dtype: torch.dtype, tmp_p
     assert relative_error(logits, exact) < 1.25 * relative_error(expected, exact)
 
 
-def test_packed_weights_give_the_same_logits(tmp_path: Path) -> None:
+def test_packed_weights_err_no_more_than_others(tmp_path: Path) -> None:
     tokens = random_tokens(90)
-    save("qwen3_next_one_head", tmp_path)
-    model, _ = load_model(tmp_path)
-    logits = []
-    for _ in range(2):
+    wide = {"hidden_size": 512, "linear_value_head_dim": 96, "num_attention_heads": 15}
+    save("qwen3_next", tmp_path, attention_bias=True, head_dim=32, **wide)
+
+    def computed(model: Decoder) -> Tensor:
         pools = build_pools(model)
         edges = [0, 75, 89, 90]
-        logits.append(torch.cat([step(model, pools, tokens, *edge) for edge in pairwise(edges)]))
-        model.pack()
-    assert relative_error(logits[1], logits[0]) < 1e-5
-    (out,) = model.layers[0].blocks[0].parts[0].out.weights
-    assert out.values is None or not torch.backends.mkldnn.is_available()
+        return torch.cat([step(model, pools, tokens, *edge) for edge in pairwise(edges)])
+
+    exact = computed(load_model(tmp_path, LoadOptions(dtype="float64"))[0])
+    model, _ = load_model(tmp_path)
+    plain = computed(model)
+    model.pack()
+    for layer in model.layers:
+        (out,) = layer.blocks[0].parts[0].out.weights
+        assert out.values is None or not torch.backends.mkldnn.is_available()
+    assert relative_error(computed(model), exact) < 1.5 * relative_error(plain, exact) < 1e-3
