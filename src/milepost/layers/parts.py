@@ -151,9 +151,14 @@ class Layer(nn.Module):
             self.numbers.append(tuple(own))
 
     @property
+    def parts(self) -> list[Part]:
+        """The parts of all blocks, in order."""
+        return [part for block in self.blocks for part in block.parts]
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """A key that is equal for layers with the same kernels."""
-        return tuple((type(part), part.operation) for block in self.blocks for part in block.parts)
+        return tuple((type(part), part.operation) for part in self.parts)
 
 
 def run_parts(

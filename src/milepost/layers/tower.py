@@ -12,7 +12,7 @@ into a token, C hidden size of the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -114,7 +114,7 @@ class Tower(nn.Module):
         """Returns the embeddings [P / M, C] of the pictures' tokens: `begin`, all blocks, `end`.
         Nothing in it waits for the host or reads its memory, so it can be captured."""
         run = self.begin(rows, table, layout)
-        self.advance(run, self.blocks)
+        self.advance(run)
         return self.end(run)
 
     @torch.inference_mode()
@@ -136,9 +136,9 @@ class Tower(nn.Module):
         return TowerRun(hidden=hidden, delta=None, layout=layout)
 
     @torch.inference_mode()
-    def advance(self, run: TowerRun, blocks: Iterable[TowerBlock]) -> None:
-        """Runs some of the tower's blocks on the residual stream of `run`."""
-        for block in blocks:
+    def advance(self, run: TowerRun, first: int = 0, end: int | None = None) -> None:
+        """Runs the tower's blocks [first, end), by default all, on the residual stream of `run`."""
+        for block in self.blocks[first:end]:
             block.advance(run)
 
     @torch.inference_mode()
@@ -148,10 +148,10 @@ class Tower(nn.Module):
             run.hidden, run.delta = self._patches(run.hidden, run), self._patches(run.delta, run)
         return self.merger.end(run)
 
-    def one_of_each_kind(self) -> list[nn.Module]:
-        """Returns a block of each kind; all others are like one of them."""
-        kinds = {tuple(map(type, block.children())): block for block in reversed(self.blocks)}
-        return list(kinds.values())
+    def one_of_each_kind(self) -> list[int]:
+        """Returns the number of a block of each kind; all others are like one of them."""
+        kinds = (tuple(map(type, block.children())) for block in self.blocks)
+        return list({kind: number for number, kind in enumerate(kinds)}.values())
 
     def _patches(self, rows: Tensor | None, run: TowerRun) -> Tensor | None:
         """Returns rows without those of prefixes."""

@@ -131,7 +131,7 @@ class Architecture:
 
 def rotary_of(layers: Iterable[Layer]) -> Rotary | None:
     """Returns the first rotary embedding that the layers use, if any."""
-    parts = (part for layer in layers for block in layer.blocks for part in block.parts)
+    parts = (part for layer in layers for part in layer.parts)
     return next((part.rotary for part in parts if part.rotary is not None), None)
 
 

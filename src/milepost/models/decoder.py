@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,8 @@ class Decoder(nn.Module):
             self.mtp.layer.number(specs)
         self.layer_specs = tuple(specs)
         """The cache of each mixer, by its number."""
-        own = [part for layer in parts.layers for block in layer.blocks for part in block.parts]
+        self.parts_by_layer = [layer.parts for layer in parts.layers]
+        own = [*chain.from_iterable(self.parts_by_layer)]
         own += [self.mtp] if self.mtp is not None else []
         self._last = _last_with_cache(parts.layers)
         self.ending: tuple[Operation, ...] = ()
@@ -165,7 +166,7 @@ class Decoder(nn.Module):
     @property
     def mixers_without_drafts(self) -> tuple[str, ...]:
         """Names of the mixers whose kernels cannot verify drafts."""
-        parts = (part for layer in self.layers for block in layer.blocks for part in block.parts)
+        parts = chain.from_iterable(self.parts_by_layer)
         without = [part for part in parts if part.spec and not part.spec.takes_drafts]
         return tuple(dict.fromkeys(type(part).__name__ for part in without))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -39,10 +40,8 @@ def weigh(model: Decoder) -> dict[tuple[str, str], int]:
 
 
 def _parts(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
-    for layer in model.layers:
-        for block in layer.blocks:
-            for part in block.parts:
-                yield _PARTS.get(type(part), "recurrences"), part
+    for part in chain.from_iterable(model.parts_by_layer):
+        yield _PARTS.get(type(part), "recurrences"), part
     if model.tower is not None:
         yield TOWER, model.tower
     if model.mtp is not None:

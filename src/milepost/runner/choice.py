@@ -126,8 +126,13 @@ class Likelihoods:
 
     def to_host(self) -> Likelihoods:
         """Copies all tensors to the host; the copies are valid once the device has reached them."""
-        parts = ("own", "ranks", "best", "best_ids")
-        return replace(self, **{part: _to_host(getattr(self, part)) for part in parts})
+        return replace(
+            self,
+            own=_to_host(self.own),
+            ranks=_to_host(self.ranks),
+            best=_to_host(self.best),
+            best_ids=_to_host(self.best_ids),
+        )
 
     def add_to(self, tokens: list[SampledToken]) -> None:
         """Replaces the tokens of these rows by tokens with log-probabilities."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from milepost.images import ImageSettings
-from milepost.kernels.layout.batch import Batch, Operation
+from milepost.kernels.layout.batch import Batch, Capacity, Operation
 from milepost.kernels.platform.device import allows_hopper_kernels, as_made, probe
 from milepost.kernels.rows import take
 from milepost.kernels.sampling import argmax
@@ -26,7 +26,7 @@ from milepost.layers.parts import Layer
 from milepost.models.decoder import Decoder
 from milepost.progress import over
 from milepost.runner import arrays
-from milepost.runner.arrays import Capacity, Geometry
+from milepost.runner.arrays import Geometry
 from milepost.runner.choice import Drafts, choice_of
 from milepost.runner.device_drafting import DeviceDrafting
 from milepost.runner.graphs import Graphs, GraphSplit, SplitHere, StepOutputs, exact_capacity
@@ -211,7 +211,7 @@ class DeviceExecutor:
         for capacity in over(capacities, "capturing graphs", is_shown=self.model.ranks.is_first):
             run = partial(self._run, capacity, self._padding(capacity))
             is_cut = self._pieces.cut(capacity)
-            self._graphs.capture(capacity, run if is_cut else lambda _, run=run: run())
+            self._graphs.capture(capacity, run if is_cut else partial(_run_whole, run))
         if self._drafting is not None and self._num_drafts:
             counts = {each.num_sequences for each in capacities if each.decodes}
             self._drafting.capture(sorted(counts, reverse=True))
@@ -289,3 +289,8 @@ class DeviceExecutor:
         own = hidden[:num_rows] if last_tokens_only else take(hidden, step.last_tokens[:num_rows])
         logits = self.model.compute_logits(own)
         return StepOutputs(logits=logits, hidden=own, best=argmax(logits)), hidden
+
+
+def _run_whole(run: Callable[[], StepOutputs], _: SplitHere) -> StepOutputs:
+    """Runs a step without cutting it."""
+    return run()

@@ -182,6 +182,7 @@ class DeviceDrafting:
         furthest = positions + num_verified + self._num_verified - 1
         last = np.minimum(furthest, padded(reach)[:num] - 1)
         items = self._operation.lay_out(self._batch(last, rows, count))
+        assert isinstance(items, AttentionItems), "a head that drafts on a device attends there"
         return DraftArrays(
             first_rows=padded(first_rows),
             positions=padded(positions),

@@ -9,7 +9,7 @@ page ids and lays out attention for the second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from milepost.kernels.layout.batch import Capacity, Operation
 from milepost.kernels.recurrent import CHUNK
 from milepost.layers.context import AttentionSpec
-from milepost.layers.parts import Layer
+from milepost.layers.parts import Part
 from milepost.models.decoder import Decoder
 from milepost.scheduler.budget import max_num_exports
 from milepost.scheduler.plans import StepPlan
@@ -159,7 +159,8 @@ class Graphs:
         self._graphs: dict[Capacity, tuple[list[torch.cuda.CUDAGraph], StepOutputs]] = {}
         self._found: dict[Capacity, Capacity | None] = {}
         """Maps the capacity that a plan needs to the captured one."""
-        self._pool: tuple[int, int] | None = None
+        self._last: torch.cuda.CUDAGraph | None = None
+        """The graph that was captured last; all use one memory pool."""
 
     def capture(self, capacity: Capacity, run: Callable[[SplitHere], StepOutputs]) -> None:
         """Records the launches of `run`, which must use the same addresses each time. `run` may cut
@@ -171,7 +172,8 @@ class Graphs:
             def begin() -> None:
                 recording.close()
                 torch.cuda.synchronize()
-                pool = graphs[-1].pool() if graphs else self._pool
+                last = graphs[-1] if graphs else self._last
+                pool = last.pool() if last is not None else None
                 graphs.append(torch.cuda.CUDAGraph())
                 # NCCL's threads query events during the capture.
                 recording.enter_context(
@@ -180,7 +182,7 @@ class Graphs:
 
             begin()
             outcome = run(begin)
-        self._pool = graphs[0].pool()
+        self._last = graphs[-1]
         self._graphs[capacity] = graphs, outcome
         self._found.clear()
         self.replay(capacity)  # uploads it, so that the first step need not wait for that
@@ -238,8 +240,7 @@ class GraphSplit:
     """The two pieces of one model."""
 
     def __init__(self, model: Decoder) -> None:
-        layers: list[Layer] = list(model.layers)
-        own = [_attention(layer) for layer in layers]
+        own = [_attention(parts) for parts in model.parts_by_layer]
         self.num_first = next((index for index, found in enumerate(own) if found), 0)
         """Number of layers in the first piece; 0 if there is only one piece."""
         late = {operation for found in own for operation in found}
@@ -254,6 +255,5 @@ class GraphSplit:
         return self.num_first > 0 and not capacity.decodes
 
 
-def _attention(layer: Layer) -> list[Operation | None]:
-    parts = (part for block in layer.blocks for part in block.parts)
+def _attention(parts: Iterable[Part]) -> list[Operation | None]:
     return [part.operation for part in parts if isinstance(part.spec, AttentionSpec)]

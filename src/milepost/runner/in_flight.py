@@ -59,7 +59,8 @@ class InFlightStep:
         assert self.begun is not None
         assert self.choice is not None
         assert self.choice.is_copied is not None
-        return self.begun.elapsed_time(self.choice.is_copied) / 1e3
+        elapsed_ms: float = self.begun.elapsed_time(self.choice.is_copied)
+        return elapsed_ms / 1e3
 
     @property
     def is_done(self) -> bool:

@@ -12,7 +12,6 @@ from milepost.kernels.layout.emit import Emit
 from milepost.kernels.platform.device import Chip
 from milepost.layers.linear import Linear
 from milepost.layers.moe import MoE
-from milepost.layers.parts import Layer
 from milepost.models.decoder import Decoder
 
 _LAUNCH_S = 0.7e-3
@@ -31,9 +30,8 @@ def most_launched_tokens(model: Decoder, chip: Chip) -> int:
 def num_weights(model: Decoder) -> float:
     """Counts the weights of layers that a token is multiplied by on this rank, at least 1; FP8 by
     FP8 counts half, as it takes half as long."""
-    layers: list[Layer] = list(model.layers)
-    blocks = [block for layer in layers for block in layer.blocks]
-    return max(sum(_of_module(module) for block in blocks for module in block.modules()), 1)
+    modules = (module for layer in model.layers for module in layer.modules())
+    return max(sum(map(_of_module, modules)), 1)
 
 
 def _of_module(module: nn.Module) -> float:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from milepost.images import ImageSettings
+from milepost.kernels.layout.batch import Capacity
 from milepost.layers.tower import Tower
 from milepost.layers.tower_parts import TowerLayout
 from milepost.models.decoder import Decoder
-from milepost.runner.arrays import Capacity
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pools import allocate
@@ -143,7 +143,8 @@ def _measure_run(tower: Tower, rows: Tensor, layout: TowerLayout) -> _RunBytes:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run = tower.begin(rows, table, layout)
-    tower.advance(run, tower.one_of_each_kind())
+    for number in tower.one_of_each_kind():
+        tower.advance(run, number, number + 1)
     tower.end(run)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated(device) - before

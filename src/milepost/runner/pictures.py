@@ -140,7 +140,8 @@ class EncodedPictures:
             embeddings = self._graphs.run(rows, grids, is_fixed=is_fixed)
             if embeddings is not None:
                 return embeddings
-        return self._tower(self._sent(rows), self._table, grids, is_fixed=is_fixed)
+        encoded: Tensor = self._tower(self._sent(rows), self._table, grids, is_fixed=is_fixed)
+        return encoded
 
     def _encode_part(self, part: EncodePart) -> None:
         """Runs some of the tower's blocks for a large picture."""
@@ -153,7 +154,7 @@ class EncodedPictures:
             self._under_way[identity] = tower.begin(rows, self._table, tower.lay_out([pixels.grid]))
         run, depth = self._under_way[identity], len(tower.blocks)
         first, end = (depth * number // part.num_parts for number in (part.first, part.end))
-        tower.advance(run, list(tower.blocks)[first:end])
+        tower.advance(run, first, end)
         if part.is_last:
             del self._under_way[identity]
             self._embeddings[identity] = tower.end(run)

@@ -110,10 +110,9 @@ class Pools:
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Returns the memory that holds the tensors, each piece once."""
-        carried = (None, None)
+        shared = [self.all_kv, self.all_windows, self.all_conv]
         if self.carried is not None:
-            carried = self.carried.states, self.carried.records
-        shared = (self.all_kv, self.all_windows, self.all_conv, *carried)
+            shared += [self.carried.states, self.carried.records]
         own = [pool for pool in shared if pool is not None]
         for state in self.states.values():
             own += [state.conv, state.recurrent]
@@ -179,11 +178,13 @@ def by_layer(
     carried_size]."""
     kv_views = iter(kv.unbind(1) if kv is not None else ())
     window_views = iter(windows.unbind(1) if windows is not None else ())
-    state_views = iter(())
+    state_views: Iterator[RecurrentState] = iter(())
     if conv is not None and recurrent is not None:
         state_views = map(_as_state, conv, recurrent, _records(shape, conv.device))
     beside_views = iter(beside if beside is not None else ())
-    kv_by_layer, states, conv_states = {}, {}, {}
+    kv_by_layer: dict[int, Tensor] = {}
+    states: dict[int, RecurrentState] = {}
+    conv_states: dict[int, Tensor] = {}
     for index, spec in enumerate(shape.specs):
         if isinstance(spec, AttentionSpec):
             kv_by_layer[index] = next(kv_views if spec.window is None else window_views)

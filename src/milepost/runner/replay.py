@@ -46,5 +46,5 @@ def digest(pools: Pools) -> str:
     found = blake2b(digest_size=16)
     for storage in pools.storages():
         held = torch.empty(0, dtype=torch.uint8, device=pools.device).set_(storage)
-        found.update(held.cpu().numpy())
+        found.update(held.cpu().numpy().data)
     return found.hexdigest()

@@ -113,10 +113,10 @@ class Sampler:
         ints[:, layout.COUNTS] = places
         for index in np.flatnonzero(ints[:, layout.KIND] == 0).tolist():
             ints[index, layout.KIND] = 0 if rows[index].is_adjusted else layout.IS_PLAIN
-        masked = [index for index, row in enumerate(rows) if row.mask is not None]
+        masked = [(index, row.mask) for index, row in enumerate(rows) if row.mask is not None]
         masks = np.empty((len(masked), -(-self._vocab_size // 32)), np.int32)
-        for place, index in enumerate(masked):
-            masks[place] = rows[index].mask
+        for place, (index, mask) in enumerate(masked):
+            masks[place] = mask
             ints[index, layout.MASK] = place
         starts, entry_ids, entry_values = self._added(numbers, rows)
         return StepRows(

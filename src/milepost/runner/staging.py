@@ -7,7 +7,7 @@ shapes always have the same addresses, as a CUDA graph requires.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from math import prod
@@ -110,7 +110,8 @@ class Staging:
         """Returns the dataclass with device tensors in place of arrays: the data that `send` wrote
         last, and will write for arrays of the same shapes."""
         views = iter(self._packing(_arrays(batch)).views(self._device_buffer))
-        return _replaced(batch, lambda _: next(views))
+        on_device: T = _replaced(batch, lambda _: next(views))
+        return on_device
 
     def _packing(self, arrays: Sequence[np.ndarray]) -> _Packing:
         """Returns the packing of arrays of these shapes; most steps repeat earlier shapes."""
@@ -128,7 +129,8 @@ class Staging:
 def on_device(batch: T, device: torch.device) -> T:
     """Returns the dataclass with device tensors in place of arrays, each copied separately; on a
     CPU none is copied."""
-    return _replaced(batch, lambda array: torch.from_numpy(array).to(device))
+    copied: T = _replaced(batch, lambda array: torch.from_numpy(array).to(device))
+    return copied
 
 
 def num_staged_bytes(batch: Any) -> int:
@@ -154,10 +156,12 @@ def _arrays(batch: Any) -> list[np.ndarray]:
 
 
 def _gather(batch: Any, found: list[np.ndarray]) -> None:
+    parts: Iterable[Any]
     if isinstance(batch, dict):
         parts = batch.values()
     else:
-        parts = [getattr(batch, name) for name in _field_names(type(batch))]
+        kind: type = type(batch)
+        parts = [getattr(batch, name) for name in _field_names(kind)]
     for part in parts:
         if isinstance(part, np.ndarray):
             found.append(part)
@@ -170,7 +174,8 @@ def _replaced(batch: Any, view: Any) -> Any:
         return view(batch)
     if isinstance(batch, dict):
         return {name: _replaced(value, view) for name, value in batch.items()}
-    names = _field_names(type(batch))
+    kind: type = type(batch)
+    names = _field_names(kind)
     inside = {name: _replaced(getattr(batch, name), view) for name in names}
     return replace(batch, **inside) if inside else batch
 
