@@ -53,10 +53,9 @@ class Engine:
         self.limits = parts.limits
         texts = TokenTexts(self.tokenizer) if self.tokenizer is not None else None
         self._intake = Intake(config, parts, texts)
-        counts_are_kept = self.runner.executor.keeps_counts
-        self._completions = RunningCompletions(
-            self.scheduler, texts, counts_are_kept=counts_are_kept
-        )
+        counts_are_kept = parts.runner.executor.keeps_counts
+        completions = RunningCompletions(parts.scheduler, texts, counts_are_kept=counts_are_kept)
+        self._completions = completions
         self._team = parts.team
         self.off_device = open_off_device(config, parts, self._enter)
         self._trace = TraceRecorder(config.record_trace) if config.record_trace else None
@@ -167,7 +166,8 @@ class Engine:
         return late
 
     def abort(self, group: RequestGroup) -> None:
-        """Ends a group's unfinished completions. Their pages and slots are freed at once."""
+        """Ends a group's unfinished completions. What they hold is freed once no step or load
+        uses it."""
         self._forget(group)
         for completion in [one for part in self.off_device for one in part.drop(group)]:
             completion.request.finish_reason = FinishReason.ABORT
