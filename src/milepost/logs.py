@@ -158,10 +158,10 @@ def set_up(setup: LogSetup) -> None:
     if is_json:
         forms[START] = form
     for name, own_form in forms.items():
-        own = logging.getLogger(name)
-        own.handlers = [StderrHandler(setup, own_form)]
-        own.setLevel(logging.INFO)
-        own.propagate = False
+        logger = logging.getLogger(name)
+        logger.handlers = [StderrHandler(setup, own_form)]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
     root = logging.getLogger()
     if all(isinstance(handler, StderrHandler) for handler in root.handlers):
         root.handlers = [StderrHandler(setup, form)]
@@ -219,18 +219,18 @@ class StrayText(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        own: Any = self._own
-        if getattr(own, "is_saying", False):
+        state: Any = self._own
+        if getattr(state, "is_saying", False):
             return len(text)
-        *lines, rest = (getattr(own, "rest", "") + text).split("\n")
+        *lines, rest = (getattr(state, "rest", "") + text).split("\n")
         if len(rest) > MAX_CHARS:
             lines, rest = [*lines, rest], ""
-        own.rest, own.is_saying = rest, True
+        state.rest, state.is_saying = rest, True
         try:
             for line in lines:
                 shown = line.rstrip("\r").rpartition("\r")[2]
                 if shown.strip():
                     self._say("%s", shown)
         finally:
-            own.is_saying = False
+            state.is_saying = False
         return len(text)

@@ -169,8 +169,8 @@ class SamplingParams:
     def sample_seed(self, index: int, *, engine_seed: int, request_number: int) -> int:
         """Returns the seed of answer `index` (below n), from `seed` if set, else from the other
         two. It is a hash, so neighbouring seeds and answers share nothing."""
-        own = (self.seed,) if self.seed is not None else (engine_seed, request_number)
-        words = ":".join(map(str, (*own, index)))
+        source = (self.seed,) if self.seed is not None else (engine_seed, request_number)
+        words = ":".join(map(str, (*source, index)))
         return int.from_bytes(blake2b(words.encode(), digest_size=8).digest(), "little")
 
     def check_vocab(self, vocab_size: int) -> None:

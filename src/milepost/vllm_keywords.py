@@ -74,9 +74,11 @@ def with_vllm_keywords(
 
     def decorate(call: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(call).parameters.values()
-        own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty]
+        options = [
+            p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty
+        ]
         names = {*(p.name for p in parameters if p.kind is not p.VAR_KEYWORD), *also}
-        known = [*own, *also]
+        known = [*options, *also]
 
         @functools.wraps(call)
         def answering(*args: P.args, **given: P.kwargs) -> R:

@@ -61,12 +61,12 @@ class _FileFlag:
 
 def with_file(arguments: Sequence[str]) -> Arguments:
     """Returns the arguments with the flags of the file that they name. Raises ConfigError."""
-    own, path, todo = list[str](), None, list(reversed(arguments))
+    given, path, todo = list[str](), None, list(reversed(arguments))
     while todo:
         token = todo.pop()
         name, sign, value = token.partition("=")
         if name != _FLAG:
-            own.append(token)
+            given.append(token)
             continue
         if path is not None:
             raise ConfigError(f"{_FLAG} {path}: name one file")
@@ -74,13 +74,13 @@ def with_file(arguments: Sequence[str]) -> Arguments:
             raise ConfigError(f"{_FLAG}: a value is missing after it")
         path = value if sign else todo.pop()
     if path is None:
-        return Arguments(own)
-    said = {_plain(token) for token in own if token.startswith("-")}
-    if own and not own[0].startswith("-"):
+        return Arguments(given)
+    said = {_plain(token) for token in given if token.startswith("-")}
+    if given and not given[0].startswith("-"):
         said.add("model")
     more = {name: entry for name, entry in _read(path).items() if name not in said}
     words = [word for entry in more.values() for word in entry.words]
-    return Arguments(own + words, path, {name: entry.line for name, entry in more.items()})
+    return Arguments(given + words, path, {name: entry.line for name, entry in more.items()})
 
 
 def _plain(token: str) -> str:

@@ -249,13 +249,15 @@ def _logprob_table(answer: CompletionOutput) -> Table:
     for name in ("token", "logprob", "rank", "likeliest"):
         table.add_column(name, justify="right" if name in ("logprob", "rank") else "left")
     for token_id, entry in zip(answer.token_ids, answer.logprobs or (), strict=False):
-        own = entry[token_id]
+        chosen = entry[token_id]
         best = sorted(entry.items(), key=lambda item: -item[1].logprob)
         others = "  ".join(
             f"{_token(i, logprob.decoded_token)} {logprob.logprob:.2f}" for i, logprob in best
         )
-        shown = Text(_token(token_id, own.decoded_token))
-        table.add_row(shown, f"{own.logprob:.3f}", str(own.rank or ""), Text(others, style="dim"))
+        shown = Text(_token(token_id, chosen.decoded_token))
+        table.add_row(
+            shown, f"{chosen.logprob:.3f}", str(chosen.rank or ""), Text(others, style="dim")
+        )
     return table
 
 

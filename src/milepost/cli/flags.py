@@ -59,8 +59,8 @@ class Flags(Generic[C]):
     def given(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields that the command line or the command itself sets, with
         their values."""
-        own = [field.name for field in fields(self.config) if field.name not in self.left_out]  # type: ignore[arg-type]
-        names = {name: self._name(name) for name in own}
+        settable = [field.name for field in fields(self.config) if field.name not in self.left_out]  # type: ignore[arg-type]
+        names = {name: self._name(name) for name in settable}
         named = {field: values[name] for field, name in names.items() if name in values}
         return {**self.defaults, **named}
 
@@ -118,14 +118,14 @@ def _is_whole(hint: Any) -> bool:
 
 def add_flags(command: Callable[..., C], flags: Sequence[Flags[Any]]) -> Callable[..., C]:
     """Adds these flags to a command, in place of its `**values`; returns the command."""
-    own = [
+    existing = [
         parameter
         for parameter in inspect.signature(command, eval_str=True).parameters.values()
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
     added = [parameter for group in flags for parameter in group.parameters()]
-    command.__signature__ = inspect.Signature(own + added)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in own + added}
+    command.__signature__ = inspect.Signature(existing + added)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in existing + added}
     return command
 
 

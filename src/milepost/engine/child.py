@@ -138,9 +138,9 @@ def bound_memory(num_bytes: int) -> None:
     """Limits the memory that this process may still allocate. Beyond that, allocations fail instead
     of exhausting the machine."""
     with open("/proc/self/statm") as file:
-        own = int(file.read().split()[0]) * resource.getpagesize()
+        used = int(file.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = own + num_bytes
+    limit = used + num_bytes
     resource.setrlimit(
         resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
     )

@@ -104,10 +104,10 @@ CHAT_OPTIONS = tuple(ChatOptions.__annotations__)
 
 def read_options(model: str | PathLike[str] | None, options: Mapping[str, Any]) -> EngineConfig:
     """Returns the configuration that options stand for, vLLM's among them. Raises ConfigError."""
-    own = own_options(options)
-    refuse_unknown(own)
-    own.setdefault("disable_log_stats", True)
-    return EngineConfig(model=str(model) if isinstance(model, PathLike) else model, **own)
+    renamed = own_options(options)
+    refuse_unknown(renamed)
+    renamed.setdefault("disable_log_stats", True)
+    return EngineConfig(model=str(model) if isinstance(model, PathLike) else model, **renamed)
 
 
 def compose_options(options: ChatOptions) -> dict[str, Any]:

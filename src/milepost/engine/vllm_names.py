@@ -51,7 +51,7 @@ class ForeignFlag:
 def _read() -> dict[str, ForeignFlag]:
     table = tomllib.loads(Path(__file__).with_name("vllm_flags.toml").read_text(encoding="utf-8"))
     found = {given: ForeignFlag(name=name) for given, name in table["renamed"].items()}
-    found |= {name: ForeignFlag(name=name, words=own) for name, own in table["words"].items()}
+    found |= {name: ForeignFlag(name=name, words=words) for name, words in table["words"].items()}
     for name in table["numbers"]["with_units"].split():
         found[name] = replace(found.get(name, ForeignFlag(name=name)), has_units=True)
     for row in (table["dropped"], *table["refused"]["rows"]):
@@ -113,8 +113,10 @@ def _has_no_effect(flag: ForeignFlag, value: object) -> bool:
 
 def refuse_unknown(options: Mapping[str, Any]) -> None:
     """Raises ConfigError for options that are no fields of `EngineConfig`."""
-    own = EngineConfig.__annotations__
-    known = sorted((field.name for field in fields(EngineConfig)), key=lambda name: name not in own)
+    of_engine = EngineConfig.__annotations__
+    known = sorted(
+        (field.name for field in fields(EngineConfig)), key=lambda name: name not in of_engine
+    )
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, n=1)

@@ -51,12 +51,12 @@ class MessageWriter:
         found: list[object] = []
         num_blocks = 0
         for kind, fields in (told for event in events for told in self._told(event)):
-            own = len(fields.get("block_hashes", ()))
-            if len(found) == MAX_EVENTS or num_blocks + own > MAX_BLOCKS:
+            size = len(fields.get("block_hashes", ()))
+            if len(found) == MAX_EVENTS or num_blocks + size > MAX_BLOCKS:
                 yield _ENCODER.encode([now_s, found, 0])
                 found, num_blocks = [], 0
             found.append(self._shaped(kind, fields))
-            num_blocks += own
+            num_blocks += size
         if found:
             yield _ENCODER.encode([now_s, found, 0])
 
@@ -82,8 +82,8 @@ class MessageWriter:
 
     def _removed(self, where: Where, keys: Sequence[bytes]) -> Iterator[tuple[str, _Fields]]:
         for first in range(0, len(keys), MAX_BLOCKS):
-            own = [self._hash(key) for key in keys[first : first + MAX_BLOCKS]]
-            yield "BlockRemoved", {"block_hashes": own, "medium": MEDIA[where]}
+            hashes = [self._hash(key) for key in keys[first : first + MAX_BLOCKS]]
+            yield "BlockRemoved", {"block_hashes": hashes, "medium": MEDIA[where]}
 
     def _announceable(self, event: PagesReachable) -> Sequence[bytes]:
         """Returns the pages before the first with a picture; none if there is one before the event.

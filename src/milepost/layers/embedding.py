@@ -19,9 +19,9 @@ def embed(token_ids: Tensor, table: Tensor, ranks: Ranks) -> Tensor:
     if ranks.is_alone:
         # torch's embedding is faster than its indexing on a CPU.
         return rows.take(table, token_ids) if table.is_cuda else F.embedding(token_ids, table)
-    own = token_ids - ranks.rank * len(table)
-    is_own = (own >= 0) & (own < len(table))
-    return ranks.all_reduce(table[own * is_own] * is_own[:, None])
+    local = token_ids - ranks.rank * len(table)
+    is_own = (local >= 0) & (local < len(table))
+    return ranks.all_reduce(table[local * is_own] * is_own[:, None])
 
 
 def put(embedded: Tensor, pictures: PictureRows | None) -> Tensor:

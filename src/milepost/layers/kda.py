@@ -78,10 +78,14 @@ class KDA(nn.Module):
         self.rates = "a_log_bias" if kind.has("a_log_bias") else f"{forget}A_log"
         wide = (f"{forget}f_proj", "g_proj") if shapes.is_full_rank else ()
         narrow = () if wide else (f"{forget}f_a_proj", "g_a_proj")
-        own = dict.fromkeys(("q_proj", "k_proj", "v_proj"), size)
-        cuts = dict.fromkeys((*own, *wide, f"{forget}f_b_proj", "g_b_proj"), self.cut)
+        convolved = dict.fromkeys(("q_proj", "k_proj", "v_proj"), size)
+        cuts = dict.fromkeys((*convolved, *wide, f"{forget}f_b_proj", "g_b_proj"), self.cut)
         cuts["b_proj"] = self.head_cut
-        sections = [*((name, size) for name in wide), *own.items(), ("b_proj", shapes.num_heads)]
+        sections = [
+            *((name, size) for name in wide),
+            *convolved.items(),
+            ("b_proj", shapes.num_heads),
+        ]
         sections += [(name, rank) for name in narrow]
         rest = -sum(count for _, count in sections) % 8
         padding = [(None, rest)] if rest else []
@@ -142,12 +146,14 @@ class KDA(nn.Module):
         shapes, projected = self.shapes, self.projection(rows)
         size, rank, count = shapes.size, shapes.head_dim, 3 * shapes.size + shapes.num_heads
         if self.decay is None or self.gate is None:
-            decays, gates, own = projected[:, : 2 * size + count].split((size, size, count), -1)
-            return KDAProjected(own, decays, gates)
-        own, first, second = projected[:, : count + 2 * rank].split((count, rank, rank), -1)
+            decays, gates, convolved = projected[:, : 2 * size + count].split(
+                (size, size, count), -1
+            )
+            return KDAProjected(convolved, decays, gates)
+        convolved, first, second = projected[:, : count + 2 * rank].split((count, rank, rank), -1)
         forms = self.decay.form, self.gate.form
         both = products.multiply_both((first, second), forms, launch_dependents=ctx.decodes)
-        return KDAProjected(own, *both)
+        return KDAProjected(convolved, *both)
 
     def placements(self) -> WeightSlots:
         by_head = (-1,) if self.has_flat_rates else (1, 1, -1, 1)

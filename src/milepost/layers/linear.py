@@ -211,9 +211,9 @@ class Linear(nn.Module):
     def _place_of(self, group: int) -> tuple[int, int] | None:
         """Returns the first of a matrix's outputs among all, and their number, or None if they are
         not adjacent."""
-        own = [section for section in self._sections if section.group == group]
-        start, count = own[0].start, sum(section.count for section in own)
-        return (start, count) if own[-1].start + own[-1].count == start + count else None
+        members = [section for section in self._sections if section.group == group]
+        start, count = members[0].start, sum(section.count for section in members)
+        return (start, count) if members[-1].start + members[-1].count == start + count else None
 
     def pack(self) -> None:
         """See `Weight.pack`."""
@@ -227,10 +227,10 @@ class Linear(nn.Module):
         for name in () if self.is_tied else names:
             if name is None:
                 continue
-            own = [section for section in self._sections if section.name == name]
-            rows = torch.cat([torch.arange(s.first, s.first + s.count) for s in own])
+            members = [section for section in self._sections if section.name == name]
+            rows = torch.cat([torch.arange(s.first, s.first + s.count) for s in members])
             rows = rows[self._orders[name]] if name in self._orders else rows
-            group, prefix = own[0].group, self.kind.full(name)
+            group, prefix = members[0].group, self.kind.full(name)
             tensors = self._place(name, group, rows, prefix)
             placements |= {f"{prefix}.{tensor}": place for tensor, place in tensors.items()}
         return placements

@@ -123,8 +123,8 @@ class Mamba2(nn.Module):
             )
         self._group, self._num_groups = groups.spans[0][0], shapes.num_groups
         states = groups.times(shapes.state_size)
-        own = replace(shapes, num_heads=self.head_cut.size, num_groups=groups.size)
-        return join(self.inner_cut, states, states), own
+        rank_shapes = replace(shapes, num_heads=self.head_cut.size, num_groups=groups.size)
+        return join(self.inner_cut, states, states), rank_shapes
 
     @property
     def spec(self) -> RecurrentSpec:
@@ -169,8 +169,8 @@ class Mamba2(nn.Module):
     def _norm(self, mixed: Tensor, scale: Tensor) -> Tensor:
         """Norms a group whose heads are split over several ranks."""
         num_features = mixed.shape[1] * self.kind.ranks.size // self._num_groups
-        own = NormedPart(mixed, scale, column=self._group, num_features=num_features)
-        return norm_over_ranks([own], self.shapes.norm_eps, self._num_groups, self.kind)[0]
+        part = NormedPart(mixed, scale, column=self._group, num_features=num_features)
+        return norm_over_ranks([part], self.shapes.norm_eps, self._num_groups, self.kind)[0]
 
     def placements(self) -> WeightSlots:
         heads, channels = self.head_cut, self.channel_cut

@@ -92,8 +92,8 @@ class MLA(nn.Module):
         self.query_norm = self.query = None
         if rank:
             self.query_norm = RMSNorm(rank, _NORM_EPS, kind.under("q_a_layernorm"))
-            own = (("q_b_proj", heads * shapes.key_dim),)
-            self.query = Linear(rank, own, kind, cuts={"q_b_proj": query_cut})
+            query_sections = (("q_b_proj", heads * shapes.key_dim),)
+            self.query = Linear(rank, query_sections, kind, cuts={"q_b_proj": query_cut})
         self.norm_weight = kind.empty_precise(latent)
         self.up_key = kind.empty(heads, shapes.own_dim, latent)
         self.up_value = kind.empty(heads, shapes.value_dim, latent)
@@ -124,9 +124,9 @@ class MLA(nn.Module):
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Returns the output, or split-K partials [T, S, C] of it."""
         shapes, layout = self.shapes, ctx.step.layouts[self.operation]
-        own, shared, kv, gate = self._prepare(rows, ctx, number, layout)
+        query_part, shared, kv, gate = self._prepare(rows, ctx, number, layout)
         how = {"batch_invariant": self.kind.batch_invariant}
-        query = multiply_heads(own, self.up_key, **how)
+        query = multiply_heads(query_part, self.up_key, **how)
         scale = shapes.key_dim**-0.5
         attended = values_of(attention.attend(query, None, kv, layout, scale, shared_query=shared))
         output = multiply_heads(attended.view(query.shape), self.up_value.mT, gate, **how)
@@ -148,7 +148,7 @@ class MLA(nn.Module):
         if self.query_norm is not None and self.query is not None:
             queries = self.query(self.query_norm.add(queries, None)[1])
         by_head = queries.unflatten(-1, (shapes.num_heads, -1))
-        own, shared = by_head.split((shapes.own_dim, shapes.shared_dim), -1)
+        query_part, shared = by_head.split((shapes.own_dim, shapes.shared_dim), -1)
         turned = None
         if self.rotary is not None:
             turned = TurnedEntries(*ctx.angles[self.rotary], shared)
@@ -157,7 +157,7 @@ class MLA(nn.Module):
         how = self.norm_weight, _NORM_EPS, kv, ctx.step.kv_rows, layout, turned
         attention.store_latents(latents, *how)
         gate = projected[:, begin : begin + shapes.num_heads] if shapes.has_gate else None
-        return own, shared, kv, gate
+        return query_part, shared, kv, gate
 
     def placements(self) -> WeightSlots:
         """Places tensors. The checkpoint's `kv_b_proj` holds, head by head, the rows of its key and

@@ -41,10 +41,10 @@ class MLP(nn.Module):
         self.limit = limit
         *up, down = names
         self.is_gated = len(up) == 2
-        own = kind.ranks.share(size, f"{kind.path} intermediate_size")
-        cuts = {name: join(*[own] * up.count(name)) for name in up}
-        self.up = Linear(hidden_size, [(name, own.size) for name in up], kind, cuts=cuts)
-        self.down = Linear(own.size, ((down, hidden_size),), kind, inputs=own)
+        cut = kind.ranks.share(size, f"{kind.path} intermediate_size")
+        cuts = {name: join(*[cut] * up.count(name)) for name in up}
+        self.up = Linear(hidden_size, [(name, cut.size) for name in up], kind, cuts=cuts)
+        self.down = Linear(cut.size, ((down, hidden_size),), kind, inputs=cut)
 
     @property
     def reads(self) -> Emit:

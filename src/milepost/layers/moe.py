@@ -77,12 +77,12 @@ class MoE(nn.Module):
         super().__init__()
         self.shapes, self.kind, self.hidden_size = shapes, kind, hidden_size
         self.names = names
-        precision, own = _precision_of(names, kind), kind.under(names.shared)
+        precision, shared_kind = _precision_of(names, kind), kind.under(names.shared)
         self.cut, units = _cuts(shapes, kind)
         # The shared expert belongs to no single rank, so it is not joined when experts are split
         # over ranks.
         splits = kind.ranks.splits_experts
-        joins = not splits and precision == own.precision(names.shared_projections[0])
+        joins = not splits and precision == shared_kind.precision(names.shared_projections[0])
         self.num_joint = (
             shapes.num_joint if joins and shapes.num_joint <= precision.max_shared else 0
         )
@@ -113,7 +113,9 @@ class MoE(nn.Module):
             self.latent_out = Linear(inner_size, (("fc2_latent_proj", hidden_size),), kind)
         if shapes.shared_size and not self.num_joint:
             projections, limit = names.shared_projections, shapes.shared_limit
-            self.shared = MLP(hidden_size, shapes.shared_size, own, projections, limit=limit)
+            self.shared = MLP(
+                hidden_size, shapes.shared_size, shared_kind, projections, limit=limit
+            )
             if has_gate:
                 self.shared_gate = Linear(hidden_size, ((f"{names.shared}_gate", 1),), kind)
 
@@ -188,13 +190,13 @@ class MoE(nn.Module):
         replaced by one of this rank that the token did not choose, with weight 0, because no token
         may have an expert twice."""
         ((first, count),) = self.cut.spans
-        own = experts.long() - first
-        is_own = (own >= 0) & (own < count)
-        is_chosen = torch.zeros(len(own), count + 1, dtype=torch.int32, device=own.device)
-        is_chosen.scatter_(1, own.where(is_own, count), 1)
+        local = experts.long() - first
+        is_own = (local >= 0) & (local < count)
+        is_chosen = torch.zeros(len(local), count + 1, dtype=torch.int32, device=local.device)
+        is_chosen.scatter_(1, local.where(is_own, count), 1)
         others = is_chosen[:, :count].argsort(dim=1, stable=True)
         place = (~is_own).long().cumsum(1).sub_(1).clamp_(min=0)
-        found = own.where(is_own, others.gather(1, place))
+        found = local.where(is_own, others.gather(1, place))
         return shares * is_own, found.to(experts.dtype)
 
     @property
@@ -202,8 +204,8 @@ class MoE(nn.Module):
         """A pattern of the names of tensors that only other ranks read; empty if there are none."""
         if self.cut.is_whole:
             return ""
-        own = "|".join(str(number) for _, number in self.experts.sizes.numbers)
-        return rf"{re.escape(self.kind.full(self.names.single))}\.(?!({own})\.)\d+\."
+        numbers = "|".join(str(number) for _, number in self.experts.sizes.numbers)
+        return rf"{re.escape(self.kind.full(self.names.single))}\.(?!({numbers})\.)\d+\."
 
     def placements(self) -> WeightSlots:
         """Places the router's bias. Without a shared expert, the shared expert's tensors that the

@@ -88,7 +88,7 @@ class NgramPart(nn.Module):
         self.conv_weight = kind.empty(self.size, shapes.conv_width)
         self.multipliers = multipliers_of(shapes)
         self.sizes = sizes_of(shapes)
-        every = [size for own in self.sizes for size in own]
+        every = [size for sizes in self.sizes for size in sizes]
         num_rows = -(-sum(every) // shapes.divisor) * shapes.divisor
         width = shapes.embedding_size // len(every)
         is_gpu = kind.device.type == "cuda"
@@ -131,8 +131,8 @@ class NgramPart(nn.Module):
         def states_after(tokens: Tensor) -> Tensor:
             given = (inputs, self._inputs, shapes.reach), (digits, self._digits, shapes.order - 1)
             found = [
-                ngrams.last_of(sequences, own, part, tokens, num).flatten(1)
-                for own, part, num in given
+                ngrams.last_of(sequences, state, part, tokens, num).flatten(1)
+                for state, part, num in given
             ]
             return torch.cat(found, 1)
 
@@ -170,21 +170,23 @@ class NgramPart(nn.Module):
         return F.silu(total)
 
     def placements(self) -> WeightSlots:
-        own = {f"{name}.weight": place_scale(self.scales[name].view(-1), 1.0) for name in _NORMS}
-        own["conv1d.weight"] = place_whole(self.conv_weight.unsqueeze(1))
+        tensors = {
+            f"{name}.weight": place_scale(self.scales[name].view(-1), 1.0) for name in _NORMS
+        }
+        tensors["conv1d.weight"] = place_whole(self.conv_weight.unsqueeze(1))
         path = "ple_embedding.ngram_embedding"
         if self.kind.has(f"{path}.weight"):
-            own[f"{path}.weight"] = place_whole(self.table)
+            tensors[f"{path}.weight"] = place_whole(self.table)
         else:
             for index, rows in enumerate(self.table.chunk(self.shapes.num_shards)):
-                own[f"{path}.shard_{index}.weight"] = place_whole(rows)
+                tensors[f"{path}.shard_{index}.weight"] = place_whole(rows)
         every = [size for sizes in self.sizes for size in sizes]
         offsets = [sum(every[:index]) for index in range(len(every))]
         known = {"layer_multipliers": self.multipliers, "ngram_heads_vocab_sizes": every}
         for name, numbers in (*known.items(), ("ngram_heads_offsets", offsets)):
             if self.kind.has(f"ple_embedding.{name}"):
-                own[f"ple_embedding.{name}"] = self._check(name, numbers)
-        return {self.kind.full(name): place for name, place in own.items()}
+                tensors[f"ple_embedding.{name}"] = self._check(name, numbers)
+        return {self.kind.full(name): place for name, place in tensors.items()}
 
     def _check(self, name: str, numbers: list[int]) -> WeightSlot:
         """Places numbers that follow from the configuration: a file may have no others."""
@@ -249,8 +251,8 @@ def sizes_of(shapes: NgramShapes) -> list[list[int]]:
     each, num_orders = shapes.heads_each, shapes.order - 1
     first = shapes.index * num_orders * each
     primes = filter(_is_prime, count(max(shapes.least_rows, 2)))
-    own = list(islice(primes, first, first + num_orders * each))
-    return [own[place : place + each] for place in range(0, len(own), each)]
+    sizes = list(islice(primes, first, first + num_orders * each))
+    return [sizes[place : place + each] for place in range(0, len(sizes), each)]
 
 
 def _is_prime(number: int) -> bool:

@@ -143,12 +143,12 @@ class Layer(nn.Module):
         """Gives each part that has a cache the next number, and appends the caches to `specs`."""
         self.numbers.clear()
         for block in self.blocks:
-            own = []
+            numbers = []
             for part in block.parts:
-                own.append(len(specs))
+                numbers.append(len(specs))
                 if part.spec is not None:
                     specs.append(part.spec)
-            self.numbers.append(tuple(own))
+            self.numbers.append(tuple(numbers))
 
     @property
     def parts(self) -> list[Part]:

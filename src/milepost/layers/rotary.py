@@ -66,8 +66,8 @@ class Rotary:
     def turn_pictures(self, angles: tuple[Tensor, Tensor], pictures: PictureRows) -> None:
         """Replaces those of the step's `angles` that turn by the row or the column of a picture."""
         for positions, section in zip(pictures.positions, self._sections, strict=False):
-            own = self.angles(positions, angles[0].dtype)
-            for every, values in zip(angles, own, strict=True):
+            turned = self.angles(positions, angles[0].dtype)
+            for every, values in zip(angles, turned, strict=True):
                 every[pictures.tokens, 0, section] = values[:, 0, section]
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -45,10 +45,10 @@ class WeightSlot:
 
     def take_like(self, values: Tensor) -> Tensor:
         """Returns the kept part of values that broadcast to the tensor's shape."""
-        own = tuple(
+        cuts = tuple(
             (dim, cut) for dim, cut in self.cuts if dim < values.dim() and values.shape[dim] > 1
         )
-        return replace(self, cuts=own).take(values)
+        return replace(self, cuts=cuts).take(values)
 
 
 WeightSlots = dict[str, WeightSlot]
@@ -78,10 +78,10 @@ def cut_one(place: WeightSlot, axis: tuple[int, int] | None, cut: Cut, name: str
     if cut.is_whole or axis is None:
         return place
     dim, unit = axis
-    own = cut.within(unit, name)
-    assert place.shape[dim] == own.size, f"{name}: what is placed is what is kept"
-    shape = (*place.shape[:dim], own.full, *place.shape[dim + 1 :])
-    return replace(place, shape=shape, cuts=(*place.cuts, (dim, own)))
+    kept = cut.within(unit, name)
+    assert place.shape[dim] == kept.size, f"{name}: what is placed is what is kept"
+    shape = (*place.shape[:dim], kept.full, *place.shape[dim + 1 :])
+    return replace(place, shape=shape, cuts=(*place.cuts, (dim, kept)))
 
 
 def cut_all(place: WeightSlot, cut: Cut, dim: int = 0) -> WeightSlot:
@@ -133,9 +133,9 @@ def scale(placement: WeightSlot, factor: Tensor | float) -> WeightSlot:
 
     def store(values: Tensor) -> None:
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
-        placement.store(wide * (own.to(wide.device) if isinstance(own, Tensor) else own))
+        placement.store(wide * (kept.to(wide.device) if isinstance(kept, Tensor) else kept))
 
-    own = placement.take_like(factor) if isinstance(factor, Tensor) else factor
+    kept = placement.take_like(factor) if isinstance(factor, Tensor) else factor
     return replace(placement, store=store)
 
 

@@ -270,11 +270,11 @@ class RawExperts(nn.Module):
     def _shared(self) -> WeightSlots:
         """Places the shared expert's units, split evenly over the experts that it is stored as."""
         count, (hidden_size, size) = self.sizes.num_shared, self.down.shape[1:]
-        own, out = (each[-count:] for each in (self.up, self.down))
+        inner, out = (each[-count:] for each in (self.up, self.down))
         *up, down = self.names.shared_projections
         prefix = self.kind.full(self.names.shared)
         groups: dict[str, list[Tensor]] = {}
-        for name, rows in zip(up, own.chunk(len(up), 1), strict=True):
+        for name, rows in zip(up, inner.chunk(len(up), 1), strict=True):
             groups.setdefault(name, []).append(rows)
 
         def store(parts: list[Tensor], values: Tensor) -> None:

@@ -97,14 +97,16 @@ class Architecture:
     ) -> Decoder:
         """Returns an unfilled model; `kind` is that of the whole checkpoint. It gets a tower if
         there is a `whole` configuration."""
-        own = kind.under(self._prefix(kind.names))
-        parts = self.build(config, own)
+        inner = kind.under(self._prefix(kind.names))
+        parts = self.build(config, inner)
         if whole is not None:
             parts = replace(parts, tower=self.tower_of(whole, kind))
         if has_head:
             parts = replace(parts, head=self.head_of(config, kind, rotary_of(parts.layers)))
-        output = own.root().under(self.output_path)
-        return Decoder(config, parts, own, is_tied=is_tied, embedding=self.embedding, output=output)
+        output = inner.root().under(self.output_path)
+        return Decoder(
+            config, parts, inner, is_tied=is_tied, embedding=self.embedding, output=output
+        )
 
     def head_of(
         self, config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary | None = None

@@ -55,17 +55,17 @@ def load_config(folder: Path, overrides: Overrides | None = None) -> PreTrainedC
         except _INVALID as error:
             raise UnsupportedModelError(f"{path}: not a valid configuration ({error})") from error
         refuse_unsupported(config.get_text_config(), architecture)
-        if not quantization_settings(config) and (own := read_modelopt_file(folder)):
-            config.quantization_config = own
+        if not quantization_settings(config) and (from_modelopt := read_modelopt_file(folder)):
+            config.quantization_config = from_modelopt
     return config
 
 
 def _refuse_types(settings: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError for weights in a dtype that no kernel multiplies."""
     for name, holder in (("", settings), (f"{TEXT}.", settings.get(TEXT) or {})):
-        own = holder.get("quantization_config")
-        if not isinstance(own, Mapping | None):
-            raise UnsupportedModelError(f"{name}quantization_config={own!r} is no object")
+        quantization = holder.get("quantization_config")
+        if not isinstance(quantization, Mapping | None):
+            raise UnsupportedModelError(f"{name}quantization_config={quantization!r} is no object")
         dtype = holder.get("dtype")
         if dtype is not None and dtype not in _TYPES:
             raise UnsupportedModelError(

@@ -106,8 +106,8 @@ class Decoder(nn.Module):
         self.layer_specs = tuple(specs)
         """The cache of each mixer, by its number."""
         self.parts_by_layer = [layer.parts for layer in parts.layers]
-        own = [*chain.from_iterable(self.parts_by_layer)]
-        own += [self.mtp] if self.mtp is not None else []
+        every_part = [*chain.from_iterable(self.parts_by_layer)]
+        every_part += [self.mtp] if self.mtp is not None else []
         self._last = _last_with_cache(parts.layers)
         self.ending: tuple[Operation, ...] = ()
         """Operations with an extra layout in steps that compute only sampled positions at the
@@ -116,13 +116,13 @@ class Decoder(nn.Module):
             lasts = self._last[1].parts
             self.ending = _once(part.ending for part in lasts if isinstance(part, LastTokensPart))
         self.operations: tuple[Operation, ...] = (
-            *_once(part.operation for part in own),
+            *_once(part.operation for part in every_part),
             *self.ending,
         )
         """The distinct operations of all mixers."""
-        self._rotaries = _once(part.rotary for part in own)
+        self._rotaries = _once(part.rotary for part in every_part)
         self._carried_size = config.hidden_size if self.mtp is not None else 0
-        for part in own:
+        for part in every_part:
             if isinstance(part, NgramPart):
                 assert self.mtp is None, "a head has all that slots carry to itself"
                 part.carried_from = self._carried_size
@@ -225,8 +225,8 @@ class Decoder(nn.Module):
 
     def placements(self) -> WeightSlots:
         """Returns the placement of each checkpoint tensor, keyed by its full name."""
-        own = {self._embedding_name: cut_all(place_whole(self.embedding), self._vocab)}
-        placements = merge([own, *(holder.placements() for holder in self._holders())])
+        embedding = {self._embedding_name: cut_all(place_whole(self.embedding), self._vocab)}
+        placements = merge([embedding, *(holder.placements() for holder in self._holders())])
         for (end, factor), name in product(self._factors.items(), placements):
             self._refuse_quantised(name, placements[name], end)
             if name.endswith(f".{end}"):

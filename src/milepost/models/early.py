@@ -80,16 +80,16 @@ def _local_folder(config: EngineConfig) -> Path | None:
 
 def _refuse_length(text: Mapping[str, Any], asked: int | None) -> None:
     """Checks the length if the file says how positions are scaled in one place, or not at all."""
-    own = text.get("max_position_embeddings")
+    positions = text.get("max_position_embeddings")
     ropes = [text[name] for name in ("rope_parameters", "rope_scaling") if text.get(name)]
     parameters = ropes[0] if ropes else {}
-    if not isinstance(own, int) or len(ropes) > 1 or not isinstance(parameters, Mapping):
+    if not isinstance(positions, int) or len(ropes) > 1 or not isinstance(parameters, Mapping):
         return
     needed = {"yarn": ("original_max_position_embeddings", "factor")}
     needed |= dict.fromkeys(("linear", "dynamic"), ("factor",))
     kind = parameters.get("rope_type", "default")
     if "type" not in parameters and all(name in parameters for name in needed.get(kind, ())):
-        check_length(asked, stretched(parameters, own))
+        check_length(asked, stretched(parameters, positions))
 
 
 def _quantization(
@@ -97,9 +97,9 @@ def _quantization(
 ) -> Mapping[str, Any] | None:
     """Returns the checkpoint's quantization settings, empty for a raw one; None if they are
     elsewhere."""
-    own = raw.get("quantization_config") or text.get("quantization_config") or {}
+    settings = raw.get("quantization_config") or text.get("quantization_config") or {}
     lies_elsewhere = "compression_config" in raw or (folder / "hf_quant_config.json").exists()
-    return own if isinstance(own, Mapping) and (own or not lies_elsewhere) else None
+    return settings if isinstance(settings, Mapping) and (settings or not lies_elsewhere) else None
 
 
 def _refuse_split(text: Mapping[str, Any], ranks: Ranks) -> None:

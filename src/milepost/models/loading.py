@@ -248,8 +248,8 @@ def _find_forms(
     config: PreTrainedConfig, method: str | None, names: Container[str], *, has_files: bool
 ) -> Quantization | None:
     """Returns the forms of quantised weights; None for a raw checkpoint that stays raw."""
-    own = quantization_settings(config)
-    refuse_asked(own, method)
-    if not own:
+    settings = quantization_settings(config)
+    refuse_asked(settings, method)
+    if not settings:
         return None if method is None else on_the_fly()
-    return read_quantization(own, names, has_files=has_files)
+    return read_quantization(settings, names, has_files=has_files)

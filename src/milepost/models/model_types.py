@@ -16,14 +16,14 @@ def declared_types() -> tuple[str, ...]:
     found: list[str] = []
     for path in (file for folder in architectures.__path__ for file in _files(folder)):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        own = [
+        in_file = [
             (node.value.lineno, ast.literal_eval(node.value))
             for node in ast.walk(tree)
             if isinstance(node, ast.keyword)
             and node.arg == "model_types"
             and isinstance(node.value, ast.Tuple)
         ]
-        found += [name for _, names in sorted(own) for name in names]
+        found += [name for _, names in sorted(in_file) for name in names]
     return tuple(found)
 
 

@@ -56,15 +56,15 @@ def read_settings(
     for an override of a setting that the configuration does not have, and for numbers that no model
     has."""
     inner = _inner(kind, architecture)
-    own, given = _copied(raw), _copied(overrides)
+    settings, given = _copied(raw), _copied(overrides)
     if inner is not None:
-        _rename(own, _OF_TEXT, "")
+        _rename(settings, _OF_TEXT, "")
         _rename(given, _OF_TEXT, _OVERRIDES)
-    own = _renamed(_nested(own, kind, inner), architecture, kind, "")
+    settings = _renamed(_nested(settings, kind, inner), architecture, kind, "")
     given = _renamed(given, architecture, kind, _OVERRIDES)
-    _check_known(given, own, architecture, kind)
-    _leave_out_others(own, given, architecture)
-    found = _merged(own, given)
+    _check_known(given, settings, architecture, kind)
+    _leave_out_others(settings, given, architecture)
+    found = _merged(settings, given)
     text = found[TEXT] if inner is not None else found
     refuse_sizes(text)
     if architecture.settle is not None:
@@ -167,11 +167,11 @@ def _renamed(
 
 
 def _refuse_other_type(text: ConfigValues, architecture: Architecture, where: str) -> None:
-    own = text.get("model_type")
+    declared = text.get("model_type")
     types = architecture.text_types or architecture.model_types
-    if own is not None and own not in types:
+    if declared is not None and declared not in types:
         known = " or ".join(types)
-        raise _error(where, f"{TEXT}.model_type={own!r} does not belong to {known}")
+        raise _error(where, f"{TEXT}.model_type={declared!r} does not belong to {known}")
 
 
 def _rename(settings: ConfigValues, aliases: Mapping[str, str], where: str) -> None:

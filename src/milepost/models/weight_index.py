@@ -60,9 +60,9 @@ def _refuse_two_sets(folder: Path, indexed: Mapping[str, Path]) -> None:
 def _own_files(folder: Path) -> list[Path]:
     """Returns the files of a folder without an index, as some quantisers write it."""
     every = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
-    own = [file for file in every if not any(file.match(other) for other in _OTHERS)]
-    if own:
-        return own
+    listed = [file for file in every if not any(file.match(other) for other in _OTHERS)]
+    if listed:
+        return listed
     is_adapter = any(file.match(_OTHERS[0]) for file in every)
     advice = "it is an adapter: merge it into its model" if is_adapter else "download it again"
     raise WeightsError(

@@ -79,15 +79,15 @@ class WeightFiles:
         `prefix` are exactly the placed ones or match a pattern in `elsewhere`. Reads no values."""
         pattern = re.compile("|".join(elsewhere) or "(?!)")
         self._refuse_missing(placements)
-        own = {
+        expected = {
             name: file
             for name, file in self.by_name.items()
             if name.startswith(prefix) and not pattern.match(name)
         }
-        for file in sorted(set(own.values())):
+        for file in sorted(set(expected.values())):
             with open_weights(file) as tensors:
                 held = set(tensors.keys())
-                for name in [name for name in own if own[name] == file]:
+                for name in [name for name in expected if expected[name] == file]:
                     if name in placements and name in held:
                         _check_fits(file, name, tensors, placements[name])
                     elif name not in placements:
@@ -156,8 +156,8 @@ def _is_copy(name: str, tensors: safe_open, holder: Path) -> bool:
         told = [(view.get_shape(), view.get_dtype()) for view in views]
         if told[0] != told[1]:
             return False
-        own, other = (each.get_tensor(name).contiguous() for each in (tensors, others))
-        return own.flatten().view(torch.uint8).equal(other.flatten().view(torch.uint8))
+        first, other = (each.get_tensor(name).contiguous() for each in (tensors, others))
+        return first.flatten().view(torch.uint8).equal(other.flatten().view(torch.uint8))
 
 
 def fill_from_files(model: Decoder, files: WeightFiles, skipped: Sequence[str]) -> None:

@@ -93,10 +93,10 @@ class GlooLink:
 
     def _exchange(self, values: Tensor) -> list[Tensor]:
         """Returns all ranks' values, in rank order."""
-        own = values.contiguous()
-        found = [torch.empty_like(own) for _ in range(self.size)]
+        sent = values.contiguous()
+        found = [torch.empty_like(sent) for _ in range(self.size)]
         try:
-            self._group.allgather([found], [own]).wait()
+            self._group.allgather([found], [sent]).wait()
         except RuntimeError as error:
             raise EngineDeadError(self._why_lost()) from error
         return found

@@ -38,7 +38,9 @@ def why_apart(first: int, size: int, can_access: CanAccess) -> str:
     """Returns which of `size` GPUs, from index `first` on, cannot access another's memory; empty if
     all can."""
     pairs = permutations(range(first, first + size), 2)
-    apart = [f"{own} that of {other}" for own, other in pairs if not can_access(own, other)]
+    apart = [
+        f"{device} that of {other}" for device, other in pairs if not can_access(device, other)
+    ]
     if not apart:
         return ""
     more = f", and {len(apart) - 1} more pairs" if len(apart) > 1 else ""
@@ -126,10 +128,10 @@ class GpuLink:
         boxes = None if mail is None else self._boxes_for(hidden)
         if boxes is not None and boxes.holds(hidden):
             return self._two_shot.share_norm(hidden, partials, scale, eps, boxes, multiplier)
-        own = partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
-        own = self.all_reduce(own.to(hidden.dtype))
+        delta = partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
+        delta = self.all_reduce(delta.to(hidden.dtype))
         added, normed = norm.add_norm(
-            hidden, own, scale, eps, multiplier, batch_invariant=self._batch_invariant
+            hidden, delta, scale, eps, multiplier, batch_invariant=self._batch_invariant
         )
         return added, values_of(normed)
 

@@ -77,8 +77,8 @@ class Ranks:
             raise ConfigError(
                 f"tensor_parallel_size={self.size}: {what}={count} is not a multiple of it"
             )
-        own = count // self.size
-        return Cut(count, ((self.rank * own, own),))
+        size = count // self.size
+        return Cut(count, ((self.rank * size, size),))
 
     def share_few(self, count: int, what: str) -> Cut:
         """Returns this rank's part of `count` KV heads. If there are fewer of them than ranks,

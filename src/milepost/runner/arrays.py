@@ -115,8 +115,8 @@ def begin(
     turned = shifted(plan.sequences, positions, columns.shifts, spread.owners, geometry.merge_size)
     batch = _batch(plan, columns, positions, spread.owners, tables, records, geometry, capacity)
     if tables.windows is not None:
-        own = _window_pages(plan, positions, spread.owners, tables.windows, geometry)
-        batch = replace(batch, windows=own)
+        windows = _window_pages(plan, positions, spread.owners, tables.windows, geometry)
+        batch = replace(batch, windows=windows)
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
     step = StepArrays(
         token_ids=padded(token_ids(plan.sequences), num_tokens, 0, np.int64),
@@ -153,9 +153,11 @@ class _Spread(NamedTuple):
 def _spread(lengths: bytes, num_sampled: bytes) -> _Spread:
     """Spreads tokens over sequences of the given lengths that sample after their last `num_sampled`
     tokens. Cached: most steps have the shape of the previous one."""
-    own, last = np.frombuffer(lengths, np.int64), np.frombuffer(num_sampled, np.int64)
-    sampled = (own.cumsum() - last).repeat(last) + ordinals_of(last)
-    return _Spread(np.arange(len(own)).repeat(own), ordinals_of(own), sampled)
+    token_counts, last = np.frombuffer(lengths, np.int64), np.frombuffer(num_sampled, np.int64)
+    sampled = (token_counts.cumsum() - last).repeat(last) + ordinals_of(last)
+    return _Spread(
+        np.arange(len(token_counts)).repeat(token_counts), ordinals_of(token_counts), sampled
+    )
 
 
 _read_columns = attrgetter(

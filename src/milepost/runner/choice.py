@@ -138,9 +138,9 @@ class Likelihoods:
         """Replaces the tokens of these rows by tokens with log-probabilities."""
         read = (self.own, self.ranks, self.best, self.best_ids)
         columns = zip(self.rows, self.counts, *(part.tolist() for part in read), strict=True)
-        for r, count, own, rank, values, ids in columns:
+        for r, count, chosen, rank, values, ids in columns:
             top = dict(zip(ids[:count], values[:count], strict=True))
-            tokens[r] = SampledToken(tokens[r].token_id, own, top, rank)
+            tokens[r] = SampledToken(tokens[r].token_id, chosen, top, rank)
 
 
 def likeliest(logprobs: Tensor, num: int) -> tuple[Tensor, Tensor]:
@@ -163,19 +163,19 @@ def likeliest(logprobs: Tensor, num: int) -> tuple[Tensor, Tensor]:
 def _measure(
     token_ids: Tensor, logits: Tensor, params: Sequence[SamplingParams]
 ) -> Likelihoods | None:
-    wanted = [r for r, own in enumerate(params) if own.logprobs is not None]
+    wanted = [r for r, chosen in enumerate(params) if chosen.logprobs is not None]
     if not wanted:
         return None
     counts = [params[r].logprobs or 0 for r in wanted]
     index = tensor_beside(wanted, torch.int64, logits)
     logprobs = full(logits[index]).log_softmax(dim=-1)
-    own = logprobs.gather(1, token_ids[index, None])
+    chosen = logprobs.gather(1, token_ids[index, None])
     best, best_ids = likeliest(logprobs, min(max(counts), logits.shape[1]))
     return Likelihoods(
         rows=wanted,
         counts=counts,
-        own=own[:, 0],
-        ranks=(logprobs > own).sum(dim=-1) + 1,
+        own=chosen[:, 0],
+        ranks=(logprobs > chosen).sum(dim=-1) + 1,
         best=best,
         best_ids=best_ids,
     )

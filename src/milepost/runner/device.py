@@ -286,9 +286,11 @@ class DeviceExecutor:
                 cut()
 
         hidden = self.model.forward(step.token_ids, context, layers, before)
-        own = hidden[:num_rows] if last_tokens_only else take(hidden, step.last_tokens[:num_rows])
-        logits = self.model.compute_logits(own)
-        return StepOutputs(logits=logits, hidden=own, best=argmax(logits)), hidden
+        sampled = (
+            hidden[:num_rows] if last_tokens_only else take(hidden, step.last_tokens[:num_rows])
+        )
+        logits = self.model.compute_logits(sampled)
+        return StepOutputs(logits=logits, hidden=sampled, best=argmax(logits)), hidden
 
 
 def _run_whole(run: Callable[[], StepOutputs], _: SplitHere) -> StepOutputs:

@@ -240,10 +240,10 @@ class GraphSplit:
     """The two pieces of one model."""
 
     def __init__(self, model: Decoder) -> None:
-        own = [_attention(parts) for parts in model.parts_by_layer]
-        self.num_first = next((index for index, found in enumerate(own) if found), 0)
+        by_layer = [_attention(parts) for parts in model.parts_by_layer]
+        self.num_first = next((index for index, found in enumerate(by_layer) if found), 0)
         """Number of layers in the first piece; 0 if there is only one piece."""
-        late = {operation for found in own for operation in found}
+        late = {operation for found in by_layer for operation in found}
         late.update(model.ending)
         self.first = tuple(each for each in model.operations if each not in late)
         """Operations that are laid out for the first piece."""

@@ -23,7 +23,7 @@ An H200 reaches 2.6e12 to 5e12."""
 
 def most_launched_tokens(model: Decoder, chip: Chip) -> int:
     """Returns the number of tokens up to which a prefill is bound by its launches."""
-    flops = next(own for capability, own in _FLOPS if chip.capability >= capability)
+    flops = next(rate for capability, rate in _FLOPS if chip.capability >= capability)
     return int(len(model.layers) * _LAUNCH_S * chip.num_sms * flops / (2 * num_weights(model)))
 
 

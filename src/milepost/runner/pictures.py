@@ -172,9 +172,9 @@ class EncodedPictures:
 
     def _pinned(self, values: NDArray[np.uint8] | NDArray[np.int64]) -> Tensor:
         dtype = torch.uint8 if values.dtype == np.uint8 else torch.int64
-        own = torch.empty(values.shape, dtype=dtype, pin_memory=self._device.type == "cuda")
-        own.numpy()[...] = values
-        return own
+        pinned = torch.empty(values.shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+        pinned.numpy()[...] = values
+        return pinned
 
     def _sent(self, values: Tensor) -> Tensor:
         return values.to(self._device, non_blocking=True)

@@ -78,12 +78,12 @@ class PlainExecutor:
         scores = score_prompts(plan, hidden, self.model.compute_logits)
         if not numbers:
             return InFlightStep(plan=plan, numbers=numbers, prompt_scores=scores)
-        own = hidden if last_tokens_only else hidden[step.last_tokens[: len(numbers)]]
+        sampled = hidden if last_tokens_only else hidden[step.last_tokens[: len(numbers)]]
         return InFlightStep(
             plan=plan,
             numbers=numbers,
-            logits=self.model.compute_logits(own),
-            hidden=own,
+            logits=self.model.compute_logits(sampled),
+            hidden=sampled,
             prompt_scores=scores,
         )
 

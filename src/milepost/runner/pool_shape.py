@@ -47,8 +47,8 @@ class PoolShape:
     def _attention(self) -> list[AttentionSpec]:
         specs = [spec for spec in self.specs if isinstance(spec, AttentionSpec)]
         for are_windows in (False, True):
-            own = {spec for spec in specs if (spec.window is not None) == are_windows}
-            assert len(own) <= 1, "attention layers of a kind have one shape"
+            matching = {spec for spec in specs if (spec.window is not None) == are_windows}
+            assert len(matching) <= 1, "attention layers of a kind have one shape"
         return specs
 
     @property

@@ -113,13 +113,13 @@ class Pools:
         shared = [self.all_kv, self.all_windows, self.all_conv]
         if self.carried is not None:
             shared += [self.carried.states, self.carried.records]
-        own = [pool for pool in shared if pool is not None]
+        tensors = [pool for pool in shared if pool is not None]
         for state in self.states.values():
-            own += [state.conv, state.recurrent]
+            tensors += [state.conv, state.recurrent]
             if state.records is not None:
-                own.append(state.records)
-        own += self.conv_records.values()
-        found = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, own)}
+                tensors.append(state.records)
+        tensors += self.conv_records.values()
+        found = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, tensors)}
         return list(found.values())
 
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
@@ -131,8 +131,8 @@ class Pools:
     def copy_window(self, source: int, target: int, num_tokens: int) -> None:
         """Copies the KV of the first tokens of a window page to another one."""
         assert self.all_windows is not None, "only windows have such pages"
-        own = self.all_windows
-        own[target, :, :, :num_tokens] = own[source, :, :, :num_tokens]
+        pages = self.all_windows
+        pages[target, :, :, :num_tokens] = pages[source, :, :, :num_tokens]
 
 
 def allocate(

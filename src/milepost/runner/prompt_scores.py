@@ -61,10 +61,10 @@ def _score(
         piece = targets[start : start + PIECE_ROWS]
         logits = compute_logits(hidden[first + start : first + start + len(piece)])
         logprobs = full(logits).log_softmax(dim=-1)
-        own = logprobs.gather(1, torch.tensor(piece, device=logits.device)[:, None])
-        ranks = (logprobs > own).sum(dim=-1) + 1
+        chosen = logprobs.gather(1, torch.tensor(piece, device=logits.device)[:, None])
+        ranks = (logprobs > chosen).sum(dim=-1) + 1
         best, best_ids = likeliest(logprobs, scoring.num_top)
-        columns = (own[:, 0], ranks, best_ids, best)
+        columns = (chosen[:, 0], ranks, best_ids, best)
         rows = zip(piece, *(column.tolist() for column in columns), strict=True)
         for token_id, logprob, rank, ids, values in rows:
             yield SampledToken(token_id, logprob, dict(zip(ids, values, strict=True)), rank)

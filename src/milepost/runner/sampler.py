@@ -73,8 +73,8 @@ class Sampler:
         token_ids[place] = choose(logits[place], [rows[i] for i in sorted(apart)]).token_ids
         if rest := [index for index in range(len(rows)) if index not in apart]:
             place = tensor_beside(rest, torch.int64, logits)
-            own = [numbers[index] for index in rest], logits[place], best[place]
-            token_ids[place] = self._choose(*own, [rows[index] for index in rest])
+            drawn = [numbers[index] for index in rest], logits[place], best[place]
+            token_ids[place] = self._choose(*drawn, [rows[index] for index in rest])
         return token_ids
 
     def _choose(
@@ -107,8 +107,8 @@ class Sampler:
     ) -> StepRows:
         """Builds a step's rows with a few numpy calls and as little Python per row as possible: the
         device is waiting."""
-        own = self._constants.places(numbers, rows)
-        ints = self._constants.ints[own]
+        indices = self._constants.places(numbers, rows)
+        ints = self._constants.ints[indices]
         ints[:, layout.INDEX] = [row.index for row in rows]
         ints[:, layout.COUNTS] = places
         for index in np.flatnonzero(ints[:, layout.KIND] == 0).tolist():
@@ -121,8 +121,8 @@ class Sampler:
         starts, entry_ids, entry_values = self._added(numbers, rows)
         return StepRows(
             ints=ints,
-            floats=self._constants.floats[own],
-            top_p=self._constants.top_p[own],
+            floats=self._constants.floats[indices],
+            top_p=self._constants.top_p[indices],
             starts=starts,
             entry_ids=entry_ids,
             entry_values=entry_values,

@@ -81,8 +81,8 @@ class HostTables:
                 values += pages
         if not values:  # the usual case
             return _NOTHING_NEW
-        own = np.array(counts, np.int64)
-        indices = np.array(begins, np.int64).repeat(own) + ordinals_of(own)
+        lengths = np.array(counts, np.int64)
+        indices = np.array(begins, np.int64).repeat(lengths) + ordinals_of(lengths)
         entries = np.array(values, np.int32)
         self.rows.reshape(-1)[indices] = entries
         return indices, entries

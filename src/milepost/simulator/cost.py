@@ -117,9 +117,9 @@ def read_cost(name: str) -> CostModel:
 
 
 def _checked(row: dict[str, Any], path: Path) -> CostModel:
-    own = fields(CostModel)
-    needed = {field.name for field in own if field.default is MISSING}
-    wrong = sorted((needed - row.keys()) | (row.keys() - {field.name for field in own}))
+    known = fields(CostModel)
+    needed = {field.name for field in known if field.default is MISSING}
+    wrong = sorted((needed - row.keys()) | (row.keys() - {field.name for field in known}))
     if wrong:
         raise TraceError(f"cost model {path}: missing or unknown: {', '.join(wrong)}")
     for name in sorted(row.keys() - {"name"}):

@@ -53,20 +53,20 @@ class Acceptance:
 
     def note(self, number: int, length: int, num_drafts: int, num_accepted: int) -> None:
         """Records how many of a request's drafts were accepted."""
-        own = self._own.get(number)
-        if own is None:
-            own = self._own[number] = AcceptanceRates(self._num_drafts, _OWN_DECAY)
-        own.note(num_drafts, num_accepted)
+        rates = self._own.get(number)
+        if rates is None:
+            rates = self._own[number] = AcceptanceRates(self._num_drafts, _OWN_DECAY)
+        rates.note(num_drafts, num_accepted)
         self._all[_class(length)].note(num_drafts, num_accepted)
 
     def chances(self, number: int, length: int) -> Sequence[float]:
         """Returns for each draft the chance that it and all drafts before it are accepted."""
-        own, every = self._own.get(number), self._all[_class(length)]
+        rates, every = self._own.get(number), self._all[_class(length)]
         chances, chance = [], 1.0
         for place in range(self._num_drafts):
             rate = every.rate(place, _FIRST_GUESS, _FIRST_WEIGHT)
-            if own is not None:
-                rate = own.rate(place, rate, _ALL_WEIGHT)
+            if rates is not None:
+                rate = rates.rate(place, rate, _ALL_WEIGHT)
             chance *= rate
             chances.append(chance)
         return chances

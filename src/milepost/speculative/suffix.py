@@ -57,14 +57,16 @@ class SuffixDrafter:
         return [self._propose(wish.request, wish.most) for wish in wishes]
 
     def _propose(self, request: Request, most: int) -> Sequence[int]:
-        own = follow(self._own, request, self._width)
+        history = follow(self._own, request, self._width)
         earlier = self._earlier.get(_prefix(request))
-        tail = own.text[-self._depth :]
+        tail = history.text[-self._depth :]
         best = Continuation([], 0.0)
-        for text in (own, earlier):
+        for text in (history, earlier):
             if text is None:
                 continue
-            places = text.find(tail, depth=self._depth, before=len(own) if text is own else None)
+            places = text.find(
+                tail, depth=self._depth, before=len(history) if text is history else None
+            )
             if places is None:
                 continue
             found = continuation(

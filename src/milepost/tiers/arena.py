@@ -39,8 +39,8 @@ class ItemTensors:
     def copy(self, first: int, source: ItemTensors, source_first: int, num: int) -> None:
         """Copies `num` places from `source`, on any device, without waiting for the device. Window
         pages that one of the two keeps elsewhere are left out."""
-        for own, other in zip(self.tensors, source.tensors, strict=False):
-            own[first : first + num].copy_(
+        for tensor, other in zip(self.tensors, source.tensors, strict=False):
+            tensor[first : first + num].copy_(
                 other[source_first : source_first + num], non_blocking=True
             )
 
@@ -67,8 +67,8 @@ class Arena:
     @property
     def state_bytes(self) -> int:
         """Bytes of a state with its window pages."""
-        own = self.windows
-        window_bytes = 0 if own is None else prod(own.shape[1:]) * own.itemsize
+        windows = self.windows
+        window_bytes = 0 if windows is None else prod(windows.shape[1:]) * windows.itemsize
         return self.states.item_bytes + self.windows_each * window_bytes
 
     def copy(self, source: Arena, run: ItemRun) -> None:
@@ -100,10 +100,10 @@ def device_memory(pools: Pools, windows_each: int = 0) -> Arena:
 def _shapes(memory: Arena) -> Iterator[tuple[bool, list[tuple[tuple[int, ...], torch.dtype]]]]:
     """Yields the shapes and types of what a place for pages holds, then of one for states."""
     yield False, [(tuple(part.shape[1:]), part.dtype) for part in memory.pages.tensors]
-    own = [(tuple(part.shape[1:]), part.dtype) for part in memory.states.tensors]
+    kinds = [(tuple(part.shape[1:]), part.dtype) for part in memory.states.tensors]
     if memory.windows is not None:
-        own.append(((memory.windows_each, *memory.windows.shape[1:]), memory.windows.dtype))
-    yield True, own
+        kinds.append(((memory.windows_each, *memory.windows.shape[1:]), memory.windows.dtype))
+    yield True, kinds
 
 
 def like(memory: Arena, num_pages: int, num_states: int, buffer: Tensor) -> Arena:
@@ -112,13 +112,13 @@ def like(memory: Arena, num_pages: int, num_states: int, buffer: Tensor) -> Aren
     """
     begin, found = 0, []
     for are_states, parts in _shapes(memory):
-        own, num = [], num_states if are_states else num_pages
+        tensors, num = [], num_states if are_states else num_pages
         for each, dtype in parts:
             shape = num, *each
             num_bytes = prod(shape) * dtype.itemsize
-            own.append(buffer[begin : begin + num_bytes].view(dtype).view(shape))
+            tensors.append(buffer[begin : begin + num_bytes].view(dtype).view(shape))
             begin += _round_up(num_bytes)
-        found.append(ItemTensors(tensors=tuple(own)))
+        found.append(ItemTensors(tensors=tuple(tensors)))
     return Arena(pages=found[0], states=found[1])
 
 
@@ -140,10 +140,10 @@ def allocate_host(memory: Arena, num_pages: int, num_states: int, *, is_pinned: 
         raise MemoryError(
             f"{size / GIB:.1f} GiB of host memory: {error}; lower cache_host_gib"
         ) from error
-    own = np.frombuffer(mapped, np.uint8)
+    buffer = np.frombuffer(mapped, np.uint8)
     if is_pinned:
-        _pin(own)
-    return like(memory, num_pages, num_states, torch.from_numpy(own))
+        _pin(buffer)
+    return like(memory, num_pages, num_states, torch.from_numpy(buffer))
 
 
 def allocate_staging(memory: Arena, num_pages: int, num_states: int) -> Arena:

@@ -128,8 +128,8 @@ class Disk:
         )
 
     def _read(self, item: Item) -> list[Future[bool]]:
-        own = self._readers.submit(self._files.read, *self._of(item))
-        return [own, *self._others(OnDisk(do="read", name=name_of(item), place=item.place))]
+        reading = self._readers.submit(self._files.read, *self._of(item))
+        return [reading, *self._others(OnDisk(do="read", name=name_of(item), place=item.place))]
 
     def _others(self, order: OnDisk) -> list[Future[bool]]:
         return [] if self._ask is None else [self._ask(order)]
@@ -223,9 +223,9 @@ class Disk:
 
     def _write(self, item: Item) -> list[Future[bool]]:
         name, contents = self._of(item)
-        own = self._writer.submit(self._files.write, name, item.tokens, contents)
+        writing = self._writer.submit(self._files.write, name, item.tokens, contents)
         order = OnDisk(do="write", name=name, tokens=item.tokens, place=item.place)
-        return [own, *self._others(order)]
+        return [writing, *self._others(order)]
 
     def _of(self, item: Item) -> tuple[FileName, list[memoryview]]:
         return name_of(item), self._host.of(item.what).buffers(item.place)

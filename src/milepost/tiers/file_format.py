@@ -82,8 +82,8 @@ def _packed(identity: bytes, name: FileName, tokens: bytes, num_bytes: int, chec
         MAGIC, VERSION, KINDS.index(name.what), identity, name.key, name.parent, name.position,
         len(tokens), num_bytes, checksum,
     )  # fmt: skip
-    own = crc32(tokens, crc32(_HEAD.pack(*fields, 0)))
-    head = _HEAD.pack(*fields, own) + tokens
+    checksum_of_head = crc32(tokens, crc32(_HEAD.pack(*fields, 0)))
+    head = _HEAD.pack(*fields, checksum_of_head) + tokens
     return head + bytes(-len(head) % ALIGNMENT)
 
 

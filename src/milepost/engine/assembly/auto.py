@@ -80,8 +80,8 @@ def _dtype_of(config: EngineConfig, whole: PreTrainedConfig, device: torch.devic
     and less exact than float32."""
     if config.dtype != "auto" or device.type != "cpu":
         return config.dtype
-    own = resolve_dtype("auto", whole)
-    return "float32" if own.itemsize < torch.float32.itemsize else "auto"
+    stored = resolve_dtype("auto", whole)
+    return "float32" if stored.itemsize < torch.float32.itemsize else "auto"
 
 
 def _head_of(config: EngineConfig) -> Head:

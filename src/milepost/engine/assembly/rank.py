@@ -145,8 +145,8 @@ def _reaching(config: EngineConfig, ranks: Ranks, device: torch.device, team: Te
     assert isinstance(ranks.link, GlooLink), "hosts reach each other first"
     index = device.index or 0
     torch.cuda.set_device(index)
-    own = torch.device("cuda", index)
-    link = GpuLink(ranks.link, own, batch_invariant=config.batch_invariant)
+    gpu = torch.device("cuda", index)
+    link = GpuLink(ranks.link, gpu, batch_invariant=config.batch_invariant)
     if team is not None:
         team.closing.append(link.close)
     return replace(ranks, link=link)

@@ -84,7 +84,7 @@ def build(config: EngineConfig) -> EngineParts:
     log = PlanLog(config.record_plans, config) if config.record_plans else None
     team = Team(config) if config.tensor_parallel_size > 1 else None
     try:
-        own = build_rank(config, ALONE if team is None else team.ranks, log=log, team=team)
+        rank = build_rank(config, ALONE if team is None else team.ranks, log=log, team=team)
     except Exception as error:
         if team is None:
             raise
@@ -92,25 +92,25 @@ def build(config: EngineConfig) -> EngineParts:
         raise team.reason(error) from None
     if team is not None:
         team.be_prompt()
-    model = own.model
+    model = rank.model
     ends = within(end_token_ids(folder, tokenizer, config.overrides), model.vocab_size)
     scheduler = Scheduler(
-        own.cache,
-        max_num_seqs=own.config.max_num_seqs,
-        max_num_batched_tokens=own.config.step_tokens(),
-        encoder_cache_size=own.config.encoder_cache_size or 0,
+        rank.cache,
+        max_num_seqs=rank.config.max_num_seqs,
+        max_num_batched_tokens=rank.config.step_tokens(),
+        encoder_cache_size=rank.config.encoder_cache_size or 0,
         tower_cost=tower_cost(model),
         num_lookahead_tokens=_num_lookahead_tokens(config, model),
         max_queue_wait_s=config.max_queue_wait_s,
     )
     return EngineParts(
         scheduler=scheduler,
-        runner=own.runner,
-        tier_state=own.tier_state,
+        runner=rank.runner,
+        tier_state=rank.tier_state,
         speculation=speculation_of(
             config.speculative_config,
             scheduler,
-            own.shape.num_drafts,
+            rank.shape.num_drafts,
             has_head=model.mtp is not None,
         ),
         tokenizer=tokenizer,
@@ -119,17 +119,17 @@ def build(config: EngineConfig) -> EngineParts:
         limits=Limits.of(
             config,
             vocab_size=model.vocab_size,
-            max_model_len=own.max_model_len,
+            max_model_len=rank.max_model_len,
             closes_reasoning=think_ids(tokenizer)[1] is not None,
             has_tower=model.tower is not None,
         ),
-        facts=_facts(config, own),
+        facts=_facts(config, rank),
         images=(
-            image_facts(config, folder, own.whole, tokenizer) if model.tower is not None else None
+            image_facts(config, folder, rank.whole, tokenizer) if model.tower is not None else None
         ),
-        runs_ahead=runs_ahead(config, own.device),
+        runs_ahead=runs_ahead(config, rank.device),
         team=team,
-        access=own.access,
+        access=rank.access,
     )
 
 

@@ -95,8 +95,8 @@ def tier_state_of(
     num_staged = (0, 0)
     if link.needs_staging:
         pool_bytes = sum(storage.nbytes() for storage in runner.pools.storages())
-        own = under_way(config, pool_bytes, host.pages.item_bytes, host.states.item_bytes)
-        num_staged = ranks.least(own[0]), ranks.least(own[1])
+        most_staged = under_way(config, pool_bytes, host.pages.item_bytes, host.states.item_bytes)
+        num_staged = ranks.least(most_staged[0]), ranks.least(most_staged[1])
     return RankTierState(
         copies=DeviceHostCopies(memory, host, link, num_staged),
         files=files,

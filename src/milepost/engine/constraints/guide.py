@@ -69,16 +69,17 @@ class Guide:
 
     def allows(self, token_id: int) -> bool:
         """Whether a token may come next; for one that was sampled without a mask of its own."""
-        own = self.restriction
-        if own is not None and not own.allows(token_id, counts=self.counts):
+        rules = self.restriction
+        if rules is not None and not rules.allows(token_id, counts=self.counts):
             return False
         return self.form is None or self.form.allows(token_id)
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """Returns how many of these may come next, one after the other."""
         num = len(token_ids) if self.form is None else self.form.num_allowed(token_ids)
-        own = self.restriction
-        return num if own is None else own.num_allowed(token_ids[:num], counts=self.counts)
+        if self.restriction is None:
+            return num
+        return self.restriction.num_allowed(token_ids[:num], counts=self.counts)
 
     def accept(self, token_id: int) -> None:
         """Advances by the token that was chosen."""

@@ -75,8 +75,8 @@ class Completion:
         along = along[: next(ends, len(along))]
         self._num_known = len(along)
         for num in range(1 + len(drafts)):
-            own = along[num] if num < len(along) else None
-            yield self.sampling(params, mask=own, num_after=num, num_drafts=len(drafts))
+            next_mask = along[num] if num < len(along) else None
+            yield self.sampling(params, mask=next_mask, num_after=num, num_drafts=len(drafts))
 
     def sampling(
         self,

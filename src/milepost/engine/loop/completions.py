@@ -94,9 +94,8 @@ class RunningCompletions:
         pairs = [self._known[sequence.number] for sequence in sampling]
         allowed = masks([completion.guide for _, completion in pairs])
         rows: list[SamplingPlan] = []
-        for sequence, (group, completion), own in zip(sampling, pairs, allowed, strict=True):
-            mask = own
-            if completion.is_dead_end(group.params, own):
+        for sequence, (group, completion), mask in zip(sampling, pairs, allowed, strict=True):
+            if completion.is_dead_end(group.params, mask):
                 completion.note_dead_end(group.params)
                 mask = None  # whatever comes is left out
             if sequence.num_drafts:

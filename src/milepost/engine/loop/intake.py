@@ -89,8 +89,8 @@ class Intake:
         if after is not None:
             begins = has(rules.allowed, after)
         else:
-            own = FormGuide(form, self._limits.vocab_size, self._end_token_ids, None)
-            (mask,) = form_masks([own])
+            guide = FormGuide(form, self._limits.vocab_size, self._end_token_ids, None)
+            (mask,) = form_masks([guide])
             begins = mask is None or bool((mask & rules.allowed).any())
         if not begins:
             raise InvalidRequestError(
@@ -139,14 +139,14 @@ class Intake:
         tokens = prompt.packed[:-1] if group.prefills else prompt.packed
         room = self._limits.max_model_len - len(prompt.token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        own = params.stop_token_ids or ()
+        asked = params.stop_token_ids or ()
         ends = () if params.ignore_eos else self._end_token_ids
         request = Request(
             id=f"{group.number}-{index}",
             chain=self._chain(tokens, salt, prompt.pictures),
             max_tokens=max_tokens,
             min_tokens=params.min_tokens,
-            stop_token_ids=frozenset((*own, *ends)),
+            stop_token_ids=frozenset((*asked, *ends)),
             marks=tuple(sorted({mark for mark in _marks_of(prompt) if mark <= len(tokens)})),
             priority=priority,
         )
@@ -162,14 +162,14 @@ class Intake:
         rules = self._rules.rules_of(params)
         if form is None and rules is None:
             return None
-        own = None
+        form_guide = None
         if form is not None:
             wanted = params.structured_outputs
             after = wanted.starts_after if wanted is not None else None
-            own = FormGuide(form, self._limits.vocab_size, self._end_token_ids, after)
+            form_guide = FormGuide(form, self._limits.vocab_size, self._end_token_ids, after)
         if rules is None:
-            return Guide(own, None)
-        return Guide(own, Restriction(rules, np.frombuffer(prompt.packed, np.uint32)))
+            return Guide(form_guide, None)
+        return Guide(form_guide, Restriction(rules, np.frombuffer(prompt.packed, np.uint32)))
 
 
 def _marks_of(prompt: Prompt) -> list[int]:

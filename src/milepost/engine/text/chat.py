@@ -66,12 +66,12 @@ def cut(value: V, special: re.Pattern[str]) -> V:
         if isinstance(item, str):
             owner[key] = _cut(item, special)
         elif isinstance(item, Mapping):
-            own: Any = {_cut(k, special) if isinstance(k, str) else k: v for k, v in item.items()}
-            owner[key] = own
-            todo += [(own, name) for name in own]
+            copy: Any = {_cut(k, special) if isinstance(k, str) else k: v for k, v in item.items()}
+            owner[key] = copy
+            todo += [(copy, name) for name in copy]
         elif isinstance(item, list | tuple):
-            owner[key] = own = list(item)
-            todo += [(own, place) for place in range(len(own))]
+            owner[key] = copy = list(item)
+            todo += [(copy, place) for place in range(len(copy))]
     whole: V = holder[0]
     return whole
 

@@ -101,11 +101,11 @@ def _joined(messages: Sequence[ChatMessage], joint: str) -> ChatMessage:
     gap = "\n\n".removeprefix(joint)
     parts: list[Any] = []
     for message in messages:
-        own = _parts(message)
-        if own and parts:
-            first = own[0] if isinstance(own[0], Mapping) else {}
-            own = [{**first, "text": f"{gap}{first.get('text', '')}"}, *own[1:]]
-        parts += own
+        added = _parts(message)
+        if added and parts:
+            first = added[0] if isinstance(added[0], Mapping) else {}
+            added = [{**first, "text": f"{gap}{first.get('text', '')}"}, *added[1:]]
+        parts += added
     first = {key: value for key, value in messages[0].items() if key != "cache_control"}
     return {**first, "content": parts}
 

@@ -44,8 +44,8 @@ class BoundTemplate:
 
     def text(self, messages: Sequence[ChatMessage], ending: Mapping[str, bool]) -> str:
         apply: Any = self.tokenizer.apply_chat_template
-        own = self.template_kwargs
-        text: str = apply(list(messages), tools=self.tools, tokenize=False, **ending, **own)
+        variables = self.template_kwargs
+        text: str = apply(list(messages), tools=self.tools, tokenize=False, **ending, **variables)
         return text
 
     def text_if_taken(self, messages: Sequence[ChatMessage]) -> str | None:
@@ -79,8 +79,8 @@ def as_text(message: ChatMessage, joint: str) -> dict[str, Any]:
         content = joint.join(_part_text(part) for part in content)
     elif content is not None and not isinstance(content, str):
         raise InvalidRequestError(f"content={content!r}: use a string or a list of text parts")
-    own = {key: value for key, value in message.items() if key != "cache_control"}
-    return {**own, "content": content} if "content" in message else own
+    fields = {key: value for key, value in message.items() if key != "cache_control"}
+    return {**fields, "content": content} if "content" in message else fields
 
 
 def with_image_texts(messages: Sequence[ChatMessage], texts: Sequence[str]) -> list[ChatMessage]:

@@ -271,7 +271,7 @@ class Fp8Experts(QuantisedExperts):
             rows = Rows(torch.arange(self.sizes.hidden_size))
         else:
             rows = Rows(torch.cat(unit_rows(self.sizes, num_parts)))
-        own = [stack.place_projection(rows, (expert,), name) for expert in range(count)]
+        slots = [stack.place_projection(rows, (expert,), name) for expert in range(count)]
         scale = self.precision.scale
         names = {"weight": name, scale: f"{name}{scale.removeprefix('weight')}"}
         if self.precision.strategy == "tensor":
@@ -282,13 +282,13 @@ class Fp8Experts(QuantisedExperts):
 
         def storing(tensor: str) -> Callable[[Tensor], None]:
             def store(values: Tensor) -> None:
-                for place, value in zip(own, values, strict=True):
+                for place, value in zip(slots, values, strict=True):
                     place[tensor].store(value)
 
             return store
 
         placements, units = {}, self.sizes.units
-        for tensor, place in own[0].items():
+        for tensor, place in slots[0].items():
             name, axes = self.kind.full(names[tensor]), stack.axes[tensor].behind(1)
             placed = WeightSlot((count, *place.shape), storing(tensor), types=place.types)
             if stack is self.down:

@@ -24,14 +24,14 @@ def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     rotary, delta, experts = Rotary(config, kind.device), _kda_shapes(config), _experts(config)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
-        own = kind.under(f"layers.{index}")
+        layer_kind = kind.under(f"layers.{index}")
         if layer_type == "full_attention":
             shapes = attention_shapes(config, norm="each", norm_offset=1.0, gate="entries")
-            mixer = Attention(shapes, own.under("self_attn"), rotary=rotary)
+            mixer = Attention(shapes, layer_kind.under("self_attn"), rotary=rotary)
         else:
-            mixer = KDA(delta, own.under("linear_attn"))
-        mlp = MoE(config.hidden_size, experts, own.under("mlp"))
-        layers.append(_layer(config, own, index, (mixer, mlp)))
+            mixer = KDA(delta, layer_kind.under("linear_attn"))
+        mlp = MoE(config.hidden_size, experts, layer_kind.under("mlp"))
+        layers.append(_layer(config, layer_kind, index, (mixer, mlp)))
     norm = _norm(config, kind.under("norm"))
     last = ResidualAttention(norm, kind.under("attnres_final"), "res")
     return DecoderParts(layers=layers, norm=last)

@@ -39,16 +39,16 @@ def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     delta = kda_shapes(config, least_decay=least, is_full_rank=True)
     kinds = zip(config.layer_types, config.mlp_layer_types, strict=True)
     for index, (layer_type, mlp_type) in enumerate(kinds):
-        own = kind.under(f"layers.{index}")
+        layer_kind = kind.under(f"layers.{index}")
         if layer_type == "full_attention":
-            mixer = _attention(config, own, rotary)
+            mixer = _attention(config, layer_kind, rotary)
         else:
-            mixer = KDA(delta, own.under("attention"))
+            mixer = KDA(delta, layer_kind.under("attention"))
         if mlp_type == "dense":
-            mlp = MLP(config.hidden_size, config.intermediate_size, own.under("mlp"))
+            mlp = MLP(config.hidden_size, config.intermediate_size, layer_kind.under("mlp"))
         else:
-            mlp = _mixture(config, own, index)
-        layers.append(_layer(config, own, mixer, mlp))
+            mlp = _mixture(config, layer_kind, index)
+        layers.append(_layer(config, layer_kind, mixer, mlp))
     return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm")))
 
 

@@ -25,17 +25,17 @@ def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     rotary = Rotary(config, kind.device)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
-        own = kind.under(f"layers.{index}")
+        layer_kind = kind.under(f"layers.{index}")
         mixer = (
-            Attention(attention_shapes(config), own.under("self_attn"), rotary=rotary)
+            Attention(attention_shapes(config), layer_kind.under("self_attn"), rotary=rotary)
             if layer_type == "full_attention"
-            else Mamba2(mamba2_shapes(config), own.under("mamba"))
+            else Mamba2(mamba2_shapes(config), layer_kind.under("mamba"))
         )
-        mlp = MLP(config.hidden_size, config.intermediate_size, own.under("feed_forward"))
+        mlp = MLP(config.hidden_size, config.intermediate_size, layer_kind.under("feed_forward"))
         layers.append(
             Layer(
-                ResidualBlock(mixer, pre=_norm(config, own.under("input_layernorm"))),
-                ResidualBlock(mlp, pre=_norm(config, own.under("pre_ff_layernorm"))),
+                ResidualBlock(mixer, pre=_norm(config, layer_kind.under("input_layernorm"))),
+                ResidualBlock(mlp, pre=_norm(config, layer_kind.under("pre_ff_layernorm"))),
             )
         )
     return DecoderParts(layers=layers, norm=_norm(config, kind.under("final_layernorm")))

@@ -34,16 +34,16 @@ def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     )
     layers = []
     for index in range(config.num_hidden_layers):
-        own = kind.under(f"layers.{index}")
+        layer_kind = kind.under(f"layers.{index}")
         mixers = (
-            Attention(attention_shapes(config), own.under("self_attn"), rotary=rotary),
-            Mamba2(mamba, own.under("mamba")),
+            Attention(attention_shapes(config), layer_kind.under("self_attn"), rotary=rotary),
+            Mamba2(mamba, layer_kind.under("mamba")),
         )
-        mlp = MLP(size, config.intermediate_size, own.under("feed_forward"))
+        mlp = MLP(size, config.intermediate_size, layer_kind.under("feed_forward"))
         layers.append(
             Layer(
-                ResidualBlock(*mixers, pre=_norm(config, own.under("input_layernorm"))),
-                ResidualBlock(mlp, pre=_norm(config, own.under("pre_ff_layernorm"))),
+                ResidualBlock(*mixers, pre=_norm(config, layer_kind.under("input_layernorm"))),
+                ResidualBlock(mlp, pre=_norm(config, layer_kind.under("pre_ff_layernorm"))),
             )
         )
     return DecoderParts(
@@ -57,16 +57,16 @@ def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
 
 def _factors(config: PreTrainedConfig, mamba: Mamba2Shapes) -> dict[str, Tensor | float]:
     """Returns factors for a layer's tensors, keyed by the ends of their names."""
-    own, out = config.attention_in_multiplier, config.attention_out_multiplier
+    inputs, out = config.attention_in_multiplier, config.attention_out_multiplier
     gate, down = config.mlp_multipliers
     state = mamba.num_groups * mamba.state_size
     sizes = mamba.inner_size, mamba.inner_size, state, state, mamba.num_heads
     outputs = torch.tensor(config.ssm_multipliers).repeat_interleave(torch.tensor(sizes))
     return {
-        "self_attn.q_proj.weight": own,
-        "self_attn.k_proj.weight": own * config.key_multiplier,
+        "self_attn.q_proj.weight": inputs,
+        "self_attn.k_proj.weight": inputs * config.key_multiplier,
         "self_attn.k_proj.bias": config.key_multiplier,
-        "self_attn.v_proj.weight": own,
+        "self_attn.v_proj.weight": inputs,
         "self_attn.o_proj.weight": out,
         "self_attn.o_proj.bias": out,
         "mamba.in_proj.weight": config.ssm_in_multiplier * outputs[:, None],

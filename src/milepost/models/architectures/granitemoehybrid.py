@@ -40,19 +40,20 @@ def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     attention = attention_shapes(config, scale=config.attention_multiplier)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
-        own = kind.under(f"layers.{index}")
+        layer_kind = kind.under(f"layers.{index}")
         mixer = (
-            Attention(attention, own.under("self_attn"), rotary=rotary)
+            Attention(attention, layer_kind.under("self_attn"), rotary=rotary)
             if layer_type == "full_attention"
-            else Mamba2(mamba2_shapes(config), own.under("mamba"))
+            else Mamba2(mamba2_shapes(config), layer_kind.under("mamba"))
         )
         pre, between = (
-            _norm(config, own.under(f"{name}_layernorm")) for name in ("input", "post_attention")
+            _norm(config, layer_kind.under(f"{name}_layernorm"))
+            for name in ("input", "post_attention")
         )
         layers.append(
             Layer(
                 ResidualBlock(mixer, pre=pre),
-                ResidualBlock(_feed_forward(config, own), pre=between),
+                ResidualBlock(_feed_forward(config, layer_kind), pre=between),
             )
         )
     return DecoderParts(
@@ -65,8 +66,8 @@ def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
 
 def _feed_forward(config: PreTrainedConfig, kind: ModuleScope) -> Part:
     if not config.num_local_experts:
-        size, own = config.shared_intermediate_size, kind.under("shared_mlp")
-        return MLP(config.hidden_size, size, own, _SHARED)
+        size, mlp_kind = config.shared_intermediate_size, kind.under("shared_mlp")
+        return MLP(config.hidden_size, size, mlp_kind, _SHARED)
     shapes = ExpertShapes(
         num_experts=config.num_local_experts,
         num_chosen=config.num_experts_per_tok,

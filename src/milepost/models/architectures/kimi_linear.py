@@ -34,20 +34,20 @@ def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     hidden_size, experts = config.hidden_size, grouped_shapes(config)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
-        own = kind.under(f"layers.{index}")
-        mixer_kind = own.under("self_attn")
+        layer_kind = kind.under(f"layers.{index}")
+        mixer_kind = layer_kind.under("self_attn")
         if layer_type == "full_attention":
             mixer = MLA(latent_shapes(config), mixer_kind)
         else:
             mixer = KDA(kda_shapes(config), mixer_kind)
         if config.mlp_layer_types[index] == "dense":
-            mlp = MLP(hidden_size, config.intermediate_size, _feed_forward(own, "gate_proj"))
+            mlp = MLP(hidden_size, config.intermediate_size, _feed_forward(layer_kind, "gate_proj"))
         else:
-            mlp = MoE(hidden_size, experts, _feed_forward(own, "gate"), _EXPERT_NAMES)
+            mlp = MoE(hidden_size, experts, _feed_forward(layer_kind, "gate"), _EXPERT_NAMES)
         layers.append(
             Layer(
-                ResidualBlock(mixer, pre=_norm(config, own.under("input_layernorm"))),
-                ResidualBlock(mlp, pre=_norm(config, own.under("post_attention_layernorm"))),
+                ResidualBlock(mixer, pre=_norm(config, layer_kind.under("input_layernorm"))),
+                ResidualBlock(mlp, pre=_norm(config, layer_kind.under("post_attention_layernorm"))),
             )
         )
     return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm")))
@@ -56,8 +56,8 @@ def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
 def _feed_forward(kind: ModuleScope, projection: str) -> ModuleScope:
     """Returns the path of a layer's feed-forward. Published checkpoints use a different path for
     experts; transformers uses one for all layers."""
-    own = kind.under("block_sparse_moe")
-    return own if own.has_projection(projection) else kind.under("mlp")
+    sparse = kind.under("block_sparse_moe")
+    return sparse if sparse.has_projection(projection) else kind.under("mlp")
 
 
 def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
@@ -66,8 +66,8 @@ def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
 
 def _has_kda_alone(value: Mapping[str, object] | None) -> bool:
     """Whether decays have no lower bound and gates are low-rank, as supported here."""
-    own = value or {}
-    return own.get("gate_lower_bound") is None and not own.get("use_full_rank_gate")
+    settings = value or {}
+    return settings.get("gate_lower_bound") is None and not settings.get("use_full_rank_gate")
 
 
 _NESTED = "linear_attn_config"

@@ -64,18 +64,22 @@ def _parts(config: PreTrainedConfig, kind: ModuleScope, feed_forward: FeedForwar
     size, rotary = config.hidden_size, Rotary(config, kind.device)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
-        own = kind.under(f"layers.{index}")
+        layer_kind = kind.under(f"layers.{index}")
         mixer = (
-            Attention(_attention(config), own.under("self_attn"), rotary=rotary, names=_NAMES)
+            Attention(
+                _attention(config), layer_kind.under("self_attn"), rotary=rotary, names=_NAMES
+            )
             if layer_type == "full_attention"
-            else ShortConv(size, config.conv_L_cache, own.under("conv"), bias=config.conv_bias)
+            else ShortConv(
+                size, config.conv_L_cache, layer_kind.under("conv"), bias=config.conv_bias
+            )
         )
         layers.append(
             Layer(
-                ResidualBlock(mixer, pre=_norm(config, own.under("operator_norm"))),
+                ResidualBlock(mixer, pre=_norm(config, layer_kind.under("operator_norm"))),
                 ResidualBlock(
-                    feed_forward(index, own.under("feed_forward")),
-                    pre=_norm(config, own.under("ffn_norm")),
+                    feed_forward(index, layer_kind.under("feed_forward")),
+                    pre=_norm(config, layer_kind.under("ffn_norm")),
                 ),
             )
         )
@@ -118,11 +122,11 @@ def _settle_dense(settings: dict[str, Any]) -> None:
     size = settings.pop("block_ff_dim", None)
     if size is None:
         return
-    own = settings.get("intermediate_size")
+    given = settings.get("intermediate_size")
     settings["intermediate_size"] = size
     config = Lfm2Config(**{name: settings[name] for name in _SIZES if name in settings})
-    if own != _feed_forward_size(config):
-        take_same({"intermediate_size": own}, "intermediate_size", "block_ff_dim", size)
+    if given != _feed_forward_size(config):
+        take_same({"intermediate_size": given}, "intermediate_size", "block_ff_dim", size)
 
 
 def _settle_sparse(settings: dict[str, Any]) -> None:

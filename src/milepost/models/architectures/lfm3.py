@@ -31,8 +31,8 @@ def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     }
     layers, last = [], None
     for index, layer_type in enumerate(config.layer_types):
-        own, rotary = kind.under(f"layers.{index}"), rotaries.get(layer_type)
-        layer, last = _layer(config, own, rotary, layer_type, last)
+        layer_kind, rotary = kind.under(f"layers.{index}"), rotaries.get(layer_type)
+        layer, last = _layer(config, layer_kind, rotary, layer_type, last)
         layers.append(layer)
     return DecoderParts(layers=layers, norm=_norm(config, kind.under("embedding_norm"), last))
 
@@ -107,8 +107,8 @@ class Lfm3OwnConfig(Lfm2Config):
     attention_bias: bool = False
 
     def __post_init__(self, **others: Any) -> None:
-        own = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
-        ropes = {_FULL: own, _SLIDING: {"rope_type": "default", "rope_theta": 1e4}}
+        full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+        ropes = {_FULL: full, _SLIDING: {"rope_type": "default", "rope_theta": 1e4}}
         self.rope_parameters = self.rope_parameters or ropes
         places = range(self.num_hidden_layers)
         kinds = [{2: _FULL, 0: _SLIDING}.get(place % 4, "conv") for place in places]

@@ -39,9 +39,9 @@ _NAMES = ExpertNames(
 def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     layers = []
     for index, layer_type in enumerate(config.layer_types):
-        own = kind.under(f"layers.{index}")
-        part = _PARTS[layer_type](config, own.under("mixer"))
-        layers.append(Layer(ResidualBlock(part, pre=_norm(config, own.under("norm")))))
+        layer_kind = kind.under(f"layers.{index}")
+        part = _PARTS[layer_type](config, layer_kind.under("mixer"))
+        layers.append(Layer(ResidualBlock(part, pre=_norm(config, layer_kind.under("norm")))))
     return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm_f")))
 
 

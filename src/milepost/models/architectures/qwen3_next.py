@@ -42,12 +42,14 @@ def qwen_parts(
     zero-centred norms before both."""
     rotary, layers = Rotary(config, kind.device), []
     for index, (layer_type, shapes) in enumerate(zip(config.layer_types, experts, strict=True)):
-        own = kind.under(f"layers.{index}")
+        layer_kind = kind.under(f"layers.{index}")
         if layer_type == "full_attention":
-            mixer = _attention(config, own, rotary)
+            mixer = _attention(config, layer_kind, rotary)
         else:
-            mixer = GatedDelta(gated_delta_shapes(config), own.under("linear_attn"), arrangement)
-        layers.append(_layer(config, own, mixer, shapes))
+            mixer = GatedDelta(
+                gated_delta_shapes(config), layer_kind.under("linear_attn"), arrangement
+            )
+        layers.append(_layer(config, layer_kind, mixer, shapes))
     return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm")))
 
 
@@ -56,9 +58,11 @@ def qwen_head(
 ) -> MTPHead:
     """Builds the head. Its layer is one of the model's attention layers, or a dense one if the
     checkpoint's head is dense."""
-    own = kind.under("layers.0")
-    experts = None if own.has_projection("mlp.gate_proj") else experts
-    layer = _layer(config, own, _attention(config, own, rotary, first_row=FIRST_ROW), experts)
+    layer_kind = kind.under("layers.0")
+    experts = None if layer_kind.has_projection("mlp.gate_proj") else experts
+    layer = _layer(
+        config, layer_kind, _attention(config, layer_kind, rotary, first_row=FIRST_ROW), experts
+    )
     return MTPHead(config.hidden_size, layer, kind, eps=config.rms_norm_eps, offset=1.0)
 
 
@@ -74,8 +78,12 @@ def _attention(
 def _layer(
     config: PreTrainedConfig, kind: ModuleScope, mixer: Part, experts: ExpertShapes | None
 ) -> Layer:
-    size, own = config.hidden_size, kind.under("mlp")
-    mlp = MLP(size, config.intermediate_size, own) if experts is None else MoE(size, experts, own)
+    size, mlp_kind = config.hidden_size, kind.under("mlp")
+    mlp = (
+        MLP(size, config.intermediate_size, mlp_kind)
+        if experts is None
+        else MoE(size, experts, mlp_kind)
+    )
     norms = [_norm(config, kind.under(f"{name}_layernorm")) for name in ("input", "post_attention")]
     return Layer(ResidualBlock(mixer, pre=norms[0]), ResidualBlock(mlp, pre=norms[1]))
 
@@ -112,8 +120,8 @@ def settle_qwen(settings: dict[str, Any]) -> None:
     if interval is None or not isinstance(count, int):
         return
     indices = range(interval - 1, count, interval)
-    own = listed_layers(settings, list(indices), "full_attention_interval", "linear_attention")
-    take_same(settings, "layer_types", f"full_attention_interval={interval}", own)
+    layers = listed_layers(settings, list(indices), "full_attention_interval", "linear_attention")
+    take_same(settings, "layer_types", f"full_attention_interval={interval}", layers)
 
 
 QWEN_SPELLINGS = (

@@ -36,17 +36,21 @@ def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
     )
     layers, with_ngrams = [], list(config.ple_layer_ids)
     for index, layer_type in enumerate(config.layer_types):
-        own, blocks = kind.under(f"layers.{index}"), []
+        layer_kind, blocks = kind.under(f"layers.{index}"), []
         if index + 1 in with_ngrams:
             shapes = _ngram_shapes(config, with_ngrams.index(index + 1))
-            blocks.append(NgramBlock(NgramPart(shapes, own.under("ple"))))
+            blocks.append(NgramBlock(NgramPart(shapes, layer_kind.under("ple"))))
         if layer_type == _LINEAR:
-            mixer = GatedDelta(_delta_shapes(config), own.under("linear_attn"), SEPARATE)
+            mixer = GatedDelta(_delta_shapes(config), layer_kind.under("linear_attn"), SEPARATE)
         else:
-            mixer = _attention(config, own.under("self_attn"), rotary)
-        mlp = MoE(config.hidden_size, experts, own.under("mlp"))
-        blocks.append(HyperBlock(mixer, _connection(config, own.under("attn_hyper_connection"))))
-        blocks.append(HyperBlock(mlp, _connection(config, own.under("mlp_hyper_connection"))))
+            mixer = _attention(config, layer_kind.under("self_attn"), rotary)
+        mlp = MoE(config.hidden_size, experts, layer_kind.under("mlp"))
+        blocks.append(
+            HyperBlock(mixer, _connection(config, layer_kind.under("attn_hyper_connection")))
+        )
+        blocks.append(
+            HyperBlock(mlp, _connection(config, layer_kind.under("mlp_hyper_connection")))
+        )
         layers.append(Layer(*blocks))
     mixer = _connection(config, kind.under("hyper_connection_mixer"), is_last=True)
     return DecoderParts(layers=layers, norm=mixer)
@@ -65,8 +69,8 @@ def _attention(config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary) -> A
             f"indexer_head_dim={indexer.head_dim} is more than num_key_value_heads * head_dim="
             f"{shapes.num_kv_heads * shapes.head_dim}: index keys have a key's room in a page"
         )
-    own = Indexer(indexer, config.hidden_size, kind.under("indexer"), config.rms_norm_eps)
-    return Attention(shapes, kind, rotary=rotary, indexer=own)
+    indexer_part = Indexer(indexer, config.hidden_size, kind.under("indexer"), config.rms_norm_eps)
+    return Attention(shapes, kind, rotary=rotary, indexer=indexer_part)
 
 
 def _delta_shapes(config: PreTrainedConfig) -> Any:

@@ -126,11 +126,11 @@ def on_the_fly() -> Quantization:
 def quantization_settings(config: PreTrainedConfig) -> Mapping[str, Any]:
     """Returns the configuration's `quantization_config`; empty if it has none. A multimodal
     checkpoint has it in the outer configuration."""
-    own = getattr(config, "quantization_config", None)
-    own = own or getattr(config.get_text_config(), "quantization_config", None) or {}
-    if not isinstance(own, Mapping):
-        raise UnsupportedModelError(f"quantization_config={own!r} is no object")
-    return own
+    settings = getattr(config, "quantization_config", None)
+    settings = settings or getattr(config.get_text_config(), "quantization_config", None) or {}
+    if not isinstance(settings, Mapping):
+        raise UnsupportedModelError(f"quantization_config={settings!r} is no object")
+    return settings
 
 
 def read_modelopt_file(folder: Path) -> Mapping[str, Any]:
@@ -139,10 +139,10 @@ def read_modelopt_file(folder: Path) -> Mapping[str, Any]:
     path = folder / _MODELOPT_FILE
     if not path.exists():
         return {}
-    own = read_object(path).get("quantization")
-    if not isinstance(own, Mapping):
-        raise ConfigError(f"{path}: not ModelOpt's configuration: quantization={own!r}")
-    return {"quant_method": "modelopt", **own}
+    settings = read_object(path).get("quantization")
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{path}: not ModelOpt's configuration: quantization={settings!r}")
+    return {"quant_method": "modelopt", **settings}
 
 
 def has_fp8_kv(config: PreTrainedConfig) -> bool:

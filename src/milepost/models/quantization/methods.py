@@ -159,12 +159,12 @@ def _left_out(settings: Mapping[str, Any]) -> list[Expression]:
     """Reads GPTQModel's rules for single layers; returns those that leave layers out. Others are
     accepted only if they change nothing: `lm_head: {}` in Qwen's own checkpoints."""
     left = []
-    for rule, own in mapping_of(settings.get("dynamic"), "dynamic").items():
+    for rule, changes in mapping_of(settings.get("dynamic"), "dynamic").items():
         if rule.startswith("-:"):
             left.append(expression(rule[2:], "dynamic"))
             continue
         expression(rule.removeprefix("+:"), "dynamic")
-        others = mapping_of(own, f"dynamic[{rule!r}]")
+        others = mapping_of(changes, f"dynamic[{rule!r}]")
         if any(value != settings.get(name) for name, value in others.items()):
             raise UnsupportedModelError(
                 f"dynamic[{rule!r}] gives some layers other bits; supported are only layers that "
@@ -197,11 +197,11 @@ def read_autoround(settings: Mapping[str, Any]) -> RuleSet:
 def _is_left_in_16_bits(settings: Mapping[str, Any], extra: Any, where: str) -> bool:
     """Whether settings of one layer leave it in 16 bits. Refuses any other difference from the
     rest."""
-    own = mapping_of(extra, where)
-    bits = own.get("bits", settings.get("bits"))
+    overrides = mapping_of(extra, where)
+    bits = overrides.get("bits", settings.get("bits"))
     if bits == 16:
         return True
-    if any(own.get(key, settings.get(key)) != settings.get(key) for key in _AUTOROUND_KEYS):
+    if any(overrides.get(key, settings.get(key)) != settings.get(key) for key in _AUTOROUND_KEYS):
         raise UnsupportedModelError(
             f"{where} gives some layers {bits} bits or groups of another size; supported are only "
             "layers that are left in 16 bits"
@@ -214,10 +214,10 @@ def read_modelopt(settings: Mapping[str, Any]) -> RuleSet:
     NVFP4, or both for different projections."""
     want_known(settings, _KNOWN_OF_MODELOPT, where=_CONFIG)
     for name, group in mapping_of(settings.get("config_groups"), "config_groups").items():
-        own = mapping_of(group, name)
-        want_known(own, _KNOWN_OF_MODELOPT_GROUP, where=name)
+        checked = mapping_of(group, name)
+        want_known(checked, _KNOWN_OF_MODELOPT_GROUP, where=name)
         for what in ("weights", "input_activations"):
-            values = mapping_of(own.get(what), f"{name}.{what}")
+            values = mapping_of(checked.get(what), f"{name}.{what}")
             want_nothing(values, "dynamic", where=f"{name}.{what}")
             _check_group_size(values, f"{name}.{what}", has_groups=values.get("num_bits") == 4)
     left = settings.get("ignore") or settings.get("exclude_modules") or ()
@@ -229,17 +229,17 @@ def read_modelopt(settings: Mapping[str, Any]) -> RuleSet:
 
 def _mixed(layers: Mapping[str, Any]) -> tuple[Group, ...]:
     paths: dict[LowPrecision, list[str]] = {}
-    for name, own in layers.items():
+    for name, layer in layers.items():
         where = f"quantized_layers[{name!r}]"
-        form = _modelopt_form(mapping_of(own, where), where)
-        want_known(own, {"quant_algo", "group_size"}, where=where)
+        form = _modelopt_form(mapping_of(layer, where), where)
+        want_known(layer, {"quant_algo", "group_size"}, where=where)
         paths.setdefault(form, []).append(name)
     if not layers:
         raise UnsupportedModelError(
             f"{_CONFIG}: quant_algo='MIXED_PRECISION' needs quantized_layers, which say the "
             "precision of each"
         )
-    return tuple(Group(form, below(own)) for form, own in paths.items())
+    return tuple(Group(form, below(layer)) for form, layer in paths.items())
 
 
 def _modelopt_form(settings: Mapping[str, Any], where: str) -> LowPrecision:

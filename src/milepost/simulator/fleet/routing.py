@@ -40,7 +40,7 @@ class Pages:
 
     def listener(self, engine: int) -> Callable[[tuple[Event, ...]], None]:
         """Returns a function that takes an engine's events."""
-        holders, own, bit = self._holders, self._own[engine], 1 << engine
+        holders, held, bit = self._holders, self._own[engine], 1 << engine
 
         def drop(key: bytes) -> None:
             left = holders[key] & ~bit
@@ -54,18 +54,18 @@ class Pages:
                 match event:
                     case PagesReachable():
                         for key in event.keys:
-                            own[key] = own.get(key, 0) + 1
+                            held[key] = held.get(key, 0) + 1
                             holders[key] = holders.get(key, 0) | bit
                     case PagesUnreachable():
                         for key in event.keys:
-                            own[key] -= 1
-                            if not own[key]:
-                                del own[key]
+                            held[key] -= 1
+                            if not held[key]:
+                                del held[key]
                                 drop(key)
                     case Cleared():
-                        for key in own:
+                        for key in held:
                             drop(key)
-                        own.clear()
+                        held.clear()
 
         return take
 
